@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything runs in .venv, which is made on first use (scripts/setup.sh). ARGS is passed on:
+#   make test ARGS="-k reuse"        make demo ARGS="--plot map.png"
+# PYTHON=... uses a Python that already has what is needed, and installs nothing.
+SHELL := bash
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= .venv/bin/python
+ARGS ?=
+CUDA ?= cuda13
+OLDEST := .venv-jax0112
+BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
+
+ifeq ($(PYTHON),.venv/bin/python)
+SETUP := scripts/setup.sh .venv
+else
+SETUP := :
+endif
+
+.PHONY: help demo test test-all test-oldest bench $(BENCHMARKS:%=bench-%) gpu lint format wheel
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
+	  printf '  make %-12s %s\n' "$$name" "$$what"; done
+
+demo: ## generate with the bundled model: reuse, forks, eviction, events
+	@$(SETUP)
+	@$(PYTHON) -m models.generate $(ARGS)
+
+test: ## the default tests
+	@$(SETUP)
+	@$(PYTHON) -m pytest $(ARGS)
+
+test-all: ## slow tests too, and 10,000 steps of the property machine
+	@$(SETUP)
+	@HYPOTHESIS_PROFILE=nightly $(PYTHON) -m pytest -m "not gpu" $(ARGS)
+
+test-oldest: ## the quick tests on the oldest jax that CI covers
+	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
+	@$(OLDEST)/bin/python -m pytest -m "not slow and not gpu and not long" $(ARGS)
+
+bench: $(BENCHMARKS:%=bench-%) ## every benchmark; results in out/bench/*.json
+
+$(BENCHMARKS:%=bench-%): bench-%:
+	@$(SETUP)
+	@mkdir -p out/bench
+	@echo "== benchmarks.$*"
+	@$(PYTHON) -m benchmarks.$* --json out/bench/$*.json $(ARGS)
+
+gpu: ## everything that needs a GPU (CUDA=cuda12 for older drivers)
+	@PYTHON="$(PYTHON)" CUDA="$(CUDA)" scripts/gpu.sh $(ARGS)
+
+lint: ## ruff and pyright
+	@$(SETUP)
+	@$(SETUP) $(if $(filter :,$(SETUP)),,dev)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+
+format: ## let ruff mend what it can
+	@$(SETUP) $(if $(filter :,$(SETUP)),,dev)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+wheel: ## build the wheel, install it into an empty environment, import it
+	@$(SETUP) $(if $(filter :,$(SETUP)),,dev)
+	@PYTHON="$(PYTHON)" scripts/check_wheel.sh

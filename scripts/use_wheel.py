@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold where only the wheel is installed: the core works, and what needs an extra says which."""
+
+import importlib.util
+import pathlib
+
+import kvjax
+import pallas_kernels
+
+for package in (kvjax, pallas_kernels):
+    home = pathlib.Path(package.__file__).parent
+    assert "site-packages" in home.parts, home
+    assert (home / "py.typed").exists(), home
+for absent in ("models", "tests", "benchmarks", "flax", "matplotlib"):
+    assert importlib.util.find_spec(absent) is None, f"{absent} came with the wheel"
+
+spec = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=16, block_size=4)
+state = kvjax.init(spec)
+kvjax.check(state)
+print(kvjax.show(state))
+message = ""
+try:
+    kvjax.plot_blocks(state)
+except ImportError as error:
+    message = str(error)
+assert "kvjax[plot]" in message, message or "plot_blocks worked without matplotlib"
+print("wheel: kvjax and pallas_kernels work from", pathlib.Path(kvjax.__file__).parent)
