@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers and scatters that treat NO_BLOCK as "nothing here"; the only place that knows about index modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def pick(x: jax.Array, index: Any) -> jax.Array:
+    """x[index] for an index, or a tuple of them for the leading axes; out of range it reads some element: mask it."""
+    return x.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+def put(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -> jax.Array:
+    """Writes `values` at `index` where `where` holds, in place under donation.
+
+    Args:
+      x: the array to write into.
+      index: i32[K], or a tuple of them for the leading axes.
+      values: what to write; a scalar, or [K, ...].
+      where: bool[K]; entries to write, all of them in range.
+      unique: that no two written entries share an index; if they do, they must write the same values.
+    """
+    return x.at[_drop(x, index, where)].set(values, mode="drop", wrap_negative_indices=False, unique_indices=unique)
+
+
+def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -> jax.Array:
+    """Adds `values` at `index` where `where` holds; see `put`."""
+    return x.at[_drop(x, index, where)].add(values, mode="drop", wrap_negative_indices=False, unique_indices=unique)
+
+
+def rank(where: jax.Array) -> jax.Array:
+    """i32[K]; how many entries before this one hold."""
+    return jnp.cumsum(where, dtype=jnp.int32) - where.astype(jnp.int32)
+
+
+def count(where: jax.Array) -> jax.Array:
+    """i32[]; how many entries hold."""
+    return jnp.sum(where, dtype=jnp.int32)
+
+
+def repeated(ids: jax.Array) -> jax.Array:
+    """bool[K]; which of ids i32[K] occur more than once."""
+    ordered = jnp.sort(ids)
+    return jnp.searchsorted(ordered, ids, side="right") - jnp.searchsorted(ordered, ids, side="left") > 1
+
+
+def fence(tree, *reads):
+    """Returns its arguments, with `reads` done before anything is written into the arrays of `tree`.
+
+    Without it XLA may keep an array's old contents for a late reader: a copy of N elements on every step.
+    """
+    return lax.optimization_barrier((tree, *reads))
+
+
+def runs(first: jax.Array, width: int) -> jax.Array:
+    """i32[R, width]; first, first + 1, ... for each of first i32[R]."""
+    return first[:, None] + np.arange(width, dtype=np.int32)[None]
+
+
+def _drop(x: jax.Array, index, where: jax.Array):
+    """Sends the entries that do not hold out of range, each to its own place: XLA may then assume uniqueness."""
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    beyond = x.shape[0] + jnp.arange(where.size, dtype=jnp.int32).reshape(where.shape)
+    return (jnp.where(where, first, beyond), *rest)

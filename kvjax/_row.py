@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and writing the rows of the block table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax._arrays import pick, put, runs
+from kvjax._request import Prompt
+from kvjax.state import NO_BLOCK, CacheState, Group, pytree
+
+
+@pytree()
+class Row:
+    """One row: `exists` bool[] whether its number is in range; length, committed, namespace i32[]; table i32[M]."""
+
+    exists: jax.Array
+    length: jax.Array
+    committed: jax.Array
+    namespace: jax.Array
+    table: jax.Array
+
+
+def read(state: CacheState, seq: jax.Array) -> Row:
+    """Row `seq` i32[]; out of range it reads as some row with `exists` false."""
+    seqs = state.seqs
+    return Row(
+        exists=(seq >= 0) & (seq < state.spec.max_seqs),
+        length=pick(seqs.length, seq),
+        committed=pick(seqs.committed, seq),
+        namespace=pick(seqs.namespace, seq),
+        table=pick(state.groups[0].table, seq),
+    )
+
+
+def write(
+    state: CacheState,
+    group: Group,
+    seq: jax.Array,
+    ok: jax.Array,
+    table: jax.Array,
+    length: jax.Array | int,
+    committed: jax.Array | int,
+    namespace: jax.Array | int,
+) -> CacheState:
+    """The state with `group` and, where `ok` bool[], with a new row `seq`; table i32[...] is cut or padded to M."""
+    seq, ok, wide = jnp.atleast_1d(seq), jnp.atleast_1d(ok), state.spec.max_blocks_per_seq
+    table = jnp.pad(table[:wide], (0, max(wide - table.shape[0], 0)), constant_values=NO_BLOCK)
+    seqs = dataclasses.replace(
+        state.seqs,
+        length=put(state.seqs.length, seq, length, ok),
+        committed=put(state.seqs.committed, seq, committed, ok),
+        namespace=put(state.seqs.namespace, seq, namespace, ok),
+    )
+    group = dataclasses.replace(group, table=put(group.table, seq, table[None], ok))
+    return dataclasses.replace(state, groups=(group,), seqs=seqs)
+
+
+def entry(group: Group, rows, place: jax.Array) -> jax.Array:
+    """table[rows, place] i32[...], NO_BLOCK for a place before the row; beyond its end some entry."""
+    ids = group.table.at[rows, place].get(mode="clip", wrap_negative_indices=False)
+    return jnp.where(place >= 0, ids, NO_BLOCK)
+
+
+def write_prompt(group: Group, block: jax.Array, where: jax.Array, ask: Prompt, place: jax.Array) -> Group:
+    """Notes in `block` i32[1], where bool[1], the tokens of the prompt's block at `place` i32[]."""
+    blocks = group.blocks
+    tokens = put(blocks.tokens, block, pick(ask.tokens, place)[None], where)
+    extra = blocks.extra_ids
+    if extra is not None and ask.extra_ids is not None:
+        extra = put(extra, block, pick(ask.extra_ids, place)[None], where)
+    return dataclasses.replace(group, blocks=dataclasses.replace(blocks, tokens=tokens, extra_ids=extra))
+
+
+def copy_tokens(group: Group, block: jax.Array, source: jax.Array, where: jax.Array) -> Group:
+    """Notes in each block i32[K], where bool[K], the tokens that its source holds."""
+    blocks = group.blocks
+    tokens = put(blocks.tokens, block, pick(blocks.tokens, source), where)
+    extra = blocks.extra_ids
+    if extra is not None:
+        extra = put(extra, block, pick(extra, source), where)
+    return dataclasses.replace(group, blocks=dataclasses.replace(blocks, tokens=tokens, extra_ids=extra))
+
+
+def note_tokens(
+    group: Group, rows, start: jax.Array, end: jax.Array, tokens: jax.Array, extra_ids: jax.Array | None
+) -> Group:
+    """Notes tokens i32[R, T] in the rows' blocks at positions start..end-1 i32[R]."""
+    size = group.blocks.tokens.shape[1]
+    position = runs(start, tokens.shape[1])
+    where = position < end[:, None]
+    at = (entry(group, rows[:, None], position // size), position % size)
+    blocks = group.blocks
+    noted = put(blocks.tokens, at, tokens, where)
+    extra = blocks.extra_ids
+    if extra is not None and extra_ids is not None:
+        extra = put(extra, at, extra_ids, where)
+    return dataclasses.replace(group, blocks=dataclasses.replace(blocks, tokens=noted, extra_ids=extra))

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs: pure transitions `(state, request) -> (state, events)`.
+
+A sequence's life: `admit` finds what is cached of its prompt and reserves blocks for the rest; the model computes;
+`commit` says what was written, and only then blocks become findable; `extend` makes room for the next tokens;
+`release` lets go, and what was findable stays cached. A verb that cannot be done returns the state as it was and
+says why in `events.status`. The K/V bytes follow by `kvjax.apply(pools, events)`; `Cache` does both at once. The
+caller owns `jit` and donation: jit a verb together with the copies and the model step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax import _row, cow
+from kvjax._arrays import add, count, pick, put, rank, repeated, runs
+from kvjax._request import (
+    assemble,
+    each_row,
+    extra_like,
+    first_failure,
+    flatten_rows,
+    integers,
+    prompt,
+    row_mask,
+    static_int,
+)
+from kvjax.admission import admit_row
+from kvjax.events import EventKind, Events, Status, record
+from kvjax.group import available, give_back, init_group, take
+from kvjax.match import Match, longest_match
+from kvjax.policies import EvictionPolicy, lru
+from kvjax.spec import CacheSpec
+from kvjax.state import NO_BLOCK, CacheState, Sequences
+from kvjax.store import publish_filled, store_tail, withdraw
+
+
+def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any = None) -> CacheState:
+    """An empty cache.
+
+    Args:
+      spec: its shapes.
+      policy: who is evicted, `lru()` if None; static, so pass the same object again to reuse compiled programs.
+      num_blocks: i32[]; device blocks in use, at most the spec's N (None: all). May be traced, so that caches of
+        many sizes fit in one `vmap`.
+
+    Raises:
+      ValueError: if `num_blocks` is a number outside 1..N.
+    """
+    (group,) = spec.groups
+    num_blocks = group.num_blocks if num_blocks is None else num_blocks
+    number = isinstance(num_blocks, int | np.integer)
+    if isinstance(num_blocks, bool) or (number and not 1 <= num_blocks <= group.num_blocks):
+        raise ValueError(f"num_blocks: got {num_blocks}, wanted 1..{group.num_blocks}")
+    num_blocks = integers("num_blocks", num_blocks, ())
+    policy = lru() if policy is None else policy
+    seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
+    return CacheState((init_group(spec, group, policy, num_blocks),), seqs, spec, policy)
+
+
+def admit(
+    state: CacheState,
+    seq: Any,
+    tokens: Any,
+    length: Any,
+    *,
+    namespace: Any = 0,
+    extra_ids: Any = None,
+    now: Any = 0,
+    room: int | None = None,
+) -> tuple[CacheState, Events]:
+    """Gives a free row a prompt: finds its longest cached prefix, holds it, and reserves blocks for the rest.
+
+    Whole blocks are shared; inside the next block reuse goes on token by token, by a copy. The last token is never
+    taken from the cache: its logits are wanted. Nothing becomes findable before `commit`. Several sequences at once
+    (a leading axis R) equal one after the other in row order, each all or nothing.
+
+    Args:
+      state: the cache.
+      seq: i32[] or i32[R]; a free row.
+      tokens: i32[T] or i32[R, T]; the prompt, padded with anything.
+      length: i32[] or i32[R]; its tokens, 1..T.
+      namespace: i32[] or i32[R]; see `Namespaces`.
+      extra_ids: as tokens, where the spec asks for them.
+      now: i32[] ms.
+      room: static; reserve blocks for only this many tokens beyond the cached ones (chunked prefill), None for all.
+
+    Returns:
+      The cache; and events, E = ceil(T / P) + 1 a row: removed, copied. `events.cached` tells the tokens found, from
+      where the row's `committed` goes on. Status BAD_REQUEST, HELD (row in use), ROW_FULL or NO_BLOCKS.
+
+    Source: vLLM's KVCacheManager (get_computed_blocks, allocate_slots); partial blocks as in TensorRT-LLM.
+    """
+    seq, tokens = integers("seq", seq), integers("tokens", tokens)
+    extra_ids, now = extra_like(state.spec, extra_ids, tokens), integers("now", now, ())
+
+    room = None if room is None else static_int("room", room, 1)
+
+    def one(carry, request):
+        state, sources = carry
+        seq, tokens, extra_ids, length, namespace = request
+        ask = prompt(state.spec, tokens, length, namespace, extra_ids)
+        state, events, source = admit_row(state, seq, ask, now, room, sources)
+        return (state, jnp.concatenate([sources[1:], source])), events
+
+    rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
+    length, namespace = each_row("length", length, rows), each_row("namespace", namespace, rows)
+    requests = (seq, integers("tokens", tokens, (*rows, "T")), extra_ids, length, namespace)
+    start = (state, jnp.full(rows or (1,), NO_BLOCK, jnp.int32))
+    (state, _), events = lax.scan(one, start, requests) if rows else one(start, requests)
+    return state, flatten_rows(events) if rows else events
+
+
+def lookup(state: CacheState, tokens: Any, length: Any, *, namespace: Any = 0, extra_ids: Any = None) -> Match:
+    """Tells what `admit` would reuse of a prompt, without changing anything; `vmap` it for many.
+
+    Args:
+      state: the cache.
+      tokens: i32[T]; the prompt, padded with anything.
+      length: i32[]; its tokens, 1..T; otherwise nothing matches.
+      namespace: i32[].
+      extra_ids: i32[T], where the spec asks for them.
+
+    Returns:
+      A `Match`; `match.cached_tokens` is the sum over the tiers.
+    """
+    tokens = integers("tokens", tokens, ("T",))
+    ask = prompt(state.spec, tokens, length, namespace, extra_like(state.spec, extra_ids, tokens))
+    length = jnp.where(ask.valid, ask.length, 1)
+    return longest_match(state.groups[0], ask.tokens, ask.extra_ids, length, ask.namespace, state.spec.partial_reuse)
+
+
+def extend(
+    state: CacheState, active: Any, num_tokens: Any = 1, *, max_tokens: int | None = None, now: Any = 0
+) -> tuple[CacheState, Events]:
+    """Gives every active row room for its next tokens; all rows or none.
+
+    A last block that others hold too, or that is findable, is replaced by a private copy before it is written; of
+    several holders that are active together the last one keeps it.
+
+    Args:
+      state: the cache.
+      active: bool[S]; rows to grow.
+      num_tokens: a static number for all rows, or i32[S].
+      max_tokens: static; the most that a row asks for, needed where `num_tokens` is an array.
+      now: i32[] ms.
+
+    Returns:
+      The cache, unchanged unless `events.ok`; and events, E = 2 S F for rows that touch up to F blocks: removed,
+      copied. Status ROW_FULL or BAD_REQUEST (a free row) at the rows to blame, NO_BLOCKS at all active rows, with
+      the blocks missing in `events.shortfall`.
+
+    Source: vLLM's append_slots with copy-on-write, for a whole batch in one pass.
+    """
+    spec, (group,), seqs, size = state.spec, state.groups, state.seqs, state.spec.block_size
+    active, now = row_mask("active", active, spec.max_seqs), integers("now", now, ())
+    if max_tokens is None:
+        max_tokens = static_int("num_tokens", num_tokens, 1)
+    asked = each_row("num_tokens", num_tokens, active.shape)
+    max_tokens = static_int("max_tokens", max_tokens, 1)
+    bad = active & ((seqs.length == 0) | (asked < 0) | (asked > max_tokens))
+    grown = seqs.length + jnp.where(active & ~bad, asked, 0)
+    full = active & (-(-grown // size) > spec.max_blocks_per_seq)
+    fine = ~jnp.any(bad | full)
+
+    rows = np.arange(spec.max_seqs, dtype=np.int32)
+    first = seqs.length // size
+    writes = fine & (grown > seqs.length)
+    group, shares = cow.unshare(group, _row.entry(group, rows, first), writes & (seqs.length % size > 0))
+    place = runs(first, (max_tokens + size - 2) // size + 1)
+    new = writes[:, None] & (place * size < grown[:, None]) & (place * size >= seqs.length[:, None])
+    new = new.at[:, 0].set(new[:, 0] | shares.copies)
+    need, free = count(new), available(group)
+    group, ids, had, removed = take(group, state.policy, need, min(new.size, group.empty.shape[0]), now)
+    group = cow.settle(group, state.policy, shares, had, now)
+    ids = pick(ids, rank(new.reshape(-1)).reshape(new.shape))
+    table = put(group.table, (jnp.broadcast_to(rows[:, None], new.shape), place), ids, new & had)
+    written = jnp.maximum(seqs.committed - first * size, 0)  # in the block that the row is in
+    copies = shares.copies & had & (written > 0)
+    group = _row.copy_tokens(dataclasses.replace(group, table=table), ids[:, 0], shares.block, copies)
+    copied = record(EventKind.COPIED, copies, block=ids[:, 0], source=shares.block, num_tokens=written)
+
+    status = first_failure((bad, Status.BAD_REQUEST), (full, Status.ROW_FULL), (active & ~had, Status.NO_BLOCKS))
+    seqs = dataclasses.replace(seqs, length=jnp.where(fine & had, grown, seqs.length))
+    state = dataclasses.replace(state, groups=(group,), seqs=seqs)
+    shortfall = jnp.where(had, 0, jnp.maximum(need - free, 1))
+    return state, assemble(spec, status, removed=removed, copied=copied, shortfall=shortfall)
+
+
+def commit(
+    state: CacheState, tokens: Any, num_tokens: Any, *, extra_ids: Any = None, seqs: Any = None, now: Any = 0
+) -> tuple[CacheState, Events]:
+    """Records that the K/V of these tokens are now written, and publishes the blocks that they fill.
+
+    A filled block whose contents are cached already is swapped for the cached one and emptied; of equal blocks that
+    fill in one call the first row's stays.
+
+    Args:
+      state: the cache.
+      tokens: i32[R, T]; each row's next tokens, from its committed length on, padded with anything.
+      num_tokens: i32[R]; how many of them, at most what the row has room for; 0 leaves a row alone.
+      extra_ids: i32[R, T], where the spec asks for them.
+      seqs: i32[R]; the rows, all different; None for all S.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = R F for rows that fill up to F blocks: stored. Status BAD_REQUEST for a row
+      without so much room, a negative token, or a row that is named twice; the other rows are done.
+
+    Source: vLLM's mark_blocks_as_computed and MAX's commit, which swap equal blocks likewise.
+    """
+    spec, (group,), size = state.spec, state.groups, state.spec.block_size
+    rows = integers("seqs", np.arange(spec.max_seqs) if seqs is None else seqs, ("R",))
+    tokens = integers("tokens", tokens, (rows.shape[0], "T"))
+    asked, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
+    extra_ids = extra_like(spec, extra_ids, tokens)
+    exists = (rows >= 0) & (rows < spec.max_seqs) & ~(repeated(rows) & (asked != 0))
+    length, start = pick(state.seqs.length, rows), pick(state.seqs.committed, rows)
+    steps = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    bad = (~exists & (asked > 0)) | (asked < 0) | (asked > jnp.minimum(length - start, tokens.shape[1]))
+    bad = bad | jnp.any((steps < asked[:, None]) & (tokens < 0), axis=1)
+    end = start + jnp.where(bad, 0, asked)
+    group = _row.note_tokens(group, rows, start, end, tokens, extra_ids)
+
+    most = (tokens.shape[1] + size - 2) // size + 1
+    group, stored = publish_filled(group, state, rows, start // size, end // size, most, now)
+    committed = put(state.seqs.committed, rows, end, exists & ~bad)
+    state = dataclasses.replace(state, groups=(group,), seqs=dataclasses.replace(state.seqs, committed=committed))
+    return state, assemble(spec, first_failure((bad, Status.BAD_REQUEST)), stored=(group, stored))
+
+
+def fork(state: CacheState, src: Any, dst: Any) -> tuple[CacheState, Events]:
+    """Makes the free row `dst` share all blocks of row `src`; whoever writes first into the shared end copies it.
+
+    Args:
+      state: the cache.
+      src: i32[]; a row in use whose tokens are all committed.
+      dst: i32[]; a free row.
+
+    Returns:
+      The cache; and no events. Status BAD_REQUEST or HELD (`dst` in use).
+
+    Source: vLLM's BlockSpaceManager.fork.
+    """
+    src, dst = integers("src", src, ()), integers("dst", dst, ())
+    (group,), old, new = state.groups, _row.read(state, src), _row.read(state, dst)
+    bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst)
+    status = first_failure((bad, Status.BAD_REQUEST), (new.length > 0, Status.HELD))
+    ok = status == Status.OK
+    refcount = add(group.blocks.refcount, old.table, 1, ok & (old.table >= 0))
+    group = dataclasses.replace(group, blocks=dataclasses.replace(group.blocks, refcount=refcount))
+    state = _row.write(state, group, dst, ok, old.table, old.length, old.committed, old.namespace)
+    return state, assemble(state.spec, status)
+
+
+def truncate(state: CacheState, seq: Any, length: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
+    """Cuts a row back to its first `length` tokens (rejected draft tokens, an edited prompt).
+
+    A cut inside a findable block that only this row holds and nothing cached follows withdraws the block from reuse;
+    otherwise the block stays findable and the row's next write copies it.
+
+    Args:
+      state: the cache.
+      seq: i32[]; a row in use.
+      length: i32[]; 1 up to the row's length.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = 1: removed. Status BAD_REQUEST.
+
+    Source: TensorRT-LLM's rewindKVCache.
+    """
+    seq, length, now = integers("seq", seq, ()), integers("length", length, ()), integers("now", now, ())
+    (group,), row, size = state.groups, _row.read(state, seq), state.spec.block_size
+    bad = ~row.exists | (length < 1) | (length > row.length)
+    ok = ~bad
+    keep = -(-length // size)
+    dropped = ok & (np.arange(row.table.shape[0]) >= keep) & (row.table >= 0)
+    group = give_back(group, state.policy, row.table[::-1], dropped[::-1], now)
+    block = pick(row.table, keep - 1)[None]
+    blocks = group.blocks
+    cut = ok & (length % size > 0) & (pick(blocks.fill, block) > 0) & (pick(blocks.refcount, block) == 1)
+    group, removed = withdraw(group, block, cut & (pick(blocks.children, block) == 0))
+    table = jnp.where(dropped, NO_BLOCK, row.table)
+    state = _row.write(state, group, seq, ok, table, length, jnp.minimum(row.committed, length), row.namespace)
+    return state, assemble(state.spec, first_failure((bad, Status.BAD_REQUEST)), removed=removed)
+
+
+def release(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
+    """Frees a row: what is findable stays cached, tails to be evicted before heads; the rest becomes empty.
+
+    A partly filled last block becomes findable too, with all its written tokens, when its last holder lets go,
+    unless a cached block covers it. Several rows at once equal one after the other.
+
+    Args:
+      state: the cache.
+      seq: i32[] or i32[R]; rows in use.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = 1 a row: stored. Status BAD_REQUEST for a row that is free or unknown.
+
+    Source: TensorRT-LLM's removeSequence, which stores partial blocks; vLLM's free, in reverse order.
+    """
+    seq, now = integers("seq", seq), integers("now", now, ())
+    if seq.ndim > 0:
+        state, events = lax.scan(lambda s, q: release(s, q, now=now), state, integers("seq", seq, ("R",)))
+        return state, flatten_rows(events)
+    row = _row.read(state, seq)
+    ok = row.exists & (row.length > 0)
+    group, stored = state.groups[0], None
+    if state.spec.partial_reuse:
+        group, record_ = store_tail(group, row, ok)
+        stored = (group, record_)
+    group = give_back(group, state.policy, row.table[::-1], (ok & (row.table >= 0))[::-1], now)
+    nothing = jnp.full_like(row.table, NO_BLOCK)
+    state = _row.write(state, group, seq, ok, nothing, 0, 0, 0)
+    return state, assemble(state.spec, first_failure((~ok, Status.BAD_REQUEST)), stored=stored)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at a state from the host: is it sound, what does it hold, and was a request done?"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import index
+from kvjax.events import DEFAULT_PRIORITY, Events, Mirror, Status, fold
+from kvjax.policies import Ring
+from kvjax.show import show
+from kvjax.state import NO_BLOCK, CacheState, Group
+
+
+class RequestError(ValueError):
+    """A request that a checked verb did not do; `status` and `row` say which and why."""
+
+    def __init__(self, verb: str, row: int, status: Status):
+        super().__init__(f"{verb}: row {row} of the request was refused with {status.name}")
+        self.row, self.status = row, status
+
+
+def checked(verb: Callable[..., tuple[Any, Events]]) -> Callable[..., tuple[Any, Events]]:
+    """Wraps a verb, jitted or not, so that it raises where a precondition is broken; reads the status on the host.
+
+    A full pool or row is not an error: NO_BLOCKS and ROW_FULL come back as data.
+
+    Raises:
+      RequestError: naming the row and the status, BAD_REQUEST or HELD.
+    """
+
+    @functools.wraps(verb)
+    def call(*args, **kwargs):
+        result, events = verb(*args, **kwargs)
+        for row, status in enumerate(np.asarray(events.status).tolist()):
+            if status in (Status.BAD_REQUEST, Status.HELD):
+                raise RequestError(getattr(verb, "__name__", "verb"), row, Status(status))
+        return result, events
+
+    return call
+
+
+def snapshot(state: CacheState) -> list[dict[str, Any]]:
+    """The cache as the events that would build its index, for somebody who joins late: created, then stored."""
+    events: list[dict[str, Any]] = []
+    for number, group in enumerate(jax.device_get(state.groups)):
+        events.append({"kind": "created", "group": number})
+        blocks = group.blocks
+        findable = np.flatnonzero(blocks.fill > 0)
+        age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
+        for block in findable[np.argsort(-age, kind="stable")].tolist():
+            n, (above, which) = int(blocks.fill[block]), blocks.parent[block].tolist()
+            event = {"kind": "stored", "group": number, "block": block, "generation": int(blocks.generation[block])}
+            event |= {"parent": None, "namespace": which} if above < 0 else {"parent": (above, which)}
+            event |= {"tokens": blocks.tokens[block, :n].tolist(), "level": 0, "priority": DEFAULT_PRIORITY}
+            if blocks.extra_ids is not None:
+                event["extra_ids"] = blocks.extra_ids[block, :n].tolist()
+            events.append(event)
+    return events
+
+
+def index_of(state: CacheState) -> dict[tuple[int, int, tuple], tuple[int, int]]:
+    """{(group, namespace, token path): (level, stated priority)} of everything that is findable."""
+    return fold(snapshot(state), Mirror()).index
+
+
+def check(state: CacheState) -> None:
+    """Verifies every invariant of a state, on the host.
+
+    Raises:
+      AssertionError: naming the invariants that are broken, with a drawing of the state.
+    """
+    host = jax.device_get(state)
+    broken = _check_rows(host)
+    for group in host.groups:
+        broken += _check_counts(host, group) + _check_tree(group) + _check_links(group) + _check_keys(group)
+        if isinstance(group.policy, Ring):
+            broken += _check_ring(group)
+    if broken:
+        raise AssertionError("broken: " + "; ".join(broken) + "\n" + show(state))
+
+
+def _failures(**rules: Any) -> list[str]:
+    return [name.replace("_", " ") for name, holds in rules.items() if not np.all(holds)]
+
+
+def _check_rows(state: CacheState) -> list[str]:
+    seqs, (group,), size = state.seqs, state.groups, state.spec.block_size
+    held = -(-seqs.length // size)
+    place = np.arange(state.spec.max_blocks_per_seq)
+    inside = place[None] < held[:, None]
+    repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
+    return _failures(
+        committed_lies_within_length=(seqs.committed >= 0) & (seqs.committed <= seqs.length),
+        length_fits_in_a_row=seqs.length <= state.spec.max_length,
+        tables_hold_blocks_for_their_length=np.where(inside, group.table >= 0, group.table == NO_BLOCK),
+        table_entries_are_blocks=group.table < group.blocks.refcount.shape[0],
+        entries_of_a_row_differ=not any(repeats),
+    )
+
+
+def _check_counts(state: CacheState, group: Group) -> list[str]:
+    blocks, num_ids = group.blocks, group.blocks.refcount.shape[0]
+    holders = np.bincount(group.table[group.table >= 0], minlength=num_ids)
+    cached = (blocks.refcount == 0) & (blocks.fill > 0)
+    empty = group.empty[: group.num_empty]
+    idle = np.flatnonzero((blocks.refcount == 0) & (blocks.fill == 0) & (np.arange(num_ids) < group.num_blocks))
+    unused = np.arange(num_ids) >= group.num_blocks
+    return _failures(
+        refcounts_cover_the_tables=blocks.refcount >= holders,
+        the_stack_is_the_empty_blocks=sorted(empty.tolist()) == idle.tolist(),
+        num_cached_counts_cached_blocks=cached.sum() == group.num_cached,
+        blocks_out_of_use_are_untouched=(blocks.refcount[unused] == 0) & (blocks.fill[unused] == 0),
+        fill_fits_in_a_block=(blocks.fill >= 0) & (blocks.fill <= state.spec.block_size),
+    )
+
+
+def _check_tree(group: Group) -> list[str]:
+    blocks = group.blocks
+    findable = np.flatnonzero(blocks.fill > 0)
+    parent, generation = blocks.parent[findable].T
+    below = parent >= 0
+    above = parent[below]
+    size = blocks.tokens.shape[1]
+    children = np.bincount(above, minlength=len(blocks.fill))
+    held_below_unheld = (blocks.refcount[findable][below] > 0) & (blocks.refcount[above] == 0)
+    paths = Counter(
+        (*blocks.parent[b].tolist(), *blocks.tokens[b, : blocks.fill[b]].tolist(),
+         *(() if blocks.extra_ids is None else blocks.extra_ids[b, : blocks.fill[b]].tolist()))
+        for b in findable
+    )  # fmt: skip
+    return _failures(
+        parents_are_whole_and_findable=blocks.fill[above] == size,
+        parent_links_are_of_this_generation=blocks.generation[above] == generation[below],
+        children_are_counted=children == np.where(blocks.fill > 0, blocks.children, 0),
+        only_findable_blocks_have_children=(blocks.fill > 0) | (blocks.children == 0),
+        a_held_block_has_a_held_parent=~held_below_unheld,
+        no_prefix_is_stored_twice=all(n == 1 for n in paths.values()),
+    )
+
+
+def _check_links(group: Group) -> list[str]:
+    links, num_ids = group.links, group.blocks.refcount.shape[0]
+    seen: Counter[int] = Counter()
+    consistent = True
+    for bucket in range(2 * num_ids, links.next.shape[0]):
+        before, node = bucket, int(links.next[bucket])
+        while node >= 0 and seen[node] == 0:
+            seen[node] += 1
+            consistent &= int(links.prev[node]) == before
+            before, node = node, int(links.next[node])
+    findable = set(np.flatnonzero(group.blocks.fill > 0).tolist())
+    return _failures(
+        every_findable_block_is_linked_once=set(seen) == findable | {b + num_ids for b in findable},
+        links_agree_both_ways=consistent,
+    )
+
+
+def _check_keys(group: Group) -> list[str]:
+    ids = jnp.asarray(np.flatnonzero(group.blocks.fill > 0), jnp.int32)
+    if not ids.size:
+        return []
+    found = index.find(jax.tree.map(jnp.asarray, group.blocks), jax.tree.map(jnp.asarray, group.links),
+                       jnp.asarray(group.blocks.key)[ids])  # fmt: skip
+    return _failures(every_findable_block_is_found_by_its_key=found == ids)
+
+
+def _check_ring(group: Group) -> list[str]:
+    ring, blocks = group.policy, group.blocks
+    held = int(ring.tail) - int(ring.head)
+    at = (int(ring.head) + np.arange(max(held, 0))).astype(np.int64)
+    ids = ring.order[at & (len(ring.order) - 1)]
+    live = (ring.stamp[ids] == at) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
+    cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0))
+    return _failures(
+        the_ring_holds_at_most_its_size=0 <= held <= len(ring.order),
+        every_cached_block_waits_in_the_ring_once=sorted(ids[live].tolist()) == cached.tolist(),
+    )

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops of generation, each one program without a host transfer: prefill in chunks, and decode.
+
+A model is any pytree that can be called as `model(tokens i32[R, C], pools, view, last=i32[R])` and returns
+`(logits f32[R, V], pools)`: the logits of position `last` of each row, and the pools with the tokens' K/V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.events import EventLog, Events, append, init_log
+from kvjax.paired import Cache
+from kvjax.sampling import Sampling, sample
+from kvjax.spec import CacheSpec
+
+LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a decode loop, all [S].
+
+    Attributes:
+      token: i32; the last token chosen, not yet in the cache.
+      active: bool; whether to go on.
+      left: i32; tokens still wanted.
+      seed: u32; of the row's random stream.
+    """
+
+    token: jax.Array
+    active: jax.Array
+    left: jax.Array
+    seed: jax.Array
+
+
+class Decoded(NamedTuple):
+    """What a jitted loop chose: tokens i32[S, steps] (-1: none), logprobs f32[S, steps], and whether blocks ran out."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    out_of_blocks: jax.Array
+
+
+def step(
+    model: Any, cache: Cache, tokens: jax.Array, count: jax.Array, seqs: jax.Array | None = None
+) -> tuple[Cache, jax.Array, Events]:
+    """Computes and commits the next tokens of some rows, for which `admit` or `extend` made room; jit and donate it.
+
+    Args:
+      model: see above.
+      cache: the cache.
+      tokens: i32[R, C]; each row's next tokens, padded with valid ids.
+      count: i32[R]; how many they are; 0 leaves a row alone.
+      seqs: i32[R]; the rows, -1 for padding; None for all S.
+
+    Returns:
+      The cache; logits f32[R, V] after each row's last token; and the events.
+    """
+    view = cache.view(count, tokens.shape[1], seqs)
+    logits, pools = model(tokens, cache.pools, view, last=jnp.maximum(count - 1, 0))
+    cache, events = Cache(cache.state, pools).commit(tokens, count, seqs=seqs)
+    return cache, logits, events
+
+
+def decode_log(spec: CacheSpec, steps: int) -> EventLog:
+    """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is not enough."""
+    return init_log(steps * spec.max_seqs // 2 + 2 * _worst_step(spec), spec.block_size, spec.extra_ids)
+
+
+def _worst_step(spec: CacheSpec) -> int:
+    return 3 * spec.max_seqs  # of each row a block removed, one copied and one stored
+
+
+def decode(
+    model: Any,
+    cache: Cache,
+    rows: Rows,
+    log: EventLog,
+    *,
+    steps: int,
+    stop: jax.Array,
+    sampling: Sampling,
+    logits_fn: LogitsFn | None = None,
+) -> tuple[Cache, Rows, EventLog, Decoded]:
+    """Up to `steps` steps for all active rows: extend, copies, model, commit, sampling, stop check; jit and donate it.
+
+    Ends early if no row is active, if the pool has no block for all of them, or if the log is nearly full.
+
+    Args:
+      model: see above.
+      cache: its active rows have all but `rows.token` committed.
+      rows: where each row stands.
+      log: takes the events.
+      steps: static.
+      stop: i32[...]; stop tokens.
+      sampling: static.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+    """
+    spec = cache.state.spec
+
+    def going(carry):
+        number, _, rows, log, decoded = carry
+        enough = log.room >= _worst_step(spec)
+        return (number < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & enough
+
+    def one(carry):
+        number, cache, rows, log, decoded = carry
+        cache, extended = cache.extend(rows.active)
+        active = rows.active & extended.ok
+        cache, logits, committed = step(model, cache, rows.token[:, None], active.astype(jnp.int32))
+        token, logprob = _choose(logits, rows, cache.state.seqs.committed, sampling, logits_fn)
+        decoded = Decoded(
+            decoded.tokens.at[:, number].set(jnp.where(active, token, -1)),
+            decoded.logprobs.at[:, number].set(jnp.where(active, logprob, 0.0)),
+            ~extended.ok,
+        )
+        rows = advance(rows, active, token, stop, cache.state.seqs.length < spec.max_length)
+        return number + extended.ok.astype(jnp.int32), cache, rows, append(append(log, extended), committed), decoded
+
+    shape = (spec.max_seqs, steps)
+    decoded = Decoded(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.bool_(False))
+    _, cache, rows, log, decoded = lax.while_loop(going, one, (jnp.int32(0), cache, rows, log, decoded))
+    return cache, rows, log, decoded
+
+
+def _choose(logits, rows: Rows, positions, sampling: Sampling, logits_fn: LogitsFn | None):
+    if logits_fn is not None:
+        logits = logits_fn(logits, rows.token, positions)
+    return sample(logits, sampling, rows.seed, positions)
+
+
+def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:
+    """The rows after those where chose bool[S] took `token` i32[S]; room bool[S]: the row can hold it."""
+    stopped = jnp.any(token[:, None] == stop[None], axis=1)
+    left = rows.left - chose.astype(jnp.int32)
+    on = rows.active & (~chose | (~stopped & (left > 0) & room))
+    return dataclasses.replace(rows, token=jnp.where(chose, token, rows.token), left=left, active=on)
+
+
+def prefill(
+    model: Any,
+    cache: Cache,
+    seqs: jax.Array,
+    prompts: jax.Array,
+    seeds: jax.Array,
+    log: EventLog,
+    *,
+    chunk: int,
+    sampling: Sampling,
+    logits_fn: LogitsFn | None = None,
+) -> tuple[Cache, EventLog, jax.Array, jax.Array]:
+    """Computes what is not cached of admitted prompts, in chunks, and chooses their first tokens; jit and donate it.
+
+    Args:
+      model: see above.
+      cache: with the rows admitted.
+      seqs: i32[R]; the rows; -1 is padding.
+      prompts: i32[R, T]; their prompts, padded with valid ids.
+      seeds: u32[R].
+      log: has room for R (T / P + 1) events.
+      chunk: static; tokens of each row that a model call computes.
+      sampling: static.
+      logits_fn: static; as in `decode`.
+
+    Returns:
+      The cache, the log, the tokens i32[R] and their log-probabilities f32[R].
+    """
+
+    def remaining(cache):
+        return jnp.where(seqs >= 0, (cache.state.seqs.length - cache.state.seqs.committed)[seqs], 0)
+
+    def one(carry):
+        cache, log, tokens, logprobs = carry
+        left, start = remaining(cache), cache.state.seqs.committed[seqs]
+        count = jnp.minimum(left, chunk)
+        place = start[:, None] + np.arange(chunk, dtype=np.int32)[None]
+        new = jnp.take_along_axis(prompts, jnp.minimum(place, prompts.shape[1] - 1), axis=1)
+        cache, logits, committed = step(model, cache, new, count, seqs)
+        rows = Rows(new[:, 0], count > 0, left, seeds)
+        token, logprob = _choose(logits, rows, start + count, sampling, logits_fn)
+        done = (count > 0) & (count == left)
+        return (
+            cache,
+            append(log, committed),
+            jnp.where(done, token, tokens),
+            jnp.where(done, logprob, logprobs),
+        )
+
+    start = (cache, log, jnp.zeros(seqs.shape, jnp.int32), jnp.zeros(seqs.shape, jnp.float32))
+    return lax.while_loop(lambda carry: jnp.any(remaining(carry[0]) > 0), one, start)

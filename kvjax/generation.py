@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation as a user calls it: prompts wait, rows come and go on the host, the loops of `engine.py` do the rest."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.engine import LogitsFn, Rows, decode, decode_log, prefill, step
+from kvjax.events import Status, init_log, to_list
+from kvjax.paired import Cache
+from kvjax.sampling import Sampling
+
+_STATIC = ("sampling", "logits_fn")
+_admit = jax.jit(Cache.admit, donate_argnums=0)
+_release = jax.jit(Cache.release, donate_argnums=0)
+_step = jax.jit(step)
+_prefill = jax.jit(prefill, static_argnames=(*_STATIC, "chunk"), donate_argnames=("cache", "log"))
+_decode = jax.jit(decode, static_argnames=(*_STATIC, "steps"), donate_argnames=("cache", "log"))
+
+
+@dataclasses.dataclass
+class Output:
+    """One prompt's result.
+
+    Attributes:
+      tokens: what was generated, the stop token included.
+      logprobs: their log-probabilities.
+      prompt_tokens: tokens of the prompt.
+      cached_tokens: those that were found in the cache and not computed.
+      finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks" or "bad_request"; None
+        while it goes on.
+    """
+
+    prompt_tokens: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+    finish: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a generation stands after a jitted loop.
+
+    Attributes:
+      outputs: one per prompt, so far; the same objects every time.
+      new: {prompt number: tokens since the last Progress}.
+      cache: the cache as it is now; the one before has been donated.
+      events: decoded, since the last Progress.
+    """
+
+    outputs: list[Output]
+    new: dict[int, list[int]]
+    cache: Cache
+    events: list[dict[str, Any]]
+
+
+def generate(model: Any, cache: Cache, prompts: Sequence[Sequence[int]], **options: Any):
+    """Generates for all prompts, as many at a time as there are rows and blocks.
+
+    Args:
+      model: as for `stream`.
+      cache: likewise; donated.
+      prompts: likewise.
+      **options: likewise.
+
+    Returns:
+      list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
+    """
+    events: list[dict[str, Any]] = []
+    outputs: list[Output] = []
+    for progress in stream(model, cache, prompts, **options):
+        outputs, cache = progress.outputs, progress.cache
+        events += progress.events
+    return outputs, cache, events
+
+
+def stream(
+    model: Any,
+    cache: Cache,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 32,
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    stop_tokens: Sequence[int] = (),
+    namespaces: Sequence[int] | None = None,
+    logits_fn: LogitsFn | None = None,
+    chunk: int = 64,
+    steps: int = 32,
+    log_events: bool = True,
+) -> Iterator[Progress]:
+    """Generates for all prompts, handing out tokens after every `steps` steps.
+
+    Prompts wait until a row and blocks are free. If a running batch needs a block and there is none, the row that
+    was admitted last ends with what it has and finish "no_blocks".
+
+    Args:
+      model: see the top of this file; a function closed over its weights goes in as `jax.tree_util.Partial`.
+      cache: is donated: use `progress.cache` from then on. Rows in use already are left alone.
+      prompts: token ids.
+      max_new_tokens: for each prompt.
+      sampling: how tokens are chosen; greedy if None.
+      seeds: of each prompt's random stream; its number if None.
+      stop_tokens: end a row when chosen.
+      namespaces: of each prompt; 0 if None.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      chunk: prompt tokens of each row that one model call computes.
+      steps: the most decode steps of one jitted loop.
+      log_events: whether to decode the events for `Progress.events`.
+
+    Yields:
+      A `Progress`; the last one has every output finished and every row released.
+
+    Raises:
+      ValueError: if the cache has pools for no layer, or an option is out of range.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("chunk", chunk), ("steps", steps)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, wanted at least 1")
+    run = _Run(model, cache, prompts, max_new_tokens, tuple(stop_tokens), seeds, namespaces, log_events)
+    options = {"sampling": sampling or Sampling(), "logits_fn": logits_fn}
+    while run.waiting or run.live:
+        run.new, run.events = collections.defaultdict(list), []
+        run.admit(chunk, options)
+        if run.live:
+            run.decode(steps, options)
+        run.release()
+        yield Progress(run.outputs, dict(run.new), run.cache, run.events)
+
+
+class _Run:
+    """The host's side of a generation: which prompt is in which row, and what has come of it."""
+
+    def __init__(self, model, cache, prompts, max_new_tokens, stop, seeds, namespaces, log_events):
+        spec = cache.state.spec
+        self.model, self.cache, self.spec, self.prompts = model, cache, spec, prompts
+        self.stop, self.max_new, self.log_events = stop, max_new_tokens, log_events
+        self.seeds = np.asarray(range(len(prompts)) if seeds is None else seeds, np.uint32)
+        self.namespaces = np.asarray([0] * len(prompts) if namespaces is None else namespaces, np.int32)
+        for name, given in (("seeds", self.seeds), ("namespaces", self.namespaces)):
+            if given.shape != (len(prompts),):
+                raise ValueError(f"{name}: got {given.size}, wanted one for each of {len(prompts)} prompts")
+        self.outputs = [Output(len(prompt)) for prompt in prompts]
+        self.live: dict[int, int] = {}  # row -> prompt, in order of admission
+        self.free = np.flatnonzero(np.asarray(cache.state.seqs.length) == 0).tolist()
+        if not self.free:
+            raise ValueError("cache: got one without a free row")
+        self.new: dict[int, list[int]] = {}
+        self.events: list[dict[str, Any]] = []
+        vocab = self._vocabulary()
+        self.waiting: collections.deque[int] = collections.deque()
+        for number, prompt in enumerate(prompts):
+            fits = len(prompt) and min(prompt) >= 0 and max(prompt) < vocab
+            if not fits or len(prompt) > spec.max_length:
+                self.outputs[number].finish = "row_full" if fits else "bad_request"
+            else:
+                self.waiting.append(number)
+
+    def _vocabulary(self) -> int:
+        one = jax.ShapeDtypeStruct((1,), jnp.int32)
+        _, logits, _ = _step.eval_shape(self.model, self.cache, jax.ShapeDtypeStruct((1, 1), jnp.int32), one, one)
+        return logits.shape[-1]
+
+    def admit(self, chunk: int, options: dict[str, Any]) -> None:
+        """Admits waiting prompts into free rows and computes them."""
+        batch = [self.waiting.popleft() for _ in range(min(len(self.waiting), len(self.free)))]
+        if not batch:
+            return
+        width = _bucket(max(len(self.prompts[n]) for n in batch), self.spec.block_size)
+        count = _bucket(len(batch), 1)
+        tokens, lengths = np.zeros((count, width), np.int32), np.zeros((count,), np.int32)
+        for i, n in enumerate(batch):
+            tokens[i, : len(self.prompts[n])], lengths[i] = self.prompts[n], len(self.prompts[n])
+        seqs = np.asarray([*self.free[: len(batch)], *[-1] * (count - len(batch))], np.int32)
+        pad = (0, count - len(batch))
+        spaces, seeds = np.pad(self.namespaces[batch], pad), np.pad(self.seeds[batch], pad)
+        self.cache, events = _admit(self.cache, seqs, tokens, lengths, namespace=spaces)
+        self._hear(events)
+        status, cached = np.asarray(events.status), np.asarray(events.cached)
+        admitted = []
+        for i, n in enumerate(batch):
+            if status[i] == Status.OK:
+                self.free.remove(int(seqs[i]))
+                self.live[int(seqs[i])] = n
+                self.outputs[n].cached_tokens = int(cached[i])
+                admitted.append(i)
+            elif status[i] != Status.NO_BLOCKS:
+                self.outputs[n].finish = Status(status[i]).name.lower()
+        refused = [n for i, n in enumerate(batch) if status[i] == Status.NO_BLOCKS]
+        if refused and not self.live:
+            self.outputs[refused.pop(0)].finish = "no_blocks"
+        self.waiting.extendleft(reversed(refused))
+        if not admitted:
+            return
+        seqs = np.where(status == Status.OK, seqs, -1)
+        log = init_log(count * (width // self.spec.block_size + 1), self.spec.block_size, self.spec.extra_ids)
+        self.cache, log, token, logprob = _prefill(
+            self.model, self.cache, seqs, tokens, seeds, log, chunk=chunk, **options
+        )
+        self._hear(log)
+        for i, token_, logprob_ in zip(
+            admitted, np.asarray(token)[admitted], np.asarray(logprob)[admitted], strict=True
+        ):
+            self._take(batch[i], int(token_), float(logprob_))
+
+    def decode(self, steps: int, options: dict[str, Any]) -> None:
+        """One jitted loop over the live rows."""
+        live = {row: n for row, n in self.live.items() if self.outputs[n].finish is None}
+        if not live:
+            return
+        token, active, left, seed = (np.zeros((self.spec.max_seqs,), t) for t in ("i4", "?", "i4", "u4"))
+        for row, n in live.items():
+            token[row], active[row] = self.outputs[n].tokens[-1], True
+            left[row], seed[row] = self.max_new - len(self.outputs[n].tokens), self.seeds[n]
+        rows = Rows(*map(jnp.asarray, (token, active, left, seed)))
+        stop = np.asarray(self.stop, np.int32)
+        log = decode_log(self.spec, steps)
+        self.cache, _, log, decoded = _decode(self.model, self.cache, rows, log, steps=steps, stop=stop, **options)
+        self._hear(log)
+        tokens, logprobs = np.asarray(decoded.tokens), np.asarray(decoded.logprobs)
+        for row, n in live.items():
+            for token, logprob in zip(tokens[row], logprobs[row], strict=True):
+                if token >= 0:
+                    self._take(n, int(token), float(logprob))
+        if bool(decoded.out_of_blocks):
+            last = [n for n in live.values() if self.outputs[n].finish is None][-1]
+            self.outputs[last].finish = "no_blocks"
+
+    def release(self) -> None:
+        """Frees the rows of finished prompts."""
+        rows = [row for row, n in self.live.items() if self.outputs[n].finish]
+        if rows:
+            seqs = np.asarray([*rows, *[-1] * (_bucket(len(rows), 1) - len(rows))], np.int32)
+            self.cache, events = _release(self.cache, seqs)
+            self._hear(events)
+            self.free += rows
+            self.live = {row: n for row, n in self.live.items() if row not in rows}
+
+    def _take(self, number: int, token: int, logprob: float) -> None:
+        output = self.outputs[number]
+        output.tokens.append(token)
+        output.logprobs.append(logprob)
+        self.new[number].append(token)
+        if token in self.stop:
+            output.finish = "stop"
+        elif len(output.tokens) >= self.max_new:
+            output.finish = "length"
+        elif output.prompt_tokens + len(output.tokens) > self.spec.max_length:
+            output.finish = "row_full"
+
+    def _hear(self, events: Any) -> None:
+        if self.log_events:
+            self.events += to_list(events)
+
+
+def _bucket(size: int, least: int) -> int:
+    """`size` rounded up to `least` times a power of two, so that few shapes are compiled."""
+    return least << max(-(-size // least) - 1, 0).bit_length()

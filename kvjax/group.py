@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the verbs are made of: taking, holding and giving back the blocks of one group.
+
+Each function decides first and then writes with masked scatters, in an order that lets XLA update in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import index
+from kvjax._arrays import add, count, fence, pick, put, rank
+from kvjax.events import EventKind, record
+from kvjax.policies import EvictionPolicy
+from kvjax.spec import CacheSpec, GroupSpec
+from kvjax.state import NO_BLOCK, Blocks, Group
+
+
+def init_group(spec: CacheSpec, group: GroupSpec, policy: EvictionPolicy, num_blocks: jax.Array) -> Group:
+    """A group whose first `num_blocks` i32[] device blocks are empty and whose others are out of use."""
+    num_ids, size = group.num_ids, spec.block_size
+
+    def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
+        return jnp.zeros((num_ids, *shape), dtype)
+
+    blocks = Blocks(
+        refcount=zeros(), tokens=zeros(size), extra_ids=zeros(size) if spec.extra_ids else None, fill=zeros(),
+        key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=jnp.full((num_ids, 2), NO_BLOCK, jnp.int32),
+        children=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0),
+    )  # fmt: skip
+    return Group(
+        blocks=blocks,
+        links=index.init_links(num_ids),
+        empty=num_blocks - 1 - jnp.arange(group.num_blocks, dtype=jnp.int32),
+        num_empty=jnp.array(num_blocks),
+        num_cached=jnp.int32(0),
+        num_blocks=jnp.array(num_blocks),
+        table=jnp.full((spec.max_seqs, spec.max_blocks_per_seq), NO_BLOCK, jnp.int32),
+        policy=policy.init(num_ids),
+    )
+
+
+def available(group: Group) -> jax.Array:
+    """i32[]; blocks that can be had: empty ones and cached ones."""
+    return group.num_empty + group.num_cached
+
+
+def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
+    """Adds a holder to each of the findable blocks ids i32[K], all different, where bool[K]; counts as a hit.
+
+    With by=-1 it undoes just that.
+    """
+    idle = 0 if by > 0 else 1
+    changed = count(where & (pick(group.blocks.refcount, ids) == idle))
+    refcount, changed = fence(group.blocks.refcount, changed)
+    blocks = dataclasses.replace(
+        group.blocks, refcount=add(refcount, ids, by, where), hits=add(group.blocks.hits, ids, by, where)
+    )
+    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - by * changed)
+
+
+def take(
+    group: Group, policy: EvictionPolicy, need: jax.Array, size: int, now: jax.Array, spare: jax.Array | int = NO_BLOCK
+) -> tuple[Group, jax.Array, jax.Array, jax.Array]:
+    """Takes `need` blocks for one holder each: empty ones, then victims of the policy.
+
+    Args:
+      group: the group; untouched unless all of `need` can be had.
+      policy: chooses the victims.
+      need: i32[], at most `size`.
+      size: the most that can be asked for.
+      now: i32[] ms.
+      spare: i32[]; a block that may not be chosen.
+
+    Returns:
+      The group; ids i32[size], NO_BLOCK beyond `need`; bool[] whether they were had; records i32[size, 9], removed.
+    """
+    slot = np.arange(size, dtype=np.int32)
+    from_stack = jnp.minimum(need, group.num_empty)
+    wanted = jnp.where(need <= available(group), need - from_stack, 0)
+    before = group.blocks
+
+    def eligible(ids: jax.Array) -> jax.Array:
+        on_device = (ids >= 0) & (ids < group.empty.shape[0]) & (ids != spare)
+        return on_device & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
+
+    victims, pstate = policy.victims(group.policy, before, eligible, wanted, now, size)
+    claimed, generation = (slot < wanted) & eligible(victims), pick(before.generation, victims)
+    (refcount, fill, count_), victims, claimed, generation = fence(
+        (before.refcount, before.fill, before.generation), victims, claimed, generation
+    )
+    blocks = dataclasses.replace(before, refcount=refcount, fill=fill, generation=count_)
+    blocks, claimed = _claim(blocks, victims, claimed)
+    ok = (need <= available(group)) & (count(claimed) == wanted)
+    blocks = _unclaim(blocks, victims, claimed & ~ok)
+    evicted = claimed & ok
+    removed = record(EventKind.REMOVED, evicted, block=victims, generation=generation)
+    fill = put(blocks.fill, victims, 0, evicted)
+    links = index.remove(group.links, fill, victims, evicted)
+    stacked = pick(group.empty, group.num_empty - 1 - slot)
+    empty, stacked = fence(group.empty, stacked)
+    from_empty = ok & (slot < from_stack)
+    ids = jnp.where(from_empty, stacked, pick(victims, slot - from_stack))
+    blocks = dataclasses.replace(blocks, fill=fill, refcount=put(blocks.refcount, ids, 1, from_empty))
+    group = dataclasses.replace(
+        group,
+        blocks=blocks,
+        links=links,
+        empty=empty,
+        num_empty=group.num_empty - jnp.where(ok, from_stack, 0),
+        num_cached=group.num_cached - jnp.where(ok, wanted, 0),
+        policy=jax.tree.map(lambda new, old: old if new is old else jnp.where(ok, new, old), pstate, group.policy),
+    )
+    return group, jnp.where(ok & (slot < need), ids, NO_BLOCK), ok, removed
+
+
+def _claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:
+    """Gives each victim a holder and takes it off its parent's children; drops repeats and blocks with children.
+
+    Whatever a policy names, what is claimed is a set of different blocks closed under findable children.
+    """
+    refcount = add(blocks.refcount, ids, 1, where, unique=False)
+    once = where & (pick(refcount, ids) == 1)
+    refcount = add(refcount, ids, -1, where & ~once, unique=False)
+    parent = pick(blocks.parent, ids)[:, 0]
+    children = add(blocks.children, parent, -1, once & (parent >= 0), unique=False)
+
+    def reject(carry):
+        refcount, children, claimed = carry
+        bad = claimed & (pick(children, ids) != 0)
+        refcount = add(refcount, ids, -1, bad)
+        children = add(children, parent, 1, bad & (parent >= 0), unique=False)
+        return refcount, children, claimed & ~bad
+
+    refcount, children, once = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[2] & (pick(carry[1], ids) != 0)), reject, (refcount, children, once)
+    )
+    return dataclasses.replace(blocks, refcount=refcount, children=children), once
+
+
+def _unclaim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> Blocks:
+    parent = pick(blocks.parent, ids)[:, 0]
+    return dataclasses.replace(
+        blocks,
+        refcount=add(blocks.refcount, ids, -1, where),
+        children=add(blocks.children, parent, 1, where & (parent >= 0), unique=False),
+    )
+
+
+def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
+    """Takes a holder from each of ids i32[K], all different, where bool[K]; the first to leave stands in front.
+
+    A block without holders stays cached if it is findable and becomes empty if not.
+    """
+    blocks = group.blocks
+    freed = where & (pick(blocks.refcount, ids) == 1)
+    cached = freed & (pick(blocks.fill, ids) > 0)
+    refcount, freed, cached = fence(blocks.refcount, freed, cached)
+    emptied = freed & ~cached
+    blocks = dataclasses.replace(
+        blocks,
+        refcount=add(refcount, ids, -1, where),
+        released=put(blocks.released, ids, blocks.clock + rank(cached), cached),
+        clock=blocks.clock + count(cached),
+    )
+    return dataclasses.replace(
+        group,
+        blocks=blocks,
+        empty=put(group.empty, group.num_empty + rank(emptied), ids, emptied),
+        num_empty=group.num_empty + count(emptied),
+        num_cached=group.num_cached + count(cached),
+        policy=policy.touch(group.policy, blocks, jnp.where(cached, ids, NO_BLOCK), now),
+    )

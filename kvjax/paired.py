@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state together with its bytes, for those who do not want to think about copies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from kvjax import cache, control
+from kvjax.events import Events
+from kvjax.match import Match
+from kvjax.policies import EvictionPolicy
+from kvjax.pool import Pools, apply, init_pools
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+from kvjax.view import View, ragged, view
+
+
+def _method(verb: Callable[..., tuple[CacheState, Events]]) -> Callable[..., tuple[Cache, Events]]:
+    """A verb on states as a method that also executes the copies it orders."""
+
+    @functools.wraps(verb)
+    def method(self: Cache, *args: Any, **kwargs: Any) -> tuple[Cache, Events]:
+        state, events = verb(self.state, *args, **kwargs)
+        pools = apply(self.pools, events) if verb in (cache.admit, cache.extend) else self.pools
+        return Cache(state, pools), events
+
+    return method
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """A cache's state and the pools that hold its K/V; a value like each of them, with the verbs as methods.
+
+    Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. What a state was before such a step is then worth
+    nothing without its pools; to go back and go on from there, `fork` the rows first.
+
+    Attributes:
+      state: the metadata.
+      pools: the K/V.
+    """
+
+    state: CacheState
+    pools: Pools
+
+    @classmethod
+    def create(cls, spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any = None) -> Cache:
+        """An empty cache with pools of zeros; see `init` for the arguments."""
+        return cls(cache.init(spec, policy, num_blocks), init_pools(spec))
+
+    admit = _method(cache.admit)
+    extend = _method(cache.extend)
+    commit = _method(cache.commit)
+    fork = _method(cache.fork)
+    truncate = _method(cache.truncate)
+    release = _method(cache.release)
+    evict = _method(control.evict)
+    pin = _method(control.pin)
+    unpin = _method(control.unpin)
+    reset = _method(control.reset)
+
+    def lookup(self, *args: Any, **kwargs: Any) -> Match:
+        """See `kvjax.lookup`."""
+        return cache.lookup(self.state, *args, **kwargs)
+
+    def view(self, *args: Any, **kwargs: Any) -> View:
+        """See `kvjax.view`."""
+        return view(self.state, *args, **kwargs)
+
+    def ragged(self, *args: Any, **kwargs: Any) -> View:
+        """See `kvjax.ragged`."""
+        return ragged(self.state, *args, **kwargs)

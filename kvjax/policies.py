@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction policies: who leaves when room is needed. A policy only chooses; the core rechecks every choice.
+
+A policy in one line (the lowest score leaves first; see `state.Blocks` for what a score can use):
+
+    smallest_first = by_score(lambda blocks: blocks.fill)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import count, pick, put, rank
+from kvjax.keys import mix
+
+if TYPE_CHECKING:
+    from kvjax.state import Blocks
+
+Eligible = Callable[[jax.Array], jax.Array]
+
+
+class EvictionPolicy(NamedTuple):
+    """A policy: three pure functions over a state of its own.
+
+    Attributes:
+      init: (num_ids: int) -> pstate.
+      touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate; called when the blocks `ids` (NO_BLOCK is padding)
+        lost their last holder and stay cached, the one to leave first in front.
+      victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate); names `wanted`
+        blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which may be named; a block may
+        be named only with all its findable children before it.
+    """
+
+    init: Callable[[int], Any]
+    touch: Callable[..., Any]
+    victims: Callable[..., tuple[jax.Array, Any]]
+
+
+class Ring(NamedTuple):
+    """Cached blocks in order of release. An entry is live while its block is cached and was not released since.
+
+    Attributes:
+      order: i32[R]; block ids, R a power of two of at least 2B; position p is kept at p mod R.
+      stamp: i32[B]; position of each block's newest entry.
+      head, tail: i32[]; the entries are at head..tail-1, compared by difference so that they may wrap.
+    """
+
+    order: jax.Array
+    stamp: jax.Array
+    head: jax.Array
+    tail: jax.Array
+
+
+@functools.cache
+def lru() -> EvictionPolicy:
+    """Evicts the least recently released block; costs O(blocks touched).
+
+    Parents are released after their children, so the order of release has leaves first.
+
+    Source: vLLM's free queue, with lazy deletion in place of a linked list.
+    """
+    return EvictionPolicy(_init_ring, _push, _pop)
+
+
+def _init_ring(num_ids: int) -> Ring:
+    size = 1 << (2 * num_ids - 1).bit_length()
+    return Ring(jnp.zeros((size,), jnp.int32), jnp.zeros((num_ids,), jnp.int32), jnp.int32(0), jnp.int32(0))
+
+
+def _read(ring: Ring, blocks: Blocks, start: jax.Array, size: int):
+    """Positions start..start+size-1: (position, block, whether the entry is live), each [size]."""
+    position = start + np.arange(size, dtype=np.int32)
+    ids = pick(ring.order, position & (ring.order.shape[0] - 1))
+    live = (pick(ring.stamp, ids) == position) & (pick(blocks.refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
+    return position, ids, live & (position - ring.tail < 0)
+
+
+def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
+    del now
+    new = ids >= 0
+    capacity, chunk = ring.order.shape[0], min(1024, ring.order.shape[0])
+
+    def squeeze(carry):
+        # Moves live entries forward over dead ones, a chunk at a time; the write end never passes the read end.
+        order, stamp, read, write = carry
+        _, block, live = _read(ring._replace(order=order, stamp=stamp), blocks, read, chunk)
+        place = write + rank(live)
+        order, stamp = put(order, place & (capacity - 1), block, live), put(stamp, block, place, live)
+        return order, stamp, read + chunk, write + count(live)
+
+    full = ring.tail - ring.head + count(new) > capacity
+    order, stamp, _, end = lax.while_loop(
+        lambda carry: full & (carry[2] - ring.tail < 0), squeeze, (ring.order, ring.stamp, ring.head, ring.head)
+    )
+    tail = jnp.where(full, end, ring.tail)
+    place = tail + rank(new)
+    order, stamp = put(order, place & (capacity - 1), ids, new), put(stamp, ids, place, new)
+    return Ring(order, stamp, ring.head, tail + count(new))
+
+
+def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int):
+    del now
+    chunk = min(max(size, 16), ring.order.shape[0])
+
+    def scan(carry):
+        read, found, ids, head, passed_over = carry
+        position, block, live = _read(ring, blocks, read, chunk)
+        free = live & eligible(block)
+        place = found + rank(free)
+        take = free & (place < wanted)
+        ids = put(ids, place, block, take)
+        # A live entry that may not be named now keeps its place: the head stops there.
+        spared = live & ~free & (place < wanted)
+        first = jnp.min(jnp.where(spared, position - read, chunk))
+        head = jnp.where(passed_over, head, read + first)
+        found = found + count(take)
+        read = jnp.where(found < wanted, read + chunk, jnp.max(jnp.where(take, position - read, -1)) + 1 + read)
+        passed_over = passed_over | jnp.any(spared)
+        return read, found, ids, jnp.where(passed_over, head, read), passed_over
+
+    start = (ring.head, jnp.int32(0), jnp.full((size,), -1, jnp.int32), ring.head, jnp.bool_(False))
+    _, _, ids, head, _ = lax.while_loop(lambda c: (c[1] < wanted) & (c[0] - ring.tail < 0), scan, start)
+    return ids, ring._replace(head=jnp.where(head - ring.tail > 0, ring.tail, head))
+
+
+def by_score(fn: Callable[[Blocks], jax.Array]) -> EvictionPolicy:
+    """Evicts the block of the lowest score among the leaves, again and again; NaN leaves last.
+
+    Costs one pass over all blocks in a call that evicts. Pass the same object again to reuse compiled programs.
+
+    Args:
+      fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9).
+    """
+
+    def victims(pstate, blocks, eligible, wanted, now, size):
+        del now
+
+        def choose():
+            score = _as_ordered_float(fn(blocks))
+            return _pop_leaves(score, blocks, eligible, wanted, size)
+
+        return lax.cond(wanted > 0, choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
+
+    return EvictionPolicy(lambda num_ids: (), lambda pstate, blocks, ids, now: pstate, victims)
+
+
+def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: jax.Array, size: int) -> jax.Array:
+    """The `wanted` lowest by repeated removal of the lowest leaf, where a removal can make its parent a leaf."""
+    num_ids = score.shape[0]
+    leaf = eligible(jnp.arange(num_ids, dtype=jnp.int32)) & (blocks.children == 0)
+    _, front = lax.top_k(jnp.where(leaf, -score, -jnp.inf), min(size, num_ids))
+    front = jnp.where(pick(leaf, front), front.astype(jnp.int32), -1)
+
+    def step(i, carry):
+        front, ids = carry
+        at = jnp.argmin(jnp.where(front >= 0, pick(score, front), jnp.inf))
+        block = front[at]
+        ids = ids.at[i].set(block)
+        parent = pick(blocks.parent, block)[0]
+        gone = count((ids >= 0) & (pick(blocks.parent, ids)[:, 0] == parent))
+        exposed = (block >= 0) & (parent >= 0) & eligible(parent) & (pick(blocks.children, parent) == gone)
+        return front.at[at].set(jnp.where(exposed, parent, -1)), ids
+
+    return lax.fori_loop(0, jnp.minimum(wanted, size), step, (front, jnp.full((size,), -1, jnp.int32)))[1]
+
+
+def _as_ordered_float(score: jax.Array) -> jax.Array:
+    """f32 in the same order: integers keep all their bits (as floats above 2^24 they would not), NaN goes last."""
+    largest = np.float32(np.finfo(np.float32).max)
+    if jnp.issubdtype(score.dtype, jnp.floating):
+        score = score.astype(jnp.float32)
+        return jnp.clip(jnp.where(jnp.isnan(score), largest, score), -largest, largest)
+    size = jnp.minimum(jnp.abs(jnp.maximum(score.astype(jnp.int32), -(2**31) + 1)), 0x7E000000)
+    normal = lax.bitcast_convert_type(size + 0x00800000, jnp.float32)
+    return jnp.where(score < 0, -normal, normal)
+
+
+@functools.cache
+def fifo() -> EvictionPolicy:
+    """Evicts the block that was stored first."""
+    return by_score(lambda blocks: blocks.stored - blocks.clock)
+
+
+@functools.cache
+def lfu() -> EvictionPolicy:
+    """Evicts the block that was reused least often since it was stored."""
+    return by_score(lambda blocks: blocks.hits)
+
+
+@functools.cache
+def random() -> EvictionPolicy:
+    """Evicts any leaf, by a hash of when it was released: the same history gives the same victims."""
+    return by_score(lambda blocks: (mix(blocks.released.astype(jnp.uint32)) >> np.uint32(1)).astype(jnp.int32))

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from kvjax.state import NO_BLOCK, CacheState
+from kvjax.stats import Condition, Survey, survey, tally
+
+_MANY = 9  # holders that one digit can tell
+_SIGNS = {Condition.UNUSED: " ", Condition.EMPTY: ".", Condition.CACHED: "c", Condition.ACTIVE: "a"}
+
+
+def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
+    """Draws a cache in text. It also draws a broken one: `check` puts it into its message.
+
+    Args:
+      state: the cache; not traced.
+      width: columns to stay within.
+      max_lines: the most lines for each of the three parts; what does not fit is counted, and a map of many blocks
+        gives one character to several.
+
+    Returns:
+      Several lines. The tree of contents is left out of a cache with more blocks than `max_lines`.
+    """
+    lines = []
+    for number, group in enumerate(state.spec.groups):
+        seen = survey(state, number)
+        window = "full attention" if group.window is None else f"window {group.window:,}"
+        name = f"group {number}, {window}: " if len(state.spec.groups) > 1 else ""
+        lines += [
+            f"{name}blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks",
+            *textwrap.wrap(str(tally(state, seen)), width),
+        ]
+        parts = [_rows(seen, width, max_lines), _map(seen, width, max_lines)]
+        if len(seen.condition) <= max_lines:
+            parts.insert(1, _contents(seen, width))
+        for part in map(list, parts):
+            lines += ["", *part] if part else []
+        lines.append("")
+    return "\n".join(line[:width].rstrip() for line in lines[:-1])
+
+
+def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
+    """One line per row in use: tokens, tokens written, block table."""
+    used = np.flatnonzero((seen.length != 0) | (seen.table != NO_BLOCK).any(axis=1))
+    digits = len(str(len(seen.length) - 1))
+    for seq in used[:max_lines]:
+        length, committed = int(seen.length[seq]), int(seen.committed[seq])
+        written = "" if committed == length else f" ({committed:,} written)"
+        head = f"seq {seq:>{digits}}  {length:,} tokens{written}  blocks "
+        table = seen.table[seq]
+        last = np.flatnonzero(table != NO_BLOCK)
+        yield head + _fit(_runs(table[: last[-1] + 1] if len(last) else table[:0]), width - len(head))
+    if len(used) > max_lines:
+        yield f"and {len(used) - max_lines:,} more rows in use"
+    if len(used) == 0:
+        yield "no row in use"
+
+
+def _runs(ids: Iterable[int]) -> list[str]:
+    """Block ids with runs of three or more, upwards or downwards, shortened: 2 7-9 4."""
+    runs: list[list[int]] = []
+    for block in map(int, ids):
+        run = runs[-1] if runs else []
+        step = block - run[-1] if run else 0
+        if abs(step) == 1 and min(block, run[-1]) >= 0 and (len(run) == 1 or run[1] - run[0] == step):
+            run.append(block)
+        else:
+            runs.append([block])
+    return [text for run in runs for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+
+
+def _fit(words: list[str], width: int) -> str:
+    """The words joined by blanks, the middle left out where they are too wide."""
+    kept, text = len(words), " ".join(words)
+    while len(text) > max(width, 12) and kept > 2:
+        kept -= 1
+        text = " ".join([*words[: kept - 1], "...", words[-1]])
+    return text
+
+
+def _contents(seen: Survey, width: int) -> Iterator[str]:
+    """The findable blocks as trees of prefixes, then the blocks that rows are still filling."""
+    findable = [int(block) for block in np.flatnonzero(seen.fill > 0)]
+    above = {block: _parent(seen, block) for block in findable}
+    drawn: set[int] = set()
+
+    def branch(block: int, indent: str) -> Iterator[str]:
+        if block in drawn:  # parent links that go round: a broken state
+            return
+        drawn.add(block)
+        yield _block(seen, block, indent, width)
+        for child in findable:
+            if above[child] == block:
+                yield from branch(child, indent + "   ")
+
+    roots = sorted((b for b in findable if above[b] == NO_BLOCK), key=lambda b: int(seen.parent[b, 1]))
+    for n, block in enumerate(roots):
+        namespace = int(seen.parent[block, 1])
+        if n == 0 or namespace != int(seen.parent[roots[n - 1], 1]):
+            yield f"findable, namespace {namespace}:"
+        yield from branch(block, "  ")
+    lost = [block for block in findable if block not in drawn]
+    yield from (_block(seen, block, "  NO WAY TO A ROOT ", width) for block in lost)
+    private = np.flatnonzero((seen.condition == Condition.ACTIVE) & (seen.fill == 0))
+    if len(private):
+        yield "held, not yet findable:"
+    yield from (_block(seen, int(block), "  ", width) for block in private)
+
+
+def _parent(seen: Survey, block: int) -> int:
+    """The findable block before this one, NO_BLOCK at a root, -2 where the link leads nowhere."""
+    parent, generation = map(int, seen.parent[block])
+    if parent == NO_BLOCK:
+        return NO_BLOCK
+    alive = 0 <= parent < len(seen.fill) and seen.fill[parent] > 0 and seen.generation[parent] == generation
+    return parent if alive else -2
+
+
+def _block(seen: Survey, block: int, indent: str, width: int) -> str:
+    """One block with its tokens; a dot for a slot without."""
+    size, written = seen.tokens.shape[1], int(seen.written[block])
+    holders = int(seen.refcount[block])
+    tail = f"  {holders} holder{'' if holders == 1 else 's'}" if holders else "  cached"
+    head = f"{indent}{block:>3} ["
+    slots = [str(token) for token in seen.tokens[block, :written]] + ["."] * (size - written)
+    return head + _fit(slots, width - len(head) - len(tail) - 1) + "]" + tail
+
+
+def _map(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
+    """One character per block, or per run of blocks where there are too many."""
+    number = len(seen.condition)
+    digits = len(f"{number - 1:,}")
+    columns = max((width - digits - 1) // 11 * 10, 10)  # tens, with a blank before each
+    per_cell = 1 << (-(-number // (columns * max_lines)) - 1).bit_length()
+    if per_cell == 1:
+        cells = [_sign(int(c), int(n)) for c, n in zip(seen.condition, seen.refcount, strict=True)]
+        legend = f"digit: holders (+: more than {_MANY}), c: cached, .: empty"
+    else:
+        cells = [_most(seen.condition[start : start + per_cell]) for start in range(0, number, per_cell)]
+        legend = f"a character for {per_cell:,} blocks; most of them a: active, c: cached, .: empty"
+    yield f"blocks ({legend})"
+    for start in range(0, len(cells), columns):
+        tens = [
+            "".join(cells[i : min(i + 10, start + columns)]) for i in range(start, min(start + columns, len(cells)), 10)
+        ]
+        yield f"{start * per_cell:>{digits},} " + " ".join(tens)
+
+
+def _sign(condition: int, holders: int) -> str:
+    if condition != Condition.ACTIVE:
+        return _SIGNS[Condition(condition)]
+    return str(holders) if holders <= _MANY else "+"
+
+
+def _most(conditions: np.ndarray) -> str:
+    return _SIGNS[Condition(int(np.argmax(np.bincount(conditions, minlength=4))))]

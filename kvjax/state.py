@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache as data: a pytree of small arrays, and nothing else.
+
+One group of a cache with N = 6 blocks of P = 4 tokens; two rows share a prompt, a third is free:
+
+    rows                    blocks              contents, by parent link           refcount
+    seq 0  table 2 0 -  --> 2  [t t t t]        root <- 2                                 2
+           length 6     --> 0  [t t . .]        being filled by row 0                     1
+    seq 1  table 2 4 5  --> 4  [t t t t]        root <- 2 <- 4                            1
+           length 9     --> 5  [t . . .]        being filled by row 1                     1
+    seq 2  table - - -      3  [t t t t]        root <- 2 <- 3   cached, findable         0
+           length 0         1  [. . . .]        empty, on the stack                       0
+
+Every block is in one of three conditions: *active* (refcount above 0), *cached* (refcount 0, findable, evicted
+when room is needed) or *empty*. A block is findable exactly when `fill > 0`. Its identity is (block, generation):
+the generation moves on each time a block is published, so a link to earlier contents never matches.
+
+Shape legend, for every docstring of the library: N device blocks, H host blocks, B = N + H block ids, P positions
+per block, S sequences, M blocks per sequence, E event slots, T tokens in a batch, L layers, Q query heads, K kv
+heads, D head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+
+from kvjax.policies import EvictionPolicy
+from kvjax.spec import CacheSpec
+
+NO_BLOCK = -1
+
+
+@typing.dataclass_transform(frozen_default=True)
+def pytree(*static: str):
+    """Registers a frozen dataclass as a pytree; `static` fields are part of its structure."""
+
+    def register[T: type](cls: T) -> T:
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        fields = [f.name for f in dataclasses.fields(cls)]
+        return jax.tree_util.register_dataclass(cls, [f for f in fields if f not in static], list(static))
+
+    return register
+
+
+@pytree()
+class Blocks:
+    """What is known of each block.
+
+    Attributes:
+      refcount: i32[B]; rows and pins that hold the block.
+      tokens: i32[B, P]; token ids whose K/V the block holds.
+      extra_ids: i32[B, P]; the tokens' extra ids, or None where the spec asks for none.
+      fill: i32[B]; tokens of a findable block, 0 for every other.
+      key: u32[B, 2]; hash of the prefix that ends in this block (`keys.py`); a hint, never trusted.
+      generation: i32[B]; how often the block was published; compared for equality only, so wrapping is harmless.
+      parent: i32[B, 2]; the prefix before this block as (block, generation), or (NO_BLOCK, namespace) at a root.
+      children: i32[B]; findable blocks whose parent this is.
+      hits: i32[B]; how often the contents were reused since they were stored.
+      stored: i32[B]; reading of `clock` when the contents were published.
+      released: i32[B]; reading of `clock` when the last holder let go.
+      clock: i32[]; counts publications and releases; read by difference to the present reading.
+    """
+
+    refcount: jax.Array
+    tokens: jax.Array
+    extra_ids: jax.Array | None
+    fill: jax.Array
+    key: jax.Array
+    generation: jax.Array
+    parent: jax.Array
+    children: jax.Array
+    hits: jax.Array
+    stored: jax.Array
+    released: jax.Array
+    clock: jax.Array
+
+
+@pytree()
+class Links:
+    """The prefix index and the child index: chained hash tables over one pair of link arrays (`index.py`).
+
+    Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). From 2B on
+    come the buckets of the first table, then those of the second.
+
+    Attributes:
+      next: i32[2B + 2 * buckets]; the handle that follows, -1 at the end of a chain.
+      prev: i32[2B]; the handle or bucket before.
+    """
+
+    next: jax.Array
+    prev: jax.Array
+
+
+@pytree()
+class Group:
+    """The blocks of one attention window, with everything that finds, frees and orders them.
+
+    Attributes:
+      blocks: what is known of each block.
+      links: the prefix index and the child index.
+      empty: i32[N]; stack of empty blocks.
+      num_empty: i32[]; height of that stack.
+      num_cached: i32[]; findable blocks that nobody holds.
+      num_blocks: i32[]; blocks in use, at most N.
+      table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks.
+      policy: the eviction policy's own state.
+    """
+
+    blocks: Blocks
+    links: Links
+    empty: jax.Array
+    num_empty: jax.Array
+    num_cached: jax.Array
+    num_blocks: jax.Array
+    table: jax.Array
+    policy: Any
+
+
+@pytree()
+class Sequences:
+    """What is known of each row.
+
+    Attributes:
+      length: i32[S]; tokens that the row has room for, 0 for a free row.
+      committed: i32[S]; tokens whose K/V are written, at most `length`.
+      namespace: i32[S]; number of the row's (salt, LoRA), see `keys.Namespaces`.
+    """
+
+    length: jax.Array
+    committed: jax.Array
+    namespace: jax.Array
+
+
+@pytree("spec", "policy")
+class CacheState:
+    """The whole cache but its bytes. Valid only beside the pools made with it (`Cache` pairs the two).
+
+    Attributes:
+      groups: one per attention window.
+      seqs: the rows, shared by all groups.
+      spec: static; shapes.
+      policy: static; how victims are chosen.
+    """
+
+    groups: tuple[Group, ...]
+    seqs: Sequences
+    spec: CacheSpec
+    policy: EvictionPolicy
