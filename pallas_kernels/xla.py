@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention and block movement in plain XLA: the oracle of every other implementation, and its fallback.
+
+A pool is `[N + 1, L, 2, K, P, D]`: N blocks and one scratch block that padding may write and nobody reads; L
+layers; K and V; K kv heads; P slots to a block; head width D. Slot s is position s % P of block s // P. Block
+tables hold pool rows, all of them in 0..N: what a table holds beyond a row's length is never read. Further: R rows
+of the block tables, M blocks to a row, T tokens in a call, Q query heads.
+
+Slots that hold no token of the row that reads them may hold anything, NaN included; it never reaches a result.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.xla_attention import decode_attention, prefill_attention
+
+__all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
+
+
+def append_kv(pool: jax.Array, layer: jax.Array | int, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
+    """Writes new K/V into their slots, in place where the pool is donated.
+
+    Args:
+      pool: [N + 1, L, 2, K, P, D].
+      layer: i32[].
+      k: [T, K, D].
+      v: [T, K, D].
+      slots: i32[T]; distinct, but for those of the scratch block: what goes there is dropped.
+
+    Returns:
+      The pool with the tokens' K/V in the pool's dtype.
+    """
+    scratch, size = pool.shape[0] - 1, pool.shape[4]
+    block = slots // size
+    # Every dropped token gets an index of its own beyond the pool, so that XLA may take all indices as distinct.
+    block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))
+    kv = jnp.stack([k, v], axis=1).astype(pool.dtype)
+    return pool.at[block, layer, :, :, slots % size].set(
+        kv, mode="drop", wrap_negative_indices=False, unique_indices=True
+    )
+
+
+def copy_blocks(pool: jax.Array, sources: jax.Array, targets: jax.Array, count: jax.Array) -> jax.Array:
+    """Copies whole blocks inside a pool, in order, in place where the pool is donated. Costs `count` copies.
+
+    Args:
+      pool: [N + 1, L, 2, K, P, D].
+      sources: i32[E]; pool rows.
+      targets: i32[E]; pool rows.
+      count: i32[]; how many leading entries to execute.
+    """
+
+    def copy(i, matrix):
+        block = lax.dynamic_index_in_dim(matrix, sources[i], allow_negative_indices=False)
+        return lax.dynamic_update_index_in_dim(matrix, block, targets[i], 0, allow_negative_indices=False)
+
+    # A block as one row: XLA's CPU copy of a block of six axes takes three times as long.
+    return lax.fori_loop(0, count, copy, pool.reshape(pool.shape[0], -1)).reshape(pool.shape)
+
+
+def gather_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Blocks of a pool, one after the other.
+
+    Args:
+      pool: [N + 1, L, 2, K, P, D].
+      blocks: i32[B]; pool rows, padding is the scratch row.
+
+    Returns:
+      [B, L, 2, K, P, D].
+    """
+    _, *shape, size, width = pool.shape
+    tiles = int(np.prod(shape))
+    row = blocks[:, None] * tiles + jnp.arange(tiles, dtype=jnp.int32)[None]
+    # Not one row to a block: XLA's CPU copy of rows that long is slow.
+    matrix = pool.reshape(-1, size * width)
+    return matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False).reshape(-1, *shape, size, width)
+
+
+def scatter_blocks(pool: jax.Array, staged: jax.Array, blocks: jax.Array, count: jax.Array) -> jax.Array:
+    """Puts blocks back into a pool, in place where the pool is donated. Costs `count` blocks.
+
+    Args:
+      pool: [N + 1, L, 2, K, P, D].
+      staged: [B, L, 2, K, P, D].
+      blocks: i32[B]; pool rows.
+      count: i32[]; how many leading entries to put back.
+    """
+    staged = staged.reshape(staged.shape[0], -1)
+
+    def put(i, matrix):
+        block = lax.dynamic_index_in_dim(staged, i, allow_negative_indices=False)
+        return lax.dynamic_update_index_in_dim(matrix, block, blocks[i], 0, allow_negative_indices=False)
+
+    return lax.fori_loop(0, count, put, pool.reshape(pool.shape[0], -1)).reshape(pool.shape)

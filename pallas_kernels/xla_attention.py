@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention half of `pallas_kernels.xla`, with its shape legend: W tiles of C queries of one row each.
+
+One loop over tiles of slots with a running softmax in float32. Its trip count follows the longest live length, so
+that a short row in a long table costs little; nothing is ever sliced out of the pool but the blocks in use.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# The running maximum before any score: finite, so that score - maximum is never inf - inf.
+_LOWEST = np.float32(-1e30)
+# Queries of one row that are worked on together. Each such tile reads the row's K/V once.
+_QUERY_TILE = 64
+
+
+def decode_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+):
+    """Attention of one query token per row, the row's last, over the row's paged K/V.
+
+    Args:
+      q: [R, Q, D]; query heads g * Q / K to (g + 1) * Q / K - 1 share kv head g.
+      pool: [N + 1, L, 2, K, P, D].
+      layer: i32[]; which of the pool's layers.
+      tables: i32[R, M]; pool rows.
+      lengths: i32[R]; tokens that a row attends to, the query's own included. Rows of length 0 give zeros.
+      scale: factor on the scores.
+      window: a token attends to the last `window` tokens, itself included. None: to all before it.
+      soft_cap: c makes every score c * tanh(score / c).
+      sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
+      return_lse: whether to return the logarithm of the softmax's denominator too.
+
+    Returns:
+      [R, Q, D] like q; with `return_lse` also f32[R, Q], -inf where there is nothing in the denominator.
+    """
+    out, lse = _attend(
+        q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32),
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+    )  # fmt: skip
+    return (out[:, 0], lse[:, 0]) if return_lse else out[:, 0]
+
+
+def prefill_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    tables: jax.Array,
+    lengths: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    max_count: int,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+):
+    """Causal attention of each row's last tokens, any number of them, over the row's paged K/V.
+
+    Args:
+      q: [T, Q, D]; row r's queries are q[starts[r] : starts[r] + counts[r]], the rest is padding.
+      pool: [N + 1, L, 2, K, P, D].
+      layer: i32[].
+      tables: i32[R, M]; pool rows.
+      lengths: i32[R]; tokens of each row, those of its queries included.
+      starts: i32[R]; ascending.
+      counts: i32[R]; at most the row's length.
+      max_count: static bound on counts.
+      scale: this and the following as in `decode_attention`.
+      window: tokens that a token attends to, or None.
+      soft_cap: bound of the scores, or None.
+      sinks: f32[Q], or None.
+      return_lse: whether to return the logarithm of the softmax's denominator too.
+
+    Returns:
+      [T, Q, D] like q, zeros where q is padding; with `return_lse` also f32[T, Q], there without meaning.
+    """
+    tokens, rows = q.shape[0], starts.shape[0]
+    width = min(max_count, _QUERY_TILE)
+    # Row r has tiles[r] tiles of `width` queries; together they cannot be more than `size`.
+    tiles = -(-counts // width)
+    size = min((tokens + rows * (width - 1)) // width, rows * -(-max_count // width))
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    tile = jnp.arange(size, dtype=jnp.int32)
+    row = jnp.minimum(_sum(tile[:, None] >= ends[None, :]), rows - 1)
+    skipped = (tile - (ends - tiles)[row]) * width
+    count = jnp.clip(counts[row] - skipped, 0, width)
+    token = (starts[row] + skipped)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    out, lse = _attend(
+        q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[row],
+        (lengths - counts)[row] + skipped, count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+    )  # fmt: skip
+    # And back: token t is query `offset` of its row.
+    row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
+    offset = jnp.arange(tokens, dtype=jnp.int32) - starts[row]
+    place = (ends - tiles)[row] * width + offset
+    real = (row >= 0) & (offset < counts[row])
+    out, lse = (x.reshape(-1, *x.shape[2:]).at[place].get(mode="clip", wrap_negative_indices=False) for x in (out, lse))
+    out = jnp.where(real[:, None, None], out, jnp.zeros((), q.dtype))
+    return (out, lse) if return_lse else out
+
+
+def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks):
+    """Attention of W tiles of C queries, each over the K/V of one table, one tile of slots after the other.
+
+    q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D]
+    by tables i32[W, M]; of each tile's queries count i32[W] are real, the others come back as zeros. The rest is as
+    in `decode_attention`. Returns [W, C, Q, D] and the log-sum-exp f32[W, C, Q].
+    """
+    num, chunk, heads, width = q.shape
+    kv_heads, size = pool.shape[3:5]
+    split = (num, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
+    queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num, chunk, kv_heads, -1, width)
+    queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, width)
+    position = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+    length = jnp.where(count > 0, first + count, 0)
+    blocks = min(max(_slots_per_tile(num * kv_heads * width) // size, 1), tables.shape[1])
+    tile_slots = blocks * size
+    # A row's tiles start at the first block that its first query sees. The first `whole` of them are seen whole by
+    # every query, but for the window; the others, up to `total`, need masks.
+    base = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0) // size
+    whole = jnp.where(count > 0, (first + 1 - base * size) // tile_slots, 0)
+    total = -((base * size - length) // tile_slots)
+    if window is not None:  # the tables from `base` on
+        column = base[:, None] + jnp.arange(tables.shape[1], dtype=jnp.int32)[None]
+        tables = jnp.take_along_axis(tables, column, axis=1, mode="clip")
+
+    def step(tile, carry, block, live, masked):
+        row, stride, order = _runs(pool.shape, layer, block)
+        slot = ((base + tile * blocks) * size)[:, None] + order[None]
+        keys = rows(pool, row, jnp.float32).reshape(num, kv_heads, tile_slots, width)
+        score = _scores(queries, keys)
+        if soft_cap is not None:
+            score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
+        seen = _seen(slot, position, length if masked else None, window)
+        if seen is not None:
+            score = jnp.where(seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
+        # V is fetched after K is used up, into the same memory: both at once would not fit a CPU's caches.
+        score, row = lax.optimization_barrier((score, row))
+        values = rows(pool, row + stride, jnp.float32).reshape(keys.shape)
+        if masked:  # 0 * NaN is NaN
+            values = jnp.where((slot < length[:, None])[:, None, :, None], values, 0.0)
+        return _fold(carry, score, values, live)
+
+    def whole_step(i, carry):
+        block = lax.dynamic_slice_in_dim(tables, i * blocks, blocks, axis=1, allow_negative_indices=False)
+        return step(i, carry, block, i < whole, masked=False)
+
+    def masked_step(i, carry):
+        tile = whole + i
+        column = (tile * blocks)[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None]
+        block = jnp.take_along_axis(tables, column, axis=1, mode="clip")
+        return step(tile, carry, block, tile < total, masked=True)
+
+    carry = _start(sinks, split, width)
+    carry = lax.fori_loop(0, jnp.max(whole), whole_step, carry)
+    highest, denominator, mixed = lax.fori_loop(0, jnp.max(total - whole), masked_step, carry)
+    real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[:, :, None, None]
+    out = mixed / jnp.where(denominator > 0, denominator, 1.0)[..., None]
+    out = out.reshape(*split, width).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+    lse = (highest + jnp.log(denominator)).reshape(split).swapaxes(1, 2).reshape(q.shape[:-1])
+    return jnp.where(real, out, jnp.zeros((), q.dtype)), lse
+
+
+def _runs(shape, layer, block):
+    """Where the K of a tile of blocks i32[W, B] is, in a pool seen as rows of one run of slots each.
+
+    A tile does not lie in memory order: it takes the first run of every block, then the second of every block, and
+    so on. Its order is nothing to attention, and reading several blocks side by side keeps more of a CPU's memory
+    requests in flight than one block after the other.
+
+    Returns:
+      Rows i32[W, K, P / run, B]; how many rows further V is; and the slots' places in the tile, i32[B * P].
+    """
+    _, layers, _, kv_heads, size, width = shape
+    num_runs = size // _run(size, width)
+    row = ((block * layers + layer) * (2 * kv_heads))[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+    row = (row * num_runs)[:, :, None] + jnp.arange(num_runs, dtype=jnp.int32)[None, None, :, None]
+    order = np.arange(block.shape[1] * size, dtype=np.int32).reshape(block.shape[1], num_runs, -1)
+    return row, kv_heads * num_runs, order.swapaxes(0, 1).reshape(-1)
+
+
+def _run(size: int, width: int) -> int:
+    """Slots read in one run: few, but a divisor of the block size, and 128 elements: XLA's copy of less is slow."""
+    return min(run for run in range(1, size + 1) if size % run == 0 and (run * width >= 128 or run == size))
+
+
+def _scores(queries, keys):
+    """f32[W, K, X, T] from queries [W, K, X, D] and keys [W, K, T, D].
+
+    A few queries are multiplied one by one: for a product of two to four rows XLA's CPU code first rearranges K.
+    """
+    if queries.shape[2] > 4:
+        return jnp.einsum("wkqd,wktd->wkqt", queries, keys, preferred_element_type=jnp.float32)
+    return jnp.stack([jnp.einsum("wkd,wktd->wkt", query, keys) for query in jnp.unstack(queries, axis=2)], axis=2)
+
+
+def _fold(carry, score, values, live):
+    """Takes scores [W, K, X, T] and values [W, K, T, D] into the running softmax of the tiles that are live bool[W]."""
+    highest, denominator, mixed = carry
+    new = jnp.maximum(highest, jnp.max(score, axis=-1))
+    weight, shrink = jnp.exp(score - new[..., None]), jnp.exp(highest - new)
+    update = jnp.einsum("wkqt,wktd->wkqd", weight, values, preferred_element_type=jnp.float32)
+    live = live[:, None, None]
+    return (
+        jnp.where(live, new, highest),
+        jnp.where(live, denominator * shrink + jnp.sum(weight, axis=-1), denominator),
+        jnp.where(live[..., None], mixed * shrink[..., None] + update, mixed),
+    )
+
+
+def _start(sinks, split, width):
+    """Maximum, denominator and mixed values before any score; a sink is a first score whose value is zero."""
+    num, kv_heads, chunk, group = split
+    shape = (num, kv_heads, chunk * group)
+    if sinks is None:
+        highest, denominator = jnp.full(shape, _LOWEST), jnp.zeros(shape, jnp.float32)
+    else:
+        sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, group)
+        highest, denominator = jnp.broadcast_to(sinks, split).reshape(shape), jnp.ones(shape, jnp.float32)
+    return highest, denominator, jnp.zeros((*shape, width), jnp.float32)
+
+
+def _seen(slot, position, length, window):
+    """bool[W, C, T]; which slots i32[W, T] the queries at positions i32[W, C] see; None: all."""
+    slot, position = slot[:, None], position[:, :, None]
+    near = None if window is None else slot > position - window
+    if length is None:
+        return near
+    seen = (slot <= position) & (slot < length[:, None, None])
+    return seen if near is None else seen & near
+
+
+def rows(pool: jax.Array, row: jax.Array, dtype) -> jax.Array:
+    """Rows of a pool [N + 1, L, 2, K, P, D] that is seen as a matrix with one run of slots in each row.
+
+    The barrier keeps XLA from merging what follows into the gather, whose inner loop would then no longer be one
+    long run: on CPU that took up to twice as long.
+    """
+    size, width = pool.shape[4:]
+    matrix = pool.reshape(-1, _run(size, width) * width)
+    gathered = matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return lax.optimization_barrier(gathered.astype(dtype))
+
+
+def _slots_per_tile(elements: int) -> int:
+    """Slots of each row to work on at once, of `elements` each in all rows and heads.
+
+    More would not stay in a CPU's caches, fewer would make more steps of what a step costs whatever its size.
+    """
+    return min(max(2**20 // elements, 64), 128)
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=1, dtype=jnp.int32)
