@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: one long document, many questions that reuse its blocks, forks, eviction, and a table of what happened.
+
+The bundled model answers right only if attention reads the slots where the document says so, so every wrong block
+shows as a wrong answer.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+
+import kvjax
+from models import recall
+from models.loading import load
+
+CHECKPOINT = pathlib.Path(__file__).parent / "checkpoints" / "recall"
+FACTS, QUESTIONS, OTHERS = 48, 24, 6
+ROWS, BLOCK, BLOCKS = 8, 8, 96
+
+Question = tuple[list[int], int]  # prompt, token of the right answer
+
+
+def questions(document: recall.Document, people: Sequence[str]) -> list[Question]:
+    """Prompts that ask a document for people, with the right answers."""
+    return [
+        (document.ids + recall.encode(recall.question(person)), recall.IDS[document.facts[person]]) for person in people
+    ]
+
+
+class Session:
+    """A model and its cache, and a tally of what went through them."""
+
+    def __init__(self, model: Any):
+        spec = kvjax.make_spec(
+            model.layer_specs(), num_blocks=BLOCKS, max_seqs=ROWS, max_length=BLOCK * 40, block_size=BLOCK,
+            dtype="float32",
+        )  # fmt: skip
+        self.model, self.cache = model, kvjax.Cache.create(spec)
+        self.prompted = self.reused = self.asked = self.right = 0
+        self.seconds: list[float] = []
+        self.events: list[dict[str, Any]] = []
+
+    def ask(self, asked: Sequence[Question], *, reuse: bool = True) -> Session:
+        """Puts questions one by one, as different users would; without reuse each in a namespace of its own."""
+        for prompt, answer in asked:
+            began = time.perf_counter()
+            outputs, self.cache, events = kvjax.generate(
+                self.model, self.cache, [prompt], max_new_tokens=1, namespaces=None if reuse else [1 + self.asked]
+            )
+            self.seconds.append(time.perf_counter() - began)
+            self.prompted += outputs[0].prompt_tokens
+            self.reused += outputs[0].cached_tokens
+            self.asked += 1
+            self.right += outputs[0].tokens == [answer]
+            self.events += events
+        return self
+
+    def row(self, name: str) -> list[str]:
+        """A line of the table."""
+        kinds = collections.Counter(event["kind"] for event in self.events)
+        return [
+            name, f"{self.prompted:,}", f"{self.reused:,}", f"{self.prompted - self.reused:,}",
+            f"{np.median(self.seconds) * 1e3:.1f} ms" if self.seconds else "",
+            f"{self.right} of {self.asked}", *(str(kinds[kind]) for kind in ("stored", "removed", "copied")),
+        ]  # fmt: skip
+
+    def part(self) -> Session:
+        """A session that goes on with this one's cache and an empty tally."""
+        new = Session.__new__(Session)
+        new.__dict__ = {**self.__dict__, "seconds": [], "events": []}
+        new.prompted = new.reused = new.asked = new.right = 0
+        return new
+
+
+def forked(session: Session, document: recall.Document, people: Sequence[str]) -> None:
+    """Computes the document and the start of a question once, forks the row, and asks a different person in each."""
+    prompt = document.ids + recall.encode("where is")
+    cache, events = session.cache.admit(0, np.asarray(prompt, np.int32), len(prompt))
+    session.reused += int(events.cached[0])
+    session.prompted += len(prompt) + 2 * len(people)
+    session.events += kvjax.to_list(events)
+    width = int(cache.state.seqs.length[0] - cache.state.seqs.committed[0])
+    rows = jnp.arange(ROWS)
+    fed = np.zeros((ROWS, width), np.int32)
+    fed[0] = prompt[-width:]
+    cache, _, events = feed(session.model, cache, fed, np.where(rows == 0, width, 0))
+    session.events += events
+    for number in range(1, len(people)):
+        cache, _ = cache.fork(0, number)
+    words = [recall.encode(f"{person} ?") for person in people]
+    fed = np.zeros((ROWS, 2), np.int32)
+    fed[: len(people)] = words
+    cache, extended = cache.extend(rows < len(people), 2)
+    session.events += kvjax.to_list(extended)
+    cache, logits, events = feed(session.model, cache, fed, np.where(rows < len(people), 2, 0))
+    session.events += events
+    answers = np.argmax(logits, axis=-1)[: len(people)]
+    session.asked += len(people)
+    session.right += sum(int(a) == recall.IDS[document.facts[p]] for a, p in zip(answers, people, strict=True))
+    session.cache, released = cache.release(np.arange(len(people), dtype=np.int32))
+    session.events += kvjax.to_list(released)
+
+
+step = jax.jit(kvjax.step)
+
+
+def feed(model, cache: kvjax.Cache, tokens: np.ndarray, count: np.ndarray):
+    """Computes each row's next tokens; the cache, the logits of each row's last token, and the events."""
+    cache, logits, events = step(model, cache, jnp.asarray(tokens), jnp.asarray(count, jnp.int32))
+    return cache, logits, kvjax.to_list(events)
+
+
+def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
+    """Runs the demo and prints it; returns all events and the cache."""
+    console = rich.console.Console(width=118)
+    model, _ = load(CHECKPOINT)
+    rng = np.random.default_rng(7)
+    document, *others = (recall.make_document(rng, FACTS) for _ in range(1 + OTHERS))
+    people = list(document.facts)
+    asked = questions(document, [people[i] for i in rng.permutation(FACTS)[:QUESTIONS]])
+    console.print(f"A document of {FACTS} facts ({len(document.ids)} tokens): {document.text[:80]}...")
+    console.print(f"Each question is the document and 4 more tokens, such as: ... {recall.question(people[0])}\n")
+
+    Session(model).ask(asked[:2]).ask(asked[:1], reuse=False)  # compiles
+    without = Session(model).ask(asked, reuse=False)
+    first = Session(model).ask(asked[:1])
+    repeat = first.part().ask(asked[1:])
+    before = kvjax.show(repeat.cache.state)
+    forks = repeat.part()
+    forked(forks, document, people[:4])
+    pressure = forks.part().ask([q for other in others for q in questions(other, list(other.facts)[:2])])
+    again = pressure.part().ask(asked[:4])
+
+    table = rich.table.Table(title="What the cache did")
+    for name in ("", "prompted", "reused", "computed", "first token", "answers right", "stored", "removed", "copied"):
+        table.add_column(name, justify="left" if not name else "right")
+    table.add_row(*without.row("nothing shared"), end_section=True)
+    table.add_row(*first.row("a document's first question"))
+    table.add_row(*repeat.row("its other questions"))
+    table.add_row(*forks.row("one row forked into four"))
+    table.add_row(*pressure.row(f"{OTHERS} other documents"))
+    table.add_row(*again.row("the first document again"))
+    console.print(table)
+    console.print("[bold]Blocks after the questions[/bold]")
+    console.print(before, highlight=False)
+    console.print("\n[bold]Blocks at the end[/bold]")
+    console.print(kvjax.show(again.cache.state), highlight=False)
+
+    events = [e for part in (first, repeat, forks, pressure, again) for e in part.events]
+    index_agrees = kvjax.fold(events).index == kvjax.index_of(again.cache.state)
+    kvjax.check(again.cache.state)
+    console.print(f"\n{len(events):,} events replayed: the index they give is the cache's: {index_agrees}")
+    total = [first, repeat, forks, pressure, again]
+    share = sum(p.right for p in total) / sum(p.asked for p in total)
+    alone = without.right / without.asked
+    if not index_agrees or share < 0.98 or first.right + repeat.right != without.right:
+        raise SystemExit(f"demo failed: {share:.1%} right with reuse, {alone:.1%} without")
+    return events, again.cache

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face folders: config.json, safetensors in one file or several, tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def load(folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None) -> tuple[Decoder, Any]:
+    """Reads a model, one tensor at a time: no more than one is ever held in another dtype than the wanted one.
+
+    Args:
+      folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json.
+      dtype: of the weights; None for the one they are stored in.
+
+    Returns:
+      The model; and the `tokenizers.Tokenizer`, None if the folder has none.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: naming the config field that is not supported, or the tensors that are missing, unexpected or of
+        the wrong shape.
+    """
+    folder = pathlib.Path(folder)
+    config = load_config(folder)
+    files = _weight_files(folder)
+    dtype = _stored_dtype(files) if dtype is None else dtype
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    wanted = {_hf_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    _check_names(files, {name: _hf_shape(path, leaf.shape) for name, (path, leaf) in wanted.items()}, config)
+    flat = []
+    for name, tensor in _tensors(files):
+        if name in wanted:
+            path, leaf = wanted[name]
+            # A copy even where no conversion is needed, for the tensor may be a window on the file.
+            value = jnp.array(tensor.T if path[-1] == "kernel" else tensor, dtype=dtype, copy=True)
+            flat.append((path, leaf.replace(value)))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat)), load_tokenizer(folder)
+
+
+def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
+    """Writes config.json, model.safetensors and, if given, tokenizer.json, as `load` reads them."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        value = np.asarray(leaf[...])
+        tensors[_hf_name(path)] = np.ascontiguousarray(value.T if path[-1] == "kernel" else value)
+    fields = {**model.config.to_hf(), "dtype": next(iter(tensors.values())).dtype.name}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    if tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def load_config(folder: str | os.PathLike) -> ModelConfig:
+    """Reads config.json; errors as for `load`."""
+    return ModelConfig.from_hf(_json(pathlib.Path(folder) / "config.json"))
+
+
+def load_tokenizer(folder: str | os.PathLike) -> Any:
+    """The `tokenizers.Tokenizer` of a folder, None if it has none."""
+    path = pathlib.Path(folder) / "tokenizer.json"
+    if not path.exists():
+        return None
+    from tokenizers import Tokenizer  # only text needs it
+
+    return Tokenizer.from_file(str(path))
+
+
+def _hf_name(path: tuple) -> str:
+    """Checkpoint name of a parameter: (layers, 0, mlp, up_proj, kernel) is model.layers.0.mlp.up_proj.weight."""
+    *modules, leaf = path
+    prefix = () if modules[0] == "lm_head" else ("model",)
+    return ".".join(map(str, (*prefix, *modules, "bias" if leaf == "bias" else "weight")))
+
+
+def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Checkpoints keep matrices as [outputs, inputs], Flax as [inputs, outputs]."""
+    return shape[::-1] if path[-1] == "kernel" else shape
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: got a JSON {type(value).__name__}, wanted an object")
+    return value
+
+
+def _weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
+    """Each weight file with the names of the tensors to take from it."""
+    if (folder / INDEX).exists():
+        weight_map = _json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{folder / INDEX}: got no weight_map, wanted one of tensor names to files")
+        files: dict[pathlib.Path, list[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(folder / file, []).append(name)
+        missing = [path.name for path in files if not path.exists()]
+        if missing:
+            raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {_some(missing)}")
+        return files
+    if not (folder / SINGLE).exists():
+        raise FileNotFoundError(f"{folder}: found neither {SINGLE} nor {INDEX}")
+    with _open(folder / SINGLE) as file:
+        return {folder / SINGLE: list(file.keys())}
+
+
+def _open(path: pathlib.Path):
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a safetensors file ({error})") from error
+
+
+def _stored_dtype(files: dict[pathlib.Path, list[str]]) -> np.dtype:
+    """The dtype of the first tensor; a folder that mixes several is unusual, and is converted to this one."""
+    for _, tensor in _tensors(files):
+        return tensor.dtype
+    return np.dtype(np.float32)  # no tensor at all: refused for its missing names
+
+
+def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, np.ndarray]]:
+    for path, names in files.items():
+        with _open(path) as file:
+            for name in names:
+                yield name, file.get_tensor(name)
+
+
+def _check_names(files, wanted: dict[str, tuple[int, ...]], config: ModelConfig) -> None:
+    """Compares names and shapes with the model's, from the files' headers alone."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path, names in files.items():
+        with _open(path) as file:
+            held = set(file.keys())
+            found.update({name: tuple(file.get_slice(name).get_shape()) for name in names if name in held})
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    faults = {
+        "missing": [name for name in wanted if name not in found],
+        # Old Llama checkpoints carry the rope's frequencies, which follow from the config.
+        "unexpected": [n for n in found if n not in wanted and n not in ignored and not n.endswith(".inv_freq")],
+        "of the wrong shape": [
+            f"{name} {list(found[name])}, wanted {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and found[name] != shape
+        ],
+    }
+    if any(faults.values()):
+        folder = next(iter(files)).parent
+        text = "; ".join(f"{what}: {_some(names)}" for what, names in faults.items() if names)
+        raise ValueError(f"{folder}: tensors {text}")
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

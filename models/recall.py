@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Associative recall: a document says where people are, a question asks for one of them.
+
+    document   "alice is in paris . bob is in oslo . ..."
+    question   "where is bob ?"
+    answer     "oslo ."
+
+People and places are drawn afresh for every document, so nothing can be learned by heart: the answer is right only
+if attention reads the slots that hold it. A prompt is a document followed by a question, so prompts about one
+document share it as a prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+_PEOPLE = """
+    adam agnes albert alice amir anna arthur astrid basil beatrix ben bianca bob boris bruno carla carmen cecil
+    celia chloe clara conrad cora cyrus daisy dana david dora edgar edith elena elias ella emil emma erik esther
+    ethan eva felix fiona flora frank freya gavin george gina gloria grace greta gustav hanna harold hector heidi
+    helen henry hugo ian ida igor ingrid iris isaac ivan ivy jack jane jasper joan jonas julia karl kate kevin
+    kira kurt lara laura leah leo lewis lily linda louis lucy luke magnus maria mark martha max maya mia milo mina
+    molly nadia ned nina noah nora olga oliver oscar otto paula penny peter petra philip quentin rachel ralph
+    rita robert rosa
+"""
+_PLACES = """
+    accra algiers amman ankara antwerp athens auckland baghdad baku bamako bangkok basel beijing belgrade bergen
+    berlin bern bilbao bogota bologna bonn boston brisbane brussels budapest cairo calgary caracas chennai chicago
+    cologne copenhagen cork cusco dakar dallas damascus delhi denver dhaka doha dresden dubai dublin durban
+    edinburgh florence geneva genoa ghent glasgow graz hamburg hanoi harare havana helsinki houston istanbul
+    jakarta kabul kampala karachi kathmandu kigali kingston kyoto lagos lahore leeds leipzig lima lisbon
+    liverpool london luanda lusaka lyon madrid malaga managua manila maputo marseille melbourne memphis miami
+    milan minsk montreal moscow mumbai munich nairobi nantes naples oslo ottawa oxford palermo paris perth porto
+    prague quebec quito rabat reykjavik riga rome rotterdam santiago seattle seoul seville shanghai sofia
+    stockholm sydney taipei tallinn tampere tehran tirana tokyo
+"""
+PEOPLE, PLACES = tuple(_PEOPLE.split()), tuple(_PLACES.split())
+WORDS = ("<pad>", "<unk>", ".", "?", "is", "in", "where")
+VOCABULARY = WORDS + PEOPLE + PLACES
+IDS = {word: number for number, word in enumerate(VOCABULARY)}
+
+FACT_TOKENS = 5  # PERSON is in PLACE .
+QUESTION_TOKENS = 4  # where is PERSON ?
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """Facts in the order in which the text states them.
+
+    Attributes:
+      facts: place of each person.
+    """
+
+    facts: dict[str, str]
+
+    @property
+    def text(self) -> str:
+        """One sentence per fact."""
+        return " ".join(f"{person} is in {place} ." for person, place in self.facts.items())
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of the text."""
+        return encode(self.text)
+
+
+def make_document(rng: np.random.Generator, num_facts: int) -> Document:
+    """Draws `num_facts` people, each once, and a place for each; places may repeat."""
+    people = [PEOPLE[i] for i in rng.permutation(len(PEOPLE))[: _checked(num_facts)]]
+    return Document({person: PLACES[rng.integers(len(PLACES))] for person in people})
+
+
+def question(person: str) -> str:
+    """The text that asks for one person; append it to a document's text, or `encode` it and append the ids."""
+    return f"where is {person} ?"
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of words and marks that spaces separate; a word outside the vocabulary becomes <unk>."""
+    return [IDS.get(word, IDS["<unk>"]) for word in text.split()]
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Words of token ids, separated by spaces."""
+    return " ".join(VOCABULARY[i] for i in ids)
+
+
+def make_tokenizer():
+    """The same vocabulary as a `tokenizers.Tokenizer`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<pad>", "<unk>"])
+    return tokenizer
+
+
+def make_batch(
+    rng: np.random.Generator, num_documents: int, num_facts: int, num_questions: int, *, repeat: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Documents that are each followed by several questions with their answers.
+
+    Args:
+      rng: source of the documents.
+      num_documents: B.
+      num_facts: per document.
+      num_questions: per document.
+      repeat: whether a person may be asked for again. In training they must be: else guessing among the places that
+        were not an answer yet pays, and a model learns that instead of looking.
+
+    Returns:
+      tokens i32[B, T], T = num_facts * 5 + num_questions * 6; and answers i32[num_questions], the positions at
+      which the place is to be predicted (those of the question marks). The place and a full stop follow each.
+    """
+    if num_questions < 1 or (num_questions > num_facts and not repeat):
+        raise ValueError(f"num_questions: got {num_questions}, wanted 1 to num_facts={num_facts}, or repeat=True")
+    people = rng.permuted(np.tile(np.arange(len(PEOPLE)), (num_documents, 1)), axis=1)[:, : _checked(num_facts)]
+    places = rng.integers(len(PLACES), size=people.shape)
+    people, places = people + IDS[PEOPLE[0]], places + IDS[PLACES[0]]
+    if repeat:
+        asked = rng.integers(num_facts, size=(num_documents, num_questions))
+    else:
+        asked = rng.permuted(np.tile(np.arange(num_facts), (num_documents, 1)), axis=1)[:, :num_questions]
+
+    def word(name: str, count: int) -> np.ndarray:
+        return np.full((num_documents, count), IDS[name])
+
+    def sentences(*columns: np.ndarray) -> np.ndarray:
+        return np.stack(columns, axis=2).reshape(num_documents, -1)
+
+    f, q = num_facts, num_questions
+    facts = sentences(people, word("is", f), word("in", f), places, word(".", f))
+    who, answer = np.take_along_axis(people, asked, 1), np.take_along_axis(places, asked, 1)
+    asks = sentences(word("where", q), word("is", q), who, word("?", q), answer, word(".", q))
+    marks = f * FACT_TOKENS + np.arange(q) * (QUESTION_TOKENS + 2) + QUESTION_TOKENS - 1
+    return np.concatenate([facts, asks], axis=1).astype(np.int32), marks.astype(np.int32)
+
+
+def _checked(num_facts: int) -> int:
+    if not 1 <= num_facts <= len(PEOPLE):
+        raise ValueError(f"num_facts: got {num_facts}, wanted 1 to {len(PEOPLE)}")
+    return num_facts

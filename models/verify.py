@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares a model run through the paged cache with reference outputs: `python -m models.verify DIR [DIR ...]`.
+
+The folders are those of `golden.py`. Every prompt goes through the cache in three ways: *cold*, its blocks scattered
+over the pool; with *reuse*, after prompts that share a prefix with it, and then after itself; and after *churn*, in
+a pool so small that each round evicts the blocks of the round before. Prompts are computed in chunks of several
+rows; then the reference's own continuation is fed token by token. Pools start as NaN, so a slot that is read before
+it is written shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from models.decoder import Decoder
+from models.golden import Golden, read_golden
+from models.loading import load
+
+TOLERANCE = 1e-3  # |a - b| <= TOLERANCE * (1 + |b|)
+MARGIN = 2e-3  # between the reference's two best logits; below it either token is right
+ROWS, CHUNK, BLOCK_SIZE = 8, 32, 16
+
+
+@dataclasses.dataclass
+class Tally:
+    """What one way through the cache gave.
+
+    Attributes:
+      compared: positions whose logits were compared.
+      error: largest |a - b|.
+      excess: largest |a - b| / (1 + |b|); above TOLERANCE is a failure.
+      greedy: continuation tokens compared.
+      same: those that are the reference's.
+      wrong: those that are not although the reference's margin is clear.
+      reused: prompt tokens found in the cache.
+      evicted: blocks evicted.
+    """
+
+    compared: int = 0
+    error: float = 0.0
+    excess: float = 0.0
+    greedy: int = 0
+    same: int = 0
+    wrong: int = 0
+    reused: int = 0
+    evicted: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether all that was compared is within tolerance."""
+        return self.compared > 0 and self.excess <= TOLERANCE and self.wrong == 0
+
+    def compare(self, logits: np.ndarray, reference: np.ndarray, greedy: int | None) -> None:
+        """Takes in the logits f32[V] at one position; `greedy` is the reference's choice there, if it made one."""
+        error = np.abs(logits - reference)
+        self.compared += 1
+        error = np.where(np.isnan(error), np.inf, error)  # else every comparison with it would be False
+        self.error = max(self.error, float(np.max(error)))
+        self.excess = max(self.excess, float(np.max(error / (1 + np.abs(reference)))))
+        if greedy is not None:
+            same = int(np.argmax(logits)) == greedy
+            second, best = np.partition(reference, -2)[-2:]
+            self.greedy += 1
+            self.same += same
+            self.wrong += not same and best - second > MARGIN
+
+
+@partial(jax.jit, donate_argnames="cache")
+def admit(cache: kvjax.Cache, seq: jax.Array, tokens: jax.Array, length: jax.Array):
+    """`Cache.admit`, and the tokens found and the blocks evicted."""
+    cache, events = cache.admit(seq, tokens, length)
+    return cache, events.ok, jnp.sum(events.cached), _num_evicted(events)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def advance(model: Decoder, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
+    """Computes and commits the next tokens i32[S, C] of every row. Only single tokens (C = 1) need room made first."""
+    fine, evicted = True, 0
+    if tokens.shape[1] == 1:
+        cache, extended = cache.extend(count > 0)
+        fine, evicted = extended.ok, _num_evicted(extended)
+    view = cache.view(count, tokens.shape[1])
+    logits, pools = model(tokens, cache.pools, view)
+    cache, committed = kvjax.Cache(cache.state, pools).commit(tokens, count)
+    return cache, logits, fine & committed.ok, evicted
+
+
+@partial(jax.jit, donate_argnames="cache")
+def release(cache: kvjax.Cache, seq: jax.Array):
+    """`Cache.release`, and whether it worked."""
+    cache, events = cache.release(seq)
+    return cache, events.ok
+
+
+def _num_evicted(events: kvjax.Events) -> jax.Array:
+    return jnp.sum(events.kind == kvjax.EventKind.REMOVED)
+
+
+class Runner:
+    """Puts prompts through a cache and compares every logit that is computed."""
+
+    def __init__(self, model: Decoder, golden: Golden, spec: kvjax.CacheSpec):
+        self.model, self.golden, self.spec = model, golden, spec
+        self.width = spec.max_length
+        self.cache: Any = None
+
+    def start(self, num_blocks: int, seed: int) -> None:
+        """An empty cache whose blocks will be handed out in random order, and pools that hold no number."""
+        cache = kvjax.Cache.create(self.spec, _LRU, jnp.int32(num_blocks))
+        (group,) = cache.state.groups
+        empty = np.arange(group.empty.shape[0], dtype=np.int32)
+        empty[:num_blocks] = np.random.default_rng(seed).permutation(np.asarray(group.empty[:num_blocks]))
+        group = dataclasses.replace(group, empty=jnp.asarray(empty))
+        state = dataclasses.replace(cache.state, groups=(group,))
+        self.cache = kvjax.Cache(state, jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), cache.pools))
+
+    def run(self, texts: dict[int, np.ndarray], prompt: dict[int, int], tally: Tally, rows=None) -> None:
+        """Admits texts' prompts, computes the rest of each text but its last token, and releases them.
+
+        Args:
+          texts: tokens of each row.
+          prompt: how many of them to admit; the others are fed one by one.
+          tally: takes the comparison.
+          rows: golden row of each row whose logits are to be compared; None: compare nothing.
+        """
+        for seq, text in texts.items():
+            padded = np.zeros(self.width, np.int32)
+            padded[: prompt[seq]] = text[: prompt[seq]]
+            self.cache, ok, cached, evicted = admit(self.cache, np.int32(seq), padded, np.int32(prompt[seq]))
+            self._done("admit", ok, evicted, tally)
+            tally.reused += int(cached) if rows else 0
+        while self._advance(texts, prompt, CHUNK, tally, rows):
+            pass
+        ends = {seq: max(len(text) - 1, prompt[seq]) for seq, text in texts.items()}
+        while self._advance(texts, ends, 1, tally, rows):
+            pass
+        for seq in texts:
+            self.cache, ok = release(self.cache, np.int32(seq))
+            self._done("release", ok, 0, tally)
+
+    def _advance(self, texts, ends, width: int, tally: Tally, rows) -> bool:
+        """One model call of up to `width` tokens for each row that is not at its end; False if none was left."""
+        committed = np.asarray(self.cache.state.seqs.committed)
+        tokens, count = np.zeros((ROWS, width), np.int32), np.zeros(ROWS, np.int32)
+        for seq, text in texts.items():
+            part = text[committed[seq] : min(committed[seq] + width, ends[seq])]
+            tokens[seq, : len(part)], count[seq] = part, len(part)
+        if not np.any(count):
+            return False
+        self.cache, logits, ok, evicted = advance(self.model, self.cache, tokens, count)
+        self._done("extend or commit", ok, evicted, tally)
+        logits = np.asarray(logits)
+        for seq, row in (rows or {}).items():
+            for place in range(count[seq]):
+                position = int(committed[seq]) + place
+                step = position - int(self.golden.lengths[row]) + 1
+                greedy = int(self.golden.greedy[row, step]) if 0 <= step < self.golden.steps(row) else None
+                tally.compare(logits[seq, place], self.golden.reference(row, position), greedy)
+        return True
+
+    def _done(self, verb: str, ok, evicted, tally: Tally) -> None:
+        if not bool(ok):
+            raise RuntimeError(f"{verb} was refused:\n{kvjax.show(self.cache.state)}")
+        tally.evicted += int(evicted)
+
+
+_LRU = kvjax.lru()  # one object, so that all ways share their compiled programs
+
+
+def verify(folder: pathlib.Path) -> dict[str, Tally]:
+    """Runs a golden folder's prompts through the cache in the three ways; errors as for `load` and `read_golden`."""
+    with jax.default_matmul_precision("highest"):
+        model, _ = load(folder, dtype=jnp.float32)
+        golden = read_golden(folder, model.config.vocab_size)
+        longest = max(len(golden.text(row)) for row in range(len(golden.lengths)))
+        blocks = ROWS * -(-longest // BLOCK_SIZE)
+        spec = kvjax.make_spec(
+            model.layer_specs(), num_blocks=2 * blocks, max_seqs=ROWS, max_length=longest, block_size=BLOCK_SIZE,
+            dtype="float32",
+        )  # fmt: skip
+        runner = Runner(model, golden, spec)
+        tallies = {"cold": Tally(), "reuse": Tally(), "churn": Tally()}
+        for first in range(0, len(golden.lengths), ROWS):
+            _three_ways(runner, range(first, min(first + ROWS, len(golden.lengths))), tallies)
+        if not tallies["churn"].evicted or (np.any(golden.lengths > 1) and not tallies["reuse"].reused):
+            raise RuntimeError(f"{folder}: nothing was reused, or nothing evicted, so that nothing was proved")
+        return tallies
+
+
+def _three_ways(runner: Runner, batch: range, tallies: dict[str, Tally]) -> None:
+    """Runs up to ROWS prompts in each way, every way in a cache of its own."""
+    golden = runner.golden
+    rows = dict(enumerate(batch))
+    texts = {seq: golden.text(row) for seq, row in rows.items()}
+    prompts = {seq: int(golden.lengths[row]) for seq, row in rows.items()}
+
+    runner.start(runner.spec.groups[0].num_blocks, seed=0)
+    runner.run(texts, prompts, tallies["cold"], rows)
+
+    runner.start(runner.spec.groups[0].num_blocks, seed=1)
+    for seq in rows:  # one after the other: each finds the prefixes that those before it share
+        runner.run({seq: texts[seq]}, prompts, tallies["reuse"], rows)
+    runner.run(texts, prompts, tallies["reuse"], rows)  # each finds itself
+
+    # Just enough blocks: strangers of the same lengths drive out everything, then half of them drive out a part.
+    runner.start(sum(-(-len(text) // BLOCK_SIZE) for text in texts.values()), seed=2)
+    rng = np.random.default_rng(3)
+    vocab_size = golden.logits.shape[2]
+    for driven in (list(texts), list(texts)[::2]):
+        strangers = {seq: rng.integers(vocab_size, size=len(texts[seq])).astype(np.int32) for seq in driven}
+        runner.run(strangers, {seq: len(text) for seq, text in strangers.items()}, tallies["churn"])
+        runner.run(texts, prompts, tallies["churn"], rows)
+
+
+def report(name: str, tallies: dict[str, Tally]) -> str:
+    """One line per way, and one with the verdict."""
+    lines = []
+    for way, tally in tallies.items():
+        lines.append(
+            f"{name:<16}{way:<7}largest logit error {tally.error:.1e} at {tally.compared:,} positions; "
+            f"greedy {tally.same:,} of {tally.greedy:,}; {tally.reused:,} tokens reused, {tally.evicted:,} evicted"
+        )
+    worst = max(tally.error for tally in tallies.values())
+    same, greedy = (sum(getattr(tally, field) for tally in tallies.values()) for field in ("same", "greedy"))
+    verdict = "ok" if all(tally.ok for tally in tallies.values()) else "FAILED"
+    return "\n".join([*lines, f"{name:<16}{verdict}: largest logit error {worst:.1e}, greedy {same:,} of {greedy:,}"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Verifies each folder; 0 if all are within tolerance."""
+    parser = argparse.ArgumentParser(
+        prog="python -m models.verify",
+        description="Compares a model run through the paged cache with reference outputs.",
+    )
+    parser.add_argument("folders", metavar="DIR", nargs="+", type=pathlib.Path, help="a golden folder")
+    failed = 0
+    for folder in parser.parse_args(arguments).folders:
+        try:
+            tallies = verify(folder)
+        except (OSError, ValueError) as error:
+            print(f"{folder}: {error}", file=sys.stderr)
+            failed += 1
+            continue
+        print(report(folder.resolve().name, tallies), flush=True)
+        failed += not all(tally.ok for tally in tallies.values())
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
