@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two caches behind the same few methods, for the scenario runner: the one in plain Python and the library's.
+
+Rows are numbered; `append` is `extend` and then `commit`. Each method returns what a scenario can check. Every
+program of the library is compiled once for a small set of rounded shapes: the pool's true size is a traced number.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.oracle import NO_BLOCK, Oracle, Result
+
+
+class Prompt(NamedTuple):
+    """Tokens with all that decides whether they match."""
+
+    tokens: list[int]
+    extra_ids: list[int]
+    salt: str | None = None
+    lora: int | None = None
+
+
+class Size(NamedTuple):
+    """What a scenario asks of a cache: at most `rows` sequences at once, of at most `length` tokens."""
+
+    block_size: int
+    num_blocks: int
+    rows: int
+    length: int
+    partial_reuse: bool
+    extra_ids: bool
+
+
+class Outcome(NamedTuple):
+    """What one operation reported: success, tokens found in the cache, and events by kind."""
+
+    ok: bool
+    cached: int | None
+    events: collections.Counter[str]
+
+
+def done(cached: int | None = None) -> Outcome:
+    """The outcome of an operation that cannot fail and reports no events."""
+    return Outcome(True, cached, collections.Counter())
+
+
+class OracleBackend:
+    """The cache in plain Python."""
+
+    def __init__(self, size: Size):
+        blocks_per_row = -(-size.length // size.block_size)
+        self.cache = Oracle(size.num_blocks, size.block_size, size.rows, blocks_per_row, size.partial_reuse)
+        self.numbers: dict[tuple[str | None, int | None], int] = {}
+
+    def admit(self, row: int, prompt: Prompt, now: int) -> Outcome:
+        namespace = self._namespace(prompt)
+        return _from_oracle(self.cache.admit(row, prompt.tokens, namespace=namespace, extra_ids=prompt.extra_ids))
+
+    def compute(self, row: int, prompt: Prompt, now: int) -> Outcome:
+        rows = range(len(self.cache.rows))
+        tokens = [prompt.tokens if seq == row else [] for seq in rows]
+        extra_ids = [prompt.extra_ids if seq == row else [] for seq in rows]
+        return _from_oracle(self.cache.commit(tokens, [len(new) for new in tokens], extra_ids=extra_ids))
+
+    def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
+        active = [seq == row for seq in range(len(self.cache.rows))]
+        extended = _from_oracle(self.cache.extend(active, len(prompt.tokens)))
+        return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
+
+    def release(self, row: int, now: int) -> Outcome:
+        return _from_oracle(self.cache.release(row))
+
+    def fork(self, row: int, new: int) -> Outcome:
+        return _from_oracle(self.cache.fork(row, new))
+
+    def truncate(self, row: int, length: int) -> Outcome:
+        return _from_oracle(self.cache.truncate(row, length))
+
+    def pin(self, blocks: Sequence[int]) -> Outcome:
+        return _from_oracle(self.cache.pin(blocks))
+
+    def unpin(self, blocks: Sequence[int], now: int) -> Outcome:
+        return _from_oracle(self.cache.unpin(blocks))
+
+    def lookup(self, prompt: Prompt) -> Outcome:
+        namespace = self._namespace(prompt)
+        return done(self.cache.lookup(prompt.tokens, namespace=namespace, extra_ids=prompt.extra_ids))
+
+    def reset(self) -> Outcome:
+        return _from_oracle(self.cache.reset())
+
+    def table(self, row: int) -> list[int]:
+        return self.cache.tables()[row]
+
+    def used_and_free(self) -> tuple[int, int]:
+        counts = self.cache.counts()
+        return counts["active"], counts["empty"] + counts["cached"]
+
+    def state(self) -> Any:
+        return self.cache.snapshot()
+
+    def is_state(self, before: Any) -> bool:
+        return self.cache.snapshot() == before
+
+    def _namespace(self, prompt: Prompt) -> int:
+        return self.numbers.setdefault((prompt.salt, prompt.lora), len(self.numbers))
+
+
+class LibraryBackend:
+    """The library, jitted; arrays are padded so that scenarios share programs."""
+
+    def __init__(self, size: Size):
+        from kvjax import Namespaces
+
+        self.verbs = _verbs()
+        self.spec = _spec(size)
+        self.value = _init()(self.spec, np.int32(size.num_blocks))
+        self.namespaces = Namespaces()
+
+    def admit(self, row: int, prompt: Prompt, now: int) -> Outcome:
+        tokens, length, options = self._request(prompt)
+        return self._do("admit", np.int32(row), tokens, length, now=np.int32(now), **options)
+
+    def compute(self, row: int, prompt: Prompt, now: int) -> Outcome:
+        width = self.spec.max_length
+        tokens, num_tokens = self._at(row, _padded(prompt.tokens, width)), self._at(row, len(prompt.tokens))
+        extra = {"extra_ids": self._at(row, _padded(prompt.extra_ids, width))} if self.spec.extra_ids else {}
+        return self._do("commit", tokens, num_tokens, now=np.int32(now), **extra)
+
+    def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
+        active, count = self._at(row, True), self._at(row, len(prompt.tokens))
+        most = 8 if len(prompt.tokens) <= 8 else self.spec.max_length  # a step of a few tokens, or anything
+        extended = self._do("extend", active, count, max_tokens=most)
+        return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
+
+    def release(self, row: int, now: int) -> Outcome:
+        return self._do("release", np.int32(row), now=np.int32(now))
+
+    def fork(self, row: int, new: int) -> Outcome:
+        return self._do("fork", np.int32(row), np.int32(new))
+
+    def truncate(self, row: int, length: int) -> Outcome:
+        return self._do("truncate", np.int32(row), np.int32(length))
+
+    def pin(self, blocks: Sequence[int]) -> Outcome:
+        return self._do("pin", self._list(blocks))
+
+    def unpin(self, blocks: Sequence[int], now: int) -> Outcome:
+        return self._do("unpin", self._list(blocks), now=np.int32(now))
+
+    def lookup(self, prompt: Prompt) -> Outcome:
+        tokens, length, options = self._request(prompt)
+        return done(int(self.verbs["lookup"](self.value, tokens, length, **options).cached_tokens))
+
+    def reset(self) -> Outcome:
+        return self._do("reset")
+
+    def table(self, row: int) -> list[int]:
+        blocks = np.asarray(self.value.groups[0].table)[row]
+        return blocks[blocks != NO_BLOCK].tolist()
+
+    def used_and_free(self) -> tuple[int, int]:
+        group = self.value.groups[0]
+        return int(np.sum(np.asarray(group.blocks.refcount) > 0)), int(group.num_empty) + int(group.num_cached)
+
+    def state(self) -> Any:
+        return self.value  # nothing is donated here, so it stays valid
+
+    def is_state(self, before: Any) -> bool:
+        import jax
+
+        pairs = zip(jax.tree.leaves(self.value), jax.tree.leaves(before), strict=True)
+        return all(np.array_equal(np.asarray(new), np.asarray(old)) for new, old in pairs)
+
+    def _do(self, verb: str, *args: Any, **kwargs: Any) -> Outcome:
+        self.value, events = self.verbs[verb](self.value, *args, **kwargs)
+        kinds = collections.Counter(self.verbs["kind"](int(kind)).name.lower() for kind in np.asarray(events.kind))
+        del kinds["none"]
+        return Outcome(bool(events.ok), int(np.sum(np.asarray(events.cached))) if verb == "admit" else None, kinds)
+
+    def _request(self, prompt: Prompt) -> tuple[np.ndarray, np.int32, dict[str, Any]]:
+        options: dict[str, Any] = {"namespace": np.int32(self.namespaces(salt=prompt.salt, lora=prompt.lora))}
+        if self.spec.extra_ids:
+            options["extra_ids"] = _padded(prompt.extra_ids, self.spec.max_length)
+        return _padded(prompt.tokens, self.spec.max_length), np.int32(len(prompt.tokens)), options
+
+    def _at(self, row: int, value: Any) -> np.ndarray:
+        """An array of one entry per row, zero but at `row`."""
+        value = np.asarray(value)
+        rows = np.zeros((self.spec.max_seqs, *value.shape), bool if value.dtype == bool else np.int32)
+        rows[row] = value
+        return rows
+
+    def _list(self, blocks: Sequence[int]) -> np.ndarray:
+        padding = self.spec.max_blocks_per_seq - len(blocks)
+        return np.array([*blocks, *[NO_BLOCK] * padding], np.int32)
+
+
+BACKENDS = {"library": LibraryBackend, "oracle": OracleBackend}
+
+
+@functools.cache
+def _spec(size: Size) -> Any:
+    from kvjax import make_spec
+
+    return make_spec(
+        num_blocks=_power_of_two(size.num_blocks, 1024),
+        max_seqs=_power_of_two(size.rows, 32),
+        max_length=_power_of_two(size.length, max(256, 32 * size.block_size)),
+        block_size=size.block_size,
+        extra_ids=size.extra_ids,
+        partial_reuse=size.partial_reuse,
+    )
+
+
+@functools.cache
+def _init() -> Any:
+    import jax
+
+    import kvjax
+
+    return jax.jit(lambda spec, num_blocks: kvjax.init(spec, kvjax.lru(), num_blocks), static_argnums=0)
+
+
+@functools.cache
+def _verbs() -> dict[str, Any]:
+    import jax
+
+    import kvjax
+
+    names = ("admit", "commit", "release", "fork", "truncate", "pin", "unpin", "lookup", "reset")
+    jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves compile time
+    verbs = {name: jit(getattr(kvjax, name)) for name in names}
+    return verbs | {"extend": jit(kvjax.extend, static_argnames="max_tokens"), "kind": kvjax.EventKind}
+
+
+def _from_oracle(result: Result) -> Outcome:
+    return Outcome(result.ok, sum(result.cached), collections.Counter(event.kind for event in result.events))
+
+
+def _then(first: Outcome, second: Outcome) -> Outcome:
+    return Outcome(second.ok, None, first.events + second.events)
+
+
+def _power_of_two(value: int, least: int) -> int:
+    return max(least, 1 << (value - 1).bit_length())
+
+
+def _padded(values: Sequence[int], width: int) -> np.ndarray:
+    return np.array([*values, *[0] * (width - len(values))], np.int32)

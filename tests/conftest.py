@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict jax, and how hard Hypothesis tries. Warnings are errors by pyproject.toml."""
+
+import os
+
+# Before jax is imported. `make gpu` asks for the GPU by setting the variable itself.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+# "default": the same examples every time, so that a red run stays red.
+# "nightly": 10,000 steps of a state machine, new ones every night; a failure prints how to repeat it.
+_ALWAYS = {
+    "deadline": None,  # the first example of a shape compiles
+    "print_blob": True,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+}
+hypothesis.settings.register_profile("default", derandomize=True, max_examples=30, stateful_step_count=30, **_ALWAYS)
+hypothesis.settings.register_profile("nightly", max_examples=200, stateful_step_count=50, **_ALWAYS)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

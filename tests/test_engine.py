@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation through the cache: what it chooses, when it stops, and what it leaves behind."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.engine import Rows, decode, decode_log
+from kvjax.sampling import restrict, sample
+from models.config import LayerConfig, ModelConfig
+from models.decoder import Decoder
+
+pytestmark = pytest.mark.long
+VOCAB, STEPS = 61, 5
+PROMPTS = [[1, 2, 3], list(range(20)), [*range(20), 33, 34], [7] * 9, [50]]
+
+
+@functools.cache
+def model():
+    layers = (LayerConfig(kv_heads=1, head_dim=16),) * 2
+    config = ModelConfig(
+        model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_heads=2, layers=layers
+    )
+    return Decoder(config, rngs=nnx.Rngs(3))
+
+
+def empty_cache(blocks=64, num_blocks=64, max_seqs=3, max_length=48):
+    """A cache with `blocks` of its `num_blocks` in use: programs are compiled for the latter."""
+    spec = kvjax.make_spec(
+        model().layer_specs(), num_blocks=num_blocks, max_seqs=max_seqs, max_length=max_length, block_size=4,
+        dtype="float32",
+    )  # fmt: skip
+    return kvjax.Cache.create(spec, num_blocks=blocks)
+
+
+def generate(cache, prompts=PROMPTS, **options):
+    options = {"max_new_tokens": 8, "chunk": 8, "steps": STEPS, **options}
+    return kvjax.generate(model(), cache, prompts, **options)
+
+
+@functools.cache
+def plain(prompt, steps=8):
+    """Greedy generation without a cache: the whole sequence anew for every token."""
+    tokens = list(prompt)
+    forward = jax.jit(lambda m, t, n: m.dense(t)[0, n - 1])
+    logprobs = []
+    for _ in range(steps):
+        padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(tokens)].set(jnp.asarray(tokens))
+        logits = forward(model(), padded, len(tokens))
+        tokens.append(int(jnp.argmax(logits)))
+        logprobs.append(float(jax.nn.log_softmax(logits)[tokens[-1]]))
+    return tokens[len(prompt) :], logprobs
+
+
+def test_greedy_tokens_and_logprobs_are_those_without_a_cache():
+    outputs, cache, events = generate(empty_cache())
+    again, cache, more = generate(cache)
+    for prompt, first, second in zip(PROMPTS, outputs, again, strict=True):
+        tokens, logprobs = plain(tuple(prompt))
+        assert first.tokens == second.tokens == tokens
+        np.testing.assert_allclose(first.logprobs, logprobs, atol=1e-4)
+        assert first.finish == "length"
+    assert [o.cached_tokens for o in again] == [len(p) - 1 for p in PROMPTS]
+    kvjax.check(cache.state)
+    assert not np.any(cache.state.seqs.length)
+    assert kvjax.fold(events + more).index == kvjax.index_of(cache.state)
+
+
+def test_stream_hands_out_tokens_as_they_come():
+    seen = [[] for _ in PROMPTS]
+    finished = []
+    for progress in kvjax.stream(model(), empty_cache(), PROMPTS, max_new_tokens=8, chunk=8, steps=STEPS):
+        for number, tokens in progress.new.items():
+            seen[number] += tokens
+        finished.append(sum(o.finish is not None for o in progress.outputs))
+    assert seen == [plain(tuple(p))[0] for p in PROMPTS]
+    assert finished == sorted(finished)
+    assert len(finished) > 2
+
+
+def test_stop_tokens_end_a_row():
+    tokens = plain(tuple(PROMPTS[1]))[0]
+    stop = tokens[3]
+    outputs, _, _ = generate(empty_cache(), [PROMPTS[1]], stop_tokens=[stop, 60])
+    assert outputs[0].finish == "stop"
+    assert outputs[0].tokens == tokens[: tokens.index(stop) + 1]
+
+
+def test_rows_that_cannot_go_on_come_back_with_the_reason():
+    prompts = [[1, 2, 3], [], [4, VOCAB], [-1], list(range(60)), list(range(46))]
+    outputs, cache, _ = generate(empty_cache(), prompts)
+    assert [o.finish for o in outputs] == [
+        "length",
+        "bad_request",
+        "bad_request",
+        "bad_request",
+        "row_full",
+        "row_full",
+    ]
+    assert outputs[5].tokens == plain(tuple(prompts[5]), 3)[0]  # the last one needs no room
+    kvjax.check(cache.state)
+
+    # Three rows of up to 7 blocks in a pool of 10: they end with what they have, and what they have is right.
+    prompts = [[i] * 6 for i in range(1, 5)]
+    outputs, cache, events = generate(empty_cache(10), prompts, max_new_tokens=20)
+    assert {o.finish for o in outputs} == {"length", "no_blocks"}
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.tokens == plain(tuple(prompt), 20)[0][: len(output.tokens)]
+    assert any(event["kind"] == "removed" for event in events)
+    kvjax.check(cache.state)
+    outputs, _, _ = generate(empty_cache(2), [[1] * 20, [2]], max_new_tokens=2)
+    assert [o.finish for o in outputs] == ["no_blocks", "length"]
+
+
+def test_a_row_chooses_by_its_seed_alone():
+    options = {"sampling": kvjax.Sampling(temperature=1.5, top_k=20, top_p=0.95), "max_new_tokens": 8}
+    together, _, _ = generate(empty_cache(), [PROMPTS[1]] * 3, seeds=[5, 6, 5], **options)
+    alone, _, _ = generate(empty_cache(), [PROMPTS[0], PROMPTS[1]], seeds=[9, 6], **options)
+    assert together[0].tokens == together[2].tokens != together[1].tokens == alone[1].tokens
+
+
+def test_a_user_function_sees_the_logits():
+    def only_even(logits, tokens, positions):
+        assert logits.shape[1:] == (VOCAB,)
+        assert tokens.shape == positions.shape == logits.shape[:1]
+        return jnp.where((jnp.arange(VOCAB) % 2 == 0)[None], logits, -jnp.inf)
+
+    outputs, _, _ = generate(empty_cache(), logits_fn=only_even)
+    assert all(token % 2 == 0 for output in outputs for token in output.tokens)
+
+
+def test_namespaces_do_not_share():
+    outputs, cache, _ = generate(empty_cache(), [PROMPTS[1]], namespaces=[1])
+    outputs, cache, _ = generate(cache, [PROMPTS[1], PROMPTS[1]], namespaces=[2, 1])
+    assert [o.cached_tokens for o in outputs] == [0, 19]
+
+
+def test_bad_options_are_named():
+    for name in ("max_new_tokens", "chunk", "steps"):
+        with pytest.raises(ValueError, match=name):
+            generate(empty_cache(), **{name: 0})
+    with pytest.raises(ValueError, match="seeds"):
+        generate(empty_cache(), seeds=[1])
+    for options in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            kvjax.Sampling(**options)
+
+
+def test_top_k_and_top_p_leave_out_the_unlikely():
+    logits = jnp.log(jnp.array([[0.5, 0.2, 0.2, 0.06, 0.04]]))
+    kept = lambda **options: np.isfinite(restrict(logits, kvjax.Sampling(1.0, **options)))[0].tolist()  # noqa: E731
+    assert kept(top_k=1) == [True, False, False, False, False]
+    assert kept(top_k=9) == [True] * 5
+    assert kept(top_p=0.5) == [True, False, False, False, False]
+    assert kept(top_p=0.8) == [True, True, True, False, False]
+    assert kept(top_p=1.0) == [True] * 5
+    tokens, _ = jax.vmap(lambda seed: sample(logits, kvjax.Sampling(1.0), seed[None], jnp.zeros(1, jnp.int32)))(
+        jnp.arange(4000, dtype=jnp.uint32)
+    )
+    np.testing.assert_allclose(np.bincount(tokens[:, 0], minlength=5) / 4000, np.exp(logits[0]), atol=0.03)
+
+
+def test_the_decode_loop_stays_on_the_device_and_in_place():
+    cache = empty_cache(1, num_blocks=20_000, max_seqs=8, max_length=256)
+    spec = cache.state.spec
+    rows = Rows(*(jnp.zeros((8,), dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.uint32)))
+    loop = jax.jit(
+        functools.partial(decode, steps=4, sampling=kvjax.Sampling()), donate_argnames=("cache", "rows", "log")
+    )
+    lowered = loop.lower(model(), cache, rows, decode_log(spec, 4), stop=jnp.zeros((1,), jnp.int32))
+    assert "callback" not in lowered.as_text()
+    memory = lowered.compile().memory_analysis()
+    pool_bytes = sum(x.nbytes for x in jax.tree.leaves(cache.pools))
+    assert memory.temp_size_in_bytes < 0.05 * pool_bytes
+    assert memory.alias_size_in_bytes >= pool_bytes

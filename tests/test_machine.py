@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library and the oracle step together through every verb, and must agree after each step."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import kvjax
+from tests.oracle import Block, Oracle, lru
+
+ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
+POLICIES = {"lru": (kvjax.lru(), lru), "fifo": (kvjax.fifo(), lambda block: block.stored)}
+STATIC = {"admit": "room", "extend": "max_tokens"}
+VERBS = {
+    name: jax.jit(getattr(kvjax, name), static_argnames=STATIC.get(name))
+    for name in (
+        "admit", "extend", "commit", "fork", "truncate", "release", "lookup", "pin", "unpin", "evict", "reset",
+    )
+}  # fmt: skip
+
+rows = st.integers(-1, ROWS)
+lists = functools.partial(st.lists, min_size=1)
+prompts = lists(st.sampled_from((0, 0, 0, 1, 2)), max_size=WIDTH)
+pairs = st.tuples(st.sampled_from((0, 0, 1)), prompts)
+
+
+def padded(tokens, width=WIDTH):
+    return np.asarray([*tokens, *([9] * (width - len(tokens)))], np.int32)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Each rule runs one verb on both and compares what they report; the invariant compares what they hold."""
+
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)), blocks=st.integers(1, 12), partial=st.booleans(), extra=st.booleans()
+    )
+    def start(self, policy, blocks, partial, extra):
+        chosen, score = POLICIES[policy]
+        spec = kvjax.make_spec(
+            num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, extra_ids=extra, partial_reuse=partial
+        )
+        self.state = kvjax.init(spec, chosen, num_blocks=jnp.int32(blocks))
+        self.oracle = Oracle(blocks, SIZE, ROWS, BLOCKS_PER_ROW, partial, score)
+        self.mirror, self.extra, self.pins = kvjax.Mirror(), extra, []
+
+    def both(self, verb, wanted, *args, **kwargs):
+        """Runs the library's verb and holds what it reports against the oracle's Result."""
+        before, known = self.state, self.mirror
+        self.state, events = VERBS[verb](before, *args, **kwargs)
+        assert events.status.tolist() == [int(s) for s in wanted.status]
+        if verb == "admit":
+            ok = events.status == 0
+            assert events.queried[ok].tolist() == list(wanted.queried)
+            assert events.cached[ok].tolist() == list(wanted.cached)
+        if not bool(events.ok) and len(wanted.status) == 1:
+            assert int(events.shortfall) == wanted.shortfall
+        if not any(s == 0 for s in wanted.status) or (verb == "extend" and not wanted.ok):
+            jax.tree.map(np.testing.assert_array_equal, before, self.state)
+        heard = kvjax.to_list(events)
+        self.mirror = kvjax.fold(heard, known)
+        assert self.named(heard, known) == collections.Counter(
+            (e.kind, (len(e.path) - 1) % SIZE + 1) if e.kind == "copied" else tuple(e) for e in wanted.events
+        )
+        order = [e["kind"] for e in heard]
+        if len(wanted.status) == 1:
+            assert order == sorted(order, key=["removed", "updated", "stored", "copied", "cleared"].index)
+
+    def named(self, heard, known):
+        """The library's events in the oracle's terms."""
+        nodes = {**known.nodes, **self.mirror.nodes}
+        for event in heard:  # nodes that were stored and removed within one transition
+            assert event["kind"] != "removed" or (0, event["block"], event["generation"]) in nodes
+        terms = []
+        for event in heard:
+            if event["kind"] == "copied":
+                terms.append(("copied", event["num_tokens"]))
+            elif event["kind"] == "cleared":
+                terms.append(("cleared", 0, ()))
+            else:
+                namespace, path, *_ = nodes[0, event["block"], event["generation"]]
+                terms.append((event["kind"], namespace, self.paired(path)))
+        return collections.Counter(terms)
+
+    def paired(self, path):
+        return tuple(path) if self.extra else tuple((t, 0) for t in path)
+
+    def ids(self, tokens):
+        """Extra ids for tokens: for the oracle, and padded for the library."""
+        if not self.extra:
+            return None, None
+        mine = [1 if i % 3 == 2 and t else 0 for i, t in enumerate(tokens)]
+        return mine, padded(mine)
+
+    @rule(seq=rows, prompt=pairs, room=st.sampled_from((None, None, 5)))
+    def admit(self, seq, prompt, room):
+        namespace, tokens = prompt
+        mine, library = self.ids(tokens)
+        wanted = self.oracle.admit(seq, tokens, namespace=namespace, extra_ids=mine, room=room)
+        self.both("admit", wanted, seq, padded(tokens), len(tokens), namespace=namespace, extra_ids=library, room=room)
+
+    @rule(prompt=pairs, repeats=st.integers(0, 2))
+    def admit_batch(self, prompt, repeats):
+        namespace, tokens = prompt
+        mine, library = self.ids(tokens)
+        wanted = [self.oracle.admit(seq, tokens, namespace=namespace, extra_ids=mine) for seq in range(ROWS)]
+        joined = wanted[0]._replace(
+            status=[s for r in wanted for s in r.status], events=[e for r in wanted for e in r.events],
+            queried=[q for r in wanted for q in r.queried], cached=[c for r in wanted for c in r.cached],
+        )  # fmt: skip
+        each = [np.stack([x] * ROWS) for x in (padded(tokens), library) if x is not None]
+        self.both(
+            "admit", joined, np.arange(ROWS, dtype=np.int32), each[0], np.full(ROWS, len(tokens), np.int32),
+            namespace=np.full(ROWS, namespace, np.int32), extra_ids=each[1] if self.extra else None,
+        )  # fmt: skip
+
+    @rule(active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), count=st.integers(0, MOST), one=st.booleans())
+    def extend(self, active, count, one):
+        active = [on and (row.length > 0 or count == 5) for on, row in zip(active, self.oracle.rows, strict=True)]
+        counts = [1 if one else (count + seq) % (MOST + 1) for seq in range(ROWS)]
+        wanted = self.oracle.extend(active, counts)
+        mask = np.asarray(active)
+        if one:
+            self.both("extend", wanted, mask)
+        else:
+            self.both("extend", wanted, mask, np.asarray(counts, np.int32), max_tokens=MOST)
+
+    @rule(
+        tokens=lists(lists(st.integers(0, 2), min_size=WIDTH, max_size=WIDTH), min_size=ROWS, max_size=ROWS),
+        amount=st.sampled_from((0, 1, 3, 99, 99, 100, -1)), same=st.booleans(), negative=st.booleans(),
+    )  # fmt: skip
+    def commit(self, tokens, amount, same, negative):
+        room = [row.length - len(row.tokens) for row in self.oracle.rows]
+        counts = [min(amount, r) if amount < 100 else r + 1 for r in room]
+        if same:
+            tokens = [[0] * WIDTH] * ROWS
+        if negative:
+            tokens = [[-1, *tokens[0][1:]], *tokens[1:]]
+        mine = [self.ids(line)[0] for line in tokens] if self.extra else None
+        wanted = self.oracle.commit(tokens, counts, extra_ids=mine)
+        library = np.asarray(mine, np.int32) if self.extra else None
+        self.both("commit", wanted, np.asarray(tokens, np.int32), np.asarray(counts, np.int32), extra_ids=library)
+
+    @rule(src=rows, dst=rows)
+    def fork(self, src, dst):
+        self.both("fork", self.oracle.fork(src, dst), src, dst)
+
+    @rule(seq=rows, length=st.integers(0, WIDTH))
+    def truncate(self, seq, length):
+        self.both("truncate", self.oracle.truncate(seq, length), seq, length)
+
+    @rule(seq=rows)
+    def release(self, seq):
+        self.both("release", self.oracle.release(seq), seq)
+
+    @rule(seqs=lists(rows, min_size=ROWS, max_size=ROWS))
+    def release_batch(self, seqs):
+        self.both("release", self.oracle.release(seqs), np.asarray(seqs, np.int32))
+
+    @rule(prompt=pairs)
+    def lookup(self, prompt):
+        namespace, tokens = prompt
+        mine, library = self.ids(tokens)
+        match = VERBS["lookup"](self.state, padded(tokens), len(tokens), namespace=namespace, extra_ids=library)
+        assert int(match.cached_tokens) == self.oracle.lookup(tokens, namespace=namespace, extra_ids=mine)
+
+    @rule(seq=st.integers(0, ROWS - 1), which=st.sampled_from((0b11111, 0b11111, 0b00011, 0b00110, 0b11010)))
+    def pin(self, seq, which):
+        chosen = (which >> np.arange(BLOCKS_PER_ROW)) & 1 == 1
+        theirs = [b for b, on in zip(self.oracle.rows[seq].table, chosen, strict=False) if on]
+        ours = np.where(chosen, self.state.groups[0].table[seq], kvjax.NO_BLOCK)
+        wanted = self.oracle.pin(theirs)
+        self.both("pin", wanted, ours)
+        if theirs and wanted.ok:
+            self.pins.append((ours, theirs))
+
+    @rule(data=st.data())
+    def pin_cached(self, data):
+        pairs = sorted(self.pairing().items())
+        if pairs:
+            ours, theirs = data.draw(st.sampled_from(pairs))
+            ours = np.asarray([ours] + [kvjax.NO_BLOCK] * (BLOCKS_PER_ROW - 1), np.int32)
+            wanted = self.oracle.pin([theirs])
+            self.both("pin", wanted, ours)
+            if wanted.ok:
+                self.pins.append((ours, [theirs]))
+
+    @rule(data=st.data())
+    def unpin(self, data):
+        if self.pins:
+            ours, theirs = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+            wanted = self.oracle.unpin(theirs)
+            self.both("unpin", wanted, ours)
+            if not wanted.ok:  # the prefix of a block that stays held; it can go later
+                self.pins.append((ours, theirs))
+
+    @rule(data=st.data())
+    def evict(self, data):
+        pairs = sorted(self.pairing().items())
+        if pairs:
+            ours, theirs = data.draw(st.sampled_from(pairs))
+            self.both("evict", self.oracle.evict([theirs]), padded([ours], 1))
+
+    @rule(chance=st.integers(0, 5))
+    def reset(self, chance):
+        if chance == 0:
+            self.both("reset", self.oracle.reset())
+
+    def pairing(self):
+        """{our block id: the oracle's}, from what both hold and find; a contradiction is a failure."""
+        pairs = {}
+        for ours, theirs in zip(np.asarray(self.state.groups[0].table), self.oracle.tables(), strict=True):
+            held = [int(b) for b in ours if b >= 0]
+            assert len(held) == len(theirs)
+            for a, b in zip(held, theirs, strict=True):
+                assert pairs.setdefault(a, b) == b
+        ours = {(ns, self.paired(path)): node[1] for node, (ns, path, *_) in self.mirror.nodes.items()}
+        assert ours.keys() == self.oracle.index.keys()
+        for node, block in ours.items():
+            assert pairs.setdefault(block, self.oracle.index[node]) == self.oracle.index[node]
+        assert len(set(pairs.values())) == len(pairs)
+        return pairs
+
+    @invariant()
+    def agree(self):
+        if not hasattr(self, "state"):
+            return
+        kvjax.check(self.state)
+        assert kvjax.index_of(self.state) == self.mirror.index
+        group, seqs = self.state.groups[0], self.state.seqs
+        assert seqs.length.tolist() == [row.length for row in self.oracle.rows]
+        assert seqs.committed.tolist() == [len(row.tokens) for row in self.oracle.rows]
+        counts = self.oracle.counts()
+        assert (int(group.num_empty), int(group.num_cached)) == (counts["empty"], counts["cached"])
+        for ours, theirs in self.pairing().items():
+            block: Block = self.oracle.blocks[theirs]
+            assert (int(group.blocks.refcount[ours]), int(group.blocks.hits[ours]) if block.node else 0) == (
+                block.refcount,
+                block.hits if block.node else 0,
+            )
+
+
+TestMachine = CacheMachine.TestCase
+TestMachine.pytestmark = [pytest.mark.long]
