@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention over the paged cache, against the bytes it reads and against contiguous K/V.
+
+For each shape three programs take turns, so that a noisy machine is noisy for all of them: paged attention through
+`kvjax.attend`, each row's blocks scattered over the pool; attention over contiguous K/V `[R, K, T, D]`; and a plain
+sum over the same bytes. All layers run in one program, each on what the one before gave, as in a model. The answers
+are compared before anything is timed. Times are the least of all rounds, for one layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from benchmarks import common
+
+
+class Shape(NamedTuple):
+    rows: int
+    length: int
+    heads: int
+    kv_heads: int
+    width: int
+    layers: int
+    dtype: str = "float32"
+    block_size: int = 16
+
+
+SHAPES = {
+    "large_2k": Shape(16, 2048, 32, 8, 128, 1),
+    "large_1k": Shape(16, 1024, 32, 8, 128, 1),
+    "small_1k": Shape(16, 1024, 8, 4, 64, 6),
+    "small_1k_bf16": Shape(16, 1024, 8, 4, 64, 6, "bfloat16"),
+    "one_row_4k": Shape(1, 4096, 8, 4, 64, 6),
+}
+
+
+def make_case(shape: Shape):
+    """Queries, pools with every row's blocks scattered over them, a decode view, and the same K/V contiguous."""
+    rows, length, heads, kv_heads, width, layers, dtype, size = shape
+    rng = np.random.default_rng(0)
+    blocks = rows * length // size
+    spec = kvjax.make_spec(
+        [kvjax.LayerSpec(kv_heads, width)] * layers,
+        num_blocks=blocks, max_seqs=rows, max_length=length, block_size=size, dtype=dtype,
+    )  # fmt: skip
+    array = rng.standard_normal((blocks + 1, layers, 2, kv_heads, size, width), np.float32)
+    array[-1] = np.nan
+    array = jnp.asarray(array, dtype)
+    tables = jnp.asarray(rng.permutation(blocks).reshape(rows, -1), jnp.int32)
+    lengths = jnp.full(rows, length, jnp.int32)
+    ones = jnp.ones(rows, jnp.int32)
+    view = kvjax.View((tables,), lengths[:, None] - 1, lengths, (tables[:, -1:] * size + size - 1,), ones)
+
+    @jax.jit
+    def unpage(array):  # [L, 2, R, K, T, D]
+        kv = array[tables].transpose(2, 3, 0, 4, 1, 5, 6).reshape(layers, 2, rows, kv_heads, length, width)
+        return [(kv[i, 0], kv[i, 1]) for i in range(layers)]
+
+    q = jnp.asarray(rng.standard_normal((rows, 1, heads, width)), dtype)
+    return q, kvjax.Pools(((array,),), spec), view, unpage(array)
+
+
+def paged(q, pools, view):
+    for layer in range(len(pools.spec.groups[0].pools[0].layers)):
+        q = q + kvjax.attend(q, pools, layer, view)
+    return q
+
+
+def contiguous(q, layers, lengths, first):
+    """The same over contiguous K/V; which factor of K's products comes first is for the compiler's sake."""
+    rows, _, _, width = q.shape
+    for k, v in layers:
+        kv_heads, length = k.shape[1:3]
+        query = (q.astype(jnp.float32) * width**-0.5).astype(k.dtype).reshape(rows, kv_heads, -1, width)
+        if first == "q":
+            score = jnp.einsum("rkgd,rktd->rkgt", query, k, preferred_element_type=jnp.float32)
+        else:
+            score = jnp.einsum("rktd,rkgd->rktg", k, query, preferred_element_type=jnp.float32)
+            score = jax.lax.optimization_barrier(score).swapaxes(2, 3)
+        seen = jnp.arange(length)[None] < lengths[:, None]
+        weight = jax.nn.softmax(jnp.where(seen[:, None, None], score, -jnp.inf), axis=-1)
+        mixed = jnp.einsum("rkgt,rktd->rkgd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        q = q + mixed.reshape(q.shape).astype(q.dtype)
+    return q
+
+
+def plain_sum(layers):
+    return [jnp.sum(x, dtype=jnp.float32) for pair in layers for x in pair]
+
+
+def least_s(programs: dict, rounds: int) -> dict[str, float]:
+    """Least time of each program in seconds; they take turns."""
+    least = dict.fromkeys(programs, float("inf"))
+    for _ in range(rounds + 1):
+        for name, run in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            least[name] = min(least[name], time.perf_counter() - start)
+    return least
+
+
+def measure(name: str, shape: Shape, rounds: int) -> dict[str, float]:
+    q, pools, view, layers = make_case(shape)
+    programs = {"paged": functools.partial(jax.jit(paged), q, pools, view)}
+    for first in ("q", "k"):
+        run = jax.jit(functools.partial(contiguous, first=first))
+        programs[f"contiguous_{first}"] = functools.partial(run, q, layers, view.lengths)
+    answers = {name: np.asarray(run(), np.float32) for name, run in programs.items()}
+    tolerance = 1e-4 if shape.dtype == "float32" else 5e-2
+    for answer in answers.values():
+        common.require(np.allclose(answer, answers["paged"], tolerance, tolerance), f"{name}: answers differ")
+    programs["sum"] = functools.partial(jax.jit(plain_sum), layers)
+    least = least_s(programs, rounds)
+    least["contiguous"] = min(least.pop("contiguous_q"), least.pop("contiguous_k"))
+    metrics = {f"{name}_{program}_ms": 1e3 * s / shape.layers for program, s in least.items()}
+    metrics[f"{name}_over_contiguous"] = least["paged"] / least["contiguous"]
+    metrics[f"{name}_over_sum"] = least["paged"] / least["sum"]
+    return metrics
+
+
+def main() -> None:
+    def add(parser):
+        parser.add_argument("--rounds", type=int, default=30, help="how often each program runs")
+        parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+
+    args = common.parse("attention", __doc__, add)
+    metrics = {}
+    for name in args.shapes:
+        metrics |= measure(name, SHAPES[name], args.rounds)
+    common.report("attention", metrics, args.json)
+
+
+if __name__ == "__main__":
+    main()

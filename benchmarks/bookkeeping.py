@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cache's bookkeeping costs: a decode step of 256 rows, and the admission of a prompt.
+
+One step is `extend` and `commit` for all rows, in a pool full of cached blocks, so that every new block is an
+evicted one. Some rows are twins that generate the same tokens, so that their blocks merge. Both run inside `scan`,
+where there is no dispatch; the same step as a jitted call of its own is reported too. Answers are checked: every
+request was done, what was evicted, stored and merged adds up, and the states are sound.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvjax
+from benchmarks import common
+
+ROWS, BLOCK, LENGTH = 256, 16, 2048
+START = 48  # tokens of each row before the first step, and up to 15 more so that not all rows fill at once
+STEPS, CALLS = 128, 64
+TWINS = 16  # of so many rows two are twins
+
+
+def tokens_of(rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """The tokens of rows at positions; those of a row and its twin are the same."""
+    row = jnp.where(rows % TWINS == 1, rows - 1, rows)
+    return (row * 7919 + positions * 31 + 5) % 50_021
+
+
+def warm(num_blocks: int) -> kvjax.CacheState:
+    """A cache whose blocks are all findable, 256 rows holding some of them."""
+    spec = kvjax.make_spec(num_blocks=num_blocks, max_seqs=ROWS, max_length=LENGTH, block_size=BLOCK)
+    zero = jnp.zeros((1,), jnp.int32)
+
+    def fill(state, number):
+        tokens = (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + number * 104_729) % 50_021 + 50_021
+        state, _ = kvjax.admit(state, 0, tokens, LENGTH)
+        state, _ = kvjax.commit(state, tokens[None], zero + LENGTH, seqs=zero)
+        state, _ = kvjax.release(state, 0)
+        return state, None
+
+    def admit(state):
+        rows = jnp.arange(ROWS, dtype=jnp.int32)
+        lengths = START + rows // 2 % BLOCK
+        tokens = tokens_of(rows[:, None], jnp.arange(START + BLOCK, dtype=jnp.int32)[None])
+        state, admitted = kvjax.admit(state, rows, tokens, lengths)
+        state, committed = kvjax.commit(state, tokens, lengths)
+        return state, admitted.ok & committed.ok
+
+    prompts = jnp.arange(num_blocks * BLOCK // LENGTH + 1, dtype=jnp.int32)
+    state = jax.jit(lambda state: lax.scan(fill, state, prompts)[0], donate_argnums=0)(kvjax.init(spec))
+    state, ok = jax.jit(admit, donate_argnums=0)(state)
+    common.require(bool(ok), "the rows could not be admitted")
+    return state
+
+
+def step(state: kvjax.CacheState, number: jax.Array):
+    """One decode step; the state and what happened: ok, removed, stored, merged."""
+    rows = jnp.arange(ROWS, dtype=jnp.int32)
+    tokens = tokens_of(rows, state.seqs.committed)[:, None]
+    state, extended = kvjax.extend(state, jnp.ones((ROWS,), jnp.bool_))
+    empty = state.groups[0].num_empty
+    state, committed = kvjax.commit(state, tokens, jnp.ones((ROWS,), jnp.int32))
+    ok = (extended.ok & committed.ok).astype(jnp.int32)
+    merged = state.groups[0].num_empty - empty
+    done = jnp.stack([ok, kvjax.counts(extended)["removed"], kvjax.counts(committed)["stored"], merged])
+    return state, (done, extended, committed)
+
+
+def steps(state: kvjax.CacheState):
+    """STEPS steps in one program, and the sums of what happened."""
+
+    def one(carry, number):
+        state, (done, *_) = step(carry[0], number)
+        return (state, carry[1] + done), None
+
+    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32)), jnp.arange(STEPS))[0]
+
+
+def steps_with_log(state: kvjax.CacheState):
+    """The same with every event kept in a log, as a decode loop does."""
+
+    def one(carry, number):
+        state, (_, extended, committed) = step(carry[0], number)
+        return (state, kvjax.append(kvjax.append(carry[1], extended), committed)), None
+
+    return lax.scan(one, (state, kvjax.init_log(STEPS * ROWS // 4, BLOCK)), jnp.arange(STEPS))[0]
+
+
+def admissions(state: kvjax.CacheState):
+    """A 2,048-token prompt into every row, the first half of each cached; the state and what happened."""
+    shared = (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + 104_729) % 50_021 + 50_021
+
+    def one(state, row):
+        own = (jnp.arange(LENGTH, dtype=jnp.int32) * 13 + row * 7_919) % 50_021 + 200_000
+        tokens = jnp.where(np.arange(LENGTH) < LENGTH // 2, shared, own)
+        state, events = kvjax.admit(state, row, tokens, LENGTH)
+        return state, jnp.stack([events.ok.astype(jnp.int32), kvjax.counts(events)["removed"], events.cached[0]])
+
+    state, done = lax.scan(one, state, jnp.arange(ROWS, dtype=jnp.int32))
+    return state, jnp.sum(done, axis=0, dtype=jnp.int32)
+
+
+def copies_of_blocks(compiled, state: kvjax.CacheState) -> list[str]:
+    """The compiled program's copies of an array of the state that has an entry for each block."""
+    num_blocks = state.spec.groups[0].num_blocks
+    shapes = {"[" + ",".join(map(str, x.shape)) + "]" for x in jax.tree.leaves(state) if x.size >= num_blocks}
+    lines = re.findall(r"^ *(?:ROOT )?%\S+ = \w+(\[[\d,]*\])\S* copy\(.*$", compiled.as_text(), re.M)
+    return [line for line in lines if line in shapes]
+
+
+def compiled_steps(state: kvjax.CacheState, run=steps):
+    return jax.jit(run, donate_argnums=0).lower(state).compile()
+
+
+def measure_steps(num_blocks: int, repeats: int, run=steps):
+    """Microseconds a step, and the state after them with what happened."""
+    state = warm(num_blocks)
+    compiled = compiled_steps(state, run)
+    copies = copies_of_blocks(compiled, state)
+    common.require(not copies, f"the compiled step copies arrays of {num_blocks} blocks: {copies}")
+    seconds, result = common.best_of(compiled, lambda: (jax.tree.map(jnp.copy, state),), repeats)
+    return seconds / STEPS * 1e6, result
+
+
+def checked_steps(num_blocks: int, repeats: int) -> float:
+    micros, (state, done) = measure_steps(num_blocks, repeats)
+    ok, removed, stored, merged = done.tolist()
+    print(f"{num_blocks:>9,} blocks: in {STEPS} steps {removed:,} evicted, {stored:,} stored, {merged:,} merged")
+    common.require(ok == STEPS, "a step was refused")
+    common.require(min(removed, stored, merged) > 0, "nothing was evicted, stored or merged")
+    common.require(stored + merged == ROWS * STEPS // BLOCK, "not every filled block was stored or merged")
+    if num_blocks <= 65_536:
+        kvjax.check(state)
+    return micros
+
+
+def measure_admit(num_blocks: int, repeats: int) -> float:
+    state = warm(num_blocks)
+    state, _ = jax.jit(kvjax.release)(state, jnp.arange(ROWS, dtype=jnp.int32))
+    shared = (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + 104_729) % 50_021 + 50_021
+    # The prompts that came first are evicted by now if the pool is small: have the shared half cached and recent.
+    state, _ = kvjax.admit(state, 0, shared, LENGTH)
+    zero = jnp.zeros((1,), jnp.int32)
+    start = state.seqs.committed[0]
+    state, _ = kvjax.commit(state, jnp.roll(shared, -start)[None], zero + LENGTH - start, seqs=zero)
+    state, _ = kvjax.release(state, 0)
+    compiled = compiled_steps(state, admissions)
+    copies = copies_of_blocks(compiled, state)
+    common.require(not copies, f"the compiled admission copies arrays of {num_blocks} blocks: {copies}")
+    seconds, (state, done) = common.best_of(compiled, lambda: (jax.tree.map(jnp.copy, state),), repeats)
+    ok, removed, cached = done.tolist()
+    each = f"{cached / ROWS:,.0f} tokens reused each"
+    print(f"{num_blocks:>9,} blocks: {ROWS} admissions, {removed:,} blocks evicted, {each}")
+    common.require(ok == ROWS and removed > 0 and cached == ROWS * LENGTH // 2, "an admission went wrong")
+    kvjax.check(state)
+    return seconds / ROWS * 1e6
+
+
+def measure_calls(num_blocks: int, repeats: int) -> float:
+    """Microseconds of a step as a jitted call of its own, state donated."""
+    state = warm(num_blocks)
+    call = jax.jit(lambda state, number: step(state, number)[0], donate_argnums=0)
+
+    def run(state):
+        for number in range(CALLS):
+            state = call(state, jnp.int32(number))
+        return state
+
+    return common.best_of(run, lambda: (jax.tree.map(jnp.copy, state),), repeats)[0] / CALLS * 1e6
+
+
+def main() -> None:
+    args = common.parse("bookkeeping", __doc__, lambda p: p.add_argument("--repeats", type=int, default=10))
+    sizes = {"step_us": 65_536, "step_us_4k": 4_096, "step_us_1m": 1_048_576}
+    metrics = {name: checked_steps(size, args.repeats) for name, size in sizes.items()}
+    metrics["growth_4k_to_1m"] = metrics["step_us_1m"] / metrics["step_us_4k"]
+    metrics["step_with_log_us"] = measure_steps(65_536, args.repeats, steps_with_log)[0]
+    metrics["call_us"] = measure_calls(65_536, args.repeats)
+    metrics["admit_us"] = measure_admit(65_536, args.repeats)
+    metrics["state_leaves"] = len(jax.tree.leaves(warm(4_096)))
+    common.report("bookkeeping", metrics, args.json)
+
+
+if __name__ == "__main__":
+    main()

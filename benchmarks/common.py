@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks share: their command line, timing, and the report."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def parse(benchmark: str, about: str | None, add: Callable[[argparse.ArgumentParser], Any] | None = None):
+    """The command line of a benchmark: --json, and what `add` adds."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=about)
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the result there")
+    if add is not None:
+        add(parser)
+    return parser.parse_args()
+
+
+def best_of(run: Callable[..., Any], make_args: Callable[[], tuple] = tuple, repeats: int = 5) -> tuple[float, Any]:
+    """The least seconds of several calls, and the last result; the first call, which compiles, does not count.
+
+    Args:
+      run: what to time.
+      make_args: makes its arguments anew for each call, outside the timing: they may be donated.
+      repeats: calls that count.
+    """
+    result = jax.block_until_ready(run(*make_args()))
+    seconds = float("inf")
+    for _ in range(repeats):
+        args = jax.block_until_ready(make_args())
+        start = time.perf_counter()
+        result = jax.block_until_ready(run(*args))
+        seconds = min(seconds, time.perf_counter() - start)
+    return seconds, result
+
+
+def require(fact: bool, otherwise: str) -> None:
+    """Ends a benchmark whose answers are wrong or whose bound is broken."""
+    if not fact:
+        raise SystemExit(f"benchmark failed: {otherwise}")
+
+
+def report(benchmark: str, metrics: dict[str, float], file: pathlib.Path | None = None) -> None:
+    """Prints the metrics, and writes them with where they were measured."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
+    result = {
+        "benchmark": benchmark,
+        "versions": {"python": platform.python_version(), **versions},
+        "cpu": _cpu(),
+        "metrics": {name: float(f"{value:.6g}") for name, value in metrics.items()},
+    }
+    width = max(map(len, metrics))
+    for name, value in result["metrics"].items():
+        print(f"  {name:<{width}}  {value:>12,.6g}")
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _cpu() -> str:
+    """The processor's name and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = names[0] if names else name
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much K/V memory is allocated and unused, and whether a decode step updates the pools in place.
+
+Unused: 502 requests of the lengths of a production trace live through a cache, 64 at a time: chunked prefill, decoding,
+release. A slot counts as unused while it is in a block that a row holds and no token is written there. It is measured
+after each chunk of prefill, after each 32 tokens of decoding, and before each release. "In flight" is measured before
+the model would write: it includes the slots reserved for the tokens of that very step. The bound, 4 %, is on all.
+
+In place: the engine's decode loop is compiled for a decoder of 10 million parameters; its temporaries must stay under
+5 % of the pools, which must be donated and not copied.
+"""
+
+import csv
+import dataclasses
+import functools
+import pathlib
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from benchmarks import common
+
+ROWS, CHUNK, STEPS, NUM_BLOCKS, BLOCK_SIZE = 64, 512, 32, 131_072, 16
+MAX_UNUSED, MAX_TEMPORARY = 0.04, 0.05
+LENGTHS = pathlib.Path(__file__).parent / "data" / "mooncake_lengths.csv"
+
+
+def read_lengths() -> np.ndarray:
+    """i64[requests, 2]; prompt and answer lengths."""
+    with LENGTHS.open() as file:
+        rows = csv.DictReader(line for line in file if not line.startswith("#"))
+        return np.array([(int(row["input_length"]), int(row["output_length"])) for row in rows])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What each row is to do, i32[S]: a request's number, its prompt's tokens, all its tokens; 0, 0, 0 if idle."""
+
+    request: jax.Array
+    prompt: jax.Array
+    total: jax.Array
+
+
+def tokens_at(work: Work, start: jax.Array, count: int) -> jax.Array:
+    """i32[S, count]; tokens that no other request has at any place."""
+    longest = NUM_BLOCKS
+    return work.request[:, None] * longest + start[:, None] + jnp.arange(count, dtype=jnp.int32)
+
+
+def usage(state: kvjax.CacheState, rows: jax.Array) -> jax.Array:
+    """i32[2]; slots that the rows bool[S] hold, and tokens written there. Nothing is shared here, so rows add up."""
+    held = jnp.sum(state.groups[0].table >= 0, axis=1, dtype=jnp.int32) * BLOCK_SIZE
+    return jnp.stack([jnp.sum(jnp.where(rows, x, 0), dtype=jnp.int32) for x in (held, state.seqs.committed)])
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def advance(state: kvjax.CacheState, work: Work):
+    """A chunk of every prompt that is not through, then 32 steps of the others; the cache, ok, and use by phase."""
+    busy, committed = work.total > 0, state.seqs.committed
+    need = jnp.clip(work.prompt - committed, 0, CHUNK)
+    grow = jnp.maximum(committed + need - state.seqs.length, 0)
+    state, extended = kvjax.extend(state, grow > 0, grow, max_tokens=CHUNK)
+    in_flight = usage(state, busy)
+    state, written = kvjax.commit(state, tokens_at(work, committed, CHUNK), need)
+    prefilling = busy & (state.seqs.committed < work.prompt)
+    during_prefill, ok = usage(state, prefilling), extended.ok & written_well(written, busy)
+
+    def step(carry, _):
+        state, ok = carry
+        active = busy & ~prefilling & (state.seqs.committed < work.total)
+        place = state.seqs.committed
+        state, extended = kvjax.extend(state, active)
+        state, written = kvjax.commit(state, tokens_at(work, place, 1), active.astype(jnp.int32))
+        return (state, ok & extended.ok & written_well(written, active)), None
+
+    (state, ok), _ = jax.lax.scan(step, (state, ok), length=STEPS)
+    done = busy & (state.seqs.committed >= work.total)
+    decoding = busy & ~prefilling & ~done
+    phases = {
+        "in_flight": in_flight,
+        "prefill": during_prefill,
+        "decode": usage(state, decoding),
+        "end": usage(state, done),
+    }
+    return state, ok, done, phases | {"all": usage(state, busy)}
+
+
+def written_well(events: kvjax.Events, rows: jax.Array) -> jax.Array:
+    """bool[]; whether every one of the rows bool[S] was done."""
+    return jnp.all(~rows | (events.status == kvjax.Status.OK))
+
+
+def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """Runs all requests; {phase: i64[moments, 2] of slots held and written}."""
+    longest = int(lengths.sum(axis=1).max())
+    spec = kvjax.make_spec(num_blocks=NUM_BLOCKS, max_seqs=ROWS, max_length=longest, block_size=BLOCK_SIZE)
+    state = kvjax.init(spec)
+    admit = jax.jit(functools.partial(kvjax.admit, room=CHUNK), donate_argnums=0)
+    release = jax.jit(kvjax.release, donate_argnums=0)
+    prompt_room = -(-int(lengths[:, 0].max()) // BLOCK_SIZE) * BLOCK_SIZE
+    work = Work(*(np.zeros(ROWS, np.int32) for _ in range(3)))
+    waiting, moments, finished = list(range(len(lengths)))[::-1], [], 0
+    while finished < len(lengths):
+        for seq in np.flatnonzero(work.total == 0)[: len(waiting)].tolist():
+            number = waiting.pop()
+            work.request[seq], work.prompt[seq], work.total[seq] = number, lengths[number, 0], lengths[number].sum()
+            prompt = tokens_at(
+                Work(*(x[seq : seq + 1] for x in dataclasses.astuple(work))), jnp.zeros(1, jnp.int32), prompt_room
+            )
+            state, events = admit(state, seq, prompt[0], int(lengths[number, 0]))
+            common.require(bool(events.ok), f"request {number} was not admitted: {events.status}")
+        state, ok, done, phases = advance(state, work)
+        common.require(bool(ok), "the cache refused a step")
+        moments.append(jax.device_get(phases))
+        if len(moments) % 50 == 1:
+            compare_with_stats(state, moments[-1]["all"])
+        for seq in np.flatnonzero(done).tolist():
+            state, _ = release(state, seq)
+            work.request[seq] = work.prompt[seq] = work.total[seq] = 0
+            finished += 1
+        if sys.stdout.isatty():
+            print(f"\r  {finished} of {len(lengths)} requests", end="", flush=True)
+    if sys.stdout.isatty():
+        print("\r", end="")
+    return {phase: np.array([m[phase] for m in moments], np.int64) for phase in moments[0]}
+
+
+def compare_with_stats(state: kvjax.CacheState, use: np.ndarray) -> None:
+    """The figures of this benchmark and the library's own, taken by different ways, agree."""
+    seen = kvjax.stats(state)
+    common.require(
+        (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == tuple(use.tolist()),
+        f"kvjax.stats counts {seen}, the benchmark {use}",
+    )
+
+
+def unused(lengths: np.ndarray) -> dict[str, float]:
+    """Percent of the held slots that nothing is written to, over all moments of a phase; and the worst moment."""
+    phases = live_through(lengths)
+    metrics = {}
+    for phase, use in phases.items():
+        held, written = use.sum(axis=0)
+        metrics["unused_percent" if phase == "all" else f"unused_{phase}_percent"] = 100 * (1 - written / held)
+    held, written = phases["all"].T
+    metrics["unused_worst_moment_percent"] = float(100 * np.max(1 - written / held))
+    longest = lengths.sum(axis=1).max()
+    contiguous = float(100 * (1 - lengths.sum(axis=1).mean() / longest))  # if every row had room for the longest
+    for name, percent in metrics.items():
+        common.require(percent < 100 * MAX_UNUSED, f"{name} is {percent:.2f}, the bound {100 * MAX_UNUSED}")
+    return metrics | {"unused_if_contiguous_percent": contiguous}
+
+
+def in_place() -> dict[str, float]:
+    """Compiles the decode loop without running it; temporaries and donated bytes as a percentage of the pools."""
+    from flax import nnx
+
+    from kvjax import engine
+    from models.config import LayerConfig, ModelConfig
+    from models.decoder import Decoder
+
+    config = ModelConfig("llama", 8192, 256, 768, 8, (LayerConfig(4, 32),) * 8)
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=1024, max_seqs=16, max_length=1024, dtype="float32")
+    cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
+    log = jax.eval_shape(lambda: engine.decode_log(spec, STEPS))
+    each = jax.ShapeDtypeStruct((16,), jnp.int32)
+    rows = engine.Rows(each, jax.ShapeDtypeStruct((16,), jnp.bool_), each, jax.ShapeDtypeStruct((16,), jnp.uint32))
+    decode = jax.jit(
+        functools.partial(engine.decode, steps=STEPS, sampling=kvjax.Sampling()), donate_argnames=("cache", "log")
+    )
+    compiled = decode.lower(model, cache, rows, log, stop=jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
+    pools = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache.pools))
+    shapes = {",".join(map(str, array.shape)) for array in jax.tree.leaves(cache.pools)}
+    copies = [line for line in compiled.as_text().splitlines() if re.search(r"\bcopy(-start)?\(", line)]
+    copied = sum(any(f"[{shape}]" in line for shape in shapes) for line in copies)
+    memory = compiled.memory_analysis()
+    temporary, donated = memory.temp_size_in_bytes / pools, memory.alias_size_in_bytes / pools
+    common.require(temporary < MAX_TEMPORARY, f"temporaries take {temporary:.1%} of the pools")
+    common.require(donated >= 1, f"only {donated:.1%} of the pools' bytes are donated")
+    common.require(copied == 0, f"the compiled loop copies a pool {copied} times")
+    return {
+        "pool_mb": pools / 1e6,
+        "step_temporaries_mb": memory.temp_size_in_bytes / 1e6,
+        "step_temporaries_percent_of_pool": 100 * temporary,
+        "donated_percent_of_pool": 100 * donated,
+    }
+
+
+def main() -> None:
+    args = common.parse("memory", __doc__)
+    lengths = read_lengths()
+    print(f"memory: {len(lengths)} requests, {lengths.sum():,} tokens, {ROWS} at a time, blocks of {BLOCK_SIZE} tokens")
+    began = time.perf_counter()
+    metrics = unused(lengths) | in_place()
+    print(f"  ({time.perf_counter() - began:.0f} s)")
+    common.report("memory", metrics, args.json)
+
+
+if __name__ == "__main__":
+    main()
