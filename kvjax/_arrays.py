@@ -24,14 +24,16 @@ def put(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -
       index: i32[K], or a tuple of them for the leading axes.
       values: what to write; a scalar, or [K, ...].
       where: bool[K]; entries to write, all of them in range.
-      unique: that no two written entries share an index; if they do, they must write the same values.
+      unique: that no two written entries share an index; if they do, one of them is written.
     """
-    return x.at[_drop(x, index, where)].set(values, mode="drop", wrap_negative_indices=False, unique_indices=unique)
+    index, values = _entries(x, index, values, where)
+    return x.at[index].set(values, mode="drop", wrap_negative_indices=False, unique_indices=unique)
 
 
 def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -> jax.Array:
     """Adds `values` at `index` where `where` holds; see `put`."""
-    return x.at[_drop(x, index, where)].add(values, mode="drop", wrap_negative_indices=False, unique_indices=unique)
+    index, values = _entries(x, index, values, where)
+    return x.at[index].add(values, mode="drop", wrap_negative_indices=False, unique_indices=unique)
 
 
 def rank(where: jax.Array) -> jax.Array:
@@ -63,8 +65,19 @@ def runs(first: jax.Array, width: int) -> jax.Array:
     return first[:, None] + np.arange(width, dtype=np.int32)[None]
 
 
-def _drop(x: jax.Array, index, where: jax.Array):
-    """Sends the entries that do not hold out of range, each to its own place: XLA may then assume uniqueness."""
-    first, *rest = index if isinstance(index, tuple) else (index,)
+def _entries(x: jax.Array, index, values, where: jax.Array):
+    """The index and values of a scatter that drops the entries that do not hold.
+
+    Each of these goes to a place of its own beyond the end, so that XLA may assume uniqueness. A lone entry gets a
+    dropped one beside it: XLA's CPU backend (seen in jax 0.11 and 0.12) makes of a scatter of one entry a
+    dynamic-update-slice, and of some fusions of those a kernel that never ends.
+    """
+    index = index if isinstance(index, tuple) else (index,)
+    if where.size == 1:
+        values = jnp.asarray(values)
+        inner = values.shape[where.ndim :] if values.ndim > where.ndim else ()
+        index = tuple(jnp.broadcast_to(jnp.reshape(i, ()), (2,)) for i in index)
+        values = jnp.broadcast_to(jnp.reshape(values, inner), (2, *inner))
+        where = jnp.array([jnp.reshape(where, ()), False])
     beyond = x.shape[0] + jnp.arange(where.size, dtype=jnp.int32).reshape(where.shape)
-    return (jnp.where(where, first, beyond), *rest)
+    return (jnp.where(where, index[0], beyond), *index[1:]), values

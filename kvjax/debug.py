@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import index
@@ -80,7 +78,7 @@ def check(state: CacheState) -> None:
     host = jax.device_get(state)
     broken = _check_rows(host)
     for group in host.groups:
-        broken += _check_counts(host, group) + _check_tree(group) + _check_links(group) + _check_keys(group)
+        broken += _check_counts(host, group) + _check_tree(group) + _check_links(group)
         if isinstance(group.policy, Ring):
             broken += _check_ring(group)
     if broken:
@@ -108,7 +106,7 @@ def _check_rows(state: CacheState) -> list[str]:
 
 def _check_counts(state: CacheState, group: Group) -> list[str]:
     blocks, num_ids = group.blocks, group.blocks.refcount.shape[0]
-    holders = np.bincount(group.table[group.table >= 0], minlength=num_ids)
+    holders = np.bincount(group.table[(group.table >= 0) & (group.table < num_ids)], minlength=num_ids)
     cached = (blocks.refcount == 0) & (blocks.fill > 0)
     empty = group.empty[: group.num_empty]
     idle = np.flatnonzero((blocks.refcount == 0) & (blocks.fill == 0) & (np.arange(num_ids) < group.num_blocks))
@@ -123,53 +121,49 @@ def _check_counts(state: CacheState, group: Group) -> list[str]:
 
 
 def _check_tree(group: Group) -> list[str]:
-    blocks = group.blocks
+    blocks, num_ids = group.blocks, group.blocks.refcount.shape[0]
     findable = np.flatnonzero(blocks.fill > 0)
     parent, generation = blocks.parent[findable].T
-    below = parent >= 0
-    above = parent[below]
-    size = blocks.tokens.shape[1]
-    children = np.bincount(above, minlength=len(blocks.fill))
-    held_below_unheld = (blocks.refcount[findable][below] > 0) & (blocks.refcount[above] == 0)
-    paths = Counter(
-        (*blocks.parent[b].tolist(), *blocks.tokens[b, : blocks.fill[b]].tolist(),
-         *(() if blocks.extra_ids is None else blocks.extra_ids[b, : blocks.fill[b]].tolist()))
-        for b in findable
-    )  # fmt: skip
+    known = (parent >= 0) & (parent < num_ids)
+    above, below = parent[known], findable[known]
+    held_below_unheld = (blocks.refcount[below] > 0) & (blocks.refcount[above] == 0)
+    contents = [blocks.tokens] if blocks.extra_ids is None else [blocks.tokens, blocks.extra_ids]
+    prefixes = {(*blocks.parent[b], *(x for part in contents for x in part[b, : blocks.fill[b]])) for b in findable}
     return _failures(
-        parents_are_whole_and_findable=blocks.fill[above] == size,
-        parent_links_are_of_this_generation=blocks.generation[above] == generation[below],
-        children_are_counted=children == np.where(blocks.fill > 0, blocks.children, 0),
+        parents_are_whole_and_findable=[*(parent < num_ids), *(blocks.fill[above] == blocks.tokens.shape[1])],
+        parent_links_are_of_this_generation=blocks.generation[above] == generation[known],
+        children_are_counted=(np.bincount(above, minlength=num_ids) == blocks.children) | (blocks.fill == 0),
         only_findable_blocks_have_children=(blocks.fill > 0) | (blocks.children == 0),
         a_held_block_has_a_held_parent=~held_below_unheld,
-        no_prefix_is_stored_twice=all(n == 1 for n in paths.values()),
+        no_prefix_is_stored_twice=len(prefixes) == len(findable),
     )
 
 
 def _check_links(group: Group) -> list[str]:
-    links, num_ids = group.links, group.blocks.refcount.shape[0]
-    seen: Counter[int] = Counter()
+    blocks, links, num_ids = group.blocks, group.links, group.blocks.refcount.shape[0]
+    chain: dict[int, int] = {}  # which bucket each handle was reached from
     consistent = True
-    for bucket in range(2 * num_ids, links.next.shape[0]):
-        before, node = bucket, int(links.next[bucket])
-        while node >= 0 and seen[node] == 0:
-            seen[node] += 1
-            consistent &= int(links.prev[node]) == before
-            before, node = node, int(links.next[node])
-    findable = set(np.flatnonzero(group.blocks.fill > 0).tolist())
+    for bucket in range(2 * num_ids, len(links.next)):
+        before, node = bucket, links.next[bucket]
+        while 0 <= node < 2 * num_ids and node not in chain:
+            chain[int(node)] = bucket
+            consistent &= bool(links.prev[node] == before)
+            before, node = node, links.next[node]
+        consistent &= bool(node == -1)
+    findable = np.flatnonzero(blocks.fill > 0)
+    extra = None if blocks.extra_ids is None else blocks.extra_ids[findable, 0]
+    wanted = [
+        index.key_bucket(links, blocks.key[findable]),
+        index.child_bucket(links, blocks.parent[findable], blocks.tokens[findable, 0], extra),
+    ]
+    by_key, by_parent = ([chain.get(int(b) + offset, -1) for b in findable] for offset in (0, num_ids))
     return _failures(
-        every_findable_block_is_linked_once=set(seen) == findable | {b + num_ids for b in findable},
+        every_findable_block_is_linked_once=sorted(chain) == [*findable, *(findable + num_ids)],
         links_agree_both_ways=consistent,
+        keys_differ=len(np.unique(blocks.key[findable], axis=0)) == len(findable),
+        every_findable_block_is_found_by_its_key=by_key == wanted[0],
+        every_findable_block_is_found_by_its_parent=by_parent == wanted[1],
     )
-
-
-def _check_keys(group: Group) -> list[str]:
-    ids = jnp.asarray(np.flatnonzero(group.blocks.fill > 0), jnp.int32)
-    if not ids.size:
-        return []
-    found = index.find(jax.tree.map(jnp.asarray, group.blocks), jax.tree.map(jnp.asarray, group.links),
-                       jnp.asarray(group.blocks.key)[ids])  # fmt: skip
-    return _failures(every_findable_block_is_found_by_its_key=found == ids)
 
 
 def _check_ring(group: Group) -> list[str]:

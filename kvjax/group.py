@@ -119,27 +119,28 @@ def take(
 
 
 def _claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:
-    """Gives each victim a holder and takes it off its parent's children; drops repeats and blocks with children.
+    """Gives each victim a holder and takes it off its parent's children.
 
-    Whatever a policy names, what is claimed is a set of different blocks closed under findable children.
+    Whatever a policy names, what is claimed are different blocks, each behind all its findable children.
     """
-    refcount = add(blocks.refcount, ids, 1, where, unique=False)
-    once = where & (pick(refcount, ids) == 1)
-    refcount = add(refcount, ids, -1, where & ~once, unique=False)
+    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)  # for a moment the refcount tells the place in `ids`
+    refcount = put(blocks.refcount, ids, mark, where, unique=False)
+    named = where & (pick(refcount, ids) == mark)
     parent = pick(blocks.parent, ids)[:, 0]
-    children = add(blocks.children, parent, -1, once & (parent >= 0), unique=False)
+    above = jnp.where(parent >= 0, pick(refcount, parent), 0)
+    in_order = named & ((above >= 0) | (above < mark))
+    children = add(blocks.children, parent, -1, in_order & (parent >= 0), unique=False)
 
     def reject(carry):
-        refcount, children, claimed = carry
+        children, claimed = carry
         bad = claimed & (pick(children, ids) != 0)
-        refcount = add(refcount, ids, -1, bad)
-        children = add(children, parent, 1, bad & (parent >= 0), unique=False)
-        return refcount, children, claimed & ~bad
+        return add(children, parent, 1, bad & (parent >= 0), unique=False), claimed & ~bad
 
-    refcount, children, once = jax.lax.while_loop(
-        lambda carry: jnp.any(carry[2] & (pick(carry[1], ids) != 0)), reject, (refcount, children, once)
+    children, claimed = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1] & (pick(carry[0], ids) != 0)), reject, (children, in_order)
     )
-    return dataclasses.replace(blocks, refcount=refcount, children=children), once
+    refcount = put(refcount, ids, claimed.astype(jnp.int32), named)
+    return dataclasses.replace(blocks, refcount=refcount, children=children), claimed
 
 
 def _unclaim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> Blocks:

@@ -33,7 +33,7 @@ def find(blocks: Blocks, links: Links, keys: jax.Array) -> jax.Array:
     def differs(node):
         return (node >= 0) & jnp.any(pick(blocks.key, node) != keys, axis=-1)
 
-    node = pick(links.next, _key_bucket(links, keys))
+    node = pick(links.next, key_bucket(links, keys))
     node, _ = lax.while_loop(
         lambda carry: jnp.any(carry[1]),
         lambda carry: (n := jnp.where(carry[1], pick(links.next, carry[0]), carry[0]), differs(n)),
@@ -61,7 +61,7 @@ def longest_child(
     num_ids = blocks.refcount.shape[0]
     size = tokens.shape[0]
     extra = None if extra_ids is None else extra_ids[:1]
-    first = pick(links.next, _child_bucket(links, parent[None], tokens[:1], extra)[0])
+    first = pick(links.next, child_bucket(links, parent[None], tokens[:1], extra)[0])
 
     def step(carry):
         node, best, shared = carry
@@ -86,7 +86,7 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
     ids, where = ids[::-1], where[::-1]  # of equally good blocks, `longest_child` shall meet the newest first
     parent, first = pick(blocks.parent, ids), pick(blocks.tokens, ids)[:, 0]
     extra = None if blocks.extra_ids is None else pick(blocks.extra_ids, ids)[:, 0]
-    buckets = [_key_bucket(links, pick(blocks.key, ids)), _child_bucket(links, parent, first, extra)]
+    buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, parent, first, extra)]
     nowhere = np.iinfo(np.int32).max
     bucket, node = lax.sort(
         (
@@ -148,12 +148,14 @@ def findable(blocks: Blocks) -> jax.Array:
     return count(blocks.fill > 0)
 
 
-def _key_bucket(links: Links, keys: jax.Array) -> jax.Array:
+def key_bucket(links: Links, keys: jax.Array) -> jax.Array:
+    """i32[...]; where the chain of keys u32[..., 2] begins in `links.next`."""
     num_handles, buckets = _sizes(links)
     return num_handles + (mix(keys[..., 0] ^ mix(keys[..., 1])) & np.uint32(buckets - 1)).astype(jnp.int32)
 
 
-def _child_bucket(links: Links, parent: jax.Array, token: jax.Array, extra_id: jax.Array | None) -> jax.Array:
+def child_bucket(links: Links, parent: jax.Array, token: jax.Array, extra_id: jax.Array | None) -> jax.Array:
+    """i32[...]; where the chain of the blocks after parent i32[..., 2] that start with this token begins."""
     num_handles, buckets = _sizes(links)
     words = parent.astype(jnp.uint32)
     mixed = mix(mix(words[..., 0] * np.uint32(0x9E3779B1) + words[..., 1]) + token.astype(jnp.uint32))

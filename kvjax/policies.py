@@ -143,7 +143,12 @@ def by_score(fn: Callable[[Blocks], jax.Array]) -> EvictionPolicy:
         del now
 
         def choose():
-            score = _as_ordered_float(fn(blocks))
+            score = fn(blocks)
+            if score.shape != blocks.fill.shape:
+                raise ValueError(
+                    f"by_score: the score has shape {score.shape}, wanted one per block {blocks.fill.shape}"
+                )
+            score = _as_ordered_float(score)
             return _pop_leaves(score, blocks, eligible, wanted, size)
 
         return lax.cond(wanted > 0, choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate

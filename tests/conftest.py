@@ -8,11 +8,20 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if "JAX_COMPILATION_CACHE_DIR" in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Each compiled program takes memory maps of the process, whose number is limited (65,530 on Linux)."""
+    yield
+    jax.clear_caches()
+
 
 # "default": the same examples every time, so that a red run stays red.
 # "nightly": 10,000 steps of a state machine, new ones every night; a failure prints how to repeat it.

@@ -135,6 +135,8 @@ DAMAGE = {
     "every findable block is found by its key": [
         (BLOCKS + "key", lambda b: at((b["leaf"], 0), 5)), (BLOCKS + "key", lambda b: at((b["root"], 1), 5)),
     ],
+    "every findable block is found by its parent": [(BLOCKS + "tokens", lambda b: at((b["leaf"], 0), 8))],
+    "keys differ": [(BLOCKS + "key", lambda b: lambda x: np.broadcast_to(x[b["root"]], x.shape))],
     "the ring holds at most its size": [
         (RING + "tail", lambda b: lambda x: x + 64), (RING + "head", lambda b: lambda x: x + 64),
     ],
@@ -192,7 +194,9 @@ def test_extra_ids_tell_blocks_apart():
     twins = changed(state, BLOCKS + "tokens", at(held, 4))
     with pytest.raises(AssertionError, match="no prefix is stored twice"):
         kvjax.check(twins)
-    kvjax.check(changed(twins, BLOCKS + "extra_ids", at((held, 2), 1)))
+    with pytest.raises(AssertionError) as caught:  # in the wrong chain, but not twice
+        kvjax.check(changed(twins, BLOCKS + "extra_ids", at((held, 2), 1)))
+    assert str(caught.value).startswith("broken: every findable block is found by its parent\n")
 
 
 def test_several_kinds_of_damage_are_all_named():

@@ -63,7 +63,7 @@ class Table:
 
     def remove(self, ids):
         fill = np.array(self.blocks.fill)
-        fill[np.asarray(ids)] = 0
+        fill[np.asarray(ids, int)] = 0
         self.blocks = dataclasses.replace(self.blocks, fill=fill)
         self.links = self.remove_(self.links, fill, *batch(ids))
         self.inside = [block for block in self.inside if block not in set(ids)]
