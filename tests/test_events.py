@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events: packing, decoding, and replaying them; what cannot have happened is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import kvjax
+from kvjax.events import COLUMNS, EventKind, Events, append, init_log, record
+
+SPEC = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=16, block_size=4)
+A = {"kind": "stored", "group": 0, "block": 2, "generation": 5, "parent": None, "namespace": 7,
+     "tokens": [1, 2, 3, 4], "level": 0, "priority": 35}  # fmt: skip
+B = {"kind": "stored", "group": 0, "block": 3, "generation": 1, "parent": (2, 5),
+     "tokens": [9], "level": 0, "priority": 35}  # fmt: skip
+
+
+def made(*records, tokens):
+    """Events of single records."""
+    none = jnp.zeros((1,), jnp.int32)
+    return Events(jnp.concatenate(records), jnp.array(tokens, jnp.int32), None, none, none, none, none[0])
+
+
+def one(kind, **columns):
+    return record(kind, jnp.array([True]), **columns)
+
+
+MOVED = {"kind": "updated", "group": 0, "block": 2, "generation": 5, "level": 1, "priority": 80}
+NOTHING = record(EventKind.STORED, jnp.array([False]), block=3)
+SOME = made(
+    one(EventKind.REMOVED, block=1, generation=4),
+    NOTHING,
+    one(EventKind.STORED, block=2, generation=5, source=-1, source_generation=7, num_tokens=4),
+    one(EventKind.STORED, block=3, generation=1, source=2, source_generation=5, num_tokens=1),
+    one(EventKind.COPIED, block=0, source=2, num_tokens=3),
+    one(EventKind.UPDATED, block=2, generation=5, level=1, priority=80),
+    one(EventKind.CLEARED),
+    one(EventKind.CREATED),
+    tokens=[[0] * 4, [0] * 4, [1, 2, 3, 4], [9, 8, 8, 8], *[[0] * 4] * 4],
+)
+DECODED = [
+    {"kind": "removed", "group": 0, "block": 1, "generation": 4},
+    A,
+    B,
+    {"kind": "copied", "group": 0, "block": 0, "source": 2, "num_tokens": 3},
+    MOVED,
+    {"kind": "cleared", "group": 0},
+    {"kind": "created", "group": 0},
+]
+
+
+def test_decoding_drops_padding_and_names_everything():
+    assert kvjax.to_list(SOME) == DECODED
+    extra = jnp.arange(32, dtype=jnp.int32).reshape(8, 4)
+    decoded = kvjax.to_list(dataclasses.replace(SOME, extra_ids=extra))
+    assert [event.get("extra_ids") for event in decoded[1:3]] == [[8, 9, 10, 11], [12]]
+    for name, column in zip(COLUMNS, SOME.records.T, strict=True):
+        np.testing.assert_array_equal(getattr(SOME, name), column)
+
+
+def test_a_log_packs_and_tells_its_room():
+    log = append(append(init_log(20, 4), SOME), SOME)
+    assert kvjax.to_list(log) == DECODED * 2
+    assert (int(log.size), int(log.room)) == (14, 6)
+    assert kvjax.to_list(init_log(3, 4)) == []
+
+
+def test_what_a_log_cannot_hold_is_lost_and_nothing_else():
+    log = append(append(init_log(9, 4), SOME), SOME)
+    assert (int(log.size), int(log.room)) == (9, 0)
+    assert kvjax.to_list(log) == (DECODED * 2)[:9]
+
+
+def test_events_stacked_by_scan_decode_in_order():
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), SOME)
+    assert kvjax.to_list(stacked) == DECODED * 2
+
+
+def test_counts_under_jit():
+    got = jax.tree.map(int, jax.jit(kvjax.counts)(SOME))
+    assert got == {"created": 1, "removed": 1, "updated": 1, "stored": 2, "copied": 1, "cleared": 1}
+    assert jax.tree.map(int, kvjax.counts(append(init_log(9, 4), SOME))) == got
+
+
+def test_fold_replays_and_leaves_the_old_mirror_alone():
+    first = kvjax.fold([A])
+    second = kvjax.fold(
+        [B, {"kind": "updated", "group": 0, "block": 2, "generation": 5, "level": 1, "priority": 80}], first
+    )
+    assert first.index == {(0, 7, (1, 2, 3, 4)): (0, 35)}
+    assert second.index == {(0, 7, (1, 2, 3, 4)): (1, 80), (0, 7, (1, 2, 3, 4, 9)): (0, 35)}
+    gone = kvjax.fold([{"kind": "removed", "group": 0, "block": 3, "generation": 1}], second)
+    assert list(gone.index) == [(0, 7, (1, 2, 3, 4))]
+    assert kvjax.fold([], second) == second
+
+
+def test_cleared_is_about_one_group():
+    other = {**A, "group": 1}
+    assert list(kvjax.fold([A, other, {"kind": "cleared", "group": 0}]).index) == [(1, 7, (1, 2, 3, 4))]
+
+
+@pytest.mark.parametrize(
+    ("events", "complaint"),
+    [
+        ([A, A], r"stored of node \(0, 2, 5\), which the mirror has"),
+        ([B], r"stored under node \(0, 2, 5\), which the mirror lacks"),
+        ([{**A, "kind": "removed"}], r"removed of node \(0, 2, 5\), which the mirror lacks"),
+        ([{**A, "kind": "updated"}], r"updated of node \(0, 2, 5\), which the mirror lacks"),
+        ([A, {**A, "kind": "removed", "generation": 4}], r"removed of node \(0, 2, 4\), which the mirror lacks"),
+    ],
+)
+def test_what_cannot_have_happened_is_refused(events, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        kvjax.fold(events)
+
+
+@pytest.mark.long
+def test_a_log_in_a_loop_tells_what_the_steps_tell():
+    """Four prompts through two rows of a pool too small for them, once in a scan and once step by step."""
+    prompts = np.stack([np.full(12, n, np.int32) for n in (1, 2, 1, 3)])
+
+    def step(state, prompt):
+        state, admitted = kvjax.admit(state, 0, prompt, 9)
+        left = 9 - admitted.cached[0]
+        tokens = jnp.stack([jnp.roll(prompt, -admitted.cached[0]), prompt])
+        state, committed = kvjax.commit(state, tokens, jnp.array([1, 0], jnp.int32) * left)
+        state, released = kvjax.release(state, 0)
+        return state, (admitted, committed, released)
+
+    def logged(carry, prompt):
+        state, log = carry
+        state, events = step(state, prompt)
+        for each in events:
+            log = append(log, each)
+        return (state, log), None
+
+    state = kvjax.init(SPEC)
+    (end, log), _ = jax.jit(lambda s: lax.scan(logged, (s, init_log(40, 4)), prompts))(state)
+    heard, jitted = [], jax.jit(step)
+    for prompt in prompts:
+        state, events = jitted(state, prompt)
+        for each in events:
+            heard += kvjax.to_list(each)
+    assert kvjax.to_list(log) == heard
+    assert {event["kind"] for event in heard} >= {"stored", "removed"}
+    assert kvjax.fold(heard).index == kvjax.index_of(state) == kvjax.index_of(end)
+    jax.tree.map(np.testing.assert_array_equal, state, end)
