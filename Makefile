@@ -8,6 +8,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= .venv/bin/python
 ARGS ?=
 CUDA ?= cuda13
+# Test files are dealt out to one process per core: most of their time is compilation.
+PYTEST := -m pytest -n auto --dist loadfile
 OLDEST := .venv-jax0112
 BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
@@ -29,15 +31,15 @@ demo: ## generate with the bundled model: reuse, forks, eviction, events
 
 test: ## the default tests
 	@$(SETUP)
-	@$(PYTHON) -m pytest $(ARGS)
+	@$(PYTHON) $(PYTEST) $(ARGS)
 
 test-all: ## slow tests too, and 10,000 steps of the property machine
 	@$(SETUP)
-	@HYPOTHESIS_PROFILE=nightly $(PYTHON) -m pytest -m "not gpu" $(ARGS)
+	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" $(ARGS)
 
 test-oldest: ## the quick tests on the oldest jax that CI covers
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
-	@$(OLDEST)/bin/python -m pytest -m "not slow and not gpu and not long" $(ARGS)
+	@$(OLDEST)/bin/python $(PYTEST) -m "not slow and not gpu and not long" $(ARGS)
 
 bench: $(BENCHMARKS:%=bench-%) ## every benchmark; results in out/bench/*.json
 
