@@ -103,7 +103,7 @@ def stream(
     was admitted last ends with what it has and finish "no_blocks".
 
     Args:
-      model: see the top of this file; a function closed over its weights goes in as `jax.tree_util.Partial`.
+      model: see the top of `engine.py`; a function closed over its weights goes in as `jax.tree_util.Partial`.
       cache: is donated: use `progress.cache` from then on. Rows in use already are left alone.
       prompts: token ids.
       max_new_tokens: for each prompt.

@@ -48,7 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, metavar="P")
     parser.add_argument("--seed", type=int, default=0, help="of the first prompt; the next has the next")
     parser.add_argument(
-        "--stop", type=int, action="append", default=[], metavar="ID", help="a stop token; may be repeated"
+        "--stop",
+        type=int,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a stop token; may be repeated (default: the checkpoint's)",
     )
     parser.add_argument(
         "--blocks", type=int, default=512, metavar="N", help="blocks of the cache (default: %(default)s)"
@@ -88,7 +93,7 @@ def _generate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], kvjax.Cac
             max_new_tokens=args.max_new_tokens,
             sampling=kvjax.Sampling(args.temperature, args.top_k, args.top_p),
             seeds=range(args.seed, args.seed + len(prompts)),
-            stop_tokens=args.stop,
+            stop_tokens=args.stop or model.config.eos_token_ids,
         ):
             cache, outputs = progress.cache, progress.outputs
             events += progress.events

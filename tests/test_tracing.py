@@ -11,6 +11,7 @@ from jax import lax
 
 import kvjax
 from benchmarks import bookkeeping
+from kvjax._arrays import add, put
 
 S, P = 3, 4
 SPEC = kvjax.make_spec(num_blocks=12, max_seqs=S, max_length=16, block_size=P)
@@ -53,11 +54,13 @@ def test_jit_scan_and_vmap_do_what_separate_calls_do():
     same(scanned, state)
     same(stacked, jax.tree.map(lambda *x: jnp.stack(x), *parts))
 
-    sizes = jnp.array([12, 7, 3], jnp.int32)
-    many = jax.vmap(lambda n: lax.scan(history, kvjax.init(SPEC, num_blocks=n), offsets))
+    def of_size(n):
+        return lax.scan(history, kvjax.init(SPEC, num_blocks=n), offsets)
+
+    sizes, alone = jnp.array([12, 7, 3], jnp.int32), jax.jit(of_size)
+    together = jax.jit(jax.vmap(of_size))(sizes)
     for i, size in enumerate(sizes):
-        alone = lax.scan(history, kvjax.init(SPEC, num_blocks=size), offsets)
-        same(jax.tree.map(lambda x, i=i: x[i], jax.jit(many)(sizes)), alone)
+        same(jax.tree.map(lambda x, i=i: x[i], together), alone(size))
 
 
 @pytest.mark.long
@@ -140,3 +143,30 @@ def test_scanned_steps_copy_nothing_of_the_pools_size(run):
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 0.1 * nbytes
     assert memory.alias_size_in_bytes >= nbytes
+
+
+@pytest.mark.parametrize("write", [put, add])
+def test_a_write_of_one_entry_stays_a_scatter(write):
+    """As a dynamic-update-slice it was fused, in a scan on CPU, into a kernel that never ended."""
+    args = jnp.arange(12, dtype=jnp.int32), jnp.array([3]), jnp.int32(7), jnp.array([True])
+    program = jax.jit(write).lower(*args).compile()
+    assert "dynamic-update-slice" not in program.as_text()
+    assert program(*args)[3] == (7 if write is put else 10)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("held", [False, True])
+def test_writes_drop_what_does_not_hold(count, held):
+    where, ids = np.array([held, True][:count]), np.array([2, 0][:count])
+    flat, block = np.arange(5), np.arange(20).reshape(5, 4)
+    for x, index, values in (
+        (flat, ids, 9), (flat, ids, np.arange(7, 7 + count)), (block, ids, -block[:count]),
+        (block, (ids, ids + 1), 9), (block, (ids, ids + 1), np.arange(7, 7 + count)),
+    ):  # fmt: skip
+        wanted = x.copy()
+        chosen = tuple(i[where] for i in index) if isinstance(index, tuple) else index[where]
+        wanted[chosen] = values if np.ndim(values) == 0 else values[where]
+        np.testing.assert_array_equal(put(jnp.asarray(x), index, values, jnp.asarray(where)), wanted)
+    square = jnp.zeros((3, 4), jnp.int32)
+    got = put(square, (np.full((count, 1), 1), np.arange(count)[:, None]), 5, jnp.asarray(where)[:, None])
+    assert np.asarray(got)[1, :count].tolist() == [5 * bool(w) for w in where]
