@@ -14,7 +14,7 @@ from kvjax._arrays import add, count, pick, put, rank, repeated
 from kvjax._request import assemble, first_failure, integers, static_int
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import give_back, init_group
-from kvjax.state import NO_BLOCK, Blocks, CacheState
+from kvjax.state import NO_BLOCK, Blocks, CacheState, Group
 from kvjax.store import withdraw
 
 
@@ -23,20 +23,22 @@ def pin(state: CacheState, blocks: Any) -> tuple[CacheState, Events]:
 
     Args:
       state: the cache.
-      blocks: i32[K]; different blocks that are held or cached, such as a row of the block table; NO_BLOCK is padding.
-        The prefix of each must be held too, or among them. Costs a pass over all blocks.
+      blocks: i32[K]; different findable blocks, such as the filled ones of a row; NO_BLOCK is padding. The prefix of
+        each must be pinned too, or among them. Costs a pass over all blocks.
 
     Returns:
-      The cache; and no events. Status BAD_REQUEST if a block is empty, unknown or named twice, or if its prefix would
-      not be held.
+      The cache; and no events. Status BAD_REQUEST if a block is unknown, not findable (what a row is still filling has
+      nothing to keep yet) or named twice, or if its prefix would not be pinned.
+
+    Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
     """
     (group,), ids = state.groups, integers("blocks", blocks, ("K",))
     known = group.blocks
     named = ids != NO_BLOCK
     refcount = pick(known.refcount, ids)
-    there = (ids >= 0) & (ids < known.refcount.shape[0]) & ((refcount > 0) | (pick(known.fill, ids) > 0))
+    there = (ids >= 0) & (ids < known.refcount.shape[0]) & (pick(known.fill, ids) > 0)
     ok = ~jnp.any(named & (~there | repeated(ids)))
-    ok = ok & _prefixes_are_held(known, add(known.refcount, ids, 1, named & ok))
+    ok = ok & _prefixes_are_pinned(known, add(_pins(group), ids, 1, named & ok))
     named = named & ok
     group = dataclasses.replace(
         group,
@@ -48,7 +50,7 @@ def pin(state: CacheState, blocks: Any) -> tuple[CacheState, Events]:
 
 
 def unpin(state: CacheState, blocks: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
-    """Takes back what `pin` gave the same blocks; those without holders become cached, or empty if not findable.
+    """Takes back what `pin` gave the same blocks; those without holders become cached.
 
     Args:
       state: the cache.
@@ -56,26 +58,34 @@ def unpin(state: CacheState, blocks: Any, *, now: Any = 0) -> tuple[CacheState, 
       now: i32[] ms.
 
     Returns:
-      The cache; and no events. Status BAD_REQUEST if one of them has no holder or is named twice, or is the prefix of
-      a block that stays held.
+      The cache; and no events. Status BAD_REQUEST if one of them is not pinned or is named twice, or is the prefix of a
+      block that stays pinned.
     """
     (group,), ids, now = state.groups, integers("blocks", blocks, ("K",)), integers("now", now, ())
     named = ids != NO_BLOCK
-    there = (ids >= 0) & (ids < group.blocks.refcount.shape[0]) & (pick(group.blocks.refcount, ids) > 0)
+    pins = _pins(group)
+    there = (ids >= 0) & (ids < pins.shape[0]) & (pick(pins, ids) > 0)
     ok = ~jnp.any(named & (~there | repeated(ids)))
-    ok = ok & _prefixes_are_held(group.blocks, add(group.blocks.refcount, ids, -1, named & ok))
+    ok = ok & _prefixes_are_pinned(group.blocks, add(pins, ids, -1, named & ok))
     group = give_back(group, state.policy, ids[::-1], (named & ok)[::-1], now)
     state = dataclasses.replace(state, groups=(group,))
     return state, assemble(state.spec, first_failure((~ok, Status.BAD_REQUEST)))
 
 
-def _prefixes_are_held(blocks: Blocks, refcount: jax.Array) -> jax.Array:
-    """bool[]; whether with these refcounts i32[B] no findable block is held without its parent.
+def _pins(group: Group) -> jax.Array:
+    """i32[B]; holders of each block that are not rows."""
+    table = group.table.reshape(-1)
+    return add(group.blocks.refcount, table, -1, table >= 0, unique=False)
 
-    Eviction relies on it: then parents are released after their children, and the oldest cached block is a leaf.
+
+def _prefixes_are_pinned(blocks: Blocks, pins: jax.Array) -> jax.Array:
+    """bool[]; whether with these pins i32[B] no block is pinned without its parent.
+
+    Eviction relies on it: rows hold whole prefixes too, so whoever lets go, a held block's parent is held. Then
+    parents are released after their children, and the oldest cached block is a leaf.
     """
     parent = blocks.parent[:, 0]
-    return ~jnp.any((blocks.fill > 0) & (refcount > 0) & (parent >= 0) & (pick(refcount, parent) == 0))
+    return ~jnp.any((pins > 0) & (parent >= 0) & (pick(pins, parent) <= 0))
 
 
 def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> tuple[CacheState, Events]:

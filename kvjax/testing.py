@@ -53,7 +53,7 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
     | truncate | seq; drop: how many tokens to cut off |
     | release | seq |
     | evict | block |
-    | pin | seq; num_blocks: how many of the row's first blocks |
+    | pin | seq; num_blocks: how many of the row's first blocks, those that are findable |
     | unpin | which: number of the pin among those that last, modulo how many these are |
     | reset | |
 
@@ -259,7 +259,8 @@ class Trial:
 
     def _pin(self, request: Request) -> dict[str, Any]:
         table = np.asarray(self.state.groups[0].table)[min(request["seq"], self.state.spec.max_seqs - 1)]
-        return {"blocks": np.where(np.arange(len(table)) < request["num_blocks"], table, NO_BLOCK)}
+        there = (np.asarray(self.state.groups[0].blocks.fill)[table] > 0) & (table >= 0)
+        return {"blocks": np.where(there & (np.arange(len(table)) < request["num_blocks"]), table, NO_BLOCK)}
 
     def _unpin(self, request: Request) -> dict[str, Any] | None:
         return {"blocks": self._pins[request["which"] % len(self._pins)]} if self._pins else None

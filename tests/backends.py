@@ -98,6 +98,9 @@ class OracleBackend:
     def table(self, row: int) -> list[int]:
         return self.cache.tables()[row]
 
+    def findable(self, row: int) -> list[int]:
+        return [block for block in self.table(row) if self.cache.blocks[block].node]
+
     def used_and_free(self) -> tuple[int, int]:
         counts = self.cache.counts()
         return counts["active"], counts["empty"] + counts["cached"]
@@ -164,6 +167,10 @@ class LibraryBackend:
     def table(self, row: int) -> list[int]:
         blocks = np.asarray(self.value.groups[0].table)[row]
         return blocks[blocks != NO_BLOCK].tolist()
+
+    def findable(self, row: int) -> list[int]:
+        fill = np.asarray(self.value.groups[0].blocks.fill)
+        return [block for block in self.table(row) if fill[block]]
 
     def used_and_free(self) -> tuple[int, int]:
         group = self.value.groups[0]

@@ -296,13 +296,13 @@ class Oracle:
         return self._match(namespace, self._pair(tokens, extra_ids))[2]
 
     def pin(self, blocks) -> Result:
-        """Holds blocks that are active or cached; NO_BLOCK entries are skipped."""
+        """Holds blocks that are in the index; NO_BLOCK entries are skipped."""
         wanted = [block for block in blocks if block != NO_BLOCK]
         if len(set(wanted)) < len(wanted):
             return Result([Status.BAD_REQUEST])
-        if not all(0 <= b < len(self.blocks) and (self.blocks[b].refcount or self.blocks[b].node) for b in wanted):
+        if not all(0 <= b < len(self.blocks) and self.blocks[b].node for b in wanted):
             return Result([Status.BAD_REQUEST])
-        if not self._prefixes_held(collections.Counter(wanted)):
+        if not self._prefixes_pinned(collections.Counter(wanted)):
             return Result([Status.BAD_REQUEST])
         for block in wanted:
             self.blocks[block].refcount += 1
@@ -313,19 +313,26 @@ class Oracle:
         wanted = [block for block in blocks if block != NO_BLOCK]
         if len(set(wanted)) < len(wanted) or not all(0 <= b < len(self.blocks) for b in wanted):
             return Result([Status.BAD_REQUEST])
-        if not all(self.blocks[b].refcount for b in wanted):
+        pins = self._pins()
+        if not all(pins[b] for b in wanted):
             return Result([Status.BAD_REQUEST])
-        if not self._prefixes_held(collections.Counter(dict.fromkeys(wanted, -1))):
+        if not self._prefixes_pinned(collections.Counter(dict.fromkeys(wanted, -1))):
             return Result([Status.BAD_REQUEST])
         for block in reversed(wanted):
             self._drop(block)
         return Result([Status.OK])
 
-    def _prefixes_held(self, change: collections.Counter[int]) -> bool:
-        """Whether after this change of refcounts every held block in the index has a held parent."""
-        held = {b for b, block in enumerate(self.blocks) if block.refcount + change[b] > 0}
-        nodes = [self._parent(node) for node, block in self.index.items() if block in held]
-        return all(self.index.get(node, None) in held for node in nodes if node[1])
+    def _pins(self) -> collections.Counter[int]:
+        """Holders of each block that are not rows."""
+        held = collections.Counter({b: block.refcount for b, block in enumerate(self.blocks)})
+        return held - collections.Counter(block for row in self.rows for block in row.table)
+
+    def _prefixes_pinned(self, change: collections.Counter[int]) -> bool:
+        """Whether after this change of pins every pinned block has a pinned parent."""
+        pins = self._pins()
+        pinned = {b for b in range(len(self.blocks)) if pins[b] + change[b] > 0}
+        nodes = [self._parent(node) for node, block in self.index.items() if block in pinned]
+        return all(self.index.get(node, None) in pinned for node in nodes if node[1])
 
     def evict(self, blocks) -> Result:
         """Empties cached blocks and all their findable descendants, children first; none if any of them is held."""

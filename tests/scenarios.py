@@ -156,7 +156,7 @@ class Run:
         return outcome
 
     def _pin(self, step: dict[str, Any]) -> Outcome:
-        self.pins[step["pin"]] = self.cache.table(self.rows[step["seq"]])
+        self.pins[step["pin"]] = self.cache.findable(self.rows[step["seq"]])
         return self.cache.pin(self.pins[step["pin"]])
 
     def _unpin(self, step: dict[str, Any]) -> Outcome:

@@ -394,6 +394,10 @@ def test_blocks_that_cannot_be_pinned_evicted_or_let_go():
             assert cache.status(verb, pad(np.array([unknown], np.int32))) == ["BAD_REQUEST"]
     assert cache.status("pin", pad(empty)) == ["BAD_REQUEST"]
     assert cache.status("unpin", pad(empty)) == ["BAD_REQUEST"]
+    assert cache.status("unpin", row[:2]) == ["BAD_REQUEST"]  # a row's, not a pin's
+    cache.admit(1, [2] * 5)
+    assert cache.status("pin", np.asarray(cache.state.groups[0].table[1, :2])) == ["BAD_REQUEST"]  # not written yet
+    assert cache.status("release", 1) == ["OK"]
     assert cache.status("pin", np.concatenate([head, head])) == ["BAD_REQUEST"]
     assert cache.status("evict", pad(head)) == ["HELD"]
     assert cache.status("reset") == ["HELD"]

@@ -171,15 +171,26 @@ class CacheMachine(RuleBasedStateMachine):
         match = VERBS["lookup"](self.state, padded(tokens), len(tokens), namespace=namespace, extra_ids=library)
         assert int(match.cached_tokens) == self.oracle.lookup(tokens, namespace=namespace, extra_ids=mine)
 
-    @rule(seq=st.integers(0, ROWS - 1), which=st.sampled_from((0b11111, 0b11111, 0b00011, 0b00110, 0b11010)))
-    def pin(self, seq, which):
+    @rule(
+        seq=st.integers(0, ROWS - 1), which=st.sampled_from((0b11111, 0b11111, 0b00011, 0b00110, 0b11010)),
+        sound=st.booleans(),
+    )  # fmt: skip
+    def pin(self, seq, which, sound):
         chosen = (which >> np.arange(BLOCKS_PER_ROW)) & 1 == 1
+        if sound:
+            chosen = chosen & np.asarray(self.state.groups[0].blocks.fill[self.state.groups[0].table[seq]] > 0)
         theirs = [b for b, on in zip(self.oracle.rows[seq].table, chosen, strict=False) if on]
         ours = np.where(chosen, self.state.groups[0].table[seq], kvjax.NO_BLOCK)
         wanted = self.oracle.pin(theirs)
         self.both("pin", wanted, ours)
         if theirs and wanted.ok:
             self.pins.append((ours, theirs))
+
+    @rule(seq=st.integers(0, ROWS - 1))
+    def unpin_what_a_row_holds(self, seq):
+        theirs = self.oracle.tables()[seq]
+        if theirs and not self.pins:
+            self.both("unpin", self.oracle.unpin(theirs), np.asarray(self.state.groups[0].table[seq]))
 
     @rule(data=st.data())
     def pin_cached(self, data):
