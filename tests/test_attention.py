@@ -12,6 +12,7 @@ import pytest
 import pallas_kernels
 from kvjax.attention import IMPLEMENTATIONS
 
+INTERPRET = {"triton": {"interpret": True}}  # kernels run as plain JAX here; make gpu runs them for real
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 
@@ -101,6 +102,7 @@ def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, *
     return pallas_kernels.call(
         "decode_attention", q, pool, layer, tables, lengths,
         implementation=implementation, scale=scale, sinks=sinks, return_lse=True, **options,
+        **INTERPRET.get(implementation, {}),
     )  # fmt: skip
 
 
@@ -109,6 +111,7 @@ def prefill(q, pool, layer, tables, lengths, starts, counts, implementation, max
     return pallas_kernels.call(
         "prefill_attention", q, pool, layer, tables, lengths, starts, counts,
         implementation=implementation, max_count=max_count, scale=scale, sinks=sinks, return_lse=True, **options,
+        **INTERPRET.get(implementation, {}),
     )  # fmt: skip
 
 
@@ -239,7 +242,8 @@ def test_attention_under_vmap(implementation):
         pools[i, : case.pool.shape[0]] = case.pool
     q = jnp.stack([case.queries(2) for case in cases])
     lengths = jnp.asarray([case.lengths for case in cases], jnp.int32)
-    run = functools.partial(pallas_kernels.call, "decode_attention", implementation=implementation, scale=0.25)
+    options = {"implementation": implementation, "scale": 0.25, **INTERPRET.get(implementation, {})}
+    run = functools.partial(pallas_kernels.call, "decode_attention", **options)
     out = jax.jit(jax.vmap(run, in_axes=(0, 0, None, 0, 0)))(q, jnp.asarray(pools), 1, jnp.asarray(tables), lengths)
     for case, queries, got in zip(cases, q, out, strict=True):
         for row in range(2):

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who works on what, computed on the device: a batch of ragged rows as a list of equal pieces of work.
+
+Shapes use the legend of `pallas_kernels.xla`; W is the length of the list, which is static: a bound, not the count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Work(NamedTuple):
+    """Pieces of work, each the queries of one row over a part of its K/V; all i32[W].
+
+    Attributes:
+      row: whose block table.
+      token: the first query's place in q.
+      count: queries; 0 for a piece that only fills the list.
+      position: the first query's position in its sequence; the others follow.
+      begin: the first slot of the part of the K/V.
+      end: the slot after it.
+      place: where the first query's result goes.
+    """
+
+    row: jax.Array
+    token: jax.Array
+    count: jax.Array
+    position: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    place: jax.Array
+
+
+def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None = None) -> tuple[Work, jax.Array]:
+    """Decode: cuts every row's K/V into parts of about total / `target` slots, so that ragged rows fill a chip evenly.
+
+    Args:
+      lengths: i32[R].
+      tile: parts are multiples of this many slots.
+      target: parts to aim for; at most `target` + R come of it. At most R: no row is cut.
+      window: slots that count at the end of a row, None for all.
+
+    Returns:
+      The work, `place` counting through it; and i32[R + 1], where each row's parts begin. A row of length 0 has one
+      part, an empty one.
+    """
+    rows = lengths.shape[0]
+    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile * tile
+    if target <= rows:
+        part, size = jnp.full((), 2**30, jnp.int32), rows
+    else:
+        mean = -(-jnp.sum(lengths - first, dtype=jnp.int32) // target)
+        part, size = jnp.maximum(-(-mean // tile) * tile, tile), target + rows
+    parts = jnp.maximum(-(-(lengths - first) // part), 1)
+    ends = jnp.cumsum(parts, dtype=jnp.int32)
+    item = jnp.arange(size, dtype=jnp.int32)
+    row = jnp.minimum(_sum(item[:, None] >= ends[None]), rows - 1)
+    begin = first[row] + (item - (ends - parts)[row]) * part
+    real = (item < ends[-1]).astype(jnp.int32)
+    work = Work(row, row, real, lengths[row] - 1, begin, jnp.minimum(begin + part, lengths[row]), item)
+    return work, jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+
+
+def query_tiles(
+    tokens: int, lengths: jax.Array, starts: jax.Array, counts: jax.Array, max_count: int, width: int
+) -> Work:
+    """Prefill: cuts every row's queries into tiles of `width`, each over all K/V that its last query sees.
+
+    Args:
+      tokens: T, queries and padding together.
+      lengths: i32[R]; tokens of each row, its queries included.
+      starts: i32[R]; where each row's queries begin; ascending.
+      counts: i32[R]; how many they are.
+      max_count: static bound on counts.
+      width: queries to a tile.
+    """
+    rows = starts.shape[0]
+    tiles = -(-counts // width)
+    size = min((tokens + rows * (width - 1)) // width, rows * -(-max_count // width))
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    item = jnp.arange(size, dtype=jnp.int32)
+    row = jnp.minimum(_sum(item[:, None] >= ends[None]), rows - 1)
+    skipped = (item - (ends - tiles)[row]) * width
+    count = jnp.clip(counts[row] - skipped, 0, width)
+    position = (lengths - counts)[row] + skipped
+    token = starts[row] + skipped
+    return Work(row, token, count, position, jnp.zeros_like(row), jnp.where(count > 0, position + count, 0), token)
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=1, dtype=jnp.int32)

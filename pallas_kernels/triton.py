@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention and block movement as Triton kernels, for NVIDIA GPUs from sm_80 on.
+
+The functions and shapes are those of `pallas_kernels.xla`. Each takes `interpret=True` beside: it then runs as plain
+JAX on any platform, which is how the tests compare it. Triton in Pallas is deprecated; everything that depends on it
+is in this file and in `triton_attention.py`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.triton_attention import decode_attention, prefill_attention
+
+__all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
+
+# Not measured on a GPU yet.
+_CHUNK_BYTES = 16_384  # that a program moves at a time: 16 bytes for each of 128 threads, eight times
+_PROGRAMS = 8 * 132  # programs that share all chunks among them: eight to a multiprocessor of an H200
+
+
+def append_kv(pool, layer, k, v, slots, *, interpret=False):
+    """As `xla.append_kv`: a program writes K and V of one token, all heads."""
+    tokens, kv_heads, width = k.shape
+    scratch, layers, size = pool.shape[0] - 1, pool.shape[1], pool.shape[4]
+    heads, columns = pl.next_power_of_2(kv_heads), pl.next_power_of_2(width)
+
+    def kernel(_, layer_ref, k_ref, v_ref, slots_ref, pool_ref):
+        token = pl.program_id(0)
+        slot = slots_ref[token]
+        block, offset = slot // size, slot % size
+        head, column = jnp.arange(heads, dtype=jnp.int32)[:, None], jnp.arange(columns, dtype=jnp.int32)[None, :]
+        there = jnp.logical_and(
+            jnp.broadcast_to(head < kv_heads, (heads, columns)), jnp.broadcast_to(column < width, (heads, columns))
+        )
+        real = there & (block < scratch)
+        for which, ref in enumerate((k_ref, v_ref)):
+            new = plt.load(ref.at[token, head, column], mask=there, other=0.0)
+            row = (((block * layers + layer_ref[0]) * 2 + which) * kv_heads + head) * size + offset
+            plt.store(pool_ref.at[row, column], new.astype(pool.dtype), mask=real)
+
+    flat = pool.reshape(-1, width)
+    out = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
+        grid=(tokens,),
+        input_output_aliases={0: 0},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="append_kv",
+    )(flat, jnp.full((1,), layer, jnp.int32), k, v, slots)
+    return out.reshape(pool.shape)
+
+
+def copy_blocks(pool, sources, targets, count, *, interpret=False):
+    """As `xla.copy_blocks`, in any order: no target is a source, and no two targets are the same."""
+    flat = pool.reshape(pool.shape[0], -1)
+    out = _move(None, flat, sources, targets, count, interpret, "copy_blocks")
+    return out.reshape(pool.shape)
+
+
+def gather_blocks(pool, blocks, *, interpret=False):
+    """As `xla.gather_blocks`."""
+    number, flat = blocks.shape[0], pool.reshape(pool.shape[0], -1)
+    blank = jax.ShapeDtypeStruct((number, flat.shape[1]), flat.dtype)
+    place = jnp.arange(number, dtype=jnp.int32)
+    out = _move(flat, blank, blocks, place, jnp.int32(number), interpret, "gather_blocks")
+    return out.reshape(number, *pool.shape[1:])
+
+
+def scatter_blocks(pool, staged, blocks, count, *, interpret=False):
+    """As `xla.scatter_blocks`."""
+    flat, place = pool.reshape(pool.shape[0], -1), jnp.arange(staged.shape[0], dtype=jnp.int32)
+    out = _move(staged.reshape(staged.shape[0], -1), flat, place, blocks, count, interpret, "scatter_blocks")
+    return out.reshape(pool.shape)
+
+
+def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str) -> jax.Array:
+    """Copies the first `count` rows from source [X, B] to target [Y, B].
+
+    Args:
+      source: where from; None: from the target itself.
+      target: in place; a bare shape makes a fresh one.
+      rows_from: i32[E].
+      rows_to: i32[E].
+      count: i32[]; the programs go through the chunks that there are, so the cost follows it.
+      interpret: see the top of this file.
+      name: of the kernel.
+    """
+    width = target.shape[1]
+    chunk = min(_CHUNK_BYTES // target.dtype.itemsize, pl.next_power_of_2(width))
+    chunks = -(-width // chunk)
+    programs = max(min(_PROGRAMS, rows_from.shape[0] * chunks), 1)
+    in_place = not isinstance(target, jax.ShapeDtypeStruct)
+
+    def kernel(count_ref, from_ref, to_ref, *refs):
+        source_ref, target_ref, first = refs[-1] if source is None else refs[0], refs[-1], pl.program_id(0)
+
+        def step(i, _):
+            item = first + i * programs
+            row, column = item // chunks, item % chunks * chunk + jnp.arange(chunk, dtype=jnp.int32)
+            mask = None if width % chunk == 0 else column < width
+            data = plt.load(source_ref.at[from_ref[row], column], mask=mask)
+            plt.store(target_ref.at[to_ref[row], column], data, mask=mask)
+
+        lax.fori_loop(0, (count_ref[0] * chunks - first + programs - 1) // programs, step, None)
+
+    operands = [jnp.full((1,), count, jnp.int32), rows_from, rows_to, *([] if source is None else [source])]
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(target.shape, target.dtype),
+        grid=(programs,),
+        input_output_aliases={len(operands): 0} if in_place else {},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*operands, *([target] if in_place else []))
