@@ -15,8 +15,10 @@ BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
 ifeq ($(PYTHON),.venv/bin/python)
 SETUP := scripts/setup.sh .venv
+TOOLCHAIN := scripts/gpu_toolchain.sh
 else
 SETUP := :
+TOOLCHAIN := :
 endif
 
 .PHONY: help demo test test-all test-oldest bench $(BENCHMARKS:%=bench-%) gpu lint format wheel
@@ -31,10 +33,12 @@ demo: ## generate with the bundled model: reuse, forks, eviction, events
 
 test: ## the default tests
 	@$(SETUP)
+	@$(TOOLCHAIN)
 	@$(PYTHON) $(PYTEST) $(ARGS)
 
 test-all: ## slow tests too, and 10,000 steps of the property machine
 	@$(SETUP)
+	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" $(ARGS)
 
 test-oldest: ## the quick tests on the oldest jax that CI covers

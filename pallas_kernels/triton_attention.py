@@ -90,7 +90,7 @@ def _attend(
         ),
         grid=(work.row.shape[0], kv_heads),
         input_output_aliases={12: 0, 13: 1} if blank else {},
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plt.CompilerParams(num_warps=4 if padded <= 128 else 8, num_stages=2),
         interpret=interpret,
         name="decode_attention" if queries == 1 else "prefill_attention",
     )(*operands)

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Puts what compiles for NVIDIA GPUs without having one (jax's CUDA plugin, ptxas; 190 MB) beside .venv, where only the
+# tests that need it look: within .venv it would complain about missing CUDA libraries at every start of jax. Where it
+# cannot be had, those tests skip.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=${1:-.venv/bin/python} dir=.gpu-toolchain
+version=$("$python" -c 'import importlib.metadata as m; print(m.version("jaxlib"))') || exit 0
+if [ "$(cat "$dir/.installed" 2>/dev/null)" = "$version" ]; then exit 0; fi
+if [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then exit 0; fi
+rm -rf "$dir"
+packages=("jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" nvidia-cuda-nvcc nvidia-nvvm)
+if command -v uv >/dev/null; then
+  uv pip install --quiet --python "$python" --no-deps --target "$dir" "${packages[@]}"
+else
+  "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$dir" "${packages[@]}"
+fi
+if [ $? -eq 0 ]; then
+  echo "$version" >"$dir/.installed"
+else
+  echo "setup: no CUDA compiler to be had for jaxlib $version; the tests that compile for GPUs will skip"
+  rm -rf "$dir"
+fi
