@@ -12,8 +12,13 @@ import pytest
 import pallas_kernels
 from kvjax.attention import IMPLEMENTATIONS
 
-INTERPRET = {"triton": {"interpret": True}}  # kernels run as plain JAX here; make gpu runs them for real
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+def how(implementation):
+    """Options that let an implementation run here: without a GPU kernels run as plain JAX."""
+    interpreted = implementation in pallas_kernels.PLATFORMS and jax.default_backend() != "gpu"
+    return {"implementation": implementation, **({"interpret": True} if interpreted else {})}
 
 
 def oracle(q, keys, values, first, *, scale, window=None, soft_cap=None, sinks=None):
@@ -101,8 +106,7 @@ def options_for(case, name):
 def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, **options):
     return pallas_kernels.call(
         "decode_attention", q, pool, layer, tables, lengths,
-        implementation=implementation, scale=scale, sinks=sinks, return_lse=True, **options,
-        **INTERPRET.get(implementation, {}),
+        scale=scale, sinks=sinks, return_lse=True, **options, **how(implementation),
     )  # fmt: skip
 
 
@@ -110,8 +114,7 @@ def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, *
 def prefill(q, pool, layer, tables, lengths, starts, counts, implementation, max_count, scale, sinks=None, **options):
     return pallas_kernels.call(
         "prefill_attention", q, pool, layer, tables, lengths, starts, counts,
-        implementation=implementation, max_count=max_count, scale=scale, sinks=sinks, return_lse=True, **options,
-        **INTERPRET.get(implementation, {}),
+        max_count=max_count, scale=scale, sinks=sinks, return_lse=True, **options, **how(implementation),
     )  # fmt: skip
 
 
@@ -242,9 +245,19 @@ def test_attention_under_vmap(implementation):
         pools[i, : case.pool.shape[0]] = case.pool
     q = jnp.stack([case.queries(2) for case in cases])
     lengths = jnp.asarray([case.lengths for case in cases], jnp.int32)
-    options = {"implementation": implementation, "scale": 0.25, **INTERPRET.get(implementation, {})}
-    run = functools.partial(pallas_kernels.call, "decode_attention", **options)
+    run = functools.partial(pallas_kernels.call, "decode_attention", scale=0.25, **how(implementation))
     out = jax.jit(jax.vmap(run, in_axes=(0, 0, None, 0, 0)))(q, jnp.asarray(pools), 1, jnp.asarray(tables), lengths)
     for case, queries, got in zip(cases, q, out, strict=True):
         for row in range(2):
             case.close(got[row], case.expect(queries[row][None], row, 1, scale=0.25)[0][0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu(shape, dtype):
+    """The kernels themselves; everything above runs there too, with `-m "not slow"` and JAX_PLATFORMS=cuda,cpu."""
+    kv_heads, group, width, block_size = shape
+    options = {"kv_heads": kv_heads, "group": group, "width": width, "block_size": block_size, "dtype": dtype}
+    check_decode(Case([1, 0, 37, 4000, 700], **options), "triton")
+    check_prefill(Case([9, 1, 0, 131, 4000], **options), "triton", [9, 1, 0, 90, 300])
