@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.schedule import query_tiles
+
 # The running maximum before any score: finite, so that score - maximum is never inf - inf.
 _LOWEST = np.float32(-1e30)
 # Queries of one row that are worked on together. Each such tile reads the row's K/V once.
@@ -91,25 +93,19 @@ def prefill_attention(
     Returns:
       [T, Q, D] like q, zeros where q is padding; with `return_lse` also f32[T, Q], there without meaning.
     """
-    tokens, rows = q.shape[0], starts.shape[0]
+    tokens = q.shape[0]
     width = min(max_count, _QUERY_TILE)
-    # Row r has tiles[r] tiles of `width` queries; together they cannot be more than `size`.
-    tiles = -(-counts // width)
-    size = min((tokens + rows * (width - 1)) // width, rows * -(-max_count // width))
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    tile = jnp.arange(size, dtype=jnp.int32)
-    row = jnp.minimum(_sum(tile[:, None] >= ends[None, :]), rows - 1)
-    skipped = (tile - (ends - tiles)[row]) * width
-    count = jnp.clip(counts[row] - skipped, 0, width)
-    token = (starts[row] + skipped)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    work = query_tiles(tokens, lengths, starts, counts, max_count, width)
+    token = work.token[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     out, lse = _attend(
-        q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[row],
-        (lengths - counts)[row] + skipped, count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[work.row], work.position,
+        work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
     )  # fmt: skip
     # And back: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
     offset = jnp.arange(tokens, dtype=jnp.int32) - starts[row]
-    place = (ends - tiles)[row] * width + offset
+    tiles = -(-counts // width)
+    place = (jnp.cumsum(tiles, dtype=jnp.int32) - tiles)[row] * width + offset
     real = (row >= 0) & (offset < counts[row])
     out, lse = (x.reshape(-1, *x.shape[2:]).at[place].get(mode="clip", wrap_negative_indices=False) for x in (out, lse))
     out = jnp.where(real[:, None, None], out, jnp.zeros((), q.dtype))
