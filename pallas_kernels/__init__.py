@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention and block movement: arrays in, arrays out, on jax alone.
 
-Each implementation is a module with these functions, all with the same signature in every module:
+Each implementation is a module with these functions, or some of them, with the same signature in every module:
 `decode_attention`, `prefill_attention`, `append_kv`, `copy_blocks`, `gather_blocks`, `scatter_blocks`. One that
 cannot serve a dtype or shape raises NotImplementedError while tracing, one that cannot serve a platform while lowering.
 """
@@ -9,17 +9,18 @@ cannot serve a dtype or shape raises NotImplementedError while tracing, one that
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from jax import lax
 
-from pallas_kernels import triton, xla
+from pallas_kernels import mosaic, triton, tuning, xla
 
-# In order of preference.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"triton": triton, "xla": xla}
+# In order of preference, but for what `tuning.FIRST` says of a function.
+IMPLEMENTATIONS: dict[str, ModuleType] = {"triton": triton, "mosaic": mosaic, "xla": xla}
 # What each runs on; the others run everywhere.
-PLATFORMS = {"triton": "cuda"}
+PLATFORMS = {"triton": "cuda", "mosaic": "cuda"}
 
 
 def call(name: str, *args, implementation: str | None = None, **options) -> Any:
@@ -41,23 +42,25 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation: got {implementation!r}, wanted None or one of {list(IMPLEMENTATIONS)}")
-        function = functools.partial(getattr(IMPLEMENTATIONS[implementation], name), **options)
+        function = _function(implementation, name, options)
         if implementation in PLATFORMS and not options.get("interpret"):
             return lax.platform_dependent(*args, **{PLATFORMS[implementation]: function})
         return function(*args)
-    functions = {key: functools.partial(getattr(module, name), **options) for key, module in IMPLEMENTATIONS.items()}
-    everywhere = {key: function for key, function in functions.items() if key not in PLATFORMS}
     refusals = []
-    for key, function in functions.items():
+    for key in sorted(IMPLEMENTATIONS, key=lambda key: key != tuning.FIRST.get(name)):
         try:
-            if key in PLATFORMS:
-                return lax.platform_dependent(*args, default=_first(everywhere), **{PLATFORMS[key]: function})
-            return function(*args)
+            function = _function(key, name, options)
+            if key not in PLATFORMS:
+                return function(*args)
+            default = next(_function(key, name, options) for key in IMPLEMENTATIONS if key not in PLATFORMS)
+            return lax.platform_dependent(*args, default=default, **{PLATFORMS[key]: function})
         except NotImplementedError as refusal:
             refusals.append(refusal)
     raise ExceptionGroup(f"{name}: no implementation can serve this call", refusals)
 
 
-def _first(functions):
-    """The one that runs where no kernel does."""
-    return next(iter(functions.values()))
+def _function(implementation: str, name: str, options: dict[str, Any]) -> Callable[..., Any]:
+    function = getattr(IMPLEMENTATIONS[implementation], name, None)
+    if function is None:
+        raise NotImplementedError(f"{implementation}: has no {name}")
+    return functools.partial(function, **options)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention for Hopper by a Mosaic GPU kernel; shapes use the legend of `pallas_kernels.xla` and of `schedule`.
+
+Mosaic cannot index freely: what it wants in a row XLA puts there. Before the kernel each piece of work gets its queries
+as one matrix; after it the pieces' results find their tokens, or are merged where K/V were cut into parts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import tuning
+from pallas_kernels.mosaic_attention import ROWS, attend
+from pallas_kernels.schedule import query_tiles, split_lengths
+
+__all__ = ["decode_attention", "prefill_attention"]
+
+_LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
+
+
+def decode_attention(
+    q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, return_lse=False,
+    interpret=False,
+):  # fmt: skip
+    """As `xla.decode_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
+    rows, heads, width = q.shape
+    kv_heads = pool.shape[3]
+    group = heads // kv_heads
+    _refuse(q, pool, scale, scales, group, interpret)
+    tiles = tuning.mosaic_decode(width)
+    work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // kv_heads, window)
+    parts = work.row.shape[0]
+    out, lse = attend(
+        _packed(q.reshape(rows, kv_heads, group, width)[work.row], 8), pool, layer, tables, work, tiles, group,
+        q.dtype if parts == rows else jnp.float32,
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
+    )  # fmt: skip
+    out, lse = (x[:, :, :group].reshape(parts, heads, *x.shape[3:]) for x in (out, lse))
+    if parts > rows:
+        out, lse = _merge(out, lse, starts, q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def prefill_attention(
+    q, pool, layer, tables, lengths, starts, counts, *, max_count, scale, window=None, soft_cap=None, sinks=None,
+    scales=None, return_lse=False, interpret=False,
+):  # fmt: skip
+    """As `xla.prefill_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
+    tokens, heads, width = q.shape
+    kv_heads, size = pool.shape[3:5]
+    group = heads // kv_heads
+    _refuse(q, pool, scale, scales, group, interpret)
+    tiles = tuning.mosaic_prefill(width, size)
+    rows = tiles.workers * ROWS
+    queries = rows // group
+    # A row's last queries see most: its pieces from the back, so that no long one is left for the end.
+    work = jax.tree.map(jnp.flip, query_tiles(tokens, lengths, starts, counts, max_count, queries))
+    token = work.token[:, None] + jnp.arange(queries, dtype=jnp.int32)[None]  # [W, queries]
+    pieces = q.at[token].get(mode="clip", wrap_negative_indices=False)
+    pieces = (
+        pieces.reshape(*token.shape, kv_heads, group, width)
+        .swapaxes(1, 2)
+        .reshape(-1, kv_heads, queries * group, width)
+    )
+    results = attend(
+        _packed(pieces, rows), pool, layer, tables, work, tiles, group, q.dtype,
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
+    )  # fmt: skip
+    # And back: every token is a query of one piece at most.
+    real = jnp.arange(queries, dtype=jnp.int32)[None] < work.count[:, None]
+    place = jnp.arange(token.size, dtype=jnp.int32)
+    source = jnp.full((tokens,), token.size, jnp.int32)
+    source = source.at[jnp.where(real, token, tokens).reshape(-1)].set(place, mode="drop", wrap_negative_indices=False)
+
+    def back(x):  # [W, K, X, ...] to [T, Q, ...]
+        x = x[:, :, : queries * group].reshape(-1, kv_heads, queries, group, *x.shape[3:]).swapaxes(1, 2)
+        x = x.reshape(token.size, heads, *x.shape[4:])
+        return x.at[source].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    out, lse = map(back, results)
+    return (out, lse) if return_lse else out
+
+
+def _refuse(q, pool, scale, scales, group, interpret) -> None:
+    """Raises NotImplementedError for what the kernel cannot serve."""
+    size, width = pool.shape[4:]
+    if not interpret and tuning.chip() != "hopper":
+        raise NotImplementedError(f"mosaic: made for Hopper GPUs, not for {tuning.chip() or 'what is here'}")
+    if scales is not None or q.dtype != pool.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"mosaic: q in {q.dtype} over {pool.dtype}; both must be bfloat16 or float16")
+    if width % 16 or width > 256:
+        raise NotImplementedError(f"mosaic: heads are {width} wide; wanted a multiple of 16 up to 256")
+    if size not in (8, 16, 32, 64, 128):
+        raise NotImplementedError(f"mosaic: blocks of {size}; wanted 8, 16, 32, 64 or 128")
+    if scale <= 0:
+        raise NotImplementedError(f"mosaic: scale {scale}; wanted a positive one")
+    if group > ROWS:
+        raise NotImplementedError(f"mosaic: {group} query heads share a kv head; wanted {ROWS} at most")
+
+
+def _packed(x: jax.Array, multiple: int) -> jax.Array:
+    """Rows [W, K, G, D] filled up to a multiple."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % multiple), (0, 0)))
+
+
+def _merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """Puts rows together from parts f32[W, Q, D] and their lse f32[W, Q]; row r's are starts[r] to starts[r + 1]."""
+    part = jnp.arange(parts.shape[0], dtype=jnp.int32)[None]
+    mine = (part >= starts[:-1, None]) & (part < starts[1:, None])  # [R, W]
+    score = jnp.where(mine[..., None], lse[None], -jnp.inf)  # [R, W, Q]
+    highest = jnp.maximum(jnp.max(score, axis=1), _LOWEST)
+    weight = jnp.exp(score - highest[:, None])
+    total = jnp.sum(weight, axis=1)
+    some = jnp.where(total > 0, total, 1.0)
+    # What belongs to no row was never written.
+    parts = jnp.where((part[0] < starts[-1])[:, None, None], parts, 0.0)
+    out = jnp.einsum("rwq,wqd->rqd", weight / some[:, None], parts, precision=lax.Precision.HIGHEST)
+    return out.astype(dtype), jnp.where(total > 0, highest + jnp.log(some), -jnp.inf)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation comes first, and tile sizes, by chip and shape: all in this place, with the reasons.
+
+Nothing here was measured on a GPU yet. The figures come from what the compiler says of registers and shared memory,
+and from what others measured; `python -m benchmarks.kernels` measures them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+# Of decode nothing is bound by the products, and Triton's kernel serves every chip and dtype. In prefill only Mosaic's
+# wgmma reaches a Hopper's full rate.
+FIRST = {"prefill_attention": "mosaic"}
+
+
+def chip() -> str | None:
+    """The kind of GPU that a program is being traced for; None where that is not a known GPU.
+
+    That of the mesh in use, be it only a description, else the default device.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        default = jax.local_devices()[0]
+        device = default if default.platform == "gpu" else None
+    kind = getattr(device, "device_kind", "")
+    for chip, names in {"hopper": ("H100", "H200", "H800", "H20", "GH200"), "ampere": ("A100", "A800")}.items():
+        if any(name in kind for name in names):
+            return chip
+    return None
+
+
+def decode_programs() -> int:
+    """Pieces of work x kv heads that decode cuts a batch into: four programs to each multiprocessor."""
+    return 4 * {"hopper": 132, "ampere": 108}.get(chip() or "hopper", 132)
+
+
+class Tiles(NamedTuple):
+    """Slots of a K/V tile, tiles of each in shared memory at once, and warpgroups that work on them."""
+
+    slots: int
+    stages: int
+    workers: int
+
+
+def mosaic_decode(width: int) -> Tiles:
+    """One thread block fits on a multiprocessor, so all memory that Q and the result leave is for K/V in flight."""
+    return Tiles(64, 4, 1) if width <= 128 else Tiles(64, 2, 1)
+
+
+def mosaic_prefill(width: int, size: int) -> Tiles:
+    """The widest tiles whose registers do not spill, for two workers of 64 rows each.
+
+    The loader can hold no more ids than those of 64 slots in blocks of 8.
+    """
+    if width > 128:
+        return Tiles(64, 2, 2)
+    return Tiles(64, 4, 2) if size < 16 else Tiles(128, 2, 2)
