@@ -53,7 +53,7 @@ $(BENCHMARKS:%=bench-%): bench-%:
 	@echo "== benchmarks.$*"
 	@$(PYTHON) -m benchmarks.$* --json out/bench/$*.json $(ARGS)
 
-gpu: ## everything that needs a GPU (CUDA=cuda12 for older drivers)
+gpu: ## tests and benchmarks that need a GPU (CUDA=cuda12 for older drivers)
 	@PYTHON="$(PYTHON)" CUDA="$(CUDA)" scripts/gpu.sh $(ARGS)
 
 lint: ## ruff and pyright

@@ -49,16 +49,30 @@ def require(fact: bool, otherwise: str) -> None:
 
 def report(benchmark: str, metrics: dict[str, float], file: pathlib.Path | None = None) -> None:
     """Prints the metrics, and writes them with where they were measured."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     result = {
         "benchmark": benchmark,
-        "versions": {"python": platform.python_version(), **versions},
-        "cpu": _cpu(),
-        "metrics": {name: float(f"{value:.6g}") for name, value in metrics.items()},
+        **where(),
+        "metrics": {name: rounded(value) for name, value in metrics.items()},
     }
     width = max(map(len, metrics))
     for name, value in result["metrics"].items():
         print(f"  {name:<{width}}  {value:>12,.6g}")
+    write(result, file)
+
+
+def where() -> dict[str, Any]:
+    """What every result says of the machine it comes from."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
+    return {"versions": {"python": platform.python_version(), **versions}, "cpu": _cpu()}
+
+
+def rounded(value: float) -> float:
+    """To six digits."""
+    return float(f"{value:.6g}")
+
+
+def write(result: dict[str, Any], file: pathlib.Path | None) -> None:
+    """Writes a result as JSON, if there is a file to write it to."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs everything that needs a GPU. Arguments go to pytest. PYTHON, where it is not the checkout's .venv, must have
-# jax with CUDA and pytest; else .venv-gpu is made, with the jax extra named by CUDA (cuda13 or cuda12).
+# Runs everything that needs a GPU: its tests, then the benchmark of the kernels, whose result goes to
+# benchmarks/results/ whether or not the tests passed. Arguments go to pytest. PYTHON, where it is not the checkout's
+# .venv, must have jax with CUDA and what the tests need; else .venv-gpu is made, with the jax extra named by CUDA
+# (cuda13 or cuda12).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,4 +21,8 @@ fi
 export JAX_PLATFORMS=cuda,cpu
 "$python" -c 'import jax; print("make gpu: jax", jax.__version__, "on", jax.devices("cuda"))' 2>/dev/null ||
   no_gpu "jax of $python finds none"
-"$python" -m pytest -m gpu "$@"
+failed=0
+"$python" -m pytest -m gpu --continue-on-collection-errors "$@" || failed=1
+name=$("$python" -c 'import jax; print(jax.devices("cuda")[0].device_kind.lower().replace(" ", "-"))')
+"$python" -m benchmarks.kernels --json "benchmarks/results/$name.json" || failed=1
+exit "$failed"

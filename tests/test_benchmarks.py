@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, bookkeeping, common, decode_loop, memory
+from benchmarks import attention, bookkeeping, common, decode_loop, gpu, gpu_step, kernels, memory
 from benchmarks.memory import read_lengths
 
 
@@ -57,6 +57,82 @@ def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
     assert result["benchmark"] == "decode_loop"
     assert {"step_ratio", "attention_ratio", "bookkeeping_us"} <= set(result["metrics"])
     assert all(value > 0 for value in result["metrics"].values())
+
+
+def run_kernels(monkeypatch, file, *args):
+    monkeypatch.setattr(sys, "argv", ["kernels", "--json", str(file), *args])
+    kernels.main()
+    return json.loads(file.read_text())
+
+
+@pytest.mark.long
+def test_kernels_run_without_a_gpu_when_tiny(tmp_path, monkeypatch):
+    sections = "decode_2x64_int8", "decode_ragged", "prefill", "append", "moves", "host"
+    with jax.numpy_dtype_promotion("standard"):  # jax's own attention is not strict
+        result = run_kernels(monkeypatch, tmp_path / "quick.json", "--quick", "--only", *sections)
+    assert not result["errors"] and set(result["not_measured"]) == {"decode_2x64_b16", "step_tiny_b2"}
+    wanted = {"decode_2x64_int8_of_copy", "prefill_tiny_of_product", "append_us", "gather_tiny_of_copy"}
+    assert wanted <= set(result["metrics"]["xla"])
+    assert {"copy_tb_s", "host_scatter_same_memory"} <= set(result["metrics"]["device"])
+    assert all(value > 0 for metrics in result["metrics"].values() for value in metrics.values())
+
+
+@pytest.mark.long
+def test_whole_steps_read_what_they_are_held_against():
+    record = gpu.Record("toy", [], None)
+    gpu_step.measure(record, "tiny", 2, quick=True)
+    model = jax.tree.leaves(gpu_step.random_model(gpu_step.CONFIGS["tiny"]))
+    shape = record.result["shapes"]["step_tiny_b2"]
+    assert shape["weight_bytes"] == sum(x.nbytes for x in model) - 2 * 128 * 32  # but the embedding
+    assert shape["kv_bytes"] == 2 * 48 * 2 * 2 * (2 * 16 * 2)  # rows, tokens, layers, K and V, heads of bf16
+    assert record.value("kvjax", "step_tiny_b2_tokens_s") > 0
+
+
+def test_kernels_say_so_where_there_is_no_gpu(tmp_path, monkeypatch):
+    result = run_kernels(monkeypatch, tmp_path / "none.json")
+    assert result["metrics"] == {} and result["not_measured"] == {"everything": "no GPU"}
+    verdicts = [verdict for verdicts in result["bars"].values() for verdict in verdicts.values()]
+    assert len(verdicts) > 20 and set(verdicts) == {"not measured"}
+
+
+def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path):
+    file = tmp_path / "record.json"
+    bars = [gpu.Bar("us", 10, ("a", "b"), at_most=True), gpu.Bar("rate", 0.9, ("a",))]
+    record = gpu.Record("toy", bars, file)
+    with record.guard("first"):
+        record.add("a", "us", 9.5)
+        record.rate("a", "rate", 1e12, "copy_tb_s")
+        raise ValueError("wrong")
+    with record.guard("second"):
+        raise NotImplementedError("not for int8")
+    with record.guard("third", ours=False):
+        raise RuntimeError("theirs")
+    with pytest.raises(SystemExit, match="benchmark failed: first"):
+        record.end()
+    result = json.loads(file.read_text())
+    assert result["metrics"] == {"a": {"us": 9.5, "rate_tb_s": 1.0}}
+    assert result["errors"] == {"first": "ValueError: wrong"}
+    assert result["not_measured"] == {"second": "not for int8", "third": "RuntimeError: theirs"}
+    assert result["bars"] == {
+        "us at most 10": {"a": "met: 9.5", "b": "not measured"},
+        "rate at least 0.9": {"a": "not measured"},
+    }
+
+
+def test_a_gpu_is_busy_while_any_of_its_streams_is():
+    def thread(tid, name):
+        return {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
+
+    def event(tid, name, start, duration):
+        return {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": start, "dur": duration}
+
+    events = [
+        thread(13, "Stream #13(Compute)"), thread(14, "Stream #14"), thread(15, "XLA Ops"), {},
+        event(13, "attend", 10, 4), event(14, "copy", 12, 5), event(13, "attend", 20, 1), event(15, "fusion", 0, 99),
+    ]  # fmt: skip
+    assert gpu.busy_us(events) == (8.0, {"attend": 5, "copy": 5})
+    with pytest.raises(NotImplementedError, match="no events"):
+        gpu.busy_us(events[2:3])
 
 
 def test_attention_agrees_with_contiguous_attention():

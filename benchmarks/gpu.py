@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks of a GPU share: a record that survives failures, device time, and the ceilings of the machine.
+
+A program is a chain of calls of which each needs the result of the one before. It is queued many times without
+waiting, so that launching is hidden wherever the device takes longer than the host; time is the host's clock over the
+number of calls, the median of several rounds. Where the device is faster than that, `profile` asks the profiler.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import gzip
+import json
+import pathlib
+import statistics
+import subprocess
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallas_kernels
+from benchmarks import common
+
+
+class Effort(NamedTuple):
+    """How long to measure: each round about so many seconds, so many rounds."""
+
+    seconds: float = 0.05
+    rounds: int = 7
+
+
+class Bar(NamedTuple):
+    """What a metric should reach, for each implementation in `who`."""
+
+    metric: str
+    bound: float
+    who: tuple[str, ...]
+    at_most: bool = False
+
+
+class Record:
+    """Metrics by who reached them, printed and written as they come, with what went wrong.
+
+    Args:
+      benchmark: its name.
+      bars: what to hold the metrics against.
+      file: of the result; None: nowhere.
+      **more: to be written too.
+    """
+
+    def __init__(self, benchmark: str, bars: Iterable[Bar], file: pathlib.Path | None, **more: Any):
+        self.bars, self.file = list(bars), file
+        self.result: dict[str, Any] = {
+            "benchmark": benchmark,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": jax.devices()[0].device_kind,
+            "driver": _driver(),
+            **common.where(),
+            **more,
+            "shapes": {},
+            "metrics": collections.defaultdict(dict),
+            "not_measured": {},
+            "errors": {},
+        }
+
+    def add(self, who: str, metric: str, value: float) -> None:
+        """One figure; NaN is none."""
+        if value != value:
+            return
+        self.result["metrics"][who][metric] = common.rounded(value)
+        print(f"  {who:8} {metric:44} {value:>12,.6g}", flush=True)
+
+    def rate(self, who: str, metric: str, value: float, ceiling: str) -> None:
+        """A rate a second, and its part of a ceiling, one of the device's figures."""
+        kind, unit = ceiling.split("_", 1)
+        self.add(who, f"{metric}_{unit}", value / 1e12)
+        self.add(who, f"{metric}_of_{kind}", value / 1e12 / self.value("device", ceiling))
+
+    def value(self, who: str, metric: str) -> float:
+        """A figure; NaN if it is not there."""
+        return self.result["metrics"].get(who, {}).get(metric, float("nan"))
+
+    def skip(self, what: str, why: object) -> None:
+        """Something that could not be measured, which is no error."""
+        self.result["not_measured"][what] = str(why)[:500]
+        print(f"  {what}: not measured: {str(why)[:500]}", flush=True)
+
+    @contextlib.contextmanager
+    def guard(self, what: str, ours: bool = True):
+        """Whatever fails inside is recorded, as an error if it is ours, and the rest goes on."""
+        try:
+            yield
+        except NotImplementedError as refusal:
+            self.skip(what, refusal)
+        except (Exception, SystemExit) as error:
+            if not ours:
+                self.skip(what, f"{type(error).__name__}: {error}")
+                return
+            traceback.print_exc()
+            self.result["errors"][what] = f"{type(error).__name__}: {error}"[:500]
+        finally:
+            self.write()
+
+    def verdicts(self) -> dict[str, dict[str, str]]:
+        """Of each bar and implementation: met, missed or not measured."""
+        verdicts: dict[str, dict[str, str]] = {}
+        for metric, bound, who, at_most in self.bars:
+            label = f"{metric} at {'most' if at_most else 'least'} {bound:g}"
+            for name in who:
+                value = self.value(name, metric)
+                met = value <= bound if at_most else value >= bound
+                verdict = "not measured" if value != value else f"{'met' if met else 'missed'}: {value:g}"
+                verdicts.setdefault(label, {})[name] = verdict
+        return verdicts
+
+    def write(self) -> None:
+        """As it stands."""
+        common.write({**self.result, "bars": self.verdicts()}, self.file)
+
+    def end(self) -> None:
+        """Prints the bars; the exit status is that of the errors."""
+        for label, verdicts in self.verdicts().items():
+            print(f"  {label:52} {', '.join(f'{name} {verdict}' for name, verdict in verdicts.items())}")
+        self.write()
+        if self.result["errors"]:
+            raise SystemExit(f"benchmark failed: {', '.join(self.result['errors'])}")
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    return None
+
+
+def has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def served() -> list[str]:
+    """The implementations that this machine can run."""
+    return [who for who in pallas_kernels.IMPLEMENTATIONS if has_gpu() or who not in pallas_kernels.PLATFORMS]
+
+
+def key(seed: int) -> jax.Array:
+    """For random numbers whose program compiles in no time."""
+    return jax.random.key(seed, impl="unsafe_rbg")
+
+
+def time_s(program: Callable[..., Any], state: Any, args: tuple, effort: Effort, most: int = 1000) -> tuple[float, Any]:
+    """Median seconds of a program, (state, *args) -> state, which may donate its state; and the last state.
+
+    No more than `most` runs are queued at once: without donation each may hold its result until it is its turn.
+    """
+    state = jax.block_until_ready(program(state, *args))  # compiles
+    began = time.perf_counter()
+    state = jax.block_until_ready(program(state, *args))
+    number = max(1, min(round(effort.seconds / (time.perf_counter() - began)), most))
+    times = []
+    for _ in range(effort.rounds):
+        began = time.perf_counter()
+        for _ in range(number):
+            state = program(state, *args)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - began) / number)
+    return statistics.median(times), state
+
+
+def profile(program: Callable[..., Any], state: Any, args: tuple, runs: int = 5) -> tuple[float, dict[str, float]]:
+    """Microseconds in which a GPU was busy with one run of a program, and those of each kernel; compiled already.
+
+    Raises:
+      NotImplementedError: if the profiler says nothing of a GPU.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(runs):
+                state = program(state, *args)
+            jax.block_until_ready(state)
+        files = list(pathlib.Path(folder).rglob("*.trace.json.gz"))
+        events = [event for file in files for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+    busy, kernels = busy_us(events)
+    return busy / runs, {name: us / runs for name, us in kernels.items()}
+
+
+def profiled(record: Record, who: str, name: str, program, state, args, calls: int) -> None:
+    """What the profiler says of a program: the device's time for one call, and that of each kernel."""
+    try:
+        busy, kernels = profile(program, state, args)
+    except NotImplementedError as reason:
+        record.skip(f"{name}_device_us {who}", reason)
+        return
+    record.add(who, f"{name}_device_us", busy / calls)
+    shares = {kernel: common.rounded(us / calls) for kernel, us in kernels.items()}
+    record.result.setdefault("kernels_us", {})[f"{name} {who}"] = shares
+
+
+def busy_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
+    """Of a trace's events: microseconds in which any stream of a GPU was at work, and the sum for each kernel."""
+    events = list(events)
+    streams = {
+        (event["pid"], event["tid"])
+        for event in events
+        if event.get("name") == "thread_name" and event["args"]["name"].startswith("Stream")
+    }
+    work = [event for event in events if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams]
+    if not work:
+        raise NotImplementedError("the profiler's trace has no events on a GPU's streams")
+    kernels, busy, end = collections.Counter(), 0.0, float("-inf")
+    for event in sorted(work, key=lambda event: event["ts"]):
+        kernels[event["name"]] += event["dur"]
+        busy += max(event["ts"] + event["dur"] - max(event["ts"], end), 0.0)
+        end = max(end, event["ts"] + event["dur"])
+    return busy, dict(kernels.most_common())
+
+
+def random_pool(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Blocks of random numbers and a last one of NaN, where there is such; block by block, so without temporaries."""
+    last = 0 if jnp.dtype(dtype).itemsize == 1 else jnp.nan
+
+    def fill(i, pool):
+        block = jax.random.normal(jax.random.fold_in(key(0), i), shape[1:], jnp.float32)
+        block = (block * 32 if dtype == "int8" else block).astype(dtype)
+        return lax.dynamic_update_index_in_dim(pool, block, i, 0, allow_negative_indices=False)
+
+    return jax.jit(lambda: lax.fori_loop(0, shape[0] - 1, fill, jnp.full(shape, last, dtype)))()
+
+
+def ceilings(record: Record, copied_bytes: int, side: int, effort: Effort) -> None:
+    """What the machine can do: bytes/s of a copy on the device, read and written, and FLOP/s of a matrix product."""
+    x = jax.jit(lambda: jax.random.normal(key(0), (copied_bytes // 2,), jnp.bfloat16))()
+    seconds, _ = time_s(jax.jit(jnp.copy), x, (), effort, most=8)
+    record.add("device", "copy_tb_s", 2 * x.nbytes / seconds / 1e12)
+
+    def products(x, y):
+        for _ in range(4):
+            x = x @ y
+        return x
+
+    x = jax.random.normal(key(0), (side, side), jnp.bfloat16)
+    seconds, _ = time_s(jax.jit(products), x, (x * side**-0.5,), effort)
+    record.add("device", "product_tflop_s", 4 * 2 * side**3 / seconds / 1e12)
+
+
+def differs(got: Any, wanted: Any) -> float:
+    """The largest relative error of a vector along the last axis; NaN and infinities count as such."""
+    got, wanted = (jnp.asarray(x, jnp.float32) for x in (got, wanted))
+    error = jnp.linalg.norm(got - wanted, axis=-1) / jnp.maximum(jnp.linalg.norm(wanted, axis=-1), 1e-6)
+    return float(jnp.max(error))

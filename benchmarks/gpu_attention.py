@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on a GPU, for `benchmarks.kernels`: decode and prefill by every implementation, and by what jax has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from benchmarks import common, gpu
+from benchmarks.gpu import Effort, Record
+
+TOLERANCE = 0.03  # relative error of a head's result, bf16
+
+
+class Shape(NamedTuple):
+    """A batch of `rows` of `length` tokens, or of lengths from 1 to `length`, over a pool of so many layers.
+
+    Prefill: the last `chunk` tokens of each row are its queries.
+    """
+
+    rows: int
+    length: int
+    block: int = 16
+    layers: int = 32
+    dtype: str = "bfloat16"
+    ragged: bool = False
+    chunk: int = 0
+    heads: tuple[int, int, int] = (32, 8, 128)  # Q, K, D
+
+
+class Case(NamedTuple):
+    """The arguments of attention beside q and the layer; `scales` of a quantised pool, else None."""
+
+    q: jax.Array
+    pool: jax.Array
+    scales: jax.Array | None
+    tables: jax.Array
+    lengths: jax.Array
+    read_bytes: float  # of K/V and scales, one layer
+
+
+def make_case(shape: Shape) -> Case:
+    """Every row's blocks are scattered over the pool."""
+    rng, (heads, kv_heads, width) = np.random.default_rng(0), shape.heads
+    lengths = np.full(shape.rows, shape.length)
+    if shape.ragged:
+        lengths = np.r_[1, rng.integers(1, shape.length, shape.rows - 2), shape.length]
+    blocks = -(-lengths // shape.block)
+    tables = np.full((shape.rows, blocks.max()), blocks.sum())  # scratch
+    tables[np.arange(blocks.max()) < blocks[:, None]] = rng.permutation(blocks.sum())
+    pool = gpu.random_pool((int(blocks.sum()) + 1, shape.layers, 2, kv_heads, shape.block, width), shape.dtype)
+    scales = None
+    if pool.dtype.itemsize == 1:
+        scales = jax.random.uniform(gpu.key(1), pool.shape[:5], minval=0.5, maxval=1.5)
+        scales = scales / 32 if pool.dtype == jnp.int8 else scales
+    token_bytes = 2 * kv_heads * (width * pool.dtype.itemsize + (4 if scales is not None else 0))
+    q = jax.random.normal(gpu.key(2), (shape.chunk or shape.rows, heads, width), jnp.bfloat16)
+    tables, lengths = jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    return Case(q, pool, scales, tables, lengths, float(jnp.sum(lengths)) * token_bytes)
+
+
+def attend(who: str, shape: Shape, q, layer, pool, scales, tables, lengths):
+    """Attention of one layer; what a chunk is, decode is for chunk 0."""
+    name, more, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
+    if shape.chunk:
+        name, options["max_count"] = "prefill_attention", shape.chunk
+        more = jnp.zeros((1,), jnp.int32), jnp.full((1,), shape.chunk, jnp.int32)
+    return pallas_kernels.call(name, q, pool, layer, tables, lengths, *more, implementation=who, **options)
+
+
+def chain(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """A program of so many calls, (q, *args) -> q; the function takes the call's number too."""
+
+    def run(q, *args):
+        for number in range(calls):
+            q = function(q, number, *args)
+        return q
+
+    return jax.jit(run)
+
+
+def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) -> None:
+    """One shape of decode or prefill, by every implementation and by what jax has."""
+    case = make_case(shape)
+    args = (case.pool, case.scales, case.tables, case.lengths)
+    pairs = shape.chunk * (shape.length - shape.chunk) + shape.chunk * (shape.chunk + 1) // 2
+    flops = 4.0 * shape.heads[0] * shape.heads[2] * pairs
+    record.result["shapes"][f"{kind}_{name}"] = {**shape._asdict(), "read_bytes": case.read_bytes, "flops": flops}
+
+    def rates(who: str, seconds: float, flops: float = flops) -> None:
+        record.add(who, f"{kind}_{name}_us", 1e6 * seconds)
+        done, ceiling = (flops, "product_tflop_s") if shape.chunk else (case.read_bytes, "copy_tb_s")
+        record.rate(who, f"{kind}_{name}", done / seconds, ceiling)
+
+    # So many layers are more than a cache holds.
+    copies = max(2, int(2**27 / case.read_bytes))
+    most_calls = min(shape.layers, max(8, copies))
+    # Large queries make a few keys count, so that one wrong block shows.
+    twin = chain(functools.partial(attend, "xla", shape), 1)
+    wanted = twin(4 * case.q, *args)
+    for who in gpu.served():
+        with record.guard(f"{kind}_{name} {who}"):
+            calls, program = 1, twin  # more of the twin would take long to compile
+            if who != "xla":
+                calls, function = most_calls, functools.partial(attend, who, shape)
+                error = gpu.differs(chain(function, 1)(4 * case.q, *args), wanted)
+                common.require(error <= TOLERANCE, f"{who} differs from its twin by {error}")
+                program = chain(function, calls)
+            seconds, _ = gpu.time_s(program, case.q, args, effort)
+            rates(who, seconds / calls)
+            if not shape.chunk and case.read_bytes < 2**26 and gpu.has_gpu():
+                gpu.profiled(record, who, f"{kind}_{name}", program, case.q, args, calls)
+    if shape.ragged or case.scales is not None:
+        return
+    for who, function in jax_own(shape).items():
+        with record.guard(f"{kind}_{name} {who}", ours=False):
+            kv = [function.prepare(*args, layer) for layer in np.arange(min(copies, shape.layers))]
+            calls = max(len(kv), 4)
+            call = functools.partial(lambda call, q, number, kv: call(q, *kv[number % len(kv)]), function.call)
+            program = chain(call, calls)
+            if not shape.chunk:
+                error = gpu.differs(chain(call, 1)(4 * case.q, kv), wanted)
+                common.require(error <= TOLERANCE, f"{who} differs from xla by {error}")
+            seconds, _ = gpu.time_s(program, case.q, (kv,), effort)
+            all_pairs = 4.0 * shape.heads[0] * shape.heads[2] * shape.chunk * shape.length
+            rates(who, seconds / calls, all_pairs)
+
+
+class Own(NamedTuple):
+    """Attention that jax has: how to lay out a layer's K/V, (*args, layer) -> kv, and the call, (q, *kv) -> like q."""
+
+    prepare: Callable[..., Any]
+    call: Callable[..., Any]
+
+
+def jax_own(shape: Shape) -> dict[str, Own]:
+    """Over contiguous K/V, a chunk without a mask since jax has none for chunks; and jax's paged kernel for decode."""
+    kv_heads, width = shape.heads[1:]
+
+    @jax.jit
+    def contiguous(pool, scales, tables, lengths, layer):
+        kv = pool[tables, layer]  # [R, M, 2, K, P, D]
+        return tuple(kv[:, :, i].swapaxes(2, 3).reshape(shape.rows, -1, kv_heads, width) for i in range(2))
+
+    def dense(q, k, v, implementation):
+        query = q.reshape(shape.rows, -1, *q.shape[1:])
+        return jax.nn.dot_product_attention(query, k, v, implementation=implementation).reshape(q.shape)
+
+    @jax.jit
+    def pages(pool, scales, tables, lengths, layer):
+        return *(pool[:-1, layer, i].swapaxes(0, 1) for i in range(2)), tables, lengths
+
+    def paged(q, k, v, tables, lengths):
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+        return paged_attention((q * width**-0.5).astype(q.dtype), k, v, tables, lengths)
+
+    kinds = {f"jax_{name}": Own(contiguous, functools.partial(dense, implementation=name)) for name in ("xla", "cudnn")}
+    if not gpu.has_gpu():
+        del kinds["jax_cudnn"]
+    elif not shape.chunk:
+        kinds["jax_paged"] = Own(pages, paged)
+    return kinds

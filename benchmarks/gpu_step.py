@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole decode step on a GPU, for `benchmarks.kernels`: models of random weights through the engine's jitted loop.
+
+The rows go on from their middle in a pool that is full, so that every new block is an evicted one. A step is held
+against the time that a copy on the device takes for as many bytes as it has to read: all weights once, and the K/V of
+all rows. Bookkeeping is the same loop with a model that does nothing but look at the view.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import kvjax
+from benchmarks import common, gpu
+from benchmarks.decode_loop import no_model
+from benchmarks.gpu import Record
+from kvjax import engine
+from models.config import LayerConfig, ModelConfig
+from models.decoder import Decoder
+
+CONFIGS = {
+    "1b": ModelConfig("llama", 128_256, 2048, 8192, 32, (LayerConfig(8, 64),) * 16, tie_word_embeddings=True),
+    "8b": ModelConfig("llama", 128_256, 4096, 14_336, 32, (LayerConfig(8, 128),) * 32),
+    "tiny": ModelConfig("llama", 128, 32, 64, 4, (LayerConfig(2, 16),) * 2),
+}
+TOLERANCE = 0.05  # relative error of logits, bf16
+
+
+class Size(NamedTuple):
+    """Steps around a context of so many tokens, and how often."""
+
+    context: int = 2048
+    steps: int = 32
+    rounds: int = 5
+
+
+QUICK = Size(48, 8, 1)
+
+
+def measure(record: Record, name: str, rows: int, quick: bool) -> None:
+    """One model with so many rows."""
+    config, size, metric = CONFIGS[name], QUICK if quick else Size(), f"step_{name}_b{rows}"
+    error = compare_with_dense(dataclasses.replace(config, layers=config.layers[:2]))
+    common.require(error <= TOLERANCE, f"the paged model's logits differ from the dense one's by {error}")
+    model = random_model(config)
+    spec = kvjax.make_spec(
+        model.layer_specs(), num_blocks=rows * -(-(size.context + size.steps) // 16), max_seqs=rows,
+        max_length=size.context + size.steps,
+    )  # fmt: skip
+    state, pools = rows_in_the_middle(spec, config.vocab_size, size.context - size.steps // 2), pools_of(spec)
+    seconds, pools = time_loop(model, state, pools, size)
+    bookkeeping, _ = time_loop(jax.tree_util.Partial(no_model), state, pools, size)
+
+    weights = sum(x.nbytes for x in jax.tree.leaves(model))
+    if not config.tie_word_embeddings:  # else it is the output matrix too
+        weights -= model.embed_tokens.embedding[...].nbytes
+    kv = rows * size.context * sum(2 * 2 * layer.kv_heads * layer.head_dim for layer in config.layers)
+    record.result["shapes"][metric] = {"rows": rows, **size._asdict(), "weight_bytes": weights, "kv_bytes": kv}
+    record.add("kvjax", f"{metric}_us", 1e6 * seconds)
+    record.add("kvjax", f"{metric}_tokens_s", rows / seconds)
+    record.rate("kvjax", metric, (weights + kv) / seconds, "copy_tb_s")
+    record.add("kvjax", f"{metric}_bookkeeping_us", 1e6 * bookkeeping)
+    record.add("kvjax", f"{metric}_bookkeeping_share", bookkeeping / seconds)
+
+
+def random_model(config: ModelConfig) -> Decoder:
+    """Weights are made where they stay, one program for each shape."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def make(number, shape):
+        return jax.random.normal(jax.random.fold_in(gpu.key(0), number), shape, jnp.bfloat16) * jnp.bfloat16(0.02)
+
+    shapes = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    leaves, tree = jax.tree.flatten(shapes)
+    arrays = [make(i, x.shape) if len(x.shape) > 1 else jnp.ones(x.shape, x.dtype) for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(tree, arrays)
+
+
+def compare_with_dense(config: ModelConfig) -> float:
+    """Relative error of the logits after a prompt in one chunk and one decoded token, to a model without a cache."""
+    model, length = random_model(config), 40
+    tokens = jax.random.randint(gpu.key(1), (1, length + 1), 0, config.vocab_size, jnp.int32)
+    pools = kvjax.init_pools(kvjax.make_spec(model.layer_specs(), num_blocks=3, max_seqs=1, max_length=48))
+    paged, logits = jax.jit(Decoder.__call__), []
+    for begin, end in ((0, length), (length, length + 1)):
+        places, count = jnp.arange(begin, end, dtype=jnp.int32)[None], jnp.full((1,), end - begin, jnp.int32)
+        view = kvjax.View((jnp.arange(3, dtype=jnp.int32)[None],), places, count + begin, (places,), count)
+        new, pools = paged(model, tokens[:, begin:end], pools, view, last=count - 1)
+        logits.append(new)
+    wanted = jax.jit(Decoder.dense)(model, tokens, jnp.arange(length - 1, length + 1))
+    return gpu.differs(jnp.stack(logits, axis=1), wanted)
+
+
+def pools_of(spec: kvjax.CacheSpec) -> kvjax.Pools:
+    """Random K/V."""
+    (group,) = spec.groups
+    (pool,) = group.pools
+    shape = group.num_blocks + 1, len(pool.layers), 2, pool.kv_heads, spec.block_size, pool.head_dim
+    return kvjax.Pools(((gpu.random_pool(shape, pool.dtype),),), spec)
+
+
+def rows_in_the_middle(spec: kvjax.CacheSpec, vocabulary: int, length: int) -> kvjax.CacheState:
+    """Metadata of a cache where no block is empty and each row holds so many tokens."""
+    rows = jnp.arange(spec.max_seqs, dtype=jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def hold(state, tokens, length):
+        lengths = jnp.full(rows.shape, length)
+        state, admitted = kvjax.admit(state, rows, tokens, lengths)
+        state, committed = kvjax.commit(state, tokens, lengths)
+        return state, admitted.ok & committed.ok
+
+    old, new = jax.random.randint(gpu.key(2), (2, spec.max_seqs, spec.max_length), 0, vocabulary, jnp.int32)
+    state, filled = hold(kvjax.init(spec), old, jnp.int32(spec.max_length))
+    state, _ = jax.jit(kvjax.release, donate_argnums=0)(state, rows)
+    common.require(bool(filled) and int(state.groups[0].num_empty) == 0, "the cache could not be filled")
+    state, held = hold(state, new, jnp.int32(length))
+    common.require(bool(held), "the rows could not be admitted")
+    return state
+
+
+def time_loop(model: Any, state: kvjax.CacheState, pools: kvjax.Pools, size: Size) -> tuple[float, kvjax.Pools]:
+    """Median seconds of a step; and the pools, which are donated."""
+    spec = state.spec
+    one = jnp.ones((spec.max_seqs,), jnp.int32)
+    rows = engine.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
+    loop = functools.partial(engine.decode, steps=size.steps, sampling=kvjax.Sampling())
+    loop, times = jax.jit(loop, donate_argnames=("cache", "log")), []
+    for _ in range(size.rounds + 1):
+        cache, log = kvjax.Cache(jax.tree.map(jnp.copy, state), pools), engine.decode_log(spec, size.steps)
+        jax.block_until_ready((cache, log))
+        began = time.perf_counter()
+        cache, _, _, decoded = jax.block_until_ready(loop(model, cache, rows, log, stop=-one[:1]))
+        times.append(time.perf_counter() - began)
+        common.require(bool(jnp.all(decoded.tokens >= 0)), "the loop ended early")
+        pools = cache.pools
+    return statistics.median(times[1:]) / size.steps, pools
