@@ -22,7 +22,6 @@ class Work(NamedTuple):
       position: the first query's position in its sequence; the others follow.
       begin: the first slot of the part of the K/V.
       end: the slot after it.
-      place: where the first query's result goes.
     """
 
     row: jax.Array
@@ -31,7 +30,6 @@ class Work(NamedTuple):
     position: jax.Array
     begin: jax.Array
     end: jax.Array
-    place: jax.Array
 
 
 def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None = None) -> tuple[Work, jax.Array]:
@@ -44,8 +42,7 @@ def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None
       window: slots that count at the end of a row, None for all.
 
     Returns:
-      The work, `place` counting through it; and i32[R + 1], where each row's parts begin. A row of length 0 has one
-      part, an empty one.
+      The work, and i32[R + 1], where each row's parts begin. A row of length 0 has one part, an empty one.
     """
     rows = lengths.shape[0]
     first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile * tile
@@ -60,7 +57,7 @@ def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None
     row = jnp.minimum(_sum(item[:, None] >= ends[None]), rows - 1)
     begin = first[row] + (item - (ends - parts)[row]) * part
     real = (item < ends[-1]).astype(jnp.int32)
-    work = Work(row, row, real, lengths[row] - 1, begin, jnp.minimum(begin + part, lengths[row]), item)
+    work = Work(row, row, real, lengths[row] - 1, begin, jnp.minimum(begin + part, lengths[row]))
     return work, jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
 
 
@@ -87,7 +84,7 @@ def query_tiles(
     count = jnp.clip(counts[row] - skipped, 0, width)
     position = (lengths - counts)[row] + skipped
     token = starts[row] + skipped
-    return Work(row, token, count, position, jnp.zeros_like(row), jnp.where(count > 0, position + count, 0), token)
+    return Work(row, token, count, position, jnp.zeros_like(row), jnp.where(count > 0, position + count, 0))
 
 
 def _sum(x: jax.Array) -> jax.Array:

@@ -8,28 +8,33 @@ is in this file and in `triton_attention.py`.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.triton_attention import decode_attention, prefill_attention
+from pallas_kernels import tuning
+from pallas_kernels.quantise import quantise
+from pallas_kernels.triton_attention import check_reach, converts_fp8, decode_attention, prefill_attention
 
 __all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
 
-# Not measured on a GPU yet.
-_CHUNK_BYTES = 16_384  # that a program moves at a time: 16 bytes for each of 128 threads, eight times
-_PROGRAMS = 8 * 132  # programs that share all chunks among them: eight to a multiprocessor of an H200
 
-
-def append_kv(pool, layer, k, v, slots, *, interpret=False):
+def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
     """As `xla.append_kv`: a program writes K and V of one token, all heads."""
     tokens, kv_heads, width = k.shape
     scratch, layers, size = pool.shape[0] - 1, pool.shape[1], pool.shape[4]
+    check_reach(pool)
+    if pool.dtype == jnp.float8_e4m3fn and not converts_fp8():
+        raise NotImplementedError("triton: nothing converts to float8_e4m3fn on a GPU before sm_89")
     heads, columns = pl.next_power_of_2(kv_heads), pl.next_power_of_2(width)
 
-    def kernel(_, layer_ref, k_ref, v_ref, slots_ref, pool_ref):
+    def kernel(layer_ref, k_ref, v_ref, slots_ref, *refs):
+        pool_ref, *scales_refs = refs[len(refs) // 2 :]  # the other half is aliased with these
         token = pl.program_id(0)
         slot = slots_ref[token]
         block, offset = slot // size, slot % size
@@ -41,25 +46,31 @@ def append_kv(pool, layer, k, v, slots, *, interpret=False):
         for which, ref in enumerate((k_ref, v_ref)):
             new = plt.load(ref.at[token, head, column], mask=there, other=0.0)
             row = (((block * layers + layer_ref[0]) * 2 + which) * kv_heads + head) * size + offset
+            if scales_refs:
+                new, scale = quantise(new, pool.dtype)
+                plt.store(scales_refs[0].at[row], scale, mask=(head < kv_heads) & (block < scratch))
             plt.store(pool_ref.at[row, column], new.astype(pool.dtype), mask=real)
 
-    flat = pool.reshape(-1, width)
-    out = pl.pallas_call(
+    arrays = [pool.reshape(-1, width), *([] if scales is None else [scales.reshape(-1)])]
+    num_warps = min(max(heads * columns * pool.dtype.itemsize // (32 * 16), 1), 4)  # 16 bytes to a thread
+    pool_out, *scales_out = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
         grid=(tokens,),
-        input_output_aliases={0: 0},
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        input_output_aliases={4 + i: i for i in range(len(arrays))},
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="append_kv",
-    )(flat, jnp.full((1,), layer, jnp.int32), k, v, slots)
-    return out.reshape(pool.shape)
+    )(jnp.full((1,), layer, jnp.int32), k, v, slots, *arrays)
+    pool = pool_out.reshape(pool.shape)
+    return pool if scales is None else (pool, scales_out[0].reshape(scales.shape))
 
 
-def copy_blocks(pool, sources, targets, count, *, interpret=False):
+def copy_blocks(pool, sources, targets, count, tokens=None, *, interpret=False):
     """As `xla.copy_blocks`, in any order: no target is a source, and no two targets are the same."""
     flat = pool.reshape(pool.shape[0], -1)
-    out = _move(None, flat, sources, targets, count, interpret, "copy_blocks")
+    part = () if tokens is None else (tokens, math.prod(pool.shape[5:]), pool.shape[4])
+    out = _move(None, flat, sources, targets, count, interpret, "copy_blocks", part)
     return out.reshape(pool.shape)
 
 
@@ -79,7 +90,7 @@ def scatter_blocks(pool, staged, blocks, count, *, interpret=False):
     return out.reshape(pool.shape)
 
 
-def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str) -> jax.Array:
+def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str, part=()) -> jax.Array:
     """Copies the first `count` rows from source [X, B] to target [Y, B].
 
     Args:
@@ -90,11 +101,15 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str)
       count: i32[]; the programs go through the chunks that there are, so the cost follows it.
       interpret: see the top of this file.
       name: of the kernel.
+      part: (tokens i32[E], D, P) to copy of each row's tiles [P, D] only the first tokens, inside the target; (): all.
     """
+    for array in (source, target):
+        if array is not None:
+            check_reach(array)
     width = target.shape[1]
-    chunk = min(_CHUNK_BYTES // target.dtype.itemsize, pl.next_power_of_2(width))
+    chunk = min(tuning.CHUNK_BYTES // target.dtype.itemsize, pl.next_power_of_2(width))
     chunks = -(-width // chunk)
-    programs = max(min(_PROGRAMS, rows_from.shape[0] * chunks), 1)
+    programs = max(min(tuning.move_programs(), rows_from.shape[0] * chunks), 1)
     in_place = not isinstance(target, jax.ShapeDtypeStruct)
 
     def kernel(count_ref, from_ref, to_ref, *refs):
@@ -104,12 +119,17 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str)
             item = first + i * programs
             row, column = item // chunks, item % chunks * chunk + jnp.arange(chunk, dtype=jnp.int32)
             mask = None if width % chunk == 0 else column < width
+            if part:
+                # Not // and %: with what they do for signs Triton would no longer see that 16 bytes have one mask.
+                copied = lax.rem(lax.div(column, np.int32(part[1])), np.int32(part[2])) < refs[0][row]
+                mask = copied if mask is None else mask & copied
             data = plt.load(source_ref.at[from_ref[row], column], mask=mask)
             plt.store(target_ref.at[to_ref[row], column], data, mask=mask)
 
         lax.fori_loop(0, (count_ref[0] * chunks - first + programs - 1) // programs, step, None)
 
-    operands = [jnp.full((1,), count, jnp.int32), rows_from, rows_to, *([] if source is None else [source])]
+    operands = [jnp.full((1,), count, jnp.int32), rows_from, rows_to, *part[:1]]
+    operands += [] if source is None else [source]
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(target.shape, target.dtype),

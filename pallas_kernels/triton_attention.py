@@ -19,28 +19,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import tuning
+from pallas_kernels.quantise import largest
 from pallas_kernels.schedule import Work, query_tiles, split_lengths
+from pallas_kernels.tuning import Programs
 
 _LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
 _LOG2E = np.float32(math.log2(math.e))
 _LN2 = np.float32(math.log(2))
 
-# Not measured on a GPU yet; chosen so that no target spills a register.
-_DECODE_TILE, _PREFILL_TILE = 64, 64  # slots
-_QUERY_ROWS = 64  # rows of prefill's products: queries x G
-_DECODE_PROGRAMS = 4 * 132  # four to a multiprocessor of an H200
-
 
 def decode_attention(
-    q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, return_lse=False, interpret=False
-):
+    q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, return_lse=False,
+    interpret=False,
+):  # fmt: skip
     """As `xla.decode_attention`; `interpret` runs the kernel's Python on any platform."""
     rows, kv_heads = q.shape[0], pool.shape[3]
-    work, starts = split_lengths(lengths, _DECODE_TILE, _DECODE_PROGRAMS // kv_heads, window)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "interpret": interpret}
+    tiles = tuning.triton_decode(q.shape[2], q.dtype.itemsize, pool.dtype.itemsize)
+    work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // kv_heads, window)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
     parts = work.row.shape[0]
     dtype = q.dtype if parts == rows else jnp.float32
-    out, lse = _attend(q, pool, layer, tables, work, 1, parts, dtype, _DECODE_TILE, None, **options)
+    out, lse = _attend(q, pool, layer, tables, work, 1, parts, dtype, tiles, None, sinks, scales, **options)
     if parts > rows:
         out, lse = _merge(out, lse, starts, q.dtype, interpret)
     return (out, lse) if return_lse else out
@@ -48,40 +48,42 @@ def decode_attention(
 
 def prefill_attention(
     q, pool, layer, tables, lengths, starts, counts, *, max_count, scale, window=None, soft_cap=None, sinks=None,
-    return_lse=False, interpret=False,
+    scales=None, return_lse=False, interpret=False,
 ):  # fmt: skip
     """As `xla.prefill_attention`; `interpret` runs the kernel's Python on any platform."""
     tokens, heads, _ = q.shape
-    width = min(max(_QUERY_ROWS * pool.shape[3] // heads, 1), max_count)
-    work = query_tiles(tokens, lengths, starts, counts, max_count, width)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "interpret": interpret}
+    tiles = tuning.triton_prefill(q.shape[2], q.dtype.itemsize)
+    queries = min(max(tiles.rows * pool.shape[3] // heads, 1), max_count)
+    work = query_tiles(tokens, lengths, starts, counts, max_count, queries)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
     # No program writes padding's results.
     blank = jnp.zeros_like(q), jnp.zeros((tokens, heads), jnp.float32)
-    out, lse = _attend(q, pool, layer, tables, work, width, tokens, q.dtype, _PREFILL_TILE, blank, **options)
+    out, lse = _attend(q, pool, layer, tables, work, queries, tokens, q.dtype, tiles, blank, sinks, scales, **options)
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    q, pool, layer, tables, work: Work, queries: int, places: int, dtype, tile: int, blank,
-    *, scale, window, soft_cap, sinks, interpret,
+    q, pool, layer, tables, work: Work, queries: int, places: int, dtype, tiles: Programs, blank, sinks, scales,
+    *, scale, window, soft_cap, interpret,
 ):  # fmt: skip
     """Attention of every piece of work, up to `queries` of each; results [places, Q, D] and their lse f32[places, Q].
 
-    `blank` is what the results are where no piece of work writes them; None if every place is written.
+    With `blank` the queries' places in q are their results' too, and blank is what stands at the places of padding;
+    without, one query's result is at the place of its piece in the list.
     """
     _, heads, width = q.shape
     kv_heads = pool.shape[3]
-    if pool.dtype.itemsize == 1 and 2**31 <= pool.size <= 2**32:
-        raise NotImplementedError("triton: Pallas's 32-bit offsets do not reach all of a pool of 2 to 4 GiB of bytes")
+    check_reach(pool)
     padded = pl.next_power_of_2(width)
     kernel = functools.partial(
-        _kernel, shape=pool.shape, width=width, padded=padded, group=heads // kv_heads, queries=queries, tile=tile,
-        scale=scale, window=window, soft_cap=soft_cap, has_sinks=sinks is not None,
+        _kernel, shape=pool.shape, width=width, padded=padded, group=heads // kv_heads, queries=queries,
+        tile=tiles.slots, by_part=blank is None, scale=scale, window=window, soft_cap=soft_cap,
+        has_sinks=sinks is not None, has_scales=scales is not None, interpret=interpret,
     )  # fmt: skip
     sinks = jnp.zeros((heads,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    operands = [
-        *work, jnp.full((1,), layer, jnp.int32), q, pool.reshape(-1, width), tables, sinks, *(blank or ()),
-    ]  # fmt: skip
+    operands = [*work, jnp.full((1,), layer, jnp.int32), q, pool.reshape(-1, width), tables, sinks]
+    operands += [] if scales is None else [scales.reshape(-1)]
+    aliases = {len(operands) + i: i for i in range(2)} if blank else {}
     return pl.pallas_call(
         kernel,
         out_shape=(
@@ -89,24 +91,30 @@ def _attend(
             jax.ShapeDtypeStruct((places, heads), jnp.float32),
         ),
         grid=(work.row.shape[0], kv_heads),
-        input_output_aliases={12: 0, 13: 1} if blank else {},
-        compiler_params=plt.CompilerParams(num_warps=4 if padded <= 128 else 8, num_stages=2),
+        input_output_aliases=aliases,
+        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=2),
         interpret=interpret,
-        name="decode_attention" if queries == 1 else "prefill_attention",
-    )(*operands)
+        name="prefill_attention" if blank else "decode_attention",
+    )(*operands, *(blank or ()))
+
+
+def check_reach(pool):
+    """Raises NotImplementedError on a pool that Pallas would address wrongly."""
+    if pool.dtype.itemsize == 1 and 2**31 <= pool.size <= 2**32:
+        raise NotImplementedError("triton: Pallas's 32-bit offsets do not reach all of a pool of 2 to 4 GiB of bytes")
 
 
 def _kernel(
-    row_ref, token_ref, count_ref, position_ref, begin_ref, end_ref, place_ref,  # i32[W]
+    row_ref, token_ref, count_ref, position_ref, begin_ref, end_ref,  # i32[W]
     layer_ref,  # i32[1]
     q_ref,  # [T, Q, D]
     kv_ref,  # [(N + 1) L 2 K P, D]
     tables_ref,  # i32[R, M]
     sinks_ref,  # f32[Q]
-    *refs,  # what the results are aliased with, if anything; out [X, Q, D]; lse f32[X, Q]
-    shape, width, padded, group, queries, tile, scale, window, soft_cap, has_sinks,
+    *refs,  # scales f32[(N + 1) L 2 K P], if any; what the results are aliased with; out [X, Q, D]; lse f32[X, Q]
+    shape, width, padded, group, queries, tile, by_part, scale, window, soft_cap, has_sinks, has_scales, interpret,
 ):  # fmt: skip
-    out_ref, lse_ref = refs[-2:]
+    scales_ref, (out_ref, lse_ref) = refs[0] if has_scales else None, refs[-2:]
     _, layers, _, kv_heads, size, _ = shape
     item, head = pl.program_id(0), pl.program_id(1)
     row, count, first, end = row_ref[item], count_ref[item], position_ref[item], end_ref[item]
@@ -123,21 +131,25 @@ def _kernel(
     )  # fmt: skip
     q = plt.load(q_ref.at[(token_ref[item] + query)[:, None], heads[:, None], column[None, :]], mask=here, other=0.0)
     dtype = jnp.float32 if q.dtype == jnp.float32 else q.dtype
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    # As exact as float32 by three products of tf32, which only GPUs have.
+    exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    precision = exact if dtype == jnp.float32 else None
     position = first + query
+    # A weight times V's scale can be too small for float16; times this it is as large as the weight times V.
+    unit = np.float32(2.0 ** math.ceil(math.log2(largest(kv_ref.dtype))) if has_scales else 1)
 
     def step(number, carry, masked):
         highest, total, mixed = carry
         slot = begin + number * tile + jnp.arange(tile, dtype=jnp.int32)
         inside = slot < end
+        if window is not None:
+            inside = inside & (slot > first - window)
         block = plt.load(tables_ref.at[row, slot // size], mask=inside, other=0)
         at = (((block * layers + layer_ref[0]) * 2) * kv_heads + head) * size + slot % size
-        mask = None
-        if masked or padded > width:
-            mask = inside[:, None] & (column < width)[None, :]
-        other = None if mask is None else 0.0
-        k = plt.load(kv_ref.at[at[:, None], column[None, :]], mask=mask, other=other).astype(dtype)
-        score = plt.dot(q, k, trans_b=True, precision=precision) * np.float32(scale)
+        mask = inside[:, None] & (column < width)[None, :] if masked or padded > width else None
+        fetch = functools.partial(_fetch, kv_ref, scales_ref, column, mask, inside if masked else None, dtype)
+        k, k_scale = fetch(at)
+        score = plt.dot(q, k, trans_b=True, precision=precision) * (k_scale * np.float32(scale))
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
         score = score * _LOG2E
@@ -148,8 +160,8 @@ def _kernel(
             score = jnp.where(seen, score, -jnp.inf)
         new = jnp.maximum(highest, jnp.max(score, axis=1))
         shrink, weight = jnp.exp2(highest - new), jnp.exp2(score - new[:, None])
-        v = plt.load(kv_ref.at[(at + kv_heads * size)[:, None], column[None, :]], mask=mask, other=other).astype(dtype)
-        update = plt.dot(weight.astype(dtype), v, precision=precision)
+        v, v_scale = fetch(at + kv_heads * size)
+        update = plt.dot((weight * (v_scale * unit)).astype(dtype), v, precision=precision)
         return new, total * shrink + jnp.sum(weight, axis=1), mixed * shrink[:, None] + update
 
     highest, total = jnp.full(packed.shape, _LOWEST), jnp.zeros(packed.shape, jnp.float32)
@@ -166,11 +178,35 @@ def _kernel(
         whole = 0
     highest, total, mixed = lax.fori_loop(whole, last, functools.partial(step, masked=True), carry)
 
-    out = mixed / jnp.where(total > 0, total, 1.0)[:, None]
-    place = place_ref[item] + query
+    out = mixed / jnp.where(total > 0, total * unit, 1.0)[:, None]
+    place = (item if by_part else token_ref[item]) + query
     plt.store(out_ref.at[place[:, None], heads[:, None], column[None, :]], out.astype(out_ref.dtype), mask=here)
     lse = jnp.where(total > 0, (highest + jnp.log2(jnp.where(total > 0, total, 1.0))) * _LN2, -jnp.inf)
     plt.store(lse_ref.at[place, heads], lse, mask=live)
+
+
+def _fetch(kv_ref, scales_ref, column, mask, inside, dtype, at):
+    """K or V of a tile's slots at rows `at` of kv_ref, and their scales f32[1, tile] or 1; masks are None for all."""
+    zero = 0 if jnp.issubdtype(kv_ref.dtype, jnp.integer) else 0.0
+    kv = plt.load(kv_ref.at[at[:, None], column[None, :]], mask=mask, other=None if mask is None else zero)
+    kv = (_by_bits(kv) if kv.dtype == jnp.float8_e4m3fn and not converts_fp8() else kv).astype(dtype)
+    if scales_ref is None:
+        return kv, np.float32(1)
+    return kv, plt.load(scales_ref.at[at], mask=inside, other=None if inside is None else 0.0)[None, :]
+
+
+def converts_fp8() -> bool:
+    """Whether the GPU has instructions that convert float8_e4m3fn; they came with sm_89."""
+    try:
+        return plt.get_gpu_info().compute_capability >= 89
+    except ValueError:  # no GPU at all
+        return True
+
+
+def _by_bits(x):
+    """float8_e4m3fn as float16, exactly, but for NaN: the same bits further left have an exponent less by 8."""
+    bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16) << 7  # with the sign twice
+    return lax.bitcast_convert_type(bits & np.int16(~0x4000), jnp.float16) * np.float16(256)
 
 
 def _first_slot(first, window, tile):

@@ -32,9 +32,46 @@ def chip() -> str | None:
     return None
 
 
+def _multiprocessors() -> int:
+    return {"hopper": 132, "ampere": 108}.get(chip() or "hopper", 132)
+
+
 def decode_programs() -> int:
-    """Pieces of work x kv heads that decode cuts a batch into: four programs to each multiprocessor."""
-    return 4 * {"hopper": 132, "ampere": 108}.get(chip() or "hopper", 132)
+    """Pieces of work times kv heads that decode cuts a batch into: four programs to a multiprocessor."""
+    return 4 * _multiprocessors()
+
+
+# That a program moves of blocks at a time: 16 bytes for each of 128 threads, eight times.
+CHUNK_BYTES = 16_384
+
+
+def move_programs() -> int:
+    """Programs that share the chunks of all blocks to move among them: eight to a multiprocessor."""
+    return 8 * _multiprocessors()
+
+
+class Programs(NamedTuple):
+    """What a Triton program works on at once: slots of K/V, rows of the products (queries x G), by so many warps."""
+
+    slots: int
+    rows: int
+    warps: int
+
+
+def triton_decode(width: int, q_bytes: int, kv_bytes: int) -> Programs:
+    """32 KB of K/V a tile: what counts is how much is in flight. Of wide heads or float32 more would spill."""
+    if q_bytes > 2:
+        return Programs(32, 16, 4 if width <= 128 else 8)
+    if width > 128:
+        return Programs(64, 16, 8)
+    return Programs(64, 16, 4) if kv_bytes > 1 else Programs(128, 16, 8)
+
+
+def triton_prefill(width: int, q_bytes: int) -> Programs:
+    """As many rows as registers allow (an Ampere's spill sooner): each tile of K/V is read once for all of them."""
+    if q_bytes > 2:
+        return Programs(32, 16, 4 if width <= 128 else 8)
+    return Programs(64, 128, 8) if width <= 128 else Programs(64, 64, 8)
 
 
 class Tiles(NamedTuple):

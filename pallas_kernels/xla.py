@@ -6,22 +6,36 @@ layers; K and V; K kv heads; P slots to a block; head width D. Slot s is positio
 tables hold pool rows, all of them in 0..N: what a table holds beyond a row's length is never read. Further: R rows
 of the block tables, M blocks to a row, T tokens in a call, Q query heads.
 
-Slots that hold no token of the row that reads them may hold anything, NaN included; it never reaches a result.
+A quantised pool is of int8 or float8_e4m3fn and has `scales` f32[N + 1, L, 2, K, P] beside it, one per token, head
+and K or V: the K/V are pool * scale. The functions that move blocks move those of scales as well.
+
+Slots that hold no token of the row that reads them may hold anything, NaN included, and so may their scales; it never
+reaches a result.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.quantise import quantise
 from pallas_kernels.xla_attention import decode_attention, prefill_attention
 
 __all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
 
 
-def append_kv(pool: jax.Array, layer: jax.Array | int, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
+def append_kv(
+    pool: jax.Array,
+    layer: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    scales: jax.Array | None = None,
+):
     """Writes new K/V into their slots, in place where the pool is donated.
 
     Args:
@@ -30,32 +44,46 @@ def append_kv(pool: jax.Array, layer: jax.Array | int, k: jax.Array, v: jax.Arra
       k: [T, K, D].
       v: [T, K, D].
       slots: i32[T]; distinct, but for those of the scratch block: what goes there is dropped.
+      scales: f32[N + 1, L, 2, K, P] of a quantised pool, in place where donated.
 
     Returns:
-      The pool with the tokens' K/V in the pool's dtype.
+      The pool with the tokens' K/V in the pool's dtype; with `scales` quantised, and the scales with theirs.
     """
     scratch, size = pool.shape[0] - 1, pool.shape[4]
     block = slots // size
     # Every dropped token gets an index of its own beyond the pool, so that XLA may take all indices as distinct.
     block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))
-    kv = jnp.stack([k, v], axis=1).astype(pool.dtype)
-    return pool.at[block, layer, :, :, slots % size].set(
-        kv, mode="drop", wrap_negative_indices=False, unique_indices=True
-    )
+    kv = jnp.stack([k, v], axis=1)
+
+    def put(array, new):
+        place = array.at[block, layer, :, :, slots % size]
+        return place.set(new, mode="drop", wrap_negative_indices=False, unique_indices=True)
+
+    if scales is None:
+        return put(pool, kv.astype(pool.dtype))
+    values, scale = quantise(kv, pool.dtype)
+    return put(pool, values), put(scales, scale[..., 0])
 
 
-def copy_blocks(pool: jax.Array, sources: jax.Array, targets: jax.Array, count: jax.Array) -> jax.Array:
-    """Copies whole blocks inside a pool, in order, in place where the pool is donated. Costs `count` copies.
+def copy_blocks(
+    pool: jax.Array, sources: jax.Array, targets: jax.Array, count: jax.Array, tokens: jax.Array | None = None
+) -> jax.Array:
+    """Copies blocks inside a pool, in order, in place where the pool is donated. Costs `count` copies.
 
     Args:
-      pool: [N + 1, L, 2, K, P, D].
+      pool: [N + 1, L, 2, K, P, D], or scales [N + 1, L, 2, K, P].
       sources: i32[E]; pool rows.
       targets: i32[E]; pool rows.
       count: i32[]; how many leading entries to execute.
+      tokens: i32[E]; of each entry only so many slots, the first ones, are copied. None: whole blocks.
     """
 
     def copy(i, matrix):
         block = lax.dynamic_index_in_dim(matrix, sources[i], allow_negative_indices=False)
+        if tokens is not None:
+            slot = jnp.arange(block.size, dtype=jnp.int32)[None] // math.prod(pool.shape[5:]) % pool.shape[4]
+            kept = lax.dynamic_index_in_dim(matrix, targets[i], allow_negative_indices=False)
+            block = jnp.where(slot < tokens[i], block, kept)
         return lax.dynamic_update_index_in_dim(matrix, block, targets[i], 0, allow_negative_indices=False)
 
     # A block as one row: XLA's CPU copy of a block of six axes takes three times as long.
@@ -66,11 +94,11 @@ def gather_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
     """Blocks of a pool, one after the other.
 
     Args:
-      pool: [N + 1, L, 2, K, P, D].
+      pool: [N + 1, L, 2, K, P, D], or scales [N + 1, L, 2, K, P].
       blocks: i32[B]; pool rows, padding is the scratch row.
 
     Returns:
-      [B, L, 2, K, P, D].
+      [B, L, 2, K, P, D], or [B, L, 2, K, P].
     """
     _, *shape, size, width = pool.shape
     tiles = int(np.prod(shape))
@@ -84,8 +112,8 @@ def scatter_blocks(pool: jax.Array, staged: jax.Array, blocks: jax.Array, count:
     """Puts blocks back into a pool, in place where the pool is donated. Costs `count` blocks.
 
     Args:
-      pool: [N + 1, L, 2, K, P, D].
-      staged: [B, L, 2, K, P, D].
+      pool: [N + 1, L, 2, K, P, D], or scales [N + 1, L, 2, K, P].
+      staged: [B, L, 2, K, P, D], or [B, L, 2, K, P].
       blocks: i32[B]; pool rows.
       count: i32[]; how many leading entries to put back.
     """

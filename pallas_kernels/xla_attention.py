@@ -7,6 +7,8 @@ that a short row in a long table costs little; nothing is ever sliced out of the
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,7 @@ def decode_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    scales: jax.Array | None = None,
     return_lse: bool = False,
 ):
     """Attention of one query token per row, the row's last, over the row's paged K/V.
@@ -45,6 +48,7 @@ def decode_attention(
       window: a token attends to the last `window` tokens, itself included. None: to all before it.
       soft_cap: c makes every score c * tanh(score / c).
       sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
+      scales: f32[N + 1, L, 2, K, P] of a quantised pool; None: the pool holds the K/V themselves.
       return_lse: whether to return the logarithm of the softmax's denominator too.
 
     Returns:
@@ -52,7 +56,7 @@ def decode_attention(
     """
     out, lse = _attend(
         q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32),
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales,
     )  # fmt: skip
     return (out[:, 0], lse[:, 0]) if return_lse else out[:, 0]
 
@@ -71,6 +75,7 @@ def prefill_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    scales: jax.Array | None = None,
     return_lse: bool = False,
 ):
     """Causal attention of each row's last tokens, any number of them, over the row's paged K/V.
@@ -88,6 +93,7 @@ def prefill_attention(
       window: tokens that a token attends to, or None.
       soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
+      scales: f32[N + 1, L, 2, K, P], or None.
       return_lse: whether to return the logarithm of the softmax's denominator too.
 
     Returns:
@@ -99,7 +105,7 @@ def prefill_attention(
     token = work.token[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     out, lse = _attend(
         q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[work.row], work.position,
-        work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales,
     )  # fmt: skip
     # And back: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
@@ -112,7 +118,7 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
-def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks):
+def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales):
     """Attention of W tiles of C queries, each over the K/V of one table, one tile of slots after the other.
 
     q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D]
@@ -121,6 +127,7 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     """
     num, chunk, heads, width = q.shape
     kv_heads, size = pool.shape[3:5]
+    run = _run(size, width)
     split = (num, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
     queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num, chunk, kv_heads, -1, width)
     queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, width)
@@ -137,11 +144,14 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
         column = base[:, None] + jnp.arange(tables.shape[1], dtype=jnp.int32)[None]
         tables = jnp.take_along_axis(tables, column, axis=1, mode="clip")
 
+    def fetch(row):
+        kv = rows(pool, row, run, jnp.float32).reshape(num, kv_heads, tile_slots, width)
+        return kv if scales is None else kv * rows(scales, row, run, jnp.float32).reshape(*kv.shape[:3], 1)
+
     def step(tile, carry, block, live, masked):
-        row, stride, order = _runs(pool.shape, layer, block)
+        row, stride, order = _runs(pool.shape, run, layer, block)
         slot = ((base + tile * blocks) * size)[:, None] + order[None]
-        keys = rows(pool, row, jnp.float32).reshape(num, kv_heads, tile_slots, width)
-        score = _scores(queries, keys)
+        score = _scores(queries, fetch(row))
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
         seen = _seen(slot, position, length if masked else None, window)
@@ -149,7 +159,7 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
             score = jnp.where(seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
         # V is fetched after K is used up, into the same memory: both at once would not fit a CPU's caches.
         score, row = lax.optimization_barrier((score, row))
-        values = rows(pool, row + stride, jnp.float32).reshape(keys.shape)
+        values = fetch(row + stride)
         if masked:  # 0 * NaN is NaN
             values = jnp.where((slot < length[:, None])[:, None, :, None], values, 0.0)
         return _fold(carry, score, values, live)
@@ -174,7 +184,7 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     return jnp.where(real, out, jnp.zeros((), q.dtype)), lse
 
 
-def _runs(shape, layer, block):
+def _runs(shape, run, layer, block):
     """Where the K of a tile of blocks i32[W, B] is, in a pool seen as rows of one run of slots each.
 
     A tile does not lie in memory order: it takes the first run of every block, then the second of every block, and
@@ -184,8 +194,8 @@ def _runs(shape, layer, block):
     Returns:
       Rows i32[W, K, P / run, B]; how many rows further V is; and the slots' places in the tile, i32[B * P].
     """
-    _, layers, _, kv_heads, size, width = shape
-    num_runs = size // _run(size, width)
+    _, layers, _, kv_heads, size, _ = shape
+    num_runs = size // run
     row = ((block * layers + layer) * (2 * kv_heads))[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     row = (row * num_runs)[:, :, None] + jnp.arange(num_runs, dtype=jnp.int32)[None, None, :, None]
     order = np.arange(block.shape[1] * size, dtype=np.int32).reshape(block.shape[1], num_runs, -1)
@@ -243,14 +253,13 @@ def _seen(slot, position, length, window):
     return seen if near is None else seen & near
 
 
-def rows(pool: jax.Array, row: jax.Array, dtype) -> jax.Array:
-    """Rows of a pool [N + 1, L, 2, K, P, D] that is seen as a matrix with one run of slots in each row.
+def rows(array: jax.Array, row: jax.Array, run: int, dtype) -> jax.Array:
+    """Rows of a pool, or of its scales, that is seen as a matrix with one run of slots in each row.
 
     The barrier keeps XLA from merging what follows into the gather, whose inner loop would then no longer be one
     long run: on CPU that took up to twice as long.
     """
-    size, width = pool.shape[4:]
-    matrix = pool.reshape(-1, _run(size, width) * width)
+    matrix = array.reshape(-1, run * math.prod(array.shape[5:]))
     gathered = matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False)
     return lax.optimization_barrier(gathered.astype(dtype))
 

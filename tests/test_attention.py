@@ -44,15 +44,23 @@ def oracle(q, keys, values, first, *, scale, window=None, soft_cap=None, sinks=N
 
 
 class Case:
-    """Rows of random K/V at random places of a pool that is NaN everywhere else."""
+    """Rows of random K/V at random places of a pool that is NaN everywhere else.
 
-    def __init__(self, lengths, *, kv_heads=2, group=2, width=16, block_size=4, dtype="float32", layers=2, seed=0):
+    A pool `stored` as int8, which has no NaN, or float8_e4m3fn has scales, unless `scaled` is False; they are NaN
+    everywhere else.
+    """
+
+    def __init__(
+        self, lengths, *, kv_heads=2, group=2, width=16, block_size=4, dtype="float32", layers=2, seed=0, stored=None,
+        scaled=True,
+    ):  # fmt: skip
         rng = np.random.default_rng(seed)
         self.lengths, self.group, self.layer, self.dtype = np.asarray(lengths), group, layers - 1, dtype
         max_blocks = -(-max(1, *lengths) // block_size) + 1
         num_blocks = len(lengths) * max_blocks + 3
         shape = (num_blocks + 1, layers, 2, kv_heads, block_size, width)
-        pool = np.full(shape, np.nan, np.float32)
+        pool = np.full(shape, -128.0 if stored == "int8" else np.nan, np.float32)
+        scales = np.full(shape[:5], np.nan, np.float32)
         # What a table holds beyond its row's length: somebody else's block, or scratch.
         self.tables = rng.integers(0, num_blocks + 1, (len(lengths), max_blocks)).astype(np.int32)
         order = rng.permutation(num_blocks)
@@ -60,12 +68,26 @@ class Case:
         for row, length in enumerate(lengths):
             used = -(-length // block_size)
             self.tables[row, :used], order = order[:used], order[used:]
-            kv = np.asarray(jnp.asarray(rng.standard_normal((length, 2, kv_heads, width)), dtype).astype(jnp.float32))
+            kv, scale = rng.standard_normal((length, 2, kv_heads, width)), np.ones((length, 2, kv_heads), np.float32)
+            if stored:
+                scale = rng.uniform(0.01, 0.04, scale.shape).astype(np.float32)
+                kv = np.clip(kv / scale[..., None], -127, 127)
+            kv = np.asarray(jnp.asarray(kv, jnp.float32).astype(stored or dtype).astype(jnp.float32))
             slot = np.arange(length)
-            pool[self.tables[row, slot // block_size], self.layer, :, :, slot % block_size] = kv
-            self.kv.append(kv)
-        self.pool = jnp.asarray(pool, dtype)
+            place = self.tables[row, slot // block_size], self.layer, slice(None), slice(None), slot % block_size
+            pool[place], scales[place] = kv, scale
+            self.kv.append(kv * scale[..., None] if scaled else kv)
+        self.pool = jnp.asarray(pool, stored or dtype)
+        self.scales = jnp.asarray(scales) if stored and scaled else None
         self.rng, self.heads, self.width = rng, kv_heads * group, width
+
+    def tables_for(self, window, counts=1):
+        """The block tables, without the blocks that even the first of a row's last tokens does not see."""
+        if window is None:
+            return jnp.asarray(self.tables)
+        left = np.maximum(self.lengths - counts - window + 1, 0) // self.pool.shape[4]
+        column = np.arange(self.tables.shape[1])
+        return jnp.asarray(np.where(column[None] < left[:, None], self.pool.shape[0] - 1, self.tables))
 
     def queries(self, *shape):
         return jnp.asarray(self.rng.standard_normal((*shape, self.heads, self.width)), self.dtype)
@@ -92,7 +114,10 @@ OPTIONS = {
     "all": {"window": 9, "soft_cap": 3.0, "sinks": True, "scale": 0.3},
 }
 # (kv heads, queries per kv head, head width, block size)
-SHAPES = [(2, 1, 16, 4), (1, 2, 32, 8), (2, 4, 64, 16), (3, 1, 80, 4), (1, 8, 128, 16), (2, 2, 128, 8), (1, 4, 80, 16)]
+SHAPES = [
+    (2, 1, 16, 4), (1, 2, 32, 8), (2, 4, 64, 16), (3, 1, 80, 4), (1, 8, 128, 128), (2, 2, 128, 8), (1, 4, 96, 32),
+    (1, 2, 256, 64),
+]  # fmt: skip
 
 
 def options_for(case, name):
@@ -103,18 +128,21 @@ def options_for(case, name):
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "scale", "window", "soft_cap"))
-def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, **options):
+def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, scales=None, **options):
     return pallas_kernels.call(
         "decode_attention", q, pool, layer, tables, lengths,
-        scale=scale, sinks=sinks, return_lse=True, **options, **how(implementation),
+        scale=scale, sinks=sinks, scales=scales, return_lse=True, **options, **how(implementation),
     )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "max_count", "scale", "window", "soft_cap"))
-def prefill(q, pool, layer, tables, lengths, starts, counts, implementation, max_count, scale, sinks=None, **options):
+def prefill(
+    q, pool, layer, tables, lengths, starts, counts, implementation, max_count, scale, sinks=None, scales=None,
+    **options,
+):  # fmt: skip
     return pallas_kernels.call(
-        "prefill_attention", q, pool, layer, tables, lengths, starts, counts,
-        max_count=max_count, scale=scale, sinks=sinks, return_lse=True, **options, **how(implementation),
+        "prefill_attention", q, pool, layer, tables, lengths, starts, counts, max_count=max_count, scale=scale,
+        sinks=sinks, scales=scales, return_lse=True, **options, **how(implementation),
     )  # fmt: skip
 
 
@@ -122,14 +150,9 @@ def check_decode(case, implementation, **options):
     q = case.queries(len(case.lengths))
     options.setdefault("scale", case.width**-0.5)
     out, lse = decode(
-        q,
-        case.pool,
-        case.layer,
-        jnp.asarray(case.tables),
-        jnp.asarray(case.lengths, jnp.int32),
-        implementation,
-        **options,
-    )
+        q, case.pool, case.layer, case.tables_for(options.get("window")), jnp.asarray(case.lengths, jnp.int32),
+        implementation, scales=case.scales, **options,
+    )  # fmt: skip
     assert out.dtype == q.dtype and out.shape == q.shape
     for row, length in enumerate(case.lengths):
         if length == 0:
@@ -148,9 +171,9 @@ def check_prefill(case, implementation, counts, *, gaps=0, max_count=None, **opt
     q = case.queries(total)
     options.setdefault("scale", case.width**-0.5)
     out, lse = prefill(
-        q, case.pool, case.layer, jnp.asarray(case.tables), jnp.asarray(case.lengths, jnp.int32),
-        jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32), implementation,
-        max_count or int(max(counts)), **options,
+        q, case.pool, case.layer, case.tables_for(options.get("window"), counts),
+        jnp.asarray(case.lengths, jnp.int32), jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32),
+        implementation, max_count or int(max(counts)), scales=case.scales, **options,
     )  # fmt: skip
     padding = np.ones(total, bool)
     for row, count in enumerate(counts):
@@ -163,7 +186,7 @@ def check_prefill(case, implementation, counts, *, gaps=0, max_count=None, **opt
     np.testing.assert_array_equal(np.asarray(out, np.float32)[padding], 0)
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "mosaic"])  # which tests/test_mosaic.py simulates
 def implementation(request):
     return request.param
 
@@ -194,6 +217,20 @@ def test_prefill_mixed_with_decode(shape, name, implementation):
 def test_narrow_dtypes(dtype, implementation):
     check_decode(Case([1, 0, 37, 130], dtype=dtype, width=64), implementation)
     check_prefill(Case([9, 0, 37, 130], dtype=dtype, width=64), implementation, [9, 0, 1, 30])
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "all"])
+@pytest.mark.parametrize(("stored", "dtype"), [("int8", "bfloat16"), ("float8_e4m3fn", "float16")])
+def test_quantised_pools(stored, dtype, name, implementation):
+    shape = {"kv_heads": 2, "group": 2, "width": 32, "block_size": 8}
+    case = Case([1, 0, 37, 200], **shape, dtype=dtype, stored=stored)
+    check_decode(case, implementation, **options_for(case, name))
+    check_prefill(case, implementation, [1, 0, 30, 90], **options_for(case, name))
+
+
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
+def test_pools_of_bytes_without_scales(stored, implementation):
+    check_decode(Case([37, 70], stored=stored, scaled=False), implementation, scale=0.005)
 
 
 def test_wide_queries_over_a_narrow_pool(implementation):
@@ -254,10 +291,19 @@ def test_attention_under_vmap(implementation):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_on_a_gpu(shape, dtype):
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize(("dtype", "stored"), [
+    ("bfloat16", None), ("float16", None), ("float32", None), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"),
+])  # fmt: skip
+@pytest.mark.parametrize("kernel", list(pallas_kernels.PLATFORMS))
+def test_on_a_gpu(shape, name, dtype, stored, kernel):
     """The kernels themselves; everything above runs there too, with `-m "not slow"` and JAX_PLATFORMS=cuda,cpu."""
     kv_heads, group, width, block_size = shape
-    options = {"kv_heads": kv_heads, "group": group, "width": width, "block_size": block_size, "dtype": dtype}
-    check_decode(Case([1, 0, 37, 4000, 700], **options), "triton")
-    check_prefill(Case([9, 1, 0, 131, 4000], **options), "triton", [9, 1, 0, 90, 300])
+    options = {"kv_heads": kv_heads, "group": group, "width": width, "block_size": block_size}
+    options |= {"dtype": dtype, "stored": stored}
+    decoded, prefilled = Case([1, 0, 37, 4000, 700], **options), Case([9, 1, 0, 131, 4000], **options)
+    try:
+        check_decode(decoded, kernel, **options_for(decoded, name))
+        check_prefill(prefilled, kernel, [9, 1, 0, 90, 300], **options_for(prefilled, name))
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))

@@ -10,7 +10,9 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import triton, xla
+from pallas_kernels.quantise import largest, quantise
 from pallas_kernels.schedule import query_tiles, split_lengths
+from pallas_kernels.triton_attention import _by_bits
 
 
 def pool_of(dtype="float32", blocks=8, heads=3, size=4, width=20, seed=0):
@@ -32,11 +34,54 @@ def test_append_kv(dtype, heads, width):
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, wanted)))
 
 
+def quantised(dtype, **shape):
+    """A pool of all bit patterns, and scales of which those of the scratch row are NaN."""
+    scales = pool_of(**shape)[..., 0]
+    return jnp.asarray(np.random.default_rng(2).integers(0, 256, pool_of(**shape).shape), jnp.uint8).view(dtype), scales
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("heads", "width", "given"), [(3, 20, "float32"), (2, 16, "bfloat16"), (1, 80, "float16")])
+def test_quantised_append(dtype, heads, width, given):
+    pool, scales = quantised(dtype, heads=heads, width=width)
+    k, v = kv = jnp.asarray(np.random.default_rng(1).standard_normal((2, 6, heads, width)), given)
+    slots = np.array([0, 33, 17, 31, 9, 34], np.int32)  # two of them in scratch
+    args = pool, jnp.int32(1), k, v, jnp.asarray(slots), scales
+    wanted = jax.jit(xla.append_kv)(*args)
+    got = jax.jit(functools.partial(triton.append_kv, interpret=True))(*args)
+    real, place = slots < 32, (slots[slots < 32] // 4, 1, slice(None), slice(None), slots[slots < 32] % 4)
+    for new, twin, old, values in zip(got, wanted, (pool, scales), quantise(kv, dtype), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, twin)))
+        expected = np.array(old)
+        expected[place] = np.asarray(values).reshape(2, 6, *expected[place].shape[2:]).swapaxes(0, 1)[real]
+        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, expected)))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_vectors_are_close_to_what_they_were(dtype):
+    x = np.random.default_rng(0).standard_normal((500, 64)).astype(np.float32) * np.logspace(-30, 30, 500)[:, None]
+    x = np.concatenate([x, [[0.0] * 64, [1e-44] * 64, [-3.0] * 64]]).astype(np.float32)
+    values, scale = (np.asarray(y, np.float64) for y in jax.jit(quantise, static_argnums=1)(x, dtype))
+    # Half a step of 127, or of the last of three bits.
+    step = scale if dtype == "int8" else np.maximum(np.abs(x) / 8, scale * 2.0**-9)
+    assert np.all(np.abs(values * scale - x) <= np.maximum(0.5001 * step, 1e-40))
+    assert np.all(np.max(np.abs(values[:500]), axis=1) == largest(dtype)) and np.all(values[502] == -largest(dtype))
+    assert np.all(scale[500:502] == 1) and np.all(values[500:502] == 0)
+
+
+def test_bits_of_float8_become_float16():
+    x = jnp.arange(256, dtype=jnp.uint8).view(jnp.float8_e4m3fn)
+    finite = np.isfinite(np.asarray(x, np.float32))
+    np.testing.assert_array_equal(*(np.asarray(y, np.float32)[finite] for y in (_by_bits(x), x)))
+
+
 # 20 numbers to a row are less than a chunk, 200 heads of 20 more than one.
 @pytest.mark.parametrize("heads", [1, 200])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_moving_blocks(heads, count):
+@pytest.mark.parametrize("what", ["pool", "scales"])
+def test_moving_blocks(heads, count, what):
     pool, count = pool_of(heads=heads), jnp.int32(count)
+    pool = pool if what == "pool" else pool[..., 0]
     sources, targets = jnp.array([1, 2, 3, 8], jnp.int32), jnp.array([4, 5, 6, 8], jnp.int32)
     moved = triton.copy_blocks(pool, sources, targets, count, interpret=True)
     np.testing.assert_array_equal(moved, xla.copy_blocks(pool, sources, targets, count))
@@ -44,6 +89,20 @@ def test_moving_blocks(heads, count):
     np.testing.assert_array_equal(triton.gather_blocks(pool, sources, interpret=True), staged)
     back = triton.scatter_blocks(pool, -staged, targets, count, interpret=True)
     np.testing.assert_array_equal(back, xla.scatter_blocks(pool, -staged, targets, count))
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [("float32", 1), ("int8", 3), ("bfloat16", 200)])
+def test_copying_the_first_tokens_of_blocks(dtype, heads):
+    pool = pool_of(heads=heads) if dtype != "int8" else quantised(dtype, heads=heads)[0]
+    pool = pool.astype(dtype)
+    sources, targets = jnp.array([1, 2, 3, 0, 8], jnp.int32), jnp.array([4, 5, 6, 7, 8], jnp.int32)
+    tokens = jnp.array([3, 0, 4, 1, 2], jnp.int32)
+    wanted = np.array(pool)
+    for source, target, number in zip(sources[:3], targets[:3], tokens[:3], strict=True):
+        wanted[target, ..., :number, :] = wanted[source, ..., :number, :]
+    for implementation in (xla.copy_blocks, functools.partial(triton.copy_blocks, interpret=True)):
+        moved = jax.jit(implementation)(pool, sources, targets, jnp.int32(3), tokens)
+        np.testing.assert_array_equal(np.asarray(moved, np.float32), wanted.astype(np.float32))
 
 
 def test_a_pool_beyond_the_reach_of_offsets_is_refused():
@@ -55,6 +114,18 @@ def test_a_pool_beyond_the_reach_of_offsets_is_refused():
     )
     with pytest.raises(NotImplementedError, match="32-bit offsets"):
         jax.eval_shape(lambda q, pool: triton.decode_attention(q, pool, 0, table, rows, scale=1.0), q, pool)
+    with pytest.raises(NotImplementedError, match="32-bit offsets"):
+        jax.eval_shape(lambda pool: triton.copy_blocks(pool, rows, rows, 1), pool)
+    with pytest.raises(NotImplementedError, match="32-bit offsets"):
+        jax.eval_shape(lambda q, pool: triton.append_kv(pool, 0, q, q, rows), q, pool)
+
+
+def test_a_gpu_without_float8_appends_none(monkeypatch):
+    monkeypatch.setattr(triton, "converts_fp8", lambda: False)
+    pool, scales = quantised("float8_e4m3fn")
+    k = jnp.zeros((1, *pool.shape[3:4], pool.shape[5]))
+    with pytest.raises(NotImplementedError, match="sm_89"):
+        triton.append_kv(pool, 0, k, k, jnp.zeros(1, jnp.int32), scales)
 
 
 def test_where_there_is_no_gpu_the_twin_serves_and_a_named_kernel_refuses():
