@@ -13,8 +13,9 @@ from kvjax.match import Match
 from kvjax.paired import Cache
 from kvjax.plan import Ledger, Plan, plan
 from kvjax.plots import plot_blocks
-from kvjax.policies import EvictionPolicy, by_score, fifo, lfu, lru, random
+from kvjax.policies import EvictionPolicy, by_score, fifo, lfu, lru, priority, random
 from kvjax.pool import Pools, apply, init_pools, write
+from kvjax.retention import Retention, TokenRange
 from kvjax.sampling import Sampling
 from kvjax.show import show
 from kvjax.spec import CacheSpec, GroupSpec, LayerSpec, PoolSpec, make_spec
@@ -71,7 +72,10 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "fifo",
     "lfu",
     "lru",
+    "priority",
     "random",
+    "Retention",
+    "TokenRange",
     # bytes
     "Pools",
     "View",

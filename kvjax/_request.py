@@ -105,6 +105,7 @@ def assemble(
     status: jax.Array,
     *,
     removed: jax.Array | None = None,
+    updated: jax.Array | None = None,
     stored: tuple[Group, jax.Array] | None = None,
     copied: jax.Array | None = None,
     other: jax.Array | None = None,
@@ -115,12 +116,12 @@ def assemble(
     """Puts a transition's records i32[., 9] together in their order; stored ones with their blocks' contents."""
     status = jnp.atleast_1d(status)
     none = jnp.zeros((0, 9), jnp.int32)
-    rows = [none if r is None else r for r in (removed, stored and stored[1], copied, other)]
+    rows = [none if r is None else r for r in (removed, updated, stored and stored[1], copied, other)]
 
     def contents(of: Callable[[Any], jax.Array]) -> jax.Array:
         parts = [jnp.zeros((len(r), spec.block_size), jnp.int32) for r in rows]
         if stored is not None:
-            parts[1] = pick(of(stored[0].blocks), stored[1][:, 2])
+            parts[2] = pick(of(stored[0].blocks), stored[1][:, 2])
         return jnp.concatenate(parts)
 
     return Events(

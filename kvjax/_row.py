@@ -15,13 +15,14 @@ from kvjax.state import NO_BLOCK, CacheState, Group, pytree
 
 @pytree()
 class Row:
-    """One row: `exists` bool[] whether its number is in range; length, committed, namespace i32[]; table i32[M]."""
+    """One row: `exists` bool[] whether its number is in range; the others as in `Sequences` and `Group.table`."""
 
     exists: jax.Array
     length: jax.Array
     committed: jax.Array
     namespace: jax.Array
     table: jax.Array
+    retention: jax.Array | None
 
 
 def read(state: CacheState, seq: jax.Array) -> Row:
@@ -33,6 +34,7 @@ def read(state: CacheState, seq: jax.Array) -> Row:
         committed=pick(seqs.committed, seq),
         namespace=pick(seqs.namespace, seq),
         table=pick(state.groups[0].table, seq),
+        retention=None if seqs.retention is None else pick(seqs.retention, seq),
     )
 
 
@@ -45,18 +47,31 @@ def write(
     length: jax.Array | int,
     committed: jax.Array | int,
     namespace: jax.Array | int,
+    retention: jax.Array | None = None,
 ) -> CacheState:
-    """The state with `group` and, where `ok` bool[], with a new row `seq`; table i32[...] is cut or padded to M."""
-    seq, ok, wide = jnp.atleast_1d(seq), jnp.atleast_1d(ok), state.spec.max_blocks_per_seq
-    table = jnp.pad(table[:wide], (0, max(wide - table.shape[0], 0)), constant_values=NO_BLOCK)
+    """The state with `group` and, where `ok` bool[], with a new row `seq`; table i32[...] is cut or padded to M.
+
+    Of retention i32[M, 2] None leaves what there is.
+    """
+    seq, ok = jnp.atleast_1d(seq), jnp.atleast_1d(ok)
+    table, stated = fit(table, state.spec.max_blocks_per_seq, NO_BLOCK), state.seqs.retention
+    if stated is not None and retention is not None:
+        stated = put(stated, seq, retention[None], ok)
     seqs = dataclasses.replace(
         state.seqs,
         length=put(state.seqs.length, seq, length, ok),
         committed=put(state.seqs.committed, seq, committed, ok),
         namespace=put(state.seqs.namespace, seq, namespace, ok),
+        retention=stated,
     )
     group = dataclasses.replace(group, table=put(group.table, seq, table[None], ok))
     return dataclasses.replace(state, groups=(group,), seqs=seqs)
+
+
+def fit(x: jax.Array, size: int, fill: int) -> jax.Array:
+    """Cuts x to its first `size` entries, or fills it up to so many."""
+    padding = [(0, max(size - x.shape[0], 0))] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x[:size], padding, constant_values=fill)
 
 
 def entry(group: Group, rows, place: jax.Array) -> jax.Array:

@@ -15,11 +15,18 @@ from kvjax._request import Prompt, assemble, first_failure
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import available, hold, take
 from kvjax.match import longest_match
-from kvjax.state import NO_BLOCK, CacheState
+from kvjax.retention import UNSTATED, Retention, apply_retention, by_place
+from kvjax.state import NO_BLOCK, CacheState, Group
 
 
 def admit_row(
-    state: CacheState, seq: jax.Array, ask: Prompt, now: jax.Array, room: int | None, sources: jax.Array
+    state: CacheState,
+    seq: jax.Array,
+    ask: Prompt,
+    retention: Retention | None,
+    now: jax.Array,
+    room: int | None,
+    sources: jax.Array,
 ) -> tuple[CacheState, Events, jax.Array]:
     """Admits one row; `sources` i32[R] are what earlier rows of the call copy from. Also returns its own, i32[1]."""
     (group,), spec, size = state.groups, state.spec, state.spec.block_size
@@ -64,14 +71,40 @@ def admit_row(
     place = np.arange(hit.size) - whole
     table = jnp.where(place < 0, match.blocks, jnp.where(place < need, pick(ids, place), NO_BLOCK))
     cached = jnp.where(ok, whole * size + jnp.where(copies[0], shared, 0), 0)
-    state = _row.write(state, group, seq, ok, table, target, cached, ask.namespace)
+    stated, updated = None, None
+    if spec.retention:
+        stated = by_place(retention, ask.length, size, spec.max_blocks_per_seq)
+        group, updated = _retain(group, table, stated, hit & ok, ok & (place >= 0) & (place < need))
+    state = _row.write(state, group, seq, ok, table, target, cached, ask.namespace, stated)
     events = assemble(
         spec,
         status,
         removed=removed,
+        updated=updated,
         copied=copied,
         queried=jnp.where(ok, ask.length, 0),
         cached=cached,
         shortfall=jnp.where(status == Status.NO_BLOCKS, plan(shared)[1] - free, 0),
     )
     return state, events, jnp.where(copies, source, NO_BLOCK)
+
+
+def _retain(
+    group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, fresh: jax.Array
+) -> tuple[Group, jax.Array]:
+    """Gives a new row's blocks table i32[F] what is stated i32[M, 2] of them; found ones keep what is not stated.
+
+    Returns:
+      The group and records i32[F, 9], updated.
+    """
+    blocks, stated = group.blocks, _row.fit(stated, table.shape[0], UNSTATED)
+    assert blocks.retention is not None
+    again = hit & (stated[:, 0] >= 0)
+    before = pick(blocks.retention, table)[:, 0]
+    retention, before = fence(blocks.retention, before)
+    blocks = apply_retention(dataclasses.replace(blocks, retention=retention), table, stated, again | fresh)
+    changed = again & (before != stated[:, 0])
+    updated = record(
+        EventKind.UPDATED, changed, block=table, generation=pick(blocks.generation, table), priority=stated[:, 0]
+    )
+    return dataclasses.replace(group, blocks=blocks), updated

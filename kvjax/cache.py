@@ -35,6 +35,7 @@ from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import available, give_back, init_group, take
 from kvjax.match import Match, longest_match
 from kvjax.policies import EvictionPolicy, lru
+from kvjax.retention import Retention, apply_retention
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState, Sequences
 from kvjax.store import publish_filled, store_tail, withdraw
@@ -60,6 +61,8 @@ def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any 
     num_blocks = integers("num_blocks", num_blocks, ())
     policy = lru() if policy is None else policy
     seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
+    if spec.retention:
+        seqs = dataclasses.replace(seqs, retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq, 2), jnp.int32))
     return CacheState((init_group(spec, group, policy, num_blocks),), seqs, spec, policy)
 
 
@@ -71,6 +74,7 @@ def admit(
     *,
     namespace: Any = 0,
     extra_ids: Any = None,
+    retention: Retention | None = None,
     now: Any = 0,
     room: int | None = None,
 ) -> tuple[CacheState, Events]:
@@ -87,11 +91,14 @@ def admit(
       length: i32[] or i32[R]; its tokens, 1..T.
       namespace: i32[] or i32[R]; see `Namespaces`.
       extra_ids: as tokens, where the spec asks for them.
+      retention: what the row's blocks are worth, where the spec has it (with R rows its arrays have that axis too);
+        found blocks that it speaks of get the new priority, which is an event if it differs.
       now: i32[] ms.
       room: static; reserve blocks for only this many tokens beyond the cached ones (chunked prefill), None for all.
 
     Returns:
-      The cache; and events, E = ceil(T / P) + 1 a row: removed, copied. `events.cached` tells the tokens found, from
+      The cache; and events, E = ceil(T / P) + 1 a row (twice that with retention): removed, updated, copied.
+        `events.cached` tells the tokens found, from
       where the row's `committed` goes on. Status BAD_REQUEST, HELD (row in use), ROW_FULL or NO_BLOCKS.
 
     Source: vLLM's KVCacheManager (get_computed_blocks, allocate_slots); partial blocks as in TensorRT-LLM.
@@ -103,14 +110,16 @@ def admit(
 
     def one(carry, request):
         state, sources = carry
-        seq, tokens, extra_ids, length, namespace = request
+        seq, tokens, extra_ids, length, namespace, retention = request
         ask = prompt(state.spec, tokens, length, namespace, extra_ids)
-        state, events, source = admit_row(state, seq, ask, now, room, sources)
+        state, events, source = admit_row(state, seq, ask, retention, now, room, sources)
         return (state, jnp.concatenate([sources[1:], source])), events
 
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
     length, namespace = each_row("length", length, rows), each_row("namespace", namespace, rows)
-    requests = (seq, integers("tokens", tokens, (*rows, "T")), extra_ids, length, namespace)
+    if retention is not None and not state.spec.retention:
+        raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
+    requests = (seq, integers("tokens", tokens, (*rows, "T")), extra_ids, length, namespace, retention)
     start = (state, jnp.full(rows or (1,), NO_BLOCK, jnp.int32))
     (state, _), events = lax.scan(one, start, requests) if rows else one(start, requests)
     return state, flatten_rows(events) if rows else events
@@ -183,6 +192,9 @@ def extend(
     written = jnp.maximum(seqs.committed - first * size, 0)  # in the block that the row is in
     copies = shares.copies & had & (written > 0)
     group = _row.copy_tokens(dataclasses.replace(group, table=table), ids[:, 0], shares.block, copies)
+    if seqs.retention is not None:
+        stated = pick(seqs.retention, (rows[:, None], place))
+        group = dataclasses.replace(group, blocks=apply_retention(group.blocks, ids, stated, new & had))
     copied = record(EventKind.COPIED, copies, block=ids[:, 0], source=shares.block, num_tokens=written)
 
     status = first_failure((bad, Status.BAD_REQUEST), (full, Status.ROW_FULL), (active & ~had, Status.NO_BLOCKS))
@@ -254,7 +266,7 @@ def fork(state: CacheState, src: Any, dst: Any) -> tuple[CacheState, Events]:
     ok = status == Status.OK
     refcount = add(group.blocks.refcount, old.table, 1, ok & (old.table >= 0))
     group = dataclasses.replace(group, blocks=dataclasses.replace(group.blocks, refcount=refcount))
-    state = _row.write(state, group, dst, ok, old.table, old.length, old.committed, old.namespace)
+    state = _row.write(state, group, dst, ok, old.table, old.length, old.committed, old.namespace, old.retention)
     return state, assemble(state.spec, status)
 
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import add, count, fence, pick, put, rank
+from kvjax._arrays import add, count, fence, pick, put
+from kvjax.group import stamp_release
 from kvjax.policies import EvictionPolicy
 from kvjax.state import NO_BLOCK, Group, pytree
 
@@ -64,12 +65,7 @@ def settle(group: Group, policy: EvictionPolicy, shares: Shares, had: jax.Array,
     kept = jnp.where((shares.left == 0) & ~findable, 1, shares.left)
     refcount = put(blocks.refcount, shares.block, jnp.where(had, kept, shares.before), shares.shared, unique=False)
     cached = had & shares.last & findable
-    blocks = dataclasses.replace(
-        blocks,
-        refcount=refcount,
-        released=put(blocks.released, shares.block, blocks.clock + rank(cached), cached),
-        clock=blocks.clock + count(cached),
-    )
+    blocks = stamp_release(dataclasses.replace(blocks, refcount=refcount), shares.block, cached, now)
     return dataclasses.replace(
         group,
         blocks=blocks,

@@ -57,7 +57,8 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
             n, (above, which) = int(blocks.fill[block]), blocks.parent[block].tolist()
             event = {"kind": "stored", "group": number, "block": block, "generation": int(blocks.generation[block])}
             event |= {"parent": None, "namespace": which} if above < 0 else {"parent": (above, which)}
-            event |= {"tokens": blocks.tokens[block, :n].tolist(), "level": 0, "priority": DEFAULT_PRIORITY}
+            event |= {"tokens": blocks.tokens[block, :n].tolist(), "level": 0}
+            event["priority"] = DEFAULT_PRIORITY if blocks.retention is None else int(blocks.retention[block, 0])
             if blocks.extra_ids is not None:
                 event["extra_ids"] = blocks.extra_ids[block, :n].tolist()
             events.append(event)

@@ -31,6 +31,7 @@ def init_group(spec: CacheSpec, group: GroupSpec, policy: EvictionPolicy, num_bl
         refcount=zeros(), tokens=zeros(size), extra_ids=zeros(size) if spec.extra_ids else None, fill=zeros(),
         key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=jnp.full((num_ids, 2), NO_BLOCK, jnp.int32),
         children=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0),
+        retention=zeros(2) if spec.retention else None, expiry=zeros() if spec.retention else None,
     )  # fmt: skip
     return Group(
         blocks=blocks,
@@ -162,12 +163,8 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
     cached = freed & (pick(blocks.fill, ids) > 0)
     refcount, freed, cached = fence(blocks.refcount, freed, cached)
     emptied = freed & ~cached
-    blocks = dataclasses.replace(
-        blocks,
-        refcount=add(refcount, ids, -1, where),
-        released=put(blocks.released, ids, blocks.clock + rank(cached), cached),
-        clock=blocks.clock + count(cached),
-    )
+    blocks = dataclasses.replace(blocks, refcount=add(refcount, ids, -1, where))
+    blocks = stamp_release(blocks, ids, cached, now)
     return dataclasses.replace(
         group,
         blocks=blocks,
@@ -176,3 +173,16 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
         num_cached=group.num_cached + count(cached),
         policy=policy.touch(group.policy, blocks, jnp.where(cached, ids, NO_BLOCK), now),
     )
+
+
+def stamp_release(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:
+    """Notes when blocks ids i32[K], all different, lost their last holder, where bool[K]."""
+    blocks = dataclasses.replace(
+        blocks,
+        released=put(blocks.released, ids, blocks.clock + rank(where), where),
+        clock=blocks.clock + count(where),
+    )
+    if blocks.retention is None or blocks.expiry is None:
+        return blocks
+    expiry = now + pick(blocks.retention, ids)[:, 1]
+    return dataclasses.replace(blocks, expiry=put(blocks.expiry, ids, expiry, where))

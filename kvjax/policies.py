@@ -19,6 +19,7 @@ from jax import lax
 
 from kvjax._arrays import count, pick, put, rank
 from kvjax.keys import mix
+from kvjax.retention import priority_at
 
 if TYPE_CHECKING:
     from kvjax.state import Blocks
@@ -130,20 +131,19 @@ def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now:
     return ids, ring._replace(head=jnp.where(head - ring.tail > 0, ring.tail, head))
 
 
-def by_score(fn: Callable[[Blocks], jax.Array]) -> EvictionPolicy:
+def by_score(fn: Callable[..., jax.Array], *, timed: bool = False) -> EvictionPolicy:
     """Evicts the block of the lowest score among the leaves, again and again; NaN leaves last.
 
     Costs one pass over all blocks in a call that evicts. Pass the same object again to reuse compiled programs.
 
     Args:
       fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9).
+      timed: whether fn takes the time, i32[] ms, too.
     """
 
     def victims(pstate, blocks, eligible, wanted, now, size):
-        del now
-
         def choose():
-            score = fn(blocks)
+            score = fn(blocks, now) if timed else fn(blocks)
             if score.shape != blocks.fill.shape:
                 raise ValueError(
                     f"by_score: the score has shape {score.shape}, wanted one per block {blocks.fill.shape}"
@@ -185,6 +185,24 @@ def _as_ordered_float(score: jax.Array) -> jax.Array:
     size = jnp.minimum(jnp.abs(jnp.maximum(score.astype(jnp.int32), -(2**31) + 1)), 0x7E000000)
     normal = lax.bitcast_convert_type(size + 0x00800000, jnp.float32)
     return jnp.where(score < 0, -normal, normal)
+
+
+@functools.cache
+def priority() -> EvictionPolicy:
+    """Evicts the block that is worth least, of equals the least recently released; needs a spec with `retention`.
+
+    A parent outlives its cached children, so a valuable tail protects its whole prefix. Of blocks that were released
+    more than 16.7 million releases ago any may count as the older.
+
+    Source: TensorRT-LLM's LRUEvictionPolicy, one queue for each priority.
+    """
+    ages = 1 << 24
+
+    def score(blocks: Blocks, now: jax.Array) -> jax.Array:
+        age = jnp.minimum(blocks.clock - blocks.released, ages - 1)
+        return priority_at(blocks, now) * ages + (ages - 1 - age)
+
+    return by_score(score, timed=True)
 
 
 @functools.cache

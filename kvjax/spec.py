@@ -74,6 +74,7 @@ class CacheSpec:
       max_blocks_per_seq: M, blocks that one row can hold.
       extra_ids: whether tokens carry an extra id (an image's identity) beside the token id.
       partial_reuse: whether reuse goes on token by token inside the block after the last whole match.
+      retention: whether blocks have priorities and times to live (`retention.py`).
     """
 
     groups: tuple[GroupSpec, ...]
@@ -82,6 +83,7 @@ class CacheSpec:
     max_blocks_per_seq: int
     extra_ids: bool = False
     partial_reuse: bool = True
+    retention: bool = False
 
     def __post_init__(self):
         for name in ("block_size", "max_seqs", "max_blocks_per_seq"):
@@ -124,6 +126,7 @@ def make_spec(
     dtype: jax.typing.DTypeLike = "bfloat16",
     extra_ids: bool = False,
     partial_reuse: bool = True,
+    retention: bool = False,
 ) -> CacheSpec:
     """Describes a cache for a model's layers.
 
@@ -136,6 +139,7 @@ def make_spec(
       dtype: element type of the K/V bytes.
       extra_ids: whether tokens carry extra ids.
       partial_reuse: whether to reuse part of a block by a copy.
+      retention: whether blocks have priorities and times to live.
 
     Returns:
       The spec: layers grouped by window, and inside a group one pool per (kv heads, head width).
@@ -164,6 +168,7 @@ def make_spec(
         max_blocks_per_seq=-(-max_length // block_size),
         extra_ids=extra_ids,
         partial_reuse=partial_reuse,
+        retention=retention,
     )
 
 

@@ -63,6 +63,8 @@ class Blocks:
       stored: i32[B]; reading of `clock` when the contents were published.
       released: i32[B]; reading of `clock` when the last holder let go.
       clock: i32[]; counts publications and releases; read by difference to the present reading.
+      retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever); None where the spec asks for none.
+      expiry: i32[B]; ms when the time to live of a released block is over; likewise.
     """
 
     refcount: jax.Array
@@ -77,6 +79,8 @@ class Blocks:
     stored: jax.Array
     released: jax.Array
     clock: jax.Array
+    retention: jax.Array | None = None
+    expiry: jax.Array | None = None
 
 
 @pytree()
@@ -128,11 +132,13 @@ class Sequences:
       length: i32[S]; tokens that the row has room for, 0 for a free row.
       committed: i32[S]; tokens whose K/V are written, at most `length`.
       namespace: i32[S]; number of the row's (salt, LoRA), see `keys.Namespaces`.
+      retention: i32[S, M, 2]; what each of the row's blocks is to have of it, or None.
     """
 
     length: jax.Array
     committed: jax.Array
     namespace: jax.Array
+    retention: jax.Array | None = None
 
 
 @pytree("spec", "policy")

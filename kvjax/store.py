@@ -13,7 +13,7 @@ from jax import lax
 from kvjax import index
 from kvjax._arrays import add, count, fence, pick, put, rank, runs
 from kvjax._row import Row
-from kvjax.events import COLUMNS, EventKind, record
+from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
 from kvjax.group import give_back
 from kvjax.keys import prefix_keys, root_key
 from kvjax.match import Resolution, link, resolve
@@ -57,6 +57,7 @@ def publish(
     stored = record(
         EventKind.STORED, where, block=ids, generation=pick(generation, ids), source=parent[:, 0],
         source_generation=parent[:, 1], num_tokens=fill,
+        priority=DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, ids)[:, 0],
     )  # fmt: skip
     return dataclasses.replace(group, blocks=blocks, links=index.insert(group.links, blocks, ids, where)), stored
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.oracle import NO_BLOCK, Oracle, Result
+from tests.oracle import NO_BLOCK, Oracle, Result, Retention, Worth
 
 
 class Prompt(NamedTuple):
@@ -35,6 +35,7 @@ class Size(NamedTuple):
     length: int
     partial_reuse: bool
     extra_ids: bool
+    retention: bool = False  # with eviction by priority
 
 
 class Outcome(NamedTuple):
@@ -56,24 +57,31 @@ class OracleBackend:
     def __init__(self, size: Size):
         blocks_per_row = -(-size.length // size.block_size)
         self.cache = Oracle(size.num_blocks, size.block_size, size.rows, blocks_per_row, size.partial_reuse)
+        if size.retention:
+            self.cache.score = self.cache.priority
         self.numbers: dict[tuple[str | None, int | None], int] = {}
 
-    def admit(self, row: int, prompt: Prompt, now: int) -> Outcome:
-        namespace = self._namespace(prompt)
-        return _from_oracle(self.cache.admit(row, prompt.tokens, namespace=namespace, extra_ids=prompt.extra_ids))
+    def admit(self, row: int, prompt: Prompt, now: int, retention: dict[str, Any]) -> Outcome:
+        options: dict[str, Any] = {"namespace": self._namespace(prompt), "extra_ids": prompt.extra_ids}
+        self.cache.now = now
+        ranges = [(r["start"], r["end"], Worth(r["priority"], r.get("ttl"))) for r in retention.get("ranges", ())]
+        generated = Worth(retention.get("decode_priority", 35), retention.get("decode_ttl"))
+        return _from_oracle(self.cache.admit(row, prompt.tokens, retention=Retention(ranges, generated), **options))
 
     def compute(self, row: int, prompt: Prompt, now: int) -> Outcome:
-        rows = range(len(self.cache.rows))
+        rows, self.cache.now = range(len(self.cache.rows)), now
         tokens = [prompt.tokens if seq == row else [] for seq in rows]
         extra_ids = [prompt.extra_ids if seq == row else [] for seq in rows]
         return _from_oracle(self.cache.commit(tokens, [len(new) for new in tokens], extra_ids=extra_ids))
 
     def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
         active = [seq == row for seq in range(len(self.cache.rows))]
+        self.cache.now = now
         extended = _from_oracle(self.cache.extend(active, len(prompt.tokens)))
         return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
 
     def release(self, row: int, now: int) -> Outcome:
+        self.cache.now = now
         return _from_oracle(self.cache.release(row))
 
     def fork(self, row: int, new: int) -> Outcome:
@@ -86,6 +94,7 @@ class OracleBackend:
         return _from_oracle(self.cache.pin(blocks))
 
     def unpin(self, blocks: Sequence[int], now: int) -> Outcome:
+        self.cache.now = now
         return _from_oracle(self.cache.unpin(blocks))
 
     def lookup(self, prompt: Prompt) -> Outcome:
@@ -97,6 +106,9 @@ class OracleBackend:
 
     def table(self, row: int) -> list[int]:
         return self.cache.tables()[row]
+
+    def priorities(self, row: int) -> list[int]:
+        return [self.cache.blocks[block].worth.priority for block in self.table(row)]
 
     def findable(self, row: int) -> list[int]:
         return [block for block in self.table(row) if self.cache.blocks[block].node]
@@ -126,8 +138,14 @@ class LibraryBackend:
         self.value = _init()(self.spec, np.int32(size.num_blocks))
         self.namespaces = Namespaces()
 
-    def admit(self, row: int, prompt: Prompt, now: int) -> Outcome:
+    def admit(self, row: int, prompt: Prompt, now: int, retention: dict[str, Any]) -> Outcome:
+        from kvjax import Retention
+
         tokens, length, options = self._request(prompt)
+        if self.spec.retention:
+            ranges = [(r["start"], r["end"], r["priority"], r.get("ttl")) for r in retention.get("ranges", ())]
+            decode = {name: retention[name] for name in ("decode_priority", "decode_ttl") if name in retention}
+            options["retention"] = Retention.of(ranges, max_ranges=8, **decode)
         return self._do("admit", np.int32(row), tokens, length, now=np.int32(now), **options)
 
     def compute(self, row: int, prompt: Prompt, now: int) -> Outcome:
@@ -139,7 +157,7 @@ class LibraryBackend:
     def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
         active, count = self._at(row, True), self._at(row, len(prompt.tokens))
         most = 8 if len(prompt.tokens) <= 8 else self.spec.max_length  # a step of a few tokens, or anything
-        extended = self._do("extend", active, count, max_tokens=most)
+        extended = self._do("extend", active, count, max_tokens=most, now=np.int32(now))
         return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
 
     def release(self, row: int, now: int) -> Outcome:
@@ -167,6 +185,10 @@ class LibraryBackend:
     def table(self, row: int) -> list[int]:
         blocks = np.asarray(self.value.groups[0].table)[row]
         return blocks[blocks != NO_BLOCK].tolist()
+
+    def priorities(self, row: int) -> list[int]:
+        retention = self.value.groups[0].blocks.retention
+        return [35 if retention is None else int(retention[block, 0]) for block in self.table(row)]
 
     def findable(self, row: int) -> list[int]:
         fill = np.asarray(self.value.groups[0].blocks.fill)
@@ -223,6 +245,7 @@ def _spec(size: Size) -> Any:
         block_size=size.block_size,
         extra_ids=size.extra_ids,
         partial_reuse=size.partial_reuse,
+        retention=size.retention,
     )
 
 
@@ -232,7 +255,10 @@ def _init() -> Any:
 
     import kvjax
 
-    return jax.jit(lambda spec, num_blocks: kvjax.init(spec, kvjax.lru(), num_blocks), static_argnums=0)
+    def init(spec, num_blocks):
+        return kvjax.init(spec, kvjax.priority() if spec.retention else kvjax.lru(), num_blocks)
+
+    return jax.jit(init, static_argnums=0)
 
 
 @functools.cache

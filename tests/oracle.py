@@ -37,7 +37,7 @@ class Status(enum.IntEnum):
 
 
 class Event(NamedTuple):
-    """What happened to one block: `kind` is stored, removed, copied or cleared.
+    """What happened to one block: `kind` is stored, removed, updated, copied or cleared.
 
     `path` ends with the block's last token; of a copied block, with the last token copied.
     """
@@ -62,6 +62,26 @@ class Result(NamedTuple):
         return all(status == Status.OK for status in self.status)
 
 
+class Worth(NamedTuple):
+    """Priority, and ms to live after a release (None: for ever); what blocks are worth of which nobody says more."""
+
+    priority: int = 35
+    ttl: int | None = None
+
+
+WORTH = Worth()
+
+
+class Retention(NamedTuple):
+    """What a request says of its blocks: (start, end or None, worth) of ranges of its prompt; generated ones."""
+
+    ranges: Sequence[tuple[int, int | None, Worth]] = ()
+    generated: Worth = WORTH
+
+
+RETENTION = Retention()
+
+
 @dataclasses.dataclass
 class Block:
     """One block; `node` is its place in the index, None where it has none."""
@@ -71,6 +91,8 @@ class Block:
     hits: int = 0  # how often the contents were reused since they were stored
     stored: int = 0  # clock when the contents entered the index
     released: int = 0  # clock when the last holder let go
+    worth: Worth = WORTH
+    expiry: int | None = None  # ms when its time to live is over, if it has one and nobody holds it
 
 
 @dataclasses.dataclass
@@ -81,10 +103,21 @@ class Row:
     length: int = 0
     tokens: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     table: list[int] = dataclasses.field(default_factory=list)
+    prompt: int = 0  # tokens of the prompt
+    retention: Retention = RETENTION
 
     def copy(self) -> Row:
         """An equal row that shares nothing with this one."""
-        return Row(self.namespace, self.length, list(self.tokens), list(self.table))
+        return dataclasses.replace(self, tokens=list(self.tokens), table=list(self.table))
+
+    def stated(self, first: int) -> Worth | None:
+        """What the block that begins with token `first` is to be worth; None: nothing is said of it."""
+        if first >= self.prompt:
+            return self.retention.generated
+        for start, end, worth in self.retention.ranges:
+            if start <= first and (end is None or first < end):
+                return worth
+        return None
 
 
 def lru(block: Block) -> int:
@@ -119,6 +152,7 @@ class Oracle:
         self.rows = [Row() for _ in range(max_seqs)]
         self.index: dict[Node, int] = {}
         self.clock = 0
+        self.now = 0  # ms; set by the caller
 
     # What a test compares.
 
@@ -138,9 +172,14 @@ class Oracle:
         """The block table of each row."""
         return [list(row.table) for row in self.rows]
 
+    def priority(self, block: Block) -> int:
+        """What a block that nobody holds is worth now."""
+        over = block.expiry is not None and self.now >= block.expiry
+        return WORTH.priority if over else block.worth.priority
+
     # The verbs.
 
-    def admit(self, seq, tokens, *, namespace=0, extra_ids=None, room=None) -> Result:
+    def admit(self, seq, tokens, *, namespace=0, extra_ids=None, room=None, retention=RETENTION) -> Result:
         """Starts free row `seq` with what is cached of a prompt and blocks for the rest, or for `room` tokens of it."""
         if not 0 <= seq < len(self.rows) or not tokens or min(tokens) < 0 or namespace < 0 or (room or 1) < 1:
             return Result([Status.BAD_REQUEST])
@@ -162,12 +201,17 @@ class Oracle:
         else:
             return Result([Status.NO_BLOCKS], shortfall=missing)
         fresh, events = self._take(needed, victims)
-        for block in whole:
+        row = self.rows[seq] = Row(namespace, length, prompt[:cached], whole + fresh, len(prompt), retention)
+        for i, block in enumerate(whole):
             self.blocks[block].refcount += 1
             self.blocks[block].hits += 1
+            stated, node = row.stated(i * self.block_size), self.blocks[block].node
+            if stated and stated.priority != self.blocks[block].worth.priority and node:
+                events.append(Event("updated", *node))
+            self.blocks[block].worth = stated or self.blocks[block].worth
+        self._state_worth(row, len(whole))
         if source is not None:
             events.append(Event("copied", namespace, tuple(prompt[:cached])))
-        self.rows[seq] = Row(namespace, length, prompt[:cached], whole + fresh)
         return Result([Status.OK], events, [len(prompt)], [cached])
 
     def extend(self, active, num_tokens=1) -> Result:
@@ -200,7 +244,7 @@ class Oracle:
             return Result([Status.NO_BLOCKS if on else Status.OK for on in active], shortfall=missing)
         fresh, events = self._take(needed + len(copies), victims)
         for seq in wanted:
-            row = self.rows[seq]
+            row, first = self.rows[seq], len(self.rows[seq].table) - (seq in copies)
             if seq in copies:
                 source, row.table[-1] = row.table[-1], fresh.pop()
                 self._drop(source)
@@ -209,6 +253,7 @@ class Oracle:
             row.length += counts[seq]
             while len(row.table) < self._blocks_for(row.length):
                 row.table.append(fresh.pop())
+            self._state_worth(row, first)
         return Result(status, events)
 
     def commit(self, tokens, num_tokens, *, extra_ids=None) -> Result:
@@ -387,7 +432,7 @@ class Oracle:
 
     def _publish(self, block: int, node: Node) -> Event:
         self.index[node] = block
-        self.blocks[block] = Block(self.blocks[block].refcount, node, 0, self.clock, self.blocks[block].released)
+        self.blocks[block] = dataclasses.replace(self.blocks[block], node=node, hits=0, stored=self.clock)
         self.clock += 1
         return Event("stored", *node)
 
@@ -431,6 +476,13 @@ class Oracle:
         if not self.blocks[block].refcount and self.blocks[block].node:
             self.blocks[block].released = self.clock
             self.clock += 1
+            ttl = self.blocks[block].worth.ttl
+            self.blocks[block].expiry = None if ttl is None else self.now + ttl
+
+    def _state_worth(self, row: Row, first: int) -> None:
+        """Gives a row's new blocks, from the first-th on, what it says of them."""
+        for i in range(first, len(row.table)):
+            self.blocks[row.table[i]].worth = row.stated(i * self.block_size) or WORTH
 
     # Small things.
 

@@ -41,10 +41,6 @@ def reason_to_skip(scenario: dict[str, Any]) -> str | None:
         lacks.append("needs host")
     if config.get("windows", [None]) != [None] and "needs windows" not in lacks:
         lacks.append("needs windows")
-    if config.get("eviction", "lru") != "lru":
-        lacks.append(f"eviction {config['eviction']}")
-    if any("retention" in step for step in scenario["steps"]):
-        lacks.append("retention")
     return ", ".join(lacks) or None
 
 
@@ -68,7 +64,11 @@ def size_of(scenario: dict[str, Any]) -> Size:
             lengths.pop(seq, None)
     config = scenario["config"]
     extra_ids = any("extra_ids" in step for step in scenario["steps"])
-    return Size(config["block_size"], config["num_blocks"], rows, longest, config.get("partial_reuse", True), extra_ids)
+    partial_reuse, eviction = config.get("partial_reuse", True), config.get("eviction", "lru")
+    _require(eviction in ("lru", "priority"), f"unknown eviction {eviction}")
+    return Size(
+        config["block_size"], config["num_blocks"], rows, longest, partial_reuse, extra_ids, eviction == "priority"
+    )
 
 
 class Run:
@@ -76,7 +76,7 @@ class Run:
 
     def __init__(self, scenario: dict[str, Any], backend: str):
         self.scenario = scenario
-        size = size_of(scenario)
+        self.size = size = size_of(scenario)
         self.cache = BACKENDS[backend](size)
         self.num_blocks = size.num_blocks
         self.free_rows = list(range(size.rows))
@@ -107,7 +107,9 @@ class Run:
         seq, prompt = step["seq"], _prompt(step)
         _require(seq not in self.rows, f"sequence {seq} is in use")
         row = min(self.free_rows)
-        outcome = self.cache.admit(row, prompt, self.now)
+        retention = step.get("retention", {})
+        _require(not retention or self.size.retention, "retention without eviction by priority")
+        outcome = self.cache.admit(row, prompt, self.now, retention)
         if outcome.ok:
             self._bind(seq, row, prompt, outcome.cached or 0)
         return outcome
@@ -203,6 +205,8 @@ class Run:
         _equal("num_blocks", len(table), expect.get("num_blocks", len(table)))
         if "blocks" in expect:
             self._check_table(table, expect["blocks"])
+        if "priorities" in expect:
+            _equal("priorities", self.cache.priorities(self.rows[seq]), expect["priorities"])
 
     def _check_table(self, table: list[int], wanted: list[str | None]) -> None:
         """Null entries were released by a window; without windows there are none, and they match nothing."""

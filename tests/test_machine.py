@@ -14,11 +14,14 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import kvjax
-from tests.oracle import Block, Oracle, lru
+from tests.oracle import Block, Oracle, Retention, Worth, lru
 
 ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
-POLICIES = {"lru": (kvjax.lru(), lru), "fifo": (kvjax.fifo(), lambda block: block.stored)}
+POLICIES = {
+    "lru": (kvjax.lru(), lru), "fifo": (kvjax.fifo(), lambda block: block.stored), "priority": (kvjax.priority(), None),
+}  # fmt: skip
 STATIC = {"admit": "room", "extend": "max_tokens"}
+TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin")
 VERBS = {
     name: jax.jit(getattr(kvjax, name), static_argnames=STATIC.get(name))
     for name in (
@@ -30,6 +33,9 @@ rows = st.integers(-1, ROWS)
 lists = functools.partial(st.lists, min_size=1)
 prompts = lists(st.sampled_from((0, 0, 0, 1, 2)), max_size=WIDTH)
 pairs = st.tuples(st.sampled_from((0, 0, 1)), prompts)
+worths = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None, 0, 5)))
+# Where the first and the second range begin and end, what they are worth, and generated blocks.
+retentions = st.tuples(st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0, 1, 2))), worths, worths, worths)
 
 
 def padded(tokens, width=WIDTH):
@@ -44,16 +50,24 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def start(self, policy, blocks, partial, extra):
         chosen, score = POLICIES[policy]
+        self.timed = policy == "priority"
+        extra = extra and not self.timed  # one compiled program less
         spec = kvjax.make_spec(
-            num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, extra_ids=extra, partial_reuse=partial
-        )
+            num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, extra_ids=extra, partial_reuse=partial,
+            retention=self.timed,
+        )  # fmt: skip
         self.state = kvjax.init(spec, chosen, num_blocks=jnp.int32(blocks))
-        self.oracle = Oracle(blocks, SIZE, ROWS, BLOCKS_PER_ROW, partial, score)
+        self.oracle = Oracle(blocks, SIZE, ROWS, BLOCKS_PER_ROW, partial, score or lru)
+        if self.timed:
+            self.oracle.score = self.oracle.priority
+        self.oracle.now = 2**31 - 20  # the library's time wraps soon
         self.mirror, self.extra, self.pins = kvjax.Mirror(), extra, []
 
     def both(self, verb, wanted, *args, **kwargs):
         """Runs the library's verb and holds what it reports against the oracle's Result."""
         before, known = self.state, self.mirror
+        if verb in TIMED:
+            kwargs["now"] = np.int32((self.oracle.now + 2**31) % 2**32 - 2**31)
         self.state, events = VERBS[verb](before, *args, **kwargs)
         assert events.status.tolist() == [int(s) for s in wanted.status]
         if verb == "admit":
@@ -99,18 +113,38 @@ class CacheMachine(RuleBasedStateMachine):
         mine = [1 if i % 3 == 2 and t else 0 for i, t in enumerate(tokens)]
         return mine, padded(mine)
 
-    @rule(seq=rows, prompt=pairs, room=st.sampled_from((None, None, 5)))
-    def admit(self, seq, prompt, room):
-        namespace, tokens = prompt
-        mine, library = self.ids(tokens)
-        wanted = self.oracle.admit(seq, tokens, namespace=namespace, extra_ids=mine, room=room)
-        self.both("admit", wanted, seq, padded(tokens), len(tokens), namespace=namespace, extra_ids=library, room=room)
+    def retained(self, drawn):
+        """What a request says of its blocks: for the oracle, and for the library; nothing without `timed`."""
+        if not self.timed:
+            return Retention(), None
+        (first, second, end), *drawn = drawn
+        worth = [Worth(*each) for each in drawn]
+        ranges = [(first, second, worth[0]), (second, end, worth[1])]
+        stated = kvjax.Retention.of(
+            [(a, b, *w) for a, b, w in ranges], decode_priority=worth[2].priority, decode_ttl=worth[2].ttl
+        )
+        return Retention(ranges, worth[2]), stated
 
-    @rule(prompt=pairs, repeats=st.integers(0, 2))
-    def admit_batch(self, prompt, repeats):
+    @rule(ms=st.sampled_from((1, 4, 5)))
+    def wait(self, ms):
+        self.oracle.now += ms
+
+    @rule(seq=rows, prompt=pairs, room=st.sampled_from((None, None, 5)), retention=retentions)
+    def admit(self, seq, prompt, room, retention):
         namespace, tokens = prompt
-        mine, library = self.ids(tokens)
-        wanted = [self.oracle.admit(seq, tokens, namespace=namespace, extra_ids=mine) for seq in range(ROWS)]
+        (mine, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
+        wanted = self.oracle.admit(seq, tokens, namespace=namespace, extra_ids=mine, room=room, retention=theirs)
+        self.both(
+            "admit", wanted, seq, padded(tokens), len(tokens), namespace=namespace, extra_ids=library, room=room,
+            retention=ours,
+        )  # fmt: skip
+
+    @rule(prompt=pairs, retention=retentions)
+    def admit_batch(self, prompt, retention):
+        namespace, tokens = prompt
+        (mine, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
+        asked = {"namespace": namespace, "extra_ids": mine, "retention": theirs}
+        wanted = [self.oracle.admit(seq, tokens, **asked) for seq in range(ROWS)]
         joined = wanted[0]._replace(
             status=[s for r in wanted for s in r.status], events=[e for r in wanted for e in r.events],
             queried=[q for r in wanted for q in r.queried], cached=[c for r in wanted for c in r.cached],
@@ -119,6 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.both(
             "admit", joined, np.arange(ROWS, dtype=np.int32), each[0], np.full(ROWS, len(tokens), np.int32),
             namespace=np.full(ROWS, namespace, np.int32), extra_ids=each[1] if self.extra else None,
+            retention=jax.tree.map(lambda x: np.stack([x] * ROWS), ours),
         )  # fmt: skip
 
     @rule(active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), count=st.integers(0, MOST), one=st.booleans())
@@ -256,6 +291,10 @@ class CacheMachine(RuleBasedStateMachine):
                 block.refcount,
                 block.hits if block.node else 0,
             )
+            if group.blocks.retention is not None:
+                assert group.blocks.retention[ours].tolist() == [
+                    block.worth.priority, -1 if block.worth.ttl is None else block.worth.ttl
+                ]  # fmt: skip
 
 
 TestMachine = CacheMachine.TestCase

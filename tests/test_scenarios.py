@@ -36,6 +36,7 @@ LIES = {
     "num_free: got 0": {"num_free": 2},
     "events stored: got 0": {"events": {"stored": 1}},
     "blocks: got": {"blocks": ["A", "A"]},
+    "priorities: got [35, 35]": {"priorities": [35, 36]},
     "number of blocks": {"blocks": ["A"]},
     "null stands": {"blocks": ["A", None]},
     "unknown expectations": {"lenght": 5},
@@ -85,8 +86,6 @@ def test_a_refusal_that_changes_the_cache_fails(tmp_path, monkeypatch):
         ({"needs": ["host"]}, "needs host"),
         ({"config": {"block_size": 4, "num_blocks": 2, "num_host_blocks": 1}}, "needs host"),
         ({"config": {"block_size": 4, "num_blocks": 2, "windows": [None, 8]}}, "needs windows"),
-        ({"config": {"block_size": 4, "num_blocks": 2, "eviction": "priority"}}, "eviction priority"),
-        ({"steps": [ADMIT | {"retention": {"ranges": []}}]}, "retention"),
     ],
 )
 def test_what_this_version_lacks_is_skipped(change, reason):

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Priorities and times to live: what a request may say, what it does to blocks, and who is evicted for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import kvjax.testing
+
+SPEC = kvjax.make_spec(num_blocks=4, max_seqs=3, max_length=16, block_size=4, retention=True)
+VERBS = {name: jax.jit(getattr(kvjax, name)) for name in ("admit", "commit", "release")}
+
+
+@pytest.mark.parametrize(
+    ("ranges", "options", "said"),
+    [
+        ([(0, 4, 50), (3, 8, 50)], {}, r"ranges\[1\].start: got 3, wanted at least 4"),
+        ([(4, 4, 50)], {}, r"ranges\[0\].end: got 4, wanted more than its start 4"),
+        ([(-1, 4, 50)], {}, r"ranges\[0\].start: got -1, wanted at least 0"),
+        ([(0, None, 50), (8, 9, 50)], {}, r"ranges\[0\]: got an open range"),
+        ([(0, 4, 101)], {}, r"ranges\[0\].priority: got 101, wanted 0..100"),
+        ([(0, 4, 50, -5)], {}, r"ranges\[0\].ttl: got -5 ms"),
+        ([], {"decode_priority": -1}, r"decode_priority: got -1"),
+        ([], {"decode_ttl": -1}, r"decode_ttl: got -1 ms"),
+        ([(0, 4, 50)], {"max_ranges": 0}, r"ranges: got 1, wanted at most max_ranges=0"),
+    ],
+)
+def test_bad_ranges_are_refused_by_name(ranges, options, said):
+    with pytest.raises(ValueError, match=said):
+        kvjax.Retention.of(ranges, **options)
+
+
+def test_a_spec_without_retention_takes_none():
+    state = kvjax.init(kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=8, block_size=4))
+    with pytest.raises(ValueError, match="retention: got one, wanted None"):
+        kvjax.admit(state, 0, np.zeros(4, np.int32), 4, retention=kvjax.Retention.of())
+    with pytest.raises(ValueError, match="retention: the spec was made with retention=False"):
+        kvjax.admit(kvjax.init(state.spec, kvjax.priority()), 0, np.zeros(4, np.int32), 4)
+
+
+def run(state, seq, tokens, retention=None, now=0):
+    """One request from admit to release; its events and the cache after it."""
+    tokens = np.asarray(tokens, np.int32)
+    state, admitted = VERBS["admit"](state, seq, tokens, len(tokens), retention=retention, now=np.int32(now))
+    assert admitted.ok
+    rest = np.zeros((3, len(tokens)), np.int32)
+    cached = int(admitted.cached[0])
+    rest[seq, : len(tokens) - cached] = tokens[cached:]
+    state, committed = VERBS["commit"](state, rest, np.where(np.arange(3) == seq, len(tokens) - cached, 0))
+    state, released = VERBS["release"](state, seq, now=np.int32(now))
+    return state, [e for events in (admitted, committed, released) for e in kvjax.to_list(events)]
+
+
+def priorities(state):
+    """{last token of a findable block: its stated priority}."""
+    return {path[-1]: priority for (_, _, path), (_, priority) in kvjax.index_of(state).items()}
+
+
+def test_a_found_block_takes_the_new_priority_and_says_so():
+    state = kvjax.init(SPEC, kvjax.priority())
+    prompt = np.repeat([1, 2, 3], 4)[:9]
+    state, events = run(state, 0, prompt, kvjax.Retention.of([(0, 4, 80)], max_ranges=2))
+    mirror = kvjax.fold(events)
+    assert priorities(state) == {1: 80, 2: 35, 3: 35}
+    again = kvjax.Retention.of([(0, 4, 80), (4, 8, 10)], max_ranges=2)
+    state, events = run(state, 1, prompt, again)
+    assert [(e["kind"], e["priority"]) for e in events if e["kind"] == "updated"] == [("updated", 10)]
+    assert priorities(state) == {1: 80, 2: 10, 3: 35}
+    assert kvjax.fold(events, mirror).index == kvjax.index_of(state)
+    state, events = run(state, 1, prompt)  # nothing said, nothing changed
+    assert priorities(state) == {1: 80, 2: 10, 3: 35} and not [e for e in events if e["kind"] == "updated"]
+
+
+@pytest.mark.parametrize(("now", "left"), [(9, {1}), (10, {2})])
+def test_a_time_to_live_ends(now, left):
+    """Worth 90 for 10 ms after its release, then no more than any other, and older than the other."""
+    state = kvjax.init(SPEC, kvjax.priority(), num_blocks=2)
+    state, _ = run(state, 0, [1] * 4, kvjax.Retention.of([(0, None, 90, 10)]))
+    state, _ = run(state, 0, [2] * 4, kvjax.Retention.of([(0, None, 35)]))
+    state, _ = VERBS["admit"](
+        state, 1, jnp.full(4, 3, jnp.int32), 4, retention=kvjax.Retention.of([(0, None, 0)]), now=np.int32(now)
+    )
+    assert set(priorities(state)) == left
+
+
+def test_priorities_pass_the_conformance_kit():
+    tally = kvjax.testing.check_policy(kvjax.priority(), spec=SMALL, steps=120)
+    assert tally["removed"] > 10
+
+
+SMALL = kvjax.make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4, retention=True)
