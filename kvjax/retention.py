@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import pick, put
+from kvjax._arrays import fence, pick, put
 from kvjax.events import DEFAULT_PRIORITY
 
 if TYPE_CHECKING:
@@ -137,7 +137,8 @@ def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array, where: ja
         return blocks
     default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), stated.shape)
     stated = jnp.where(stated[..., :1] < 0, default, stated)
-    return dataclasses.replace(blocks, retention=put(blocks.retention, ids, stated, where))
+    retention, expiry = fence(blocks.retention, blocks.expiry)  # which may have been computed from it just now
+    return dataclasses.replace(blocks, retention=put(retention, ids, stated, where), expiry=expiry)
 
 
 def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:

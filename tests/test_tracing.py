@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verbs under jit, vmap and scan: one trace a shape, equal results, in place, and no copy of the pool's size."""
 
+import dataclasses
 import functools
 
 import jax
@@ -112,8 +113,9 @@ def test_policies_are_the_same_object_every_time():
 
 
 @pytest.mark.parametrize("verb", ["admit", "commit", "release"])
-def test_a_fresh_state_can_be_donated_and_is_updated_in_place(verb):
-    state = kvjax.init(SPEC)
+@pytest.mark.parametrize("retention", [False, True])
+def test_a_fresh_state_can_be_donated_and_is_updated_in_place(verb, retention):
+    state = kvjax.init(dataclasses.replace(SPEC, retention=retention))
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
     assert len(set(pointers)) == len(pointers)
     args = {
@@ -126,18 +128,20 @@ def test_a_fresh_state_can_be_donated_and_is_updated_in_place(verb):
 
 
 @functools.cache
-def scanned(run):
+def scanned(run, retention):
     spec = kvjax.make_spec(
-        num_blocks=65_536, max_seqs=bookkeeping.ROWS, max_length=bookkeeping.LENGTH, block_size=bookkeeping.BLOCK
-    )
+        num_blocks=65_536, max_seqs=bookkeeping.ROWS, max_length=bookkeeping.LENGTH, block_size=bookkeeping.BLOCK,
+        retention=retention,
+    )  # fmt: skip
     state = jax.eval_shape(lambda: kvjax.init(spec))
     return state, jax.jit(run, donate_argnums=0).lower(state).compile()
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("retention", [False, True])
 @pytest.mark.parametrize("run", [bookkeeping.steps, bookkeeping.admissions])
-def test_scanned_steps_copy_nothing_of_the_pools_size(run):
-    state, compiled = scanned(run)
+def test_scanned_steps_copy_nothing_of_the_pools_size(run, retention):
+    state, compiled = scanned(run, retention)
     assert bookkeeping.copies_of_blocks(compiled, state) == []
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     memory = compiled.memory_analysis()
