@@ -51,13 +51,14 @@ def attend(
       ValueError: on an argument that does not fit, while tracing.
       NotImplementedError: if the implementation asked for cannot serve this call.
     """
-    group, _, index, array = pools.at(layer)
+    group, pool, index, array = pools.at(layer)
     _check(q, array, view, window, soft_cap, sinks)
     options = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "window": window,
         "soft_cap": soft_cap,
         "sinks": sinks,
+        "scales": pools.scales_of(group, pool),
         "return_lse": return_lse,
         "implementation": implementation,
     }

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+QUANTISED = ("int8", "float8_e4m3fn")
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
@@ -28,7 +30,8 @@ class PoolSpec:
       layers: the model's layer numbers, in the order in which the pool stacks them.
       kv_heads: K.
       head_dim: D.
-      dtype: element type of the K/V bytes, by name.
+      dtype: element type of the K/V bytes, by name. An int8 or float8_e4m3fn pool is quantised: it has a float32
+        scale for each token and head beside it.
     """
 
     layers: tuple[int, ...]
@@ -36,9 +39,15 @@ class PoolSpec:
     head_dim: int
     dtype: str = "bfloat16"
 
+    @property
+    def quantised(self) -> bool:
+        """Whether the pool has scales."""
+        return self.dtype in QUANTISED
+
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block: K and V of `block_size` positions in every layer of the pool."""
-        return 2 * len(self.layers) * self.kv_heads * block_size * self.head_dim * jnp.dtype(self.dtype).itemsize
+        """Bytes of one block: K and V of `block_size` positions in every layer of the pool, their scales included."""
+        vector = self.head_dim * jnp.dtype(self.dtype).itemsize + (4 if self.quantised else 0)
+        return 2 * len(self.layers) * self.kv_heads * block_size * vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +145,7 @@ def make_spec(
       max_seqs: S, sequences held at once.
       max_length: tokens that one sequence can hold, rounded up to whole blocks.
       block_size: P, tokens per block.
-      dtype: element type of the K/V bytes.
+      dtype: element type of the K/V bytes; int8 and float8_e4m3fn with a scale for each token and head.
       extra_ids: whether tokens carry extra ids.
       partial_reuse: whether to reuse part of a block by a copy.
       retention: whether blocks have priorities and times to live.
