@@ -52,7 +52,7 @@ def prefill_attention(
 ):  # fmt: skip
     """As `xla.prefill_attention`; `interpret` runs the kernel's Python on any platform."""
     tokens, heads, _ = q.shape
-    tiles = tuning.triton_prefill(q.shape[2], q.dtype.itemsize)
+    tiles = tuning.triton_prefill(q.shape[2], q.dtype.itemsize, pool.dtype.itemsize)
     queries = min(max(tiles.rows * pool.shape[3] // heads, 1), max_count)
     work = query_tiles(tokens, lengths, starts, counts, max_count, queries)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}

@@ -67,11 +67,11 @@ def triton_decode(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     return Programs(64, 16, 4) if kv_bytes > 1 else Programs(128, 16, 8)
 
 
-def triton_prefill(width: int, q_bytes: int) -> Programs:
+def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     """As many rows as registers allow (an Ampere's spill sooner): each tile of K/V is read once for all of them."""
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
-    return Programs(64, 128, 8) if width <= 128 else Programs(64, 64, 8)
+    return Programs(64, 128, 8) if width <= 128 and kv_bytes > 1 else Programs(64, 64, 8)
 
 
 class Tiles(NamedTuple):

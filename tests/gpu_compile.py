@@ -96,8 +96,9 @@ def quantised(dtype):
     return jax.ShapeDtypeStruct(shape, dtype), f32(*shape[:5])
 
 
-def decode_quantised(dtype):
-    function, (q, _, *rest), _ = decode()
+def attention_quantised(case, dtype):
+    """Another case over a quantised pool."""
+    function, (q, _, *rest), _ = CASES[case]()
     pool, scales = quantised(dtype)
     return lambda scales, *args: function(*args, scales=scales), (scales, q, pool, *rest), ()
 
@@ -170,8 +171,10 @@ CASES = {
     "decode_16": decode,
     "decode_64": functools.partial(decode, 64),
     "decode_width_80": functools.partial(decode, 16, 80),
-    "decode_int8": functools.partial(decode_quantised, jnp.int8),
-    "decode_fp8": functools.partial(decode_quantised, jnp.float8_e4m3fn),
+    "decode_int8": functools.partial(attention_quantised, "decode_16", jnp.int8),
+    "decode_fp8": functools.partial(attention_quantised, "decode_16", jnp.float8_e4m3fn),
+    "triton_prefill_int8": functools.partial(attention_quantised, "prefill_16", jnp.int8),
+    "triton_prefill_fp8": functools.partial(attention_quantised, "prefill_16", jnp.float8_e4m3fn),
     "prefill_16": prefill,
     "prefill_8": functools.partial(prefill, 8),
     "prefill_128_width_256": functools.partial(prefill, 128, 256),
