@@ -117,7 +117,10 @@ def attend(
 
 
 def _scratch(tiles: Tiles, run: int, width: int, dtype, result, interpret: bool) -> dict[str, Any]:
-    """Buffers in shared memory, and barriers."""
+    """Buffers in shared memory, and barriers: q_smem [workers, 64, D], k_smem and v_smem [stages, slots, D], and so on.
+
+    The barriers are arrays too: one for each worker, or for each stage of a ring.
+    """
 
     def matrices(number, rows, columns, dtype=dtype):
         """Laid out for wgmma and the copy engine."""
@@ -182,10 +185,12 @@ def _kernel(
 
 
 def _load(
-    kv_ref, table_ref, head, layer, piece: _Piece, static: _Static,
+    kv_ref,  # [.., run, D]
+    table_ref,  # i32[M]
+    head, layer, piece: _Piece, static: _Static,
     *, k_smem, v_smem, k_full, v_full, k_free, v_free, **_,
 ):  # fmt: skip
-    """The loader: brings the piece's tiles of K and V, by table i32[M], as stages become free."""
+    """The loader: brings the piece's tiles of K and V as stages become free."""
     _, layers, _, kv_heads, size, _ = static.pool
     slots, stages, _ = static.tiles
     run, last = kv_ref.shape[1], table_ref.shape[0] - 1
@@ -208,10 +213,14 @@ def _load(
 
 
 def _work(
-    q_ref, sinks_ref, out_ref, lse_ref, worker, piece: _Piece, static: _Static,
+    q_ref,  # [X, D]
+    sinks_ref,  # f32[workers * 64]
+    out_ref,  # [X, D]
+    lse_ref,  # f32[X]
+    worker, piece: _Piece, static: _Static,
     *, q_smem, k_smem, v_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn, out_smem=None, p_smem=None,
 ):  # fmt: skip
-    """A worker: attention of its rows of Q, which is [X, D], over the tiles that the loader brings."""
+    """A worker: attention of its rows of Q over the tiles that the loader brings."""
     (slots, stages, workers), window = static.tiles, static.window
     first, begin, end, by_row = piece.first, piece.begin, piece.end, plgpu.Layout.WGMMA.reduce(1)
     mine = pl.ds(worker * ROWS, min(q_ref.shape[0], ROWS))

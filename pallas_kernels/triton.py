@@ -33,8 +33,13 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
         raise NotImplementedError("triton: nothing converts to float8_e4m3fn on a GPU before sm_89")
     heads, columns = pl.next_power_of_2(kv_heads), pl.next_power_of_2(width)
 
-    def kernel(layer_ref, k_ref, v_ref, slots_ref, *refs):
-        pool_ref, *scales_refs = refs[len(refs) // 2 :]  # the other half is aliased with these
+    def kernel(
+        layer_ref,  # i32[1]
+        k_ref, v_ref,  # [T, K, D]
+        slots_ref,  # i32[T]
+        *refs,  # pool [(N + 1) L 2 K P, D], and scales f32[(N + 1) L 2 K P] if any; as they were and as they will be
+    ):  # fmt: skip
+        pool_ref, *scales_refs = refs[len(refs) // 2 :]
         token = pl.program_id(0)
         slot = slots_ref[token]
         block, offset = slot // size, slot % size
@@ -112,7 +117,11 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
     programs = max(min(tuning.move_programs(), rows_from.shape[0] * chunks), 1)
     in_place = not isinstance(target, jax.ShapeDtypeStruct)
 
-    def kernel(count_ref, from_ref, to_ref, *refs):
+    def kernel(
+        count_ref,  # i32[1]
+        from_ref, to_ref,  # i32[E]
+        *refs,  # tokens i32[E] of a part; source [X, B], if another array; target [Y, B], twice if in place
+    ):  # fmt: skip
         source_ref, target_ref, first = refs[-1] if source is None else refs[0], refs[-1], pl.program_id(0)
 
         def step(i, _):

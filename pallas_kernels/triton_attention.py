@@ -218,7 +218,13 @@ def _merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype, interpret
     _, heads, width = parts.shape
     rows, padded = starts.shape[0] - 1, pl.next_power_of_2(width)
 
-    def kernel(parts_ref, lse_ref, starts_ref, out_ref, total_ref):
+    def kernel(
+        parts_ref,  # f32[W, Q, D]
+        lse_ref,  # f32[W, Q]
+        starts_ref,  # i32[R + 1]
+        out_ref,  # [R, Q, D]
+        total_ref,  # f32[R, Q]
+    ):
         row, head = pl.program_id(0), pl.program_id(1)
         column = jnp.arange(padded, dtype=jnp.int32)
         there = column < width
