@@ -2,6 +2,7 @@
 """kvjax: a functional paged KV cache for JAX."""
 
 from kvjax.attention import attend
+from kvjax.beam import beam_step
 from kvjax.cache import admit, commit, extend, fork, init, lookup, release, truncate
 from kvjax.control import evict, pin, reset, unpin
 from kvjax.debug import RequestError, check, checked, index_of, snapshot
@@ -48,6 +49,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "fork",
     "truncate",
     "release",
+    "beam_step",
     "evict",
     "pin",
     "unpin",

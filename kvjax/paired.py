@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from kvjax import cache, control
+from kvjax import beam, cache, control
 from kvjax.events import Events
 from kvjax.match import Match
 from kvjax.policies import EvictionPolicy
@@ -59,6 +59,7 @@ class Cache:
     fork = _method(cache.fork)
     truncate = _method(cache.truncate)
     release = _method(cache.release)
+    beam_step = _method(beam.beam_step)
     evict = _method(control.evict)
     pin = _method(control.pin)
     unpin = _method(control.unpin)

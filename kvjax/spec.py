@@ -145,7 +145,8 @@ def make_spec(
       max_seqs: S, sequences held at once.
       max_length: tokens that one sequence can hold, rounded up to whole blocks.
       block_size: P, tokens per block.
-      dtype: element type of the K/V bytes; int8 and float8_e4m3fn with a scale for each token and head.
+      dtype: element type of the K/V bytes; int8 and float8_e4m3fn with a scale for each token and head. On CPU XLA
+        converts all of a float8_e4m3fn pool at every use: take int8 there.
       extra_ids: whether tokens carry extra ids.
       partial_reuse: whether to reuse part of a block by a copy.
       retention: whether blocks have priorities and times to live.

@@ -336,6 +336,23 @@ class Oracle:
             self.rows[seq] = Row()
         return Result(status, events)
 
+    def beam_step(self, seqs, parents) -> Result:
+        """Row seqs[i] becomes what row seqs[parents[i]] was; rows that nobody goes on from are dropped."""
+        rows = [self._row(seq) for seq in seqs]
+        sound = all(row is not None and row.length == len(row.tokens) for row in rows)
+        if not sound or len(set(seqs)) < len(seqs) or not all(0 <= parent < len(seqs) for parent in parents):
+            return Result([Status.BAD_REQUEST] * len(seqs))
+        for parent in parents:
+            for block in rows[parent].table:
+                self.blocks[block].refcount += 1
+        for place in reversed(range(self.max_blocks_per_seq)):
+            for row in rows:
+                if place < len(row.table):
+                    self._drop(row.table[place])
+        for seq, row in zip(seqs, [rows[parent].copy() for parent in parents], strict=True):
+            self.rows[seq] = row
+        return Result([Status.OK] * len(seqs))
+
     def lookup(self, tokens, *, namespace=0, extra_ids=None) -> int:
         """How many tokens of a prompt `admit` would find; changes nothing."""
         return self._match(namespace, self._pair(tokens, extra_ids))[2]

@@ -21,11 +21,12 @@ POLICIES = {
     "lru": (kvjax.lru(), lru), "fifo": (kvjax.fifo(), lambda block: block.stored), "priority": (kvjax.priority(), None),
 }  # fmt: skip
 STATIC = {"admit": "room", "extend": "max_tokens"}
-TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin")
+TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step")
 VERBS = {
     name: jax.jit(getattr(kvjax, name), static_argnames=STATIC.get(name))
     for name in (
         "admit", "extend", "commit", "fork", "truncate", "release", "lookup", "pin", "unpin", "evict", "reset",
+        "beam_step",
     )
 }  # fmt: skip
 
@@ -186,6 +187,16 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(src=rows, dst=rows)
     def fork(self, src, dst):
         self.both("fork", self.oracle.fork(src, dst), src, dst)
+
+    @rule(
+        seqs=st.lists(st.integers(0, ROWS - 1), min_size=3, max_size=3, unique=True),
+        parents=lists(st.sampled_from((0, 0, 1, 2, 2, 3)), min_size=3, max_size=3), in_use=st.booleans(),
+    )  # fmt: skip
+    def beam_step(self, seqs, parents, in_use):
+        if in_use:
+            parents = [parent % 3 for parent in parents]
+        wanted = self.oracle.beam_step(seqs, parents)
+        self.both("beam_step", wanted, np.asarray(seqs, np.int32), np.asarray(parents, np.int32))
 
     @rule(seq=rows, length=st.integers(0, WIDTH))
     def truncate(self, seq, length):

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a beam search: rows become copies of each other without a byte being moved."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import add, fence, pick, put, repeated
+from kvjax._request import assemble, first_failure, integers
+from kvjax.events import Events, Status
+from kvjax.group import give_back
+from kvjax.state import CacheState
+
+
+def beam_step(state: CacheState, seqs: Any, parents: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
+    """Lets each row of a beam go on as one of them did: row seqs[i] becomes what row seqs[parents[i]] was.
+
+    Blocks are shared, not copied; what two rows go on from is copied when one of them writes into it (`extend`), and
+    that is a partly filled last block at most. Rows that nobody goes on from are dropped: what is findable of them
+    stays cached, the rest becomes empty.
+
+    Args:
+      state: the cache.
+      seqs: i32[W]; the beam's rows, all different, in use, and their tokens committed.
+      parents: i32[W]; places in seqs; the identity for rows that stay what they are.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and no events. Status BAD_REQUEST for all rows or none.
+
+    Source: vLLM's and TensorRT-LLM's beam search, which fork and free rows one by one.
+    """
+    seqs = integers("seqs", seqs, ("W",))
+    parents, now = integers("parents", parents, seqs.shape), integers("now", now, ())
+    (group,), old = state.groups, state.seqs
+    known = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
+    length = pick(old.length, seqs)
+    bad = ~known | (length == 0) | (length != pick(old.committed, seqs))
+    bad = jnp.any(bad | (parents < 0) | (parents >= seqs.shape[0]))
+    ok = jnp.broadcast_to(~bad, seqs.shape)
+
+    table, moved = pick(group.table, seqs), pick(group.table, pick(seqs, parents))
+    everyone, table, moved = fence(group.table, table, moved)
+    heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0])[:, None], axis=1, dtype=jnp.int32)
+    # Tails before heads, as the blocks are to be freed.
+    ids = table.T[::-1].reshape(-1)
+    more = jnp.broadcast_to(heirs - 1, table.T.shape).reshape(-1)
+    held = (ids >= 0) & ~bad
+    refcount = add(group.blocks.refcount, ids, more, held, unique=False)
+    # Of a block's places here one lets go of its last holder: which one, its refcount tells for a moment.
+    free = held & (pick(refcount, ids) == 0)
+    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)
+    refcount, free = fence(refcount, free)
+    refcount = put(refcount, ids, mark, free, unique=False)
+    last = free & (pick(refcount, ids) == mark)
+    refcount, last = fence(refcount, last)
+    blocks = dataclasses.replace(group.blocks, refcount=put(refcount, ids, 1, last))
+    everyone = put(everyone, seqs, moved, ok)
+    group = give_back(dataclasses.replace(group, blocks=blocks, table=everyone), state.policy, ids, last, now)
+
+    kept = {
+        name: put(array, seqs, pick(array, pick(seqs, parents)), ok)
+        for name, array in ((field.name, getattr(old, field.name)) for field in dataclasses.fields(old))
+        if array is not None
+    }
+    state = dataclasses.replace(state, groups=(group,), seqs=dataclasses.replace(old, **kept))
+    return state, assemble(state.spec, first_failure((jnp.broadcast_to(bad, seqs.shape), Status.BAD_REQUEST)))
