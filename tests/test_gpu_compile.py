@@ -24,7 +24,16 @@ CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
-ALL = [(target, case) for target, cases in CASES.items() for case in cases]
+# Every kernel once; the other shapes take another minute.
+SLOW = {
+    "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
+    "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
+}  # fmt: skip
+ALL = [
+    pytest.param(target, case, marks=pytest.mark.slow if case in SLOW else ())
+    for target, cases in CASES.items()
+    for case in cases
+]
 TRITON, MOSAIC = ["__gpu$xla.gpu.triton"], ["mosaic_gpu_v2"]
 
 pytestmark = [
@@ -34,10 +43,10 @@ pytestmark = [
 
 
 @functools.cache
-def compiled(target):
+def compiled(target, slow):
     """Results by case, from a process of their own; one that dies or hangs gets an error, the others a new process."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{TOOLCHAIN}{os.pathsep}{ROOT}"}
-    results, left = {}, list(CASES[target])
+    results, left = {}, [case for case in CASES[target] if (case in SLOW) == slow]
     while left:
         command = [sys.executable, "-m", "tests.gpu_compile", target, *left]
         with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
@@ -58,7 +67,7 @@ def compiled(target):
 
 
 def result_of(target, case):
-    result = compiled(target)[case]
+    result = compiled(target, case in SLOW)[case]
     assert "error" not in result, result["error"]
     return result
 
