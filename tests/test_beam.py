@@ -68,7 +68,8 @@ def cached(model, size):
     return history, copies
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 2])
 def test_equal_to_a_search_that_computes_everything_anew(size):
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
     (got, copies), wanted = cached(model, size), recomputed(model)

@@ -16,7 +16,7 @@ from pallas_kernels import mosaic, tuning
 from tests import simulate_mosaic
 
 ROOT = pathlib.Path(__file__).parents[1]
-USUAL = ["decode_plain", "decode_all", "prefill_plain", "prefill_all", "prefill_sinks", "long", "vmap"]
+USUAL = ["decode_all", "prefill_plain", "prefill_all", "long"]
 SLOW = [case for case in simulate_mosaic.CASES if case not in USUAL and case != "broken"]
 
 simulated = pytest.mark.long

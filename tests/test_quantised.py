@@ -80,8 +80,8 @@ def test_scales_are_part_of_a_block_and_of_what_is_donated(dtype):
     assert step.lower(*args).compile().memory_analysis().alias_size_in_bytes >= total
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", EACH)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_recall_is_as_accurate_as_over_float32(dtype):
     assert abs(accuracy(dtype) - accuracy("float32")) <= 0.01
 

@@ -17,7 +17,7 @@ from models.decoder import Decoder
 K, NEW, MARGIN = 3, 24, 2e-3
 PROMPT = np.array([5, 3, 7, 1, 2, 9, 4], np.int32)
 
-pytestmark = [pytest.mark.long]
+pytestmark = [pytest.mark.slow]
 
 
 class Speaker:
@@ -121,7 +121,6 @@ def test_the_output_is_that_of_plain_greedy_decoding():
     assert int(seqs.length[0]) == int(seqs.committed[0]) >= len(PROMPT) + NEW - 1
 
 
-@pytest.mark.slow
 def test_what_is_rejected_leaves_no_trace_in_the_index():
     """Only accepted tokens were ever committed, so the cache finds a text exactly as after plain decoding."""
     alone, target = Speaker(3, 32, seed=0), Speaker(3, 32, seed=0)
