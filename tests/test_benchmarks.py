@@ -48,7 +48,7 @@ def test_the_lengths_are_those_of_the_trace():
     assert lengths.min() >= 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
     file = tmp_path / "decode_loop.json"
     monkeypatch.setattr(sys, "argv", ["decode_loop", "--quick", "--json", str(file)])

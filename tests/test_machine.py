@@ -52,7 +52,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, policy, blocks, partial, extra):
         chosen, score = POLICIES[policy]
         self.timed = policy == "priority"
-        extra = extra and not self.timed  # one compiled program less
+        extra = extra and policy == "lru"  # fewer compiled programs
         spec = kvjax.make_spec(
             num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, extra_ids=extra, partial_reuse=partial,
             retention=self.timed,

@@ -38,7 +38,7 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_jit_scan_and_vmap_do_what_separate_calls_do():
     compiled = jax.jit(history)
     offsets = jnp.arange(6, dtype=jnp.int32) % 4
