@@ -219,6 +219,7 @@ def test_narrow_dtypes(dtype, implementation):
     check_prefill(Case([9, 0, 37, 130], dtype=dtype, width=64), implementation, [9, 0, 1, 30])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "window", "all"])
 @pytest.mark.parametrize(("stored", "dtype"), [("int8", "bfloat16"), ("float8_e4m3fn", "float16")])
 def test_quantised_pools(stored, dtype, name, implementation):
@@ -240,6 +241,7 @@ def test_wide_queries_over_a_narrow_pool(implementation):
     check_decode(case, implementation)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "window"])
 def test_chunks_of_any_size_from_any_offset(name, implementation):
     """Random rows and chunks through one compiled program, tables longer than any of them."""
