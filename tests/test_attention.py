@@ -308,4 +308,6 @@ def test_on_a_gpu(shape, name, dtype, stored, kernel):
         check_decode(decoded, kernel, **options_for(decoded, name))
         check_prefill(prefilled, kernel, [9, 1, 0, 90, 300], **options_for(prefilled, name))
     except NotImplementedError as refusal:
+        if kernel == "triton":  # which serves all of these
+            raise
         pytest.skip(str(refusal))
