@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from kvjax._arrays import pick
 from kvjax.events import Events, Status
 from kvjax.spec import CacheSpec
-from kvjax.state import Group
+from kvjax.state import CacheState
 
 
 class Prompt(NamedTuple):
@@ -101,33 +101,35 @@ def first_failure(*causes: tuple[jax.Array, Status]) -> jax.Array:
 
 
 def assemble(
-    spec: CacheSpec,
+    state: CacheState,
     status: jax.Array,
     *,
-    removed: jax.Array | None = None,
-    updated: jax.Array | None = None,
-    stored: tuple[Group, jax.Array] | None = None,
-    copied: jax.Array | None = None,
-    other: jax.Array | None = None,
+    removed: Sequence[jax.Array] = (),
+    updated: Sequence[jax.Array] = (),
+    stored: Sequence[jax.Array] = (),
+    copied: Sequence[jax.Array] = (),
+    other: Sequence[jax.Array] = (),
     queried: jax.Array | int = 0,
     cached: jax.Array | int = 0,
     shortfall: jax.Array | int = 0,
 ) -> Events:
-    """Puts a transition's records i32[., 9] together in their order; stored ones with their blocks' contents."""
+    """Puts a transition's records i32[., 9] together in their order; stored ones, one a group, with their contents."""
     status = jnp.atleast_1d(status)
-    none = jnp.zeros((0, 9), jnp.int32)
-    rows = [none if r is None else r for r in (removed, updated, stored and stored[1], copied, other)]
+    blocks = state.groups[0].blocks
+    before, after = [*removed, *updated], [*copied, *other]
+    ids = [
+        r[:, 2] if group.anchor is None else pick(group.anchor, r[:, 2])
+        for r, group in zip(stored, state.groups, strict=False)
+    ]
 
-    def contents(of: Callable[[Any], jax.Array]) -> jax.Array:
-        parts = [jnp.zeros((len(r), spec.block_size), jnp.int32) for r in rows]
-        if stored is not None:
-            parts[2] = pick(of(stored[0].blocks), stored[1][:, 2])
-        return jnp.concatenate(parts)
+    def contents(of: jax.Array) -> jax.Array:
+        parts = [jnp.zeros((sum(map(len, before)), state.spec.block_size), jnp.int32), *(pick(of, i) for i in ids)]
+        return jnp.concatenate([*parts, jnp.zeros((sum(map(len, after)), state.spec.block_size), jnp.int32)])
 
     return Events(
-        records=jnp.concatenate(rows),
-        tokens=contents(lambda blocks: blocks.tokens),
-        extra_ids=contents(lambda blocks: blocks.extra_ids) if spec.extra_ids else None,
+        records=jnp.concatenate([jnp.zeros((0, 9), jnp.int32), *before, *stored, *after]),
+        tokens=contents(blocks.tokens),
+        extra_ids=None if blocks.extra_ids is None else contents(blocks.extra_ids),
         status=status,
         queried=jnp.broadcast_to(jnp.asarray(queried, jnp.int32), status.shape),
         cached=jnp.broadcast_to(jnp.asarray(cached, jnp.int32), status.shape),

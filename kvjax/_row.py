@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,13 @@ from kvjax.state import NO_BLOCK, CacheState, Group, pytree
 
 @pytree()
 class Row:
-    """One row: `exists` bool[] whether its number is in range; the others as in `Sequences` and `Group.table`."""
+    """One row: `exists` bool[] whether its number is in range; the others as in `Sequences`, tables i32[M] a group."""
 
     exists: jax.Array
     length: jax.Array
     committed: jax.Array
     namespace: jax.Array
-    table: jax.Array
+    tables: tuple[jax.Array, ...]
     retention: jax.Array | None
 
 
@@ -33,28 +34,27 @@ def read(state: CacheState, seq: jax.Array) -> Row:
         length=pick(seqs.length, seq),
         committed=pick(seqs.committed, seq),
         namespace=pick(seqs.namespace, seq),
-        table=pick(state.groups[0].table, seq),
+        tables=tuple(pick(group.table, seq) for group in state.groups),
         retention=None if seqs.retention is None else pick(seqs.retention, seq),
     )
 
 
 def write(
     state: CacheState,
-    group: Group,
     seq: jax.Array,
     ok: jax.Array,
-    table: jax.Array,
+    tables: Sequence[jax.Array],
     length: jax.Array | int,
     committed: jax.Array | int,
     namespace: jax.Array | int,
     retention: jax.Array | None = None,
 ) -> CacheState:
-    """The state with `group` and, where `ok` bool[], with a new row `seq`; table i32[...] is cut or padded to M.
+    """The state, where `ok` bool[], with a new row `seq`; tables i32[...], one a group, are cut or padded to M.
 
     Of retention i32[M, 2] None leaves what there is.
     """
     seq, ok = jnp.atleast_1d(seq), jnp.atleast_1d(ok)
-    table, stated = fit(table, state.spec.max_blocks_per_seq, NO_BLOCK), state.seqs.retention
+    stated, width = state.seqs.retention, state.spec.max_blocks_per_seq
     if stated is not None and retention is not None:
         stated = put(stated, seq, retention[None], ok)
     seqs = dataclasses.replace(
@@ -64,8 +64,11 @@ def write(
         namespace=put(state.seqs.namespace, seq, namespace, ok),
         retention=stated,
     )
-    group = dataclasses.replace(group, table=put(group.table, seq, table[None], ok))
-    return dataclasses.replace(state, groups=(group,), seqs=seqs)
+    groups = [
+        dataclasses.replace(group, table=put(group.table, seq, fit(table, width, NO_BLOCK)[None], ok))
+        for group, table in zip(state.groups, tables, strict=True)
+    ]
+    return dataclasses.replace(state, groups=tuple(groups), seqs=seqs)
 
 
 def fit(x: jax.Array, size: int, fill: int) -> jax.Array:

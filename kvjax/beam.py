@@ -9,10 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import add, fence, pick, put, repeated
+from kvjax import windows
+from kvjax._arrays import fence, pick, put, repeated
 from kvjax._request import assemble, first_failure, integers
 from kvjax.events import Events, Status
-from kvjax.group import give_back
+from kvjax.group import give_back_shared
 from kvjax.state import CacheState
 
 
@@ -36,36 +37,29 @@ def beam_step(state: CacheState, seqs: Any, parents: Any, *, now: Any = 0) -> tu
     """
     seqs = integers("seqs", seqs, ("W",))
     parents, now = integers("parents", parents, seqs.shape), integers("now", now, ())
-    (group,), old = state.groups, state.seqs
+    old = state.seqs
     known = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
     length = pick(old.length, seqs)
     bad = ~known | (length == 0) | (length != pick(old.committed, seqs))
     bad = jnp.any(bad | (parents < 0) | (parents >= seqs.shape[0]))
     ok = jnp.broadcast_to(~bad, seqs.shape)
-
-    table, moved = pick(group.table, seqs), pick(group.table, pick(seqs, parents))
-    everyone, table, moved = fence(group.table, table, moved)
     heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0])[:, None], axis=1, dtype=jnp.int32)
-    # Tails before heads, as the blocks are to be freed.
-    ids = table.T[::-1].reshape(-1)
-    more = jnp.broadcast_to(heirs - 1, table.T.shape).reshape(-1)
-    held = (ids >= 0) & ~bad
-    refcount = add(group.blocks.refcount, ids, more, held, unique=False)
-    # Of a block's places here one lets go of its last holder: which one, its refcount tells for a moment.
-    free = held & (pick(refcount, ids) == 0)
-    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)
-    refcount, free = fence(refcount, free)
-    refcount = put(refcount, ids, mark, free, unique=False)
-    last = free & (pick(refcount, ids) == mark)
-    refcount, last = fence(refcount, last)
-    blocks = dataclasses.replace(group.blocks, refcount=put(refcount, ids, 1, last))
-    everyone = put(everyone, seqs, moved, ok)
-    group = give_back(dataclasses.replace(group, blocks=blocks, table=everyone), state.policy, ids, last, now)
+
+    groups = []
+    for number, group in enumerate(state.groups):
+        table, moved = pick(group.table, seqs), pick(group.table, pick(seqs, parents))
+        everyone, table, moved = fence(group.table, table, moved)
+        # Tails before heads, as the blocks are to be freed.
+        ids = table.T[::-1].reshape(-1)
+        less = jnp.broadcast_to(1 - heirs, table.T.shape).reshape(-1)
+        group = dataclasses.replace(group, table=put(everyone, seqs, moved, ok))
+        policy = windows.policy_of(number, state.policy)
+        groups.append(give_back_shared(group, policy, ids, less, (ids >= 0) & ~bad, now))
 
     kept = {
         name: put(array, seqs, pick(array, pick(seqs, parents)), ok)
         for name, array in ((field.name, getattr(old, field.name)) for field in dataclasses.fields(old))
         if array is not None
     }
-    state = dataclasses.replace(state, groups=(group,), seqs=dataclasses.replace(old, **kept))
-    return state, assemble(state.spec, first_failure((jnp.broadcast_to(bad, seqs.shape), Status.BAD_REQUEST)))
+    state = dataclasses.replace(state, groups=tuple(groups), seqs=dataclasses.replace(old, **kept))
+    return state, assemble(state, first_failure((jnp.broadcast_to(bad, seqs.shape), Status.BAD_REQUEST)))

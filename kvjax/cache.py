@@ -11,14 +11,15 @@ caller owns `jit` and donation: jit a verb together with the copies and the mode
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax import _row, cow
-from kvjax._arrays import add, count, pick, put, rank, repeated, runs
+from kvjax import _row, windows
+from kvjax._arrays import add, pick, put, repeated
 from kvjax._request import (
     assemble,
     each_row,
@@ -31,11 +32,12 @@ from kvjax._request import (
     static_int,
 )
 from kvjax.admission import admit_row
-from kvjax.events import EventKind, Events, Status, record
-from kvjax.group import available, give_back, init_group, take
+from kvjax.events import Events, Status
+from kvjax.group import give_back, hold, init_group
+from kvjax.growth import grow
 from kvjax.match import Match, longest_match
 from kvjax.policies import EvictionPolicy, lru
-from kvjax.retention import Retention, apply_retention
+from kvjax.retention import Retention
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState, Sequences
 from kvjax.store import publish_filled, store_tail, withdraw
@@ -47,23 +49,25 @@ def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any 
     Args:
       spec: its shapes.
       policy: who is evicted, `lru()` if None; static, so pass the same object again to reuse compiled programs.
-      num_blocks: i32[]; device blocks in use, at most the spec's N (None: all). May be traced, so that caches of
-        many sizes fit in one `vmap`.
+      num_blocks: i32[]; device blocks in use of every group but a bare first one, at most the spec's N (None: all).
+        May be traced, so that caches of many sizes fit in one `vmap`.
 
     Raises:
       ValueError: if `num_blocks` is a number outside 1..N.
     """
-    (group,) = spec.groups
-    num_blocks = group.num_blocks if num_blocks is None else num_blocks
-    number = isinstance(num_blocks, int | np.integer)
-    if isinstance(num_blocks, bool) or (number and not 1 <= num_blocks <= group.num_blocks):
-        raise ValueError(f"num_blocks: got {num_blocks}, wanted 1..{group.num_blocks}")
-    num_blocks = integers("num_blocks", num_blocks, ())
     policy = lru() if policy is None else policy
+    groups = []
+    for number, group in enumerate(spec.groups):
+        given = group.num_blocks if num_blocks is None or (spec.bare and number == 0) else num_blocks
+        known = isinstance(given, int | np.integer)
+        if isinstance(given, bool) or (known and not 1 <= given <= group.num_blocks):
+            raise ValueError(f"num_blocks: got {given}, wanted 1..{group.num_blocks}")
+        given = integers("num_blocks", given, ())
+        groups.append(init_group(spec, number, windows.policy_of(number, policy), given))
     seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
     if spec.retention:
         seqs = dataclasses.replace(seqs, retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq, 2), jnp.int32))
-    return CacheState((init_group(spec, group, policy, num_blocks),), seqs, spec, policy)
+    return CacheState(tuple(groups), seqs, spec, policy)
 
 
 def admit(
@@ -120,7 +124,7 @@ def admit(
     if retention is not None and not state.spec.retention:
         raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
     requests = (seq, integers("tokens", tokens, (*rows, "T")), extra_ids, length, namespace, retention)
-    start = (state, jnp.full(rows or (1,), NO_BLOCK, jnp.int32))
+    start = (state, jnp.full((*(rows or (1,)), len(state.groups)), NO_BLOCK, jnp.int32))
     (state, _), events = lax.scan(one, start, requests) if rows else one(start, requests)
     return state, flatten_rows(events) if rows else events
 
@@ -141,7 +145,7 @@ def lookup(state: CacheState, tokens: Any, length: Any, *, namespace: Any = 0, e
     tokens = integers("tokens", tokens, ("T",))
     ask = prompt(state.spec, tokens, length, namespace, extra_like(state.spec, extra_ids, tokens))
     length = jnp.where(ask.valid, ask.length, 1)
-    return longest_match(state.groups[0], ask.tokens, ask.extra_ids, length, ask.namespace, state.spec.partial_reuse)
+    return longest_match(state, ask.tokens, ask.extra_ids, length, ask.namespace)
 
 
 def extend(
@@ -166,7 +170,7 @@ def extend(
 
     Source: vLLM's append_slots with copy-on-write, for a whole batch in one pass.
     """
-    spec, (group,), seqs, size = state.spec, state.groups, state.seqs, state.spec.block_size
+    spec, seqs, size = state.spec, state.seqs, state.spec.block_size
     active, now = row_mask("active", active, spec.max_seqs), integers("now", now, ())
     if max_tokens is None:
         max_tokens = static_int("num_tokens", num_tokens, 1)
@@ -176,32 +180,11 @@ def extend(
     grown = seqs.length + jnp.where(active & ~bad, asked, 0)
     full = active & (-(-grown // size) > spec.max_blocks_per_seq)
     fine = ~jnp.any(bad | full)
-
-    rows = np.arange(spec.max_seqs, dtype=np.int32)
-    first = seqs.length // size
-    writes = fine & (grown > seqs.length)
-    group, shares = cow.unshare(group, _row.entry(group, rows, first), writes & (seqs.length % size > 0))
-    place = runs(first, (max_tokens + size - 2) // size + 1)
-    new = writes[:, None] & (place * size < grown[:, None]) & (place * size >= seqs.length[:, None])
-    new = new.at[:, 0].set(new[:, 0] | shares.copies)
-    need, free = count(new), available(group)
-    group, ids, had, removed = take(group, state.policy, need, min(new.size, group.empty.shape[0]), now)
-    group = cow.settle(group, state.policy, shares, had, now)
-    ids = pick(ids, rank(new.reshape(-1)).reshape(new.shape))
-    table = put(group.table, (jnp.broadcast_to(rows[:, None], new.shape), place), ids, new & had)
-    written = jnp.maximum(seqs.committed - first * size, 0)  # in the block that the row is in
-    copies = shares.copies & had & (written > 0)
-    group = _row.copy_tokens(dataclasses.replace(group, table=table), ids[:, 0], shares.block, copies)
-    if seqs.retention is not None:
-        stated = pick(seqs.retention, (rows[:, None], place))
-        group = dataclasses.replace(group, blocks=apply_retention(group.blocks, ids, stated, new & had))
-    copied = record(EventKind.COPIED, copies, block=ids[:, 0], source=shares.block, num_tokens=written)
-
-    status = first_failure((bad, Status.BAD_REQUEST), (full, Status.ROW_FULL), (active & ~had, Status.NO_BLOCKS))
-    seqs = dataclasses.replace(seqs, length=jnp.where(fine & had, grown, seqs.length))
-    state = dataclasses.replace(state, groups=(group,), seqs=seqs)
-    shortfall = jnp.where(had, 0, jnp.maximum(need - free, 1))
-    return state, assemble(spec, status, removed=removed, copied=copied, shortfall=shortfall)
+    state, grew = grow(state, jnp.where(fine, grown, seqs.length), max_tokens, now)
+    status = first_failure((bad, Status.BAD_REQUEST), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS))
+    seqs = dataclasses.replace(seqs, length=jnp.where(fine & grew.ok, grown, seqs.length))
+    state = dataclasses.replace(state, seqs=seqs)
+    return state, assemble(state, status, removed=grew.removed, copied=grew.copied, shortfall=grew.shortfall)
 
 
 def commit(
@@ -226,24 +209,29 @@ def commit(
 
     Source: vLLM's mark_blocks_as_computed and MAX's commit, which swap equal blocks likewise.
     """
-    spec, (group,), size = state.spec, state.groups, state.spec.block_size
+    spec, size = state.spec, state.spec.block_size
     rows = integers("seqs", np.arange(spec.max_seqs) if seqs is None else seqs, ("R",))
     tokens = integers("tokens", tokens, (rows.shape[0], "T"))
     asked, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
     extra_ids = extra_like(spec, extra_ids, tokens)
     exists = (rows >= 0) & (rows < spec.max_seqs) & ~(repeated(rows) & (asked != 0))
     length, start = pick(state.seqs.length, rows), pick(state.seqs.committed, rows)
-    steps = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    bad = (~exists & (asked > 0)) | (asked < 0) | (asked > jnp.minimum(length - start, tokens.shape[1]))
+    most = tokens.shape[1]
+    steps = np.arange(most, dtype=np.int32)[None]
+    bad = (~exists & (asked > 0)) | (asked < 0) | (asked > jnp.minimum(length - start, most))
     bad = bad | jnp.any((steps < asked[:, None]) & (tokens < 0), axis=1)
     end = start + jnp.where(bad, 0, asked)
-    group = _row.note_tokens(group, rows, start, end, tokens, extra_ids)
-
-    most = (tokens.shape[1] + size - 2) // size + 1
-    group, stored = publish_filled(group, state, rows, start // size, end // size, most, now)
+    group = _row.note_tokens(state.groups[0], rows, start, end, tokens, extra_ids)
+    state = dataclasses.replace(state, groups=(group, *state.groups[1:]))
+    state, stored = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
+    groups = [
+        group if group.anchor is None else windows.slide(group, of, rows, start, end, most, size, now)
+        for group, of in zip(state.groups, spec.groups, strict=True)
+    ]
     committed = put(state.seqs.committed, rows, end, exists & ~bad)
-    state = dataclasses.replace(state, groups=(group,), seqs=dataclasses.replace(state.seqs, committed=committed))
-    return state, assemble(spec, first_failure((bad, Status.BAD_REQUEST)), stored=(group, stored))
+    seqs_ = dataclasses.replace(state.seqs, committed=committed)
+    state = dataclasses.replace(state, groups=tuple(groups), seqs=seqs_)
+    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), stored=stored)
 
 
 def fork(state: CacheState, src: Any, dst: Any) -> tuple[CacheState, Events]:
@@ -260,14 +248,17 @@ def fork(state: CacheState, src: Any, dst: Any) -> tuple[CacheState, Events]:
     Source: vLLM's BlockSpaceManager.fork.
     """
     src, dst = integers("src", src, ()), integers("dst", dst, ())
-    (group,), old, new = state.groups, _row.read(state, src), _row.read(state, dst)
+    old, new = _row.read(state, src), _row.read(state, dst)
     bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst)
     status = first_failure((bad, Status.BAD_REQUEST), (new.length > 0, Status.HELD))
     ok = status == Status.OK
-    refcount = add(group.blocks.refcount, old.table, 1, ok & (old.table >= 0))
-    group = dataclasses.replace(group, blocks=dataclasses.replace(group.blocks, refcount=refcount))
-    state = _row.write(state, group, dst, ok, old.table, old.length, old.committed, old.namespace, old.retention)
-    return state, assemble(state.spec, status)
+    groups = []
+    for group, table in zip(state.groups, old.tables, strict=True):
+        refcount = add(group.blocks.refcount, table, 1, ok & (table >= 0))
+        groups.append(dataclasses.replace(group, blocks=dataclasses.replace(group.blocks, refcount=refcount)))
+    state = dataclasses.replace(state, groups=tuple(groups))
+    state = _row.write(state, dst, ok, old.tables, old.length, old.committed, old.namespace, old.retention)
+    return state, assemble(state, status)
 
 
 def truncate(state: CacheState, seq: Any, length: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
@@ -288,19 +279,32 @@ def truncate(state: CacheState, seq: Any, length: Any, *, now: Any = 0) -> tuple
     Source: TensorRT-LLM's rewindKVCache.
     """
     seq, length, now = integers("seq", seq, ()), integers("length", length, ()), integers("now", now, ())
-    (group,), row, size = state.groups, _row.read(state, seq), state.spec.block_size
+    row, size = _row.read(state, seq), state.spec.block_size
+    place, keep, committed = np.arange(row.tables[0].shape[0]), -(-length // size), jnp.minimum(row.committed, length)
+    again = [  # blocks that had left a window which now goes back over them
+        windows.regain(group, row.tables[0], (place < keep) & of.keeps(place, committed, size) & (table < 0))
+        for group, of, table in zip(state.groups[1:], state.spec.groups[1:], row.tables[1:], strict=True)
+    ]
     bad = ~row.exists | (length < 1) | (length > row.length)
+    bad = functools.reduce(jnp.logical_or, [~there for _, there in again], bad)
     ok = ~bad
-    keep = -(-length // size)
-    dropped = ok & (np.arange(row.table.shape[0]) >= keep) & (row.table >= 0)
-    group = give_back(group, state.policy, row.table[::-1], dropped[::-1], now)
-    block = pick(row.table, keep - 1)[None]
+    groups, tables = [], []
+    for number, (group, table) in enumerate(zip(state.groups, row.tables, strict=True)):
+        if number > 0:
+            group = hold(group, again[number - 1][0], ok & (again[number - 1][0] >= 0))
+            table = jnp.where(ok & (table < 0), again[number - 1][0], table)
+        dropped = ok & (place >= keep) & (table >= 0)
+        policy = windows.policy_of(number, state.policy)
+        groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
+        tables.append(jnp.where(dropped, NO_BLOCK, table))
+    group, block = groups[0], pick(tables[0], keep - 1)[None]
     blocks = group.blocks
     cut = ok & (length % size > 0) & (pick(blocks.fill, block) > 0) & (pick(blocks.refcount, block) == 1)
-    group, removed = withdraw(group, block, cut & (pick(blocks.children, block) == 0))
-    table = jnp.where(dropped, NO_BLOCK, row.table)
-    state = _row.write(state, group, seq, ok, table, length, jnp.minimum(row.committed, length), row.namespace)
-    return state, assemble(state.spec, first_failure((bad, Status.BAD_REQUEST)), removed=removed)
+    groups[0], gone = withdraw(group, block, cut & (pick(blocks.children, block) == 0))
+    state = dataclasses.replace(state, groups=tuple(groups))
+    state, removed = windows.forget_all(state, gone)
+    state = _row.write(state, seq, ok, tables, length, committed, row.namespace)
+    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), removed=removed)
 
 
 def release(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
@@ -323,13 +327,14 @@ def release(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, E
     if seq.ndim > 0:
         state, events = lax.scan(lambda s, q: release(s, q, now=now), state, integers("seq", seq, ("R",)))
         return state, flatten_rows(events)
-    row = _row.read(state, seq)
+    row, stored = _row.read(state, seq), []
     ok = row.exists & (row.length > 0)
-    group, stored = state.groups[0], None
     if state.spec.partial_reuse:
-        group, record_ = store_tail(group, row, ok)
-        stored = (group, record_)
-    group = give_back(group, state.policy, row.table[::-1], (ok & (row.table >= 0))[::-1], now)
-    nothing = jnp.full_like(row.table, NO_BLOCK)
-    state = _row.write(state, group, seq, ok, nothing, 0, 0, 0)
-    return state, assemble(state.spec, first_failure((~ok, Status.BAD_REQUEST)), stored=stored)
+        state, stored = store_tail(state, row, ok)
+    groups = [
+        give_back(group, windows.policy_of(g, state.policy), table[::-1], (ok & (table >= 0))[::-1], now)
+        for g, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))
+    ]
+    state = dataclasses.replace(state, groups=tuple(groups))
+    state = _row.write(state, seq, ok, [jnp.full_like(table, NO_BLOCK) for table in row.tables], 0, 0, 0)
+    return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), stored=stored)

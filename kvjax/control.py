@@ -10,21 +10,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import windows
 from kvjax._arrays import add, count, pick, put, rank, repeated
 from kvjax._request import assemble, first_failure, integers, static_int
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import give_back, init_group
-from kvjax.state import NO_BLOCK, Blocks, CacheState, Group
+from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.store import withdraw
 
 
-def pin(state: CacheState, blocks: Any) -> tuple[CacheState, Events]:
+def pin(state: CacheState, blocks: Any, *, group: int = 0) -> tuple[CacheState, Events]:
     """Adds a holder to blocks, so that they stay whatever the rows do; the caller keeps the list for `unpin`.
 
     Args:
       state: the cache.
       blocks: i32[K]; different findable blocks, such as the filled ones of a row; NO_BLOCK is padding. The prefix of
         each must be pinned too, or among them. Costs a pass over all blocks.
+      group: static; whose blocks they are. In a window group their anchors must be pinned, and nothing else.
 
     Returns:
       The cache; and no events. Status BAD_REQUEST if a block is unknown, not findable (what a row is still filling has
@@ -32,44 +34,59 @@ def pin(state: CacheState, blocks: Any) -> tuple[CacheState, Events]:
 
     Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
     """
-    (group,), ids = state.groups, integers("blocks", blocks, ("K",))
-    known = group.blocks
+    mine, ids = _chosen(state, group), integers("blocks", blocks, ("K",))
+    known = mine.blocks
     named = ids != NO_BLOCK
     refcount = pick(known.refcount, ids)
     there = (ids >= 0) & (ids < known.refcount.shape[0]) & (pick(known.fill, ids) > 0)
     ok = ~jnp.any(named & (~there | repeated(ids)))
-    ok = ok & _prefixes_are_pinned(known, add(_pins(group), ids, 1, named & ok))
+    pins = [_pins(each) for each in state.groups]
+    pins[group] = add(pins[group], ids, 1, named & ok)
+    ok = ok & _prefixes_are_pinned(state, pins)
     named = named & ok
-    group = dataclasses.replace(
-        group,
+    mine = dataclasses.replace(
+        mine,
         blocks=dataclasses.replace(known, refcount=add(known.refcount, ids, 1, named)),
-        num_cached=group.num_cached - count(named & (refcount == 0)),
+        num_cached=mine.num_cached - count(named & (refcount == 0)),
     )
-    state = dataclasses.replace(state, groups=(group,))
-    return state, assemble(state.spec, first_failure((~ok, Status.BAD_REQUEST)))
+    state = _with(state, group, mine)
+    return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
 
 
-def unpin(state: CacheState, blocks: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
+def unpin(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Takes back what `pin` gave the same blocks; those without holders become cached.
 
     Args:
       state: the cache.
       blocks: i32[K]; as given to `pin`.
       now: i32[] ms.
+      group: static; likewise.
 
     Returns:
-      The cache; and no events. Status BAD_REQUEST if one of them is not pinned or is named twice, or is the prefix of a
-      block that stays pinned.
+      The cache; and no events. Status BAD_REQUEST if one of them is not pinned or is named twice, or is the prefix or
+      anchor of a block that stays pinned.
     """
-    (group,), ids, now = state.groups, integers("blocks", blocks, ("K",)), integers("now", now, ())
+    mine, ids, now = _chosen(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
     named = ids != NO_BLOCK
-    pins = _pins(group)
-    there = (ids >= 0) & (ids < pins.shape[0]) & (pick(pins, ids) > 0)
+    pins = [_pins(each) for each in state.groups]
+    there = (ids >= 0) & (ids < pins[group].shape[0]) & (pick(pins[group], ids) > 0)
     ok = ~jnp.any(named & (~there | repeated(ids)))
-    ok = ok & _prefixes_are_pinned(group.blocks, add(pins, ids, -1, named & ok))
-    group = give_back(group, state.policy, ids[::-1], (named & ok)[::-1], now)
-    state = dataclasses.replace(state, groups=(group,))
-    return state, assemble(state.spec, first_failure((~ok, Status.BAD_REQUEST)))
+    pins[group] = add(pins[group], ids, -1, named & ok)
+    ok = ok & _prefixes_are_pinned(state, pins)
+    mine = give_back(mine, windows.policy_of(group, state.policy), ids[::-1], (named & ok)[::-1], now)
+    state = _with(state, group, mine)
+    return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
+
+
+def _chosen(state: CacheState, group: int) -> Group:
+    if not isinstance(group, int) or not 0 <= group < len(state.groups):
+        raise ValueError(f"group: got {group!r}, wanted 0..{len(state.groups) - 1}")
+    return state.groups[group]
+
+
+def _with(state: CacheState, number: int, group: Group) -> CacheState:
+    groups = (*state.groups[:number], group, *state.groups[number + 1 :])
+    return dataclasses.replace(state, groups=groups)
 
 
 def _pins(group: Group) -> jax.Array:
@@ -78,31 +95,34 @@ def _pins(group: Group) -> jax.Array:
     return add(group.blocks.refcount, table, -1, table >= 0, unique=False)
 
 
-def _prefixes_are_pinned(blocks: Blocks, pins: jax.Array) -> jax.Array:
-    """bool[]; whether with these pins i32[B] no block is pinned without its parent.
+def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
+    """bool[]; whether with these pins i32[B] of each group no block is pinned without its parent or anchor.
 
     Eviction relies on it: rows hold whole prefixes too, so whoever lets go, a held block's parent is held. Then
     parents are released after their children, and the oldest cached block is a leaf.
     """
-    parent = blocks.parent[:, 0]
-    return ~jnp.any((pins > 0) & (parent >= 0) & (pick(pins, parent) <= 0))
+    parent = state.groups[0].blocks.parent[:, 0]
+    alone = jnp.any((pins[0] > 0) & (parent >= 0) & (pick(pins[0], parent) <= 0))
+    for group, mine in zip(state.groups[1:], pins[1:], strict=True):
+        alone = alone | jnp.any((mine > 0) & (pick(pins[0], group.anchor) <= 0))
+    return ~alone
 
 
 def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> tuple[CacheState, Events]:
     """Empties cached blocks by name, and with them every findable block that follows them; all or nothing.
 
-    Costs a pass over all blocks. Blocks that are not findable are passed over.
+    What window groups have beside them goes too. Costs a pass over all blocks. Blocks that are not findable are passed over.
 
     Args:
       state: the cache.
-      blocks: i32[K]; NO_BLOCK is padding.
+      blocks: i32[K]; of the first group; NO_BLOCK is padding.
       max_removed: static; the most blocks that may leave, None for N + H.
 
     Returns:
-      The cache; and events, E = max_removed: removed, children first. Status HELD if one of them is held,
+      The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is held,
       BAD_REQUEST for an unknown block or if more than `max_removed` would leave (`events.shortfall` says how many).
     """
-    (group,), ids = state.groups, integers("blocks", blocks, ("K",))
+    group, ids = state.groups[0], integers("blocks", blocks, ("K",))
     known, num_ids = group.blocks, group.blocks.refcount.shape[0]
     most = num_ids if max_removed is None else min(static_int("max_removed", max_removed, 1), num_ids)
     named = ids != NO_BLOCK
@@ -131,8 +151,8 @@ def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> 
         num_empty=group.num_empty + count(leaves),
         num_cached=group.num_cached - count(leaves),
     )
-    state = dataclasses.replace(state, groups=(group,))
-    return state, assemble(state.spec, status, removed=removed, shortfall=over)
+    state, gone = windows.forget_all(_with(state, 0, group), removed)
+    return state, assemble(state, status, removed=gone, shortfall=over)
 
 
 def reset(state: CacheState) -> tuple[CacheState, Events]:
@@ -142,16 +162,17 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
       state: the cache.
 
     Returns:
-      The cache; and events, E = 1: cleared. Status HELD.
+      The cache; and events, E = 1 a group: cleared. Status HELD.
 
     Source: vLLM's reset_prefix_cache.
     """
-    (group,), spec = state.groups, state.spec
-    held = group.num_blocks > group.num_empty + group.num_cached
-    fresh = init_group(spec, spec.groups[0], state.policy, group.num_blocks)
-    kept = dataclasses.replace(fresh.blocks, generation=group.blocks.generation, clock=group.blocks.clock)
-    fresh = dataclasses.replace(fresh, blocks=kept)
-    group = jax.tree.map(lambda new, old: jnp.where(held, old, new), fresh, group)
-    state = dataclasses.replace(state, groups=(group,))
-    status = first_failure((held, Status.HELD))
-    return state, assemble(spec, status, other=record(EventKind.CLEARED, jnp.atleast_1d(~held)))
+    held = jnp.any(jnp.array([g.num_blocks > g.num_empty + g.num_cached for g in state.groups]))
+    groups, cleared = [], []
+    for number, group in enumerate(state.groups):
+        fresh = init_group(state.spec, number, windows.policy_of(number, state.policy), group.num_blocks)
+        kept = dataclasses.replace(fresh.blocks, generation=group.blocks.generation, clock=group.blocks.clock)
+        fresh = dataclasses.replace(fresh, blocks=kept)
+        groups.append(jax.tree.map(lambda new, old: jnp.where(held, old, new), fresh, group))
+        cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
+    state = dataclasses.replace(state, groups=tuple(groups))
+    return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)

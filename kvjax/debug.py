@@ -48,19 +48,21 @@ def checked(verb: Callable[..., tuple[Any, Events]]) -> Callable[..., tuple[Any,
 def snapshot(state: CacheState) -> list[dict[str, Any]]:
     """The cache as the events that would build its index, for somebody who joins late: created, then stored."""
     events: list[dict[str, Any]] = []
-    for number, group in enumerate(jax.device_get(state.groups)):
+    groups = jax.device_get(state.groups)
+    for number, group in enumerate(groups):
         events.append({"kind": "created", "group": number})
-        blocks = group.blocks
+        blocks, tree = group.blocks, groups[0].blocks
         findable = np.flatnonzero(blocks.fill > 0)
         age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
         for block in findable[np.argsort(-age, kind="stable")].tolist():
-            n, (above, which) = int(blocks.fill[block]), blocks.parent[block].tolist()
+            anchor = block if group.anchor is None else int(group.anchor[block])
+            n, (above, which) = int(blocks.fill[block]), tree.parent[anchor].tolist()
             event = {"kind": "stored", "group": number, "block": block, "generation": int(blocks.generation[block])}
             event |= {"parent": None, "namespace": which} if above < 0 else {"parent": (above, which)}
-            event |= {"tokens": blocks.tokens[block, :n].tolist(), "level": 0}
+            event |= {"tokens": tree.tokens[anchor, :n].tolist(), "level": 0}
             event["priority"] = DEFAULT_PRIORITY if blocks.retention is None else int(blocks.retention[block, 0])
-            if blocks.extra_ids is not None:
-                event["extra_ids"] = blocks.extra_ids[block, :n].tolist()
+            if tree.extra_ids is not None:
+                event["extra_ids"] = tree.extra_ids[anchor, :n].tolist()
             events.append(event)
     return events
 
@@ -77,9 +79,10 @@ def check(state: CacheState) -> None:
       AssertionError: naming the invariants that are broken, with a drawing of the state.
     """
     host = jax.device_get(state)
-    broken = _check_rows(host)
-    for group in host.groups:
-        broken += _check_counts(host, group) + _check_tree(group) + _check_links(group)
+    broken = []
+    for number, group in enumerate(host.groups):
+        broken += _check_rows(host, number) + _check_counts(host, group)
+        broken += _check_tree(group) + _check_links(group) if number == 0 else _check_anchors(host, group)
         if isinstance(group.policy, Ring):
             broken += _check_ring(group)
     if broken:
@@ -90,11 +93,12 @@ def _failures(**rules: Any) -> list[str]:
     return [name.replace("_", " ") for name, holds in rules.items() if not np.all(holds)]
 
 
-def _check_rows(state: CacheState) -> list[str]:
-    seqs, (group,), size = state.seqs, state.groups, state.spec.block_size
+def _check_rows(state: CacheState, number: int) -> list[str]:
+    seqs, group, size = state.seqs, state.groups[number], state.spec.block_size
     held = -(-seqs.length // size)
     place = np.arange(state.spec.max_blocks_per_seq)
     inside = place[None] < held[:, None]
+    inside &= np.asarray(state.spec.groups[number].keeps(place[None], seqs.committed[:, None], size))
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
     return _failures(
         committed_lies_within_length=(seqs.committed >= 0) & (seqs.committed <= seqs.length),
@@ -137,6 +141,20 @@ def _check_tree(group: Group) -> list[str]:
         only_findable_blocks_have_children=(blocks.fill > 0) | (blocks.children == 0),
         a_held_block_has_a_held_parent=~held_below_unheld,
         no_prefix_is_stored_twice=len(prefixes) == len(findable),
+    )
+
+
+def _check_anchors(state: CacheState, group: Group) -> list[str]:
+    tree, blocks = state.groups[0], group.blocks
+    findable = np.flatnonzero(blocks.fill > 0)
+    anchors = group.anchor[findable]
+    rows = (group.table >= 0) & (tree.table >= 0) & (blocks.fill[group.table] > 0)
+    return _failures(
+        anchors_hold_as_many_tokens=tree.blocks.fill[anchors] == blocks.fill[findable],
+        shadows_are_the_way_back_from_anchors=group.shadow[anchors] == findable,
+        every_shadow_is_findable=np.sum(group.shadow >= 0) == len(findable),
+        a_held_block_has_a_held_anchor=(blocks.refcount[findable] == 0) | (tree.blocks.refcount[anchors] > 0),
+        rows_hold_blocks_beside_each_other=(group.anchor[group.table] == tree.table) | ~rows,
     )
 
 

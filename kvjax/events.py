@@ -65,7 +65,7 @@ class Events:
       kind: an `EventKind`.
       group: which attention window.
       block, generation: the node that the event is about; of a copy, the destination.
-      source, source_generation: of a stored block its parent node, or (NO_BLOCK, namespace) at a root; of a copy
+      source, source_generation: of a stored block its parent node in the first group, or (NO_BLOCK, namespace) at a root; of a copy
         the block to copy from.
       num_tokens: tokens stored, or leading tokens to copy.
       level: 0 on the device, 1 on the host.
@@ -230,7 +230,7 @@ def _stored(event: dict[str, Any], nodes: dict) -> tuple[int, tuple, int, int]:
     path = tuple(zip(tokens, event["extra_ids"], strict=True)) if "extra_ids" in event else tuple(tokens)
     if event["parent"] is None:
         return event["namespace"], path, event["level"], event["priority"]
-    parent = (event["group"], *event["parent"])
+    parent = (0, *event["parent"])  # the first group links the prefixes of all
     if parent not in nodes:
         raise ValueError(f"events: stored under node {parent}, which the mirror lacks")
     namespace, before, *_ = nodes[parent]

@@ -16,13 +16,14 @@ from kvjax import index
 from kvjax._arrays import add, count, fence, pick, put, rank
 from kvjax.events import EventKind, record
 from kvjax.policies import EvictionPolicy
-from kvjax.spec import CacheSpec, GroupSpec
+from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, Blocks, Group
 
 
-def init_group(spec: CacheSpec, group: GroupSpec, policy: EvictionPolicy, num_blocks: jax.Array) -> Group:
-    """A group whose first `num_blocks` i32[] device blocks are empty and whose others are out of use."""
-    num_ids, size = group.num_ids, spec.block_size
+def init_group(spec: CacheSpec, number: int, policy: EvictionPolicy, num_blocks: jax.Array) -> Group:
+    """Group `number`, its first `num_blocks` i32[] device blocks empty and the others out of use."""
+    group, windowed = spec.groups[number], number > 0
+    num_ids, size = group.num_ids, 0 if windowed else spec.block_size
 
     def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
         return jnp.zeros((num_ids, *shape), dtype)
@@ -30,18 +31,21 @@ def init_group(spec: CacheSpec, group: GroupSpec, policy: EvictionPolicy, num_bl
     blocks = Blocks(
         refcount=zeros(), tokens=zeros(size), extra_ids=zeros(size) if spec.extra_ids else None, fill=zeros(),
         key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=jnp.full((num_ids, 2), NO_BLOCK, jnp.int32),
-        children=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0),
-        retention=zeros(2) if spec.retention else None, expiry=zeros() if spec.retention else None,
+        children=zeros(), depth=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0),
+        retention=zeros(2) if spec.retention and not windowed else None,
+        expiry=zeros() if spec.retention and not windowed else None,
     )  # fmt: skip
     return Group(
         blocks=blocks,
-        links=index.init_links(num_ids),
+        links=index.init_links(1 if windowed else num_ids),
         empty=num_blocks - 1 - jnp.arange(group.num_blocks, dtype=jnp.int32),
         num_empty=jnp.array(num_blocks),
         num_cached=jnp.int32(0),
         num_blocks=jnp.array(num_blocks),
         table=jnp.full((spec.max_seqs, spec.max_blocks_per_seq), NO_BLOCK, jnp.int32),
         policy=policy.init(num_ids),
+        anchor=jnp.full((num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
+        shadow=jnp.full((spec.groups[0].num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
     )
 
 
@@ -65,7 +69,13 @@ def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Grou
 
 
 def take(
-    group: Group, policy: EvictionPolicy, need: jax.Array, size: int, now: jax.Array, spare: jax.Array | int = NO_BLOCK
+    group: Group,
+    policy: EvictionPolicy,
+    need: jax.Array,
+    size: int,
+    now: jax.Array,
+    spare: jax.Array | int = NO_BLOCK,
+    number: int = 0,
 ) -> tuple[Group, jax.Array, jax.Array, jax.Array]:
     """Takes `need` blocks for one holder each: empty ones, then victims of the policy.
 
@@ -76,6 +86,7 @@ def take(
       size: the most that can be asked for.
       now: i32[] ms.
       spare: i32[]; a block that may not be chosen.
+      number: the group's number.
 
     Returns:
       The group; ids i32[size], NO_BLOCK beyond `need`; bool[] whether they were had; records i32[size, 9], removed.
@@ -99,9 +110,13 @@ def take(
     ok = (need <= available(group)) & (count(claimed) == wanted)
     blocks = _unclaim(blocks, victims, claimed & ~ok)
     evicted = claimed & ok
-    removed = record(EventKind.REMOVED, evicted, block=victims, generation=generation)
+    removed = record(EventKind.REMOVED, evicted, group=number, block=victims, generation=generation)
     fill = put(blocks.fill, victims, 0, evicted)
-    links = index.remove(group.links, fill, victims, evicted)
+    links, shadow = group.links, group.shadow
+    if group.anchor is None or shadow is None:
+        links = index.remove(links, fill, victims, evicted)
+    else:
+        shadow = put(shadow, pick(group.anchor, victims), NO_BLOCK, evicted)
     stacked = pick(group.empty, group.num_empty - 1 - slot)
     empty, stacked = fence(group.empty, stacked)
     from_empty = ok & (slot < from_stack)
@@ -111,6 +126,7 @@ def take(
         group,
         blocks=blocks,
         links=links,
+        shadow=shadow,
         empty=empty,
         num_empty=group.num_empty - jnp.where(ok, from_stack, 0),
         num_cached=group.num_cached - jnp.where(ok, wanted, 0),
@@ -153,6 +169,22 @@ def _unclaim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> Blocks:
     )
 
 
+def give_back_shared(
+    group: Group, policy: EvictionPolicy, ids: jax.Array, less: jax.Array | int, where: jax.Array, now: jax.Array
+) -> Group:
+    """Takes `less` i32[K] holders from each of ids i32[K], where bool[K]; an id may be there several times."""
+    refcount = add(group.blocks.refcount, ids, -less, where, unique=False)
+    # Of a block's places here one lets go of its last holder: which one, its refcount tells for a moment.
+    free = where & (pick(refcount, ids) == 0)
+    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)
+    refcount, free = fence(refcount, free)
+    refcount = put(refcount, ids, mark, free, unique=False)
+    last = free & (pick(refcount, ids) == mark)
+    refcount, last = fence(refcount, last)
+    blocks = dataclasses.replace(group.blocks, refcount=put(refcount, ids, 1, last))
+    return give_back(dataclasses.replace(group, blocks=blocks), policy, ids, last, now)
+
+
 def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
     """Takes a holder from each of ids i32[K], all different, where bool[K]; the first to leave stands in front.
 
@@ -173,6 +205,31 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
         num_cached=group.num_cached + count(cached),
         policy=policy.touch(group.policy, blocks, jnp.where(cached, ids, NO_BLOCK), now),
     )
+
+
+def merge(
+    group: Group,
+    policy: EvictionPolicy,
+    own: jax.Array,
+    target: jax.Array,
+    where: jax.Array,
+    first: jax.Array,
+    now: jax.Array,
+) -> Group:
+    """Moves holders from blocks own i32[K] to equal ones, target i32[K], where bool[K]; own ones become empty.
+
+    Of entries that share a target `first` bool[K] holds for one.
+    """
+    blocks = group.blocks
+    unheld = count(where & first & (pick(blocks.refcount, target) == 0))
+    refcount, unheld = fence(blocks.refcount, unheld)
+    blocks = dataclasses.replace(
+        blocks,
+        refcount=add(refcount, target, 1, where, unique=False),
+        hits=add(blocks.hits, target, 1, where, unique=False),
+    )
+    group = dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - unheld)
+    return give_back(group, policy, own, where, now)
 
 
 def stamp_release(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:

@@ -9,6 +9,8 @@ chains in O(log(run of neighbours that leave together)) steps, without a loop ov
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,13 @@ def find(blocks: Blocks, links: Links, keys: jax.Array) -> jax.Array:
 
 
 def longest_child(
-    blocks: Blocks, links: Links, parent: jax.Array, tokens: jax.Array, extra_ids: jax.Array | None, limit: jax.Array
+    blocks: Blocks,
+    links: Links,
+    parent: jax.Array,
+    tokens: jax.Array,
+    extra_ids: jax.Array | None,
+    limit: jax.Array,
+    usable: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """The findable block after `parent` that shares the longest prefix, of at least one token, with `tokens`.
 
@@ -54,6 +62,7 @@ def longest_child(
       tokens: i32[P]; what is wanted.
       extra_ids: i32[P] or None.
       limit: i32[]; tokens that count.
+      usable: from a block i32[] to whether it may be the one.
 
     Returns:
       i32[] block, NO_BLOCK if none shares a token; and i32[] the tokens shared.
@@ -70,7 +79,7 @@ def longest_child(
         if extra_ids is not None and blocks.extra_ids is not None:
             same = same & (pick(blocks.extra_ids, block) == extra_ids)
         same = same & (np.arange(size) < jnp.minimum(pick(blocks.fill, block), limit))
-        mine = jnp.all(pick(blocks.parent, block) == parent)
+        mine = jnp.all(pick(blocks.parent, block) == parent) & usable(block)
         length = jnp.where(mine, jnp.sum(jnp.cumprod(same, dtype=jnp.int32), dtype=jnp.int32), 0)
         better = length > shared
         return pick(links.next, node), jnp.where(better, block, best), jnp.where(better, length, shared)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,8 @@ from jax import lax
 from kvjax import index
 from kvjax._arrays import pick, put, runs
 from kvjax.keys import mix, prefix_keys, root_key
-from kvjax.state import NO_BLOCK, Blocks, Group, Sequences, pytree
+from kvjax.spec import GroupSpec
+from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Sequences, pytree
 
 
 @pytree()
@@ -41,21 +44,23 @@ class Match:
 
 
 def longest_match(
-    group: Group, tokens: jax.Array, extra_ids: jax.Array | None, length: jax.Array, namespace: jax.Array, partial: bool
+    state: CacheState, tokens: jax.Array, extra_ids: jax.Array | None, length: jax.Array, namespace: jax.Array
 ) -> Match:
     """Finds the longest cached prefix: whole blocks all at once, then tokens of the best block that follows them.
 
+    With windows it is the longest of which every group has what the next token can see.
+
     Args:
-      group: where to look; not changed.
+      state: where to look; not changed.
       tokens: i32[F, P]; the prompt in blocks.
       extra_ids: i32[F, P] or None.
       length: i32[]; tokens of the prompt.
       namespace: i32[].
-      partial: whether to match inside a block.
 
     Source: TensorRT-LLM's reuse tree, which compares tokens; here the tree is flat arrays and the walk one gather.
     """
-    blocks, (num, size) = group.blocks, tokens.shape
+    group, windows, (num, size) = state.groups[0], state.groups[1:], tokens.shape
+    blocks = group.blocks
     keys = prefix_keys(root_key(namespace), tokens, extra_ids, size, jnp.arange(num, dtype=jnp.int32))
     ids = index.find(blocks, group.links, keys)
     parents = link(blocks, jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), ids[:-1]]), namespace)
@@ -65,14 +70,19 @@ def longest_match(
         & (np.arange(num) < (length - 1) // size)
     )
     whole = jnp.sum(jnp.cumprod(matches, dtype=jnp.int32), dtype=jnp.int32)
+    for window, spec in zip(windows, state.spec.groups[1:], strict=True):
+        whole = _jointly(window, spec, ids, whole, size)
     source, shared = jnp.int32(NO_BLOCK), jnp.int32(0)
-    if partial:
+    if state.spec.partial_reuse:
         last = jnp.where(whole > 0, pick(ids, whole - 1), NO_BLOCK)
         rest = jnp.clip(length - 1 - whole * size, 0, size)
         extra = None if extra_ids is None else pick(extra_ids, whole)
         source, shared = index.longest_child(
-            blocks, group.links, link(blocks, last, namespace), pick(tokens, whole), extra, rest
-        )
+            blocks, group.links, link(blocks, last, namespace), pick(tokens, whole), extra, rest,
+            usable=lambda block: functools.reduce(
+                jnp.logical_and, [pick(window.shadow, block) >= 0 for window in windows], block >= 0
+            ),
+        )  # fmt: skip
     return Match(
         blocks=jnp.where(np.arange(num) < whole, ids, NO_BLOCK),
         num_blocks=whole,
@@ -81,6 +91,18 @@ def longest_match(
         device_tokens=whole * size + shared,
         host_tokens=jnp.int32(0),
     )
+
+
+def _jointly(group: Group, spec: GroupSpec, ids: jax.Array, whole: jax.Array, size: int) -> jax.Array:
+    """i32[]; the most blocks, up to `whole`, after which the next token finds all that it sees in this window group."""
+    assert group.shadow is not None
+    lacks = jnp.cumsum(pick(group.shadow, ids) < 0, dtype=jnp.int32)
+    lacks = jnp.concatenate([jnp.zeros((1,), jnp.int32), lacks])  # of the first so many blocks
+    end = jnp.arange(lacks.shape[0], dtype=jnp.int32)
+    start = spec.first_place(end * size, size)
+    sinks = jnp.minimum(start, -(-spec.sink_tokens // size))
+    complete = (lacks - pick(lacks, start) + pick(lacks, sinks) == 0) & (end <= whole)
+    return jnp.max(jnp.where(complete, end, 0))
 
 
 def link(blocks: Blocks, block: jax.Array, namespace: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,19 @@ QUANTISED = ("int8", "float8_e4m3fn")
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The K/V shape of one attention layer: K kv heads of width D, and its window (None: full attention)."""
+    """The K/V shape of one attention layer: K kv heads of width D, and what of a sequence it can see.
+
+    Attributes:
+      kv_heads: K.
+      head_dim: D.
+      window: the last tokens that a token attends to, itself included; None: full attention.
+      sink_tokens: the first tokens of a sequence, which stay in the cache whatever the window.
+    """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
+    sink_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +67,27 @@ class GroupSpec:
       pools: one per distinct (kv heads, head width) among the layers; empty for a cache of metadata alone.
       window: attention window in tokens, None for full attention.
       num_host_blocks: H, blocks of the host tier.
+      sink_tokens: first tokens of a sequence that stay whatever the window.
     """
 
     num_blocks: int
     pools: tuple[PoolSpec, ...] = ()
     window: int | None = None
     num_host_blocks: int = 0
+    sink_tokens: int = 0
 
     @property
     def num_ids(self) -> int:
         """N + H: device blocks are 0..N-1, host blocks N..N+H-1."""
         return self.num_blocks + self.num_host_blocks
+
+    def first_place(self, written: jax.Array, size: int) -> jax.Array:
+        """i32[...]; the first place of a block table that the token after `written` i32[...] ones still sees."""
+        return jnp.zeros_like(written) if self.window is None else jnp.maximum(written - self.window + 1, 0) // size
+
+    def keeps(self, place: jax.Array, written: jax.Array, size: int) -> jax.Array:
+        """bool[...]; whether a row with so many written tokens holds its block at `place`; always, of full attention."""
+        return (place * size < self.sink_tokens) | (place >= self.first_place(written, size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +95,15 @@ class CacheSpec:
     """Everything static about a cache.
 
     Attributes:
-      groups: one per distinct attention window.
+      groups: one per distinct attention window, the first of full attention. That one holds the contents of all
+        blocks and finds them, so it is there even if no layer needs it; then it has no pools ("bare").
       block_size: P, token positions per block.
       max_seqs: S, rows of the block table.
       max_blocks_per_seq: M, blocks that one row can hold.
       extra_ids: whether tokens carry an extra id (an image's identity) beside the token id.
       partial_reuse: whether reuse goes on token by token inside the block after the last whole match.
       retention: whether blocks have priorities and times to live (`retention.py`).
+      offload_min_priority: blocks of less priority are removed when they have to leave the device, not offloaded.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -93,23 +113,36 @@ class CacheSpec:
     extra_ids: bool = False
     partial_reuse: bool = True
     retention: bool = False
+    offload_min_priority: int = 0
 
     def __post_init__(self):
         for name in ("block_size", "max_seqs", "max_blocks_per_seq"):
             _positive(name, getattr(self, name))
         if not self.groups:
             raise ValueError("groups: got none, wanted at least one GroupSpec")
+        seen = [(group.window, group.sink_tokens) for group in self.groups]
+        if seen[0] != (None, 0) or any(window is None for window, _ in seen[1:]) or len(set(seen)) < len(seen):
+            raise ValueError(f"groups: got windows and sinks {seen}, wanted (None, 0) first and then different windows")
         for group in self.groups:
             _positive("num_blocks", group.num_blocks)
-            if group.window is not None or group.num_host_blocks or len(self.groups) > 1:
-                raise ValueError(
-                    f"groups: got {len(self.groups)} with window={group.window} and num_host_blocks="
-                    f"{group.num_host_blocks}; this version serves one full-attention group on the device "
-                    "(a model's sliding window is a mask in its attention call)"
-                )
+            if group.window is not None:
+                _positive("window", group.window)
+            for name in ("num_host_blocks", "sink_tokens"):
+                if getattr(group, name) < 0:
+                    raise ValueError(f"{name}: got {getattr(group, name)}, wanted at least 0")
             for pool in group.pools:
                 _positive("kv_heads", pool.kv_heads)
                 _positive("head_dim", pool.head_dim)
+
+    @property
+    def has_host(self) -> bool:
+        """Whether a group has blocks on the host."""
+        return any(group.num_host_blocks for group in self.groups)
+
+    @property
+    def bare(self) -> bool:
+        """Whether the first group keeps the books alone, because every layer has a window."""
+        return len(self.groups) > 1 and not self.groups[0].pools
 
     @property
     def max_length(self) -> int:
@@ -128,58 +161,90 @@ class CacheSpec:
 def make_spec(
     layers: Sequence[LayerSpec] = (),
     *,
-    num_blocks: int,
+    num_blocks: int | Mapping[int | None, int],
     max_seqs: int,
     max_length: int,
     block_size: int = 16,
     dtype: jax.typing.DTypeLike = "bfloat16",
+    num_host_blocks: int | Mapping[int | None, int] = 0,
     extra_ids: bool = False,
     partial_reuse: bool = True,
     retention: bool = False,
+    offload_min_priority: int = 0,
 ) -> CacheSpec:
     """Describes a cache for a model's layers.
 
     Args:
       layers: one entry per attention layer, in the model's order; none for a cache of metadata alone.
-      num_blocks: N, device blocks.
+      num_blocks: N, device blocks of each group, or of each window {window: N} with None for full attention.
       max_seqs: S, sequences held at once.
       max_length: tokens that one sequence can hold, rounded up to whole blocks.
       block_size: P, tokens per block.
       dtype: element type of the K/V bytes; int8 and float8_e4m3fn with a scale for each token and head. On CPU XLA
         converts all of a float8_e4m3fn pool at every use: take int8 there.
+      num_host_blocks: H, blocks of the host tier, given like num_blocks.
       extra_ids: whether tokens carry extra ids.
       partial_reuse: whether to reuse part of a block by a copy.
       retention: whether blocks have priorities and times to live.
+      offload_min_priority: blocks of less priority are removed when they have to leave the device, not offloaded.
 
     Returns:
-      The spec: layers grouped by window, and inside a group one pool per (kv heads, head width).
+      The spec: layers grouped by window, the full one first and then from small to large; inside a group one pool per
+      (kv heads, head width). If all layers have windows, a bare first group has blocks for every row and what is
+      cached.
 
     Raises:
       ValueError: naming the argument, what came and what was wanted.
     """
     _positive("block_size", block_size)
     _positive("max_length", max_length)
+    _positive("max_seqs", max_seqs)
     try:
         name = np.dtype(dtype).name
     except TypeError:
         raise ValueError(f"dtype: got {dtype!r}, wanted the name or type of a number format") from None
-    shapes: dict[tuple[int, int], list[int]] = {}
+    shapes: dict[tuple[int | None, int], dict[tuple[int, int], list[int]]] = {}
     for number, layer in enumerate(layers):
-        if layer.window is not None:
-            raise ValueError(
-                f"layers[{number}].window: got {layer.window}, wanted None (pass it to `attend` as a mask)"
-            )
-        shapes.setdefault((layer.kv_heads, layer.head_dim), []).append(number)
-    pools = tuple(PoolSpec(tuple(numbers), k, d, name) for (k, d), numbers in shapes.items())
+        if layer.window is None and layer.sink_tokens:
+            raise ValueError(f"layers[{number}].sink_tokens: got {layer.sink_tokens} without a window, wanted 0")
+        group = shapes.setdefault((layer.window, layer.sink_tokens), {})
+        group.setdefault((layer.kv_heads, layer.head_dim), []).append(number)
+
+    def count(argument: str, given: int | Mapping[int | None, int], window: int | None) -> int:
+        if not isinstance(given, Mapping):
+            return given
+        if window not in given:
+            raise ValueError(f"{argument}: got {dict(given)}, wanted a number for window {window}")
+        return given[window]
+
+    full = shapes.pop((None, 0), {} if shapes else None)
+    windows = [
+        GroupSpec(
+            count("num_blocks", num_blocks, window), _pools(group, name), window,
+            count("num_host_blocks", num_host_blocks, window), sinks,
+        )
+        for (window, sinks), group in sorted(shapes.items())
+    ]  # fmt: skip
+    max_blocks = -(-max_length // block_size)
+    if full == {}:
+        first = GroupSpec(max_seqs * max_blocks + sum(group.num_ids for group in windows))
+    else:
+        blocks, host = count("num_blocks", num_blocks, None), count("num_host_blocks", num_host_blocks, None)
+        first = GroupSpec(blocks, _pools(full or {}, name), num_host_blocks=host)
     return CacheSpec(
-        groups=(GroupSpec(num_blocks, pools),),
+        groups=(first, *windows),
         block_size=block_size,
         max_seqs=max_seqs,
-        max_blocks_per_seq=-(-max_length // block_size),
+        max_blocks_per_seq=max_blocks,
         extra_ids=extra_ids,
         partial_reuse=partial_reuse,
         retention=retention,
+        offload_min_priority=offload_min_priority,
     )
+
+
+def _pools(shapes: Mapping[tuple[int, int], list[int]], dtype: str) -> tuple[PoolSpec, ...]:
+    return tuple(PoolSpec(tuple(numbers), k, d, dtype) for (k, d), numbers in shapes.items())
 
 
 def _positive(name: str, value: int) -> None:

@@ -59,6 +59,7 @@ class Blocks:
       generation: i32[B]; how often the block was published; compared for equality only, so wrapping is harmless.
       parent: i32[B, 2]; the prefix before this block as (block, generation), or (NO_BLOCK, namespace) at a root.
       children: i32[B]; findable blocks whose parent this is.
+      depth: i32[B]; blocks before this one in its prefix.
       hits: i32[B]; how often the contents were reused since they were stored.
       stored: i32[B]; reading of `clock` when the contents were published.
       released: i32[B]; reading of `clock` when the last holder let go.
@@ -75,6 +76,7 @@ class Blocks:
     generation: jax.Array
     parent: jax.Array
     children: jax.Array
+    depth: jax.Array
     hits: jax.Array
     stored: jax.Array
     released: jax.Array
@@ -100,18 +102,42 @@ class Links:
 
 
 @pytree()
+class Host:
+    """Where the blocks of a group with a host tier are. A block keeps its number when it moves; its row changes.
+
+    Attributes:
+      slot: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
+      below: i32[B]; findable children on the host; then `Blocks.children` counts those on the device.
+      arriving: bool[B]; the K/V are on their way to the block's row, so that it cannot be found there yet.
+      empty: i32[H]; stack of empty blocks on the host.
+      num_empty: i32[]; height of that stack.
+      policy: the eviction policy's state for blocks on the host.
+    """
+
+    slot: jax.Array
+    below: jax.Array
+    arriving: jax.Array
+    empty: jax.Array
+    num_empty: jax.Array
+    policy: Any
+
+
+@pytree()
 class Group:
     """The blocks of one attention window, with everything that finds, frees and orders them.
 
     Attributes:
       blocks: what is known of each block.
       links: the prefix index and the child index.
-      empty: i32[N]; stack of empty blocks.
+      empty: i32[N]; stack of empty blocks on the device.
       num_empty: i32[]; height of that stack.
-      num_cached: i32[]; findable blocks that nobody holds.
+      num_cached: i32[]; findable blocks on the device that nobody holds.
       num_blocks: i32[]; blocks in use, at most N.
       table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks.
       policy: the eviction policy's own state.
+      anchor: i32[B]; in a window group, the block of the first group with the same prefix; None in the first group.
+      shadow: i32[B of the first group]; the way back: this group's block with the same prefix, or NO_BLOCK; likewise.
+      host: which blocks are on the host; None without a host tier.
     """
 
     blocks: Blocks
@@ -122,6 +148,9 @@ class Group:
     num_blocks: jax.Array
     table: jax.Array
     policy: Any
+    anchor: jax.Array | None = None
+    shadow: jax.Array | None = None
+    host: Host | None = None
 
 
 @pytree()
@@ -133,12 +162,14 @@ class Sequences:
       committed: i32[S]; tokens whose K/V are written, at most `length`.
       namespace: i32[S]; number of the row's (salt, LoRA), see `keys.Namespaces`.
       retention: i32[S, M, 2]; what each of the row's blocks is to have of it, or None.
+      swapped: bool[S]; rows whose blocks are on the host, all or some; None without a host tier.
     """
 
     length: jax.Array
     committed: jax.Array
     namespace: jax.Array
     retention: jax.Array | None = None
+    swapped: jax.Array | None = None
 
 
 @pytree("spec", "policy")

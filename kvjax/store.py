@@ -10,21 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax import index
+from kvjax import index, windows
 from kvjax._arrays import add, count, fence, pick, put, rank, runs
 from kvjax._row import Row
 from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
-from kvjax.group import give_back
+from kvjax.group import merge
 from kvjax.keys import prefix_keys, root_key
-from kvjax.match import Resolution, link, resolve
-from kvjax.policies import EvictionPolicy
+from kvjax.match import link, resolve
 from kvjax.state import NO_BLOCK, CacheState, Group
 
 _BATCH = 32  # rows: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256
 
 
 def publish(
-    group: Group, ids: jax.Array, where: jax.Array, key: jax.Array, parent: jax.Array, fill: jax.Array | int
+    group: Group,
+    ids: jax.Array,
+    where: jax.Array,
+    key: jax.Array,
+    parent: jax.Array,
+    depth: jax.Array,
+    fill: jax.Array | int,
 ) -> tuple[Group, jax.Array]:
     """Makes blocks findable by what `blocks.tokens` says they hold; a parent may be among them.
 
@@ -34,6 +39,7 @@ def publish(
       where: bool[K]; those to publish.
       key: u32[K, 2]; not the key of any findable block.
       parent: i32[K, 2]; (block, namespace): the second counts where the block is NO_BLOCK.
+      depth: i32[K]; blocks before each.
       fill: i32[] or i32[K]; tokens that each holds.
 
     Returns:
@@ -49,6 +55,7 @@ def publish(
         fill=put(blocks.fill, ids, fill, where),
         key=put(blocks.key, ids, key, where),
         parent=put(blocks.parent, ids, parent, where),
+        depth=put(blocks.depth, ids, depth, where),
         children=add(blocks.children, parent[:, 0], 1, where & (parent[:, 0] >= 0), unique=False),
         hits=put(blocks.hits, ids, 0, where),
         stored=put(blocks.stored, ids, blocks.clock + rank(where), where),
@@ -76,15 +83,14 @@ def withdraw(group: Group, ids: jax.Array, where: jax.Array) -> tuple[Group, jax
 
 
 def publish_filled(
-    group: Group, state: CacheState, rows: jax.Array, first: jax.Array, end: jax.Array, most: int, now: jax.Array
-) -> tuple[Group, jax.Array]:
-    """Publishes the blocks that rows have just filled, or merges them with equal ones.
+    state: CacheState, rows: jax.Array, first: jax.Array, end: jax.Array, most: int, now: jax.Array
+) -> tuple[CacheState, list[jax.Array]]:
+    """Publishes the blocks that rows have just filled, or merges them with equal ones, in every group.
 
     Goes through the rows that filled any in small batches, so that a step pays for those and not for all rows.
 
     Args:
-      group: the group, `blocks.tokens` up to date.
-      state: the rows' namespaces, and the policy.
+      state: the cache, the first group's `blocks.tokens` up to date.
       rows: i32[R]; all different.
       first: i32[R]; table index of the first block that a row filled.
       end: i32[R]; that of the first block it did not.
@@ -92,16 +98,16 @@ def publish_filled(
       now: i32[] ms.
 
     Returns:
-      The group and records i32[R * most, 9], stored.
+      The cache and for each group records i32[R * most, 9], stored.
     """
     total = rows.shape[0]
     batch = min(_BATCH, total)
     fills = end > first
     order = put(jnp.zeros((total + batch,), jnp.int32), rank(fills), jnp.arange(total, dtype=jnp.int32), fills)
-    records = jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32)
+    records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32) for _ in state.groups]
 
     def step(carry):
-        done, group, records = carry
+        done, (group, *others), records = carry
         picked = lax.dynamic_slice(order, (done,), (batch,))
         live = done + np.arange(batch, dtype=np.int32) < count(fills)
         row, start = pick(rows, picked), pick(first, picked)
@@ -109,45 +115,43 @@ def publish_filled(
         filled = live[:, None] & (place < pick(end, picked)[:, None])
         blocks, news = fence(group.blocks, resolve(group, state.seqs, row, start, filled))
         group = dataclasses.replace(group, blocks=blocks)
-        group, stored = publish(group, news.own, news.publish, news.key, news.parent, group.blocks.tokens.shape[1])
-        group = merge(group, state.policy, news, now)
+        group, stored = publish(
+            group, news.own, news.publish, news.key, news.parent, place.reshape(-1), group.blocks.tokens.shape[1]
+        )
+        group = merge(group, state.policy, news.own, news.target, news.merge, news.first, now)
         where = (jnp.broadcast_to(row[:, None], place.shape), place)
         swap = news.merge.reshape(place.shape)
         table = put(group.table, where, news.target.reshape(place.shape), swap)
-        group = dataclasses.replace(group, table=table)
-        records = lax.dynamic_update_slice(records, stored.reshape(batch, most, -1), (done, 0, 0))
-        return done + batch, group, records
+        groups, new = [dataclasses.replace(group, table=table)], [stored]
+        for number, other in enumerate(others, 1):
+            other, stored = windows.follow(other, number, group.blocks, news, row, place, now)
+            groups, new = [*groups, other], [*new, stored]
+        records = [
+            lax.dynamic_update_slice(r, n.reshape(batch, most, -1), (done, 0, 0))
+            for r, n in zip(records, new, strict=True)
+        ]
+        return done + batch, tuple(groups), records
 
-    _, group, records = lax.while_loop(lambda carry: carry[0] < count(fills), step, (jnp.int32(0), group, records))
-    return group, records[:total].reshape(total * most, -1)
-
-
-def merge(group: Group, policy: EvictionPolicy, news: Resolution, now: jax.Array) -> Group:
-    """Lets rows hold `news.target` in place of their own blocks, where news.merge; these become empty."""
-    blocks = group.blocks
-    unheld = count(news.merge & news.first & (pick(blocks.refcount, news.target) == 0))
-    refcount, unheld = fence(blocks.refcount, unheld)
-    blocks = dataclasses.replace(
-        blocks,
-        refcount=add(refcount, news.target, 1, news.merge, unique=False),
-        hits=add(blocks.hits, news.target, 1, news.merge, unique=False),
+    _, groups, records = lax.while_loop(
+        lambda carry: carry[0] < count(fills), step, (jnp.int32(0), state.groups, records)
     )
-    group = dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - unheld)
-    return give_back(group, policy, news.own, news.merge, now)
+    records = [r[:total].reshape(total * most, -1) for r in records]
+    return dataclasses.replace(state, groups=groups), records
 
 
-def store_tail(group: Group, row: Row, where: jax.Array) -> tuple[Group, jax.Array]:
-    """Publishes a row's partly written last block, where bool[], as far as it is written.
+def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheState, list[jax.Array]]:
+    """Publishes a row's partly written last block, where bool[], as far as it is written, in every group.
 
     Not if others hold it (their release decides), if it is findable anyway, or if a findable block covers it.
 
     Returns:
-      The group and records i32[1, 9], stored.
+      The cache and for each group records i32[1, 9], stored.
     """
+    group = state.groups[0]
     blocks, size = group.blocks, group.blocks.tokens.shape[1]
     whole, fill = row.committed // size, row.committed % size
-    tail = pick(row.table, whole)
-    before = jnp.where(whole > 0, pick(row.table, whole - 1), NO_BLOCK)
+    tail = pick(row.tables[0], whole)
+    before = jnp.where(whole > 0, pick(row.tables[0], whole - 1), NO_BLOCK)
     tokens = pick(blocks.tokens, tail)
     extra = None if blocks.extra_ids is None else pick(blocks.extra_ids, tail)
     parent = link(blocks, before, row.namespace)
@@ -155,7 +159,14 @@ def store_tail(group: Group, row: Row, where: jax.Array) -> tuple[Group, jax.Arr
     key = prefix_keys(start, tokens[None], None if extra is None else extra[None], fill, whole[None])
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
     mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0)
-    _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill)
+    _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill, lambda block: block >= 0)
     collides = index.find(blocks, group.links, key)[0] >= 0
     good = where & (fill > 0) & intact & mine & (covered < fill) & ~collides
-    return publish(group, tail[None], good[None], key, jnp.stack([before, row.namespace])[None], fill)
+    above = jnp.stack([before, row.namespace])[None]
+    group, stored = publish(group, tail[None], good[None], key, above, whole[None], fill)
+    groups, records = [group], [stored]
+    for number, other in enumerate(state.groups[1:], 1):
+        last = pick(row.tables[number], whole)
+        other, follows = windows.follow_tail(other, number, group.blocks, last, tail, stored)
+        groups, records = [*groups, other], [*records, follows]
+    return dataclasses.replace(state, groups=tuple(groups)), records

@@ -36,6 +36,13 @@ class Size(NamedTuple):
     partial_reuse: bool
     extra_ids: bool
     retention: bool = False  # with eviction by priority
+    windows: tuple[int | None, ...] = (None,)
+
+    @property
+    def groups(self) -> list[int]:
+        """The number that each of the scenario's groups has in both caches, where group 0 is of full attention."""
+        order = [None, *sorted(window for window in self.windows if window is not None)]
+        return [order.index(window) for window in self.windows]
 
 
 class Outcome(NamedTuple):
@@ -56,7 +63,11 @@ class OracleBackend:
 
     def __init__(self, size: Size):
         blocks_per_row = -(-size.length // size.block_size)
-        self.cache = Oracle(size.num_blocks, size.block_size, size.rows, blocks_per_row, size.partial_reuse)
+        windows = [(window, 0, size.num_blocks) for window in sorted(w for w in size.windows if w is not None)]
+        bare = size.rows * blocks_per_row + len(windows) * size.num_blocks
+        first = size.num_blocks if None in size.windows else bare
+        self.cache = Oracle(first, size.block_size, size.rows, blocks_per_row, size.partial_reuse, windows=windows)
+        self.groups = size.groups
         if size.retention:
             self.cache.score = self.cache.priority
         self.numbers: dict[tuple[str | None, int | None], int] = {}
@@ -66,55 +77,55 @@ class OracleBackend:
         self.cache.now = now
         ranges = [(r["start"], r["end"], Worth(r["priority"], r.get("ttl"))) for r in retention.get("ranges", ())]
         generated = Worth(retention.get("decode_priority", 35), retention.get("decode_ttl"))
-        return _from_oracle(self.cache.admit(row, prompt.tokens, retention=Retention(ranges, generated), **options))
+        return self._outcome(self.cache.admit(row, prompt.tokens, retention=Retention(ranges, generated), **options))
 
     def compute(self, row: int, prompt: Prompt, now: int) -> Outcome:
         rows, self.cache.now = range(len(self.cache.rows)), now
         tokens = [prompt.tokens if seq == row else [] for seq in rows]
         extra_ids = [prompt.extra_ids if seq == row else [] for seq in rows]
-        return _from_oracle(self.cache.commit(tokens, [len(new) for new in tokens], extra_ids=extra_ids))
+        return self._outcome(self.cache.commit(tokens, [len(new) for new in tokens], extra_ids=extra_ids))
 
     def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
         active = [seq == row for seq in range(len(self.cache.rows))]
         self.cache.now = now
-        extended = _from_oracle(self.cache.extend(active, len(prompt.tokens)))
+        extended = self._outcome(self.cache.extend(active, len(prompt.tokens)))
         return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
 
     def release(self, row: int, now: int) -> Outcome:
         self.cache.now = now
-        return _from_oracle(self.cache.release(row))
+        return self._outcome(self.cache.release(row))
 
     def fork(self, row: int, new: int) -> Outcome:
-        return _from_oracle(self.cache.fork(row, new))
+        return self._outcome(self.cache.fork(row, new))
 
     def truncate(self, row: int, length: int) -> Outcome:
-        return _from_oracle(self.cache.truncate(row, length))
+        return self._outcome(self.cache.truncate(row, length))
 
     def pin(self, blocks: Sequence[int]) -> Outcome:
-        return _from_oracle(self.cache.pin(blocks))
+        return self._outcome(self.cache.pin(blocks))
 
     def unpin(self, blocks: Sequence[int], now: int) -> Outcome:
         self.cache.now = now
-        return _from_oracle(self.cache.unpin(blocks))
+        return self._outcome(self.cache.unpin(blocks))
 
     def lookup(self, prompt: Prompt) -> Outcome:
         namespace = self._namespace(prompt)
         return done(self.cache.lookup(prompt.tokens, namespace=namespace, extra_ids=prompt.extra_ids))
 
     def reset(self) -> Outcome:
-        return _from_oracle(self.cache.reset())
+        return self._outcome(self.cache.reset())
 
-    def table(self, row: int) -> list[int]:
-        return self.cache.tables()[row]
+    def table(self, row: int, group: int = 0) -> list[int]:
+        return self.cache.tables(self.groups[group])[row]
 
     def priorities(self, row: int) -> list[int]:
         return [self.cache.blocks[block].worth.priority for block in self.table(row)]
 
     def findable(self, row: int) -> list[int]:
-        return [block for block in self.table(row) if self.cache.blocks[block].node]
+        return [block for block in self.cache.tables()[row] if self.cache.blocks[block].node]
 
-    def used_and_free(self) -> tuple[int, int]:
-        counts = self.cache.counts()
+    def used_and_free(self, group: int = 0) -> tuple[int, int]:
+        counts = self.cache.counts(self.groups[group])
         return counts["active"], counts["empty"] + counts["cached"]
 
     def state(self) -> Any:
@@ -122,6 +133,10 @@ class OracleBackend:
 
     def is_state(self, before: Any) -> bool:
         return self.cache.snapshot() == before
+
+    def _outcome(self, result: Result) -> Outcome:
+        kinds = collections.Counter(event.kind for event in result.events if event.group in self.groups)
+        return Outcome(result.ok, sum(result.cached), kinds)
 
     def _namespace(self, prompt: Prompt) -> int:
         return self.numbers.setdefault((prompt.salt, prompt.lora), len(self.numbers))
@@ -133,7 +148,7 @@ class LibraryBackend:
     def __init__(self, size: Size):
         from kvjax import Namespaces
 
-        self.verbs = _verbs()
+        self.verbs, self.groups = _verbs(), size.groups
         self.spec = _spec(size)
         self.value = _init()(self.spec, np.int32(size.num_blocks))
         self.namespaces = Namespaces()
@@ -182,20 +197,21 @@ class LibraryBackend:
     def reset(self) -> Outcome:
         return self._do("reset")
 
-    def table(self, row: int) -> list[int]:
-        blocks = np.asarray(self.value.groups[0].table)[row]
-        return blocks[blocks != NO_BLOCK].tolist()
+    def table(self, row: int, group: int = 0) -> list[int]:
+        blocks, size = np.asarray(self.value.groups[self.groups[group]].table)[row], self.spec.block_size
+        return blocks[: -(-int(self.value.seqs.length[row]) // size)].tolist()
 
     def priorities(self, row: int) -> list[int]:
         retention = self.value.groups[0].blocks.retention
         return [35 if retention is None else int(retention[block, 0]) for block in self.table(row)]
 
     def findable(self, row: int) -> list[int]:
-        fill = np.asarray(self.value.groups[0].blocks.fill)
-        return [block for block in self.table(row) if fill[block]]
-
-    def used_and_free(self) -> tuple[int, int]:
         group = self.value.groups[0]
+        table, fill = np.asarray(group.table)[row], np.asarray(group.blocks.fill)
+        return [int(block) for block in table if block != NO_BLOCK and fill[block]]
+
+    def used_and_free(self, group: int = 0) -> tuple[int, int]:
+        group = self.value.groups[self.groups[group]]
         return int(np.sum(np.asarray(group.blocks.refcount) > 0)), int(group.num_empty) + int(group.num_cached)
 
     def state(self) -> Any:
@@ -209,7 +225,8 @@ class LibraryBackend:
 
     def _do(self, verb: str, *args: Any, **kwargs: Any) -> Outcome:
         self.value, events = self.verbs[verb](self.value, *args, **kwargs)
-        kinds = collections.Counter(self.verbs["kind"](int(kind)).name.lower() for kind in np.asarray(events.kind))
+        known = np.isin(np.asarray(events.group), self.groups)
+        kinds = collections.Counter(self.verbs["kind"](kind).name.lower() for kind in np.asarray(events.kind)[known])
         del kinds["none"]
         return Outcome(bool(events.ok), int(np.sum(np.asarray(events.cached))) if verb == "admit" else None, kinds)
 
@@ -236,9 +253,11 @@ BACKENDS = {"library": LibraryBackend, "oracle": OracleBackend}
 
 @functools.cache
 def _spec(size: Size) -> Any:
-    from kvjax import make_spec
+    from kvjax import LayerSpec, make_spec
 
+    layers = [LayerSpec(1, 1, window) for window in size.windows] if size.windows != (None,) else []
     return make_spec(
+        layers,
         num_blocks=_power_of_two(size.num_blocks, 1024),
         max_seqs=_power_of_two(size.rows, 32),
         max_length=_power_of_two(size.length, max(256, 32 * size.block_size)),
@@ -271,10 +290,6 @@ def _verbs() -> dict[str, Any]:
     jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves compile time
     verbs = {name: jit(getattr(kvjax, name)) for name in names}
     return verbs | {"extend": jit(kvjax.extend, static_argnames="max_tokens"), "kind": kvjax.EventKind}
-
-
-def _from_oracle(result: Result) -> Outcome:
-    return Outcome(result.ok, sum(result.cached), collections.Counter(event.kind for event in result.events))
 
 
 def _then(first: Outcome, second: Outcome) -> Outcome:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache in plain Python: one full-attention group on the device, written to be read and to be right.
+"""The cache in plain Python, written to be read and to be right.
 
 Dicts and lists instead of arrays, one block at a time instead of masks: what the library computes, said the slow way.
 
@@ -8,6 +8,10 @@ a block; a *node* is (namespace, path). The index maps each node to the one bloc
 prompts share a block exactly when everything up to its end is equal, and no hash is needed. Every block is
 *active* (somebody holds it), *cached* (nobody does, but it is in the index) or *empty*. Only a block of
 `block_size` tokens has children; a shorter one is the tail of a released sequence.
+
+With sliding windows there are several groups of blocks. The first has every sequence with all its blocks; each other
+one has, for a window, the blocks that the next token of a sequence can see, and an index of its own, whose nodes are
+all in the first one's too.
 
 Every verb first decides and then acts: a status other than OK leaves everything as it was.
 """
@@ -45,6 +49,7 @@ class Event(NamedTuple):
     kind: str
     namespace: int = 0
     path: Path = ()
+    group: int = 0
 
 
 class Result(NamedTuple):
@@ -97,18 +102,18 @@ class Block:
 
 @dataclasses.dataclass
 class Row:
-    """One sequence: `length` tokens of room, of which `tokens` are written."""
+    """One sequence: `length` tokens of room, of which `tokens` are written; a table per group, gaps are NO_BLOCK."""
 
     namespace: int = 0
     length: int = 0
     tokens: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    table: list[int] = dataclasses.field(default_factory=list)
+    tables: list[list[int]] = dataclasses.field(default_factory=lambda: [[]])
     prompt: int = 0  # tokens of the prompt
     retention: Retention = RETENTION
 
     def copy(self) -> Row:
         """An equal row that shares nothing with this one."""
-        return dataclasses.replace(self, tokens=list(self.tokens), table=list(self.table))
+        return dataclasses.replace(self, tokens=list(self.tokens), tables=[list(table) for table in self.tables])
 
     def stated(self, first: int) -> Worth | None:
         """What the block that begins with token `first` is to be worth; None: nothing is said of it."""
@@ -120,6 +125,28 @@ class Row:
         return None
 
 
+@dataclasses.dataclass
+class Group:
+    """The blocks of one attention window, None for full attention; `index` is the block of each node."""
+
+    number: int
+    blocks: list[Block]
+    window: int | None = None
+    sink_tokens: int = 0
+    index: dict[Node, int] = dataclasses.field(default_factory=dict)
+
+    def counts(self) -> dict[str, int]:
+        """How many blocks are empty, cached and active."""
+        kinds = collections.Counter(
+            "active" if block.refcount else "cached" if block.node else "empty" for block in self.blocks
+        )
+        return {kind: kinds[kind] for kind in ("empty", "cached", "active")}
+
+    def sees(self, place: int, written: int, size: int) -> bool:
+        """Whether the token after `written` ones sees something of a sequence's block at `place`."""
+        return self.window is None or place * size < self.sink_tokens or (place + 1) * size > written - self.window + 1
+
+
 def lru(block: Block) -> int:
     """The default score: blocks leave in the order of their last release."""
     return block.released
@@ -129,9 +156,8 @@ class Oracle:
     """The cache.
 
     Attributes:
-      blocks: what is known of each block.
+      groups: the blocks; the first is of full attention.
       rows: the sequences; a free one has length 0.
-      index: the block of each node.
     """
 
     def __init__(
@@ -142,35 +168,47 @@ class Oracle:
         max_blocks_per_seq: int,
         partial_reuse: bool = True,
         score: Callable[[Block], Any] = lru,
+        windows: Sequence[tuple[int, int, int]] = (),
     ):
-        """An empty cache; among leaves the block of the lowest `score` is evicted first, then the older one."""
+        """An empty cache; among leaves the block of the lowest `score` is evicted first, then the older one.
+
+        `windows` are (tokens, sink tokens, blocks) of further groups.
+        """
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
         self.partial_reuse = partial_reuse
         self.score = score
-        self.blocks = [Block() for _ in range(num_blocks)]
-        self.rows = [Row() for _ in range(max_seqs)]
-        self.index: dict[Node, int] = {}
+        self.groups = [Group(0, [Block() for _ in range(num_blocks)])]
+        for number, (window, sinks, blocks) in enumerate(windows, 1):
+            self.groups.append(Group(number, [Block() for _ in range(blocks)], window, sinks))
+        self.rows = [self._free_row() for _ in range(max_seqs)]
         self.clock = 0
         self.now = 0  # ms; set by the caller
 
     # What a test compares.
 
+    @property
+    def blocks(self) -> list[Block]:
+        """Those of the first group."""
+        return self.groups[0].blocks
+
+    @property
+    def index(self) -> dict[Node, int]:
+        """That of the first group."""
+        return self.groups[0].index
+
     def snapshot(self) -> Any:
         """Everything there is to know, as a value."""
-        blocks = [dataclasses.replace(block) for block in self.blocks]
-        return blocks, [row.copy() for row in self.rows], dict(self.index), self.clock
+        groups = [([dataclasses.replace(block) for block in group.blocks], dict(group.index)) for group in self.groups]
+        return groups, [row.copy() for row in self.rows], self.clock
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, group: int = 0) -> dict[str, int]:
         """How many blocks are empty, cached and active."""
-        kinds = collections.Counter(
-            "active" if block.refcount else "cached" if block.node else "empty" for block in self.blocks
-        )
-        return {kind: kinds[kind] for kind in ("empty", "cached", "active")}
+        return self.groups[group].counts()
 
-    def tables(self) -> list[list[int]]:
+    def tables(self, group: int = 0) -> list[list[int]]:
         """The block table of each row."""
-        return [list(row.table) for row in self.rows]
+        return [list(row.tables[group]) for row in self.rows]
 
     def priority(self, block: Block) -> int:
         """What a block that nobody holds is worth now."""
@@ -187,31 +225,39 @@ class Oracle:
             return Result([Status.HELD])
         prompt = self._pair(tokens, extra_ids)
         whole, source, cached = self._match(namespace, prompt)
+        seen = len(whole) * self.block_size  # a window moves on only when the copy is sure
+        found = [[self._beside(group, node, seen, i) for i, node in enumerate(whole)] for group in self.groups]
         for copied in (True, False) if source is not None else (False,):
             if not copied:
-                source, cached = None, len(whole) * self.block_size
+                source, cached = None, seen
             length = len(prompt) if room is None else min(len(prompt), cached + room)
             if self._blocks_for(length) > self.max_blocks_per_seq:
                 return Result([Status.ROW_FULL])
             needed = self._blocks_for(length) - len(whole)
             # The source of the copy is needed until the copy is made: give it up only if there is no other way.
-            victims, missing = self._choose(needed, kept={*whole, source})
+            kept = [{*found[g.number], g.index[source] if source else NO_BLOCK} for g in self.groups]
+            missing = max(self._choose(group, needed, kept[group.number])[1] for group in self.groups)
             if not missing:
                 break
         else:
             return Result([Status.NO_BLOCKS], shortfall=missing)
-        fresh, events = self._take(needed, victims)
-        row = self.rows[seq] = Row(namespace, length, prompt[:cached], whole + fresh, len(prompt), retention)
-        for i, block in enumerate(whole):
-            self.blocks[block].refcount += 1
-            self.blocks[block].hits += 1
+        fresh, events = self._take([needed] * len(self.groups), kept)
+        tables = [known + new for known, new in zip(found, fresh, strict=True)]
+        row = self.rows[seq] = Row(namespace, length, prompt[:cached], tables, len(prompt), retention)
+        for group in self.groups:
+            for block in found[group.number]:
+                if block != NO_BLOCK:
+                    group.blocks[block].refcount += 1
+                    group.blocks[block].hits += 1
+        for i, block in enumerate(found[0]):
             stated, node = row.stated(i * self.block_size), self.blocks[block].node
             if stated and stated.priority != self.blocks[block].worth.priority and node:
                 events.append(Event("updated", *node))
             self.blocks[block].worth = stated or self.blocks[block].worth
         self._state_worth(row, len(whole))
         if source is not None:
-            events.append(Event("copied", namespace, tuple(prompt[:cached])))
+            events += [Event("copied", namespace, tuple(prompt[:cached]), group.number) for group in self.groups]
+            self._slide(row, seen, upto=len(whole))
         return Result([Status.OK], events, [len(prompt)], [cached])
 
     def extend(self, active, num_tokens=1) -> Result:
@@ -222,46 +268,56 @@ class Oracle:
         """
         counts = [num_tokens] * len(self.rows) if isinstance(num_tokens, int) else list(num_tokens)
         status = [Status.OK] * len(self.rows)
-        holders = [block.refcount for block in self.blocks]
-        needed, copies = 0, []
         wanted = [seq for seq, on in enumerate(active) if on]
         for seq in wanted:
-            row, count = self.rows[seq], counts[seq]
-            if not row.length or count < 0:
+            if not self.rows[seq].length or counts[seq] < 0:
                 status[seq] = Status.BAD_REQUEST
-            elif self._blocks_for(row.length + count) > self.max_blocks_per_seq:
+            elif self._blocks_for(self.rows[seq].length + counts[seq]) > self.max_blocks_per_seq:
                 status[seq] = Status.ROW_FULL
-            elif count:
-                needed += self._blocks_for(row.length + count) - len(row.table)
-                last = row.table[-1]
-                if row.length % self.block_size and (holders[last] > 1 or self.blocks[last].node):
-                    holders[last] -= 1
-                    copies.append(seq)
         if any(status):
             return Result(status)
-        victims, missing = self._choose(needed + len(copies))
+        wanted = [seq for seq in wanted if counts[seq]]
+        copies = [self._copies(group, wanted) for group in self.groups]
+        grown = sum(self._blocks_for(self.rows[q].length + counts[q]) - len(self.rows[q].tables[0]) for q in wanted)
+        needed = [grown + len(rows) for rows in copies]
+        missing = max(self._choose(group, needed[group.number])[1] for group in self.groups)
         if missing:
             return Result([Status.NO_BLOCKS if on else Status.OK for on in active], shortfall=missing)
-        fresh, events = self._take(needed + len(copies), victims)
+        fresh, events = self._take(needed)
         for seq in wanted:
-            row, first = self.rows[seq], len(self.rows[seq].table) - (seq in copies)
-            if seq in copies:
-                source, row.table[-1] = row.table[-1], fresh.pop()
-                self._drop(source)
-                if len(row.tokens) > row.length // self.block_size * self.block_size:
-                    events.append(Event("copied", row.namespace, tuple(row.tokens)))
-            row.length += counts[seq]
-            while len(row.table) < self._blocks_for(row.length):
-                row.table.append(fresh.pop())
+            row, first = self.rows[seq], len(self.rows[seq].tables[0]) - (seq in copies[0])
+            length = row.length + counts[seq]
+            for group in self.groups:
+                table, mine = row.tables[group.number], fresh[group.number]
+                if seq in copies[group.number]:
+                    source, table[-1] = table[-1], mine.pop()
+                    self._drop(group, source)
+                    if len(row.tokens) > row.length // self.block_size * self.block_size:
+                        events.append(Event("copied", row.namespace, tuple(row.tokens), group.number))
+                while len(table) < self._blocks_for(length):
+                    table.append(mine.pop())
+            row.length = length
             self._state_worth(row, first)
         return Result(status, events)
+
+    def _copies(self, group: Group, wanted: Sequence[int]) -> list[int]:
+        """The rows that may not write into the block of this group that they are in."""
+        holders = [block.refcount for block in group.blocks]
+        copies = []
+        for seq in wanted:
+            row = self.rows[seq]
+            last = row.tables[group.number][-1]
+            if row.length % self.block_size and (holders[last] > 1 or group.blocks[last].node):
+                holders[last] -= 1
+                copies.append(seq)
+        return copies
 
     def commit(self, tokens, num_tokens, *, extra_ids=None) -> Result:
         """The K/V of each row's next `num_tokens[seq]` tokens are written: blocks that fill become findable.
 
         A block whose content is already cached is swapped for the cached one.
         """
-        status, events = [], []
+        status, events, slid = [], [], []
         for seq, (row, count) in enumerate(zip(self.rows, num_tokens, strict=True)):
             new = list(tokens[seq][: max(count, 0)])
             most = min(row.length - len(row.tokens), len(tokens[seq]))
@@ -269,18 +325,22 @@ class Oracle:
                 status.append(Status.BAD_REQUEST)
                 continue
             status.append(Status.OK)
-            full = len(row.tokens) // self.block_size
+            before = len(row.tokens)
             row.tokens += self._pair(new, None if extra_ids is None else extra_ids[seq][:count])
-            for i in range(full, len(row.tokens) // self.block_size):
+            for i in range(before // self.block_size, len(row.tokens) // self.block_size):
                 node = (row.namespace, tuple(row.tokens[: (i + 1) * self.block_size]))
-                twin = self.index.get(node)
-                if twin is None:
-                    events.append(self._publish(row.table[i], node))
-                else:
-                    self.blocks[twin].refcount += 1
-                    self.blocks[twin].hits += 1
-                    self._drop(row.table[i])
-                    row.table[i] = twin
+                for group in self.groups:
+                    table, twin = row.tables[group.number], group.index.get(node)
+                    if twin is None:
+                        events.append(self._publish(group, table[i], node))
+                    else:
+                        group.blocks[twin].refcount += 1
+                        group.blocks[twin].hits += 1
+                        self._drop(group, table[i])
+                        table[i] = twin
+            slid.append((row, before))
+        for row, before in slid:
+            self._slide(row, before)
         return Result(status, events)
 
     def fork(self, src, dst) -> Result:
@@ -290,8 +350,10 @@ class Oracle:
             return Result([Status.BAD_REQUEST])
         if self.rows[dst].length:
             return Result([Status.HELD])
-        for block in row.table:
-            self.blocks[block].refcount += 1
+        for group in self.groups:
+            for block in row.tables[group.number]:
+                if block != NO_BLOCK:
+                    group.blocks[block].refcount += 1
         self.rows[dst] = row.copy()
         return Result([Status.OK])
 
@@ -304,13 +366,28 @@ class Oracle:
         row = self._row(seq)
         if row is None or not 1 <= length <= row.length:
             return Result([Status.BAD_REQUEST])
-        while len(row.table) > self._blocks_for(length):
-            self._drop(row.table.pop())
+        committed, last = min(len(row.tokens), length), self._blocks_for(length)
+        regained = []
+        for group in self.groups[1:]:
+            for i in range(last):
+                if row.tables[group.number][i] == NO_BLOCK and group.sees(i, committed, self.block_size):
+                    node = self.blocks[row.tables[0][i]].node
+                    if node not in group.index:
+                        return Result([Status.BAD_REQUEST])
+                    regained.append((group, i, group.index[node]))
+        for group, i, block in regained:
+            row.tables[group.number][i] = block
+            group.blocks[block].refcount += 1
+            group.blocks[block].hits += 1
+        for group in self.groups:
+            table = row.tables[group.number]
+            while len(table) > last:
+                self._drop(group, table.pop())
         row.length = length
         del row.tokens[length:]
-        events, last = [], self.blocks[row.table[-1]]
-        if length % self.block_size and last.node and last.refcount == 1 and not self._children(last.node):
-            events.append(self._remove(row.table[-1]))
+        events, end = [], self.blocks[row.tables[0][-1]]
+        if length % self.block_size and end.node and end.refcount == 1 and not self._children(end.node):
+            events += self._remove(row.tables[0][-1])
         return Result([Status.OK], events)
 
     def release(self, seqs) -> Result:
@@ -325,15 +402,17 @@ class Oracle:
             if row is None:
                 continue
             written, path = len(row.tokens), tuple(row.tokens)
-            for i in reversed(range(len(row.table))):
-                block = self.blocks[row.table[i]]
+            for i in reversed(range(len(row.tables[0]))):
+                block = self.blocks[row.tables[0][i]]
                 is_tail = i * self.block_size < written < (i + 1) * self.block_size
                 if self.partial_reuse and is_tail and block.refcount == 1 and block.node is None:
                     siblings = self._children((row.namespace, path[: i * self.block_size]))
                     if not any(sibling[:written] == path for sibling in siblings):
-                        events.append(self._publish(row.table[i], (row.namespace, path)))
-                self._drop(row.table[i])
-            self.rows[seq] = Row()
+                        for group in self.groups:
+                            events.append(self._publish(group, row.tables[group.number][i], (row.namespace, path)))
+                for group in self.groups:
+                    self._drop(group, row.tables[group.number][i])
+            self.rows[seq] = self._free_row()
         return Result(status, events)
 
     def beam_step(self, seqs, parents) -> Result:
@@ -342,13 +421,15 @@ class Oracle:
         sound = all(row is not None and row.length == len(row.tokens) for row in rows)
         if not sound or len(set(seqs)) < len(seqs) or not all(0 <= parent < len(seqs) for parent in parents):
             return Result([Status.BAD_REQUEST] * len(seqs))
-        for parent in parents:
-            for block in rows[parent].table:
-                self.blocks[block].refcount += 1
-        for place in reversed(range(self.max_blocks_per_seq)):
-            for row in rows:
-                if place < len(row.table):
-                    self._drop(row.table[place])
+        for group in self.groups:
+            for parent in parents:
+                for block in rows[parent].tables[group.number]:
+                    if block != NO_BLOCK:
+                        group.blocks[block].refcount += 1
+            for place in reversed(range(self.max_blocks_per_seq)):
+                for row in rows:
+                    if place < len(row.tables[group.number]):
+                        self._drop(group, row.tables[group.number][place])
         for seq, row in zip(seqs, [rows[parent].copy() for parent in parents], strict=True):
             self.rows[seq] = row
         return Result([Status.OK] * len(seqs))
@@ -357,44 +438,44 @@ class Oracle:
         """How many tokens of a prompt `admit` would find; changes nothing."""
         return self._match(namespace, self._pair(tokens, extra_ids))[2]
 
-    def pin(self, blocks) -> Result:
+    def pin(self, blocks, group: int = 0) -> Result:
         """Holds blocks that are in the index; NO_BLOCK entries are skipped."""
-        wanted = [block for block in blocks if block != NO_BLOCK]
-        if len(set(wanted)) < len(wanted):
+        mine, wanted = self.groups[group].blocks, [block for block in blocks if block != NO_BLOCK]
+        if len(set(wanted)) < len(wanted) or not all(0 <= b < len(mine) and mine[b].node for b in wanted):
             return Result([Status.BAD_REQUEST])
-        if not all(0 <= b < len(self.blocks) and self.blocks[b].node for b in wanted):
-            return Result([Status.BAD_REQUEST])
-        if not self._prefixes_pinned(collections.Counter(wanted)):
+        if not self._prefixes_pinned(group, collections.Counter(wanted)):
             return Result([Status.BAD_REQUEST])
         for block in wanted:
-            self.blocks[block].refcount += 1
+            mine[block].refcount += 1
         return Result([Status.OK])
 
-    def unpin(self, blocks) -> Result:
+    def unpin(self, blocks, group: int = 0) -> Result:
         """Drops one hold on each block, the last of the list first, like the tail of a row."""
-        wanted = [block for block in blocks if block != NO_BLOCK]
-        if len(set(wanted)) < len(wanted) or not all(0 <= b < len(self.blocks) for b in wanted):
+        mine, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
+        if len(set(wanted)) < len(wanted) or not all(0 <= b < len(mine.blocks) for b in wanted):
             return Result([Status.BAD_REQUEST])
-        pins = self._pins()
+        pins = self._pins(mine)
         if not all(pins[b] for b in wanted):
             return Result([Status.BAD_REQUEST])
-        if not self._prefixes_pinned(collections.Counter(dict.fromkeys(wanted, -1))):
+        if not self._prefixes_pinned(group, collections.Counter(dict.fromkeys(wanted, -1))):
             return Result([Status.BAD_REQUEST])
         for block in reversed(wanted):
-            self._drop(block)
+            self._drop(mine, block)
         return Result([Status.OK])
 
-    def _pins(self) -> collections.Counter[int]:
+    def _pins(self, group: Group) -> collections.Counter[int]:
         """Holders of each block that are not rows."""
-        held = collections.Counter({b: block.refcount for b, block in enumerate(self.blocks)})
-        return held - collections.Counter(block for row in self.rows for block in row.table)
+        held = collections.Counter({b: block.refcount for b, block in enumerate(group.blocks)})
+        return held - collections.Counter(block for row in self.rows for block in row.tables[group.number])
 
-    def _prefixes_pinned(self, change: collections.Counter[int]) -> bool:
-        """Whether after this change of pins every pinned block has a pinned parent."""
-        pins = self._pins()
-        pinned = {b for b in range(len(self.blocks)) if pins[b] + change[b] > 0}
-        nodes = [self._parent(node) for node, block in self.index.items() if block in pinned]
-        return all(self.index.get(node, None) in pinned for node in nodes if node[1])
+    def _prefixes_pinned(self, changed: int, change: collections.Counter[int]) -> bool:
+        """Whether after this change of one group's pins every pinned block has a pinned parent, or anchor."""
+        nodes = []
+        for group in self.groups:
+            pins, more = self._pins(group), change if group.number == changed else collections.Counter()
+            nodes.append({node for node, block in group.index.items() if pins[block] + more[block] > 0})
+        parents = {self._parent(node) for node in nodes[0] if self._parent(node)[1]}
+        return parents <= nodes[0] and all(mine <= nodes[0] for mine in nodes[1:])
 
     def evict(self, blocks) -> Result:
         """Empties cached blocks and all their findable descendants, children first; none if any of them is held."""
@@ -407,36 +488,52 @@ class Oracle:
                 doomed[node] = block
         if any(self.blocks[block].refcount for block in wanted | set(doomed.values())):
             return Result([Status.HELD])
-        return Result([Status.OK], [self._remove(block) for block in reversed(doomed.values())])
+        return Result([Status.OK], [event for block in reversed(doomed.values()) for event in self._remove(block)])
 
     def reset(self) -> Result:
         """Forgets everything cached, once nothing is held."""
-        if any(block.refcount for block in self.blocks):
+        if any(block.refcount for group in self.groups for block in group.blocks):
             return Result([Status.HELD])
-        self.index.clear()
-        for block in self.blocks:
-            block.node = None
-        return Result([Status.OK], [Event("cleared")])
+        for group in self.groups:
+            group.index.clear()
+            for block in group.blocks:
+                block.node = None
+        return Result([Status.OK], [Event("cleared", group=group.number) for group in self.groups])
 
     # The index.
 
-    def _match(self, namespace: int, prompt: list) -> tuple[list[int], int | None, int]:
-        """Cached blocks of a prompt, a block to copy the next tokens from, and how many tokens that makes in all."""
+    def _match(self, namespace: int, prompt: list) -> tuple[list[Node], Node | None, int]:
+        """Cached blocks of a prompt, a block to copy the next tokens from, and how many tokens that makes in all.
+
+        With windows, the longest prefix after which every group has what the next token sees.
+        """
         findable, whole = tuple(prompt[:-1]), []  # the last token must be computed for its logits
         end = self.block_size
         while end <= len(findable) and (namespace, findable[:end]) in self.index:
-            whole.append(self.index[namespace, findable[:end]])
+            whole.append((namespace, findable[:end]))
             end += self.block_size
+        while not all(
+            node in group.index or not group.sees(i, len(whole) * self.block_size, self.block_size)
+            for group in self.groups
+            for i, node in enumerate(whole)
+        ):
+            whole.pop()
         source, cached = None, len(whole) * self.block_size
         if self.partial_reuse:
             shared = cached
             for child in self._children((namespace, findable[:cached])):
                 pairs = zip(findable, child, strict=False)
                 common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-                if common > shared or common == shared > cached:  # of several equally good the one stored last
-                    source, shared = self.index[namespace, child], common
+                everywhere = all((namespace, child) in group.index for group in self.groups)
+                # Of several equally good ones that stored last.
+                if everywhere and (common > shared or common == shared > cached):
+                    source, shared = (namespace, child), common
             cached = shared
         return whole, source, cached
+
+    def _beside(self, group: Group, node: Node, written: int, place: int) -> int:
+        """The group's block of a node, if the token after `written` ones sees it at `place`."""
+        return group.index[node] if group.sees(place, written, self.block_size) else NO_BLOCK
 
     def _children(self, node: Node) -> list[Path]:
         """Paths of the findable blocks that follow a node."""
@@ -447,61 +544,85 @@ class Oracle:
         namespace, path = node
         return namespace, path[: (len(path) - 1) // self.block_size * self.block_size]
 
-    def _publish(self, block: int, node: Node) -> Event:
-        self.index[node] = block
-        self.blocks[block] = dataclasses.replace(self.blocks[block], node=node, hits=0, stored=self.clock)
+    def _publish(self, group: Group, block: int, node: Node) -> Event:
+        group.index[node] = block
+        group.blocks[block] = dataclasses.replace(group.blocks[block], node=node, hits=0, stored=self.clock)
         self.clock += 1
-        return Event("stored", *node)
+        return Event("stored", *node, group.number)
 
-    def _remove(self, block: int) -> Event:
-        node = self.blocks[block].node
-        assert node is not None and not self._children(node), f"block {block} is not a leaf of the index"
-        self.blocks[block].node = None
-        del self.index[node]
-        return Event("removed", *node)
+    def _remove(self, block: int, number: int = 0) -> list[Event]:
+        """Takes a block out of the index of its group; what leaves the first index leaves all."""
+        node = self.groups[number].blocks[block].node
+        assert node is not None
+        assert number or not self._children(node), f"block {block} is not a leaf of the index"
+        groups = [group for group in self.groups if group.number == number or (not number and node in group.index)]
+        for group in groups:
+            group.blocks[group.index.pop(node)].node = None
+        return [Event("removed", *node, group.number) for group in groups]
 
     # Blocks.
 
-    def _choose(self, count: int, kept: Sequence[int] | set = ()) -> tuple[list[int], int]:
+    def _choose(self, group: Group, count: int, kept: Sequence[int] | set = ()) -> tuple[list[int], int]:
         """Victims, in order, that make `count` blocks free, and how many blocks are still missing without them."""
-        missing = max(0, count - self.counts()["empty"])
+        missing = max(0, count - group.counts()["empty"])
         victims: list[int] = []
-        candidates = {b for b in self.index.values() if not self.blocks[b].refcount and b not in kept}
-        parents = collections.Counter(self._parent(node) for node in self.index)
+        candidates = {b for b in group.index.values() if not group.blocks[b].refcount and b not in kept}
+        parents = collections.Counter(self._parent(node) for node in self.index) if group.number == 0 else {}
+        score = self.score if group.number == 0 else lru
         while len(victims) < missing:
-            leaves = [b for b in candidates if not parents[self.blocks[b].node]]
+            leaves = [b for b in candidates if not parents.get(group.blocks[b].node)]
             if not leaves:
                 break
-            victim = min(leaves, key=lambda b: (self.score(self.blocks[b]), self.blocks[b].released))
+            victim = min(leaves, key=lambda b: (score(group.blocks[b]), group.blocks[b].released))
             victims.append(victim)
             candidates.remove(victim)
-            parents[self._parent(self.blocks[victim].node)] -= 1
+            if group.number == 0:
+                parents[self._parent(group.blocks[victim].node)] -= 1
         return victims, missing - len(victims)
 
-    def _take(self, count: int, victims: list[int]) -> tuple[list[int], list[Event]]:
-        """Evicts the victims and takes `count` blocks, empty ones first; their refcount becomes 1."""
-        events = [self._remove(block) for block in victims]
-        empty = [b for b, block in enumerate(self.blocks) if not block.refcount and not block.node and b not in victims]
-        fresh = (empty + victims)[:count]
-        for block in fresh:
-            self.blocks[block].refcount = 1
-        return fresh, events
+    def _take(self, counts: list[int], kept: Sequence[set] = ()) -> tuple[list[list[int]], list[Event]]:
+        """Takes so many blocks of each group, empty ones first, then evicted ones; their refcount becomes 1."""
+        events, taken = [], []
+        for group, count, spared in zip(self.groups, counts, kept or [set()] * len(self.groups), strict=True):
+            victims, _ = self._choose(group, count, spared)
+            for block in victims:
+                events += self._remove(block, group.number)
+            empty = [b for b, block in enumerate(group.blocks) if not block.refcount and not block.node]
+            fresh = ([b for b in empty if b not in victims] + victims)[:count]
+            for block in fresh:
+                group.blocks[block].refcount = 1
+            taken.append(fresh)
+        return taken, events
 
-    def _drop(self, block: int) -> None:
-        """One holder lets go."""
-        self.blocks[block].refcount -= 1
-        if not self.blocks[block].refcount and self.blocks[block].node:
-            self.blocks[block].released = self.clock
+    def _drop(self, group: Group, block: int) -> None:
+        """One holder lets go; of NO_BLOCK nobody does."""
+        if block == NO_BLOCK:
+            return
+        mine = group.blocks[block]
+        mine.refcount -= 1
+        if not mine.refcount and mine.node:
+            mine.released = self.clock
             self.clock += 1
-            ttl = self.blocks[block].worth.ttl
-            self.blocks[block].expiry = None if ttl is None else self.now + ttl
+            mine.expiry = None if mine.worth.ttl is None else self.now + mine.worth.ttl
+
+    def _slide(self, row: Row, before: int, upto: int | None = None) -> None:
+        """Lets go of blocks that have left the windows since `before` tokens were written."""
+        for group in self.groups[1:]:
+            table = row.tables[group.number]
+            for i, block in enumerate(table[:upto]):
+                if group.sees(i, before, self.block_size) and not group.sees(i, len(row.tokens), self.block_size):
+                    self._drop(group, block)
+                    table[i] = NO_BLOCK
 
     def _state_worth(self, row: Row, first: int) -> None:
         """Gives a row's new blocks, from the first-th on, what it says of them."""
-        for i in range(first, len(row.table)):
-            self.blocks[row.table[i]].worth = row.stated(i * self.block_size) or WORTH
+        for i in range(first, len(row.tables[0])):
+            self.blocks[row.tables[0][i]].worth = row.stated(i * self.block_size) or WORTH
 
     # Small things.
+
+    def _free_row(self) -> Row:
+        return Row(tables=[[] for _ in self.groups])
 
     def _row(self, seq: int) -> Row | None:
         """A row in use, or None."""

@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.backends import BACKENDS, Outcome, Prompt, Size, done
+from tests.oracle import NO_BLOCK
 
 DATA = Path(__file__).parent / "data" / "scenarios"
-MISSING = ("host", "windows", "groups")
+MISSING = ("host",)
 OPS = (
     "admit", "compute", "append", "release", "fork", "truncate", "pin", "unpin", "lookup", "expect", "tick", "reset",
 )  # fmt: skip
-CHECKS = {"ok", "cached_tokens", "blocks", "num_blocks", "num_used", "num_free", "events", "priorities"}
+EACH_GROUP = {"blocks", "num_blocks", "num_used", "num_free"}
+CHECKS = {"ok", "cached_tokens", "events", "priorities", "groups", *EACH_GROUP}
 
 
 class Mismatch(AssertionError):
@@ -39,8 +41,6 @@ def reason_to_skip(scenario: dict[str, Any]) -> str | None:
     lacks = [f"needs {need}" for need in MISSING if need in scenario.get("needs", ())]
     if config.get("num_host_blocks", 0) and "needs host" not in lacks:
         lacks.append("needs host")
-    if config.get("windows", [None]) != [None] and "needs windows" not in lacks:
-        lacks.append("needs windows")
     return ", ".join(lacks) or None
 
 
@@ -67,8 +67,9 @@ def size_of(scenario: dict[str, Any]) -> Size:
     partial_reuse, eviction = config.get("partial_reuse", True), config.get("eviction", "lru")
     _require(eviction in ("lru", "priority"), f"unknown eviction {eviction}")
     return Size(
-        config["block_size"], config["num_blocks"], rows, longest, partial_reuse, extra_ids, eviction == "priority"
-    )
+        config["block_size"], config["num_blocks"], rows, longest, partial_reuse, extra_ids, eviction == "priority",
+        tuple(config.get("windows", (None,))),
+    )  # fmt: skip
 
 
 class Run:
@@ -84,7 +85,7 @@ class Run:
         self.prompts: dict[str, Prompt] = {}
         self.written: dict[str, int] = {}
         self.pins: dict[str, list[int]] = {}
-        self.names: dict[str, int] = {}
+        self.names: list[dict[str, int]] = [{} for _ in size.windows]  # of blocks, per group
         self.now = 0
 
     def run(self) -> None:
@@ -193,31 +194,44 @@ class Run:
             _equal("cached_tokens", outcome.cached, expect["cached_tokens"])
         for kind, count in expect.get("events", {}).items():
             _equal(f"events {kind}", outcome.events[kind], count)
-        used, free = self.cache.used_and_free()
+        groups = expect.get("groups", [expect])
+        several = len(self.size.windows) > 1
+        _require("groups" in expect or not several or not expect.keys() & EACH_GROUP, "expectations of which group?")
+        _require(len(groups) == len(self.size.windows) or "groups" not in expect, "as many groups as windows")
+        for number, wanted in enumerate(groups if not several or "groups" in expect else [{}] * len(self.names)):
+            self._check_group(number, step, wanted)
+        if "priorities" in expect:
+            _equal("priorities", self.cache.priorities(self.rows[step["seq"]]), expect["priorities"])
+
+    def _check_group(self, number: int, step: dict[str, Any], expect: dict[str, Any]) -> None:
+        used, free = self.cache.used_and_free(number)
         _equal("num_used + num_free", used + free, self.num_blocks)
         _equal("num_used", used, expect.get("num_used", used))
         _equal("num_free", free, expect.get("num_free", free))
         for seq, row in self.rows.items():
-            table = self.cache.table(row)
+            table = _held(self.cache.table(row, number))
             _require(len(set(table)) == len(table), f"the table of {seq} repeats a block: {table}")
         seq = step.get("new", step.get("seq"))
-        table = self.cache.table(self.rows[seq]) if seq in self.rows else []
-        _equal("num_blocks", len(table), expect.get("num_blocks", len(table)))
+        table = self.cache.table(self.rows[seq], number) if seq in self.rows else []
+        _equal("num_blocks", len(_held(table)), expect.get("num_blocks", len(_held(table))))
         if "blocks" in expect:
-            self._check_table(table, expect["blocks"])
-        if "priorities" in expect:
-            _equal("priorities", self.cache.priorities(self.rows[seq]), expect["priorities"])
+            self._check_table(table, expect["blocks"], self.names[number])
 
-    def _check_table(self, table: list[int], wanted: list[str | None]) -> None:
-        """Null entries were released by a window; without windows there are none, and they match nothing."""
+    def _check_table(self, table: list[int], wanted: list[str | None], names: dict[str, int]) -> None:
+        """Null entries were released by a window."""
         _equal("number of blocks", len(table), len(wanted))
         for block, name in zip(table, wanted, strict=True):
-            _require(name is not None, f"got {table}, wanted {wanted}: null stands for a block a window released")
-            if name != "*":
-                known = self.names.setdefault(name, block)
-                _require(known == block, f"blocks: got {table}, wanted {wanted}, where {name} is {known}")
-        taken = collections.Counter(self.names.values())
-        _require(max(taken.values(), default=0) <= 1, f"blocks: two names for one block in {self.names}")
+            where = f"blocks: got {table}, wanted {wanted}"
+            _require((name is None) == (block == NO_BLOCK), f"{where}: null stands for a block that a window released")
+            if name not in (None, "*"):
+                known = names.setdefault(name, block)
+                _require(known == block, f"{where}, where {name} is {known}")
+        taken = collections.Counter(names.values())
+        _require(max(taken.values(), default=0) <= 1, f"blocks: two names for one block in {names}")
+
+
+def _held(table: list[int]) -> list[int]:
+    return [block for block in table if block != NO_BLOCK]
 
 
 def _prompt(step: dict[str, Any]) -> Prompt:

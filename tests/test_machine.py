@@ -14,13 +14,13 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import kvjax
-from tests.oracle import Block, Oracle, Retention, Worth, lru
+from tests.oracle import NO_BLOCK, Block, Oracle, Retention, Worth, lru
 
 ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
 POLICIES = {
     "lru": (kvjax.lru(), lru), "fifo": (kvjax.fifo(), lambda block: block.stored), "priority": (kvjax.priority(), None),
 }  # fmt: skip
-STATIC = {"admit": "room", "extend": "max_tokens"}
+STATIC = {"admit": "room", "extend": "max_tokens", "pin": "group", "unpin": "group"}
 TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step")
 VERBS = {
     name: jax.jit(getattr(kvjax, name), static_argnames=STATIC.get(name))
@@ -29,6 +29,9 @@ VERBS = {
         "beam_step",
     )
 }  # fmt: skip
+
+# Layers as (window, sink tokens): full attention alone, beside windows, and windows alone.
+WINDOWS = {"none": [], "both": [(None, 0), (6, 3)], "bare": [(5, 0), (9, 1)]}
 
 rows = st.integers(-1, ROWS)
 lists = functools.partial(st.lists, min_size=1)
@@ -47,18 +50,22 @@ class CacheMachine(RuleBasedStateMachine):
     """Each rule runs one verb on both and compares what they report; the invariant compares what they hold."""
 
     @initialize(
-        policy=st.sampled_from(sorted(POLICIES)), blocks=st.integers(1, 12), partial=st.booleans(), extra=st.booleans()
-    )
-    def start(self, policy, blocks, partial, extra):
+        policy=st.sampled_from(sorted(POLICIES)), blocks=st.integers(1, 12), partial=st.booleans(), extra=st.booleans(),
+        windows=st.sampled_from(sorted(WINDOWS)),
+    )  # fmt: skip
+    def start(self, policy, blocks, partial, extra, windows):
         chosen, score = POLICIES[policy]
         self.timed = policy == "priority"
-        extra = extra and policy == "lru"  # fewer compiled programs
+        layers = WINDOWS[windows] if policy == "lru" else []  # fewer compiled programs
+        extra = extra and policy == "lru" and not layers
         spec = kvjax.make_spec(
-            num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, extra_ids=extra, partial_reuse=partial,
+            [kvjax.LayerSpec(1, 1, *layer) for layer in layers], num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, extra_ids=extra, partial_reuse=partial,
             retention=self.timed,
         )  # fmt: skip
         self.state = kvjax.init(spec, chosen, num_blocks=jnp.int32(blocks))
-        self.oracle = Oracle(blocks, SIZE, ROWS, BLOCKS_PER_ROW, partial, score or lru)
+        windows = [(group.window, group.sink_tokens, blocks) for group in spec.groups[1:]]
+        first = spec.groups[0].num_blocks if spec.bare else blocks
+        self.oracle = Oracle(first, SIZE, ROWS, BLOCKS_PER_ROW, partial, score or lru, windows)
         if self.timed:
             self.oracle.score = self.oracle.priority
         self.oracle.now = 2**31 - 20  # the library's time wraps soon
@@ -82,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
         heard = kvjax.to_list(events)
         self.mirror = kvjax.fold(heard, known)
         assert self.named(heard, known) == collections.Counter(
-            (e.kind, (len(e.path) - 1) % SIZE + 1) if e.kind == "copied" else tuple(e) for e in wanted.events
+            (e.kind, (len(e.path) - 1) % SIZE + 1, e.group) if e.kind == "copied" else tuple(e) for e in wanted.events
         )
         order = [e["kind"] for e in heard]
         if len(wanted.status) == 1:
@@ -92,16 +99,16 @@ class CacheMachine(RuleBasedStateMachine):
         """The library's events in the oracle's terms."""
         nodes = {**known.nodes, **self.mirror.nodes}
         for event in heard:  # nodes that were stored and removed within one transition
-            assert event["kind"] != "removed" or (0, event["block"], event["generation"]) in nodes
+            assert event["kind"] != "removed" or (event["group"], event["block"], event["generation"]) in nodes
         terms = []
         for event in heard:
             if event["kind"] == "copied":
-                terms.append(("copied", event["num_tokens"]))
+                terms.append(("copied", event["num_tokens"], event["group"]))
             elif event["kind"] == "cleared":
-                terms.append(("cleared", 0, ()))
+                terms.append(("cleared", 0, (), event["group"]))
             else:
-                namespace, path, *_ = nodes[0, event["block"], event["generation"]]
-                terms.append((event["kind"], namespace, self.paired(path)))
+                namespace, path, *_ = nodes[event["group"], event["block"], event["generation"]]
+                terms.append((event["kind"], namespace, self.paired(path), event["group"]))
         return collections.Counter(terms)
 
     def paired(self, path):
@@ -219,18 +226,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         seq=st.integers(0, ROWS - 1), which=st.sampled_from((0b11111, 0b11111, 0b00011, 0b00110, 0b11010)),
-        sound=st.booleans(),
+        sound=st.booleans(), of=st.sampled_from((0, 0, 1, 2)),
     )  # fmt: skip
-    def pin(self, seq, which, sound):
-        chosen = (which >> np.arange(BLOCKS_PER_ROW)) & 1 == 1
+    def pin(self, seq, which, sound, of):
+        of = of % len(self.state.groups)
+        chosen, group = (which >> np.arange(BLOCKS_PER_ROW)) & 1 == 1, self.state.groups[of]
         if sound:
-            chosen = chosen & np.asarray(self.state.groups[0].blocks.fill[self.state.groups[0].table[seq]] > 0)
-        theirs = [b for b, on in zip(self.oracle.rows[seq].table, chosen, strict=False) if on]
-        ours = np.where(chosen, self.state.groups[0].table[seq], kvjax.NO_BLOCK)
-        wanted = self.oracle.pin(theirs)
-        self.both("pin", wanted, ours)
-        if theirs and wanted.ok:
-            self.pins.append((ours, theirs))
+            chosen = chosen & np.asarray((group.table[seq] >= 0) & (group.blocks.fill[group.table[seq]] > 0))
+        theirs = [b for b, on in zip(self.oracle.tables(of)[seq], chosen, strict=False) if on]
+        ours = np.where(chosen, group.table[seq], kvjax.NO_BLOCK)
+        wanted = self.oracle.pin(theirs, of)
+        self.both("pin", wanted, ours, group=of)
+        if np.any(ours >= 0) and wanted.ok:
+            self.pins.append((ours, theirs, of))
 
     @rule(seq=st.integers(0, ROWS - 1))
     def unpin_what_a_row_holds(self, seq):
@@ -238,25 +246,26 @@ class CacheMachine(RuleBasedStateMachine):
         if theirs and not self.pins:
             self.both("unpin", self.oracle.unpin(theirs), np.asarray(self.state.groups[0].table[seq]))
 
-    @rule(data=st.data())
-    def pin_cached(self, data):
-        pairs = sorted(self.pairing().items())
+    @rule(data=st.data(), of=st.integers(0, 2))
+    def pin_cached(self, data, of):
+        of = of % len(self.state.groups)
+        pairs = sorted(self.pairing(of).items())
         if pairs:
             ours, theirs = data.draw(st.sampled_from(pairs))
             ours = np.asarray([ours] + [kvjax.NO_BLOCK] * (BLOCKS_PER_ROW - 1), np.int32)
-            wanted = self.oracle.pin([theirs])
-            self.both("pin", wanted, ours)
+            wanted = self.oracle.pin([theirs], of)
+            self.both("pin", wanted, ours, group=of)
             if wanted.ok:
-                self.pins.append((ours, [theirs]))
+                self.pins.append((ours, [theirs], of))
 
     @rule(data=st.data())
     def unpin(self, data):
         if self.pins:
-            ours, theirs = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
-            wanted = self.oracle.unpin(theirs)
-            self.both("unpin", wanted, ours)
-            if not wanted.ok:  # the prefix of a block that stays held; it can go later
-                self.pins.append((ours, theirs))
+            ours, theirs, of = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+            wanted = self.oracle.unpin(theirs, of)
+            self.both("unpin", wanted, ours, group=of)
+            if not wanted.ok:  # the prefix or anchor of a block that stays held; it can go later
+                self.pins.append((ours, theirs, of))
 
     @rule(data=st.data())
     def evict(self, data):
@@ -270,18 +279,19 @@ class CacheMachine(RuleBasedStateMachine):
         if chance == 0:
             self.both("reset", self.oracle.reset())
 
-    def pairing(self):
-        """{our block id: the oracle's}, from what both hold and find; a contradiction is a failure."""
-        pairs = {}
-        for ours, theirs in zip(np.asarray(self.state.groups[0].table), self.oracle.tables(), strict=True):
-            held = [int(b) for b in ours if b >= 0]
-            assert len(held) == len(theirs)
-            for a, b in zip(held, theirs, strict=True):
+    def pairing(self, number=0):
+        """{our block id: the oracle's} of a group, from what both hold and find; a contradiction is a failure."""
+        pairs, index = {kvjax.NO_BLOCK: NO_BLOCK}, self.oracle.groups[number].index
+        for ours, theirs in zip(np.asarray(self.state.groups[number].table), self.oracle.tables(number), strict=True):
+            for a, b in zip(ours.tolist(), [*theirs, *[NO_BLOCK] * (len(ours) - len(theirs))], strict=True):
                 assert pairs.setdefault(a, b) == b
-        ours = {(ns, self.paired(path)): node[1] for node, (ns, path, *_) in self.mirror.nodes.items()}
-        assert ours.keys() == self.oracle.index.keys()
+        del pairs[kvjax.NO_BLOCK]
+        ours = {
+            (ns, self.paired(path)): node[1] for node, (ns, path, *_) in self.mirror.nodes.items() if node[0] == number
+        }
+        assert ours.keys() == index.keys()
         for node, block in ours.items():
-            assert pairs.setdefault(block, self.oracle.index[node]) == self.oracle.index[node]
+            assert pairs.setdefault(block, index[node]) == index[node]
         assert len(set(pairs.values())) == len(pairs)
         return pairs
 
@@ -291,21 +301,22 @@ class CacheMachine(RuleBasedStateMachine):
             return
         kvjax.check(self.state)
         assert kvjax.index_of(self.state) == self.mirror.index
-        group, seqs = self.state.groups[0], self.state.seqs
+        seqs = self.state.seqs
         assert seqs.length.tolist() == [row.length for row in self.oracle.rows]
         assert seqs.committed.tolist() == [len(row.tokens) for row in self.oracle.rows]
-        counts = self.oracle.counts()
-        assert (int(group.num_empty), int(group.num_cached)) == (counts["empty"], counts["cached"])
-        for ours, theirs in self.pairing().items():
-            block: Block = self.oracle.blocks[theirs]
-            assert (int(group.blocks.refcount[ours]), int(group.blocks.hits[ours]) if block.node else 0) == (
-                block.refcount,
-                block.hits if block.node else 0,
-            )
-            if group.blocks.retention is not None:
-                assert group.blocks.retention[ours].tolist() == [
-                    block.worth.priority, -1 if block.worth.ttl is None else block.worth.ttl
-                ]  # fmt: skip
+        for number, group in enumerate(self.state.groups):
+            counts = self.oracle.counts(number)
+            assert (int(group.num_empty), int(group.num_cached)) == (counts["empty"], counts["cached"])
+            for ours, theirs in self.pairing(number).items():
+                block: Block = self.oracle.groups[number].blocks[theirs]
+                assert (int(group.blocks.refcount[ours]), int(group.blocks.hits[ours]) if block.node else 0) == (
+                    block.refcount,
+                    block.hits if block.node else 0,
+                )
+                if group.blocks.retention is not None:
+                    assert group.blocks.retention[ours].tolist() == [
+                        block.worth.priority, -1 if block.worth.ttl is None else block.worth.ttl
+                    ]  # fmt: skip
 
 
 TestMachine = CacheMachine.TestCase
