@@ -11,10 +11,11 @@ from kvjax.events import EventKind, EventLog, Events, Mirror, Status, append, co
 from kvjax.generation import Output, Progress, generate, stream
 from kvjax.keys import Namespaces
 from kvjax.match import Match
+from kvjax.movement import complete, offload, onboard, swap_in, swap_out, watermark
 from kvjax.paired import Cache
 from kvjax.plan import Ledger, Plan, plan
 from kvjax.plots import plot_blocks
-from kvjax.policies import EvictionPolicy, by_score, fifo, lfu, lru, priority, random
+from kvjax.policies import EvictionPolicy, by_score, cost_aware, fifo, lfu, lru, priority, random, trt_leaf, vllm_v1
 from kvjax.pool import Pools, apply, init_pools, write
 from kvjax.retention import Retention, TokenRange
 from kvjax.sampling import Sampling
@@ -54,6 +55,12 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "pin",
     "unpin",
     "reset",
+    "offload",
+    "onboard",
+    "watermark",
+    "swap_out",
+    "swap_in",
+    "complete",
     "Match",
     "Namespaces",
     # events
@@ -71,11 +78,14 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # eviction policies
     "EvictionPolicy",
     "by_score",
+    "cost_aware",
     "fifo",
     "lfu",
     "lru",
     "priority",
     "random",
+    "trt_leaf",
+    "vllm_v1",
     "Retention",
     "TokenRange",
     # bytes

@@ -46,6 +46,13 @@ def count(where: jax.Array) -> jax.Array:
     return jnp.sum(where, dtype=jnp.int32)
 
 
+def compact(*lists: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lists of ids i32[.] with -1 between as one list without gaps, filled up with -1; and i32[] how many there are."""
+    ids = jnp.concatenate(lists)
+    there = ids >= 0
+    return put(jnp.full_like(ids, -1), rank(there), ids, there), count(there)
+
+
 def repeated(ids: jax.Array) -> jax.Array:
     """bool[K]; which of ids i32[K] occur more than once."""
     ordered = jnp.sort(ids)

@@ -14,6 +14,7 @@ from kvjax._arrays import pick
 from kvjax.events import Events, Status
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
+from kvjax.transfer import Transfer
 
 
 class Prompt(NamedTuple):
@@ -53,6 +54,16 @@ def static_int(name: str, value: Any, least: int) -> int:
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}: got {value!r}, wanted an int of at least {least}")
     return int(value)
+
+
+TIERS = (("device",), ("device", "host"))
+
+
+def known_tiers(tiers: Any) -> tuple[str, ...]:
+    """`tiers` as one of the tuples that a verb can take."""
+    if tiers not in TIERS:
+        raise ValueError(f"tiers: got {tiers!r}, wanted one of {TIERS}")
+    return tiers
 
 
 def row_mask(name: str, value: Any, rows: int) -> jax.Array:
@@ -112,6 +123,7 @@ def assemble(
     queried: jax.Array | int = 0,
     cached: jax.Array | int = 0,
     shortfall: jax.Array | int = 0,
+    moves: Sequence[jax.Array] = (),
 ) -> Events:
     """Puts a transition's records i32[., 9] together in their order; stored ones, one a group, with their contents."""
     status = jnp.atleast_1d(status)
@@ -134,6 +146,7 @@ def assemble(
         queried=jnp.broadcast_to(jnp.asarray(queried, jnp.int32), status.shape),
         cached=jnp.broadcast_to(jnp.asarray(cached, jnp.int32), status.shape),
         shortfall=jnp.asarray(shortfall, jnp.int32),
+        transfer=Transfer(jnp.concatenate(moves)) if any(m.size for m in moves) else None,
     )
 
 

@@ -24,6 +24,7 @@ class Row:
     namespace: jax.Array
     tables: tuple[jax.Array, ...]
     retention: jax.Array | None
+    swapped: jax.Array
 
 
 def read(state: CacheState, seq: jax.Array) -> Row:
@@ -36,6 +37,7 @@ def read(state: CacheState, seq: jax.Array) -> Row:
         namespace=pick(seqs.namespace, seq),
         tables=tuple(pick(group.table, seq) for group in state.groups),
         retention=None if seqs.retention is None else pick(seqs.retention, seq),
+        swapped=jnp.bool_(False) if seqs.swapped is None else pick(seqs.swapped, seq),
     )
 
 
@@ -63,6 +65,7 @@ def write(
         committed=put(state.seqs.committed, seq, committed, ok),
         namespace=put(state.seqs.namespace, seq, namespace, ok),
         retention=stated,
+        swapped=None if state.seqs.swapped is None else put(state.seqs.swapped, seq, False, ok),
     )
     groups = [
         dataclasses.replace(group, table=put(group.table, seq, fit(table, width, NO_BLOCK)[None], ok))

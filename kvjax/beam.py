@@ -41,6 +41,8 @@ def beam_step(state: CacheState, seqs: Any, parents: Any, *, now: Any = 0) -> tu
     known = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
     length = pick(old.length, seqs)
     bad = ~known | (length == 0) | (length != pick(old.committed, seqs))
+    if old.swapped is not None:
+        bad = bad | pick(old.swapped, seqs)
     bad = jnp.any(bad | (parents < 0) | (parents >= seqs.shape[0]))
     ok = jnp.broadcast_to(~bad, seqs.shape)
     heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0])[:, None], axis=1, dtype=jnp.int32)

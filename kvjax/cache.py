@@ -27,13 +27,14 @@ from kvjax._request import (
     first_failure,
     flatten_rows,
     integers,
+    known_tiers,
     prompt,
     row_mask,
     static_int,
 )
 from kvjax.admission import admit_row
 from kvjax.events import Events, Status
-from kvjax.group import give_back, hold, init_group
+from kvjax.group import childless, give_back, hold, init_group
 from kvjax.growth import grow
 from kvjax.match import Match, longest_match
 from kvjax.policies import EvictionPolicy, lru
@@ -67,6 +68,8 @@ def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any 
     seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
     if spec.retention:
         seqs = dataclasses.replace(seqs, retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq, 2), jnp.int32))
+    if spec.has_host:
+        seqs = dataclasses.replace(seqs, swapped=jnp.zeros((spec.max_seqs,), jnp.bool_))
     return CacheState(tuple(groups), seqs, spec, policy)
 
 
@@ -81,6 +84,7 @@ def admit(
     retention: Retention | None = None,
     now: Any = 0,
     room: int | None = None,
+    tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
     """Gives a free row a prompt: finds its longest cached prefix, holds it, and reserves blocks for the rest.
 
@@ -99,6 +103,8 @@ def admit(
         found blocks that it speaks of get the new priority, which is an event if it differs.
       now: i32[] ms.
       room: static; reserve blocks for only this many tokens beyond the cached ones (chunked prefill), None for all.
+      tiers: static; ("device", "host") between loops: then blocks on the host are found too and brought back, and
+        blocks that have to leave the device are offloaded, as `events.transfer` says.
 
     Returns:
       The cache; and events, E = ceil(T / P) + 1 a row (twice that with retention): removed, updated, copied.
@@ -110,13 +116,13 @@ def admit(
     seq, tokens = integers("seq", seq), integers("tokens", tokens)
     extra_ids, now = extra_like(state.spec, extra_ids, tokens), integers("now", now, ())
 
-    room = None if room is None else static_int("room", room, 1)
+    room, tiers = None if room is None else static_int("room", room, 1), known_tiers(tiers)
 
     def one(carry, request):
         state, sources = carry
         seq, tokens, extra_ids, length, namespace, retention = request
         ask = prompt(state.spec, tokens, length, namespace, extra_ids)
-        state, events, source = admit_row(state, seq, ask, retention, now, room, sources)
+        state, events, source = admit_row(state, seq, ask, retention, now, room, tiers, sources)
         return (state, jnp.concatenate([sources[1:], source])), events
 
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
@@ -129,7 +135,15 @@ def admit(
     return state, flatten_rows(events) if rows else events
 
 
-def lookup(state: CacheState, tokens: Any, length: Any, *, namespace: Any = 0, extra_ids: Any = None) -> Match:
+def lookup(
+    state: CacheState,
+    tokens: Any,
+    length: Any,
+    *,
+    namespace: Any = 0,
+    extra_ids: Any = None,
+    tiers: tuple[str, ...] = ("device", "host"),
+) -> Match:
     """Tells what `admit` would reuse of a prompt, without changing anything; `vmap` it for many.
 
     Args:
@@ -138,6 +152,7 @@ def lookup(state: CacheState, tokens: Any, length: Any, *, namespace: Any = 0, e
       length: i32[]; its tokens, 1..T; otherwise nothing matches.
       namespace: i32[].
       extra_ids: i32[T], where the spec asks for them.
+      tiers: static; as in `admit`.
 
     Returns:
       A `Match`; `match.cached_tokens` is the sum over the tiers.
@@ -145,11 +160,17 @@ def lookup(state: CacheState, tokens: Any, length: Any, *, namespace: Any = 0, e
     tokens = integers("tokens", tokens, ("T",))
     ask = prompt(state.spec, tokens, length, namespace, extra_like(state.spec, extra_ids, tokens))
     length = jnp.where(ask.valid, ask.length, 1)
-    return longest_match(state, ask.tokens, ask.extra_ids, length, ask.namespace)
+    return longest_match(state, ask.tokens, ask.extra_ids, length, ask.namespace, known_tiers(tiers))
 
 
 def extend(
-    state: CacheState, active: Any, num_tokens: Any = 1, *, max_tokens: int | None = None, now: Any = 0
+    state: CacheState,
+    active: Any,
+    num_tokens: Any = 1,
+    *,
+    max_tokens: int | None = None,
+    now: Any = 0,
+    tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
     """Gives every active row room for its next tokens; all rows or none.
 
@@ -162,6 +183,7 @@ def extend(
       num_tokens: a static number for all rows, or i32[S].
       max_tokens: static; the most that a row asks for, needed where `num_tokens` is an array.
       now: i32[] ms.
+      tiers: static; as in `admit`.
 
     Returns:
       The cache, unchanged unless `events.ok`; and events, E = 2 S F for rows that touch up to F blocks: removed,
@@ -179,12 +201,18 @@ def extend(
     bad = active & ((seqs.length == 0) | (asked < 0) | (asked > max_tokens))
     grown = seqs.length + jnp.where(active & ~bad, asked, 0)
     full = active & (-(-grown // size) > spec.max_blocks_per_seq)
-    fine = ~jnp.any(bad | full)
-    state, grew = grow(state, jnp.where(fine, grown, seqs.length), max_tokens, now)
-    status = first_failure((bad, Status.BAD_REQUEST), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS))
+    away = active & (False if seqs.swapped is None else seqs.swapped)
+    fine = ~jnp.any(bad | away | full)
+    state, grew = grow(state, jnp.where(fine, grown, seqs.length), max_tokens, now, known_tiers(tiers))
+    status = first_failure(
+        (bad, Status.BAD_REQUEST), (away, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
+    )
     seqs = dataclasses.replace(seqs, length=jnp.where(fine & grew.ok, grown, seqs.length))
     state = dataclasses.replace(state, seqs=seqs)
-    return state, assemble(state, status, removed=grew.removed, copied=grew.copied, shortfall=grew.shortfall)
+    return state, assemble(
+        state, status, removed=grew.removed, updated=grew.updated, copied=grew.copied, shortfall=grew.shortfall,
+        moves=grew.moves,
+    )  # fmt: skip
 
 
 def commit(
@@ -220,10 +248,12 @@ def commit(
     steps = np.arange(most, dtype=np.int32)[None]
     bad = (~exists & (asked > 0)) | (asked < 0) | (asked > jnp.minimum(length - start, most))
     bad = bad | jnp.any((steps < asked[:, None]) & (tokens < 0), axis=1)
+    if state.seqs.swapped is not None:
+        bad = bad | ((asked > 0) & pick(state.seqs.swapped, rows))
     end = start + jnp.where(bad, 0, asked)
     group = _row.note_tokens(state.groups[0], rows, start, end, tokens, extra_ids)
     state = dataclasses.replace(state, groups=(group, *state.groups[1:]))
-    state, stored = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
+    state, stored, updated = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
     groups = [
         group if group.anchor is None else windows.slide(group, of, rows, start, end, most, size, now)
         for group, of in zip(state.groups, spec.groups, strict=True)
@@ -231,7 +261,7 @@ def commit(
     committed = put(state.seqs.committed, rows, end, exists & ~bad)
     seqs_ = dataclasses.replace(state.seqs, committed=committed)
     state = dataclasses.replace(state, groups=tuple(groups), seqs=seqs_)
-    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), stored=stored)
+    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
 
 
 def fork(state: CacheState, src: Any, dst: Any) -> tuple[CacheState, Events]:
@@ -249,7 +279,7 @@ def fork(state: CacheState, src: Any, dst: Any) -> tuple[CacheState, Events]:
     """
     src, dst = integers("src", src, ()), integers("dst", dst, ())
     old, new = _row.read(state, src), _row.read(state, dst)
-    bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst)
+    bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst) | old.swapped
     status = first_failure((bad, Status.BAD_REQUEST), (new.length > 0, Status.HELD))
     ok = status == Status.OK
     groups = []
@@ -285,7 +315,7 @@ def truncate(state: CacheState, seq: Any, length: Any, *, now: Any = 0) -> tuple
         windows.regain(group, row.tables[0], (place < keep) & of.keeps(place, committed, size) & (table < 0))
         for group, of, table in zip(state.groups[1:], state.spec.groups[1:], row.tables[1:], strict=True)
     ]
-    bad = ~row.exists | (length < 1) | (length > row.length)
+    bad = ~row.exists | (length < 1) | (length > row.length) | row.swapped
     bad = functools.reduce(jnp.logical_or, [~there for _, there in again], bad)
     ok = ~bad
     groups, tables = [], []
@@ -300,7 +330,7 @@ def truncate(state: CacheState, seq: Any, length: Any, *, now: Any = 0) -> tuple
     group, block = groups[0], pick(tables[0], keep - 1)[None]
     blocks = group.blocks
     cut = ok & (length % size > 0) & (pick(blocks.fill, block) > 0) & (pick(blocks.refcount, block) == 1)
-    groups[0], gone = withdraw(group, block, cut & (pick(blocks.children, block) == 0))
+    groups[0], gone = withdraw(group, block, cut & childless(group, block))
     state = dataclasses.replace(state, groups=tuple(groups))
     state, removed = windows.forget_all(state, gone)
     state = _row.write(state, seq, ok, tables, length, committed, row.namespace)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import windows
-from kvjax._arrays import add, count, pick, put, rank, repeated
+from kvjax._arrays import add, count, pick, put, repeated
 from kvjax._request import assemble, first_failure, integers, static_int
 from kvjax.events import EventKind, Events, Status, record
-from kvjax.group import give_back, init_group
+from kvjax.group import give_back, init_group, on_device, push_empty
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.store import withdraw
 
@@ -34,7 +34,7 @@ def pin(state: CacheState, blocks: Any, *, group: int = 0) -> tuple[CacheState, 
 
     Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
     """
-    mine, ids = _chosen(state, group), integers("blocks", blocks, ("K",))
+    mine, ids = chosen(state, group), integers("blocks", blocks, ("K",))
     known = mine.blocks
     named = ids != NO_BLOCK
     refcount = pick(known.refcount, ids)
@@ -49,7 +49,7 @@ def pin(state: CacheState, blocks: Any, *, group: int = 0) -> tuple[CacheState, 
         blocks=dataclasses.replace(known, refcount=add(known.refcount, ids, 1, named)),
         num_cached=mine.num_cached - count(named & (refcount == 0)),
     )
-    state = _with(state, group, mine)
+    state = replace_group(state, group, mine)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
 
 
@@ -66,7 +66,7 @@ def unpin(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> tu
       The cache; and no events. Status BAD_REQUEST if one of them is not pinned or is named twice, or is the prefix or
       anchor of a block that stays pinned.
     """
-    mine, ids, now = _chosen(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
+    mine, ids, now = chosen(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
     named = ids != NO_BLOCK
     pins = [_pins(each) for each in state.groups]
     there = (ids >= 0) & (ids < pins[group].shape[0]) & (pick(pins[group], ids) > 0)
@@ -74,17 +74,19 @@ def unpin(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> tu
     pins[group] = add(pins[group], ids, -1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
     mine = give_back(mine, windows.policy_of(group, state.policy), ids[::-1], (named & ok)[::-1], now)
-    state = _with(state, group, mine)
+    state = replace_group(state, group, mine)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
 
 
-def _chosen(state: CacheState, group: int) -> Group:
+def chosen(state: CacheState, group: int) -> Group:
+    """The group of that number, or a ValueError."""
     if not isinstance(group, int) or not 0 <= group < len(state.groups):
         raise ValueError(f"group: got {group!r}, wanted 0..{len(state.groups) - 1}")
     return state.groups[group]
 
 
-def _with(state: CacheState, number: int, group: Group) -> CacheState:
+def replace_group(state: CacheState, number: int, group: Group) -> CacheState:
+    """The state with another group in one place."""
     groups = (*state.groups[:number], group, *state.groups[number + 1 :])
     return dataclasses.replace(state, groups=groups)
 
@@ -119,7 +121,7 @@ def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> 
       max_removed: static; the most blocks that may leave, None for N + H.
 
     Returns:
-      The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is held,
+      The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is held or on the move,
       BAD_REQUEST for an unknown block or if more than `max_removed` would leave (`events.shortfall` says how many).
     """
     group, ids = state.groups[0], integers("blocks", blocks, ("K",))
@@ -127,31 +129,32 @@ def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> 
     most = num_ids if max_removed is None else min(static_int("max_removed", max_removed, 1), num_ids)
     named = ids != NO_BLOCK
     unknown = jnp.any(named & ((ids < 0) | (ids >= num_ids)))
-    chosen = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & ~unknown, unique=False) & (known.fill > 0)
+    doomed = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & ~unknown, unique=False) & (known.fill > 0)
     parent = known.parent[:, 0]
 
     def following(marked: jax.Array) -> jax.Array:
         return (known.fill > 0) & (parent >= 0) & pick(marked, parent)
 
-    chosen = lax.while_loop(
-        lambda marked: jnp.any(following(marked) & ~marked), lambda marked: marked | following(marked), chosen
+    doomed = lax.while_loop(
+        lambda marked: jnp.any(following(marked) & ~marked), lambda marked: marked | following(marked), doomed
     )
-    total = count(chosen)
+    total = count(doomed)
     over = jnp.maximum(total - most, 0)
-    held = jnp.any(chosen & (known.refcount > 0)) | jnp.any(named & (pick(known.refcount, ids) > 0))
+    held = jnp.any(doomed & (known.refcount > 0)) | jnp.any(named & (pick(known.refcount, ids) > 0))
+    if group.host is not None:
+        held = held | jnp.any(doomed & group.host.arriving)
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
     # Children were stored after their parents, so the youngest go first.
-    age = jnp.where(chosen, known.clock - known.stored, jnp.iinfo(jnp.int32).max)
+    age = jnp.where(doomed, known.clock - known.stored, jnp.iinfo(jnp.int32).max)
     order = jnp.argsort(age)[:most].astype(jnp.int32)
-    leaves = pick(chosen, order) & (status == Status.OK)
+    leaves = pick(doomed, order) & (status == Status.OK)
+    here = on_device(group, order)
     group, removed = withdraw(group, order, leaves)
-    group = dataclasses.replace(
-        group,
-        empty=put(group.empty, group.num_empty + rank(leaves), order, leaves),
-        num_empty=group.num_empty + count(leaves),
-        num_cached=group.num_cached - count(leaves),
-    )
-    state, gone = windows.forget_all(_with(state, 0, group), removed)
+    group = dataclasses.replace(group, num_cached=group.num_cached - count(leaves & here))
+    if group.host is not None:
+        group = push_empty(group, order, leaves & ~here, host=True)
+    group = push_empty(group, order, leaves & here)
+    state, gone = windows.forget_all(replace_group(state, 0, group), removed)
     return state, assemble(state, status, removed=gone, shortfall=over)
 
 
@@ -166,7 +169,7 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
 
     Source: vLLM's reset_prefix_cache.
     """
-    held = jnp.any(jnp.array([g.num_blocks > g.num_empty + g.num_cached for g in state.groups]))
+    held = jnp.any(jnp.array([_is_held(group) for group in state.groups]))
     groups, cleared = [], []
     for number, group in enumerate(state.groups):
         fresh = init_group(state.spec, number, windows.policy_of(number, state.policy), group.num_blocks)
@@ -176,3 +179,11 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
         cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
     state = dataclasses.replace(state, groups=tuple(groups))
     return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)
+
+
+def _is_held(group: Group) -> jax.Array:
+    """bool[]; whether a row, a pin or a move holds a block of the group."""
+    held = group.num_blocks > group.num_empty + group.num_cached
+    if group.host is None:
+        return held
+    return held | jnp.any(group.host.arriving) | jnp.any(group.blocks.refcount > 0)

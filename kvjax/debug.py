@@ -14,7 +14,7 @@ from kvjax import index
 from kvjax.events import DEFAULT_PRIORITY, Events, Mirror, Status, fold
 from kvjax.policies import Ring
 from kvjax.show import show
-from kvjax.state import NO_BLOCK, CacheState, Group
+from kvjax.state import NO_BLOCK, CacheState, Group, Host
 
 
 class RequestError(ValueError):
@@ -59,7 +59,8 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
             n, (above, which) = int(blocks.fill[block]), tree.parent[anchor].tolist()
             event = {"kind": "stored", "group": number, "block": block, "generation": int(blocks.generation[block])}
             event |= {"parent": None, "namespace": which} if above < 0 else {"parent": (above, which)}
-            event |= {"tokens": tree.tokens[anchor, :n].tolist(), "level": 0}
+            event |= {"tokens": tree.tokens[anchor, :n].tolist()}
+            event["level"] = 0 if group.host is None else int(group.host.slot[block] >= group.empty.shape[0])
             event["priority"] = DEFAULT_PRIORITY if blocks.retention is None else int(blocks.retention[block, 0])
             if tree.extra_ids is not None:
                 event["extra_ids"] = tree.extra_ids[anchor, :n].tolist()
@@ -84,7 +85,8 @@ def check(state: CacheState) -> None:
         broken += _check_rows(host, number) + _check_counts(host, group)
         broken += _check_tree(group) + _check_links(group) if number == 0 else _check_anchors(host, group)
         if isinstance(group.policy, Ring):
-            broken += _check_ring(group)
+            broken += _check_ring(group, group.policy, True)
+            broken += [] if group.host is None else _check_ring(group, group.host.policy, False)
     if broken:
         raise AssertionError("broken: " + "; ".join(broken) + "\n" + show(state))
 
@@ -110,19 +112,38 @@ def _check_rows(state: CacheState, number: int) -> list[str]:
 
 
 def _check_counts(state: CacheState, group: Group) -> list[str]:
-    blocks, num_ids = group.blocks, group.blocks.refcount.shape[0]
+    blocks, num_ids, size = group.blocks, group.blocks.refcount.shape[0], len(group.empty)
     holders = np.bincount(group.table[(group.table >= 0) & (group.table < num_ids)], minlength=num_ids)
-    cached = (blocks.refcount == 0) & (blocks.fill > 0)
-    empty = group.empty[: group.num_empty]
-    idle = np.flatnonzero((blocks.refcount == 0) & (blocks.fill == 0) & (np.arange(num_ids) < group.num_blocks))
-    unused = np.arange(num_ids) >= group.num_blocks
+    here = (np.arange(num_ids) if group.host is None else group.host.slot) < size
+    cached = (blocks.refcount == 0) & (blocks.fill > 0) & here
+    unused = (np.arange(num_ids) >= group.num_blocks) & (np.arange(num_ids) < size)
+    idle = (blocks.refcount == 0) & (blocks.fill == 0) & ~unused
     return _failures(
         refcounts_cover_the_tables=blocks.refcount >= holders,
-        the_stack_is_the_empty_blocks=sorted(empty.tolist()) == idle.tolist(),
+        the_stack_is_the_empty_blocks=_is_stack(group.empty, group.num_empty, idle & here),
         num_cached_counts_cached_blocks=cached.sum() == group.num_cached,
         blocks_out_of_use_are_untouched=(blocks.refcount[unused] == 0) & (blocks.fill[unused] == 0),
         fill_fits_in_a_block=(blocks.fill >= 0) & (blocks.fill <= state.spec.block_size),
+        **({} if group.host is None else _host_rules(group, group.host, idle & ~here, unused)),
     )
+
+
+def _is_stack(stack: np.ndarray, height: int, wanted: np.ndarray) -> bool:
+    return sorted(stack[:height].tolist()) == np.flatnonzero(wanted).tolist()
+
+
+def _host_rules(group: Group, host: Host, empty: np.ndarray, unused: np.ndarray) -> dict[str, Any]:
+    blocks, ids = group.blocks, np.arange(len(host.slot))
+    away, above, findable = host.slot >= len(group.empty), blocks.parent[:, 0], blocks.fill > 0
+    child = np.flatnonzero(findable & (above >= 0))
+    return {
+        "every_row_belongs_to_one_block": sorted(host.slot.tolist()) == ids.tolist(),
+        "blocks_out_of_use_keep_their_rows": host.slot[unused] == ids[unused],
+        "the_host's_stack_is_its_empty_blocks": _is_stack(host.empty, host.num_empty, empty),
+        "children_on_the_host_are_counted": np.bincount(above[child[away[child]]], minlength=len(ids)) == host.below,
+        "a_device_block_has_its_parent_there": away[child] | ~away[above[child]],
+        "only_blocks_with_contents_are_on_the_move": ~host.arriving | findable | (blocks.refcount > 0),
+    }
 
 
 def _check_tree(group: Group) -> list[str]:
@@ -131,13 +152,15 @@ def _check_tree(group: Group) -> list[str]:
     parent, generation = blocks.parent[findable].T
     known = (parent >= 0) & (parent < num_ids)
     above, below = parent[known], findable[known]
+    here = np.ones(num_ids, bool) if group.host is None else group.host.slot < len(group.empty)
     held_below_unheld = (blocks.refcount[below] > 0) & (blocks.refcount[above] == 0)
     contents = [blocks.tokens] if blocks.extra_ids is None else [blocks.tokens, blocks.extra_ids]
     prefixes = {(*blocks.parent[b], *(x for part in contents for x in part[b, : blocks.fill[b]])) for b in findable}
     return _failures(
         parents_are_whole_and_findable=[*(parent < num_ids), *(blocks.fill[above] == blocks.tokens.shape[1])],
         parent_links_are_of_this_generation=blocks.generation[above] == generation[known],
-        children_are_counted=(np.bincount(above, minlength=num_ids) == blocks.children) | (blocks.fill == 0),
+        children_are_counted=(np.bincount(above[here[below]], minlength=num_ids) == blocks.children)
+        | (blocks.fill == 0),
         only_findable_blocks_have_children=(blocks.fill > 0) | (blocks.children == 0),
         a_held_block_has_a_held_parent=~held_below_unheld,
         no_prefix_is_stored_twice=len(prefixes) == len(findable),
@@ -185,14 +208,15 @@ def _check_links(group: Group) -> list[str]:
     )
 
 
-def _check_ring(group: Group) -> list[str]:
-    ring, blocks = group.policy, group.blocks
+def _check_ring(group: Group, ring: Ring, device: bool) -> list[str]:
+    blocks = group.blocks
+    here = np.ones(len(blocks.fill), bool) if group.host is None else (group.host.slot < len(group.empty)) == device
     held = int(ring.tail) - int(ring.head)
     at = (int(ring.head) + np.arange(max(held, 0))).astype(np.int64)
     ids = ring.order[at & (len(ring.order) - 1)]
     live = (ring.stamp[ids] == at) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
-    cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0))
+    cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0) & here)
     return _failures(
         the_ring_holds_at_most_its_size=0 <= held <= len(ring.order),
-        every_cached_block_waits_in_the_ring_once=sorted(ids[live].tolist()) == cached.tolist(),
+        every_cached_block_waits_in_its_tiers_ring_once=sorted(ids[live].tolist()) == cached.tolist(),
     )

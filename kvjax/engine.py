@@ -51,7 +51,7 @@ class Decoded(NamedTuple):
 
 
 def step(
-    model: Any, cache: Cache, tokens: jax.Array, count: jax.Array, seqs: jax.Array | None = None
+    model: Any, cache: Cache, tokens: jax.Array, count: jax.Array, seqs: jax.Array | None = None, *, now: Any = 0
 ) -> tuple[Cache, jax.Array, Events]:
     """Computes and commits the next tokens of some rows, for which `admit` or `extend` made room; jit and donate it.
 
@@ -61,13 +61,14 @@ def step(
       tokens: i32[R, C]; each row's next tokens, padded with valid ids.
       count: i32[R]; how many they are; 0 leaves a row alone.
       seqs: i32[R]; the rows, -1 for padding; None for all S.
+      now: i32[] ms.
 
     Returns:
       The cache; logits f32[R, V] after each row's last token; and the events.
     """
     view = cache.view(count, tokens.shape[1], seqs)
     logits, pools = model(tokens, cache.pools, view, last=jnp.maximum(count - 1, 0))
-    cache, events = Cache(cache.state, pools).commit(tokens, count, seqs=seqs)
+    cache, events = Cache(cache.state, pools).commit(tokens, count, seqs=seqs, now=now)
     return cache, logits, events
 
 
@@ -90,6 +91,7 @@ def decode(
     stop: jax.Array,
     sampling: Sampling,
     logits_fn: LogitsFn | None = None,
+    now: Any = 0,
 ) -> tuple[Cache, Rows, EventLog, Decoded]:
     """Up to `steps` steps for all active rows: extend, copies, model, commit, sampling, stop check; jit and donate it.
 
@@ -104,6 +106,7 @@ def decode(
       stop: i32[...]; stop tokens.
       sampling: static.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      now: i32[] ms, the same for all steps.
     """
     spec = cache.state.spec
 
@@ -114,9 +117,9 @@ def decode(
 
     def one(carry):
         number, cache, rows, log, decoded = carry
-        cache, extended = cache.extend(rows.active)
+        cache, extended = cache.extend(rows.active, now=now)
         active = rows.active & extended.ok
-        cache, logits, committed = step(model, cache, rows.token[:, None], active.astype(jnp.int32))
+        cache, logits, committed = step(model, cache, rows.token[:, None], active.astype(jnp.int32), now=now)
         token, logprob = _choose(logits, rows, cache.state.seqs.committed, sampling, logits_fn)
         decoded = Decoded(
             decoded.tokens.at[:, number].set(jnp.where(active, token, -1)),
@@ -157,6 +160,7 @@ def prefill(
     chunk: int,
     sampling: Sampling,
     logits_fn: LogitsFn | None = None,
+    now: Any = 0,
 ) -> tuple[Cache, EventLog, jax.Array, jax.Array]:
     """Computes what is not cached of admitted prompts, in chunks, and chooses their first tokens; jit and donate it.
 
@@ -170,6 +174,7 @@ def prefill(
       chunk: static; tokens of each row that a model call computes.
       sampling: static.
       logits_fn: static; as in `decode`.
+      now: i32[] ms, the same for all chunks.
 
     Returns:
       The cache, the log, the tokens i32[R] and their log-probabilities f32[R].
@@ -184,7 +189,7 @@ def prefill(
         count = jnp.minimum(left, chunk)
         place = start[:, None] + np.arange(chunk, dtype=np.int32)[None]
         new = jnp.take_along_axis(prompts, jnp.minimum(place, prompts.shape[1] - 1), axis=1)
-        cache, logits, committed = step(model, cache, new, count, seqs)
+        cache, logits, committed = step(model, cache, new, count, seqs, now=now)
         rows = Rows(new[:, 0], count > 0, left, seeds)
         token, logprob = _choose(logits, rows, start + count, sampling, logits_fn)
         done = (count > 0) & (count == left)

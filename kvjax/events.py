@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import count, put, rank
+from kvjax.transfer import Transfer
 
 
 class EventKind(enum.IntEnum):
@@ -60,13 +61,14 @@ class Events:
       queried: i32[R]; prompt tokens that were looked up.
       cached: i32[R]; those of them that were found.
       shortfall: i32[]; blocks that were missing.
+      transfer: moves between tiers to be executed before anything else; None where there can be none.
 
     Columns, each also a property of this class:
       kind: an `EventKind`.
       group: which attention window.
-      block, generation: the node that the event is about; of a copy, the destination.
-      source, source_generation: of a stored block its parent node in the first group, or (NO_BLOCK, namespace) at a root; of a copy
-        the block to copy from.
+      block, generation: the node that the event is about; of a copy, the pool row to copy to.
+      source, source_generation: of a stored block its parent node in the first group, or (NO_BLOCK, namespace) at a
+        root; of a copy the pool row to copy from.
       num_tokens: tokens stored, or leading tokens to copy.
       level: 0 on the device, 1 on the host.
       priority: the stated retention priority.
@@ -79,6 +81,7 @@ class Events:
     queried: jax.Array
     cached: jax.Array
     shortfall: jax.Array
+    transfer: Transfer | None = None
 
     @property
     def ok(self) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from kvjax.engine import LogitsFn, Rows, decode, decode_log, prefill, step
 from kvjax.events import Status, init_log, to_list
 from kvjax.paired import Cache
+from kvjax.retention import UNSTATED, Retention
 from kvjax.sampling import Sampling
 
 _STATIC = ("sampling", "logits_fn")
@@ -92,6 +93,8 @@ def stream(
     seeds: Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     namespaces: Sequence[int] | None = None,
+    retention: Retention | Sequence[Retention | None] | None = None,
+    clock: Callable[[], int] | None = None,
     logits_fn: LogitsFn | None = None,
     chunk: int = 64,
     steps: int = 32,
@@ -111,6 +114,9 @@ def stream(
       seeds: of each prompt's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt; 0 if None.
+      retention: what each prompt's blocks are worth, or one for all of them, where the spec has it.
+      clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`; read when prompts are
+        admitted, before each jitted loop and at release. None: it is always 0, and no time to live ends.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       chunk: prompt tokens of each row that one model call computes.
       steps: the most decode steps of one jitted loop.
@@ -120,12 +126,15 @@ def stream(
       A `Progress`; the last one has every output finished and every row released.
 
     Raises:
-      ValueError: if the cache has pools for no layer, or an option is out of range.
+      ValueError: if the cache has pools for no layer, an option is out of range, there is not one of it for each
+        prompt, or the spec has no retention.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("chunk", chunk), ("steps", steps)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, wanted at least 1")
-    run = _Run(model, cache, prompts, max_new_tokens, tuple(stop_tokens), seeds, namespaces, log_events)
+    run = _Run(
+        model, cache, prompts, max_new_tokens, tuple(stop_tokens), seeds, namespaces, retention, clock, log_events
+    )
     options = {"sampling": sampling or Sampling(), "logits_fn": logits_fn}
     while run.waiting or run.live:
         run.new, run.events = collections.defaultdict(list), []
@@ -139,7 +148,7 @@ def stream(
 class _Run:
     """The host's side of a generation: which prompt is in which row, and what has come of it."""
 
-    def __init__(self, model, cache, prompts, max_new_tokens, stop, seeds, namespaces, log_events):
+    def __init__(self, model, cache, prompts, max_new_tokens, stop, seeds, namespaces, retention, clock, log_events):
         spec = cache.state.spec
         self.model, self.cache, self.spec, self.prompts = model, cache, spec, prompts
         self.stop, self.max_new, self.log_events = stop, max_new_tokens, log_events
@@ -148,6 +157,7 @@ class _Run:
         for name, given in (("seeds", self.seeds), ("namespaces", self.namespaces)):
             if given.shape != (len(prompts),):
                 raise ValueError(f"{name}: got {given.size}, wanted one for each of {len(prompts)} prompts")
+        self.retention, self.clock = _of_each(retention, len(prompts), spec.retention), clock
         self.outputs = [Output(len(prompt)) for prompt in prompts]
         self.live: dict[int, int] = {}  # row -> prompt, in order of admission
         self.free = np.flatnonzero(np.asarray(cache.state.seqs.length) == 0).tolist()
@@ -182,7 +192,13 @@ class _Run:
         seqs = np.asarray([*self.free[: len(batch)], *[-1] * (count - len(batch))], np.int32)
         pad = (0, count - len(batch))
         spaces, seeds = np.pad(self.namespaces[batch], pad), np.pad(self.seeds[batch], pad)
-        self.cache, events = _admit(self.cache, seqs, tokens, lengths, namespace=spaces)
+        asked = None
+        if self.retention is not None:
+            ranges, decode = self.retention.ranges[batch], self.retention.decode[batch]
+            asked = Retention(np.pad(ranges, (pad, (0, 0), (0, 0))), np.pad(decode, (pad, (0, 0))))
+        self.cache, events = _admit(
+            self.cache, seqs, tokens, lengths, namespace=spaces, retention=asked, now=self.now()
+        )
         self._hear(events)
         status, cached = np.asarray(events.status), np.asarray(events.cached)
         admitted = []
@@ -203,7 +219,7 @@ class _Run:
         seqs = np.where(status == Status.OK, seqs, -1)
         log = init_log(count * (width // self.spec.block_size + 1), self.spec.block_size, self.spec.extra_ids)
         self.cache, log, token, logprob = _prefill(
-            self.model, self.cache, seqs, tokens, seeds, log, chunk=chunk, **options
+            self.model, self.cache, seqs, tokens, seeds, log, chunk=chunk, now=self.now(), **options
         )
         self._hear(log)
         for i, token_, logprob_ in zip(
@@ -223,7 +239,9 @@ class _Run:
         rows = Rows(*map(jnp.asarray, (token, active, left, seed)))
         stop = np.asarray(self.stop, np.int32)
         log = decode_log(self.spec, steps)
-        self.cache, _, log, decoded = _decode(self.model, self.cache, rows, log, steps=steps, stop=stop, **options)
+        self.cache, _, log, decoded = _decode(
+            self.model, self.cache, rows, log, steps=steps, stop=stop, now=self.now(), **options
+        )
         self._hear(log)
         tokens, logprobs = np.asarray(decoded.tokens), np.asarray(decoded.logprobs)
         for row, n in live.items():
@@ -239,10 +257,14 @@ class _Run:
         rows = [row for row, n in self.live.items() if self.outputs[n].finish]
         if rows:
             seqs = np.asarray([*rows, *[-1] * (_bucket(len(rows), 1) - len(rows))], np.int32)
-            self.cache, events = _release(self.cache, seqs)
+            self.cache, events = _release(self.cache, seqs, now=self.now())
             self._hear(events)
             self.free += rows
             self.live = {row: n for row, n in self.live.items() if row not in rows}
+
+    def now(self) -> np.int32:
+        """The clock's reading; only differences count, so it may be of any size."""
+        return np.uint32(0 if self.clock is None else self.clock() & 0xFFFFFFFF).view(np.int32)
 
     def _take(self, number: int, token: int, logprob: float) -> None:
         output = self.outputs[number]
@@ -259,6 +281,23 @@ class _Run:
     def _hear(self, events: Any) -> None:
         if self.log_events:
             self.events += to_list(events)
+
+
+def _of_each(retention: Any, prompts: int, possible: bool) -> Retention | None:
+    """The prompts' retentions as one: ranges [prompts, K, 4], decode [prompts, 2]; None if nothing is said."""
+    given = [retention] * prompts if retention is None or isinstance(retention, Retention) else list(retention)
+    if len(given) != prompts:
+        raise ValueError(f"retention: got {len(given)}, wanted one for each of {prompts} prompts")
+    if all(one is None for one in given):
+        return None
+    if not possible:
+        raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
+    each = [Retention.of() if one is None else one for one in given]
+    ranges = np.full((prompts, _bucket(max(len(one.ranges) for one in each), 1), 4), UNSTATED, np.int32)
+    ranges[:, :, :2] = 0  # empty ranges, so that prompts with few and with many share programs
+    for i, one in enumerate(each):
+        ranges[i, : len(one.ranges)] = one.ranges
+    return Retention(ranges, np.stack([np.asarray(one.decode, np.int32) for one in each]))
 
 
 def _bucket(size: int, least: int) -> int:

@@ -14,10 +14,10 @@ import numpy as np
 
 from kvjax import index
 from kvjax._arrays import add, count, fence, pick, put, rank
-from kvjax.events import EventKind, record
+from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
 from kvjax.policies import EvictionPolicy
-from kvjax.spec import CacheSpec
-from kvjax.state import NO_BLOCK, Blocks, Group
+from kvjax.spec import CacheSpec, GroupSpec
+from kvjax.state import NO_BLOCK, Blocks, Group, Host, pytree
 
 
 def init_group(spec: CacheSpec, number: int, policy: EvictionPolicy, num_blocks: jax.Array) -> Group:
@@ -46,12 +46,46 @@ def init_group(spec: CacheSpec, number: int, policy: EvictionPolicy, num_blocks:
         policy=policy.init(num_ids),
         anchor=jnp.full((num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
         shadow=jnp.full((spec.groups[0].num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
+        host=_init_host(group, policy) if group.num_host_blocks else None,
     )
+
+
+def _init_host(group: GroupSpec, policy: EvictionPolicy) -> Host:
+    ids = jnp.arange(group.num_ids, dtype=jnp.int32)
+    return Host(
+        slot=ids,
+        below=jnp.zeros_like(ids),
+        arriving=jnp.zeros(ids.shape, jnp.bool_),
+        empty=ids[::-1][: group.num_host_blocks],
+        num_empty=jnp.int32(group.num_host_blocks),
+        policy=policy.init(group.num_ids),
+    )
+
+
+def row_of(group: Group, ids: jax.Array) -> jax.Array:
+    """i32[...]; the pool rows of blocks ids i32[...]."""
+    return ids if group.host is None else pick(group.host.slot, ids)
+
+
+def on_device(group: Group, ids: jax.Array) -> jax.Array:
+    """bool[...]; whether blocks ids i32[...] have a row on the device."""
+    return row_of(group, ids) < group.empty.shape[0]
+
+
+def arrived(group: Group, ids: jax.Array) -> jax.Array:
+    """bool[...]; whether the K/V of blocks ids i32[...] are where the blocks are."""
+    return ids >= 0 if group.host is None else (ids >= 0) & ~pick(group.host.arriving, ids)
 
 
 def available(group: Group) -> jax.Array:
     """i32[]; blocks that can be had: empty ones and cached ones."""
     return group.num_empty + group.num_cached
+
+
+def childless(group: Group, ids: jax.Array) -> jax.Array:
+    """bool[...]; whether no findable block follows the findable blocks ids i32[...]."""
+    none = pick(group.blocks.children, ids) == 0
+    return none if group.host is None else none & (pick(group.host.below, ids) == 0)
 
 
 def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
@@ -60,12 +94,33 @@ def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Grou
     With by=-1 it undoes just that.
     """
     idle = 0 if by > 0 else 1
-    changed = count(where & (pick(group.blocks.refcount, ids) == idle))
+    changed = count(where & (pick(group.blocks.refcount, ids) == idle) & on_device(group, ids))
     refcount, changed = fence(group.blocks.refcount, changed)
     blocks = dataclasses.replace(
         group.blocks, refcount=add(refcount, ids, by, where), hits=add(group.blocks.hits, ids, by, where)
     )
     return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - by * changed)
+
+
+@pytree()
+class Taken:
+    """What `take` did.
+
+    Attributes:
+      group: the group after it.
+      ids: i32[.]; the blocks, NO_BLOCK beyond those asked for.
+      ok: bool[]; whether they were had; if not, nothing has changed.
+      removed: records i32[., 9] of blocks that are findable no longer.
+      updated: records i32[., 9] of those that changed tier.
+      moves: i32[., 5]; the moves for that, as in `Transfer`.
+    """
+
+    group: Group
+    ids: jax.Array
+    ok: jax.Array
+    removed: jax.Array
+    updated: jax.Array
+    moves: jax.Array
 
 
 def take(
@@ -76,7 +131,7 @@ def take(
     now: jax.Array,
     spare: jax.Array | int = NO_BLOCK,
     number: int = 0,
-) -> tuple[Group, jax.Array, jax.Array, jax.Array]:
+) -> Taken:
     """Takes `need` blocks for one holder each: empty ones, then victims of the policy.
 
     Args:
@@ -88,8 +143,7 @@ def take(
       spare: i32[]; a block that may not be chosen.
       number: the group's number.
 
-    Returns:
-      The group; ids i32[size], NO_BLOCK beyond `need`; bool[] whether they were had; records i32[size, 9], removed.
+    What is on the host stays there, and so does what it follows on the device.
     """
     slot = np.arange(size, dtype=np.int32)
     from_stack = jnp.minimum(need, group.num_empty)
@@ -97,8 +151,10 @@ def take(
     before = group.blocks
 
     def eligible(ids: jax.Array) -> jax.Array:
-        on_device = (ids >= 0) & (ids < group.empty.shape[0]) & (ids != spare)
-        return on_device & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
+        here = arrived(group, ids) & on_device(group, ids) & (ids != spare)
+        if group.host is not None:
+            here = here & (pick(group.host.below, ids) == 0)
+        return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
     victims, pstate = policy.victims(group.policy, before, eligible, wanted, now, size)
     claimed, generation = (slot < wanted) & eligible(victims), pick(before.generation, victims)
@@ -106,7 +162,7 @@ def take(
         (before.refcount, before.fill, before.generation), victims, claimed, generation
     )
     blocks = dataclasses.replace(before, refcount=refcount, fill=fill, generation=count_)
-    blocks, claimed = _claim(blocks, victims, claimed)
+    blocks, claimed = claim(blocks, victims, claimed)
     ok = (need <= available(group)) & (count(claimed) == wanted)
     blocks = _unclaim(blocks, victims, claimed & ~ok)
     evicted = claimed & ok
@@ -132,10 +188,13 @@ def take(
         num_cached=group.num_cached - jnp.where(ok, wanted, 0),
         policy=jax.tree.map(lambda new, old: old if new is old else jnp.where(ok, new, old), pstate, group.policy),
     )
-    return group, jnp.where(ok & (slot < need), ids, NO_BLOCK), ok, removed
+    return Taken(
+        group, jnp.where(ok & (slot < need), ids, NO_BLOCK), ok, removed,
+        updated=jnp.zeros((0, 9), jnp.int32), moves=jnp.zeros((0, 5), jnp.int32),
+    )  # fmt: skip
 
 
-def _claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:
+def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:
     """Gives each victim a holder and takes it off its parent's children.
 
     Whatever a policy names, what is claimed are different blocks, each behind all its findable children.
@@ -190,21 +249,34 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
 
     A block without holders stays cached if it is findable and becomes empty if not.
     """
-    blocks = group.blocks
+    blocks, host = group.blocks, group.host
     freed = where & (pick(blocks.refcount, ids) == 1)
     cached = freed & (pick(blocks.fill, ids) > 0)
-    refcount, freed, cached = fence(blocks.refcount, freed, cached)
+    here = on_device(group, ids)
+    refcount, freed, cached, here = fence(blocks.refcount, freed, cached, here)
     emptied = freed & ~cached
     blocks = dataclasses.replace(blocks, refcount=add(refcount, ids, -1, where))
     blocks = stamp_release(blocks, ids, cached, now)
+    if host is not None:
+        away = jnp.where(cached & ~here, ids, NO_BLOCK)
+        group = push_empty(group, ids, emptied & ~here, host=True)
+        host = dataclasses.replace(group.host, policy=policy.touch(host.policy, blocks, away, now))
+        emptied, cached = emptied & here, cached & here
+    group = push_empty(dataclasses.replace(group, blocks=blocks, host=host), ids, emptied)
     return dataclasses.replace(
         group,
-        blocks=blocks,
-        empty=put(group.empty, group.num_empty + rank(emptied), ids, emptied),
-        num_empty=group.num_empty + count(emptied),
         num_cached=group.num_cached + count(cached),
         policy=policy.touch(group.policy, blocks, jnp.where(cached, ids, NO_BLOCK), now),
     )
+
+
+def push_empty(group: Group, ids: jax.Array, where: jax.Array, *, host: bool = False) -> Group:
+    """Puts blocks ids i32[K], where bool[K], on the stack of empty blocks of the device, or of the host."""
+    tier = group.host if host else group
+    assert tier is not None
+    empty = put(tier.empty, tier.num_empty + rank(where), ids, where)
+    tier = dataclasses.replace(tier, empty=empty, num_empty=tier.num_empty + count(where))
+    return dataclasses.replace(group, host=tier) if host else tier
 
 
 def merge(
@@ -221,7 +293,7 @@ def merge(
     Of entries that share a target `first` bool[K] holds for one.
     """
     blocks = group.blocks
-    unheld = count(where & first & (pick(blocks.refcount, target) == 0))
+    unheld = count(where & first & (pick(blocks.refcount, target) == 0) & on_device(group, target))
     refcount, unheld = fence(blocks.refcount, unheld)
     blocks = dataclasses.replace(
         blocks,
@@ -230,6 +302,38 @@ def merge(
     )
     group = dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - unheld)
     return give_back(group, policy, own, where, now)
+
+
+def take_over(
+    group: Group, number: int, own: jax.Array, target: jax.Array, where: jax.Array
+) -> tuple[Group, jax.Array]:
+    """Blocks target i32[K] on the host, where bool[K], take the device rows of equal blocks own i32[K], all different.
+
+    Before `merge`: what has just been computed is there already, and need not come from the host.
+
+    Returns:
+      The group and records i32[K, 9], updated; none without a host tier.
+    """
+    blocks, host = group.blocks, group.host
+    if host is None:
+        return group, jnp.zeros((0, len(COLUMNS)), jnp.int32)
+    where = where & ~on_device(group, target)
+    near, far, parent = pick(host.slot, own), pick(host.slot, target), pick(blocks.parent, target)[:, 0]
+    idle = where & (pick(blocks.refcount, target) == 0)
+    updated = record(
+        EventKind.UPDATED, where, group=number, block=target, generation=pick(blocks.generation, target),
+        priority=DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, target)[:, 0],
+    )  # fmt: skip
+    (slot, arriving), near, far, idle, updated = fence((host.slot, host.arriving), near, far, idle, updated)
+    up = where & (parent >= 0)
+    host = dataclasses.replace(
+        host,
+        slot=put(put(slot, own, far, where), target, near, where),
+        arriving=put(arriving, target, False, where),
+        below=add(host.below, parent, -1, up, unique=False),
+    )
+    blocks = dataclasses.replace(blocks, children=add(blocks.children, parent, 1, up, unique=False))
+    return dataclasses.replace(group, blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
 
 def stamp_release(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:

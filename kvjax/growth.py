@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import _row, cow, windows
+from kvjax import tiers as tiers_
 from kvjax._arrays import count, pick, put, rank, runs
 from kvjax.events import EventKind, record
-from kvjax.group import available, take
+from kvjax.group import available, row_of, take
 from kvjax.retention import apply_retention
 from kvjax.state import CacheState, pytree
 
@@ -26,9 +27,13 @@ class Growth:
     removed: list[jax.Array]
     copied: list[jax.Array]
     shortfall: jax.Array
+    updated: list[jax.Array]
+    moves: list[jax.Array]
 
 
-def grow(state: CacheState, grown: jax.Array, max_tokens: int, now: jax.Array) -> tuple[CacheState, Growth]:
+def grow(
+    state: CacheState, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
+) -> tuple[CacheState, Growth]:
     """Gives the rows blocks for `grown` i32[S] tokens, at most max_tokens more than they have; all rows or none."""
     spec, seqs, size = state.spec, state.seqs, state.spec.block_size
     rows = np.arange(spec.max_seqs, dtype=np.int32)
@@ -42,18 +47,24 @@ def grow(state: CacheState, grown: jax.Array, max_tokens: int, now: jax.Array) -
     new = [beyond.at[:, 0].set(beyond[:, 0] | shares.copies) for _, shares in shared]
     lacks = [count(n) - available(group) for n, (group, _) in zip(new, shared, strict=True)]
     had = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
-    groups, removed, copied, gone = [], [], [], None
+    worth = tiers_.worth(state, now) if "host" in tiers else None
+    groups, removed, copied, taken = [], [], [], []
     for number, (of, (group, shares), wanted) in enumerate(zip(spec.groups, shared, new, strict=True)):
         policy = windows.policy_of(number, state.policy)
-        if gone is not None:  # what the first group has evicted is not findable in the others either
-            group, forgotten = windows.forget(group, number, gone)
+        if taken:  # what the first group has lost is not findable in the others either
+            group, forgotten = windows.forget(group, number, taken[0].removed)
             removed.insert(0, forgotten)
-        need = jnp.where(had, count(wanted), 0)
-        group, ids, fine, out = take(group, policy, need, min(wanted.size, of.num_blocks), now, number=number)
-        had = had & fine
-        gone = out if gone is None else gone
-        group = cow.settle(group, policy, shares, had, now)
-        ids = pick(ids, rank(wanted.reshape(-1)).reshape(wanted.shape))
+        need, most = jnp.where(had, count(wanted), 0), min(wanted.size, of.num_blocks)
+        if worth is None or group.host is None:
+            new = take(group, policy, need, most, now, number=number)
+        else:
+            new = tiers_.take(
+                group, policy, need, most, now, value=worth[number], least=spec.offload_min_priority, number=number
+            )
+        had = had & new.ok
+        taken.append(new)
+        group = cow.settle(new.group, policy, shares, had, now)
+        ids = pick(new.ids, rank(wanted.reshape(-1)).reshape(wanted.shape))
         table = put(group.table, (jnp.broadcast_to(rows[:, None], wanted.shape), place), ids, wanted & had)
         copies = shares.copies & had & (written > 0)
         group = dataclasses.replace(group, table=table)
@@ -63,9 +74,12 @@ def grow(state: CacheState, grown: jax.Array, max_tokens: int, now: jax.Array) -
                 stated = pick(seqs.retention, (rows[:, None], place))
                 group = dataclasses.replace(group, blocks=apply_retention(group.blocks, ids, stated, wanted & had))
         groups.append(group)
-        removed.append(out)
+        removed.append(new.removed)
         copied.append(
-            record(EventKind.COPIED, copies, group=number, block=ids[:, 0], source=shares.block, num_tokens=written)
-        )
+            record(EventKind.COPIED, copies, group=number, block=row_of(group, ids[:, 0]),
+                   source=row_of(group, shares.block), num_tokens=written)
+        )  # fmt: skip
     shortfall = jnp.where(had, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
-    return dataclasses.replace(state, groups=tuple(groups)), Growth(had, removed, copied, shortfall)
+    state = dataclasses.replace(state, groups=tuple(groups))
+    updated, moves = [new.updated for new in taken], [new.moves for new in taken]
+    return state, Growth(had, removed, copied, shortfall, updated, moves)

@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from kvjax import index
-from kvjax._arrays import pick, put, runs
+from kvjax._arrays import count, pick, put, runs
+from kvjax.group import arrived, on_device
 from kvjax.keys import mix, prefix_keys, root_key
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Sequences, pytree
@@ -26,8 +27,8 @@ class Match:
       num_blocks: i32[]; how many match.
       source: i32[]; a block that shares further tokens and would be copied, or NO_BLOCK.
       shared: i32[]; how many tokens it shares.
-      device_tokens: i32[]; matched tokens whose K/V are on the device.
-      host_tokens: i32[]; matched tokens whose K/V are on the host.
+      device_tokens: i32[]; matched tokens whose K/V are on the device, in every group.
+      host_tokens: i32[]; matched tokens whose K/V are on the host, in some group.
     """
 
     blocks: jax.Array
@@ -44,7 +45,12 @@ class Match:
 
 
 def longest_match(
-    state: CacheState, tokens: jax.Array, extra_ids: jax.Array | None, length: jax.Array, namespace: jax.Array
+    state: CacheState,
+    tokens: jax.Array,
+    extra_ids: jax.Array | None,
+    length: jax.Array,
+    namespace: jax.Array,
+    tiers: tuple[str, ...],
 ) -> Match:
     """Finds the longest cached prefix: whole blocks all at once, then tokens of the best block that follows them.
 
@@ -56,6 +62,7 @@ def longest_match(
       extra_ids: i32[F, P] or None.
       length: i32[]; tokens of the prompt.
       namespace: i32[].
+      tiers: static; "device", "host" or both.
 
     Source: TensorRT-LLM's reuse tree, which compares tokens; here the tree is flat arrays and the walk one gather.
     """
@@ -68,10 +75,11 @@ def longest_match(
         _same_content(blocks, ids, tokens, extra_ids)
         & jnp.all(pick(blocks.parent, ids) == parents, axis=-1)
         & (np.arange(num) < (length - 1) // size)
+        & reachable(group, ids, tiers)
     )
     whole = jnp.sum(jnp.cumprod(matches, dtype=jnp.int32), dtype=jnp.int32)
     for window, spec in zip(windows, state.spec.groups[1:], strict=True):
-        whole = _jointly(window, spec, ids, whole, size)
+        whole = _jointly(window, spec, ids, whole, size, tiers)
     source, shared = jnp.int32(NO_BLOCK), jnp.int32(0)
     if state.spec.partial_reuse:
         last = jnp.where(whole > 0, pick(ids, whole - 1), NO_BLOCK)
@@ -80,23 +88,38 @@ def longest_match(
         source, shared = index.longest_child(
             blocks, group.links, link(blocks, last, namespace), pick(tokens, whole), extra, rest,
             usable=lambda block: functools.reduce(
-                jnp.logical_and, [pick(window.shadow, block) >= 0 for window in windows], block >= 0
+                jnp.logical_and, [reachable(g, beside(g, block), tiers) for g in state.groups]
             ),
         )  # fmt: skip
-    return Match(
-        blocks=jnp.where(np.arange(num) < whole, ids, NO_BLOCK),
-        num_blocks=whole,
-        source=source,
-        shared=shared,
-        device_tokens=whole * size + shared,
-        host_tokens=jnp.int32(0),
-    )
+    found = jnp.where(np.arange(num) < whole, ids, NO_BLOCK)
+    far = jnp.int32(0)
+    if state.spec.has_host:
+        away = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])
+        source_away = functools.reduce(jnp.logical_or, [_on_host(group, source) for group in state.groups])
+        far = count(away) * size + jnp.where(source_away, shared, 0)
+    return Match(found, whole, source, shared, device_tokens=whole * size + shared - far, host_tokens=far)
 
 
-def _jointly(group: Group, spec: GroupSpec, ids: jax.Array, whole: jax.Array, size: int) -> jax.Array:
+def beside(group: Group, ids: jax.Array) -> jax.Array:
+    """i32[...]; the group's blocks with the same prefixes as blocks ids i32[...] of the first group, or NO_BLOCK."""
+    return ids if group.shadow is None else jnp.where(ids >= 0, pick(group.shadow, ids), NO_BLOCK)
+
+
+def reachable(group: Group, ids: jax.Array, tiers: tuple[str, ...]) -> jax.Array:
+    """bool[...]; whether the group's blocks ids i32[...] are in these tiers, with their K/V."""
+    return arrived(group, ids) if "host" in tiers else arrived(group, ids) & on_device(group, ids)
+
+
+def _on_host(group: Group, ids: jax.Array) -> jax.Array:
+    own = beside(group, ids)
+    return (own >= 0) & ~on_device(group, own)
+
+
+def _jointly(
+    group: Group, spec: GroupSpec, ids: jax.Array, whole: jax.Array, size: int, tiers: tuple[str, ...]
+) -> jax.Array:
     """i32[]; the most blocks, up to `whole`, after which the next token finds all that it sees in this window group."""
-    assert group.shadow is not None
-    lacks = jnp.cumsum(pick(group.shadow, ids) < 0, dtype=jnp.int32)
+    lacks = jnp.cumsum(~reachable(group, beside(group, ids), tiers), dtype=jnp.int32)
     lacks = jnp.concatenate([jnp.zeros((1,), jnp.int32), lacks])  # of the first so many blocks
     end = jnp.arange(lacks.shape[0], dtype=jnp.int32)
     start = spec.first_place(end * size, size)

@@ -28,7 +28,7 @@ Eligible = Callable[[jax.Array], jax.Array]
 
 
 class EvictionPolicy(NamedTuple):
-    """A policy: three pure functions over a state of its own.
+    """A policy: a few pure functions over a state of its own.
 
     Attributes:
       init: (num_ids: int) -> pstate.
@@ -37,11 +37,14 @@ class EvictionPolicy(NamedTuple):
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate); names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which may be named; a block may
         be named only with all its findable children before it.
+      forget: (pstate, ids i32[K]) -> pstate; called when blocks that were touched go to another tier, which has a
+        state of its own; None: there is nothing to forget.
     """
 
     init: Callable[[int], Any]
     touch: Callable[..., Any]
     victims: Callable[..., tuple[jax.Array, Any]]
+    forget: Callable[..., Any] | None = None
 
 
 class Ring(NamedTuple):
@@ -67,7 +70,7 @@ def lru() -> EvictionPolicy:
 
     Source: vLLM's free queue, with lazy deletion in place of a linked list.
     """
-    return EvictionPolicy(_init_ring, _push, _pop)
+    return EvictionPolicy(_init_ring, _push, _pop, _drop)
 
 
 def _init_ring(num_ids: int) -> Ring:
@@ -129,6 +132,10 @@ def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now:
     start = (ring.head, jnp.int32(0), jnp.full((size,), -1, jnp.int32), ring.head, jnp.bool_(False))
     _, _, ids, head, _ = lax.while_loop(lambda c: (c[1] < wanted) & (c[0] - ring.tail < 0), scan, start)
     return ids, ring._replace(head=jnp.where(head - ring.tail > 0, ring.tail, head))
+
+
+def _drop(ring: Ring, ids: jax.Array) -> Ring:
+    return ring._replace(stamp=put(ring.stamp, ids, ring.head - 1, ids >= 0))
 
 
 def by_score(fn: Callable[..., jax.Array], *, timed: bool = False) -> EvictionPolicy:
@@ -203,6 +210,65 @@ def priority() -> EvictionPolicy:
         return priority_at(blocks, now) * ages + (ages - 1 - age)
 
     return by_score(score, timed=True)
+
+
+@functools.cache
+def trt_leaf() -> EvictionPolicy:
+    """The order of TensorRT-LLM, for study: that of `priority()`, but a time to live that ends counts as a release.
+
+    A block whose time is over goes to the back of the queue of priority 35 and begins to age there; `priority()` goes
+    on counting from its release. Empty blocks are taken first, as everywhere in kvjax. Costs a sort of all blocks in
+    a call that evicts; needs a spec with `retention`.
+
+    Source: TensorRT-LLM's LRUEvictionPolicy with `refresh` before every request, in its form where only leaves are
+    evicted.
+    """
+
+    def score(blocks: Blocks, now: jax.Array) -> jax.Array:
+        worth = priority_at(blocks, now)
+        assert blocks.retention is not None and blocks.expiry is not None
+        over = worth != blocks.retention[:, 0]
+        # ms; the expiry is the release plus the time to live, which is -1 where there is none
+        queued = jnp.where(over, blocks.expiry, blocks.expiry - blocks.retention[:, 1]) - now
+        order = jnp.lexsort((blocks.released - blocks.clock, queued, worth)).astype(jnp.int32)
+        return put(jnp.zeros_like(order), order, np.arange(order.shape[0], dtype=np.int32), order >= 0)
+
+    return by_score(score, timed=True)
+
+
+def vllm_v1() -> EvictionPolicy:
+    """The order of vLLM v1, for study, which is exactly `lru()`: one queue, of a request the tails before the heads.
+
+    Exact for a vLLM that puts blocks without contents in front of the queue (0.33): kvjax takes empty blocks first
+    too. Before that (0.11) they went to its end, so that cached blocks left in the same order, but sooner.
+
+    Source: vLLM's FreeKVCacheBlockQueue.
+    """
+    return lru()
+
+
+@functools.cache
+def cost_aware(balance: int = 24_576) -> EvictionPolicy:
+    """Evicts the lowest cost / age, where cost = fill * (balance + position): what a block's tokens took to compute.
+
+    The cost of a token is that of the layers that see it alone plus that of attention, which grows with its position:
+    of two blocks the one that costs twice as much may lie twice as long. Of equal costs the least recently released
+    leaves first; a tail of few tokens leaves early, since it takes a whole block. This is GreedyDual with nothing to
+    remember: there too a block of cost c leaves after c turnovers of the pool.
+
+    Args:
+      balance: the position at which attention costs as much as all else; about six times the model's width.
+
+    Source: GreedyDual-Size (Cao and Irani 1997); cost / age as in Hyperbolic Caching (Blankstein et al. 2017).
+    """
+
+    def score(blocks: Blocks) -> jax.Array:
+        fill = blocks.fill.astype(jnp.float32)
+        middle = blocks.depth.astype(jnp.float32) * blocks.tokens.shape[1] + fill / 2
+        age = jnp.maximum(blocks.clock - blocks.released, 1).astype(jnp.float32)
+        return fill * (balance + middle) / age
+
+    return by_score(score)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from kvjax import index, windows
 from kvjax._arrays import add, count, fence, pick, put, rank, runs
 from kvjax._row import Row
 from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
-from kvjax.group import merge
+from kvjax.group import merge, on_device, take_over
 from kvjax.keys import prefix_keys, root_key
 from kvjax.match import link, resolve
 from kvjax.state import NO_BLOCK, CacheState, Group
@@ -73,18 +73,23 @@ def withdraw(group: Group, ids: jax.Array, where: jax.Array) -> tuple[Group, jax
     """Makes findable blocks ids i32[K] without findable children outside the set unfindable; records, removed."""
     blocks = group.blocks
     parent, generation = pick(blocks.parent, ids)[:, 0], pick(blocks.generation, ids)
+    here, host = on_device(group, ids), group.host
     blocks = dataclasses.replace(
         blocks,
         fill=put(blocks.fill, ids, 0, where),
-        children=add(blocks.children, parent, -1, where & (parent >= 0), unique=False),
+        children=add(blocks.children, parent, -1, where & here & (parent >= 0), unique=False),
     )
+    if host is not None:
+        below = add(host.below, parent, -1, where & ~here & (parent >= 0), unique=False)
+        host = dataclasses.replace(host, below=below)
     removed = record(EventKind.REMOVED, where, block=ids, generation=generation)
-    return dataclasses.replace(group, blocks=blocks, links=index.remove(group.links, blocks.fill, ids, where)), removed
+    links = index.remove(group.links, blocks.fill, ids, where)
+    return dataclasses.replace(group, blocks=blocks, host=host, links=links), removed
 
 
 def publish_filled(
     state: CacheState, rows: jax.Array, first: jax.Array, end: jax.Array, most: int, now: jax.Array
-) -> tuple[CacheState, list[jax.Array]]:
+) -> tuple[CacheState, list[jax.Array], list[jax.Array]]:
     """Publishes the blocks that rows have just filled, or merges them with equal ones, in every group.
 
     Goes through the rows that filled any in small batches, so that a step pays for those and not for all rows.
@@ -98,13 +103,14 @@ def publish_filled(
       now: i32[] ms.
 
     Returns:
-      The cache and for each group records i32[R * most, 9], stored.
+      The cache; for each group records i32[R * most, 9], stored, and for each with a host tier as many, updated.
     """
     total = rows.shape[0]
     batch = min(_BATCH, total)
     fills = end > first
     order = put(jnp.zeros((total + batch,), jnp.int32), rank(fills), jnp.arange(total, dtype=jnp.int32), fills)
-    records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32) for _ in state.groups]
+    rows_of = [*state.groups, *(group for group in state.groups if group.host is not None)]
+    records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32) for _ in rows_of]
 
     def step(carry):
         done, (group, *others), records = carry
@@ -118,17 +124,18 @@ def publish_filled(
         group, stored = publish(
             group, news.own, news.publish, news.key, news.parent, place.reshape(-1), group.blocks.tokens.shape[1]
         )
+        group, updated = take_over(group, 0, news.own, news.target, news.merge & news.first)
         group = merge(group, state.policy, news.own, news.target, news.merge, news.first, now)
         where = (jnp.broadcast_to(row[:, None], place.shape), place)
         swap = news.merge.reshape(place.shape)
         table = put(group.table, where, news.target.reshape(place.shape), swap)
-        groups, new = [dataclasses.replace(group, table=table)], [stored]
+        groups, new, moved = [dataclasses.replace(group, table=table)], [stored], [updated]
         for number, other in enumerate(others, 1):
-            other, stored = windows.follow(other, number, group.blocks, news, row, place, now)
-            groups, new = [*groups, other], [*new, stored]
+            other, stored, updated = windows.follow(other, number, group.blocks, news, row, place, now)
+            groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
         records = [
             lax.dynamic_update_slice(r, n.reshape(batch, most, -1), (done, 0, 0))
-            for r, n in zip(records, new, strict=True)
+            for r, n in zip(records, [*new, *(m for m in moved if m.size)], strict=True)
         ]
         return done + batch, tuple(groups), records
 
@@ -136,7 +143,8 @@ def publish_filled(
         lambda carry: carry[0] < count(fills), step, (jnp.int32(0), state.groups, records)
     )
     records = [r[:total].reshape(total * most, -1) for r in records]
-    return dataclasses.replace(state, groups=groups), records
+    state, num = dataclasses.replace(state, groups=groups), len(state.groups)
+    return state, records[:num], records[num:]
 
 
 def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheState, list[jax.Array]]:
@@ -158,7 +166,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     start = jnp.where(before >= 0, pick(blocks.key, before), root_key(row.namespace))
     key = prefix_keys(start, tokens[None], None if extra is None else extra[None], fill, whole[None])
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
-    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0)
+    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & on_device(group, tail)
     _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill, lambda block: block >= 0)
     collides = index.find(blocks, group.links, key)[0] >= 0
     good = where & (fill > 0) & intact & mine & (covered < fill) & ~collides

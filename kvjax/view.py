@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import pick
+from kvjax.group import row_of
 from kvjax.state import CacheState
 
 
@@ -115,8 +116,8 @@ def _rows(state: CacheState, num_tokens, seqs):
     tables = []
     for group, spec in zip(state.groups, state.spec.groups, strict=True):
         table = pick(group.table, seqs)
-        on_device = real[:, None] & (table >= 0) & (table < spec.num_blocks)
-        tables.append(jnp.where(on_device, table, spec.num_blocks))
+        row = row_of(group, table)
+        tables.append(jnp.where(real[:, None] & (table >= 0) & (row < spec.num_blocks), row, spec.num_blocks))
     committed = jnp.where(real, pick(state.seqs.committed, seqs), 0)
     room = jnp.where(real, pick(state.seqs.length, seqs), 0) - committed
     return tuple(tables), committed, jnp.clip(num_tokens.astype(jnp.int32), 0, room)

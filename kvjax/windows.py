@@ -21,10 +21,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import add, count, fence, pick, put, rank, runs
+from kvjax._arrays import add, count, fence, pick, put, runs
 from kvjax.events import EventKind, record
-from kvjax.group import give_back_shared, merge
-from kvjax.match import Resolution
+from kvjax.group import give_back_shared, merge, on_device, push_empty, take_over
+from kvjax.match import Resolution, beside
 from kvjax.policies import EvictionPolicy, lru
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group
@@ -35,11 +35,6 @@ POLICY = lru()  # of all window groups
 def policy_of(number: int, policy: EvictionPolicy) -> EvictionPolicy:
     """Who chooses victims in a group: the cache's policy in the first, age alone in the others."""
     return policy if number == 0 else POLICY
-
-
-def beside(group: Group, ids: jax.Array) -> jax.Array:
-    """i32[...]; the group's blocks with the same prefixes as blocks ids i32[...] of the first group, or NO_BLOCK."""
-    return ids if group.shadow is None else jnp.where(ids >= 0, pick(group.shadow, ids), NO_BLOCK)
 
 
 def anchor_blocks(
@@ -79,11 +74,11 @@ def anchor_blocks(
 
 def follow(
     group: Group, number: int, tree: Blocks, news: Resolution, rows: jax.Array, place: jax.Array, now: jax.Array
-) -> tuple[Group, jax.Array]:
+) -> tuple[Group, jax.Array, jax.Array]:
     """Does with rows' blocks at place i32[R, F] what the first group has just done with theirs, by news [R * F].
 
     Returns:
-      The group and records i32[R * F, 9], stored.
+      The group, records i32[R * F, 9], stored, and records i32[., 9], updated.
     """
     assert group.shadow is not None
     where = (jnp.broadcast_to(rows[:, None], place.shape), place)
@@ -96,9 +91,10 @@ def follow(
     there = pick(group.shadow, news.target)
     swap = good & (there >= 0) & (there != own)
     group, there, swap = fence(group, there, swap)
+    group, updated = take_over(group, number, own, there, swap & news.first)
     group = merge(group, POLICY, own, there, swap, news.first, now)
     table = put(group.table, where, there.reshape(place.shape), swap.reshape(place.shape))
-    return dataclasses.replace(group, table=table), stored
+    return dataclasses.replace(group, table=table), stored, updated
 
 
 def follow_tail(
@@ -127,19 +123,19 @@ def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Ar
     blocks, anchors = group.blocks, removed[:, 2]
     own = pick(group.shadow, anchors)
     where = (removed[:, 0] == EventKind.REMOVED) & (own >= 0)
-    idle = where & (pick(blocks.refcount, own) == 0)
+    idle, here = where & (pick(blocks.refcount, own) == 0), on_device(group, own)
     records = record(EventKind.REMOVED, where, group=number, block=own, generation=pick(blocks.generation, own))
-    group, own, where, idle, records = fence(group, own, where, idle, records)
+    group, own, where, idle, here, records = fence(group, own, where, idle, here, records)
     assert group.shadow is not None
     group = dataclasses.replace(
         group,
         blocks=dataclasses.replace(group.blocks, fill=put(group.blocks.fill, own, 0, where)),
         shadow=put(group.shadow, anchors, NO_BLOCK, where),
-        empty=put(group.empty, group.num_empty + rank(idle), own, idle),
-        num_empty=group.num_empty + count(idle),
-        num_cached=group.num_cached - count(idle),
+        num_cached=group.num_cached - count(idle & here),
     )
-    return group, records
+    if group.host is not None:
+        group = push_empty(group, own, idle & ~here, host=True)
+    return push_empty(group, own, idle & here), records
 
 
 def forget_all(state: CacheState, removed: jax.Array) -> tuple[CacheState, list[jax.Array]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decoder for Llama 3, Mistral, Qwen2 and Qwen3: the cache goes in as an argument and comes out as a result.
+"""One decoder for Llama 3, Mistral, Qwen and Gemma: the cache goes in as an argument and comes out as a result.
 
 Modules are named as in Hugging Face checkpoints, so that loading needs no table of names. Shapes use the legend
 of `kvjax.state`, with R rows of C tokens in a call and E the width of the residual stream.
@@ -8,6 +8,7 @@ of `kvjax.state`, with R rows of C tokens in a call and E the width of the resid
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,81 +19,128 @@ import kvjax
 from models.config import ModelConfig
 from models.rope import rotate
 
-# (cache, layer number, q [R, C, Q, D], k [R, C, K, D], v [R, C, K, D]) -> (mixed values [R, C, Q, D], cache)
-Mix = Callable[[Any, int, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# (cache, layer number, q [R, C, Q, D], k and v [R, C, K, D] or None) -> (mixed values [R, C, Q, D], cache)
+Mix = Callable[[Any, int, jax.Array, tuple[jax.Array, jax.Array] | None], tuple[jax.Array, Any]]
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 class RMSNorm(nnx.Module):
-    """Scales the last axis to mean square one, in float32."""
+    """Scales the last axis to mean square one, in float32, and by weights unless `weights` is False."""
 
-    def __init__(self, width: int, eps: float, dtype):
-        self.scale = nnx.Param(jnp.ones((width,), dtype))
-        self.eps = eps
+    def __init__(self, width: int, config: ModelConfig, dtype, weights: bool = True):
+        self.scale = nnx.Param(jnp.full((width,), 1 - config.norm_offset, dtype)) if weights else None
+        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
+        self.wide = config.norm_in_float32
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] in its own dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        if self.scale is None:
+            return wide.astype(x.dtype)
+        scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        if self.wide:
+            return (wide * (scale.astype(jnp.float32) + self.offset)).astype(x.dtype)
+        return wide.astype(x.dtype) * (scale + self.offset)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention; how queries meet keys, and where keys are kept, is the caller's `mix`."""
 
     def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
-        layer = config.layers[number]
-        width, heads, self.head_dim, self.number = config.hidden_size, config.num_heads, layer.head_dim, number
+        self.layer = layer = config.layers[number]
+        width, heads, self.number = config.hidden_size, config.num_heads, number
 
         def linear(inputs: int, outputs: int, bias: bool) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, use_bias=bias, param_dtype=dtype, rngs=rngs)
 
+        def norm(wanted: bool, weights: bool = True) -> RMSNorm | None:
+            return RMSNorm(layer.head_dim, config, dtype, weights) if wanted else None
+
         self.q_proj = linear(width, heads * layer.head_dim, config.qkv_bias)
-        self.k_proj = linear(width, layer.kv_heads * layer.head_dim, config.qkv_bias)
-        self.v_proj = linear(width, layer.kv_heads * layer.head_dim, config.qkv_bias)
+        if layer.reuses is None:
+            self.k_proj = linear(width, layer.kv_heads * layer.head_dim, config.qkv_bias)
+            if not layer.keys_are_values:
+                self.v_proj = linear(width, layer.kv_heads * layer.head_dim, config.qkv_bias)
+            self.k_norm, self.v_norm = norm(config.qk_norm), norm(config.value_norm, weights=False)
         self.o_proj = linear(heads * layer.head_dim, width, config.out_bias)
-        self.q_norm = RMSNorm(layer.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(layer.head_dim, config.rms_norm_eps, dtype) if config.qk_norm else None
+        self.q_norm = norm(config.qk_norm)
 
     def __call__(self, x: jax.Array, angles, mix: Mix, cache):
         """The mixed values [R, C, E] of x [R, C, E]; and the cache."""
-        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        y, cache = mix(cache, self.number, rotate(q, angles), rotate(k, angles), v)
+        q, kv = rotate(self._heads(self.q_proj(x), self.q_norm), angles), None
+        if self.layer.reuses is None:
+            k = self.k_proj(x)
+            v = k if self.layer.keys_are_values else self.v_proj(x)
+            kv = rotate(self._heads(k, self.k_norm), angles), self._heads(v, self.v_norm)
+        y, cache = mix(cache, self.number, q, kv)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
-    def _heads(self, x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:2], -1, self.head_dim)
+    def _heads(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+        x = x.reshape(*x.shape[:2], -1, self.layer.head_dim)
+        return x if norm is None else norm(x)
 
 
 class MLP(nnx.Module):
-    """Gated with silu."""
+    """Gated."""
 
-    def __init__(self, config: ModelConfig, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        if config.double_wide_mlp and config.layers[number].reuses is not None:
+            inner *= 2
         self.gate_proj = nnx.Linear(width, inner, use_bias=bias, param_dtype=dtype, rngs=rngs)
         self.up_proj = nnx.Linear(width, inner, use_bias=bias, param_dtype=dtype, rngs=rngs)
         self.down_proj = nnx.Linear(inner, width, use_bias=bias, param_dtype=dtype, rngs=rngs)
+        self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[R, C, E] to [R, C, E]."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nnx.Module):
-    """Attention, then the MLP, each on the normalised stream and added to it."""
+    """Attention, then the MLP, each on the normalised stream and added to it.
+
+    With post norms what is added is normalised too; `post_attention_layernorm` is then one of these, and without
+    them it is the one before the MLP. What comes in for this layer alone is gated and added last.
+    """
 
     def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, number, dtype, rngs)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config, dtype, rngs)
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config, dtype)
 
-    def __call__(self, x: jax.Array, angles, mix: Mix, cache):
-        """The stream [R, C, E] after this layer; and the cache."""
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, use_bias=False, param_dtype=dtype, rngs=rngs)
+
+        self.config = config
+        self.input_layernorm = norm()
+        self.self_attn = Attention(config, number, dtype, rngs)
+        self.post_attention_layernorm = norm()
+        self.mlp = MLP(config, number, dtype, rngs)
+        if config.post_norms:
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+        if config.per_layer_width:
+            self.per_layer_input_gate = linear(config.hidden_size, config.per_layer_width)
+            self.per_layer_projection = linear(config.per_layer_width, config.hidden_size)
+            self.post_per_layer_input_norm = norm()
+        if config.layer_scalar:
+            self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
+
+    def __call__(self, x: jax.Array, own: jax.Array | None, angles, mix: Mix, cache):
+        """The stream [R, C, E] after this layer; and the cache. `own`: what comes in for it alone, [R, C, P]."""
         mixed, cache = self.self_attn(self.input_layernorm(x), angles, mix, cache)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        if self.config.post_norms:
+            x = x + self.post_attention_layernorm(mixed)
+            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        else:
+            x = x + mixed
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        if own is not None:
+            gate = ACTIVATIONS[self.config.activation](self.per_layer_input_gate(x))
+            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gate * own))
+        if self.config.layer_scalar:
+            x = x * self.layer_scalar[...][None, None]
+        return x, cache
 
 
 class Decoder(nnx.Module):
@@ -110,7 +158,12 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, param_dtype=dtype, rngs=rngs)
         self.layers = nnx.List([Layer(config, number, dtype, rngs) for number in range(len(config.layers))])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = RMSNorm(config.hidden_size, config, dtype)
+        if config.per_layer_width:
+            width, own = config.hidden_size, config.per_layer_width * len(config.layers)
+            self.embed_tokens_per_layer = nnx.Embed(config.per_layer_vocab, own, param_dtype=dtype, rngs=rngs)
+            self.per_layer_model_projection = nnx.Linear(width, own, use_bias=False, param_dtype=dtype, rngs=rngs)
+            self.per_layer_projection_norm = RMSNorm(config.per_layer_width, config, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Linear(
                 config.hidden_size, config.vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
@@ -136,9 +189,12 @@ class Decoder(nnx.Module):
           logits f32[R, C, V], or f32[R, V] with `last`; and the pools with these tokens' K/V.
         """
 
-        def mix(pools, number, q, k, v):
-            pools = kvjax.write(pools, number, k, v, view)
-            return kvjax.attend(q, pools, number, view, window=self.config.layers[number].window), pools
+        def mix(pools, number, q, kv):
+            layer = self.config.layers[number]
+            if kv is not None:
+                pools = kvjax.write(pools, number, kv[0], kv[1], view)
+            owner, scale = number if layer.reuses is None else layer.reuses, self.config.attention_scale
+            return kvjax.attend(q, pools, owner, view, scale=scale, window=layer.window), pools
 
         x, pools = self._stream(tokens, view.positions, mix, pools)
         if last is not None:
@@ -156,22 +212,36 @@ class Decoder(nnx.Module):
           f32[B, T, V], or f32[B, A, V] with `places`.
         """
 
-        def mix(cache, number, q, k, v):
-            return dense_attention(q, k, v, self.config.layers[number].window), cache
+        def mix(cache, number, q, kv):
+            layer = self.config.layers[number]
+            k, v = cache[layer.reuses] if kv is None else kv
+            return dense_attention(q, k, v, layer.window, self.config.attention_scale), {**cache, number: (k, v)}
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        x, _ = self._stream(tokens, positions, mix, None)
+        x, _ = self._stream(tokens, positions, mix, {})
         return self._logits(x if places is None else x[:, places])
 
     def _stream(self, tokens, positions, mix: Mix, cache):
         """The residual stream [R, C, E] after all layers, and the cache."""
         shapes = {(layer.rope, layer.head_dim) for layer in self.config.layers}
         angles = {(rope, width): rope.angles(positions, width) for rope, width in shapes}
-        x = self.embed_tokens(tokens)
-        for layer, shape in zip(self.layers, self.config.layers, strict=True):
-            with jax.named_scope(f"layer{layer.self_attn.number}"):
-                x, cache = layer(x, angles[shape.rope, shape.head_dim], mix, cache)
+        x = _scaled(self.embed_tokens(tokens), self.config.embed_scale)
+        own = self._own_inputs(tokens, x)
+        for number, (layer, shape) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+            with jax.named_scope(f"layer{number}"):
+                x, cache = layer(x, own[number], angles[shape.rope, shape.head_dim], mix, cache)
         return x, cache
+
+    def _own_inputs(self, tokens: jax.Array, x: jax.Array) -> list[jax.Array | None]:
+        """What comes in for each layer alone [R, C, P]: half from the tokens, half from their embeddings."""
+        width, num_layers = self.config.per_layer_width, len(self.config.layers)
+        if not width:
+            return [None] * num_layers
+        shape = (*tokens.shape, num_layers, width)
+        looked_up = _scaled(self.embed_tokens_per_layer(tokens), width**0.5).reshape(shape)
+        projected = _scaled(self.per_layer_model_projection(x), self.config.hidden_size**-0.5).reshape(shape)
+        both = _scaled(self.per_layer_projection_norm(projected) + looked_up, 2**-0.5)
+        return [both[:, :, number] for number in range(num_layers)]
 
     def _logits(self, x: jax.Array) -> jax.Array:
         with jax.named_scope("logits"):
@@ -180,10 +250,19 @@ class Decoder(nnx.Module):
             else:
                 matrix, contract = self.lm_head.kernel[...], 0
             axes = (((x.ndim - 1,), (contract,)), ((), ()))
-            return jax.lax.dot_general(self.norm(x), matrix, axes, preferred_element_type=jnp.float32)
+            logits = jax.lax.dot_general(self.norm(x), matrix, axes, preferred_element_type=jnp.float32)
+            cap = self.config.logit_soft_cap
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None) -> jax.Array:
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    """The same times a factor rounded to x's dtype."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+def dense_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None, scale: float | None = None
+) -> jax.Array:
     """Causal attention over whole sequences, softmax in float32.
 
     Args:
@@ -191,13 +270,15 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None
       k: [B, T, K, D]; each kv head serves Q / K query heads.
       v: likewise.
       window: a token attends to the last `window` tokens, itself included. None: to all before it.
+      scale: factor on the scores; None: 1 / sqrt(D).
 
     Returns:
       [B, T, Q, D].
     """
     batch, length, heads, width = q.shape
     q = q.reshape(batch, length, k.shape[2], -1, width)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * width**-0.5
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = scores * (width**-0.5 if scale is None else scale)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     seen = (distance >= 0) & (distance < (length if window is None else window))
     weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Where the decoder is in a checkpoint that has towers for images or sound too. Theirs are left alone.
+_DECODER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+_TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.")
 
 
 def load(folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None) -> tuple[Decoder, Any]:
@@ -47,8 +51,8 @@ def load(folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None) -
     _check_names(files, {name: _hf_shape(path, leaf.shape) for name, (path, leaf) in wanted.items()}, config)
     flat = []
     for name, tensor in _tensors(files):
-        if name in wanted:
-            path, leaf = wanted[name]
+        if _own_name(name) in wanted:
+            path, leaf = wanted[_own_name(name)]
             # A copy even where no conversion is needed, for the tensor may be a window on the file.
             value = jnp.array(tensor.T if path[-1] == "kernel" else tensor, dtype=dtype, copy=True)
             flat.append((path, leaf.replace(value)))
@@ -89,7 +93,16 @@ def _hf_name(path: tuple) -> str:
     """Checkpoint name of a parameter: (layers, 0, mlp, up_proj, kernel) is model.layers.0.mlp.up_proj.weight."""
     *modules, leaf = path
     prefix = () if modules[0] == "lm_head" else ("model",)
-    return ".".join(map(str, (*prefix, *modules, "bias" if leaf == "bias" else "weight")))
+    leaf = "weight" if leaf in ("kernel", "scale", "embedding") else leaf
+    return ".".join(map(str, (*prefix, *modules, leaf)))
+
+
+def _own_name(name: str) -> str:
+    """A tensor's name in a checkpoint of the decoder alone: language_model.model.norm.weight is model.norm.weight."""
+    for prefix, own in _DECODER.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -153,12 +166,10 @@ def _check_names(files, wanted: dict[str, tuple[int, ...]], config: ModelConfig)
     for path, names in files.items():
         with _open(path) as file:
             held = set(file.keys())
-            found.update({name: tuple(file.get_slice(name).get_shape()) for name in names if name in held})
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+            found.update({_own_name(n): tuple(file.get_slice(n).get_shape()) for n in names if n in held})
     faults = {
         "missing": [name for name in wanted if name not in found],
-        # Old Llama checkpoints carry the rope's frequencies, which follow from the config.
-        "unexpected": [n for n in found if n not in wanted and n not in ignored and not n.endswith(".inv_freq")],
+        "unexpected": [name for name in found if name not in wanted and not _is_ignored(name, config)],
         "of the wrong shape": [
             f"{name} {list(found[name])}, wanted {list(shape)}"
             for name, shape in wanted.items()
@@ -169,6 +180,17 @@ def _check_names(files, wanted: dict[str, tuple[int, ...]], config: ModelConfig)
         folder = next(iter(files)).parent
         text = "; ".join(f"{what}: {_some(names)}" for what, names in faults.items() if names)
         raise ValueError(f"{folder}: tensors {text}")
+
+
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    """Whether a checkpoint may hold this tensor although the model has no place for it."""
+    if name == "lm_head.weight":
+        return config.tie_word_embeddings
+    layer = re.match(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
+    if layer and int(layer[1]) < len(config.layers) and config.layers[int(layer[1])].reuses is not None:
+        return True
+    # Old Llama checkpoints carry the rope's frequencies, which follow from the config.
+    return name.endswith(".inv_freq") or (config.model_type.startswith("gemma") and _TOWERS.match(name) is not None)
 
 
 def _some(names: list[str], most: int = 8) -> str:

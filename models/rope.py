@@ -4,10 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from models import fields
+
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "proportional": (),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +27,13 @@ class Rope:
 
     Attributes:
       theta: base of the frequencies.
-      kind: "default", "linear" (every wavelength times `factor`) or "llama3" (only the long ones).
+      kind: "default", "linear" (every wavelength times `factor`), "llama3" (only the long ones) or "proportional"
+        (like linear, but only the first pairs turn).
       factor: how far wavelengths are stretched.
       low_freq_factor: llama3; wavelengths above original_max_positions / low_freq_factor are stretched in full.
       high_freq_factor: llama3; wavelengths below original_max_positions / high_freq_factor are left alone.
       original_max_positions: llama3; context length before the stretching.
+      share: proportional; the share of the pairs that turn, rounded down.
     """
 
     theta: float = 10000.0
@@ -29,12 +42,56 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
+    share: float = 1.0
+
+    @classmethod
+    def from_hf(cls, rope: Mapping[str, Any], of: str) -> Rope:
+        """Reads one set of rope fields of a config.json.
+
+        Args:
+          rope: the fields; an older file may say `type` instead of `rope_type`.
+          of: where they are, for error messages.
+
+        Raises:
+          ValueError: naming the field, what came and what was wanted.
+        """
+        rope = {"rope_type": rope.get("type", "default"), **rope}
+        kind = fields.only(rope, "rope_type", *_NEEDED, of=of)
+        if kind != "proportional":
+            fields.only(rope, "partial_rotary_factor", 1.0, absent=1.0, of=of)
+        theta = fields.number(rope, "rope_theta", 10000.0, of)
+        factor, *rest = (*(fields.number(rope, name, of=of) for name in _NEEDED[kind]), 1.0)
+        if kind == "proportional":
+            share = fields.number(rope, "partial_rotary_factor", 1.0, of)
+            if share > 1:
+                raise ValueError(f"{of}.partial_rotary_factor: got {share}, wanted at most 1")
+            return cls(theta, kind, fields.number(rope, "factor", 1.0, of), share=share)
+        if kind != "llama3":
+            return cls(theta, kind, factor)
+        low, high, length, _ = rest
+        if high <= low:
+            raise ValueError(f"{of}.high_freq_factor: got {high}, wanted more than low_freq_factor={low}")
+        return cls(theta, kind, factor, low, high, int(length))
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields that `from_hf` reads back as this rope."""
+        rope: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
+        if self.kind in ("linear", "llama3") or self.factor != 1:
+            rope["factor"] = self.factor
+        if self.kind == "llama3":
+            rope["low_freq_factor"] = self.low_freq_factor
+            rope["high_freq_factor"] = self.high_freq_factor
+            rope["original_max_position_embeddings"] = self.original_max_positions
+        if self.kind == "proportional":
+            rope["partial_rotary_factor"] = self.share
+        return rope
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each pair of dimensions: f32[D / 2]."""
         frequency = self.theta ** -(np.arange(0, head_dim, 2) / head_dim)
-        if self.kind == "linear":
+        if self.kind in ("linear", "proportional"):
             frequency = frequency / self.factor
+            frequency[int(self.share * head_dim // 2) :] = 0
         elif self.kind == "llama3":
             # The more turns within the original context, the more of a frequency is kept.
             turns = self.original_max_positions * frequency / (2 * np.pi)

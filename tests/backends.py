@@ -37,6 +37,8 @@ class Size(NamedTuple):
     extra_ids: bool
     retention: bool = False  # with eviction by priority
     windows: tuple[int | None, ...] = (None,)
+    num_host_blocks: int = 0
+    offload_min_priority: int = 0
 
     @property
     def groups(self) -> list[int]:
@@ -212,7 +214,7 @@ class LibraryBackend:
 
     def used_and_free(self, group: int = 0) -> tuple[int, int]:
         group = self.value.groups[self.groups[group]]
-        return int(np.sum(np.asarray(group.blocks.refcount) > 0)), int(group.num_empty) + int(group.num_cached)
+        return int(group.num_blocks - group.num_empty - group.num_cached), int(group.num_empty) + int(group.num_cached)
 
     def state(self) -> Any:
         return self.value  # nothing is donated here, so it stays valid
@@ -224,7 +226,11 @@ class LibraryBackend:
         return all(np.array_equal(np.asarray(new), np.asarray(old)) for new, old in pairs)
 
     def _do(self, verb: str, *args: Any, **kwargs: Any) -> Outcome:
+        if verb in ("admit", "extend") and self.spec.has_host:
+            kwargs["tiers"] = ("device", "host")
         self.value, events = self.verbs[verb](self.value, *args, **kwargs)
+        if events.transfer is not None:
+            self.value, _ = self.verbs["complete"](self.value, events.transfer, True)
         known = np.isin(np.asarray(events.group), self.groups)
         kinds = collections.Counter(self.verbs["kind"](kind).name.lower() for kind in np.asarray(events.kind)[known])
         del kinds["none"]
@@ -265,6 +271,8 @@ def _spec(size: Size) -> Any:
         extra_ids=size.extra_ids,
         partial_reuse=size.partial_reuse,
         retention=size.retention,
+        num_host_blocks=size.num_host_blocks,
+        offload_min_priority=size.offload_min_priority,
     )
 
 
@@ -286,10 +294,12 @@ def _verbs() -> dict[str, Any]:
 
     import kvjax
 
-    names = ("admit", "commit", "release", "fork", "truncate", "pin", "unpin", "lookup", "reset")
+    names = ("complete", "commit", "release", "fork", "truncate", "pin", "unpin", "lookup", "reset")
     jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves compile time
     verbs = {name: jit(getattr(kvjax, name)) for name in names}
-    return verbs | {"extend": jit(kvjax.extend, static_argnames="max_tokens"), "kind": kvjax.EventKind}
+    verbs["admit"] = jit(kvjax.admit, static_argnames="tiers")
+    verbs["extend"] = jit(kvjax.extend, static_argnames=("max_tokens", "tiers"))
+    return verbs | {"kind": kvjax.EventKind}
 
 
 def _then(first: Outcome, second: Outcome) -> Outcome:

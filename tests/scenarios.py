@@ -23,7 +23,7 @@ from tests.backends import BACKENDS, Outcome, Prompt, Size, done
 from tests.oracle import NO_BLOCK
 
 DATA = Path(__file__).parent / "data" / "scenarios"
-MISSING = ("host",)
+MISSING = ()
 OPS = (
     "admit", "compute", "append", "release", "fork", "truncate", "pin", "unpin", "lookup", "expect", "tick", "reset",
 )  # fmt: skip
@@ -39,8 +39,6 @@ def reason_to_skip(scenario: dict[str, Any]) -> str | None:
     """What the scenario needs and this version lacks, or None."""
     config = scenario["config"]
     lacks = [f"needs {need}" for need in MISSING if need in scenario.get("needs", ())]
-    if config.get("num_host_blocks", 0) and "needs host" not in lacks:
-        lacks.append("needs host")
     return ", ".join(lacks) or None
 
 
@@ -68,7 +66,7 @@ def size_of(scenario: dict[str, Any]) -> Size:
     _require(eviction in ("lru", "priority"), f"unknown eviction {eviction}")
     return Size(
         config["block_size"], config["num_blocks"], rows, longest, partial_reuse, extra_ids, eviction == "priority",
-        tuple(config.get("windows", (None,))),
+        tuple(config.get("windows", (None,))), config.get("num_host_blocks", 0), config.get("offload_min_priority", 0),
     )  # fmt: skip
 
 

@@ -15,10 +15,14 @@ from safetensors.numpy import load_file, save_file
 
 from models import Decoder, ModelConfig, load, loading, recall, save
 
-LLAMA = pathlib.Path(__file__).parent / "data" / "goldens" / "llama"
+GOLDENS = pathlib.Path(__file__).parent / "data" / "goldens"
 FIELDS = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 6,
+}  # fmt: skip
+GEMMA4 = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "global_head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40,
 }  # fmt: skip
 
 
@@ -64,6 +68,8 @@ def shard(folder: pathlib.Path, num_files: int = 3) -> None:
         ("mistral", {"sliding_window": 5}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {}),
+        ("gemma3_text", {"sliding_window_pattern": 2}),
+        ("gemma4_text", GEMMA4),
     ],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -84,18 +90,48 @@ def test_shards_give_the_same_model(tmp_path):
     assert tokenizer is None
 
 
-def test_names_and_layout_are_hugging_faces(tmp_path):
+@pytest.mark.parametrize("family", ["llama", "gemma3_options", "gemma4_options"])
+def test_names_and_layout_are_hugging_faces(tmp_path, family):
     """A file that another program wrote comes back from `save` with the same names, shapes and values."""
-    save(load(LLAMA)[0], tmp_path)
-    ours, theirs = load_file(tmp_path / loading.SINGLE), load_file(LLAMA / loading.SINGLE)
+    folder = GOLDENS / family
+    save(load(folder)[0], tmp_path)
+    ours, theirs = load_file(tmp_path / loading.SINGLE), load_file(folder / loading.SINGLE)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(ours[name], tensor)
     fields = json.loads((tmp_path / "config.json").read_text())
-    theirs = json.loads((LLAMA / "config.json").read_text())
+    theirs = json.loads((folder / "config.json").read_text())
+    fields["per_layer_config"] = {f"{int(n):02}": own for n, own in fields.get("per_layer_config", {}).items()}
     assert {name: fields[name] for name in fields if name in theirs} == {
         name: theirs[name] for name in theirs if name in fields
     }
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."), ("model.language_model.", "")])
+def test_the_decoder_is_found_beside_towers(tmp_path, prefixes, tied):
+    """Older and newer checkpoints with towers; layers that reuse K/V may have projections that nobody reads."""
+    model = make("gemma4_text", tie_word_embeddings=tied, **GEMMA4)
+    save(model, tmp_path)
+
+    def add_towers(tensors):
+        tensors["model.layers.3.self_attn.k_proj.weight"] = np.ones((16, 16), np.float32)
+        tensors["model.layers.3.self_attn.k_norm.weight"] = np.ones(8, np.float32)
+        for name in list(tensors):
+            prefix = prefixes[0] + name.removeprefix("model.") if name.startswith("model.") else prefixes[1] + name
+            tensors[prefix] = tensors.pop(name)
+        for name in ("vision_tower.encoder.layers.0.mlp.fc1.weight", "model.embed_vision.embedding_projection.weight"):
+            tensors[name] = np.ones((2, 2), np.float32)
+
+    rewrite(tmp_path, add_towers)
+    text = json.loads((tmp_path / "config.json").read_text())
+    tie = {"tie_word_embeddings": text.pop("tie_word_embeddings")}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": text, **tie}))
+    assert_same(model, load(tmp_path)[0])
+
+    rewrite(tmp_path, lambda tensors: tensors.update({"vision.weight": np.ones(2, np.float32)}))
+    with pytest.raises(ValueError, match=r"unexpected: vision\.weight$"):
+        load(tmp_path)
 
 
 def test_dtype_is_converted_and_stored_dtype_is_the_default(tmp_path):

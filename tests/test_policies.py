@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies: whom each evicts, and that none of them, however hostile, can break the cache."""
 
+import collections
+import dataclasses
 import functools
 
 import jax
@@ -100,9 +102,10 @@ def test_whatever_the_score_there_are_victims(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [kvjax.lru, kvjax.fifo, kvjax.lfu, kvjax.random])
+@pytest.mark.parametrize("policy", [kvjax.lru, kvjax.fifo, kvjax.lfu, kvjax.random, kvjax.cost_aware, kvjax.trt_leaf])
 def test_the_librarys_policies_conform(policy):
-    assert check_policy(policy(), seed=3, steps=500)["removed"] > 50
+    spec = dataclasses.replace(SMALL, retention=policy is kvjax.trt_leaf)
+    assert check_policy(policy(), seed=3, steps=500, spec=spec)["removed"] > 50
 
 
 def three_documents(policy):
@@ -194,4 +197,260 @@ def test_the_random_policy_repeats_itself():
 
 def test_the_same_policy_is_the_same_object():
     """It is a static argument: a new object would mean a new program."""
-    assert all(make() is make() for make in (kvjax.lru, kvjax.fifo, kvjax.lfu, kvjax.random))
+    makers = (kvjax.lru, kvjax.fifo, kvjax.lfu, kvjax.random, kvjax.priority, kvjax.trt_leaf, kvjax.cost_aware)
+    assert all(make() is make() for make in makers)
+    assert kvjax.vllm_v1() is kvjax.lru()
+
+
+def test_what_costs_twice_as_much_may_lie_twice_as_long():
+    """The score by hand: eight leaves, scattered over depths, fills and ages, against the formula in float64."""
+    rng = np.random.default_rng(0)
+    depth, fill, age = rng.integers(0, 20_000, 12), rng.integers(1, 5, 12), rng.permutation(12) * 7 + 1
+    blocks = kvjax.Blocks(
+        **{
+            **vars(blocks_of()),
+            "depth": jnp.asarray(depth, jnp.int32),
+            "fill": jnp.where(jnp.arange(12) < 8, jnp.asarray(fill, jnp.int32), 0),
+            "clock": jnp.int32(-(2**31) + 40),  # it has wrapped around since some of them were released
+            "released": jnp.int32(-(2**31) + 40) - jnp.asarray(age, jnp.int32),
+        }
+    )
+
+    def order(policy, blocks=blocks):
+        eligible = lambda ids: (ids >= 0) & (blocks.fill[ids] > 0)  # noqa: E731
+        return policy.victims((), blocks, eligible, jnp.int32(8), jnp.int32(0), 8)[0].tolist()
+
+    for balance in (100, 24_576):
+        wanted = fill * (balance + 4 * depth + fill / 2) / age
+        assert order(kvjax.cost_aware(balance)) == np.argsort(wanted[:8]).tolist()
+    assert order(kvjax.cost_aware()) != np.argsort(-age[:8]).tolist()
+    alike = kvjax.Blocks(**{**vars(blocks), "depth": jnp.full(12, 3, jnp.int32), "fill": blocks_of().fill})
+    assert order(kvjax.cost_aware(), alike) == np.argsort(-age[:8]).tolist()  # least recently released first
+
+
+# The reference systems' own data structures, in plain Python. A block has an id, and as contents the path of tokens
+# that it ends; requests are admitted, grow by a token at a time, and are released.
+
+
+class FreeQueue:
+    """The free queue of vLLM v1: a doubly linked list with a head and a tail that are no blocks."""
+
+    def __init__(self, num_blocks):
+        self.after, self.before = {}, {}
+        self._link("head", "tail")
+        for block in range(num_blocks):
+            self.free(block, None)
+
+    def _link(self, left, right):
+        self.after[left], self.before[right] = right, left
+
+    def take(self, contents, now):
+        block = self.after["head"]
+        self.touch(block)
+        return block
+
+    def touch(self, block):
+        self._link(self.before.pop(block), self.after.pop(block))
+
+    def free(self, block, contents, worth=None, now=0):
+        """Blocks with contents go to the end, others to the front."""
+        left = self.before["tail"] if contents else "head"
+        right = self.after[left]
+        self._link(left, block)
+        self._link(block, right)
+
+    def refresh(self, now):
+        """Nothing ages but by its place."""
+
+
+class PriorityQueues:
+    """TensorRT-LLM's policy: a queue for each priority, and what of them expires when; a leaf leaves first."""
+
+    def __init__(self, num_blocks):
+        self.queues = [collections.OrderedDict() for _ in range(101)]
+        self.expiring = []  # (ms, block)
+        self.empty = list(range(num_blocks))
+
+    def take(self, contents, now):
+        if self.empty:
+            return self.empty.pop()
+        parents = {path[:-SIZE] for path in contents.values()}
+        block = next(b for queue in self.queues for b in queue if contents[b] not in parents)
+        self.touch(block)
+        return block
+
+    def touch(self, block):
+        for queue in self.queues:
+            queue.pop(block, None)
+        self.expiring = [entry for entry in self.expiring if entry[1] != block]
+
+    def free(self, block, contents, worth=(35, None), now=0):
+        if not contents:
+            self.empty.append(block)
+            return
+        priority, ttl = worth
+        self.queues[priority][block] = None
+        if ttl is not None and priority != 35:
+            self.expiring.append((now + ttl, block))
+
+    def refresh(self, now):
+        for ms, block in sorted(self.expiring, key=lambda entry: entry[0]):
+            if ms <= now:
+                self.touch(block)
+                self.queues[35][block] = None
+
+
+SIZE, NUM_BLOCKS, LONGEST = 2, 14, 16
+
+
+class Manager:
+    """Requests over one of these: what is found of a prompt is touched, the rest taken, and all freed from the end."""
+
+    def __init__(self, structure):
+        self.free, self.removed = structure, []
+        self.held, self.worth = [0] * NUM_BLOCKS, [(35, None)] * NUM_BLOCKS
+        self.contents, self.rows, self.now = {}, {}, 0
+
+    def _room(self, count):
+        return self.held.count(0) >= count
+
+    def _take(self, worth):
+        block = self.free.take(self.contents, self.now)
+        if block in self.contents:
+            self.removed.append(self.contents.pop(block))
+        self.held[block], self.worth[block] = 1, worth
+        return block
+
+    def admit(self, row, tokens, ranges, decode):
+        """Whether there was room."""
+
+        def worth(place):
+            return next((w for start, end, *w in ranges if start <= place * SIZE < end), None)
+
+        where = {path: block for block, path in self.contents.items()}
+        paths = [tuple(tokens[:end]) for end in range(SIZE, len(tokens), SIZE)]
+        found = [where[path] for path in paths[: next((i for i, p in enumerate(paths) if p not in where), len(paths))]]
+        new = -(-len(tokens) // SIZE) - len(found)
+        if not self._room(new + sum(not self.held[block] for block in found)):
+            return False
+        for place, block in enumerate(found):
+            if not self.held[block]:
+                self.free.touch(block)
+            self.held[block] += 1
+            self.worth[block] = worth(place) or self.worth[block]
+        table = found + [self._take(worth(len(found) + i) or (35, None)) for i in range(new)]
+        self.rows[row] = (table, list(tokens), decode)
+        self._fill(row)
+        return True
+
+    def grow(self, rows, token):
+        """Each of these rows by a token, if there is room for all."""
+        new = [row for row in rows if len(self.rows[row][1]) % SIZE == 0]
+        if not self._room(len(new)):
+            return False
+        for row in rows:
+            table, tokens, decode = self.rows[row]
+            if row in new:
+                table.append(self._take(decode))
+            tokens.append(token + row)
+            self._fill(row)
+        return True
+
+    def _fill(self, row):
+        table, tokens, _ = self.rows[row]
+        self.contents |= {table[end // SIZE - 1]: tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)}
+
+    def release(self, row):
+        for block in reversed(self.rows.pop(row)[0]):
+            self.held[block] -= 1
+            if not self.held[block]:
+                self.free.free(block, self.contents.get(block), self.worth[block], self.now)
+
+
+@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+def turn(state, leaving, growing, token, row, tokens, length, retention, now):
+    """Row `leaving` is released, those of `growing` get a token each, and `row` a prompt; all committed at once."""
+    state, released = kvjax.release(state, leaving, now=now)
+    state, extended = kvjax.extend(state, growing, now=now)
+    state, admitted = kvjax.admit(state, row, tokens, length, retention=retention, now=now)
+    rows = jnp.arange(growing.shape[0])
+    new = jnp.where(rows[:, None] == row, jnp.roll(tokens, -admitted.cached[0])[None], token + rows[:, None])
+    grown = (growing & extended.ok).astype(jnp.int32)
+    count = jnp.where(rows == row, jnp.where(admitted.ok, length - admitted.cached[0], 0), grown)
+    state, committed = kvjax.commit(state, new, count, now=now)
+    return state, (released, extended, admitted, committed)
+
+
+@functools.cache
+def presets():
+    """Both as one policy, so that `turn` is compiled once; its own state says which it is."""
+    queue, leaf = kvjax.vllm_v1(), kvjax.trt_leaf()
+
+    def touch(pstate, blocks, ids, now):
+        return pstate[0], queue.touch(pstate[1], blocks, ids, now)
+
+    def victims(pstate, *args):
+        size, (is_leaf, ring) = args[-1], pstate
+        of_queue, ring = queue.victims(ring, *args)
+        return jnp.where(is_leaf, leaf.victims((), *args)[0], of_queue[:size]), (is_leaf, ring)
+
+    return EvictionPolicy(lambda num_ids: (jnp.bool_(False), queue.init(num_ids)), touch, victims)
+
+
+def random_prompt(rng, documents):
+    """A prompt of an odd number of tokens that begins like a document, and what it says of its blocks."""
+    length = int(rng.integers(1, LONGEST // SIZE)) * SIZE - 1
+    kept = int(rng.integers(length + 1))
+    tokens = [*documents[rng.integers(4), :kept].tolist(), *rng.integers(0, 3, length - kept).tolist()]
+    first, last = sorted(rng.integers(0, length + 1, 2).tolist())
+    *worths, decode = zip(
+        rng.choice([0, 35, 60, 90], 3).tolist(), [t or None for t in rng.integers(0, 30, 3).tolist()], strict=True
+    )
+    ranges = [(a, b, *worth) for a, b, worth in ((0, first, worths[0]), (first, last, worths[1])) if a < b]
+    return tokens, ranges, decode
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("structure", [FreeQueue, PriorityQueues])
+def test_presets_evict_what_their_models_do(structure):
+    """Random histories; block for block and in order, by what the blocks hold.
+
+    Prompts end inside a block, and generated tokens are all different: of equal blocks the references keep both.
+    """
+    rng, seqs, gone = np.random.default_rng(7), 4, 0
+    spec = kvjax.make_spec(
+        num_blocks=NUM_BLOCKS, max_seqs=seqs, max_length=2 * LONGEST, block_size=SIZE, partial_reuse=False,
+        retention=True,
+    )  # fmt: skip
+    documents = rng.integers(0, 3, (4, LONGEST))
+    for _ in range(6):
+        state, model, mirror = kvjax.init(spec, presets()), Manager(structure(NUM_BLOCKS)), kvjax.Mirror()
+        (group,) = state.groups
+        group = dataclasses.replace(group, policy=(jnp.bool_(structure is PriorityQueues), group.policy[1]))
+        state, model.now = dataclasses.replace(state, groups=(group,)), 2**31 - 100
+        for step in range(60):
+            model.removed, model.now = [], model.now + int(rng.integers(0, 8))
+            model.free.refresh(model.now)
+            leaving = int(rng.choice([*model.rows] + [-1] * (len(model.rows) < seqs)))
+            if leaving >= 0:
+                model.release(leaving)
+            short = [row for row, (_, tokens, _) in model.rows.items() if len(tokens) < 2 * LONGEST]
+            growing, token = [row for row in short if rng.random() < 0.6], 10 + seqs * step
+            grew = model.grow(growing, token)
+            row = next(row for row in range(seqs) if row not in model.rows)
+            tokens, ranges, decode = random_prompt(rng, documents)
+            fits = model.admit(row, tokens, ranges, decode)
+            asked = kvjax.Retention.of(ranges, decode_priority=decode[0], decode_ttl=decode[1], max_ranges=2)
+            state, done = turn(
+                state, np.int32(leaving), np.isin(np.arange(seqs), growing), np.int32(token), np.int32(row),
+                np.array(tokens + [0] * (LONGEST - len(tokens)), np.int32), np.int32(len(tokens)), asked,
+                np.uint32(model.now).view(np.int32),
+            )  # fmt: skip
+            events = [event for events in done for event in kvjax.to_list(events)]
+            removed = [mirror.nodes[0, e["block"], e["generation"]][1] for e in events if e["kind"] == "removed"]
+            assert removed == model.removed
+            assert (bool(done[1].ok), bool(done[2].ok)) == (grew, fits)
+            mirror, gone = kvjax.fold(events, mirror), gone + len(removed)
+        kvjax.check(state)
+        assert {path for _, _, path in kvjax.index_of(state)} == set(model.contents.values())
+    assert gone > 500

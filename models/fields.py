@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a config.json, checked one by one: a ValueError names the field, what came and what was wanted.
+
+`of` is the field that holds these fields, if they are not at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def either(wanted: Iterable[Any]) -> str:
+    """The values in words, as in 'a' or 'b'."""
+    return " or ".join(repr(value) for value in wanted)
+
+
+def only(hf: Mapping[str, Any], name: str, *wanted, absent=None, of: str = "") -> Any:
+    """The field's value, which must be one of `wanted`."""
+    value = hf.get(name)
+    value = absent if value is None else value
+    if value not in wanted:
+        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r}, wanted {either(wanted)}")
+    return value
+
+
+def count(hf: Mapping[str, Any], name: str, absent: int | None = None, least: int = 1, of: str = "") -> int:
+    """The field's value, a whole number."""
+    value = hf.get(name)
+    value = absent if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r}, wanted an int of at least {least}")
+    return value
+
+
+def number(hf: Mapping[str, Any], name: str, absent: float | None = None, of: str = "") -> float:
+    """The field's value, a positive number."""
+    value = hf.get(name, absent)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r}, wanted a positive number")
+    return float(value)
+
+
+def flag(hf: Mapping[str, Any], name: str) -> bool:
+    """The field's value, false where the config is silent."""
+    value = hf.get(name) or False
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: got {value!r}, wanted true or false")
+    return value
+
+
+def ids(value: Any) -> tuple[int, ...]:
+    """Token ids given as null, one number or a list."""
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one attention layer is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """One attention layer: K kv heads of width D, its window (None: full attention) and its rope.
+
+    A token attends to the last `window` tokens, itself included.
+
+    Attributes:
+      kv_heads: K.
+      head_dim: D, of queries, keys and values.
+      window: in tokens.
+      rope: how queries and keys are turned.
+      keys_are_values: whether the values are the keys' projection (before norm and rope) instead of their own.
+      reuses: number of the earlier layer whose keys and values this one attends to, having none itself.
+    """
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    keys_are_values: bool = False
+    reuses: int | None = None
+
+    def check(self, num_heads: int) -> LayerConfig:
+        """Itself; ValueError if Q query heads don't fit, or the rope finds no pairs."""
+        if num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_key_value_heads: got {self.kv_heads}, wanted a divisor of num_attention_heads={num_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: got {self.head_dim}, wanted an even number")
+        return self

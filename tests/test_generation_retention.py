@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation with priorities and times to live: what is worth keeping is found again, for as long as it is.
+
+Prompts of 9 to 16 tokens in pairs, with two ranges each, so that all tests share the same few programs.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+
+pytestmark = pytest.mark.long
+SYSTEM, VOCAB = [7, 3, 9, 1, 7, 7, 2, 5], 1000  # two whole blocks
+LAYERS = [kvjax.LayerSpec(kv_heads=1, head_dim=1)]
+SHAPE = {"max_seqs": 2, "max_length": 32, "block_size": 4, "dtype": "float32"}
+SPEC = kvjax.make_spec(LAYERS, num_blocks=12, retention=True, **SHAPE)
+
+
+def successor(tokens, pools, view, *, last):
+    """A model that always says the next number, and stores nothing."""
+    del view
+    return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % VOCAB, VOCAB), pools
+
+
+MODEL = jax.tree_util.Partial(successor)
+
+
+def generate(cache, prompts, new, retention=None, **options):
+    """`retention` is that of the first prompt."""
+    said = [retention or worth(35), *[None] * (len(prompts) - 1)]
+    return kvjax.generate(MODEL, cache, prompts, max_new_tokens=new, chunk=16, steps=16, retention=said, **options)
+
+
+def worth(priority, ttl=None, **options):
+    return kvjax.Retention.of([(0, 4, priority, ttl), (4, 8, priority, ttl)], **options)
+
+
+def kept(retention, later=0):
+    """How much of a system prompt is found again after others took blocks, `later` ms after its release.
+
+    The pool is then full: of 12 blocks 3 hold the system prompt and its answer, 3 another prompt of about the same
+    age; two prompts are given the 6 empty ones, and take 4 more in the decode loop.
+    """
+    time = 2**31 - 20  # a clock may be of any size; this one passes 2**31 on the way
+
+    def clock():
+        return time
+
+    _, cache, _ = generate(
+        kvjax.Cache.create(SPEC, kvjax.priority()), [[*SYSTEM, 50], [60] * 9], 2, retention, clock=clock
+    )
+    time += later
+    outputs, cache, events = generate(cache, [[100] * 9, [200] * 9], 11, clock=clock)
+    assert [output.finish for output in outputs] == ["length"] * 2
+    assert sum(event["kind"] == "removed" for event in events) == 4
+    outputs, cache, _ = generate(cache, [[*SYSTEM, 70], [80] * 9], 2, clock=clock)
+    kvjax.check(cache.state)
+    return outputs[0].cached_tokens
+
+
+def test_a_system_prompt_survives_what_evicts_the_others():
+    assert kept(worth(100)) == 8
+    assert kept(worth(35)) == 0
+
+
+def test_a_time_to_live_ends_by_the_clock():
+    assert kept(worth(100, 50), later=49) == 8
+    assert kept(worth(100, 50), later=50) == 0
+    assert kept(worth(0, 50), later=50) == 0
+
+
+def test_each_prompt_has_a_retention_of_its_own():
+    """Those that wait too; and the events tell it."""
+    said = [kvjax.Retention.of([(0, 4, 10), (4, None, 20)]), None, kvjax.Retention.of(decode_priority=60), worth(90)]
+    prompts = [[n] * 9 for n in (1, 2, 3, 4)]
+    cache = kvjax.Cache.create(SPEC, kvjax.priority())
+    _, cache, events = kvjax.generate(MODEL, cache, prompts, max_new_tokens=8, chunk=16, steps=16, retention=said)
+    stored = {tuple(e["tokens"]): e["priority"] for e in events if e["kind"] == "stored" and len(e["tokens"]) == 4}
+    assert [stored[n, n, n, n] for n in (1, 2, 3, 4)] == [20, 35, 35, 90]  # of equal blocks the second
+    assert [stored[n, n + 1, n + 2, n + 3] for n in (1, 2, 3, 4)] == [20, 35, 35, 35]  # begun by the prompt
+    assert [stored[n + 4, n + 5, n + 6, n + 7] for n in (1, 2, 3, 4)] == [35, 35, 60, 35]
+    assert kvjax.fold(events).index == kvjax.index_of(cache.state)
+
+
+def test_what_cannot_be_is_named():
+    bare = kvjax.Cache.create(kvjax.make_spec(LAYERS, num_blocks=12, **SHAPE))
+    with pytest.raises(ValueError, match="retention: got 1, wanted one for each of 2 prompts"):
+        kvjax.generate(MODEL, bare, [[1], [2]], retention=[None])
+    for said in (worth(50), [None, worth(50)]):
+        with pytest.raises(ValueError, match=r"retention: got one, wanted None \(the spec was made with retention=F"):
+            kvjax.generate(MODEL, bare, [[1], [2]], retention=said)
+    kvjax.generate(MODEL, bare, [[], []], retention=[None, None])
