@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax import _row, windows
 from kvjax import tiers as tiers_
-from kvjax._arrays import compact, count, fence, pick
+from kvjax._arrays import compact, count, fence, pick, put
 from kvjax._request import Prompt, assemble, first_failure
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import available, give_back, hold, on_device, row_of, take
@@ -112,7 +112,10 @@ def admit_row(
 
     # The copy goes into a row that nobody of this call copies from; without such a row there is no copy.
     rows = [row_of(group, ids) for group, ids in zip(groups, fresh, strict=True)]
-    safe = [(i >= 0) & ~jnp.any(r[:, None] == sources[:, g], axis=1) for g, (i, r) in enumerate(zip(fresh, rows, strict=True))]
+    safe = [
+        (i >= 0) & ~jnp.any(r[:, None] == sources[None, :, g], axis=1)
+        for g, (i, r) in enumerate(zip(fresh, rows, strict=True))
+    ]
     copies = ok & (source[0] >= 0) & _all([jnp.any(s) for s in safe])
     cached = jnp.where(ok, whole * size + jnp.where(copies, shared, 0), 0)
     copied, moved, tables, after = [], [new.moves for new in taken], [], place - whole
@@ -126,11 +129,19 @@ def admit_row(
                    num_tokens=shared)
         )  # fmt: skip
         if worth is not None and group.host is not None:
+            far, host, number = (copies & ~near)[None], group.host, group.host.moves + 1
             moved.append(
-                moves((copies & ~near)[None], group=g, block=ids[:1], generation=pick(group.blocks.generation, ids[:1]),
-                      source=from_rows[g], target=row_of(group, ids[:1]))
-            )  # fmt: skip
-        table = jnp.where(hits[g], found[g].blocks, jnp.where((after >= 0) & (after < need), pick(ids, after), NO_BLOCK))
+                moves(far, group=g, block=ids[:1], number=number, source=from_rows[g], target=row_of(group, ids[:1]))
+            )
+            host = dataclasses.replace(
+                host,
+                arriving=put(host.arriving, ids[:1], number, far),
+                moves=jnp.where(far[0], number, host.moves),
+            )
+            group = dataclasses.replace(group, host=host)
+        table = jnp.where(
+            hits[g], found[g].blocks, jnp.where((after >= 0) & (after < need), pick(ids, after), NO_BLOCK)
+        )
         if g == 0:
             group = _row.write_prompt(group, ids[:1], copies[None], ask, whole)
         else:  # the copied tokens may move a window on
@@ -154,7 +165,7 @@ def admit_row(
         copied=copied,
         queried=jnp.where(ok, ask.length, 0),
         cached=cached,
-        shortfall=jnp.where(status == Status.NO_BLOCKS, plan(shared)[1] - least, 0),
+        shortfall=jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan(shared)[1] - least, 1), 0),
         moves=moved,
     )
     return state, events, jnp.stack([jnp.where(copies, r, NO_BLOCK) for r in from_rows])[None]

@@ -47,7 +47,7 @@ def pin(state: CacheState, blocks: Any, *, group: int = 0) -> tuple[CacheState, 
     mine = dataclasses.replace(
         mine,
         blocks=dataclasses.replace(known, refcount=add(known.refcount, ids, 1, named)),
-        num_cached=mine.num_cached - count(named & (refcount == 0)),
+        num_cached=mine.num_cached - count(named & (refcount == 0) & on_device(mine, ids)),
     )
     state = replace_group(state, group, mine)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
@@ -142,7 +142,7 @@ def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> 
     over = jnp.maximum(total - most, 0)
     held = jnp.any(doomed & (known.refcount > 0)) | jnp.any(named & (pick(known.refcount, ids) > 0))
     if group.host is not None:
-        held = held | jnp.any(doomed & group.host.arriving)
+        held = held | jnp.any(doomed & (group.host.arriving > 0))
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
     # Children were stored after their parents, so the youngest go first.
     age = jnp.where(doomed, known.clock - known.stored, jnp.iinfo(jnp.int32).max)
@@ -186,4 +186,4 @@ def _is_held(group: Group) -> jax.Array:
     held = group.num_blocks > group.num_empty + group.num_cached
     if group.host is None:
         return held
-    return held | jnp.any(group.host.arriving) | jnp.any(group.blocks.refcount > 0)
+    return held | jnp.any(group.host.arriving > 0) | jnp.any(group.blocks.refcount > 0)

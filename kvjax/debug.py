@@ -14,7 +14,7 @@ from kvjax import index
 from kvjax.events import DEFAULT_PRIORITY, Events, Mirror, Status, fold
 from kvjax.policies import Ring
 from kvjax.show import show
-from kvjax.state import NO_BLOCK, CacheState, Group, Host
+from kvjax.state import NO_BLOCK, CacheState
 
 
 class RequestError(ValueError):
@@ -82,11 +82,12 @@ def check(state: CacheState) -> None:
     host = jax.device_get(state)
     broken = []
     for number, group in enumerate(host.groups):
-        broken += _check_rows(host, number) + _check_counts(host, group)
-        broken += _check_tree(group) + _check_links(group) if number == 0 else _check_anchors(host, group)
+        found = _check_rows(host, number) + _check_counts(host, group)
+        found += _check_tree(group) + _check_links(group) if number == 0 else _check_anchors(host, group)
         if isinstance(group.policy, Ring):
-            broken += _check_ring(group, group.policy, True)
-            broken += [] if group.host is None else _check_ring(group, group.host.policy, False)
+            found += _check_ring(group, group.policy, True)
+            found += [] if group.host is None else _check_ring(group, group.host.policy, False)
+        broken += found if len(host.groups) == 1 else [f"{rule} (group {number})" for rule in found]
     if broken:
         raise AssertionError("broken: " + "; ".join(broken) + "\n" + show(state))
 
@@ -96,25 +97,42 @@ def _failures(**rules: Any) -> list[str]:
 
 
 def _check_rows(state: CacheState, number: int) -> list[str]:
-    seqs, group, size = state.seqs, state.groups[number], state.spec.block_size
-    held = -(-seqs.length // size)
+    seqs, size, group = state.seqs, state.spec.block_size, _numpy(state.groups[number])
+    held, keeps = -(-seqs.length // size), _numpy(state.spec.groups[number].keeps)
     place = np.arange(state.spec.max_blocks_per_seq)
-    inside = place[None] < held[:, None]
-    inside &= np.asarray(state.spec.groups[number].keeps(place[None], seqs.committed[:, None], size))
+    inside = (place[None] < held[:, None]) & np.asarray(keeps(place[None], seqs.committed[:, None], size))
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
+    resting = np.zeros_like(held, bool) if seqs.swapped is None else seqs.swapped
+    here = (group.table < 0) | _on_device(group)[_inside(group.table, group.blocks.fill)]
     return _failures(
         committed_lies_within_length=(seqs.committed >= 0) & (seqs.committed <= seqs.length),
         length_fits_in_a_row=seqs.length <= state.spec.max_length,
         tables_hold_blocks_for_their_length=np.where(inside, group.table >= 0, group.table == NO_BLOCK),
         table_entries_are_blocks=group.table < group.blocks.refcount.shape[0],
         entries_of_a_row_differ=not any(repeats),
+        only_rows_in_use_are_swapped_out=~resting | (seqs.length > 0),
+        rows_that_are_not_swapped_out_are_on_the_device=here | resting[:, None],
     )
 
 
-def _check_counts(state: CacheState, group: Group) -> list[str]:
+def _numpy(tree: Any) -> Any:
+    """What `device_get` has made of it, which the type checker takes for arrays of jax."""
+    return tree
+
+
+def _inside(ids: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """The ids, those that are none moved to some that are."""
+    return np.clip(ids, 0, len(of) - 1)
+
+
+def _on_device(group: Any) -> np.ndarray:
+    return np.ones(len(group.blocks.fill), bool) if group.host is None else group.host.slot < len(group.empty)
+
+
+def _check_counts(state: CacheState, group: Any) -> list[str]:
     blocks, num_ids, size = group.blocks, group.blocks.refcount.shape[0], len(group.empty)
     holders = np.bincount(group.table[(group.table >= 0) & (group.table < num_ids)], minlength=num_ids)
-    here = (np.arange(num_ids) if group.host is None else group.host.slot) < size
+    here = _on_device(group)
     cached = (blocks.refcount == 0) & (blocks.fill > 0) & here
     unused = (np.arange(num_ids) >= group.num_blocks) & (np.arange(num_ids) < size)
     idle = (blocks.refcount == 0) & (blocks.fill == 0) & ~unused
@@ -124,7 +142,7 @@ def _check_counts(state: CacheState, group: Group) -> list[str]:
         num_cached_counts_cached_blocks=cached.sum() == group.num_cached,
         blocks_out_of_use_are_untouched=(blocks.refcount[unused] == 0) & (blocks.fill[unused] == 0),
         fill_fits_in_a_block=(blocks.fill >= 0) & (blocks.fill <= state.spec.block_size),
-        **({} if group.host is None else _host_rules(group, group.host, idle & ~here, unused)),
+        **({} if group.host is None else _host_rules(group, idle & ~here, unused)),
     )
 
 
@@ -132,27 +150,28 @@ def _is_stack(stack: np.ndarray, height: int, wanted: np.ndarray) -> bool:
     return sorted(stack[:height].tolist()) == np.flatnonzero(wanted).tolist()
 
 
-def _host_rules(group: Group, host: Host, empty: np.ndarray, unused: np.ndarray) -> dict[str, Any]:
-    blocks, ids = group.blocks, np.arange(len(host.slot))
-    away, above, findable = host.slot >= len(group.empty), blocks.parent[:, 0], blocks.fill > 0
-    child = np.flatnonzero(findable & (above >= 0))
+def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, Any]:
+    blocks, host, ids = group.blocks, group.host, np.arange(len(group.host.slot))
+    away, above, findable = ~_on_device(group), blocks.parent[:, 0], blocks.fill > 0
+    child = np.flatnonzero(findable & (above >= 0) & (above < len(ids)))
     return {
-        "every_row_belongs_to_one_block": sorted(host.slot.tolist()) == ids.tolist(),
-        "blocks_out_of_use_keep_their_rows": host.slot[unused] == ids[unused],
-        "the_host's_stack_is_its_empty_blocks": _is_stack(host.empty, host.num_empty, empty),
+        "every_pool_row_belongs_to_one_block": sorted(host.slot.tolist()) == ids.tolist(),
+        "blocks_out_of_use_keep_their_pool_rows": host.slot[unused] == ids[unused],
+        "the_stack_of_the_host_is_its_empty_blocks": _is_stack(host.empty, host.num_empty, empty),
         "children_on_the_host_are_counted": np.bincount(above[child[away[child]]], minlength=len(ids)) == host.below,
-        "a_device_block_has_its_parent_there": away[child] | ~away[above[child]],
-        "only_blocks_with_contents_are_on_the_move": ~host.arriving | findable | (blocks.refcount > 0),
+        "a_device_block_has_its_parent_on_the_device": away[child] | ~away[above[child]],
+        "only_blocks_with_contents_are_on_the_move": (host.arriving == 0) | findable | (blocks.refcount > 0),
+        "moves_were_ordered": (host.arriving >= 0) & (host.arriving <= host.moves),
     }
 
 
-def _check_tree(group: Group) -> list[str]:
+def _check_tree(group: Any) -> list[str]:
     blocks, num_ids = group.blocks, group.blocks.refcount.shape[0]
     findable = np.flatnonzero(blocks.fill > 0)
     parent, generation = blocks.parent[findable].T
     known = (parent >= 0) & (parent < num_ids)
     above, below = parent[known], findable[known]
-    here = np.ones(num_ids, bool) if group.host is None else group.host.slot < len(group.empty)
+    here = _on_device(group)
     held_below_unheld = (blocks.refcount[below] > 0) & (blocks.refcount[above] == 0)
     contents = [blocks.tokens] if blocks.extra_ids is None else [blocks.tokens, blocks.extra_ids]
     prefixes = {(*blocks.parent[b], *(x for part in contents for x in part[b, : blocks.fill[b]])) for b in findable}
@@ -167,21 +186,22 @@ def _check_tree(group: Group) -> list[str]:
     )
 
 
-def _check_anchors(state: CacheState, group: Group) -> list[str]:
-    tree, blocks = state.groups[0], group.blocks
-    findable = np.flatnonzero(blocks.fill > 0)
-    anchors = group.anchor[findable]
-    rows = (group.table >= 0) & (tree.table >= 0) & (blocks.fill[group.table] > 0)
+def _check_anchors(state: CacheState, group: Any) -> list[str]:
+    tree, blocks = _numpy(state.groups[0]), group.blocks
+    findable, own = np.flatnonzero(blocks.fill > 0), _inside(group.table, blocks.fill)
+    anchors = _inside(group.anchor[findable], tree.blocks.fill)
+    rows = (group.table >= 0) & (tree.table >= 0) & (blocks.fill[own] > 0)
     return _failures(
+        anchors_are_blocks=anchors == group.anchor[findable],
         anchors_hold_as_many_tokens=tree.blocks.fill[anchors] == blocks.fill[findable],
         shadows_are_the_way_back_from_anchors=group.shadow[anchors] == findable,
         every_shadow_is_findable=np.sum(group.shadow >= 0) == len(findable),
         a_held_block_has_a_held_anchor=(blocks.refcount[findable] == 0) | (tree.blocks.refcount[anchors] > 0),
-        rows_hold_blocks_beside_each_other=(group.anchor[group.table] == tree.table) | ~rows,
+        rows_hold_blocks_beside_each_other=(group.anchor[own] == tree.table) | ~rows,
     )
 
 
-def _check_links(group: Group) -> list[str]:
+def _check_links(group: Any) -> list[str]:
     blocks, links, num_ids = group.blocks, group.links, group.blocks.refcount.shape[0]
     chain: dict[int, int] = {}  # which bucket each handle was reached from
     consistent = True
@@ -208,9 +228,9 @@ def _check_links(group: Group) -> list[str]:
     )
 
 
-def _check_ring(group: Group, ring: Ring, device: bool) -> list[str]:
+def _check_ring(group: Any, ring: Ring, device: bool) -> list[str]:
     blocks = group.blocks
-    here = np.ones(len(blocks.fill), bool) if group.host is None else (group.host.slot < len(group.empty)) == device
+    here = _on_device(group) == device
     held = int(ring.tail) - int(ring.head)
     at = (int(ring.head) + np.arange(max(held, 0))).astype(np.int64)
     ids = ring.order[at & (len(ring.order) - 1)]
@@ -218,5 +238,5 @@ def _check_ring(group: Group, ring: Ring, device: bool) -> list[str]:
     cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0) & here)
     return _failures(
         the_ring_holds_at_most_its_size=0 <= held <= len(ring.order),
-        every_cached_block_waits_in_its_tiers_ring_once=sorted(ids[live].tolist()) == cached.tolist(),
+        every_cached_block_waits_in_the_ring_of_its_tier_once=sorted(ids[live].tolist()) == cached.tolist(),
     )

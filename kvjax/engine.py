@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax._arrays import put
 from kvjax.events import EventLog, Events, append, init_log
 from kvjax.paired import Cache
 from kvjax.sampling import Sampling, sample
@@ -74,11 +75,23 @@ def step(
 
 def decode_log(spec: CacheSpec, steps: int) -> EventLog:
     """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is not enough."""
-    return init_log(steps * spec.max_seqs // 2 + 2 * _worst_step(spec), spec.block_size, spec.extra_ids)
+    usual = steps * spec.max_seqs * len(spec.groups) // 2
+    return init_log(usual + 2 * _most_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
 
 
-def _worst_step(spec: CacheSpec) -> int:
-    return 3 * spec.max_seqs  # of each row a block removed, one copied and one stored
+def prefill_log(spec: CacheSpec, rows: int, width: int) -> EventLog:
+    """A log that holds the events of `prefill` of so many prompts, each of up to `width` tokens."""
+    return init_log(_most_events(spec, rows * (width // spec.block_size + 1)), spec.block_size, spec.extra_ids)
+
+
+def _most_events(spec: CacheSpec, blocks: int) -> int:
+    """What extending and committing rows can tell at most while they enter and fill so many blocks in each group.
+
+    Of each block in each group: one is removed for it (and the others beside it if it is the first group's), it is
+    copied, it is stored; and with a host tier what is stored may take the place of a block there.
+    """
+    groups, far = len(spec.groups), sum(group.num_host_blocks > 0 for group in spec.groups)
+    return blocks * (2 * groups - 1 + groups + groups + far)
 
 
 def decode(
@@ -112,7 +125,7 @@ def decode(
 
     def going(carry):
         number, _, rows, log, decoded = carry
-        enough = log.room >= _worst_step(spec)
+        enough = log.room >= _most_events(spec, spec.max_seqs)
         return (number < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & enough
 
     def one(carry):
@@ -159,6 +172,7 @@ def prefill(
     *,
     chunk: int,
     sampling: Sampling,
+    lengths: jax.Array | None = None,
     logits_fn: LogitsFn | None = None,
     now: Any = 0,
 ) -> tuple[Cache, EventLog, jax.Array, jax.Array]:
@@ -170,23 +184,31 @@ def prefill(
       seqs: i32[R]; the rows; -1 is padding.
       prompts: i32[R, T]; their prompts, padded with valid ids.
       seeds: u32[R].
-      log: has room for R (T / P + 1) events.
+      log: of `prefill_log`.
       chunk: static; tokens of each row that a model call computes.
       sampling: static.
+      lengths: i32[R]; tokens of each prompt, of rows that were admitted with `room=chunk`: they are extended chunk by
+        chunk, until there is no block for all that go on. None: of rows that have room for all of it.
       logits_fn: static; as in `decode`.
       now: i32[] ms, the same for all chunks.
 
     Returns:
-      The cache, the log, the tokens i32[R] and their log-probabilities f32[R].
+      The cache, the log, the tokens i32[R] and their log-probabilities f32[R]; token -1 for padding and for rows that
+      are not done because there was no block.
     """
 
     def remaining(cache):
-        return jnp.where(seqs >= 0, (cache.state.seqs.length - cache.state.seqs.committed)[seqs], 0)
+        end = cache.state.seqs.length[seqs] if lengths is None else lengths
+        return jnp.where(seqs >= 0, end - cache.state.seqs.committed[seqs], 0)
 
     def one(carry):
-        cache, log, tokens, logprobs = carry
-        left, start = remaining(cache), cache.state.seqs.committed[seqs]
+        cache, log, tokens, logprobs, _ = carry
+        left, start, ok = remaining(cache), cache.state.seqs.committed[seqs], jnp.bool_(True)
         count = jnp.minimum(left, chunk)
+        if lengths is not None:
+            cache, extended = _make_room(cache, seqs, count, chunk, now)
+            log, ok = append(log, extended), extended.ok
+            count = jnp.where(ok, count, 0)
         place = start[:, None] + np.arange(chunk, dtype=np.int32)[None]
         new = jnp.take_along_axis(prompts, jnp.minimum(place, prompts.shape[1] - 1), axis=1)
         cache, logits, committed = step(model, cache, new, count, seqs, now=now)
@@ -198,7 +220,17 @@ def prefill(
             append(log, committed),
             jnp.where(done, token, tokens),
             jnp.where(done, logprob, logprobs),
+            ok,
         )
 
-    start = (cache, log, jnp.zeros(seqs.shape, jnp.int32), jnp.zeros(seqs.shape, jnp.float32))
-    return lax.while_loop(lambda carry: jnp.any(remaining(carry[0]) > 0), one, start)
+    start = (cache, log, jnp.full(seqs.shape, -1, jnp.int32), jnp.zeros(seqs.shape, jnp.float32), jnp.bool_(True))
+    return lax.while_loop(lambda carry: jnp.any(remaining(carry[0]) > 0) & carry[4], one, start)[:4]
+
+
+def _make_room(cache: Cache, seqs: jax.Array, count: jax.Array, most: int, now: Any) -> tuple[Cache, Events]:
+    """Extends rows seqs i32[R] so that there is room for their next count i32[R] tokens, at most `most` each."""
+    state = cache.state
+    more = count - (state.seqs.length - state.seqs.committed)[seqs]
+    wanted = jnp.zeros((state.spec.max_seqs,), jnp.int32)
+    wanted = put(wanted, seqs, jnp.maximum(more, 0), (seqs >= 0) & (more > 0))
+    return cache.extend(wanted > 0, wanted, max_tokens=most, now=now)

@@ -55,7 +55,8 @@ def _init_host(group: GroupSpec, policy: EvictionPolicy) -> Host:
     return Host(
         slot=ids,
         below=jnp.zeros_like(ids),
-        arriving=jnp.zeros(ids.shape, jnp.bool_),
+        arriving=jnp.zeros_like(ids),
+        moves=jnp.int32(0),
         empty=ids[::-1][: group.num_host_blocks],
         num_empty=jnp.int32(group.num_host_blocks),
         policy=policy.init(group.num_ids),
@@ -74,12 +75,28 @@ def on_device(group: Group, ids: jax.Array) -> jax.Array:
 
 def arrived(group: Group, ids: jax.Array) -> jax.Array:
     """bool[...]; whether the K/V of blocks ids i32[...] are where the blocks are."""
-    return ids >= 0 if group.host is None else (ids >= 0) & ~pick(group.host.arriving, ids)
+    return ids >= 0 if group.host is None else (ids >= 0) & (pick(group.host.arriving, ids) == 0)
 
 
 def available(group: Group) -> jax.Array:
     """i32[]; blocks that can be had: empty ones and cached ones."""
     return group.num_empty + group.num_cached
+
+
+def unsettled(group: Group, near: jax.Array) -> jax.Array:
+    """bool[B]; blocks on the move and those that they follow in their tier, which cannot leave it before them.
+
+    `near` bool[B] are on the device, or to be taken for that.
+    """
+    assert group.host is not None
+    blocks = group.blocks
+    parent = blocks.parent[:, 0]
+    follows = (blocks.fill > 0) & (parent >= 0) & (near == pick(near, parent))
+
+    def led_by(marked: jax.Array) -> jax.Array:
+        return put(marked, parent, True, marked & follows, unique=False)
+
+    return jax.lax.while_loop(lambda m: jnp.any(led_by(m) & ~m), led_by, group.host.arriving > 0)
 
 
 def childless(group: Group, ids: jax.Array) -> jax.Array:
@@ -149,11 +166,12 @@ def take(
     from_stack = jnp.minimum(need, group.num_empty)
     wanted = jnp.where(need <= available(group), need - from_stack, 0)
     before = group.blocks
+    moving = None if group.host is None else unsettled(group, group.host.slot < group.empty.shape[0])
 
     def eligible(ids: jax.Array) -> jax.Array:
-        here = arrived(group, ids) & on_device(group, ids) & (ids != spare)
+        here = (ids >= 0) & on_device(group, ids) & (ids != spare)
         if group.host is not None:
-            here = here & (pick(group.host.below, ids) == 0)
+            here = here & (pick(group.host.below, ids) == 0) & ~pick(moving, ids)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
     victims, pstate = policy.victims(group.policy, before, eligible, wanted, now, size)
@@ -260,7 +278,9 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
     if host is not None:
         away = jnp.where(cached & ~here, ids, NO_BLOCK)
         group = push_empty(group, ids, emptied & ~here, host=True)
-        host = dataclasses.replace(group.host, policy=policy.touch(host.policy, blocks, away, now))
+        arriving = put(host.arriving, ids, 0, emptied)  # what still arrives there is nobody's
+        pstate = policy.touch(host.policy, blocks, away, now)
+        host = dataclasses.replace(group.host, policy=pstate, arriving=arriving)
         emptied, cached = emptied & here, cached & here
     group = push_empty(dataclasses.replace(group, blocks=blocks, host=host), ids, emptied)
     return dataclasses.replace(
@@ -305,7 +325,7 @@ def merge(
 
 
 def take_over(
-    group: Group, number: int, own: jax.Array, target: jax.Array, where: jax.Array
+    group: Group, number: int, policy: EvictionPolicy, own: jax.Array, target: jax.Array, where: jax.Array
 ) -> tuple[Group, jax.Array]:
     """Blocks target i32[K] on the host, where bool[K], take the device rows of equal blocks own i32[K], all different.
 
@@ -329,8 +349,9 @@ def take_over(
     host = dataclasses.replace(
         host,
         slot=put(put(slot, own, far, where), target, near, where),
-        arriving=put(arriving, target, False, where),
+        arriving=put(arriving, target, 0, where),
         below=add(host.below, parent, -1, up, unique=False),
+        policy=host.policy if policy.forget is None else policy.forget(host.policy, jnp.where(where, target, NO_BLOCK)),
     )
     blocks = dataclasses.replace(blocks, children=add(blocks.children, parent, 1, up, unique=False))
     return dataclasses.replace(group, blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated

@@ -32,7 +32,7 @@ from kvjax._arrays import add, compact, count, fence, pick, put, repeated
 from kvjax._request import assemble, first_failure, integers, static_int
 from kvjax.control import chosen, replace_group
 from kvjax.events import EventKind, Events, Status, record
-from kvjax.group import Taken, claim, give_back, on_device, push_empty, row_of
+from kvjax.group import Taken, claim, give_back, on_device, push_empty
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.transfer import Transfer
 
@@ -55,7 +55,7 @@ def offload(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> 
     known, named = mine.blocks, ids != NO_BLOCK
     there = (ids >= 0) & (ids < known.fill.shape[0]) & (pick(known.fill, ids) > 0) & on_device(mine, ids)
     bad = jnp.any(named & (~there | repeated(ids)))
-    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | pick(mine.host.arriving, ids)))
+    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) > 0)))
     good = ~bad & ~held
     ids = pick(ids, jnp.argsort(-jnp.where(named & there, pick(known.depth, ids), -1)))  # children first
     out, claimed = claim(known, ids, good & (ids >= 0))
@@ -85,27 +85,26 @@ def onboard(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> 
     there = (ids >= 0) & (ids < num_ids) & (pick(known.fill, ids) > 0) & ~on_device(mine, ids)
     parent = pick(known.parent, ids)[:, 0]
     coming = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & there, unique=False)
-    led = (parent < 0) | (on_device(mine, parent) & ~pick(mine.host.arriving, parent)) | pick(coming, parent)
+    led = (parent < 0) | (on_device(mine, parent) & (pick(mine.host.arriving, parent) == 0)) | pick(coming, parent)
     bad = jnp.any(named & (~there | repeated(ids) | ~led))
-    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | pick(mine.host.arriving, ids)))
+    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) > 0)))
     status = first_failure((held, Status.HELD), (bad, Status.BAD_REQUEST))
     # Parents that are on the device already must not leave it for their children.
     good = named & there & (status == Status.OK)
-    keep = jnp.unique(jnp.where(good & (parent >= 0) & ~pick(coming, parent), parent, NO_BLOCK), size=ids.shape[0] + 1)
-    blocks = dataclasses.replace(known, refcount=add(known.refcount, keep, 1, keep >= 0, unique=False))
-    idle = count((keep >= 0) & (pick(known.refcount, keep) == 0) & _first(keep))
+    keep = jnp.where(good & (parent >= 0) & ~pick(coming, parent), parent, NO_BLOCK)
+    keep = jnp.unique(keep, size=keep.shape[0], fill_value=NO_BLOCK)
+    blocks = dataclasses.replace(known, refcount=add(known.refcount, keep, 1, keep >= 0))
+    idle = count((keep >= 0) & (pick(known.refcount, keep) == 0))
     kept = dataclasses.replace(mine, blocks=blocks, num_cached=mine.num_cached - idle)
     back, _ = compact(jnp.where(good, ids, NO_BLOCK))
     least = state.spec.offload_min_priority
     new = _take(state, kept, ids.shape[0], now, group, back=back, least=least)
     policy = windows.policy_of(group, state.policy)
-    new = dataclasses.replace(new, group=give_back(new.group, policy, keep, (keep >= 0) & _first(keep), now))
+    new = dataclasses.replace(new, group=give_back(new.group, policy, keep, keep >= 0, now))
     return _finish(state, group, new, first_failure((status != Status.OK, status), (~new.ok, Status.NO_BLOCKS)))
 
 
-def watermark(
-    state: CacheState, empty: Any, *, most: int, now: Any = 0, group: int = 0
-) -> tuple[CacheState, Events]:
+def watermark(state: CacheState, empty: Any, *, most: int, now: Any = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Empties device blocks ahead of time, so that a loop that takes `empty` blocks evicts nothing.
 
     The policy's victims go to the host, or are removed if their priority is too low. Where fewer are cached than
@@ -208,33 +207,26 @@ def complete(
     Returns:
       The cache; and events, E = max_removed a group: removed. Status i32[S] HELD for the rows that must be released.
     """
-    status = jnp.zeros((state.spec.max_seqs,), jnp.int32)
+    hurt = jnp.zeros((state.spec.max_seqs,), jnp.bool_)
     if transfer is None:
-        return state, assemble(state, status)
-    ok, removed, groups = jnp.asarray(ok, jnp.bool_), [], list(state.groups)
-    hurt = jnp.zeros(status.shape, jnp.bool_)
-    for number, group in enumerate(groups):
+        return state, assemble(state, hurt.astype(jnp.int32))
+    ok, removed = jnp.asarray(ok, jnp.bool_), []
+    for number, group in enumerate(state.groups):
         if group.host is None:
             continue
+        group = state.groups[number]  # as it is after the first group's losses
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
-        same = (ids >= 0) & (transfer.generation == pick(group.blocks.generation, ids))
-        same = same & (row_of(group, ids) == transfer.target)
-        came = same & pick(group.host.arriving, ids)
-        arriving, same, came = fence(group.host.arriving, same, came)
-        host = dataclasses.replace(group.host, arriving=put(arriving, ids, False, came, unique=False))
-        groups[number] = dataclasses.replace(group, host=host)
-        lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, same & ~ok, unique=False)
+        came = (ids >= 0) & (transfer.number == pick(group.host.arriving, ids))
+        arriving, came = fence(group.host.arriving, came)
+        host = dataclasses.replace(group.host, arriving=put(arriving, ids, 0, came, unique=False))
+        lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, came & ~ok, unique=False)
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
-        groups[number], gone = _lose(groups[number], number, lost, most)
-        if number == 0:
-            state = dataclasses.replace(state, groups=tuple(groups))
-            state, gone = windows.forget_all(state, gone)
-            groups = list(state.groups)
-            removed += gone
-        else:
-            removed.append(gone)
-    state = dataclasses.replace(state, groups=tuple(groups))
+        group, gone = _lose(dataclasses.replace(group, host=host), number, lost, most)
+        state, gone = windows.forget_all(replace_group(state, 0, group), gone) if number == 0 else (
+            replace_group(state, number, group), [gone]
+        )  # fmt: skip
+        removed += gone
     return state, assemble(state, jnp.where(hurt, Status.HELD, Status.OK).astype(jnp.int32), removed=removed)
 
 
@@ -252,9 +244,7 @@ def _lose(group: Group, number: int, lost: jax.Array, most: int) -> tuple[Group,
     order = jnp.argsort(-jnp.where(marked, blocks.depth, -1))[:most].astype(jnp.int32)  # children first
     where = pick(marked, order)
     here, idle = on_device(group, order), where & (pick(blocks.refcount, order) == 0)
-    removed = record(
-        EventKind.REMOVED, where, group=number, block=order, generation=pick(blocks.generation, order)
-    )
+    removed = record(EventKind.REMOVED, where, group=number, block=order, generation=pick(blocks.generation, order))
     up = pick(blocks.parent, order)[:, 0]
     fill = put(blocks.fill, order, 0, where)
     children = add(blocks.children, up, -1, where & here & (up >= 0), unique=False)
@@ -262,7 +252,7 @@ def _lose(group: Group, number: int, lost: jax.Array, most: int) -> tuple[Group,
     group = dataclasses.replace(
         group,
         blocks=dataclasses.replace(blocks, fill=fill, children=children),
-        host=dataclasses.replace(host, below=below),
+        host=dataclasses.replace(host, below=below, arriving=put(host.arriving, order, 0, idle)),
         num_cached=group.num_cached - count(idle & here),
     )
     if group.anchor is None:
@@ -282,15 +272,14 @@ def _of(state: CacheState, number: int) -> Any:
     return group
 
 
-def _first(ids: jax.Array) -> jax.Array:
-    """bool[K]; whether an entry of sorted ids i32[K] is the first of its kind."""
-    return jnp.pad(ids[1:] != ids[:-1], (1, 0), constant_values=True)
-
-
 def _moving(state: CacheState, row: _row.Row) -> jax.Array:
     """bool[]; whether a block of the row is on the move."""
     pairs = zip(state.groups, row.tables, strict=True)
-    on = [jnp.any((table >= 0) & pick(group.host.arriving, table)) for group, table in pairs if group.host is not None]
+    on = [
+        jnp.any((table >= 0) & (pick(group.host.arriving, table) > 0))
+        for group, table in pairs
+        if group.host is not None
+    ]
     return functools.reduce(jnp.logical_or, on, jnp.bool_(False))
 
 

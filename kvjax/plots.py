@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import TYPE_CHECKING
@@ -10,12 +11,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.state import NO_BLOCK, CacheState
-from kvjax.stats import Condition, Survey, survey, tally
+from kvjax.stats import tally
+from kvjax.survey import Condition, Survey, survey
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = {"active": "#4f8fcf", "shared": "#45308c", "cached": "#e8a53a", "empty": "#e9ecef", "unknown": "#d62728"}
+_COLOURS = {
+    "active": "#4f8fcf", "shared": "#45308c", "cached": "#e8a53a", "empty": "#e9ecef", "unknown": "#d62728",
+    "host active": "#2f8f83", "host cached": "#9ccf8f", "host empty": "#dcebe4", "moving": "#c2417f", "gap": "#ffffff",
+}  # fmt: skip
+_KINDS = {
+    Condition.ACTIVE: "active", Condition.CACHED: "cached", Condition.EMPTY: "empty",
+    Condition.ON_HOST_ACTIVE: "host active", Condition.ON_HOST_CACHED: "host cached",
+    Condition.ON_HOST_EMPTY: "host empty",
+}  # fmt: skip
+_NAMES = {
+    "active": "active, one holder", "shared": "active, shared", "cached": "cached", "empty": "empty",
+    "host active": "on the host, swapped out", "host cached": "on the host, cached", "host empty": "on the host, empty",
+    "moving": "on the move",
+}  # fmt: skip
 _INK, _FAINT = "#2b2f36", "#7d848e"
 _MOST_CELLS, _MOST_LANES, _MOST_NUMBERED = 2048, 24, 32
 _INCHES = 10.0  # width of a figure of our own
@@ -36,7 +51,8 @@ def plot_blocks(
     """Draws the blocks of a cache, coloured by condition and filled as far as their tokens go.
 
     A cell of the map is one block; in a cache of more than 2,048 blocks it is a run of blocks, divided by the shares
-    of their conditions. Each lane is a row's block table, in the colours of the map.
+    of their conditions. Each lane is a row's block table, in the colours of the map; blocks that have left a window are
+    one cell together, with their number. A block on the move has a mark at its left.
 
     Args:
       state: the cache; not traced.
@@ -60,12 +76,13 @@ def plot_blocks(
     per_cell = 1 << (-(-number // _MOST_CELLS) - 1).bit_length()
     columns = _columns(-(-number // per_cell))
     lanes = [int(seq) for seq in np.flatnonzero((seen.length != 0) | (seen.table != NO_BLOCK).any(axis=1))]
-    drawing = _Drawing(columns, numbered=columns <= _MOST_NUMBERED and per_cell == 1)
+    kinds = [*_NAMES][: 8 if state.spec.groups[group].num_host_blocks else 4]
+    drawing = _Drawing(columns, numbered=columns <= _MOST_NUMBERED and per_cell == 1, kinds=kinds)
     _draw_map(drawing, seen, per_cell)
-    _draw_lanes(drawing, seen, lanes)
+    _draw_lanes(drawing, seen, lanes, gaps=state.spec.groups[group].window is not None)
     if ax is None:
         ax = Figure(figsize=(_INCHES, 1 + drawing.inches * drawing.bottom), layout="constrained").subplots()
-    drawing.finish(ax, ([title] if title else []) + [str(tally(state, seen))])
+    drawing.finish(ax, ([title] if title else []) + tally(state, seen).lines)
     if path is not None:
         ax.get_figure(root=True).savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.15)  # pyright: ignore[reportOptionalMemberAccess]
     return ax
@@ -79,8 +96,8 @@ def _columns(cells: int) -> int:
 class _Drawing:
     """Collects cells and labels in units of cells, y downwards, and hands them to matplotlib in one go."""
 
-    def __init__(self, columns: int, numbered: bool):
-        self.columns, self.numbered, self.bottom = columns, numbered, 0.0
+    def __init__(self, columns: int, numbered: bool, kinds: list[str]):
+        self.columns, self.numbered, self.kinds, self.bottom = columns, numbered, kinds, 0.0
         self.margin = 1 + columns / 24  # left of the cells, for what stands before a line
         self.inches = _INCHES / (columns + self.margin)  # of a cell, in a figure of `_INCHES`
         self.boxes: list[np.ndarray] = []
@@ -116,9 +133,8 @@ class _Drawing:
         ax.set(xlim=(-self.margin, self.columns), ylim=(self.bottom, 0), aspect="equal", anchor="NW")
         ax.set_axis_off()
         ax.set_title("\n".join(headings), loc="left", fontsize=9, color=_INK)
-        names = {"active": "active, one holder", "shared": "active, shared", "cached": "cached", "empty": "empty"}
-        keys = [Patch(color=_COLOURS[kind], label=name) for kind, name in names.items()]
-        keys.append(Patch(facecolor=(*to_rgb(_COLOURS["active"]), 0.3), label="not written"))
+        keys = [Patch(color=_COLOURS[kind], label=_NAMES[kind]) for kind in self.kinds]
+        keys.insert(4, Patch(facecolor=(*to_rgb(_COLOURS["active"]), 0.3), label="not written"))
         ax.legend(handles=keys, loc="upper left", bbox_to_anchor=(0, 0), ncols=5, frameon=False, fontsize=8)
 
 
@@ -138,29 +154,39 @@ def _draw_map(drawing: _Drawing, seen: Survey, per_cell: int) -> None:
         drawing.bottom += 1.2
 
 
-def _draw_lanes(drawing: _Drawing, seen: Survey, lanes: list[int]) -> None:
-    """One lane per row in use, blocks in the order of its table."""
+def _draw_lanes(drawing: _Drawing, seen: Survey, lanes: list[int], gaps: bool) -> None:
+    """One lane per row in use, blocks in the order of its table; `gaps` says that a row may be without some."""
     if not lanes:
         return
     drawing.bottom += 0.6
     used = [seen.table[seq][: 1 + np.flatnonzero(seen.table[seq] != NO_BLOCK).max(initial=-1)] for seq in lanes]
+    used = [_join_gaps(table) if gaps else [(int(block), 1) for block in table] for table in used]
     width = min(1.0, drawing.columns / max(1, max(map(len, used[:_MOST_LANES]))))
-    for seq, table in zip(lanes[:_MOST_LANES], used, strict=False):
+    for seq, cells in zip(lanes[:_MOST_LANES], used, strict=False):
         drawing.text(-0.3, drawing.bottom + 0.45, f"seq {seq}", ha="right")
-        for place, block in enumerate(map(int, table)):
-            known = 0 <= block < len(seen.condition)
-            stretches = _one(seen, block) if known else [(0.0, 1.0, "unknown", 1.0)]
-            drawing.cell(place * width, drawing.bottom, width, stretches, str(block))
+        for place, (block, number) in enumerate(cells):
+            if gaps and block == NO_BLOCK:
+                stretches, label = [(0.0, 1.0, "gap", 1.0)], f"- x{number}"
+            elif 0 <= block < len(seen.condition):
+                stretches, label = _one(seen, block), str(block)
+            else:
+                stretches, label = [(0.0, 1.0, "unknown", 1.0)], str(block)
+            drawing.cell(place * width, drawing.bottom, width, stretches, label)
         drawing.bottom += 1
     if len(lanes) > _MOST_LANES:
         drawing.text(0, drawing.bottom + 0.5, f"and {len(lanes) - _MOST_LANES:,} more rows", color=_FAINT)
         drawing.bottom += 1
 
 
+def _join_gaps(table: np.ndarray) -> list[tuple[int, int]]:
+    """The table as (block, 1), and (NO_BLOCK, how many) for entries without one that stand together."""
+    runs = [(block, len(list(run))) for block, run in itertools.groupby(table.tolist())]
+    return [(b, k) for block, n in runs for b, k in ([(block, n)] if block == NO_BLOCK else [(block, 1)] * n)]
+
+
 def _kind(condition: int, holders: int) -> str:
-    if condition == Condition.ACTIVE:
-        return "shared" if holders > 1 else "active"
-    return "cached" if condition == Condition.CACHED else "empty"
+    kind = _KINDS[Condition(condition)]
+    return "shared" if kind == "active" and holders > 1 else kind
 
 
 def _one(seen: Survey, block: int) -> _Stretches:
@@ -168,15 +194,16 @@ def _one(seen: Survey, block: int) -> _Stretches:
     if seen.condition[block] == Condition.UNUSED:
         return []
     kind = _kind(seen.condition[block], seen.refcount[block])
-    if kind == "empty":
+    if kind in ("empty", "host empty"):
         return [(0.0, 1.0, kind, 1.0)]
     share = float(seen.written[block]) / seen.tokens.shape[1]
-    return [(0.0, 1.0, kind, 0.3), (0.0, share, kind, 1.0)]
+    mark = [(0.0, 0.15, "moving", 1.0)] if seen.moving[block] else []
+    return [(0.0, 1.0, kind, 0.3), (0.0, share, kind, 1.0), *mark]
 
 
 def _shares(seen: Survey, run: slice) -> _Stretches:
     """A run of blocks: one stretch for each condition."""
-    counts = {"shared": 0, "active": 0, "cached": 0, "empty": 0}
+    counts = dict.fromkeys(("shared", *_KINDS.values()), 0)
     for condition, holders in zip(seen.condition[run], seen.refcount[run], strict=True):
         if condition != Condition.UNUSED:
             counts[_kind(condition, holders)] += 1

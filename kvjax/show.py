@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks."""
+"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks, for each group."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from kvjax.state import NO_BLOCK, CacheState
-from kvjax.stats import Condition, Survey, survey, tally
+from kvjax.stats import tally
+from kvjax.survey import Condition, Survey, survey
 
 _MANY = 9  # holders that one digit can tell
-_SIGNS = {Condition.UNUSED: " ", Condition.EMPTY: ".", Condition.CACHED: "c", Condition.ACTIVE: "a"}
+_SIGNS = {
+    Condition.UNUSED: " ", Condition.EMPTY: ".", Condition.CACHED: "c", Condition.ACTIVE: "a",
+    Condition.ON_HOST_EMPTY: "-", Condition.ON_HOST_CACHED: "h", Condition.ON_HOST_ACTIVE: "s",
+}  # fmt: skip
+_ARRIVING, _LEAVING = "<", ">"
 
 
 def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
@@ -21,28 +26,36 @@ def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
     Args:
       state: the cache; not traced.
       width: columns to stay within.
-      max_lines: the most lines for each of the three parts; what does not fit is counted, and a map of many blocks
+      max_lines: the most lines for each part of a group; what does not fit is counted, and a map of many blocks
         gives one character to several.
 
     Returns:
-      Several lines. The tree of contents is left out of a cache with more blocks than `max_lines`.
+      Several lines. The tree of contents is left out of a group with more blocks than `max_lines`, and of all groups
+      with windows, whose blocks hold what those of the first group beside them do.
     """
     lines = []
     for number, group in enumerate(state.spec.groups):
         seen = survey(state, number)
-        window = "full attention" if group.window is None else f"window {group.window:,}"
-        name = f"group {number}, {window}: " if len(state.spec.groups) > 1 else ""
-        lines += [
-            f"{name}blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks",
-            *textwrap.wrap(str(tally(state, seen)), width),
-        ]
+        shape = f"blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks"
+        for line in (_name(state, number) + shape, *tally(state, seen).lines):
+            lines += textwrap.wrap(line, width)
         parts = [_rows(seen, width, max_lines), _map(seen, width, max_lines)]
-        if len(seen.condition) <= max_lines:
+        if len(seen.condition) <= max_lines and group.window is None:
             parts.insert(1, _contents(seen, width))
         for part in map(list, parts):
             lines += ["", *part] if part else []
         lines.append("")
     return "\n".join(line[:width].rstrip() for line in lines[:-1])
+
+
+def _name(state: CacheState, number: int) -> str:
+    group = state.spec.groups[number]
+    if len(state.spec.groups) == 1:
+        return ""
+    if group.window is None:
+        return f"group {number}, full attention{', without K/V' if state.spec.bare else ''}: "
+    sinks = f" and the first {group.sink_tokens:,}" if group.sink_tokens else ""
+    return f"group {number}, window of {group.window:,}{sinks}: "
 
 
 def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
@@ -52,7 +65,8 @@ def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
     for seq in used[:max_lines]:
         length, committed = int(seen.length[seq]), int(seen.committed[seq])
         written = "" if committed == length else f" ({committed:,} written)"
-        head = f"seq {seq:>{digits}}  {length:,} tokens{written}  blocks "
+        resting = ", swapped out" if seen.swapped[seq] else ""
+        head = f"seq {seq:>{digits}}  {length:,} tokens{written}{resting}  blocks "
         table = seen.table[seq]
         last = np.flatnonzero(table != NO_BLOCK)
         yield head + _fit(_runs(table[: last[-1] + 1] if len(last) else table[:0]), width - len(head))
@@ -63,16 +77,23 @@ def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
 
 
 def _runs(ids: Iterable[int]) -> list[str]:
-    """Block ids with runs of three or more, upwards or downwards, shortened: 2 7-9 4."""
+    """Block ids with runs of three or more, upwards or downwards, and gaps shortened: 2 7-9 - x12, 4."""
     runs: list[list[int]] = []
     for block in map(int, ids):
         run = runs[-1] if runs else []
         step = block - run[-1] if run else 0
-        if abs(step) == 1 and min(block, run[-1]) >= 0 and (len(run) == 1 or run[1] - run[0] == step):
+        straight = abs(step) == 1 and min(block, run[-1]) >= 0 and (len(run) == 1 or run[1] - run[0] == step)
+        if straight or (run and block == run[0] == NO_BLOCK):
             run.append(block)
         else:
             runs.append([block])
-    return [text for run in runs for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    words: list[str] = []
+    for run in runs:
+        if run[0] == NO_BLOCK:
+            words += ["-"] if len(run) == 1 else [f"- x{len(run)},"]
+        else:
+            words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return words
 
 
 def _fit(words: list[str], width: int) -> str:
@@ -107,7 +128,7 @@ def _contents(seen: Survey, width: int) -> Iterator[str]:
         yield from branch(block, "  ")
     lost = [block for block in findable if block not in drawn]
     yield from (_block(seen, block, "  NO WAY TO A ROOT ", width) for block in lost)
-    private = np.flatnonzero((seen.condition == Condition.ACTIVE) & (seen.fill == 0))
+    private = np.flatnonzero((seen.refcount > 0) & (seen.fill == 0))
     if len(private):
         yield "held, not yet findable:"
     yield from (_block(seen, int(block), "  ", width) for block in private)
@@ -127,6 +148,11 @@ def _block(seen: Survey, block: int, indent: str, width: int) -> str:
     size, written = seen.tokens.shape[1], int(seen.written[block])
     holders = int(seen.refcount[block])
     tail = f"  {holders} holder{'' if holders == 1 else 's'}" if holders else "  cached"
+    on_host = seen.condition[block] >= Condition.ON_HOST_EMPTY
+    if seen.moving[block]:
+        tail += ", on its way to the host" if on_host else ", on its way to the device"
+    elif on_host:
+        tail += ", on the host"
     head = f"{indent}{block:>3} ["
     slots = [str(token) for token in seen.tokens[block, :written]] + ["."] * (size - written)
     return head + _fit(slots, width - len(head) - len(tail) - 1) + "]" + tail
@@ -138,13 +164,18 @@ def _map(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
     digits = len(f"{number - 1:,}")
     columns = max((width - digits - 1) // 11 * 10, 10)  # tens, with a blank before each
     per_cell = 1 << (-(-number // (columns * max_lines)) - 1).bit_length()
+    host = bool((seen.condition >= Condition.ON_HOST_EMPTY).any())
     if per_cell == 1:
-        cells = [_sign(int(c), int(n)) for c, n in zip(seen.condition, seen.refcount, strict=True)]
+        cells = [_sign(seen, block) for block in range(number)]
         legend = f"digit: holders (+: more than {_MANY}), c: cached, .: empty"
     else:
         cells = [_most(seen.condition[start : start + per_cell]) for start in range(0, number, per_cell)]
         legend = f"a character for {per_cell:,} blocks; most of them a: active, c: cached, .: empty"
-    yield f"blocks ({legend})"
+    if host:
+        legend += "; on the host s: swapped out, h: cached, -: empty"
+    if host and per_cell == 1:
+        legend += f"; {_LEAVING}: on the way there, {_ARRIVING}: back"
+    yield from textwrap.wrap(f"blocks ({legend})", width)
     for start in range(0, len(cells), columns):
         tens = [
             "".join(cells[i : min(i + 10, start + columns)]) for i in range(start, min(start + columns, len(cells)), 10)
@@ -152,11 +183,14 @@ def _map(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
         yield f"{start * per_cell:>{digits},} " + " ".join(tens)
 
 
-def _sign(condition: int, holders: int) -> str:
+def _sign(seen: Survey, block: int) -> str:
+    condition, holders = int(seen.condition[block]), int(seen.refcount[block])
+    if seen.moving[block]:
+        return _LEAVING if condition >= Condition.ON_HOST_EMPTY else _ARRIVING
     if condition != Condition.ACTIVE:
         return _SIGNS[Condition(condition)]
     return str(holders) if holders <= _MANY else "+"
 
 
 def _most(conditions: np.ndarray) -> str:
-    return _SIGNS[Condition(int(np.argmax(np.bincount(conditions, minlength=4))))]
+    return _SIGNS[Condition(int(np.argmax(np.bincount(conditions, minlength=len(Condition)))))]

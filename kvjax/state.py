@@ -108,7 +108,8 @@ class Host:
     Attributes:
       slot: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
       below: i32[B]; findable children on the host; then `Blocks.children` counts those on the device.
-      arriving: bool[B]; the K/V are on their way to the block's row, so that it cannot be found there yet.
+      arriving: i32[B]; number of the move that brings the K/V to the block's row, where it cannot be found yet; or 0.
+      moves: i32[]; the number of the last transition that moved something.
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of that stack.
       policy: the eviction policy's state for blocks on the host.
@@ -117,6 +118,7 @@ class Host:
     slot: jax.Array
     below: jax.Array
     arriving: jax.Array
+    moves: jax.Array
     empty: jax.Array
     num_empty: jax.Array
     policy: Any

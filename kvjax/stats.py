@@ -1,91 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counting a cache on the host: the condition of every block, and what that adds up to."""
+"""Counting a cache on the host: what its blocks and its events add up to."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 
 import jax
 import numpy as np
 
 from kvjax.events import EventKind, EventLog, Events
 from kvjax.state import CacheState
-
-
-class Condition(enum.IntEnum):
-    """What a block is at the moment. UNUSED blocks lie beyond the capacity that the state was made with."""
-
-    UNUSED = 0
-    EMPTY = 1
-    CACHED = 2
-    ACTIVE = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Survey:
-    """One group of a state, as numpy arrays; tolerates any contents, broken ones too.
-
-    Attributes:
-      condition: i32[B]; a `Condition` for each block.
-      refcount: i32[B].
-      written: i32[B]; slots from the block's start whose K/V are written and can still be read.
-      reserved: i32[B]; slots from the block's start that rows have room for or that are written.
-      fill: i32[B]; tokens of a findable block.
-      tokens: i32[B, P].
-      parent: i32[B, 2].
-      generation: i32[B].
-      table: i32[S, M].
-      length, committed: i32[S].
-    """
-
-    condition: np.ndarray
-    refcount: np.ndarray
-    written: np.ndarray
-    reserved: np.ndarray
-    fill: np.ndarray
-    tokens: np.ndarray
-    parent: np.ndarray
-    generation: np.ndarray
-    table: np.ndarray
-    length: np.ndarray
-    committed: np.ndarray
-
-
-def survey(state: CacheState, group: int = 0) -> Survey:
-    """Reads one group of a state on the host."""
-    view, seqs = jax.device_get((state.groups[group], state.seqs))
-    blocks, size = view.blocks, state.spec.block_size
-    if blocks.refcount.ndim != 1:
-        raise ValueError(f"state: got arrays with batch axes {blocks.refcount.shape[:-1]}, wanted one cache of them")
-    ids = np.arange(blocks.refcount.shape[0])
-    known = (view.table >= 0) & (view.table < len(ids))
-    start = np.arange(view.table.shape[1]) * size
-
-    def reach(tokens: np.ndarray) -> np.ndarray:
-        """How far into each block the rows' first `tokens` tokens come."""
-        far = np.zeros(len(ids), np.int32)
-        np.maximum.at(far, view.table[known], np.clip(tokens[:, None] - start, 0, size)[known])
-        return far
-
-    condition = np.where(
-        blocks.refcount > 0, Condition.ACTIVE, np.where(blocks.fill > 0, Condition.CACHED, Condition.EMPTY)
-    )
-    condition = np.where((condition == Condition.EMPTY) & (ids >= view.num_blocks), Condition.UNUSED, condition)
-    written = np.maximum(reach(seqs.committed), blocks.fill)
-    return Survey(
-        condition=condition,
-        refcount=blocks.refcount,
-        written=written,
-        reserved=np.maximum(reach(seqs.length), written),
-        fill=blocks.fill,
-        tokens=blocks.tokens,
-        parent=blocks.parent,
-        generation=blocks.generation,
-        table=view.table,
-        length=seqs.length,
-        committed=seqs.committed,
-    )
+from kvjax.survey import Condition, Survey, survey
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +19,22 @@ class Stats:
 
     Attributes:
       block_size: P.
-      num_blocks: blocks in use: active + cached + empty.
+      num_blocks: blocks in use on the device: active + cached + empty.
       active_blocks: blocks that rows or pins hold.
       cached_blocks: blocks that nobody holds whose contents can be reused.
       empty_blocks: blocks without contents. Room for new tokens is cached + empty.
       num_rows: S.
       active_rows: rows that hold a sequence.
-      row_tokens: sum of the rows' written tokens; a shared token counts once for each row.
+      row_tokens: written tokens in the rows' blocks on the device; a shared token counts once for each row. With a
+        window a row has only blocks that its next token sees.
       written_slots: slots of active blocks whose K/V are written; a shared slot counts once.
       reserved_slots: slots of active blocks that some row has room for and that are not yet written.
       cached_slots: slots of cached blocks that hold contents.
+      host_blocks: H: active + cached + empty; the slots above are those of the device alone.
+      host_active_blocks: blocks on the host that rows hold, which rest then, or pins.
+      host_cached_blocks: blocks on the host whose contents can be reused.
+      host_empty_blocks: blocks on the host without contents.
+      in_transit_blocks: blocks of both tiers whose K/V are still to come where they are counted.
     """
 
     block_size: int
@@ -117,6 +48,11 @@ class Stats:
     written_slots: int
     reserved_slots: int
     cached_slots: int
+    host_blocks: int = 0
+    host_active_blocks: int = 0
+    host_cached_blocks: int = 0
+    host_empty_blocks: int = 0
+    in_transit_blocks: int = 0
 
     @property
     def total_slots(self) -> int:
@@ -149,13 +85,25 @@ class Stats:
         """How many rows read the average written slot: 1.0 means that nothing is shared."""
         return self.row_tokens / self.written_slots if self.written_slots else 1.0
 
-    def __str__(self) -> str:
-        """One line of counts."""
-        return (
+    @property
+    def lines(self) -> list[str]:
+        """Counts in words, of the device and of the host if there is one."""
+        lines = [
             f"{self.num_blocks:,} blocks: {self.active_blocks:,} active, {self.cached_blocks:,} cached, "
             f"{self.empty_blocks:,} empty; {self.filled_slots:,} of {self.total_slots:,} slots filled; "
             f"{self.active_rows:,} of {self.num_rows:,} rows in use"
-        )
+        ]
+        if self.host_blocks:
+            lines.append(
+                f"on the host {self.host_blocks:,} blocks: {self.host_active_blocks:,} active, "
+                f"{self.host_cached_blocks:,} cached, {self.host_empty_blocks:,} empty; "
+                f"{self.in_transit_blocks:,} on the move"
+            )
+        return lines
+
+    def __str__(self) -> str:
+        """One line of counts."""
+        return "; ".join(self.lines)
 
 
 def stats(state: CacheState, group: int = 0) -> Stats:
@@ -174,19 +122,28 @@ def stats(state: CacheState, group: int = 0) -> Stats:
 
 def tally(state: CacheState, seen: Survey) -> Stats:
     """Adds up a survey of `state`."""
+    count = np.bincount(seen.condition, minlength=len(Condition)).tolist()
     active, cached = seen.condition == Condition.ACTIVE, seen.condition == Condition.CACHED
+    on_host = {
+        "host_active_blocks": count[Condition.ON_HOST_ACTIVE],
+        "host_cached_blocks": count[Condition.ON_HOST_CACHED],
+        "host_empty_blocks": count[Condition.ON_HOST_EMPTY],
+    }
     return Stats(
         block_size=state.spec.block_size,
-        num_blocks=int(np.sum(seen.condition != Condition.UNUSED)),
-        active_blocks=int(np.sum(active)),
-        cached_blocks=int(np.sum(cached)),
-        empty_blocks=int(np.sum(seen.condition == Condition.EMPTY)),
+        num_blocks=count[Condition.ACTIVE] + count[Condition.CACHED] + count[Condition.EMPTY],
+        active_blocks=count[Condition.ACTIVE],
+        cached_blocks=count[Condition.CACHED],
+        empty_blocks=count[Condition.EMPTY],
         num_rows=state.spec.max_seqs,
         active_rows=int(np.sum(seen.length > 0)),
-        row_tokens=int(np.sum(seen.committed)),
+        row_tokens=int(np.sum(seen.held)),
         written_slots=int(np.sum(seen.written[active])),
         reserved_slots=int(np.sum((seen.reserved - seen.written)[active])),
         cached_slots=int(np.sum(seen.fill[cached])),
+        host_blocks=sum(on_host.values()),
+        **on_host,
+        in_transit_blocks=int(np.sum(seen.moving)),
     )
 
 
@@ -199,7 +156,9 @@ class Totals:
       reused_tokens: those of them that were found, and so need no computing.
       stored_blocks: blocks that became findable.
       removed_blocks: blocks that stopped being findable, by eviction or because a row was cut inside them.
-      copied_blocks: blocks copied, for partial reuse or before a write into a shared block.
+      copied_blocks: blocks copied on the device, for partial reuse or before a write into a shared block.
+      offloaded_blocks: moves to the host that were ordered; what leaves both tiers at once counts as removed alone.
+      onboarded_blocks: moves to the device that were ordered, copies of part of a block on the host among them.
       refused: rows whose request was not done.
     """
 
@@ -208,6 +167,8 @@ class Totals:
     stored_blocks: int = 0
     removed_blocks: int = 0
     copied_blocks: int = 0
+    offloaded_blocks: int = 0
+    onboarded_blocks: int = 0
     refused: int = 0
 
     @property
@@ -227,5 +188,10 @@ class Totals:
             "stored_blocks": np.sum(kinds == EventKind.STORED),
             "removed_blocks": np.sum(kinds == EventKind.REMOVED),
             "copied_blocks": np.sum(kinds == EventKind.COPIED),
-        } | rows
+        }
+        if not isinstance(events, EventLog) and events.transfer is not None:
+            moves = events.transfer  # between tiers, so that the greater row is on the host
+            new["offloaded_blocks"] = np.sum((moves.block >= 0) & (moves.target > moves.source))
+            new["onboarded_blocks"] = np.sum((moves.block >= 0) & (moves.target < moves.source))
+        new |= rows
         return dataclasses.replace(self, **{name: getattr(self, name) + int(n) for name, n in new.items()})

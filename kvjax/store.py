@@ -124,7 +124,7 @@ def publish_filled(
         group, stored = publish(
             group, news.own, news.publish, news.key, news.parent, place.reshape(-1), group.blocks.tokens.shape[1]
         )
-        group, updated = take_over(group, 0, news.own, news.target, news.merge & news.first)
+        group, updated = take_over(group, 0, state.policy, news.own, news.target, news.merge & news.first)
         group = merge(group, state.policy, news.own, news.target, news.merge, news.first, now)
         where = (jnp.broadcast_to(row[:, None], place.shape), place)
         swap = news.merge.reshape(place.shape)

@@ -159,7 +159,13 @@ class Trial:
           state: from `init`.
           delivers: whether to demand that a prompt which fits by the free count is admitted.
           verbs: jitted verbs by name, None for the library's.
+
+        Raises:
+          ValueError: if the cache has windows, whose blocks no policy of yours has to do with.
         """
+        groups = len(state.spec.groups)
+        if groups > 1:
+            raise ValueError(f"spec: got {groups} groups, wanted one of full attention")
         self.state, self.delivers = state, delivers
         self.verbs = jitted_verbs() if verbs is None else verbs
         self.mirror = Mirror()

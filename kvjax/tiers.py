@@ -25,7 +25,7 @@ from jax import lax
 from kvjax import index
 from kvjax._arrays import add, compact, count, pick, put, rank
 from kvjax.events import DEFAULT_PRIORITY, EventKind, record
-from kvjax.group import Taken, available, claim
+from kvjax.group import Taken, available, claim, unsettled
 from kvjax.policies import EvictionPolicy
 from kvjax.retention import priority_at
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Host, pytree
@@ -96,8 +96,10 @@ def take(
     popped = jnp.minimum(need + count(back >= 0), group.num_empty)
     wanted = jnp.where(total <= available(group), total - popped, 0)
 
+    moving = unsettled(group, host.slot < rows)
+
     def eligible(ids: jax.Array) -> jax.Array:
-        here = (ids >= 0) & (pick(host.slot, ids) < rows) & ~pick(host.arriving, ids) & (ids != spare)
+        here = (ids >= 0) & (pick(host.slot, ids) < rows) & ~pick(moving, ids) & (ids != spare)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
     ids, pstate = policy.victims(group.policy, before, eligible, wanted, now, size)
@@ -158,7 +160,7 @@ def deal(
     # Whatever follows a removed block goes with it, and is on the host, for the device loses leaves.
     doomed = _followers(blocks, out.ids, out.where & ~out.stay, below)
     mine = _mark(num_ids, out.ids, out.where)
-    ok = ~jnp.any(doomed & ~mine & ((blocks.refcount > 0) | host.arriving))
+    ok = ~jnp.any(doomed & ~mine & ((blocks.refcount > 0) | (host.arriving > 0)))
     followers = _where(doomed & ~mine, size)
     ok = ok & (count(doomed & ~mine) <= size)
 
@@ -208,9 +210,8 @@ def deal(
     updated = tell(EventKind.UPDATED, moved, findable, (np.arange(moved.shape[0]) < size).astype(np.int32))
     records = [tell(EventKind.UPDATED, out.ids, passing, 1), tell(EventKind.REMOVED, removed, removed >= 0)]
     ordered = moves(
-        known, group=number, block=moved, generation=pick(blocks.generation, moved), source=pick(slot, moved),
-        target=pick(new_slot, moved),
-    )  # fmt: skip
+        known, group=number, block=moved, number=host.moves + 1, source=pick(slot, moved), target=pick(new_slot, moved)
+    )
 
     up, idle = pick(blocks.parent, back)[:, 0], (back >= 0) & (pick(blocks.refcount, back) == 0)
     below_back = (back >= 0) & (pick(blocks.fill, back) > 0) & (up >= 0)
@@ -227,7 +228,8 @@ def deal(
         host,
         slot=new_slot,
         below=put(add(host.below, up, -1, below_back, unique=False), removed, 0, removed >= 0),
-        arriving=put(host.arriving, moved, True, known),
+        arriving=put(host.arriving, moved, host.moves + 1, known),
+        moves=host.moves + jnp.any(known).astype(jnp.int32),
         empty=put(host.empty, host.num_empty - taken + rank(on_host), free, on_host),
         num_empty=host.num_empty - taken + count(on_host),
     )
@@ -273,11 +275,12 @@ def _host_victims(
     refcount = put(blocks.refcount, out.ids, 0, lasting & (not out.held))
     # As the policy is to see them: with the host's children, those of a block on the host.
     seen = dataclasses.replace(blocks, refcount=refcount, children=host.below)
+    moving = unsettled(group, (host.slot < group.empty.shape[0]) & ~coming)
     pstate = policy.touch(host.policy, seen, jnp.where(lasting & (not out.held), out.ids, NO_BLOCK), now)
 
     def eligible(ids: jax.Array) -> jax.Array:
         there = (ids >= 0) & ((pick(host.slot, ids) >= group.empty.shape[0]) | pick(coming, ids)) & (ids != spare)
-        there = there & ~pick(host.arriving, ids) & ~pick(staying, ids)
+        there = there & ~pick(moving, ids) & ~pick(staying, ids)
         return there & (pick(refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
 
     ids, pstate = policy.victims(pstate, seen, eligible, overflow, now, size)

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-COLUMNS = ("group", "block", "generation", "source", "target")
+COLUMNS = ("group", "block", "number", "source", "target")
 
 
 @jax.tree_util.register_dataclass
@@ -21,7 +21,8 @@ class Transfer:
 
     Columns, each also a property of this class:
       group: which attention window.
-      block, generation: the node that moves, or the block of a row that takes a copy.
+      block: what moves, or the block of a row that takes a copy.
+      number: tells this move of the block from others.
       source, target: pool rows, 0..N-1 on the device, N..N+H-1 on the host.
     """
 
@@ -29,7 +30,7 @@ class Transfer:
 
     group = property(lambda self: self.records[..., 0])
     block = property(lambda self: self.records[..., 1])
-    generation = property(lambda self: self.records[..., 2])
+    number = property(lambda self: self.records[..., 2])
     source = property(lambda self: self.records[..., 3])
     target = property(lambda self: self.records[..., 4])
 

@@ -91,7 +91,7 @@ def follow(
     there = pick(group.shadow, news.target)
     swap = good & (there >= 0) & (there != own)
     group, there, swap = fence(group, there, swap)
-    group, updated = take_over(group, number, own, there, swap & news.first)
+    group, updated = take_over(group, number, POLICY, own, there, swap & news.first)
     group = merge(group, POLICY, own, there, swap, news.first, now)
     table = put(group.table, where, there.reshape(place.shape), swap.reshape(place.shape))
     return dataclasses.replace(group, table=table), stored, updated
@@ -134,6 +134,8 @@ def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Ar
         num_cached=group.num_cached - count(idle & here),
     )
     if group.host is not None:
+        arriving = put(group.host.arriving, own, 0, idle)
+        group = dataclasses.replace(group, host=dataclasses.replace(group.host, arriving=arriving))
         group = push_empty(group, own, idle & ~here, host=True)
     return push_empty(group, own, idle & here), records
 

@@ -170,11 +170,15 @@ class Decoder(nnx.Module):
             )
 
     def layer_specs(self) -> list[kvjax.LayerSpec]:
-        """The K/V shape of every layer, for `kvjax.make_spec` and `kvjax.plan`.
+        """What the layers keep in the cache, for `kvjax.make_spec` and `kvjax.plan`.
 
-        All are of full attention: a window is a mask here, and the cache keeps what is outside it.
+        Blocks that have left a layer's window are let go. Layers that reuse the K/V of others keep nothing and are
+        left out; they are the last ones, so that the numbers of the others stay.
         """
-        return [kvjax.LayerSpec(layer.kv_heads, layer.head_dim) for layer in self.config.layers]
+        layers = self.config.layers
+        return [
+            kvjax.LayerSpec(layer.kv_heads, layer.head_dim, layer.window) for layer in layers if layer.reuses is None
+        ]
 
     def __call__(self, tokens: jax.Array, pools, view, *, last: jax.Array | None = None):
         """Runs the next tokens of every row through the paged cache.

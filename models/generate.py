@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a stop token; may be repeated (default: the checkpoint's)",
     )
     parser.add_argument(
-        "--blocks", type=int, default=512, metavar="N", help="blocks of the cache (default: %(default)s)"
+        "--blocks", type=int, default=512, metavar="N", help="blocks for each attention window (default: %(default)s)"
     )
     parser.add_argument("--block-size", type=int, default=16, metavar="P", help="tokens a block (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=8, metavar="S", help="sequences at a time (default: %(default)s)")

@@ -5,7 +5,8 @@ The folders are those of `golden.py`. Every prompt goes through the cache in thr
 over the pool; with *reuse*, after prompts that share a prefix with it, and then after itself; and after *churn*, in
 a pool so small that each round evicts the blocks of the round before. Prompts are computed in chunks of several
 rows; then the reference's own continuation is fed token by token. Pools start as NaN, so a slot that is read before
-it is written shows.
+it is written shows. In the first way layers with a window have no more blocks than what their rows can see at once,
+so that a row goes on only if it lets go of those that leave the window.
 
 With `--kv-dtype` the K/V are kept in another format than float32: then the logits' error is reported, not judged.
 """
@@ -16,6 +17,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -79,22 +81,20 @@ class Tally:
 
 @partial(jax.jit, donate_argnames="cache")
 def admit(cache: kvjax.Cache, seq: jax.Array, tokens: jax.Array, length: jax.Array):
-    """`Cache.admit`, and the tokens found and the blocks evicted."""
-    cache, events = cache.admit(seq, tokens, length)
+    """`Cache.admit` with room for a chunk, and the tokens found and the blocks evicted."""
+    cache, events = cache.admit(seq, tokens, length, room=CHUNK)
     return cache, events.ok, jnp.sum(events.cached), _num_evicted(events)
 
 
 @partial(jax.jit, donate_argnames="cache")
 def advance(model: Decoder, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
-    """Computes and commits the next tokens i32[S, C] of every row. Only single tokens (C = 1) need room made first."""
-    fine, evicted = True, 0
-    if tokens.shape[1] == 1:
-        cache, extended = cache.extend(count > 0)
-        fine, evicted = extended.ok, _num_evicted(extended)
+    """Makes room for the next tokens i32[S, C] of every row where there is none yet, computes and commits them."""
+    more = cache.state.seqs.committed + count - cache.state.seqs.length
+    cache, extended = cache.extend(more > 0, jnp.maximum(more, 0), max_tokens=tokens.shape[1])
     view = cache.view(count, tokens.shape[1])
     logits, pools = model(tokens, cache.pools, view)
     cache, committed = kvjax.Cache(cache.state, pools).commit(tokens, count)
-    return cache, logits, fine & committed.ok, evicted
+    return cache, logits, extended.ok & committed.ok, _num_evicted(extended)
 
 
 @partial(jax.jit, donate_argnames="cache")
@@ -116,15 +116,30 @@ class Runner:
         self.width = spec.max_length
         self.cache: Any = None
 
-    def start(self, num_blocks: int, seed: int) -> None:
-        """An empty cache whose blocks will be handed out in random order, and pools that hold no number."""
-        cache = kvjax.Cache.create(self.spec, _LRU, jnp.int32(num_blocks))
-        (group,) = cache.state.groups
-        empty = np.arange(group.empty.shape[0], dtype=np.int32)
-        empty[:num_blocks] = np.random.default_rng(seed).permutation(np.asarray(group.empty[:num_blocks]))
-        group = dataclasses.replace(group, empty=jnp.asarray(empty))
-        state = dataclasses.replace(cache.state, groups=(group,))
+    def start(self, num_blocks: Sequence[int], seed: int) -> None:
+        """An empty cache with so many blocks in each group, to be handed out in random order; pools hold no number."""
+        cache, rng = kvjax.Cache.create(self.spec, _LRU), np.random.default_rng(seed)
+        groups = []
+        for group, count in zip(cache.state.groups, num_blocks, strict=True):
+            empty = np.arange(group.empty.shape[0], dtype=np.int32)
+            empty[:count] = rng.permutation(count)
+            used = jnp.array(count, jnp.int32)
+            groups.append(
+                dataclasses.replace(group, empty=jnp.asarray(empty), num_empty=used, num_blocks=jnp.copy(used))
+            )
+        state = dataclasses.replace(cache.state, groups=tuple(groups))
         self.cache = kvjax.Cache(state, jax.tree.map(_without_numbers, cache.pools))
+
+    def least(self, lengths: Sequence[int]) -> list[int]:
+        """Blocks of each group without which rows of these lengths cannot be computed together, chunk by chunk."""
+        counts = []
+        for group in self.spec.groups:
+            span = self.spec.max_length if group.window is None else group.window + CHUNK - 1
+            most = -(-(span - 1) // BLOCK_SIZE) + 1  # wherever in a block it begins
+            counts.append(sum(min(-(-length // BLOCK_SIZE), most) for length in lengths))
+        if self.spec.bare:  # it keeps the books for what is cached in the others too
+            counts[0] = self.spec.groups[0].num_blocks
+        return counts
 
     def run(self, texts: dict[int, np.ndarray], prompt: dict[int, int], tally: Tally, rows=None) -> None:
         """Admits texts' prompts, computes the rest of each text but its last token, and releases them.
@@ -212,16 +227,20 @@ def _three_ways(runner: Runner, batch: range, tallies: dict[str, Tally]) -> None
     texts = {seq: golden.text(row) for seq, row in rows.items()}
     prompts = {seq: int(golden.lengths[row]) for seq, row in rows.items()}
 
-    runner.start(runner.spec.groups[0].num_blocks, seed=0)
+    blocks = [group.num_blocks for group in runner.spec.groups]
+    least = runner.least([len(text) for text in texts.values()])
+
+    runner.start([blocks[0], *least[1:]], seed=0)
     runner.run(texts, prompts, tallies["cold"], rows)
 
-    runner.start(runner.spec.groups[0].num_blocks, seed=1)
+    runner.start(blocks, seed=1)
     for seq in rows:  # one after the other: each finds the prefixes that those before it share
         runner.run({seq: texts[seq]}, prompts, tallies["reuse"], rows)
     runner.run(texts, prompts, tallies["reuse"], rows)  # each finds itself
 
-    # Just enough blocks: strangers of the same lengths drive out everything, then half of them drive out a part.
-    runner.start(sum(-(-len(text) // BLOCK_SIZE) for text in texts.values()), seed=2)
+    # Just enough blocks: strangers of the same lengths drive out everything, then half of them drive out a part. With
+    # windows half as many again, or else a row would take what it has just let go of, and nothing would stay.
+    runner.start([least[0], *(3 * count // 2 for count in least[1:])], seed=2)
     rng = np.random.default_rng(3)
     vocab_size = golden.logits.shape[2]
     for driven in (list(texts), list(texts)[::2]):

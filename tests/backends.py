@@ -68,7 +68,11 @@ class OracleBackend:
         windows = [(window, 0, size.num_blocks) for window in sorted(w for w in size.windows if w is not None)]
         bare = size.rows * blocks_per_row + len(windows) * size.num_blocks
         first = size.num_blocks if None in size.windows else bare
-        self.cache = Oracle(first, size.block_size, size.rows, blocks_per_row, size.partial_reuse, windows=windows)
+        self.cache = Oracle(
+            first, size.block_size, size.rows, blocks_per_row, size.partial_reuse, windows=windows,
+            num_host_blocks=size.num_host_blocks, offload_min_priority=size.offload_min_priority,
+            bare=None not in size.windows,
+        )  # fmt: skip
         self.groups = size.groups
         if size.retention:
             self.cache.score = self.cache.priority
@@ -79,7 +83,9 @@ class OracleBackend:
         self.cache.now = now
         ranges = [(r["start"], r["end"], Worth(r["priority"], r.get("ttl"))) for r in retention.get("ranges", ())]
         generated = Worth(retention.get("decode_priority", 35), retention.get("decode_ttl"))
-        return self._outcome(self.cache.admit(row, prompt.tokens, retention=Retention(ranges, generated), **options))
+        return self._outcome(
+            self.cache.admit(row, prompt.tokens, retention=Retention(ranges, generated), tiers=True, **options)
+        )
 
     def compute(self, row: int, prompt: Prompt, now: int) -> Outcome:
         rows, self.cache.now = range(len(self.cache.rows)), now
@@ -90,7 +96,7 @@ class OracleBackend:
     def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
         active = [seq == row for seq in range(len(self.cache.rows))]
         self.cache.now = now
-        extended = self._outcome(self.cache.extend(active, len(prompt.tokens)))
+        extended = self._outcome(self.cache.extend(active, len(prompt.tokens), tiers=True))
         return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
 
     def release(self, row: int, now: int) -> Outcome:
@@ -137,6 +143,7 @@ class OracleBackend:
         return self.cache.snapshot() == before
 
     def _outcome(self, result: Result) -> Outcome:
+        self.cache.complete(result.moves, True)
         kinds = collections.Counter(event.kind for event in result.events if event.group in self.groups)
         return Outcome(result.ok, sum(result.cached), kinds)
 

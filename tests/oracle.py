@@ -20,139 +20,32 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-NO_BLOCK = -1
-Path = tuple[tuple[int, int], ...]
-Node = tuple[int, Path]
+from tests.oracle_blocks import (
+    NO_BLOCK,
+    RETENTION,
+    WORTH,
+    Block,
+    Event,
+    Group,
+    Node,
+    Path,
+    Result,
+    Retention,
+    Row,
+    Status,
+    Worth,
+    lru,
+)
+from tests.oracle_tiers import Tiers
 
-
-class Status(enum.IntEnum):
-    """Why a row was refused; the numbers are the library's."""
-
-    OK = 0
-    NO_BLOCKS = 1
-    ROW_FULL = 2
-    BAD_REQUEST = 3
-    HELD = 4
-
-
-class Event(NamedTuple):
-    """What happened to one block: `kind` is stored, removed, updated, copied or cleared.
-
-    `path` ends with the block's last token; of a copied block, with the last token copied.
-    """
-
-    kind: str
-    namespace: int = 0
-    path: Path = ()
-    group: int = 0
+__all__ = ["NO_BLOCK", "Block", "Event", "Oracle", "Result", "Retention", "Row", "Status", "Worth", "lru"]
 
 
-class Result(NamedTuple):
-    """What a verb reports: one status per row, events, tokens asked for and found per row, blocks missing."""
-
-    status: list[Status]
-    events: Sequence[Event] = ()
-    queried: Sequence[int] = ()
-    cached: Sequence[int] = ()
-    shortfall: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether every row succeeded."""
-        return all(status == Status.OK for status in self.status)
-
-
-class Worth(NamedTuple):
-    """Priority, and ms to live after a release (None: for ever); what blocks are worth of which nobody says more."""
-
-    priority: int = 35
-    ttl: int | None = None
-
-
-WORTH = Worth()
-
-
-class Retention(NamedTuple):
-    """What a request says of its blocks: (start, end or None, worth) of ranges of its prompt; generated ones."""
-
-    ranges: Sequence[tuple[int, int | None, Worth]] = ()
-    generated: Worth = WORTH
-
-
-RETENTION = Retention()
-
-
-@dataclasses.dataclass
-class Block:
-    """One block; `node` is its place in the index, None where it has none."""
-
-    refcount: int = 0
-    node: Node | None = None
-    hits: int = 0  # how often the contents were reused since they were stored
-    stored: int = 0  # clock when the contents entered the index
-    released: int = 0  # clock when the last holder let go
-    worth: Worth = WORTH
-    expiry: int | None = None  # ms when its time to live is over, if it has one and nobody holds it
-
-
-@dataclasses.dataclass
-class Row:
-    """One sequence: `length` tokens of room, of which `tokens` are written; a table per group, gaps are NO_BLOCK."""
-
-    namespace: int = 0
-    length: int = 0
-    tokens: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    tables: list[list[int]] = dataclasses.field(default_factory=lambda: [[]])
-    prompt: int = 0  # tokens of the prompt
-    retention: Retention = RETENTION
-
-    def copy(self) -> Row:
-        """An equal row that shares nothing with this one."""
-        return dataclasses.replace(self, tokens=list(self.tokens), tables=[list(table) for table in self.tables])
-
-    def stated(self, first: int) -> Worth | None:
-        """What the block that begins with token `first` is to be worth; None: nothing is said of it."""
-        if first >= self.prompt:
-            return self.retention.generated
-        for start, end, worth in self.retention.ranges:
-            if start <= first and (end is None or first < end):
-                return worth
-        return None
-
-
-@dataclasses.dataclass
-class Group:
-    """The blocks of one attention window, None for full attention; `index` is the block of each node."""
-
-    number: int
-    blocks: list[Block]
-    window: int | None = None
-    sink_tokens: int = 0
-    index: dict[Node, int] = dataclasses.field(default_factory=dict)
-
-    def counts(self) -> dict[str, int]:
-        """How many blocks are empty, cached and active."""
-        kinds = collections.Counter(
-            "active" if block.refcount else "cached" if block.node else "empty" for block in self.blocks
-        )
-        return {kind: kinds[kind] for kind in ("empty", "cached", "active")}
-
-    def sees(self, place: int, written: int, size: int) -> bool:
-        """Whether the token after `written` ones sees something of a sequence's block at `place`."""
-        return self.window is None or place * size < self.sink_tokens or (place + 1) * size > written - self.window + 1
-
-
-def lru(block: Block) -> int:
-    """The default score: blocks leave in the order of their last release."""
-    return block.released
-
-
-class Oracle:
+class Oracle(Tiers):
     """The cache.
 
     Attributes:
@@ -169,20 +62,25 @@ class Oracle:
         partial_reuse: bool = True,
         score: Callable[[Block], Any] = lru,
         windows: Sequence[tuple[int, int, int]] = (),
+        num_host_blocks: int = 0,
+        offload_min_priority: int = 0,
+        bare: bool = False,
     ):
         """An empty cache; among leaves the block of the lowest `score` is evicted first, then the older one.
 
-        `windows` are (tokens, sink tokens, blocks) of further groups.
+        `windows` are (tokens, sink tokens, blocks) of further groups. Each group has so many host blocks, but not a
+        `bare` first one.
         """
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
         self.partial_reuse = partial_reuse
         self.score = score
-        self.groups = [Group(0, [Block() for _ in range(num_blocks)])]
+        self.least = offload_min_priority
+        self.groups = [self._group(0, num_blocks, 0 if bare else num_host_blocks)]
         for number, (window, sinks, blocks) in enumerate(windows, 1):
-            self.groups.append(Group(number, [Block() for _ in range(blocks)], window, sinks))
+            self.groups.append(self._group(number, blocks, num_host_blocks, window, sinks))
         self.rows = [self._free_row() for _ in range(max_seqs)]
-        self.clock = 0
+        self.clock = self.turn = self.moves = 0
         self.now = 0  # ms; set by the caller
 
     # What a test compares.
@@ -200,7 +98,7 @@ class Oracle:
     def snapshot(self) -> Any:
         """Everything there is to know, as a value."""
         groups = [([dataclasses.replace(block) for block in group.blocks], dict(group.index)) for group in self.groups]
-        return groups, [row.copy() for row in self.rows], self.clock
+        return groups, [row.copy() for row in self.rows], self.clock, self.turn
 
     def counts(self, group: int = 0) -> dict[str, int]:
         """How many blocks are empty, cached and active."""
@@ -217,16 +115,22 @@ class Oracle:
 
     # The verbs.
 
-    def admit(self, seq, tokens, *, namespace=0, extra_ids=None, room=None, retention=RETENTION) -> Result:
-        """Starts free row `seq` with what is cached of a prompt and blocks for the rest, or for `room` tokens of it."""
+    def admit(self, seq, tokens, *, namespace=0, extra_ids=None, room=None, retention=RETENTION, tiers=False) -> Result:
+        """Starts free row `seq` with what is cached of a prompt and blocks for the rest, or for `room` tokens of it.
+
+        With `tiers` it finds what is on the host too, and what has to leave the device goes there.
+        """
         if not 0 <= seq < len(self.rows) or not tokens or min(tokens) < 0 or namespace < 0 or (room or 1) < 1:
             return Result([Status.BAD_REQUEST])
         if self.rows[seq].length:
             return Result([Status.HELD])
         prompt = self._pair(tokens, extra_ids)
-        whole, source, cached = self._match(namespace, prompt)
+        whole, source, cached = self._match(namespace, prompt, tiers)
         seen = len(whole) * self.block_size  # a window moves on only when the copy is sure
         found = [[self._beside(group, node, seen, i) for i, node in enumerate(whole)] for group in self.groups]
+        back = [
+            {b for b in mine if b != NO_BLOCK and g.blocks[b].host} for g, mine in zip(self.groups, found, strict=True)
+        ]
         for copied in (True, False) if source is not None else (False,):
             if not copied:
                 source, cached = None, seen
@@ -236,12 +140,15 @@ class Oracle:
             needed = self._blocks_for(length) - len(whole)
             # The source of the copy is needed until the copy is made: give it up only if there is no other way.
             kept = [{*found[g.number], g.index[source] if source else NO_BLOCK} for g in self.groups]
-            missing = max(self._choose(group, needed, kept[group.number])[1] for group in self.groups)
+            missing = max(self._missing(g, needed + len(back[g.number]), kept[g.number]) for g in self.groups)
             if not missing:
                 break
         else:
             return Result([Status.NO_BLOCKS], shortfall=missing)
-        fresh, events = self._take([needed] * len(self.groups), kept)
+        taken = self._take([needed] * len(self.groups), tiers, kept, back)
+        if taken is None:
+            return Result([Status.NO_BLOCKS], shortfall=1)
+        fresh, events, moves = taken
         tables = [known + new for known, new in zip(found, fresh, strict=True)]
         row = self.rows[seq] = Row(namespace, length, prompt[:cached], tables, len(prompt), retention)
         for group in self.groups:
@@ -256,11 +163,15 @@ class Oracle:
             self.blocks[block].worth = stated or self.blocks[block].worth
         self._state_worth(row, len(whole))
         if source is not None:
-            events += [Event("copied", namespace, tuple(prompt[:cached]), group.number) for group in self.groups]
+            for group in self.groups:
+                if group.blocks[group.index[source]].host:
+                    moves.append(self._move(group, row.tables[group.number][len(whole)]))
+                else:
+                    events.append(Event("copied", namespace, tuple(prompt[:cached]), group.number))
             self._slide(row, seen, upto=len(whole))
-        return Result([Status.OK], events, [len(prompt)], [cached])
+        return Result([Status.OK], events, [len(prompt)], [cached], moves=moves)
 
-    def extend(self, active, num_tokens=1) -> Result:
+    def extend(self, active, num_tokens=1, tiers=False) -> Result:
         """Room for `num_tokens` (an int, or one per row) more tokens in every active row, or in none.
 
         A row whose last block is held by others too, or findable, copies it before it writes there; of several rows
@@ -272,6 +183,8 @@ class Oracle:
         for seq in wanted:
             if not self.rows[seq].length or counts[seq] < 0:
                 status[seq] = Status.BAD_REQUEST
+            elif self.rows[seq].swapped:
+                status[seq] = Status.HELD
             elif self._blocks_for(self.rows[seq].length + counts[seq]) > self.max_blocks_per_seq:
                 status[seq] = Status.ROW_FULL
         if any(status):
@@ -280,10 +193,12 @@ class Oracle:
         copies = [self._copies(group, wanted) for group in self.groups]
         grown = sum(self._blocks_for(self.rows[q].length + counts[q]) - len(self.rows[q].tables[0]) for q in wanted)
         needed = [grown + len(rows) for rows in copies]
-        missing = max(self._choose(group, needed[group.number])[1] for group in self.groups)
-        if missing:
-            return Result([Status.NO_BLOCKS if on else Status.OK for on in active], shortfall=missing)
-        fresh, events = self._take(needed)
+        missing = max(self._missing(group, needed[group.number]) for group in self.groups)
+        taken = None if missing else self._take(needed, tiers)
+        if taken is None:
+            status = [Status.NO_BLOCKS if on else Status.OK for on in active]
+            return Result(status, shortfall=max(missing, 1))
+        fresh, events, moves = taken
         for seq in wanted:
             row, first = self.rows[seq], len(self.rows[seq].tables[0]) - (seq in copies[0])
             length = row.length + counts[seq]
@@ -298,7 +213,7 @@ class Oracle:
                     table.append(mine.pop())
             row.length = length
             self._state_worth(row, first)
-        return Result(status, events)
+        return Result(status, events, moves=moves)
 
     def _copies(self, group: Group, wanted: Sequence[int]) -> list[int]:
         """The rows that may not write into the block of this group that they are in."""
@@ -321,7 +236,7 @@ class Oracle:
         for seq, (row, count) in enumerate(zip(self.rows, num_tokens, strict=True)):
             new = list(tokens[seq][: max(count, 0)])
             most = min(row.length - len(row.tokens), len(tokens[seq]))
-            if not 0 <= count <= most or min(new, default=0) < 0:
+            if not 0 <= count <= most or min(new, default=0) < 0 or (count and row.swapped):
                 status.append(Status.BAD_REQUEST)
                 continue
             status.append(Status.OK)
@@ -334,6 +249,9 @@ class Oracle:
                     if twin is None:
                         events.append(self._publish(group, table[i], node))
                     else:
+                        if group.blocks[twin].host:  # its contents are on the device now
+                            group.blocks[twin].host, group.blocks[twin].move = False, 0
+                            events.append(Event("updated", *node, group.number))
                         group.blocks[twin].refcount += 1
                         group.blocks[twin].hits += 1
                         self._drop(group, table[i])
@@ -346,7 +264,7 @@ class Oracle:
     def fork(self, src, dst) -> Result:
         """Free row `dst` shares all blocks of row `src`, whose tokens must all be written."""
         row = self._row(src)
-        if row is None or row.length != len(row.tokens) or src == dst or not 0 <= dst < len(self.rows):
+        if row is None or row.length != len(row.tokens) or src == dst or not 0 <= dst < len(self.rows) or row.swapped:
             return Result([Status.BAD_REQUEST])
         if self.rows[dst].length:
             return Result([Status.HELD])
@@ -364,7 +282,7 @@ class Oracle:
         index, so that it can be written in place; any other findable block is copied by the next write.
         """
         row = self._row(seq)
-        if row is None or not 1 <= length <= row.length:
+        if row is None or not 1 <= length <= row.length or row.swapped:
             return Result([Status.BAD_REQUEST])
         committed, last = min(len(row.tokens), length), self._blocks_for(length)
         regained = []
@@ -405,7 +323,7 @@ class Oracle:
             for i in reversed(range(len(row.tables[0]))):
                 block = self.blocks[row.tables[0][i]]
                 is_tail = i * self.block_size < written < (i + 1) * self.block_size
-                if self.partial_reuse and is_tail and block.refcount == 1 and block.node is None:
+                if self.partial_reuse and is_tail and block.refcount == 1 and block.node is None and not row.swapped:
                     siblings = self._children((row.namespace, path[: i * self.block_size]))
                     if not any(sibling[:written] == path for sibling in siblings):
                         for group in self.groups:
@@ -418,7 +336,7 @@ class Oracle:
     def beam_step(self, seqs, parents) -> Result:
         """Row seqs[i] becomes what row seqs[parents[i]] was; rows that nobody goes on from are dropped."""
         rows = [self._row(seq) for seq in seqs]
-        sound = all(row is not None and row.length == len(row.tokens) for row in rows)
+        sound = all(row is not None and row.length == len(row.tokens) and not row.swapped for row in rows)
         if not sound or len(set(seqs)) < len(seqs) or not all(0 <= parent < len(seqs) for parent in parents):
             return Result([Status.BAD_REQUEST] * len(seqs))
         for group in self.groups:
@@ -434,9 +352,9 @@ class Oracle:
             self.rows[seq] = row
         return Result([Status.OK] * len(seqs))
 
-    def lookup(self, tokens, *, namespace=0, extra_ids=None) -> int:
+    def lookup(self, tokens, *, namespace=0, extra_ids=None, tiers=True) -> int:
         """How many tokens of a prompt `admit` would find; changes nothing."""
-        return self._match(namespace, self._pair(tokens, extra_ids))[2]
+        return self._match(namespace, self._pair(tokens, extra_ids), tiers)[2]
 
     def pin(self, blocks, group: int = 0) -> Result:
         """Holds blocks that are in the index; NO_BLOCK entries are skipped."""
@@ -486,13 +404,13 @@ class Oracle:
         for node, block in self.index.items():  # parents stand before their children
             if block in wanted or self._parent(node) in doomed:
                 doomed[node] = block
-        if any(self.blocks[block].refcount for block in wanted | set(doomed.values())):
+        if any(self.blocks[b].refcount or self.blocks[b].move for b in wanted | set(doomed.values())):
             return Result([Status.HELD])
         return Result([Status.OK], [event for block in reversed(doomed.values()) for event in self._remove(block)])
 
     def reset(self) -> Result:
         """Forgets everything cached, once nothing is held."""
-        if any(block.refcount for group in self.groups for block in group.blocks):
+        if any(block.refcount or block.move for group in self.groups for block in group.blocks):
             return Result([Status.HELD])
         for group in self.groups:
             group.index.clear()
@@ -502,18 +420,18 @@ class Oracle:
 
     # The index.
 
-    def _match(self, namespace: int, prompt: list) -> tuple[list[Node], Node | None, int]:
+    def _match(self, namespace: int, prompt: list, tiers: bool) -> tuple[list[Node], Node | None, int]:
         """Cached blocks of a prompt, a block to copy the next tokens from, and how many tokens that makes in all.
 
         With windows, the longest prefix after which every group has what the next token sees.
         """
         findable, whole = tuple(prompt[:-1]), []  # the last token must be computed for its logits
         end = self.block_size
-        while end <= len(findable) and (namespace, findable[:end]) in self.index:
+        while end <= len(findable) and self._reachable(self.groups[0], (namespace, findable[:end]), tiers):
             whole.append((namespace, findable[:end]))
             end += self.block_size
         while not all(
-            node in group.index or not group.sees(i, len(whole) * self.block_size, self.block_size)
+            self._reachable(group, node, tiers) or not group.sees(i, len(whole) * self.block_size, self.block_size)
             for group in self.groups
             for i, node in enumerate(whole)
         ):
@@ -524,12 +442,17 @@ class Oracle:
             for child in self._children((namespace, findable[:cached])):
                 pairs = zip(findable, child, strict=False)
                 common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-                everywhere = all((namespace, child) in group.index for group in self.groups)
+                everywhere = all(self._reachable(group, (namespace, child), tiers) for group in self.groups)
                 # Of several equally good ones that stored last.
                 if everywhere and (common > shared or common == shared > cached):
                     source, shared = (namespace, child), common
             cached = shared
         return whole, source, cached
+
+    def _reachable(self, group: Group, node: Node, tiers: bool) -> bool:
+        """Whether the group has the node in these tiers, with its K/V."""
+        block = group.blocks[group.index[node]] if node in group.index else None
+        return block is not None and not block.move and (tiers or not block.host)
 
     def _beside(self, group: Group, node: Node, written: int, place: int) -> int:
         """The group's block of a node, if the token after `written` ones sees it at `place`."""
@@ -557,42 +480,70 @@ class Oracle:
         assert number or not self._children(node), f"block {block} is not a leaf of the index"
         groups = [group for group in self.groups if group.number == number or (not number and node in group.index)]
         for group in groups:
-            group.blocks[group.index.pop(node)].node = None
+            block = group.blocks[group.index.pop(node)]
+            block.node = None
+            if not block.refcount:
+                block.host, block.move = False, 0
         return [Event("removed", *node, group.number) for group in groups]
 
     # Blocks.
 
-    def _choose(self, group: Group, count: int, kept: Sequence[int] | set = ()) -> tuple[list[int], int]:
-        """Victims, in order, that make `count` blocks free, and how many blocks are still missing without them."""
+    def _missing(self, group: Group, count: int, kept: Sequence[int] | set = ()) -> int:
+        """How many blocks are missing for `count`, by the numbers of empty blocks and of cached ones."""
+        cached = sum(
+            not block.refcount and block.node is not None and not block.host and b not in kept
+            for b, block in enumerate(group.blocks)
+        )
+        return max(0, count - group.counts()["empty"] - cached)
+
+    def _choose(self, group: Group, count: int, tiers: bool, kept: Sequence[int] | set = ()) -> list[int] | None:
+        """Victims on the device, in order, that make `count` blocks free; None if there are too few."""
         missing = max(0, count - group.counts()["empty"])
         victims: list[int] = []
-        candidates = {b for b in group.index.values() if not group.blocks[b].refcount and b not in kept}
-        parents = collections.Counter(self._parent(node) for node in self.index) if group.number == 0 else {}
+        blocks = group.blocks
+        candidates = {
+            b for b in group.index.values() if not blocks[b].refcount and not blocks[b].host and not blocks[b].move
+        } - set(kept)
+        on_device = {node for node, b in self.index.items() if not self.blocks[b].host}
+        parents = collections.Counter(self._parent(node) for node in on_device) if group.number == 0 else {}
+        below = {self._parent(node) for node in self.index.keys() - on_device} if group.number == 0 else set()
         score = self.score if group.number == 0 else lru
         while len(victims) < missing:
-            leaves = [b for b in candidates if not parents.get(group.blocks[b].node)]
+            leaves = [b for b in candidates if not parents.get(blocks[b].node)]
+            if not tiers:  # what has descendants on the host must stay
+                leaves = [b for b in leaves if blocks[b].node not in below]
             if not leaves:
-                break
-            victim = min(leaves, key=lambda b: (score(group.blocks[b]), group.blocks[b].released))
+                return None
+            victim = min(leaves, key=lambda b: (score(blocks[b]), blocks[b].released))
             victims.append(victim)
             candidates.remove(victim)
             if group.number == 0:
-                parents[self._parent(group.blocks[victim].node)] -= 1
-        return victims, missing - len(victims)
+                parents[self._parent(blocks[victim].node)] -= 1
+        return victims
 
-    def _take(self, counts: list[int], kept: Sequence[set] = ()) -> tuple[list[list[int]], list[Event]]:
-        """Takes so many blocks of each group, empty ones first, then evicted ones; their refcount becomes 1."""
-        events, taken = [], []
-        for group, count, spared in zip(self.groups, counts, kept or [set()] * len(self.groups), strict=True):
-            victims, _ = self._choose(group, count, spared)
-            for block in victims:
-                events += self._remove(block, group.number)
-            empty = [b for b, block in enumerate(group.blocks) if not block.refcount and not block.node]
-            fresh = ([b for b in empty if b not in victims] + victims)[:count]
+    def _take(self, counts: list[int], tiers: bool, kept: Sequence[set] = (), back: Sequence[set] = ()) -> Any:
+        """Takes so many blocks of each group, empty ones first, then those of victims; their refcount becomes 1.
+
+        Blocks `back` of each group come to the device, which takes room too. None, and nothing done, if it can't be.
+        Else the blocks, events and moves.
+        """
+        before = self.save()
+        events, moves, taken = [], [], []
+        for group, count in zip(self.groups, counts, strict=True):
+            spared = kept[group.number] if kept else set()
+            mine = back[group.number] if back else set()
+            victims = self._choose(group, count + len(mine), tiers, spared)
+            done = None if victims is None else self._leave(group, victims, tiers, spared, mine)
+            if done is None:
+                self.restore(before)
+                return None
+            events, moves = events + done[0], moves + done[1]
+            free = [b for b, block in enumerate(group.blocks) if not block.refcount and not block.node]
+            fresh = ([b for b in free if b not in victims] + [b for b in free if b in victims])[:count]
             for block in fresh:
-                group.blocks[block].refcount = 1
+                group.blocks[block].refcount, group.blocks[block].host = 1, False
             taken.append(fresh)
-        return taken, events
+        return taken, events, moves
 
     def _drop(self, group: Group, block: int) -> None:
         """One holder lets go; of NO_BLOCK nobody does."""
@@ -601,9 +552,11 @@ class Oracle:
         mine = group.blocks[block]
         mine.refcount -= 1
         if not mine.refcount and mine.node:
-            mine.released = self.clock
-            self.clock += 1
+            mine.released, mine.queued = self.clock, self.turn
+            self.clock, self.turn = self.clock + 1, self.turn + 1
             mine.expiry = None if mine.worth.ttl is None else self.now + mine.worth.ttl
+        elif not mine.refcount:
+            mine.host, mine.move = False, 0
 
     def _slide(self, row: Row, before: int, upto: int | None = None) -> None:
         """Lets go of blocks that have left the windows since `before` tokens were written."""
@@ -620,6 +573,9 @@ class Oracle:
             self.blocks[row.tables[0][i]].worth = row.stated(i * self.block_size) or WORTH
 
     # Small things.
+
+    def _group(self, number: int, blocks: int, host: int, window: int | None = None, sinks: int = 0) -> Group:
+        return Group(number, blocks, host, [Block() for _ in range(blocks + host)], window, sinks)
 
     def _free_row(self) -> Row:
         return Row(tables=[[] for _ in self.groups])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, bookkeeping, common, decode_loop, gpu, gpu_step, kernels, memory
+from benchmarks import attention, bookkeeping, common, decode_loop, gpu, gpu_step, kernels, memory, offload
 from benchmarks.memory import read_lengths
 
 
@@ -57,6 +57,15 @@ def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
     assert result["benchmark"] == "decode_loop"
     assert {"step_ratio", "attention_ratio", "bookkeeping_us"} <= set(result["metrics"])
     assert all(value > 0 for value in result["metrics"].values())
+
+
+def test_offload_brings_back_what_it_took(tmp_path, monkeypatch):
+    file = tmp_path / "offload.json"
+    monkeypatch.setattr(sys, "argv", ["offload", "--quick", "--json", str(file)])
+    offload.main()
+    metrics = json.loads(file.read_text())["metrics"]
+    assert {"to_host_of_device_put", "to_device_of_device_put", "stall_of_step_offload"} <= set(metrics)
+    assert all(value > 0 for name, value in metrics.items() if "stall" not in name)
 
 
 def run_kernels(monkeypatch, file, *args):

@@ -47,8 +47,8 @@ def changed(state, path, change):
     """The state with one field replaced by `change(numpy copy of it)`, which may also write into it."""
     name, *rest = path.split(".")
     if isinstance(state, tuple) and not hasattr(state, "_fields"):
-        (only,) = state
-        return (changed(only, path, change),)
+        at, rest = (int(name), rest) if name.isdigit() else (0, path.split("."))
+        return (*state[:at], changed(state[at], ".".join(rest), change), *state[at + 1 :])
     old = getattr(state, name)
     if rest:
         new = changed(old, ".".join(rest), change)
@@ -140,7 +140,7 @@ DAMAGE = {
     "the ring holds at most its size": [
         (RING + "tail", lambda b: lambda x: x + 64), (RING + "head", lambda b: lambda x: x + 64),
     ],
-    "every cached block waits in the ring once": [
+    "every cached block waits in the ring of its tier once": [
         (RING + "stamp", lambda b: at(b["leaf"], 1000)), (RING + "tail", lambda b: lambda x: x - 1),
         (RING + "order", lambda b: lambda x: np.where(x == b["leaf"], b["root"], x)),
     ],

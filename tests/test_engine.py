@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation through the cache: what it chooses, when it stops, and what it leaves behind."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.engine import Rows, decode, decode_log
+from kvjax._run import Run
+from kvjax.engine import Rows, decode, decode_log, prefill_log
 from kvjax.sampling import restrict, sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -20,9 +22,12 @@ VOCAB, STEPS = 61, 5
 PROMPTS = [[1, 2, 3], list(range(20)), [*range(20), 33, 34], [7] * 9, [50]]
 
 
+WINDOW = 6
+
+
 @functools.cache
-def model():
-    layers = (LayerConfig(kv_heads=1, head_dim=16),) * 2
+def model(windows=(None, None)):
+    layers = tuple(LayerConfig(kv_heads=1, head_dim=16, window=window) for window in windows)
     config = ModelConfig(
         model_type="llama", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_heads=2, layers=layers
     )
@@ -38,20 +43,32 @@ def empty_cache(blocks=64, num_blocks=64, max_seqs=3, max_length=48):
     return kvjax.Cache.create(spec, num_blocks=blocks)
 
 
-def generate(cache, prompts=PROMPTS, **options):
+def windowed_cache(blocks, windows=(WINDOW, None), max_length=96):
+    """A cache for a model with windows; blocks in use of each window group, of 64."""
+    spec = kvjax.make_spec(
+        model(windows).layer_specs(), num_blocks=64, max_seqs=3, max_length=max_length, block_size=4, dtype="float32"
+    )
+    cache, small = kvjax.Cache.create(spec), kvjax.init(spec, num_blocks=jnp.int32(blocks))
+    state = dataclasses.replace(cache.state, groups=(cache.state.groups[0], *small.groups[1:]))
+    return kvjax.Cache(state, cache.pools)
+
+
+def generate(cache, prompts=PROMPTS, windows=(None, None), **options):
     options = {"max_new_tokens": 8, "chunk": 8, "steps": STEPS, **options}
-    return kvjax.generate(model(), cache, prompts, **options)
+    return kvjax.generate(model(windows), cache, prompts, **options)
+
+
+forward = jax.jit(lambda m, t, n: m.dense(t)[0, n - 1])
 
 
 @functools.cache
-def plain(prompt, steps=8):
+def plain(prompt, steps=8, windows=(None, None), width=48):
     """Greedy generation without a cache: the whole sequence anew for every token."""
     tokens = list(prompt)
-    forward = jax.jit(lambda m, t, n: m.dense(t)[0, n - 1])
     logprobs = []
     for _ in range(steps):
-        padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(tokens)].set(jnp.asarray(tokens))
-        logits = forward(model(), padded, len(tokens))
+        padded = jnp.zeros((1, width), jnp.int32).at[0, : len(tokens)].set(jnp.asarray(tokens))
+        logits = forward(model(windows), padded, len(tokens))
         tokens.append(int(jnp.argmax(logits)))
         logprobs.append(float(jax.nn.log_softmax(logits)[tokens[-1]]))
     return tokens[len(prompt) :], logprobs
@@ -115,6 +132,78 @@ def test_rows_that_cannot_go_on_come_back_with_the_reason():
     kvjax.check(cache.state)
     outputs, _, _ = generate(empty_cache(2), [[1] * 20, [2]], max_new_tokens=2)
     assert [o.finish for o in outputs] == ["no_blocks", "length"]
+
+
+@pytest.fixture
+def put_back(monkeypatch):
+    """Rows whose prompts had to wait again."""
+    rows, inner = [], Run._put_back
+    monkeypatch.setattr(Run, "_put_back", lambda run, row: (rows.append(row), inner(run, row)))
+    return rows
+
+
+LONG = [list(range(55)), [*range(40), 7, 8], [5] * 51]
+
+
+@pytest.mark.parametrize("windows", [(WINDOW, None), pytest.param((WINDOW, WINDOW), marks=pytest.mark.slow)])
+def test_windows_take_no_more_blocks_than_their_rows_see(windows, put_back):
+    """Three rows of up to 16 blocks, of which those of the window group hold 4 while they are computed, then 3."""
+    cache = windowed_cache(12, windows)
+    outputs, cache, events = generate(cache, LONG, windows)
+    for prompt, output in zip(LONG, outputs, strict=True):
+        tokens, logprobs = plain(tuple(prompt), 8, windows, 96)
+        assert (output.tokens, output.finish) == (tokens, "length")
+        np.testing.assert_allclose(output.logprobs, logprobs, atol=1e-4)
+    assert [o.cached_tokens for o in outputs] == [0, 0, 0]  # admitted together
+    # What comes after the answers finds all that was written; the prompts alone would not find their windows.
+    longer = [prompt + output.tokens for prompt, output in zip(LONG, outputs, strict=True)]
+    again, cache, more = generate(cache, longer, windows)
+    assert [o.cached_tokens for o in again] == [len(tokens) - 1 for tokens in longer]
+    for prompt, output in zip(longer, again, strict=True):
+        assert output.tokens == plain(tuple(prompt), 8, windows, 96)[0]
+    assert not put_back
+    kvjax.check(cache.state)
+    assert kvjax.fold(events + more).index == kvjax.index_of(cache.state)
+
+
+def test_prompts_that_find_no_block_for_a_chunk_wait_and_go_on(put_back):
+    """There is room for a chunk more of the first two rows, whose first 40 tokens are the same, not of the third."""
+    windows = (WINDOW, None)
+    outputs, cache, events = generate(windowed_cache(7), LONG[:3], windows)
+    assert [o.finish for o in outputs] == ["length"] * 3
+    assert put_back == [2]
+    for prompt, output in zip(LONG, outputs, strict=False):
+        assert output.tokens == plain(tuple(prompt), 8, windows, 96)[0]
+    assert [o.cached_tokens for o in outputs] == [0, 0, 0]  # by the third its own first chunk, when it came again
+    kvjax.check(cache.state)
+    assert not np.any(cache.state.seqs.length)
+    assert kvjax.fold(events).index == kvjax.index_of(cache.state)
+
+    # One that has all blocks to itself and still finds none for its second chunk ends.
+    outputs, cache, events = generate(windowed_cache(3), LONG[:1], windows)
+    assert [(o.finish, len(o.tokens)) for o in outputs] == [("no_blocks", 0)]
+    assert put_back == [2, 0]
+    kvjax.check(cache.state)
+    assert kvjax.fold(events).index == kvjax.index_of(cache.state)
+
+
+@pytest.mark.parametrize("layers", [[None], [None, 6], [5, 6, 9]])
+@pytest.mark.parametrize("host", [0, 8])
+def test_logs_have_room_for_the_worst_step(layers, host):
+    spec = kvjax.make_spec(
+        [kvjax.LayerSpec(1, 1, window) for window in layers], num_blocks=8, num_host_blocks=host, max_seqs=3,
+        max_length=32, block_size=4,
+    )  # fmt: skip
+
+    def told():
+        """What a step tells, with room for the worst."""
+        state, extended = kvjax.extend(kvjax.init(spec), jnp.ones(3, bool))
+        _, committed = kvjax.commit(state, jnp.zeros((3, 1), jnp.int32), jnp.ones(3, jnp.int32))
+        return extended.records, committed.records
+
+    worst = sum(records.shape[0] for records in jax.eval_shape(told))
+    assert decode_log(spec, 0).records.shape[0] >= 2 * worst
+    assert prefill_log(spec, 3, 12).records.shape[0] >= 4 * worst  # rows of up to 4 blocks, each as in such a step
 
 
 def test_a_row_chooses_by_its_seed_alone():

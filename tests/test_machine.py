@@ -5,33 +5,53 @@ from __future__ import annotations
 
 import collections
 import functools
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvjax
 from tests.oracle import NO_BLOCK, Block, Oracle, Retention, Worth, lru
 
 ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
+# What a cache is made with: `layers` are (window, sink tokens); a dict less is a dozen programs less to compile.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "extra ids": {"extra_ids": True},
+    "whole blocks": {"policy": "fifo", "partial_reuse": False},
+    "retention": {"policy": "priority", "retention": True},
+    "windows": {"layers": [(None, 0), (6, 3)]},
+    "windows alone": {"layers": [(5, 0), (9, 1)], "partial_reuse": False},
+    "host": {"num_host_blocks": 5},
+    "host, windows": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 3},
+    "host, retention": {
+        "policy": "priority", "retention": True, "num_host_blocks": 4, "offload_min_priority": 30,
+        "partial_reuse": False,
+    },
+}  # fmt: skip
 POLICIES = {
     "lru": (kvjax.lru(), lru), "fifo": (kvjax.fifo(), lambda block: block.stored), "priority": (kvjax.priority(), None),
 }  # fmt: skip
-STATIC = {"admit": "room", "extend": "max_tokens", "pin": "group", "unpin": "group"}
-TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step")
+STATIC = {
+    "admit": ("room", "tiers"), "extend": ("max_tokens", "tiers"), "pin": "group", "unpin": "group", "offload": "group",
+    "onboard": "group", "watermark": ("group", "most"), "lookup": "tiers",
+}  # fmt: skip
+TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step", "offload", "onboard", "watermark",
+         "swap_out", "swap_in")  # fmt: skip
 VERBS = {
-    name: jax.jit(getattr(kvjax, name), static_argnames=STATIC.get(name))
+    name: jax.jit(
+        getattr(kvjax, name), static_argnames=STATIC.get(name), compiler_options={"xla_backend_optimization_level": 0}
+    )
     for name in (
         "admit", "extend", "commit", "fork", "truncate", "release", "lookup", "pin", "unpin", "evict", "reset",
-        "beam_step",
+        "beam_step", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete",
     )
 }  # fmt: skip
-
-# Layers as (window, sink tokens): full attention alone, beside windows, and windows alone.
-WINDOWS = {"none": [], "both": [(None, 0), (6, 3)], "bare": [(5, 0), (9, 1)]}
+BOTH = ("device", "host")
 
 rows = st.integers(-1, ROWS)
 lists = functools.partial(st.lists, min_size=1)
@@ -49,27 +69,28 @@ def padded(tokens, width=WIDTH):
 class CacheMachine(RuleBasedStateMachine):
     """Each rule runs one verb on both and compares what they report; the invariant compares what they hold."""
 
-    @initialize(
-        policy=st.sampled_from(sorted(POLICIES)), blocks=st.integers(1, 12), partial=st.booleans(), extra=st.booleans(),
-        windows=st.sampled_from(sorted(WINDOWS)),
-    )  # fmt: skip
-    def start(self, policy, blocks, partial, extra, windows):
-        chosen, score = POLICIES[policy]
-        self.timed = policy == "priority"
-        layers = WINDOWS[windows] if policy == "lru" else []  # fewer compiled programs
-        extra = extra and policy == "lru" and not layers
-        spec = kvjax.make_spec(
-            [kvjax.LayerSpec(1, 1, *layer) for layer in layers], num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, extra_ids=extra, partial_reuse=partial,
-            retention=self.timed,
-        )  # fmt: skip
+    @initialize(config=st.sampled_from(sorted(CONFIGS)), blocks=st.integers(1, 12))
+    def start(self, config, blocks):
+        options = dict(CONFIGS[config])
+        chosen, score = POLICIES[options.pop("policy", "lru")]
+        layers = [kvjax.LayerSpec(1, 1, *layer) for layer in options.pop("layers", [])]
+        spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, **options)
+        self.timed, self.extra, self.host = spec.retention, spec.extra_ids, spec.has_host
         self.state = kvjax.init(spec, chosen, num_blocks=jnp.int32(blocks))
         windows = [(group.window, group.sink_tokens, blocks) for group in spec.groups[1:]]
         first = spec.groups[0].num_blocks if spec.bare else blocks
-        self.oracle = Oracle(first, SIZE, ROWS, BLOCKS_PER_ROW, partial, score or lru, windows)
+        self.oracle = Oracle(
+            first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score or lru, windows,
+            options.get("num_host_blocks", 0), spec.offload_min_priority, spec.bare,
+        )  # fmt: skip
         if self.timed:
             self.oracle.score = self.oracle.priority
         self.oracle.now = 2**31 - 20  # the library's time wraps soon
-        self.mirror, self.extra, self.pins = kvjax.Mirror(), extra, []
+        self.mirror, self.pins, self.moves = kvjax.Mirror(), [], []
+
+    @property
+    def used(self):
+        return any(row.length for row in self.oracle.rows)
 
     def both(self, verb, wanted, *args, **kwargs):
         """Runs the library's verb and holds what it reports against the oracle's Result."""
@@ -84,16 +105,21 @@ class CacheMachine(RuleBasedStateMachine):
             assert events.cached[ok].tolist() == list(wanted.cached)
         if not bool(events.ok) and len(wanted.status) == 1:
             assert int(events.shortfall) == wanted.shortfall
-        if not any(s == 0 for s in wanted.status) or (verb == "extend" and not wanted.ok):
+        if verb != "complete" and (not any(s == 0 for s in wanted.status) or (verb == "extend" and not wanted.ok)):
             jax.tree.map(np.testing.assert_array_equal, before, self.state)
+        if wanted.moves or (events.transfer is not None and np.any(np.asarray(events.transfer.block) >= 0)):
+            assert np.sum(np.asarray(events.transfer.block) >= 0) == len(wanted.moves)
+            self.moves.append((events.transfer, wanted.moves))
         heard = kvjax.to_list(events)
         self.mirror = kvjax.fold(heard, known)
         assert self.named(heard, known) == collections.Counter(
             (e.kind, (len(e.path) - 1) % SIZE + 1, e.group) if e.kind == "copied" else tuple(e) for e in wanted.events
         )
-        order = [e["kind"] for e in heard]
         if len(wanted.status) == 1:
-            assert order == sorted(order, key=["removed", "updated", "stored", "copied", "cleared"].index)
+            kinds = ["removed", "updated", "stored", "copied", "cleared"]
+            passing = {e["block"] for e in heard if e["kind"] == "removed"}  # to the host, and out of it at once
+            order = [e["kind"] for e in heard if e["kind"] != "updated" or e["block"] not in passing]
+            assert order == sorted(order, key=kinds.index)
 
     def named(self, heard, known):
         """The library's events in the oracle's terms."""
@@ -137,43 +163,92 @@ class CacheMachine(RuleBasedStateMachine):
     def wait(self, ms):
         self.oracle.now += ms
 
-    @rule(seq=rows, prompt=pairs, room=st.sampled_from((None, None, 5)), retention=retentions)
-    def admit(self, seq, prompt, room, retention):
+    def tiers(self, wide):
+        """Arguments for the oracle and for the library."""
+        return {"tiers": wide and self.host}, {"tiers": BOTH} if wide and self.host else {}
+
+    @rule(
+        seq=rows, prompt=pairs, room=st.sampled_from((None, None, 5)), retention=retentions,
+        wide=st.sampled_from((True, True, False)),
+    )  # fmt: skip
+    def admit(self, seq, prompt, room, retention, wide):
         namespace, tokens = prompt
+        there, here = self.tiers(wide)
         (mine, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
-        wanted = self.oracle.admit(seq, tokens, namespace=namespace, extra_ids=mine, room=room, retention=theirs)
+        wanted = self.oracle.admit(
+            seq, tokens, namespace=namespace, extra_ids=mine, room=room, retention=theirs, **there
+        )
         self.both(
             "admit", wanted, seq, padded(tokens), len(tokens), namespace=namespace, extra_ids=library, room=room,
-            retention=ours,
+            retention=ours, **here,
         )  # fmt: skip
+
+    @rule(
+        prompts=lists(pairs, max_size=3), retention=retentions, wide=st.sampled_from((True, True, False)),
+        end=st.sampled_from(("release", "release", "release", "swap_out", "stay")), hurry=st.booleans(),
+    )  # fmt: skip
+    def serve(self, prompts, retention, wide, end, hurry):
+        """Whole lives of sequences, so that there is something cached to work with."""
+        for prompt in prompts:
+            free = [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
+            if not free:
+                break
+            seq, (_, tokens) = free[0], prompt
+            self.admit(seq, prompt, None, retention, wide)
+            start = len(self.oracle.rows[seq].tokens)
+            if not self.oracle.rows[seq].length:
+                continue
+            lines = [tokens[start:] if row == seq else [] for row in range(ROWS)]
+            mine, library = (
+                [self.ids(tokens)[0][start:] if row == seq else [] for row in range(ROWS)] if self.extra else None,
+                None,
+            )
+            if self.extra:
+                library = np.stack([padded(line) for line in mine])
+            counts = [len(line) for line in lines]
+            wanted = self.oracle.commit(lines, counts, extra_ids=mine)
+            batch = np.stack([padded(line) for line in lines])
+            self.both("commit", wanted, batch, np.asarray(counts, np.int32), extra_ids=library)
+            if end == "release":
+                self.release(seq)
+            elif end == "swap_out" and self.host:
+                self.swap_out(seq)
+            if hurry:
+                self.complete(True, True)
 
     @rule(prompt=pairs, retention=retentions)
     def admit_batch(self, prompt, retention):
         namespace, tokens = prompt
+        there, here = self.tiers(True)
         (mine, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
-        asked = {"namespace": namespace, "extra_ids": mine, "retention": theirs}
+        asked = {"namespace": namespace, "extra_ids": mine, "retention": theirs, **there}
         wanted = [self.oracle.admit(seq, tokens, **asked) for seq in range(ROWS)]
         joined = wanted[0]._replace(
             status=[s for r in wanted for s in r.status], events=[e for r in wanted for e in r.events],
             queried=[q for r in wanted for q in r.queried], cached=[c for r in wanted for c in r.cached],
+            moves=[m for r in wanted for m in r.moves],
         )  # fmt: skip
         each = [np.stack([x] * ROWS) for x in (padded(tokens), library) if x is not None]
         self.both(
             "admit", joined, np.arange(ROWS, dtype=np.int32), each[0], np.full(ROWS, len(tokens), np.int32),
             namespace=np.full(ROWS, namespace, np.int32), extra_ids=each[1] if self.extra else None,
-            retention=jax.tree.map(lambda x: np.stack([x] * ROWS), ours),
+            retention=jax.tree.map(lambda x: np.stack([x] * ROWS), ours), **here,
         )  # fmt: skip
 
-    @rule(active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), count=st.integers(0, MOST), one=st.booleans())
-    def extend(self, active, count, one):
+    @rule(
+        active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), count=st.integers(0, MOST), one=st.booleans(),
+        wide=st.booleans(),
+    )  # fmt: skip
+    def extend(self, active, count, one, wide):
+        there, here = self.tiers(wide)
         active = [on and (row.length > 0 or count == 5) for on, row in zip(active, self.oracle.rows, strict=True)]
         counts = [1 if one else (count + seq) % (MOST + 1) for seq in range(ROWS)]
-        wanted = self.oracle.extend(active, counts)
+        wanted = self.oracle.extend(active, counts, **there)
         mask = np.asarray(active)
         if one:
-            self.both("extend", wanted, mask)
+            self.both("extend", wanted, mask, **here)
         else:
-            self.both("extend", wanted, mask, np.asarray(counts, np.int32), max_tokens=MOST)
+            self.both("extend", wanted, mask, np.asarray(counts, np.int32), max_tokens=MOST, **here)
 
     @rule(
         tokens=lists(lists(st.integers(0, 2), min_size=WIDTH, max_size=WIDTH), min_size=ROWS, max_size=ROWS),
@@ -191,10 +266,12 @@ class CacheMachine(RuleBasedStateMachine):
         library = np.asarray(mine, np.int32) if self.extra else None
         self.both("commit", wanted, np.asarray(tokens, np.int32), np.asarray(counts, np.int32), extra_ids=library)
 
+    @precondition(lambda self: self.used)
     @rule(src=rows, dst=rows)
     def fork(self, src, dst):
         self.both("fork", self.oracle.fork(src, dst), src, dst)
 
+    @precondition(lambda self: self.used)
     @rule(
         seqs=st.lists(st.integers(0, ROWS - 1), min_size=3, max_size=3, unique=True),
         parents=lists(st.sampled_from((0, 0, 1, 2, 2, 3)), min_size=3, max_size=3), in_use=st.booleans(),
@@ -205,25 +282,32 @@ class CacheMachine(RuleBasedStateMachine):
         wanted = self.oracle.beam_step(seqs, parents)
         self.both("beam_step", wanted, np.asarray(seqs, np.int32), np.asarray(parents, np.int32))
 
+    @precondition(lambda self: self.used)
     @rule(seq=rows, length=st.integers(0, WIDTH))
     def truncate(self, seq, length):
         self.both("truncate", self.oracle.truncate(seq, length), seq, length)
 
+    @precondition(lambda self: self.used)
     @rule(seq=rows)
     def release(self, seq):
         self.both("release", self.oracle.release(seq), seq)
 
+    @precondition(lambda self: self.used)
     @rule(seqs=lists(rows, min_size=ROWS, max_size=ROWS))
     def release_batch(self, seqs):
         self.both("release", self.oracle.release(seqs), np.asarray(seqs, np.int32))
 
-    @rule(prompt=pairs)
-    def lookup(self, prompt):
+    @rule(prompt=pairs, wide=st.booleans())
+    def lookup(self, prompt, wide):
         namespace, tokens = prompt
         mine, library = self.ids(tokens)
-        match = VERBS["lookup"](self.state, padded(tokens), len(tokens), namespace=namespace, extra_ids=library)
-        assert int(match.cached_tokens) == self.oracle.lookup(tokens, namespace=namespace, extra_ids=mine)
+        match = VERBS["lookup"](
+            self.state, padded(tokens), len(tokens), namespace=namespace, extra_ids=library,
+            tiers=BOTH if wide else BOTH[:1],
+        )  # fmt: skip
+        assert int(match.cached_tokens) == self.oracle.lookup(tokens, namespace=namespace, extra_ids=mine, tiers=wide)
 
+    @precondition(lambda self: self.used)
     @rule(
         seq=st.integers(0, ROWS - 1), which=st.sampled_from((0b11111, 0b11111, 0b00011, 0b00110, 0b11010)),
         sound=st.booleans(), of=st.sampled_from((0, 0, 1, 2)),
@@ -240,12 +324,14 @@ class CacheMachine(RuleBasedStateMachine):
         if np.any(ours >= 0) and wanted.ok:
             self.pins.append((ours, theirs, of))
 
+    @precondition(lambda self: self.used)
     @rule(seq=st.integers(0, ROWS - 1))
     def unpin_what_a_row_holds(self, seq):
         theirs = self.oracle.tables()[seq]
         if theirs and not self.pins:
             self.both("unpin", self.oracle.unpin(theirs), np.asarray(self.state.groups[0].table[seq]))
 
+    @precondition(lambda self: self.oracle.index)
     @rule(data=st.data(), of=st.integers(0, 2))
     def pin_cached(self, data, of):
         of = of % len(self.state.groups)
@@ -258,6 +344,7 @@ class CacheMachine(RuleBasedStateMachine):
             if wanted.ok:
                 self.pins.append((ours, [theirs], of))
 
+    @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data):
         if self.pins:
@@ -267,6 +354,7 @@ class CacheMachine(RuleBasedStateMachine):
             if not wanted.ok:  # the prefix or anchor of a block that stays held; it can go later
                 self.pins.append((ours, theirs, of))
 
+    @precondition(lambda self: self.oracle.index)
     @rule(data=st.data())
     def evict(self, data):
         pairs = sorted(self.pairing().items())
@@ -274,10 +362,51 @@ class CacheMachine(RuleBasedStateMachine):
             ours, theirs = data.draw(st.sampled_from(pairs))
             self.both("evict", self.oracle.evict([theirs]), padded([ours], 1))
 
-    @rule(chance=st.integers(0, 5))
+    @rule(chance=st.integers(0, 15))
     def reset(self, chance):
         if chance == 0:
             self.both("reset", self.oracle.reset())
+
+    @precondition(lambda self: self.host and self.oracle.index)
+    @rule(data=st.data(), which=st.integers(0, 15), verb=st.sampled_from(("offload", "onboard")), of=st.integers(0, 1))
+    def shift(self, data, which, verb, of):
+        """Offloads or brings back blocks by name, mostly such as can be."""
+        of, far = of % len(self.state.groups), verb == "onboard"
+        group = self.state.groups[of]
+        pairs = [
+            pair for pair in sorted(self.pairing(of).items())
+            if not group.blocks.refcount[pair[0]] and (group.host.slot[pair[0]] >= len(group.empty)) == far
+        ]  # fmt: skip
+        chosen = [pair for i, pair in enumerate(pairs[:4]) if which >> i & 1] if which else pairs[:4]
+        ours = np.asarray([a for a, _ in chosen] + [kvjax.NO_BLOCK] * (4 - len(chosen)), np.int32)
+        wanted = getattr(self.oracle, verb)([b for _, b in chosen], of)
+        self.both(verb, wanted, ours, group=of)
+
+    @precondition(lambda self: self.host and self.oracle.index)
+    @rule(empty=st.integers(0, 8), of=st.integers(0, 1))
+    def watermark(self, empty, of):
+        of = of % len(self.state.groups)
+        self.both("watermark", self.oracle.watermark(empty, 6, of), empty, most=6, group=of)
+
+    @precondition(lambda self: self.host and self.used)
+    @rule(seq=rows)
+    def swap_out(self, seq):
+        self.both("swap_out", self.oracle.swap_out(seq), seq)
+
+    @precondition(lambda self: any(row.swapped for row in self.oracle.rows))
+    @rule(seq=rows)
+    def swap_in(self, seq):
+        self.both("swap_in", self.oracle.swap_in(seq), seq)
+
+    @precondition(lambda self: self.moves)
+    @rule(ok=st.sampled_from((True, True, True, False)), every=st.booleans())
+    def complete(self, ok, every):
+        while self.moves:
+            ours, theirs = self.moves.pop(0)
+            wanted = self.oracle.complete(theirs, ok)
+            self.both("complete", wanted, ours, ok)
+            if not every:
+                break
 
     def pairing(self, number=0):
         """{our block id: the oracle's} of a group, from what both hold and find; a contradiction is a failure."""
@@ -304,6 +433,8 @@ class CacheMachine(RuleBasedStateMachine):
         seqs = self.state.seqs
         assert seqs.length.tolist() == [row.length for row in self.oracle.rows]
         assert seqs.committed.tolist() == [len(row.tokens) for row in self.oracle.rows]
+        if seqs.swapped is not None:
+            assert seqs.swapped.tolist() == [row.swapped for row in self.oracle.rows]
         for number, group in enumerate(self.state.groups):
             counts = self.oracle.counts(number)
             assert (int(group.num_empty), int(group.num_cached)) == (counts["empty"], counts["cached"])
@@ -313,6 +444,9 @@ class CacheMachine(RuleBasedStateMachine):
                     block.refcount,
                     block.hits if block.node else 0,
                 )
+                if group.host is not None:
+                    far, moving = group.host.slot[ours] >= len(group.empty), group.host.arriving[ours] > 0
+                    assert (bool(far), bool(moving)) == (block.host, block.move > 0)
                 if group.blocks.retention is not None:
                     assert group.blocks.retention[ours].tolist() == [
                         block.worth.priority, -1 if block.worth.ttl is None else block.worth.ttl

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `plan` promises fits, exactly, and what it says when nothing does."""
 
+import itertools
+
 import jax
+import numpy as np
 import pytest
 
 from kvjax import cache
+from kvjax.ledger import blocks_per_seq, make_ledger
 from kvjax.plan import plan
 from kvjax.policies import fifo
 from kvjax.spec import LayerSpec, make_spec
 
 LAYERS = [LayerSpec(2, 16)] * 3 + [LayerSpec(1, 32)]
+GEMMA = [LayerSpec(2, 16, None if layer % 6 == 5 else 64) for layer in range(12)]  # five with windows to one without
+SINKS = [LayerSpec(2, 8, 100), LayerSpec(2, 16, 24, sink_tokens=4), LayerSpec(1, 16, 24)]
 SHAPE = {"max_seqs": 8, "max_length": 256}
 
 
@@ -44,9 +50,9 @@ def test_plan_counts_what_the_ledger_says():
 
 
 def test_the_policys_own_state_counts():
-    spec, ledger = plan(LAYERS, budget_bytes=1_000_000, policy=fifo(), **SHAPE)
+    spec, ledger = plan([], budget_bytes=1_000_000, policy=fifo(), **SHAPE)
     assert ledger.used_bytes == real_bytes(spec, fifo())
-    assert spec.groups[0].num_blocks > plan(LAYERS, budget_bytes=1_000_000, **SHAPE).spec.groups[0].num_blocks
+    assert spec.groups[0].num_blocks > plan([], budget_bytes=1_000_000, **SHAPE).spec.groups[0].num_blocks
 
 
 def test_a_cache_of_metadata_alone():
@@ -72,6 +78,107 @@ def test_the_ledger_says_when_long_sequences_do_not_fit():
     tight = str(plan(LAYERS, budget_bytes=400_000, max_seqs=8, max_length=2048).ledger)
     assert "0 of 8 sequences can be 2,048 tokens long" in tight
     assert "no sequence can be longer than" in tight
+
+
+def pool_bytes(spec, number="num_blocks") -> dict[int | None, int]:
+    """K/V bytes of each window's blocks."""
+    found = {group.window: 0 for group in spec.groups[spec.bare :]}
+    for group in spec.groups[spec.bare :]:
+        found[group.window] += getattr(group, number) * sum(pool.block_bytes(spec.block_size) for pool in group.pools)
+    return found
+
+
+def block_bytes(spec) -> dict[int | None, int]:
+    """K/V bytes of one block of each window."""
+    found = pool_bytes(spec)
+    return {group.window: found[group.window] // group.num_blocks for group in spec.groups[spec.bare :]}
+
+
+@pytest.mark.parametrize("layers", [GEMMA, SINKS], ids=["gemma", "bare"])
+@pytest.mark.parametrize("shares", ["equal", "bytes", "weights"])
+def test_windows_share_both_budgets(layers, shares):
+    windows = list(dict.fromkeys(layer.window for layer in layers))
+    shares = {window: 0.3 + n for n, window in enumerate(windows)} if shares == "weights" else shares
+    spec, ledger = plan(layers, budget_bytes=4_000_003, host_budget_bytes=3_000_017, shares=shares, **SHAPE)
+    spent, each, host = pool_bytes(spec), block_bytes(spec), pool_bytes(spec, "num_host_blocks")
+    if shares == "bytes":
+        kept = {None: 256, 64: 64, 100: 100}
+        wanted = {window: each[window] * kept.get(window, 0) for window in windows}
+        if 24 in wanted:  # two groups, one of them with sinks
+            wanted[24] = 16 * (2 * 2 * 16 * 2 * 28 + 2 * 1 * 16 * 2 * 24)
+    else:
+        wanted = dict.fromkeys(windows, 1) if shares == "equal" else shares
+    for one, two in itertools.permutations(windows, 2):  # nobody is a block ahead of another
+        assert spent[one] / wanted[one] < (spent[two] + 1.001 * each[two]) / wanted[two]
+        assert host[one] / wanted[one] < (host[two] + 1.001 * each[two]) / wanted[two]
+    most = max(each.values())
+    assert 4_000_003 - 1.1 * most < ledger.used_bytes <= 4_000_003  # a block takes some metadata too
+    assert 3_000_017 - most < ledger.host_used_bytes == sum(host.values()) <= 3_000_017
+
+
+def test_a_plan_with_windows_counts_all_there_is():
+    for layers in (GEMMA, SINKS):
+        spec, ledger = plan(layers, budget_bytes=600_000, host_budget_bytes=500_000, **SHAPE)
+        assert ledger.used_bytes == real_bytes(spec)
+
+
+@pytest.mark.parametrize(("layers", "budget"), [(GEMMA, 400_000), (GEMMA, 400_700), (GEMMA, 443_210), (SINKS, 200_000)])
+def test_plan_is_the_last_of_all_steps_that_fit(layers, budget):
+    """Against a walk from the least cache up, each block for the one furthest behind its share."""
+    shares = {None: 1, 64: 4} if layers is GEMMA else {24: 2, 100: 3}
+    one = make_spec(layers, num_blocks=1, **SHAPE)
+    price = block_bytes(one)
+
+    def fits(counts):
+        return make_ledger(make_spec(layers, num_blocks=counts, **SHAPE), budget, None, 0, None).left_bytes >= 0
+
+    def due(window):
+        return -(-(counts[window] + 1) * price[window] * sum(shares.values()) // shares[window])
+
+    counts, last = dict.fromkeys(shares, 1), False
+    while not last:
+        first = min(map(due, counts))
+        tied = sorted((w for w in counts if due(w) == first), key=lambda w: -price[w])
+        last = not fits({w: counts[w] + (w in tied) for w in counts})
+        for window in tied:
+            more = counts | {window: counts[window] + 1}
+            counts = more if fits(more) else counts
+    spec = plan(layers, budget_bytes=budget, shares=shares, **SHAPE).spec
+    assert spec == make_spec(layers, num_blocks=counts, **SHAPE)
+    assert min(counts.values()) > 1
+
+
+def test_a_ledger_with_windows_says_what_fits():
+    spec, ledger = plan(GEMMA, budget_bytes=600_000, host_budget_bytes=500_000, shares="bytes", **SHAPE)
+    full, window = spec.groups
+    text = str(ledger)
+    for part in (
+        f"K/V, 10 layers x 2 heads x 16 bfloat16, window 64 {window.num_blocks * 20_480:>8,}",
+        f"{full.num_blocks} x 4,096", "host budget", f"{window.num_host_blocks} x 20,480", "scratch rows",
+        "of 1,536 K/V bytes each, 256 once they have left every window", "of 8 sequences can be 256 tokens long",
+    ):  # fmt: skip
+        assert part in text, text
+    # A sequence of 256 tokens has 16 blocks; its window of 64 tokens up to 6 while it grows by a block at a time.
+    assert ledger.num_full_seqs == min(full.num_blocks // 16, window.num_blocks // 6) == 2
+    assert full.num_blocks - 32 >= 16 and ledger.num_tokens == 16 * (32 + window.num_blocks - 12)
+    given = str(plan(GEMMA, budget_bytes=600_000, num_host_blocks=3, **SHAPE).ledger)
+    assert "host budget" not in given and "3 x 20,480" in given
+    sinks = str(plan(SINKS, budget_bytes=10_000_000, **SHAPE).ledger)
+    assert "window 24 and 4 sinks" in sinks and "0 once they have left" in sinks and "note" not in sinks
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (5, 0), (9, 6), (64, 0)])
+def test_a_sequence_needs_the_blocks_that_the_ledger_says(window, sinks):
+    """Grown by at most a block of four tokens at a time, from any start."""
+    spec = make_spec([LayerSpec(1, 4), LayerSpec(1, 4, window, sinks)], num_blocks=16, max_seqs=1, max_length=40,
+                     block_size=4)  # fmt: skip
+    most = 0
+    for start in range(1, 5):
+        for committed in [0, *range(start, 40, 4)]:
+            grown = committed + 4 if committed else start
+            place = np.arange(-(-min(grown, 40) // 4))
+            most = max(most, int(np.sum(spec.groups[1].keeps(place, np.int32(committed), 4))))
+    assert most == blocks_per_seq(spec, spec.groups[1])
 
 
 class Device:
@@ -107,11 +214,33 @@ def test_a_fraction_of_a_devices_memory():
         ({"device_fraction": 0.5, "device": Device(None)}, "toy:0 does not report .*; pass budget_bytes"),
         ({"budget_bytes": 10**6, "model_bytes": -1}, "model_bytes: got -1"),
         ({"budget_bytes": 10**6, "block_size": 0}, "block_size: got 0"),
+        ({"budget_bytes": 10**6, "shares": "half"}, r"shares: got 'half', wanted .* windows \[None\]"),
+        ({"budget_bytes": 10**6, "shares": {None: 1, 8: 2}}, r"shares: got \{None: 1, 8: 2\}, wanted"),
+        ({"budget_bytes": 10**6, "shares": {None: 0}}, r"shares\[None\]: got 0, wanted a number above 0"),
+        ({"budget_bytes": 10**6, "shares": {None: float("inf")}}, r"shares\[None\]: got inf"),
+        ({"budget_bytes": 10**6, "host_budget_bytes": 1e9}, "host_budget_bytes: got 1000000000.0, wanted an int"),
+        (
+            {"budget_bytes": 10**6, "host_budget_bytes": 8191},
+            "host_budget_bytes: got 8,191 bytes, wanted at least 8,192",
+        ),
+        (
+            {"budget_bytes": 10**6, "host_budget_bytes": 10**6, "num_host_blocks": 3},
+            "num_host_blocks, host_budget_bytes: wanted at most one",
+        ),
+        (
+            {"budget_bytes": 10**4, "host_budget_bytes": 10**6},
+            r"budget_bytes: got 10,000 bytes, wanted at least [\d,]+",
+        ),
     ],
 )
 def test_bad_arguments_are_named(budget, message):
     with pytest.raises(ValueError, match=message):
         plan(LAYERS, **budget, **SHAPE)
+
+
+def test_a_host_budget_wants_layers():
+    with pytest.raises(ValueError, match="host_budget_bytes: got 1,000,000 without layers"):
+        plan([], budget_bytes=10**6, host_budget_bytes=10**6, **SHAPE)
 
 
 @pytest.mark.gpu

@@ -13,51 +13,14 @@ from kvjax import cache
 from kvjax.plots import plot_blocks
 from kvjax.show import show
 from kvjax.spec import make_spec
-from kvjax.stats import Stats, Totals, stats
-
-VERBS = {
-    verb: jax.jit(getattr(cache, verb), static_argnums=(2,) if verb == "extend" else ())
-    for verb in ("admit", "commit", "extend", "fork", "release")
-}
-SPEC = make_spec(num_blocks=12, max_seqs=4, max_length=24, block_size=4)
-
-
-class Story:
-    """A cache driven through the verbs, with the totals of its events."""
-
-    def __init__(self, spec=SPEC, num_blocks=None):
-        self.state, self.totals = cache.init(spec, num_blocks=num_blocks), Totals()
-
-    def do(self, verb, *args, **options):
-        self.state, events = VERBS[verb](self.state, *args, **options)
-        self.totals = self.totals.add(events)
-        assert bool(events.ok), events.status
-
-    def start(self, seq, tokens, **options):
-        padded = np.zeros(16, np.int32)
-        padded[: len(tokens)] = tokens
-        self.do("admit", seq, padded, len(tokens), **options)
-        self.write(seq, tokens[int(self.state.seqs.committed[seq]) :])
-
-    def write(self, seq, tokens):
-        padded = np.zeros((1, 16), np.int32)
-        padded[0, : len(tokens)] = tokens
-        self.do("commit", padded, jnp.array([len(tokens)]), seqs=jnp.array([seq]))
+from kvjax.stats import Stats, stats
+from tests import stories
+from tests.stories import PLAIN as SPEC
 
 
 @pytest.fixture(scope="module")
-def story() -> Story:
-    """Rows 0 and 3 fork one prompt, row 1 shares its first block, row 2 is of another tenant; two blocks are cached."""
-    story = Story()
-    prompt = [11, 12, 13, 14]
-    story.start(0, [*prompt, 15, 16])
-    story.start(1, [*prompt, 21, 22, 23, 24, 25])
-    story.start(2, [*prompt, 31, 32, 33, 34, 35])
-    story.do("release", 2)
-    story.do("fork", 0, 3)
-    story.start(2, [7, 7], namespace=3)
-    story.do("extend", jnp.array([True, False, False, False]), 3)
-    return story
+def story() -> stories.Story:
+    return stories.plain()
 
 
 def test_stats_count_blocks_slots_and_rows(story):
@@ -110,7 +73,7 @@ def test_totals_add_up_the_events(story):
     assert totals.reused_tokens == 4 + 4
     assert totals.reused_share == pytest.approx(8 / 26)
     assert (totals.stored_blocks, totals.removed_blocks, totals.copied_blocks, totals.refused) == (4, 0, 1, 0)
-    _, refusal = VERBS["release"](cache.init(SPEC), 1)
+    _, refusal = stories.VERBS["release"](cache.init(SPEC), 1)
     assert totals.add(refusal).refused == 1
 
 

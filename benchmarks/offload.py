@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host tier: how fast blocks go to host memory and come back, and how long a decode step waits for them.
+
+64 blocks of 1 MB go out, come back, and change places with as many others, through `host_pool.move`, from the call until
+the bytes are there. Beside it, in turn with it, a plain `jax.device_put` of one array with as many bytes each way. That
+one gets fresh memory every time, as it always does; a copy by numpy into memory that was used before says how much of
+its time this takes. The bytes that come back are compared, and the bound, 80 % of `device_put`, is on both ways.
+
+The stall: a decode step (attention of 8 rows over 8 layers, in place) alone, and with 64 blocks or as large an array on
+their way since just before. From the call that starts them to the end of the step.
+
+All times are the least of several rounds, in which everything takes its turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from benchmarks import common
+from kvjax.host_pool import init_host_pools, move
+from kvjax.transfer import Transfer
+
+MIN_RATE = 0.8
+
+
+class Size(NamedTuple):
+    """How many blocks move, what a block is made of, the rows of a step with so many tokens, and rounds."""
+
+    blocks: int = 64
+    layers: int = 8
+    kv_heads: int = 8
+    head_dim: int = 128
+    rows: int = 8
+    length: int = 255  # and the step's token
+    rounds: int = 10
+
+
+QUICK = Size(5, 2, 2, 8, 2, 31, 2)
+BLOCK_SIZE, HEADS_PER_KV = 16, 4
+
+
+class Tiers:
+    """Both tiers' pools, which every use replaces; the last blocks of the device's are those that move."""
+
+    def __init__(self, size: Size):
+        layers = [kvjax.LayerSpec(size.kv_heads, size.head_dim)] * size.layers
+        held = size.rows * -(-(size.length + 1) // BLOCK_SIZE)
+        self.spec = spec = kvjax.make_spec(
+            layers, num_blocks=held + 2 * size.blocks, num_host_blocks=2 * size.blocks,
+            max_seqs=size.rows, max_length=size.length + 1, block_size=BLOCK_SIZE, dtype="float32",
+        )  # fmt: skip
+        rng = np.random.default_rng(0)
+        fill = jax.jit(lambda pools, key: jax.tree.map(lambda x: jax.random.normal(key, x.shape, x.dtype), pools))
+        pools = fill(kvjax.init_pools(spec), jax.random.key(0))
+        self.pools, self.host = init_host_pools(pools)
+        free = held + rng.permutation(2 * size.blocks)
+        slots = spec.groups[0].num_blocks + rng.permutation(2 * size.blocks)
+        here, there = free[: size.blocks], slots[: size.blocks]
+        self.here, self.back_at = here, free[size.blocks :]
+        self.out, self.back = transfer(here, there), transfer(there, self.back_at)
+        self.swap = transfer(np.concatenate([here, there]), np.concatenate([there, here]))
+
+    def move(self, orders: Transfer) -> Any:
+        self.pools, self.host = move(self.pools, self.host, orders)
+        return self.pools, self.host
+
+    def block_bytes(self) -> int:
+        (array,) = self.pools.arrays[0]
+        return array[0].nbytes
+
+
+def transfer(sources: np.ndarray, targets: np.ndarray) -> Transfer:
+    columns = np.zeros_like(sources), sources, np.ones_like(sources), sources, targets
+    return Transfer(jnp.asarray(np.stack(columns, axis=1), jnp.int32))
+
+
+def least_s(ways: dict[str, Callable[[], Any]], ready: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """Least seconds of each, which take turns; `ready` is awaited before each, and the first round does not count."""
+    least = dict.fromkeys(ways, float("inf"))
+    for number in range(rounds + 1):
+        for name, run in ways.items():
+            jax.block_until_ready(ready())
+            start = time.perf_counter()
+            result = jax.block_until_ready(run())
+            if number:
+                least[name] = min(least[name], time.perf_counter() - start)
+            del result  # its memory is given back outside the timing
+    return least
+
+
+def rates(tiers: Tiers, size: Size) -> dict[str, float]:
+    """GB/s each way, of blocks and of one array; and milliseconds until `move` returns."""
+    total = size.blocks * tiers.block_bytes()
+    here = jax.tree.leaves(tiers.pools)[0].sharding
+    there = here.with_memory_kind("pinned_host")
+    array = jax.device_put(jnp.ones((total // 4,), jnp.float32), here)
+    on_host, plain, used = jax.device_put(array, there), np.ones(total, np.uint8), np.ones(total, np.uint8)
+    ways = {
+        "move_to_host": lambda: tiers.move(tiers.out),
+        "device_put_to_host": lambda: jax.device_put(array, there),
+        "move_to_device": lambda: tiers.move(tiers.back),
+        "device_put_to_device": lambda: jax.device_put(on_host, here),
+        "swap": lambda: tiers.move(tiers.swap),
+        "numpy_copy": lambda: np.copyto(used, plain),
+    }
+    seconds = least_s(ways, lambda: (tiers.pools, tiers.host), size.rounds)
+    metrics = {f"{name}_gb_s": total * (2 if name == "swap" else 1) / s / 1e9 for name, s in seconds.items()}
+    for way in ("to_host", "to_device"):
+        metrics[f"{way}_of_device_put"] = metrics[f"move_{way}_gb_s"] / metrics[f"device_put_{way}_gb_s"]
+    start = time.perf_counter()
+    tiers.move(tiers.out)
+    metrics["move_returns_ms"] = 1e3 * (time.perf_counter() - start)
+    return metrics
+
+
+def check(tiers: Tiers) -> None:
+    """The bytes that come back, and those that change places."""
+    (before,) = jax.device_get(tiers.pools.arrays[0])
+    tiers.move(tiers.out)
+    tiers.move(tiers.back)
+    (after,) = jax.device_get(tiers.pools.arrays[0])
+    common.require(np.array_equal(after[tiers.back_at], before[tiers.here]), "other bytes came back")
+    tiers.move(tiers.swap)
+    tiers.move(tiers.swap)
+    (again,) = jax.device_get(tiers.pools.arrays[0])
+    common.require(np.array_equal(again, after), "blocks that changed places twice are not what they were")
+
+
+def decode_step(spec: kvjax.CacheSpec, size: Size) -> tuple[Callable[..., Any], tuple]:
+    """A donating program (pools, ...) -> (pools, q), and its other arguments: one token for each row."""
+    groups = tuple(dataclasses.replace(group, num_host_blocks=0) for group in spec.groups)
+    state = kvjax.init(dataclasses.replace(spec, groups=groups))  # the rows' blocks come first on the device
+    tokens = 1 + np.arange(size.rows * size.length, dtype=np.int32).reshape(size.rows, -1)
+    admit = jax.jit(kvjax.admit)
+    for seq in range(size.rows):
+        state, events = admit(state, seq, tokens[seq], size.length)
+        common.require(bool(events.ok), "a row was not admitted")
+    state, _ = jax.jit(kvjax.commit)(state, tokens, np.full(size.rows, size.length, np.int32))
+    state, _ = jax.jit(kvjax.extend)(state, np.ones(size.rows, bool))
+    view = kvjax.view(state, 1)
+
+    def step(pools, view, q):
+        for layer in range(size.layers):
+            kv = q[:, :, ::HEADS_PER_KV]  # of what the layer before gave: else XLA may write before it has read
+            pools = kvjax.write(pools, layer, kv, kv, view)
+            q = q + kvjax.attend(q, pools, layer, view)
+        return pools, q
+
+    return jax.jit(step, donate_argnums=0), (
+        view,
+        jnp.ones((size.rows, 1, HEADS_PER_KV * size.kv_heads, size.head_dim)),
+    )
+
+
+def stalls(tiers: Tiers, size: Size) -> dict[str, float]:
+    """Milliseconds from the call that starts a copy to the end of the step behind it."""
+    program, args = decode_step(tiers.spec, size)
+    here = jax.tree.leaves(tiers.pools)[0].sharding
+    there = here.with_memory_kind("pinned_host")
+    array = jax.device_put(jnp.ones((size.blocks * tiers.block_bytes() // 4,), jnp.float32), here)
+    running = []
+
+    def step_after(begin: Callable[[], Any]) -> Any:
+        running[:] = [begin()]
+        tiers.pools, q = program(tiers.pools, *args)
+        return q
+
+    ways = {
+        "step": lambda: step_after(lambda: None),
+        "step_after_offload": lambda: step_after(lambda: tiers.move(tiers.out)[1]),
+        "step_after_onboard": lambda: step_after(lambda: tiers.move(tiers.back)[1]),
+        "step_after_device_put": lambda: step_after(lambda: jax.device_put(array, there)),
+    }
+    seconds = least_s(ways, lambda: (tiers.pools, tiers.host, running), size.rounds)
+    metrics = {f"{name}_ms": 1e3 * s for name, s in seconds.items()}
+    alone = seconds.pop("step")
+    return metrics | {name.replace("step_after", "stall_of_step"): s / alone - 1 for name, s in seconds.items()}
+
+
+def main() -> None:
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs; no bound")
+
+    args = common.parse("offload", __doc__, options)
+    size = QUICK if args.quick else Size()
+    tiers = Tiers(size)
+    print(f"offload: {size.blocks} blocks of {tiers.block_bytes() / 1e6:.3g} MB")
+    check(tiers)
+    metrics = rates(tiers, size) | stalls(tiers, size)
+    common.report("offload", metrics, args.json)
+    for way in ("to_host", "to_device"):
+        rate = metrics[f"{way}_of_device_put"]
+        common.require(args.quick or rate >= MIN_RATE, f"{way}: {rate:.0%} of device_put, the bound {MIN_RATE:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the bytes of a cache go, line by line, and what fits into it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from kvjax import cache
+from kvjax.policies import EvictionPolicy
+from kvjax.spec import CacheSpec, GroupSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One line of a ledger."""
+
+    name: str
+    num_bytes: int
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """Where the bytes of a budget go. `print` it for a table.
+
+    Attributes:
+      budget_bytes: what there was to spend on the device.
+      entries: what it is spent on: the model, one entry per pool, the scratch rows, the metadata.
+      spec: the cache.
+      host_budget_bytes: what there was to spend on the host; None if nobody said.
+      host_entries: what that is spent on, one entry per pool; none without a host tier.
+    """
+
+    budget_bytes: int
+    entries: tuple[Entry, ...]
+    spec: CacheSpec
+    host_budget_bytes: int | None = None
+    host_entries: tuple[Entry, ...] = ()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the device that are spoken for."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of the device left over, fewer than another block of the largest group would take."""
+        return self.budget_bytes - self.used_bytes
+
+    @property
+    def host_used_bytes(self) -> int:
+        """Bytes of the host that are spoken for."""
+        return sum(entry.num_bytes for entry in self.host_entries)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that sequences can have at once on the device, when they share nothing and are as long as possible.
+
+        With windows these can be more than there are K/V of: what has left a window takes no room there.
+        """
+        spec, full = self.spec, self.num_full_seqs
+        rest = [spec.max_blocks_per_seq]  # blocks of one more sequence, if that is shorter
+        for group in spec.groups:
+            each = blocks_per_seq(spec, group)
+            left = group.num_blocks - full * each
+            rest += [left] if left < each else []
+        return (full * spec.max_blocks_per_seq + min(rest)) * spec.block_size
+
+    @property
+    def num_full_seqs(self) -> int:
+        """Sequences of `max_length` that fit on the device at once, when they share nothing; may be 0."""
+        return min(group.num_blocks // blocks_per_seq(self.spec, group) for group in self.spec.groups)
+
+    def __str__(self) -> str:
+        """A table: one line per entry, then what fits."""
+        lines = [Entry("budget", self.budget_bytes), *_inset(self.entries), Entry("left over", self.left_bytes)]
+        if self.host_entries:
+            given = self.host_budget_bytes
+            lines.append(Entry("host", self.host_used_bytes) if given is None else Entry("host budget", given))
+            lines += _inset(self.host_entries)
+            lines += [] if given is None else [Entry("left over", given - self.host_used_bytes)]
+        return "\n".join([*table(lines), *self._what_fits()])
+
+    def _what_fits(self) -> list[str]:
+        spec = self.spec
+        groups = [(group, sum(pool.block_bytes(spec.block_size) for pool in group.pools)) for group in spec.groups]
+        each = sum(num_bytes for _, num_bytes in groups) // spec.block_size
+        kept = sum(num_bytes for group, num_bytes in groups if group.window is None) // spec.block_size
+        fits = f"holds {self.num_tokens:,} tokens" + (f" of {each:,} K/V bytes each" if each else "")
+        notes = [fits + (f", {kept:,} once they have left every window" if kept < each else "")]
+        if self.num_full_seqs < spec.max_seqs:
+            notes.append(
+                f"note: {self.num_full_seqs:,} of {spec.max_seqs:,} sequences can be {spec.max_length:,} tokens long "
+                "at the same time; more wait until blocks are released"
+            )
+        if self.num_full_seqs == 0:
+            notes.append(f"note: no sequence can be longer than {self.num_tokens:,} tokens")
+        return notes
+
+
+def blocks_per_seq(spec: CacheSpec, group: GroupSpec) -> int:
+    """The most blocks of a group that a sequence of `max_length` has at once, when it grows by at most P tokens a step.
+
+    A row that is prefilled in longer chunks has more in a window group, all of its prompt if that is one chunk.
+    """
+    if group.window is None:
+        return spec.max_blocks_per_seq
+    size = spec.block_size
+    seen = group.window - 1 + size  # a step's tokens and what the first of them sees; they may start anywhere
+    sinks = -(-group.sink_tokens // size)
+    return min(sinks + 1 + -(-(seen - 1) // size), spec.max_blocks_per_seq)
+
+
+def make_ledger(
+    spec: CacheSpec, budget_bytes: int, policy: EvictionPolicy | None, model_bytes: int, host_budget_bytes: int | None
+) -> Ledger:
+    """The ledger of a cache."""
+    entries = [Entry("model", model_bytes)] if model_bytes else []
+    entries += _pools(spec, [group.num_blocks for group in spec.groups])
+    scratch = sum(pool.block_bytes(spec.block_size) for group in spec.groups for pool in group.pools)
+    entries += [Entry("scratch row" if len(spec.groups) == 1 else "scratch rows", scratch)] if scratch else []
+    entries.append(Entry("metadata", _metadata_bytes(spec, policy)))
+    host = _pools(spec, [group.num_host_blocks for group in spec.groups])
+    return Ledger(budget_bytes, tuple(entries), spec, host_budget_bytes, tuple(host))
+
+
+def _pools(spec: CacheSpec, num_blocks: Sequence[int]) -> list[Entry]:
+    """One entry for each pool of so many blocks in each group."""
+    entries = []
+    for group, number in zip(spec.groups, num_blocks, strict=True):
+        for pool in group.pools if number else ():
+            block, layers = pool.block_bytes(spec.block_size), _plural(len(pool.layers), "layer")
+            name = f"K/V, {layers} x {_plural(pool.kv_heads, 'head')} x {pool.head_dim} {pool.dtype}{_window(group)}"
+            entries.append(Entry(name, number * block, f"{number:,} x {block:,}"))
+    return entries
+
+
+def _window(group: GroupSpec) -> str:
+    sinks = f" and {_plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
+    return "" if group.window is None else f", window {group.window:,}{sinks}"
+
+
+def _metadata_bytes(spec: CacheSpec, policy: EvictionPolicy | None) -> int:
+    """Bytes of the state itself, asked of `init` without running it."""
+    state = jax.eval_shape(lambda: cache.init(spec, policy))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _inset(entries: Sequence[Entry]) -> list[Entry]:
+    return [dataclasses.replace(entry, name="  " + entry.name) for entry in entries]
+
+
+def table(lines: Sequence[Entry]) -> list[str]:
+    """The entries as lines of equal columns."""
+    names, numbers = max(len(e.name) for e in lines), max(len(f"{e.num_bytes:,}") for e in lines)
+    return [f"{e.name:<{names}}  {e.num_bytes:>{numbers},} {_human(e.num_bytes):>10}  {e.note}".rstrip() for e in lines]
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def _human(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cache in plain Python (`oracle.py`) is made of: blocks, rows, events."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+NO_BLOCK = -1
+Path = tuple[tuple[int, int], ...]
+Node = tuple[int, Path]
+
+
+class Status(enum.IntEnum):
+    """Why a row was refused; the numbers are the library's."""
+
+    OK = 0
+    NO_BLOCKS = 1
+    ROW_FULL = 2
+    BAD_REQUEST = 3
+    HELD = 4
+
+
+class Event(NamedTuple):
+    """What happened to one block: `kind` is stored, removed, updated, copied or cleared.
+
+    `path` ends with the block's last token; of a copied block, with the last token copied.
+    """
+
+    kind: str
+    namespace: int = 0
+    path: Path = ()
+    group: int = 0
+
+
+class Result(NamedTuple):
+    """What a verb reports: one status per row, events, tokens asked for and found per row, blocks missing, moves.
+
+    A move is (group, block, number); it is over when `complete` is told.
+    """
+
+    status: list[Status]
+    events: Sequence[Event] = ()
+    queried: Sequence[int] = ()
+    cached: Sequence[int] = ()
+    shortfall: int = 0
+    moves: Sequence[tuple[int, int, int]] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every row succeeded."""
+        return all(status == Status.OK for status in self.status)
+
+
+class Worth(NamedTuple):
+    """Priority, and ms to live after a release (None: for ever); what blocks are worth of which nobody says more."""
+
+    priority: int = 35
+    ttl: int | None = None
+
+
+WORTH = Worth()
+
+
+class Retention(NamedTuple):
+    """What a request says of its blocks: (start, end or None, worth) of ranges of its prompt; generated ones."""
+
+    ranges: Sequence[tuple[int, int | None, Worth]] = ()
+    generated: Worth = WORTH
+
+
+RETENTION = Retention()
+
+
+@dataclasses.dataclass
+class Block:
+    """One block; `node` is its place in the index, None where it has none."""
+
+    refcount: int = 0
+    node: Node | None = None
+    hits: int = 0  # how often the contents were reused since they were stored
+    stored: int = 0  # clock when the contents entered the index
+    released: int = 0  # clock when the last holder let go
+    worth: Worth = WORTH
+    expiry: int | None = None  # ms when its time to live is over, if it has one and nobody holds it
+    host: bool = False  # where it is, if it is not empty
+    move: int = 0  # number of the move that brings it where it is, if that has not been completed
+    queued: int = 0  # turn when it began to wait for its eviction in its tier
+
+
+@dataclasses.dataclass
+class Row:
+    """One sequence: `length` tokens of room, of which `tokens` are written; a table per group, gaps are NO_BLOCK."""
+
+    namespace: int = 0
+    length: int = 0
+    tokens: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    tables: list[list[int]] = dataclasses.field(default_factory=lambda: [[]])
+    prompt: int = 0  # tokens of the prompt
+    retention: Retention = RETENTION
+    swapped: bool = False
+
+    def copy(self) -> Row:
+        """An equal row that shares nothing with this one."""
+        return dataclasses.replace(self, tokens=list(self.tokens), tables=[list(table) for table in self.tables])
+
+    def stated(self, first: int) -> Worth | None:
+        """What the block that begins with token `first` is to be worth; None: nothing is said of it."""
+        if first >= self.prompt:
+            return self.retention.generated
+        for start, end, worth in self.retention.ranges:
+            if start <= first and (end is None or first < end):
+                return worth
+        return None
+
+
+@dataclasses.dataclass
+class Group:
+    """The blocks of one attention window, None for full attention; `index` is the block of each node.
+
+    At most `num_blocks` blocks are on the device and `num_host_blocks` on the host; which, each block tells.
+    """
+
+    number: int
+    num_blocks: int
+    num_host_blocks: int
+    blocks: list[Block]
+    window: int | None = None
+    sink_tokens: int = 0
+    index: dict[Node, int] = dataclasses.field(default_factory=dict)
+
+    def counts(self) -> dict[str, int]:
+        """How many blocks on the device are empty, cached and active."""
+        active = sum(block.refcount > 0 and not block.host for block in self.blocks)
+        cached = sum(not block.refcount and block.node is not None and not block.host for block in self.blocks)
+        return {"empty": self.num_blocks - active - cached, "cached": cached, "active": active}
+
+    def sees(self, place: int, written: int, size: int) -> bool:
+        """Whether the token after `written` ones sees something of a sequence's block at `place`."""
+        return self.window is None or place * size < self.sink_tokens or (place + 1) * size > written - self.window + 1
+
+
+def lru(block: Block) -> int:
+    """The default score: blocks leave a tier in the order in which they were released or came to it."""
+    return block.queued
