@@ -9,6 +9,7 @@ from kvjax.debug import RequestError, check, checked, index_of, snapshot
 from kvjax.engine import step
 from kvjax.events import EventKind, EventLog, Events, Mirror, Status, append, counts, fold, init_log, to_list
 from kvjax.generation import Output, Progress, generate, stream
+from kvjax.host_pool import HostPools, TransferError, init_host_pools, move
 from kvjax.keys import Namespaces
 from kvjax.match import Match
 from kvjax.movement import complete, offload, onboard, swap_in, swap_out, watermark
@@ -23,6 +24,8 @@ from kvjax.show import show
 from kvjax.spec import CacheSpec, GroupSpec, LayerSpec, PoolSpec, make_spec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Sequences
 from kvjax.stats import Stats, Totals, stats
+from kvjax.tiered import FailedTransfer, TieredCache
+from kvjax.transfer import Transfer
 from kvjax.view import View, ragged, view
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
@@ -36,6 +39,8 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Ledger",
     "plan",
     "Cache",
+    "TieredCache",
+    "FailedTransfer",
     "CacheState",
     "Group",
     "Blocks",
@@ -61,6 +66,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "swap_out",
     "swap_in",
     "complete",
+    "Transfer",
     "Match",
     "Namespaces",
     # events
@@ -94,6 +100,10 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "apply",
     "attend",
     "init_pools",
+    "init_host_pools",
+    "HostPools",
+    "move",
+    "TransferError",
     "ragged",
     "view",
     "write",

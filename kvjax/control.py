@@ -113,7 +113,8 @@ def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
 def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> tuple[CacheState, Events]:
     """Empties cached blocks by name, and with them every findable block that follows them; all or nothing.
 
-    What window groups have beside them goes too. Costs a pass over all blocks. Blocks that are not findable are passed over.
+    What window groups have beside them goes too. Costs a pass over all blocks. Blocks that are not findable are passed
+    over.
 
     Args:
       state: the cache.
@@ -121,7 +122,8 @@ def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> 
       max_removed: static; the most blocks that may leave, None for N + H.
 
     Returns:
-      The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is held or on the move,
+      The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is held or on
+      the move,
       BAD_REQUEST for an unknown block or if more than `max_removed` would leave (`events.shortfall` says how many).
     """
     group, ids = state.groups[0], integers("blocks", blocks, ("K",))
@@ -151,9 +153,7 @@ def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> 
     here = on_device(group, order)
     group, removed = withdraw(group, order, leaves)
     group = dataclasses.replace(group, num_cached=group.num_cached - count(leaves & here))
-    if group.host is not None:
-        group = push_empty(group, order, leaves & ~here, host=True)
-    group = push_empty(group, order, leaves & here)
+    group = push_empty(group, state.policy, order, leaves)
     state, gone = windows.forget_all(replace_group(state, 0, group), removed)
     return state, assemble(state, status, removed=gone, shortfall=over)
 

@@ -170,7 +170,7 @@ def take(
 
     def eligible(ids: jax.Array) -> jax.Array:
         here = (ids >= 0) & on_device(group, ids) & (ids != spare)
-        if group.host is not None:
+        if group.host is not None and moving is not None:
             here = here & (pick(group.host.below, ids) == 0) & ~pick(moving, ids)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
@@ -277,12 +277,9 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
     blocks = stamp_release(blocks, ids, cached, now)
     if host is not None:
         away = jnp.where(cached & ~here, ids, NO_BLOCK)
-        group = push_empty(group, ids, emptied & ~here, host=True)
-        arriving = put(host.arriving, ids, 0, emptied)  # what still arrives there is nobody's
-        pstate = policy.touch(host.policy, blocks, away, now)
-        host = dataclasses.replace(group.host, policy=pstate, arriving=arriving)
-        emptied, cached = emptied & here, cached & here
-    group = push_empty(dataclasses.replace(group, blocks=blocks, host=host), ids, emptied)
+        host = dataclasses.replace(host, policy=policy.touch(host.policy, blocks, away, now))
+        cached = cached & here
+    group = push_empty(dataclasses.replace(group, blocks=blocks, host=host), policy, ids, emptied)
     return dataclasses.replace(
         group,
         num_cached=group.num_cached + count(cached),
@@ -290,13 +287,26 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
     )
 
 
-def push_empty(group: Group, ids: jax.Array, where: jax.Array, *, host: bool = False) -> Group:
-    """Puts blocks ids i32[K], where bool[K], on the stack of empty blocks of the device, or of the host."""
-    tier = group.host if host else group
-    assert tier is not None
-    empty = put(tier.empty, tier.num_empty + rank(where), ids, where)
-    tier = dataclasses.replace(tier, empty=empty, num_empty=tier.num_empty + count(where))
-    return dataclasses.replace(group, host=tier) if host else tier
+def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array) -> Group:
+    """Puts blocks ids i32[K] without holders and contents, where bool[K], on the stack of their tier."""
+    host = group.host
+    if host is not None:
+        here = on_device(group, ids)
+        away, where = where & ~here, where & here
+        (stack, pstate), ids, away, where = fence((host.empty, host.policy), ids, away, where)
+        host = dataclasses.replace(
+            host,
+            empty=put(stack, host.num_empty + rank(away), ids, away),
+            num_empty=host.num_empty + count(away),
+            arriving=put(put(host.arriving, ids, 0, away), ids, 0, where),  # what still arrives there is nobody's
+            policy=pstate if policy.forget is None else policy.forget(pstate, jnp.where(away, ids, NO_BLOCK)),
+        )
+    return dataclasses.replace(
+        group,
+        empty=put(group.empty, group.num_empty + rank(where), ids, where),
+        num_empty=group.num_empty + count(where),
+        host=host,
+    )
 
 
 def merge(

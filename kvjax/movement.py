@@ -33,6 +33,7 @@ from kvjax._request import assemble, first_failure, integers, static_int
 from kvjax.control import chosen, replace_group
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import Taken, claim, give_back, on_device, push_empty
+from kvjax.policies import EvictionPolicy
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.transfer import Transfer
 
@@ -101,7 +102,7 @@ def onboard(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> 
     new = _take(state, kept, ids.shape[0], now, group, back=back, least=least)
     policy = windows.policy_of(group, state.policy)
     new = dataclasses.replace(new, group=give_back(new.group, policy, keep, keep >= 0, now))
-    return _finish(state, group, new, first_failure((status != Status.OK, status), (~new.ok, Status.NO_BLOCKS)))
+    return _finish(state, group, new, jnp.where((status == Status.OK) & ~new.ok, jnp.int32(Status.NO_BLOCKS), status))
 
 
 def watermark(state: CacheState, empty: Any, *, most: int, now: Any = 0, group: int = 0) -> tuple[CacheState, Events]:
@@ -201,8 +202,8 @@ def complete(
       state: the cache.
       transfer: of the events that ordered the moves; None is allowed, there is nothing to do.
       ok: bool[]; whether all have been made.
-      max_removed: static; the most blocks that a failure may remove in a group, None for N + H. The more it is the
-        larger the events; if it is too small, what does not fit is found missing by nobody: leave it alone.
+      max_removed: static; the most blocks that a failure may remove in a group, None for N + H. What does not fit
+        stays in the index, so give a number only where `ok` is always True.
 
     Returns:
       The cache; and events, E = max_removed a group: removed. Status i32[S] HELD for the rows that must be released.
@@ -211,26 +212,27 @@ def complete(
     if transfer is None:
         return state, assemble(state, hurt.astype(jnp.int32))
     ok, removed = jnp.asarray(ok, jnp.bool_), []
-    for number, group in enumerate(state.groups):
-        if group.host is None:
+    for number in range(len(state.groups)):
+        group, host = state.groups[number], state.groups[number].host
+        if host is None:
             continue
-        group = state.groups[number]  # as it is after the first group's losses
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
-        came = (ids >= 0) & (transfer.number == pick(group.host.arriving, ids))
-        arriving, came = fence(group.host.arriving, came)
-        host = dataclasses.replace(group.host, arriving=put(arriving, ids, 0, came, unique=False))
+        came = (ids >= 0) & (transfer.number == pick(host.arriving, ids))
+        arriving, came = fence(host.arriving, came)
+        host = dataclasses.replace(host, arriving=put(arriving, ids, 0, came, unique=False))
         lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, came & ~ok, unique=False)
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
-        group, gone = _lose(dataclasses.replace(group, host=host), number, lost, most)
-        state, gone = windows.forget_all(replace_group(state, 0, group), gone) if number == 0 else (
-            replace_group(state, number, group), [gone]
-        )  # fmt: skip
-        removed += gone
+        policy = windows.policy_of(number, state.policy)
+        group, gone = _lose(dataclasses.replace(group, host=host), number, policy, lost, most)
+        state, records = replace_group(state, number, group), [gone]
+        if number == 0:
+            state, records = windows.forget_all(state, gone)
+        removed += records
     return state, assemble(state, jnp.where(hurt, Status.HELD, Status.OK).astype(jnp.int32), removed=removed)
 
 
-def _lose(group: Group, number: int, lost: jax.Array, most: int) -> tuple[Group, jax.Array]:
+def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, most: int) -> tuple[Group, jax.Array]:
     """Takes the findable ones of lost bool[B], and all that follow them, out of the index; records i32[most, 9]."""
     blocks, host = group.blocks, group.host
     assert host is not None
@@ -252,16 +254,15 @@ def _lose(group: Group, number: int, lost: jax.Array, most: int) -> tuple[Group,
     group = dataclasses.replace(
         group,
         blocks=dataclasses.replace(blocks, fill=fill, children=children),
-        host=dataclasses.replace(host, below=below, arriving=put(host.arriving, order, 0, idle)),
+        host=dataclasses.replace(host, below=below),
         num_cached=group.num_cached - count(idle & here),
     )
     if group.anchor is None:
         group = dataclasses.replace(group, links=index.remove(group.links, fill, order, where))
-    else:
+    elif group.shadow is not None:
         shadow = put(group.shadow, pick(group.anchor, order), NO_BLOCK, where)
         group = dataclasses.replace(group, shadow=shadow)
-    group = push_empty(group, order, idle & here)
-    return push_empty(group, order, idle & ~here, host=True), removed
+    return push_empty(group, policy, order, idle), removed
 
 
 def _of(state: CacheState, number: int) -> Any:
@@ -339,6 +340,7 @@ def _swap(
             after, report = _put(after, number, do(after, number))
             reports.append(report)
     room = functools.reduce(jnp.logical_and, [new.ok for _, new in reports])
+    assert after.seqs.swapped is not None
     swapped = put(after.seqs.swapped, seq[None], out, jnp.ones((1,), jnp.bool_))
     after = dataclasses.replace(after, seqs=dataclasses.replace(after.seqs, swapped=swapped))
     return _report(state, after, reports, first_failure(*causes, (~room, Status.NO_BLOCKS)))

@@ -85,9 +85,9 @@ class GroupSpec:
         """i32[...]; the first place of a block table that the token after `written` i32[...] ones still sees."""
         return jnp.zeros_like(written) if self.window is None else jnp.maximum(written - self.window + 1, 0) // size
 
-    def keeps(self, place: jax.Array, written: jax.Array, size: int) -> jax.Array:
-        """bool[...]; whether a row with so many written tokens holds its block at `place`; always, of full attention."""
-        return (place * size < self.sink_tokens) | (place >= self.first_place(written, size))
+    def keeps(self, place: jax.Array | np.ndarray, written: jax.Array, size: int) -> jax.Array:
+        """bool[...]; whether a row with so many written tokens holds its block at `place`; without window, always."""
+        return (jnp.asarray(place) * size < self.sink_tokens) | (place >= self.first_place(written, size))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kvjax import index
@@ -103,7 +102,7 @@ def take(
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
     ids, pstate = policy.victims(group.policy, before, eligible, wanted, now, size)
-    where = (np.arange(size) < wanted) & eligible(ids)
+    where = (jnp.arange(size, dtype=jnp.int32) < wanted) & eligible(ids)
     blocks, claimed = claim(before, ids, where)
     fits = (total <= available(group)) & (count(claimed) == wanted)
     out = Leaving(ids, claimed, claimed & (pick(value, ids) >= least))
@@ -178,17 +177,17 @@ def deal(
     removed = pick(removed, jnp.argsort(-jnp.where(removed >= 0, pick(blocks.depth, removed), -1)))  # children first
 
     # Rows and numbers that became free, and who gets them.
-    from_stack = pick(group.empty, group.num_empty - 1 - np.arange(max(size, back.shape[0]), dtype=np.int32))
-    from_stack = jnp.where(np.arange(from_stack.shape[0]) < popped, from_stack, NO_BLOCK)
+    from_stack = pick(group.empty, group.num_empty - 1 - jnp.arange(max(size, back.shape[0]), dtype=jnp.int32))
+    from_stack = jnp.where(jnp.arange(from_stack.shape[0], dtype=jnp.int32) < popped, from_stack, NO_BLOCK)
     leaves, old = jnp.where(out.where, out.ids, NO_BLOCK), jnp.concatenate([followers, losers])
     taken = jnp.maximum(count(stays) - came - count(old >= 0), 0)
-    from_host = pick(host.empty, host.num_empty - 1 - np.arange(size, dtype=np.int32))
-    from_host = jnp.where(np.arange(size) < taken, from_host, NO_BLOCK)
+    from_host = pick(host.empty, host.num_empty - 1 - jnp.arange(size, dtype=jnp.int32))
+    from_host = jnp.where(jnp.arange(size, dtype=jnp.int32) < taken, from_host, NO_BLOCK)
     here, _ = compact(from_stack, leaves)
     there, _ = compact(back, old, from_host)
     device_rows, host_rows = pick(slot, here), pick(slot, there)
     free, num_free = compact(from_stack, jnp.where(stays, NO_BLOCK, leaves), old, from_host)
-    place = np.arange(free.shape[0], dtype=np.int32)
+    place = jnp.arange(free.shape[0], dtype=jnp.int32)
     spread = popped + count(out.where) - came  # device rows for free blocks: `need` of them and then the stack
     free_rows = jnp.where(
         place < spread, pick(device_rows, came + place), pick(host_rows, count(stays) + place - spread)
@@ -207,7 +206,9 @@ def deal(
         return record(kind, where, group=number, block=ids, generation=generation, level=level, priority=priority)
 
     findable = known & (pick(blocks.fill, moved) > 0)
-    updated = tell(EventKind.UPDATED, moved, findable, (np.arange(moved.shape[0]) < size).astype(np.int32))
+    updated = tell(
+        EventKind.UPDATED, moved, findable, (jnp.arange(moved.shape[0], dtype=jnp.int32) < size).astype(jnp.int32)
+    )
     records = [tell(EventKind.UPDATED, out.ids, passing, 1), tell(EventKind.REMOVED, removed, removed >= 0)]
     ordered = moves(
         known, group=number, block=moved, number=host.moves + 1, source=pick(slot, moved), target=pick(new_slot, moved)
@@ -236,7 +237,7 @@ def deal(
     pstate = group.policy
     if policy.forget is not None:
         pstate = policy.forget(pstate, leaves)
-        host = dataclasses.replace(host, policy=policy.forget(host.policy, back))
+        host = dataclasses.replace(host, policy=policy.forget(host.policy, jnp.concatenate([back, old])))
     group = dataclasses.replace(
         group,
         blocks=blocks,
@@ -284,7 +285,7 @@ def _host_victims(
         return there & (pick(refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
 
     ids, pstate = policy.victims(pstate, seen, eligible, overflow, now, size)
-    seen, claimed = claim(seen, ids, (np.arange(size) < overflow) & eligible(ids))
+    seen, claimed = claim(seen, ids, (jnp.arange(size, dtype=jnp.int32) < overflow) & eligible(ids))
     return jnp.where(claimed, ids, NO_BLOCK), dataclasses.replace(host, below=seen.children, policy=pstate)
 
 

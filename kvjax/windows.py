@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from kvjax._arrays import add, count, fence, pick, put, runs
 from kvjax.events import EventKind, record
 from kvjax.group import give_back_shared, merge, on_device, push_empty, take_over
-from kvjax.match import Resolution, beside
+from kvjax.match import Resolution, beside, reachable
 from kvjax.policies import EvictionPolicy, lru
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group
@@ -133,11 +133,7 @@ def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Ar
         shadow=put(group.shadow, anchors, NO_BLOCK, where),
         num_cached=group.num_cached - count(idle & here),
     )
-    if group.host is not None:
-        arriving = put(group.host.arriving, own, 0, idle)
-        group = dataclasses.replace(group, host=dataclasses.replace(group.host, arriving=arriving))
-        group = push_empty(group, own, idle & ~here, host=True)
-    return push_empty(group, own, idle & here), records
+    return push_empty(group, POLICY, own, idle), records
 
 
 def forget_all(state: CacheState, removed: jax.Array) -> tuple[CacheState, list[jax.Array]]:
@@ -178,6 +174,6 @@ def slide(
 
 
 def regain(group: Group, anchors: jax.Array, missing: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks i32[M] beside the first group's blocks anchors i32[M], where missing bool[M]; and whether all are there."""
+    """Blocks i32[M] beside the first group's blocks anchors i32[M], where missing bool[M]; and whether all are here."""
     own = jnp.where(missing, beside(group, anchors), NO_BLOCK)
-    return own, ~jnp.any(missing & (own < 0))
+    return own, ~jnp.any(missing & ~reachable(group, own, ("device",)))

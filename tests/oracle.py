@@ -290,7 +290,7 @@ class Oracle(Tiers):
             for i in range(last):
                 if row.tables[group.number][i] == NO_BLOCK and group.sees(i, committed, self.block_size):
                     node = self.blocks[row.tables[0][i]].node
-                    if node not in group.index:
+                    if node is None or not self._reachable(group, node, False):
                         return Result([Status.BAD_REQUEST])
                     regained.append((group, i, group.index[node]))
         for group, i, block in regained:

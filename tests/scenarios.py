@@ -4,8 +4,7 @@
     python -m tests.scenarios PATH [PATH ...]             # files or folders, against the library
     python -m tests.scenarios --oracle PATH [PATH ...]    # against the cache in plain Python
 
-Prints one line per file and a count; the exit status is 1 if a file failed. A file that needs what this version
-does not have is skipped, with the reason.
+Prints one line per file and a count; the exit status is 1 if a file failed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from tests.backends import BACKENDS, Outcome, Prompt, Size, done
 from tests.oracle import NO_BLOCK
 
 DATA = Path(__file__).parent / "data" / "scenarios"
-MISSING = ()
 OPS = (
     "admit", "compute", "append", "release", "fork", "truncate", "pin", "unpin", "lookup", "expect", "tick", "reset",
 )  # fmt: skip
@@ -33,13 +31,6 @@ CHECKS = {"ok", "cached_tokens", "events", "priorities", "groups", *EACH_GROUP}
 
 class Mismatch(AssertionError):
     """A step observed something else than its file expects."""
-
-
-def reason_to_skip(scenario: dict[str, Any]) -> str | None:
-    """What the scenario needs and this version lacks, or None."""
-    config = scenario["config"]
-    lacks = [f"needs {need}" for need in MISSING if need in scenario.get("needs", ())]
-    return ", ".join(lacks) or None
 
 
 def size_of(scenario: dict[str, Any]) -> Size:
@@ -252,12 +243,9 @@ def scenario_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def run_file(path: Path, backend: str) -> tuple[str, str]:
-    """Runs one file; (pass, fail or skip, and why)."""
+    """Runs one file; (pass or fail, and why)."""
     try:
         scenario = json.loads(path.read_text(encoding="utf-8"))
-        reason = reason_to_skip(scenario)
-        if reason is not None:
-            return "skip", reason
         Run(scenario, backend).run()
     except Mismatch as error:
         return "fail", str(error)
@@ -281,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result, why = run_file(file, "oracle" if args.oracle else "library")
         results[result] += 1
         print(f"{result:4}  {file.stem}{': ' + why if why else ''}", flush=True)
-    print(f"{results['pass']} passed, {results['fail']} failed, {results['skip']} skipped")
+    print(f"{results['pass']} passed, {results['fail']} failed")
     return 1 if results["fail"] else 0
 
 

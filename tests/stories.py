@@ -13,7 +13,7 @@ import kvjax
 from kvjax import LayerSpec, Totals, make_spec
 
 WIDTH = 24
-STATIC = {"admit": "tiers", "extend": "num_tokens"}
+STATIC = {"extend": "num_tokens"}
 VERBS = {
     verb: jax.jit(
         getattr(kvjax, verb), static_argnames=STATIC.get(verb), compiler_options={"xla_backend_optimization_level": 0}
@@ -45,8 +45,6 @@ class Story:
         self.state, self.totals = kvjax.init(spec, num_blocks=num_blocks), Totals()
 
     def do(self, verb, *args, complete=True, **options):
-        if verb == "admit" and self.state.spec.has_host:
-            options["tiers"] = ("device", "host")
         self.state, events = VERBS[verb](self.state, *args, **options)
         self.totals = self.totals.add(events)
         assert bool(events.ok), events.status
@@ -57,10 +55,10 @@ class Story:
         self.admit(seq, tokens, **options)
         self.write(seq, tokens[int(self.state.seqs.committed[seq]) :])
 
-    def admit(self, seq, tokens, **options):
+    def admit(self, seq, tokens, namespace=0):
         padded = np.zeros(WIDTH, np.int32)
         padded[: len(tokens)] = tokens
-        self.do("admit", seq, padded, len(tokens), **options)
+        self.do("admit", seq, padded, len(tokens), namespace=namespace)
 
     def write(self, seq, tokens):
         padded = np.zeros((1, WIDTH), np.int32)

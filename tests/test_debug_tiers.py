@@ -291,16 +291,13 @@ def test_show_draws_groups_and_tiers(state):
     ]
 
 
-def test_show_draws_what_comes_back():
-    story = stories.Story(stories.TIERS)
-    story.state = stories.tiers().state
-    story.do("release", 1)
-    story.do("admit", 1, np.array([81, 82, 83, 84, 9] + [0] * 19, np.int32), 5, complete=False)
-    assert (story.totals.reused_tokens, story.totals.offloaded_blocks, story.totals.onboarded_blocks) == (4, 0, 2)
-    seen, text = stats(story.state), kvjax.show(story.state, max_lines=40)
-    assert (seen.active_blocks, seen.host_cached_blocks, seen.in_transit_blocks) == (7, 0, 3)
-    assert "16 [81 82 83 84]  1 holder, on its way to the device" in text
-    assert " 0 11111cssss s....-<>>1 --" in text and " 0 1cc11csccs s..-<>>1--" in text
+def test_show_draws_what_comes_back(state):
+    coming = changed(state, "groups.0.host.arriving", at([2, 3, 5], 1))
+    text = kvjax.show(coming, max_lines=40)
+    assert "2 [19 20 21 22]  1 holder, on its way to the device" in text
+    assert "5 [77 77 77 .]  cached, on its way to the device" in text
+    assert " 0 11<<1<ssss s.....h>>1 --" in text
+    assert stats(coming).in_transit_blocks == 5
 
 
 @pytest.mark.parametrize("width", [40, 100])

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache together with its host tier, for those who do not want to think about moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax import cache as verbs
+from kvjax import movement
+from kvjax.events import Events, Status
+from kvjax.host_pool import HostPools, TransferError, init_host_pools, move
+from kvjax.paired import Cache
+from kvjax.policies import EvictionPolicy
+from kvjax.pool import apply
+from kvjax.spec import CacheSpec
+
+_apply = jax.jit(apply, donate_argnums=0)
+_complete = jax.jit(movement.complete, donate_argnums=0)
+_release = jax.jit(verbs.release, donate_argnums=0)
+
+
+class FailedTransfer(RuntimeError):
+    """Moves that failed. Nothing is findable with wrong bytes; rows that had lost K/V have been released.
+
+    Attributes:
+      tiered: the cache to go on with.
+      lost: the rows that were released for it.
+    """
+
+    def __init__(self, message: str, tiered: TieredCache, lost: list[int]):
+        super().__init__(message)
+        self.tiered, self.lost = tiered, lost
+
+
+def _method(verb: Callable[..., Any], *static: str, **given: Any) -> Callable[..., tuple[TieredCache, Events]]:
+    """A verb on states as a method that also makes the moves and copies that it orders."""
+    jitted = jax.jit(functools.partial(verb, **given), donate_argnums=0, static_argnames=static)
+
+    @functools.wraps(verb)
+    def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
+        state, events = jitted(self.cache.state, *args, **kwargs)
+        return self._settle(state, events), events
+
+    return method
+
+
+@dataclasses.dataclass(frozen=True)
+class TieredCache:
+    """A cache and its host tier, with the verbs that move blocks between the two; for host code, between loops.
+
+    Every verb donates what it is called on: go on with what it returns. Moves are started, not awaited; what is
+    computed later waits for them where it must. For all else use `cache` and put it back with `replace`.
+
+    Attributes:
+      cache: the state and the device's pools; this is what a jitted loop takes.
+      host: the host's pools.
+    """
+
+    cache: Cache
+    host: HostPools
+
+    @classmethod
+    def create(cls, spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any = None) -> TieredCache:
+        """An empty cache with pools of zeros and host pools; see `init` for the arguments.
+
+        Raises:
+          ValueError: if the spec has no host tier.
+        """
+        if not spec.has_host:
+            raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
+        empty = Cache.create(spec, policy, num_blocks)
+        pools, host = init_host_pools(empty.pools)
+        state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), empty.state)  # as moves leave the pools
+        return cls(Cache(state, pools), host)
+
+    def replace(self, cache: Cache) -> TieredCache:
+        """This with another cache, such as a loop returned."""
+        return TieredCache(cache, self.host)
+
+    admit = _method(verbs.admit, "room", tiers=("device", "host"))
+    extend = _method(verbs.extend, "max_tokens", tiers=("device", "host"))
+    offload = _method(movement.offload, "group")
+    onboard = _method(movement.onboard, "group")
+    watermark = _method(movement.watermark, "most", "group")
+    swap_out = _method(movement.swap_out)
+    swap_in = _method(movement.swap_in)
+
+    def _settle(self, state: Any, events: Events) -> TieredCache:
+        """Makes the moves and the copies, in this order, and says so to the state."""
+        pools, host, failure = self.cache.pools, self.host, None
+        if events.transfer is not None:
+            try:
+                pools, host = move(pools, host, events.transfer)
+            except TransferError as error:
+                pools, host, failure = error.pools, error.host, error
+        state, done = _complete(state, events.transfer, np.bool_(failure is None))
+        pools = _apply(pools, events)
+        if failure is None:
+            return TieredCache(Cache(state, pools), host)
+        lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
+        for row in lost:
+            state, _ = _release(state, np.int32(row))
+        raise FailedTransfer(str(failure), TieredCache(Cache(state, pools), host), lost) from failure

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host tier with bytes: whatever is findable holds the K/V of its tokens, also when moves fail."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import host_pool
+
+ROWS, SIZE, WIDTH = 3, 4, 24
+LAYERS = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, window=6)]
+OPTIONS = {"max_seqs": ROWS, "max_length": WIDTH, "block_size": SIZE, "dtype": "float32"}
+
+
+def make_spec(**options):
+    return kvjax.make_spec(LAYERS, **{"num_blocks": 8, "num_host_blocks": 6, **OPTIONS, **options})
+
+
+@jax.jit
+def feed(cache, tokens, count):
+    """Computes the rows' next tokens; the K/V of a token is its number."""
+    view = cache.view(count, tokens.shape[1])
+    pools, kv = cache.pools, tokens.astype(jnp.float32)[..., None, None]
+    for layer in range(len(LAYERS)):
+        pools = kvjax.write(pools, layer, kv, -kv, view)
+    return kvjax.Cache(cache.state, pools).commit(tokens, count)
+
+
+def padded(tokens):
+    return np.pad(np.asarray(tokens, np.int32), (0, WIDTH - len(tokens)))
+
+
+def holds(tiered, group, row, tokens):
+    """Whether a pool row, of the device or the host, holds the K/V of these tokens."""
+    n = tiered.cache.state.spec.groups[group].num_blocks
+    pool = tiered.cache.pools.arrays[group][0] if row < n else tiered.host.arrays[group][0]
+    kv = np.asarray(pool[row if row < n else row - n])[0, :, 0, : len(tokens), 0]
+    return np.array_equal(kv, [tokens, [-t for t in tokens]])
+
+
+def assert_true_bytes(tiered, texts):
+    """Everything that can be found, and all that rows can read, holds what it says."""
+    state = tiered.cache.state
+    kvjax.check(state)
+    host = jax.device_get(state)
+    tree = host.groups[0]
+    for g, group in enumerate(host.groups):
+        for block in np.flatnonzero((group.blocks.fill > 0) & (group.host.arriving == 0)):
+            anchor = block if group.anchor is None else group.anchor[block]
+            tokens = tree.blocks.tokens[anchor, : group.blocks.fill[block]].tolist()
+            assert holds(tiered, g, group.host.slot[block], tokens), f"group {g}, block {block}"
+        for seq, text in texts.items():
+            written = text[: host.seqs.committed[seq]]
+            for place, block in enumerate(group.table[seq]):
+                part = written[place * SIZE : (place + 1) * SIZE]
+                if block >= 0 and part:
+                    assert holds(tiered, g, group.host.slot[block], part), f"row {seq}, place {place}"
+
+
+class Life:
+    """Rows come and go at random, and with them what is cached."""
+
+    def __init__(self, seed, **options):
+        self.rng = np.random.default_rng(seed)
+        self.tiered = kvjax.TieredCache.create(make_spec(**options))
+        self.texts, self.failures, self.mirror = {}, 0, kvjax.Mirror()
+        self.documents = self.rng.integers(1, 50, (3, WIDTH)).tolist()
+
+    def do(self, verb, *args, **kwargs):
+        """A verb that moves; False if it was refused or its moves have failed."""
+        try:
+            self.tiered, events = getattr(self.tiered, verb)(*args, **kwargs)
+        except kvjax.FailedTransfer as error:
+            self.tiered, self.failures = error.tiered, self.failures + 1
+            for row in error.lost:
+                self.texts.pop(row, None)
+            return False
+        return bool(events.ok)
+
+    def step(self):
+        rng, rows = self.rng, sorted(self.texts)
+        free = [row for row in range(ROWS) if row not in self.texts]
+        kind = rng.choice(["start", "start", "start", "end", "end", "grow", "swap", "shift", "watermark"])
+        if kind == "start" and free:
+            kept = int(rng.integers(1, WIDTH - 2))
+            text = [*self.documents[rng.integers(3)][:kept], *rng.integers(1, 50, int(rng.integers(0, 3))).tolist()]
+            if self.do("admit", free[0], padded(text), len(text)):
+                self.texts[free[0]] = text
+                self.feed(free[0])
+        elif kind == "end" and rows:
+            row = int(rng.choice(rows))
+            self.tiered = self.tiered.replace(self.tiered.cache.release(row)[0])
+            del self.texts[row]
+        elif kind == "grow" and rows:
+            row = int(rng.choice(rows))
+            mask = np.arange(ROWS) == row
+            if len(self.texts[row]) < WIDTH and self.do("extend", mask):
+                self.texts[row] = [*self.texts[row], int(rng.integers(1, 50))]
+                self.feed(row)
+        elif kind == "swap" and rows:
+            row = int(rng.choice(rows))
+            self.do("swap_in" if self.tiered.cache.state.seqs.swapped[row] else "swap_out", row)
+        elif kind == "shift":
+            group = int(rng.integers(2))
+            block = np.full(2, kvjax.NO_BLOCK, np.int32)
+            block[0] = rng.integers(14)
+            self.do(str(rng.choice(["offload", "onboard"])), block, group=group)
+        elif kind == "watermark":
+            self.do("watermark", int(rng.integers(6)), most=4, group=int(rng.integers(2)))
+
+    def feed(self, row):
+        start = int(self.tiered.cache.state.seqs.committed[row])
+        new = self.texts[row][start:]
+        tokens, count = np.zeros((ROWS, WIDTH), np.int32), np.zeros(ROWS, np.int32)
+        tokens[row, : len(new)], count[row] = new, len(new)
+        cache, events = feed(self.tiered.cache, tokens, count)
+        assert bool(events.ok)
+        self.tiered = self.tiered.replace(cache)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("seed", "dangerous"), [(3, True), pytest.param(0, False, marks=pytest.mark.slow)])
+def test_what_is_findable_holds_its_tokens(seed, dangerous, monkeypatch):
+    life, copy = Life(seed), host_pool._copy
+
+    def failing(*args):
+        result = copy(*args) if life.rng.random() < 0.5 else None  # the device's part may have been done, or not
+        if life.rng.random() < 0.15:
+            raise MemoryError("no more pinned memory")
+        return copy(*args) if result is None else result
+
+    if dangerous:
+        monkeypatch.setattr(host_pool, "_copy", failing)
+    moved = 0
+    for _ in range(200):
+        life.step()
+        assert_true_bytes(life.tiered, life.texts)
+        moved = max(moved, int(life.tiered.cache.state.groups[0].host.moves))
+    assert moved > 20
+    assert (life.failures > 3) == dangerous
+
+
+def serve(tiered, seq, text):
+    """A whole life of a sequence; how many tokens it found."""
+    tiered, events = tiered.admit(seq, padded(text), len(text))
+    assert bool(events.ok)
+    start = int(events.cached[0])
+    tokens, count = np.zeros((ROWS, WIDTH), np.int32), np.zeros(ROWS, np.int32)
+    tokens[seq, : len(text) - start], count[seq] = text[start:], len(text) - start
+    cache, _ = feed(tiered.cache, tokens, count)
+    return tiered.replace(cache.release(seq)[0]), start
+
+
+def test_evicted_documents_come_back():
+    tiered = kvjax.TieredCache.create(make_spec(num_host_blocks=24))
+    texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(4)]  # 6 blocks each, where there are 8
+    for text in texts:
+        tiered, found = serve(tiered, 0, text)
+        assert found == 0
+    for text in texts:
+        tiered, found = serve(tiered, 0, text)
+        assert found == WIDTH - 2  # all but the last token
+        assert_true_bytes(tiered, {})
+    alone = kvjax.lookup(tiered.cache.state, padded(texts[0]), len(texts[0]), tiers=("device",))
+    both = kvjax.lookup(tiered.cache.state, padded(texts[0]), len(texts[0]))
+    assert int(alone.cached_tokens) < int(both.cached_tokens)
+    assert int(both.host_tokens) > 0
+
+
+def test_after_a_watermark_a_loop_evicts_nothing():
+    tiered = kvjax.TieredCache.create(make_spec(num_host_blocks=16))
+    text = list(range(1, 9))
+    for n in range(4):
+        tiered, _ = serve(tiered, 0, [100 * n + t for t in text])
+    tiered, events = tiered.admit(0, padded([5]), 1)
+    for group in range(2):
+        tiered, events = tiered.watermark(4, most=8, group=group)
+        assert bool(events.ok)
+        assert int(tiered.cache.state.groups[group].num_empty) >= 4
+
+    @jax.jit
+    def loop(cache):
+        def one(cache, token):
+            tokens, active = jnp.zeros((ROWS, 1), jnp.int32) + token, jnp.arange(ROWS) == 0
+            cache, extended = cache.extend(active)
+            cache, committed = feed(cache, tokens, active.astype(jnp.int32))
+            return cache, (kvjax.counts(extended)["removed"], extended.ok & committed.ok)
+
+        cache, _ = feed(cache, jnp.full((ROWS, 1), 5, jnp.int32), (jnp.arange(ROWS) == 0).astype(jnp.int32))
+        return jax.lax.scan(one, cache, jnp.arange(12, dtype=jnp.int32))
+
+    cache, (removed, ok) = loop(tiered.cache)
+    assert bool(jnp.all(ok))
+    assert int(jnp.sum(removed)) == 0
+    for n in range(4):  # and nothing is lost
+        found = kvjax.lookup(cache.state, padded([*(100 * n + t for t in text), 1]), 9)
+        assert int(found.cached_tokens) == 8
+
+
+def test_a_sequence_goes_and_comes_back():
+    tiered = kvjax.TieredCache.create(make_spec())
+    text = list(range(1, 20))
+    tiered, _ = tiered.admit(1, padded(text), len(text))
+    tokens, count = np.zeros((ROWS, WIDTH), np.int32), np.asarray([0, len(text), 0], np.int32)
+    tokens[1, : len(text)] = text
+    tiered = tiered.replace(feed(tiered.cache, tokens, count)[0])
+    tiered, events = tiered.swap_out(1)
+    assert bool(events.ok)
+    state = tiered.cache.state
+    assert int(state.groups[0].num_empty) == 8
+    assert kvjax.extend(state, np.asarray([False, True, False]))[1].status.tolist() == [0, kvjax.Status.HELD, 0]
+    for verb, args in (("fork", (1, 2)), ("truncate", (1, 5)), ("swap_out", (1,))):
+        verb = getattr(kvjax, verb)
+        assert verb(state, *args)[1].status.tolist() == [kvjax.Status.BAD_REQUEST]
+    other = [900 + t for t in range(22)]
+    tiered, _ = serve(tiered, 0, other)  # uses the room
+    tiered, events = tiered.swap_in(1)
+    assert bool(events.ok)
+    assert_true_bytes(tiered, {1: text})
+    tiered, events = tiered.extend(np.asarray([False, True, False]))
+    assert bool(events.ok)
+
+
+def test_a_block_on_the_move_cannot_be_found():
+    state = kvjax.init(kvjax.make_spec(num_blocks=4, num_host_blocks=4, **OPTIONS))
+    tokens = padded(range(1, 9))
+    state, _ = kvjax.admit(state, 0, tokens, 8)
+    state, _ = kvjax.commit(state, tokens[None, :8], np.asarray([8]), seqs=np.asarray([0]))
+    state, _ = kvjax.release(state, 0)
+    blocks = np.flatnonzero(np.asarray(state.groups[0].blocks.fill)).astype(np.int32)
+
+    def found(state):
+        return int(kvjax.lookup(state, padded(range(1, 10)), 9).cached_tokens)
+
+    moving, events = kvjax.offload(state, blocks)
+    assert bool(events.ok)
+    assert (found(state), found(moving)) == (8, 0)
+    assert kvjax.offload(moving, blocks)[1].status.tolist() == [kvjax.Status.BAD_REQUEST]  # not on the device
+    assert kvjax.onboard(moving, blocks)[1].status.tolist() == [kvjax.Status.HELD]
+    assert kvjax.evict(moving, blocks)[1].status.tolist() == [kvjax.Status.HELD]
+    assert kvjax.reset(moving)[1].status.tolist() == [kvjax.Status.HELD]
+    done, _ = kvjax.complete(moving, events.transfer, True)
+    assert found(done) == 8
+    lost, gone = kvjax.complete(moving, events.transfer, False)
+    assert found(lost) == 0
+    assert [event["kind"] for event in kvjax.to_list(gone)] == ["removed", "removed"]
+    assert int(lost.groups[0].host.num_empty) == 4
+    again, _ = kvjax.complete(done, events.transfer, False)  # said twice: what is over is over
+    assert found(again) == 8
+
+
+def test_errors_name_the_argument():
+    state = kvjax.init(kvjax.make_spec(num_blocks=4, **OPTIONS))
+    with pytest.raises(ValueError, match=r"^group: got 0, which has no host tier"):
+        kvjax.offload(state, np.asarray([0]))
+    with pytest.raises(ValueError, match=r"^state: got a cache without a host tier"):
+        kvjax.swap_out(state, 0)
+    with pytest.raises(ValueError, match=r"^tiers: got \('host',\), wanted"):
+        kvjax.admit(state, 0, padded([1]), 1, tiers=("host",))
+    with pytest.raises(ValueError, match=r"^spec: got one without host blocks"):
+        kvjax.TieredCache.create(state.spec)
+    with pytest.raises(ValueError, match=r"^most: got 0"):
+        kvjax.watermark(kvjax.init(make_spec()), 1, most=0)
