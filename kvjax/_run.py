@@ -15,6 +15,7 @@ from kvjax.engine import Rows, decode, decode_log, prefill, prefill_log, step
 from kvjax.events import Events, Status, to_list
 from kvjax.paired import Cache
 from kvjax.retention import UNSTATED, Retention
+from kvjax.tiered import FailedTransfer, TieredCache
 
 _STATIC = ("sampling", "logits_fn")
 _admit = jax.jit(Cache.admit, static_argnames="room", donate_argnums=0)
@@ -48,6 +49,8 @@ class Run:
     """One generation, from its prompts to their outputs; `generation.stream` calls `admit`, `decode` and `release`."""
 
     def __init__(self, model, cache, prompts, max_new_tokens, stop, seeds, namespaces, retention, clock, log_events):
+        self.host = cache.host if isinstance(cache, TieredCache) else None
+        cache = cache.cache if isinstance(cache, TieredCache) else cache
         spec = cache.state.spec
         self.model, self.cache, self.spec, self.prompts = model, cache, spec, prompts
         self.stop, self.max_new, self.log_events = stop, max_new_tokens, log_events
@@ -100,19 +103,56 @@ class Run:
             asked = Retention(np.pad(ranges, (pad, (0, 0), (0, 0))), np.pad(decode, (pad, (0, 0))))
         # Without windows all of a prompt has to stay: it is reserved at once, and nobody stops halfway.
         windows = len(self.spec.groups) > 1
-        self.cache, events = _admit(
-            self.cache, seqs, tokens, lengths, namespace=spaces, retention=asked, now=self.now(),
-            room=chunk if windows else None,
-        )  # fmt: skip
-        self._enter(batch, seqs, events)
-        seqs = np.where(np.asarray(events.status) == Status.OK, seqs, -1)
+        events, status = self._admitted(
+            seqs, tokens, lengths, namespace=spaces, retention=asked, now=self.now(), room=chunk if windows else None
+        )
+        self._enter(batch, seqs, status, np.asarray(events.cached))
+        seqs = np.where(status == Status.OK, seqs, -1)
         options = {"lengths": lengths if windows else None, "chunk": chunk, **options}
         self._prefill(batch, seqs, tokens, seeds, options)
 
-    def _enter(self, batch: list[int], seqs: np.ndarray, events: Events) -> None:
+    def _admitted(self, seqs: np.ndarray, *prompts: Any, **options: Any) -> tuple[Events, np.ndarray]:
+        """Admits prompts, from both tiers if there are two; the events, and what came of each."""
+        lost: list[int] = []
+        if self.host is None:
+            self.cache, events = _admit(self.cache, seqs, *prompts, **options)
+            self._hear(events)
+        else:
+            try:
+                tiered, events = TieredCache(self.cache, self.host).admit(seqs, *prompts, **options)
+                self._hear(events)
+            except FailedTransfer as failure:  # its rows wait, and find less the next time
+                tiered, events, lost = failure.tiered, failure.events, failure.lost
+                self._hear(events)
+                self._hear(failure.removed)
+            self.cache, self.host = tiered.cache, tiered.host
+        return events, np.where(np.isin(seqs, lost), Status.NO_BLOCKS, np.asarray(events.status))
+
+    def _keep_room(self, steps: int, rows: int) -> None:
+        """Offloads what the loop would evict, which would be lost."""
+        for group, spec in enumerate(self.spec.groups):
+            if self.host is None or not spec.num_host_blocks:
+                continue
+            each = -(-steps // self.spec.block_size) + 1
+            if int(self.cache.state.groups[group].num_empty) < rows * each:
+                most = min(self.spec.max_seqs * each, spec.num_blocks)
+                tiered = TieredCache(self.cache, self.host)
+                try:
+                    tiered, events = tiered.watermark(rows * each, most=most, now=self.now(), group=group)
+                except FailedTransfer as failure:
+                    tiered, events = failure.tiered, failure.events
+                    self._hear(events)
+                    events = failure.removed
+                self._hear(events)
+                self.cache, self.host = tiered.cache, tiered.host
+
+    @property
+    def result(self) -> Any:
+        """The cache as it is now, of the kind that was given."""
+        return self.cache if self.host is None else TieredCache(self.cache, self.host)
+
+    def _enter(self, batch: list[int], seqs: np.ndarray, status: np.ndarray, cached: np.ndarray) -> None:
         """Notes which prompts of the batch have a row now; the others wait on or end."""
-        self._hear(events)
-        status, cached = np.asarray(events.status), np.asarray(events.cached)
         for i, n in enumerate(batch):
             if status[i] == Status.OK:
                 self.free.remove(int(seqs[i]))
@@ -120,7 +160,7 @@ class Run:
                 if n not in self.again:
                     self.outputs[n].cached_tokens = int(cached[i])
             elif status[i] != Status.NO_BLOCKS:
-                self.outputs[n].finish = Status(status[i]).name.lower()
+                self.outputs[n].finish = Status(int(status[i])).name.lower()
         refused = [n for i, n in enumerate(batch) if status[i] == Status.NO_BLOCKS]
         if refused and not self.live:
             self.outputs[refused.pop(0)].finish = "no_blocks"
@@ -163,6 +203,7 @@ class Run:
         for row, n in live.items():
             token[row], active[row] = self.outputs[n].tokens[-1], True
             left[row], seed[row] = self.max_new - len(self.outputs[n].tokens), self.seeds[n]
+        self._keep_room(steps, len(live))
         rows = Rows(*map(jnp.asarray, (token, active, left, seed)))
         stop = np.asarray(self.stop, np.int32)
         log = decode_log(self.spec, steps)

@@ -13,26 +13,29 @@ from kvjax.engine import LogitsFn
 from kvjax.paired import Cache
 from kvjax.retention import Retention
 from kvjax.sampling import Sampling
+from kvjax.tiered import TieredCache
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class Progress[C: (Cache, TieredCache)]:
     """Where a generation stands after a jitted loop.
 
     Attributes:
       outputs: one per prompt, so far; the same objects every time.
       new: {prompt number: tokens since the last Progress}.
-      cache: the cache as it is now; the one before has been donated.
+      cache: the cache as it is now, with its host tier if it has one; the one before has been donated.
       events: decoded, since the last Progress.
     """
 
     outputs: list[Output]
     new: dict[int, list[int]]
-    cache: Cache
+    cache: C
     events: list[dict[str, Any]]
 
 
-def generate(model: Any, cache: Cache, prompts: Sequence[Sequence[int]], **options: Any):
+def generate[C: (Cache, TieredCache)](
+    model: Any, cache: C, prompts: Sequence[Sequence[int]], **options: Any
+) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts, as many at a time as there are rows and blocks.
 
     Args:
@@ -52,9 +55,9 @@ def generate(model: Any, cache: Cache, prompts: Sequence[Sequence[int]], **optio
     return outputs, cache, events
 
 
-def stream(
+def stream[C: (Cache, TieredCache)](
     model: Any,
-    cache: Cache,
+    cache: C,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 32,
@@ -68,7 +71,7 @@ def stream(
     chunk: int = 64,
     steps: int = 32,
     log_events: bool = True,
-) -> Iterator[Progress]:
+) -> Iterator[Progress[C]]:
     """Generates for all prompts, handing out tokens after every `steps` steps.
 
     Prompts wait until a row and blocks are free. If a running batch needs a block and there is none, the row that
@@ -77,7 +80,9 @@ def stream(
 
     Args:
       model: see the top of `engine.py`; a function closed over its weights goes in as `jax.tree_util.Partial`.
-      cache: is donated: use `progress.cache` from then on. Rows in use already are left alone.
+      cache: is donated: use `progress.cache` from then on. Rows in use already are left alone. With a host tier,
+        prompts find what is there too, and what has to leave the device goes there; before each loop, so much as it
+        may need.
       prompts: token ids.
       max_new_tokens: for each prompt.
       sampling: how tokens are chosen; greedy if None.
@@ -112,4 +117,4 @@ def stream(
         if run.live:
             run.decode(steps, options)
         run.release()
-        yield Progress(run.outputs, dict(run.new), run.cache, run.events)
+        yield Progress(run.outputs, dict(run.new), run.result, run.events)

@@ -31,11 +31,13 @@ class FailedTransfer(RuntimeError):
     Attributes:
       tiered: the cache to go on with.
       lost: the rows that were released for it.
+      events: of the verb, which was done but for these rows.
+      removed: events of what has left the index for it.
     """
 
-    def __init__(self, message: str, tiered: TieredCache, lost: list[int]):
+    def __init__(self, message: str, tiered: TieredCache, lost: list[int], events: Events, removed: Events):
         super().__init__(message)
-        self.tiered, self.lost = tiered, lost
+        self.tiered, self.lost, self.events, self.removed = tiered, lost, events, removed
 
 
 def _method(verb: Callable[..., Any], *static: str, **given: Any) -> Callable[..., tuple[TieredCache, Events]]:
@@ -105,5 +107,5 @@ class TieredCache:
             return TieredCache(Cache(state, pools), host)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:
-            state, _ = _release(state, np.int32(row))
-        raise FailedTransfer(str(failure), TieredCache(Cache(state, pools), host), lost) from failure
+            state, _ = _release(state, np.int32(row))  # stores nothing: what it held is not in the index
+        raise FailedTransfer(str(failure), TieredCache(Cache(state, pools), host), lost, events, done) from failure

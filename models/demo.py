@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: one long document, many questions that reuse its blocks, forks, eviction, and a table of what happened.
+"""The demo: one long document, many questions that reuse its blocks, forks, eviction, a host tier, and a table of it.
 
 The bundled model answers right only if attention reads the slots where the document says so, so every wrong block
 shows as a wrong answer.
@@ -25,7 +25,7 @@ from models.loading import load
 
 CHECKPOINT = pathlib.Path(__file__).parent / "checkpoints" / "recall"
 FACTS, QUESTIONS, OTHERS = 48, 24, 6
-ROWS, BLOCK, BLOCKS = 8, 8, 96
+ROWS, BLOCK, BLOCKS, HOST_BLOCKS = 8, 8, 96, 256
 
 Question = tuple[list[int], int]  # prompt, token of the right answer
 
@@ -40,12 +40,13 @@ def questions(document: recall.Document, people: Sequence[str]) -> list[Question
 class Session:
     """A model and its cache, and a tally of what went through them."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, host_blocks: int = 0):
         spec = kvjax.make_spec(
             model.layer_specs(), num_blocks=BLOCKS, max_seqs=ROWS, max_length=BLOCK * 40, block_size=BLOCK,
-            dtype="float32",
+            dtype="float32", num_host_blocks=host_blocks,
         )  # fmt: skip
-        self.model, self.cache = model, kvjax.Cache.create(spec)
+        self.model = model
+        self.cache: Any = (kvjax.TieredCache if host_blocks else kvjax.Cache).create(spec)
         self.prompted = self.reused = self.asked = self.right = 0
         self.seconds: list[float] = []
         self.events: list[dict[str, Any]] = []
@@ -68,10 +69,12 @@ class Session:
     def row(self, name: str) -> list[str]:
         """A line of the table."""
         kinds = collections.Counter(event["kind"] for event in self.events)
+        moved = [event for event in self.events if event["kind"] == "updated"]
         return [
             name, f"{self.prompted:,}", f"{self.reused:,}", f"{self.prompted - self.reused:,}",
             f"{np.median(self.seconds) * 1e3:.1f} ms" if self.seconds else "",
             f"{self.right} of {self.asked}", *(str(kinds[kind]) for kind in ("stored", "removed", "copied")),
+            *(str(sum(event.get("level") == level for event in moved)) for level in (1, 0)),
         ]  # fmt: skip
 
     def part(self) -> Session:
@@ -122,7 +125,7 @@ def feed(model, cache: kvjax.Cache, tokens: np.ndarray, count: np.ndarray):
 
 def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
     """Runs the demo and prints it; returns all events and the cache."""
-    console = rich.console.Console(width=118)
+    console = rich.console.Console(width=138)
     model, _ = load(CHECKPOINT)
     rng = np.random.default_rng(7)
     document, *others = (recall.make_document(rng, FACTS) for _ in range(1 + OTHERS))
@@ -141,28 +144,54 @@ def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
     pressure = forks.part().ask([q for other in others for q in questions(other, list(other.facts)[:2])])
     again = pressure.part().ask(asked[:4])
 
+    every = [questions(one, list(one.facts)[:1])[0] for one in (document, *others)]
+    small, large = Session(model).ask(every), Session(model, HOST_BLOCKS).ask(every)
+    small_again, large_again = small.part().ask(every), large.part().ask(every)
+
     table = rich.table.Table(title="What the cache did")
-    for name in ("", "prompted", "reused", "computed", "first token", "answers right", "stored", "removed", "copied"):
+    counts = (
+        "prompted",
+        "reused",
+        "computed",
+        "first token",
+        "right",
+        "stored",
+        "removed",
+        "copied",
+        "to host",
+        "back",
+    )
+    for name in ("", *counts):
         table.add_column(name, justify="left" if not name else "right")
     table.add_row(*without.row("nothing shared"), end_section=True)
     table.add_row(*first.row("a document's first question"))
     table.add_row(*repeat.row("its other questions"))
     table.add_row(*forks.row("one row forked into four"))
     table.add_row(*pressure.row(f"{OTHERS} other documents"))
-    table.add_row(*again.row("the first document again"))
+    table.add_row(*again.row("the first document again"), end_section=True)
+    table.add_row(*small.row(f"{1 + OTHERS} documents, {BLOCKS} blocks"))
+    table.add_row(*small_again.row("all of them again"), end_section=True)
+    table.add_row(*large.row(f"and {HOST_BLOCKS} blocks on the host"))
+    table.add_row(*large_again.row("all of them again"))
     console.print(table)
     console.print("[bold]Blocks after the questions[/bold]")
     console.print(before, highlight=False)
     console.print("\n[bold]Blocks at the end[/bold]")
     console.print(kvjax.show(again.cache.state), highlight=False)
+    tiers = large_again.cache.cache.state
+    console.print("\n[bold]Blocks of the cache with a host tier[/bold]")
+    console.print(kvjax.show(tiers), highlight=False)
 
     events = [e for part in (first, repeat, forks, pressure, again) for e in part.events]
     index_agrees = kvjax.fold(events).index == kvjax.index_of(again.cache.state)
+    index_agrees &= kvjax.fold([*large.events, *large_again.events]).index == kvjax.index_of(tiers)
     kvjax.check(again.cache.state)
+    kvjax.check(tiers)
     console.print(f"\n{len(events):,} events replayed: the index they give is the cache's: {index_agrees}")
-    total = [first, repeat, forks, pressure, again]
+    total = [first, repeat, forks, pressure, again, small, small_again, large, large_again]
     share = sum(p.right for p in total) / sum(p.asked for p in total)
     alone = without.right / without.asked
-    if not index_agrees or share < 0.98 or first.right + repeat.right != without.right:
-        raise SystemExit(f"demo failed: {share:.1%} right with reuse, {alone:.1%} without")
+    computed = large_again.prompted - large_again.reused
+    if not index_agrees or share < 0.98 or first.right + repeat.right != without.right or computed > BLOCK * len(every):
+        raise SystemExit(f"demo failed: {share:.1%} right with reuse, {alone:.1%} without; {computed} computed again")
     return events, again.cache
