@@ -165,3 +165,15 @@ def test_tiles_cover_each_query_once():
     ]
     assert sorted(seen) == wanted
     assert np.all(work.end[work.count > 0] == (work.position + work.count)[work.count > 0])
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2, 8), (1, 2, 2, 8), (2, 1, 2, 8), (2, 2, 1, 8), (2, 2, 2, 1)], ids=str)
+def test_moving_blocks_copies_no_pool(shape):
+    """Layers, heads, positions and width; where one of them is 1, XLA's CPU backend has copied whole pools."""
+    layers, heads, size, width = shape
+    pool = jnp.zeros((20_001, layers, 2, heads, size, width), jnp.float32)
+    ids = jnp.arange(8, dtype=jnp.int32)
+    for move, args in ((xla.copy_blocks, (ids, ids + 8, jnp.int32(8))), (xla.scatter_blocks, (pool[:8], ids, 8))):
+        memory = jax.jit(move, donate_argnums=0).lower(pool, *args).compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= pool.nbytes
+        assert memory.temp_size_in_bytes < 0.05 * pool.nbytes, move.__name__
