@@ -4,7 +4,7 @@
 64 blocks of 1 MB go out, come back, and change places with as many others, through `host_pool.move`, from the call
 until the bytes are there. Beside it, in turn with it, a plain `jax.device_put` of one array with as many bytes each
 way. That one gets fresh memory every time, as it always does; a copy by numpy into memory that was used before says how
-much of its time this takes. The bytes that come back are compared, and the bound, 80 % of `device_put`, is on both ways.
+much of its time this takes. The bytes that come back are compared; the bound, 80 % of `device_put`, is on both ways.
 
 The stall: a decode step (attention of 8 rows over 8 layers, in place) alone, and with 64 blocks or as large an array on
 their way since just before. From the call that starts them to the end of the step.

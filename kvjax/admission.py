@@ -129,7 +129,7 @@ def admit_row(
                    num_tokens=shared)
         )  # fmt: skip
         if worth is not None and group.host is not None:
-            far, host, number = (copies & ~near)[None], group.host, group.host.moves + 1
+            far, host, number = (copies & ~near)[None], group.host, tiers_.next_move(group.host)
             moved.append(
                 moves(far, group=g, block=ids[:1], number=number, source=from_rows[g], target=row_of(group, ids[:1]))
             )
@@ -137,6 +137,7 @@ def admit_row(
                 host,
                 arriving=put(host.arriving, ids[:1], number, far),
                 moves=jnp.where(far[0], number, host.moves),
+                stuck=put(host.stuck, found[g].blocks, True, hits[g] & far[0]),
             )
             group = dataclasses.replace(group, host=host)
         table = jnp.where(

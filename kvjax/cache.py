@@ -107,9 +107,9 @@ def admit(
         blocks that have to leave the device are offloaded, as `events.transfer` says.
 
     Returns:
-      The cache; and events, E = ceil(T / P) + 1 a row (twice that with retention): removed, updated, copied.
-        `events.cached` tells the tokens found, from
-      where the row's `committed` goes on. Status BAD_REQUEST, HELD (row in use), ROW_FULL or NO_BLOCKS.
+      The cache; and events, E = ceil(T / P) + 1 a row and group (more with retention or with both tiers): removed,
+      updated, copied. `events.cached` tells the tokens found, from where the row's `committed` goes on. Status
+      BAD_REQUEST, HELD (row in use), ROW_FULL or NO_BLOCKS.
 
     Source: vLLM's KVCacheManager (get_computed_blocks, allocate_slots); partial blocks as in TensorRT-LLM.
     """
@@ -186,9 +186,10 @@ def extend(
       tiers: static; as in `admit`.
 
     Returns:
-      The cache, unchanged unless `events.ok`; and events, E = 2 S F for rows that touch up to F blocks: removed,
-      copied. Status ROW_FULL or BAD_REQUEST (a free row) at the rows to blame, NO_BLOCKS at all active rows, with
-      the blocks missing in `events.shortfall`.
+      The cache, unchanged unless `events.ok`; and events, E = 2 S F a group for rows that touch up to F blocks (more
+      with both tiers): removed, updated, copied. Status ROW_FULL, BAD_REQUEST (a free row) or HELD (one swapped out) at
+      the rows to blame, NO_BLOCKS at all active rows, with the blocks missing in `events.shortfall`: those of the
+      group that misses most.
 
     Source: vLLM's append_slots with copy-on-write, for a whole batch in one pass.
     """
@@ -221,7 +222,7 @@ def commit(
     """Records that the K/V of these tokens are now written, and publishes the blocks that they fill.
 
     A filled block whose contents are cached already is swapped for the cached one and emptied; of equal blocks that
-    fill in one call the first row's stays.
+    fill in one call the first row's stays. Blocks that the next token cannot see through a window are let go of.
 
     Args:
       state: the cache.
@@ -232,8 +233,9 @@ def commit(
       now: i32[] ms.
 
     Returns:
-      The cache; and events, E = R F for rows that fill up to F blocks: stored. Status BAD_REQUEST for a row
-      without so much room, a negative token, or a row that is named twice; the other rows are done.
+      The cache; and events, E = R F a group for rows that fill up to F blocks: stored; and as many updated where there
+      is a host tier, whose blocks give way to equal ones on the device. Status BAD_REQUEST for a row without so much
+      room or swapped out, a negative token, or a row that is named twice; the other rows are done.
 
     Source: vLLM's mark_blocks_as_computed and MAX's commit, which swap equal blocks likewise.
     """
@@ -304,7 +306,8 @@ def truncate(state: CacheState, seq: Any, length: Any, *, now: Any = 0) -> tuple
       now: i32[] ms.
 
     Returns:
-      The cache; and events, E = 1: removed. Status BAD_REQUEST.
+      The cache; and events, E = 1 a group: removed. Status BAD_REQUEST, also where a window goes back over blocks that
+      are no longer there.
 
     Source: TensorRT-LLM's rewindKVCache.
     """
@@ -349,7 +352,7 @@ def release(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, E
       now: i32[] ms.
 
     Returns:
-      The cache; and events, E = 1 a row: stored. Status BAD_REQUEST for a row that is free or unknown.
+      The cache; and events, E = 1 a row and group: stored. Status BAD_REQUEST for a row that is free or unknown.
 
     Source: TensorRT-LLM's removeSequence, which stores partial blocks; vLLM's free, in reverse order.
     """

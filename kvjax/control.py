@@ -14,7 +14,7 @@ from kvjax import windows
 from kvjax._arrays import add, count, pick, put, repeated
 from kvjax._request import assemble, first_failure, integers, static_int
 from kvjax.events import EventKind, Events, Status, record
-from kvjax.group import give_back, init_group, on_device, push_empty
+from kvjax.group import find_stuck, give_back, init_group, on_device, push_empty
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.store import withdraw
 
@@ -144,7 +144,7 @@ def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> 
     over = jnp.maximum(total - most, 0)
     held = jnp.any(doomed & (known.refcount > 0)) | jnp.any(named & (pick(known.refcount, ids) > 0))
     if group.host is not None:
-        held = held | jnp.any(doomed & (group.host.arriving > 0))
+        held = held | jnp.any(doomed & (group.host.arriving != 0))
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
     # Children were stored after their parents, so the youngest go first.
     age = jnp.where(doomed, known.clock - known.stored, jnp.iinfo(jnp.int32).max)
@@ -153,7 +153,7 @@ def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> 
     here = on_device(group, order)
     group, removed = withdraw(group, order, leaves)
     group = dataclasses.replace(group, num_cached=group.num_cached - count(leaves & here))
-    group = push_empty(group, state.policy, order, leaves)
+    group = find_stuck(push_empty(group, state.policy, order, leaves))
     state, gone = windows.forget_all(replace_group(state, 0, group), removed)
     return state, assemble(state, status, removed=gone, shortfall=over)
 
@@ -186,4 +186,4 @@ def _is_held(group: Group) -> jax.Array:
     held = group.num_blocks > group.num_empty + group.num_cached
     if group.host is None:
         return held
-    return held | jnp.any(group.host.arriving > 0) | jnp.any(group.blocks.refcount > 0)
+    return held | jnp.any(group.host.arriving != 0) | jnp.any(group.blocks.refcount > 0)

@@ -57,6 +57,7 @@ def _init_host(group: GroupSpec, policy: EvictionPolicy) -> Host:
         below=jnp.zeros_like(ids),
         arriving=jnp.zeros_like(ids),
         moves=jnp.int32(0),
+        stuck=jnp.zeros(ids.shape, jnp.bool_),
         empty=ids[::-1][: group.num_host_blocks],
         num_empty=jnp.int32(group.num_host_blocks),
         policy=policy.init(group.num_ids),
@@ -83,20 +84,26 @@ def available(group: Group) -> jax.Array:
     return group.num_empty + group.num_cached
 
 
-def unsettled(group: Group, near: jax.Array) -> jax.Array:
-    """bool[B]; blocks on the move and those that they follow in their tier, which cannot leave it before them.
-
-    `near` bool[B] are on the device, or to be taken for that.
-    """
-    assert group.host is not None
+def led_to(group: Group, marked: jax.Array, near: jax.Array) -> jax.Array:
+    """bool[B]; marked bool[B] and all blocks that they follow within their tier; `near` bool[B] are on the device."""
     blocks = group.blocks
     parent = blocks.parent[:, 0]
     follows = (blocks.fill > 0) & (parent >= 0) & (near == pick(near, parent))
 
-    def led_by(marked: jax.Array) -> jax.Array:
+    def up(marked: jax.Array) -> jax.Array:
         return put(marked, parent, True, marked & follows, unique=False)
 
-    return jax.lax.while_loop(lambda m: jnp.any(led_by(m) & ~m), led_by, group.host.arriving > 0)
+    return jax.lax.while_loop(lambda m: jnp.any(up(m) & ~m), up, marked)
+
+
+def find_stuck(group: Group) -> Group:
+    """The group with `Host.stuck` up to date; a pass over all blocks for each level of the longest chain."""
+    host = group.host
+    if host is None:
+        return group
+    near = host.slot < group.empty.shape[0]
+    stuck = led_to(group, (host.arriving != 0) | (near & (host.below > 0)), near)
+    return dataclasses.replace(group, host=dataclasses.replace(host, stuck=stuck))
 
 
 def childless(group: Group, ids: jax.Array) -> jax.Array:
@@ -166,12 +173,11 @@ def take(
     from_stack = jnp.minimum(need, group.num_empty)
     wanted = jnp.where(need <= available(group), need - from_stack, 0)
     before = group.blocks
-    moving = None if group.host is None else unsettled(group, group.host.slot < group.empty.shape[0])
 
     def eligible(ids: jax.Array) -> jax.Array:
-        here = (ids >= 0) & on_device(group, ids) & (ids != spare)
-        if group.host is not None and moving is not None:
-            here = here & (pick(group.host.below, ids) == 0) & ~pick(moving, ids)
+        here = arrived(group, ids) & on_device(group, ids) & (ids != spare)
+        if group.host is not None:
+            here = here & ~pick(group.host.stuck, ids)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
     victims, pstate = policy.victims(group.policy, before, eligible, wanted, now, size)
@@ -292,15 +298,17 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
     host = group.host
     if host is not None:
         here = on_device(group, ids)
-        away, where = where & ~here, where & here
-        (stack, pstate), ids, away, where = fence((host.empty, host.policy), ids, away, where)
+        away, here = where & ~here, where & here
+        (stack, pstate), ids, away, where, here = fence((host.empty, host.policy), ids, away, where, here)
         host = dataclasses.replace(
             host,
             empty=put(stack, host.num_empty + rank(away), ids, away),
             num_empty=host.num_empty + count(away),
-            arriving=put(put(host.arriving, ids, 0, away), ids, 0, where),  # what still arrives there is nobody's
+            arriving=put(host.arriving, ids, 0, where),  # what still arrives there is nobody's
+            stuck=put(host.stuck, ids, False, where),
             policy=pstate if policy.forget is None else policy.forget(pstate, jnp.where(away, ids, NO_BLOCK)),
         )
+        where = here
     return dataclasses.replace(
         group,
         empty=put(group.empty, group.num_empty + rank(where), ids, where),

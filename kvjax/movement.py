@@ -32,7 +32,7 @@ from kvjax._arrays import add, compact, count, fence, pick, put, repeated
 from kvjax._request import assemble, first_failure, integers, static_int
 from kvjax.control import chosen, replace_group
 from kvjax.events import EventKind, Events, Status, record
-from kvjax.group import Taken, claim, give_back, on_device, push_empty
+from kvjax.group import Taken, claim, find_stuck, give_back, on_device, push_empty
 from kvjax.policies import EvictionPolicy
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.transfer import Transfer
@@ -56,7 +56,7 @@ def offload(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> 
     known, named = mine.blocks, ids != NO_BLOCK
     there = (ids >= 0) & (ids < known.fill.shape[0]) & (pick(known.fill, ids) > 0) & on_device(mine, ids)
     bad = jnp.any(named & (~there | repeated(ids)))
-    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) > 0)))
+    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) != 0)))
     good = ~bad & ~held
     ids = pick(ids, jnp.argsort(-jnp.where(named & there, pick(known.depth, ids), -1)))  # children first
     out, claimed = claim(known, ids, good & (ids >= 0))
@@ -88,7 +88,7 @@ def onboard(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> 
     coming = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & there, unique=False)
     led = (parent < 0) | (on_device(mine, parent) & (pick(mine.host.arriving, parent) == 0)) | pick(coming, parent)
     bad = jnp.any(named & (~there | repeated(ids) | ~led))
-    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) > 0)))
+    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) != 0)))
     status = first_failure((held, Status.HELD), (bad, Status.BAD_REQUEST))
     # Parents that are on the device already must not leave it for their children.
     good = named & there & (status == Status.OK)
@@ -225,6 +225,7 @@ def complete(
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
         policy = windows.policy_of(number, state.policy)
         group, gone = _lose(dataclasses.replace(group, host=host), number, policy, lost, most)
+        group = find_stuck(group)
         state, records = replace_group(state, number, group), [gone]
         if number == 0:
             state, records = windows.forget_all(state, gone)
@@ -277,7 +278,7 @@ def _moving(state: CacheState, row: _row.Row) -> jax.Array:
     """bool[]; whether a block of the row is on the move."""
     pairs = zip(state.groups, row.tables, strict=True)
     on = [
-        jnp.any((table >= 0) & (pick(group.host.arriving, table) > 0))
+        jnp.any((table >= 0) & (pick(group.host.arriving, table) != 0))
         for group, table in pairs
         if group.host is not None
     ]

@@ -110,6 +110,8 @@ class Host:
       below: i32[B]; findable children on the host; then `Blocks.children` counts those on the device.
       arriving: i32[B]; number of the move that brings the K/V to the block's row, where it cannot be found yet; or 0.
       moves: i32[]; the number of the last transition that moved something.
+      stuck: bool[B]; as of the last move: device blocks that cannot be evicted inside a loop, because something that
+        follows them is on the host or on the move.
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of that stack.
       policy: the eviction policy's state for blocks on the host.
@@ -119,6 +121,7 @@ class Host:
     below: jax.Array
     arriving: jax.Array
     moves: jax.Array
+    stuck: jax.Array
     empty: jax.Array
     num_empty: jax.Array
     policy: Any

@@ -24,7 +24,7 @@ from jax import lax
 from kvjax import index
 from kvjax._arrays import add, compact, count, pick, put, rank
 from kvjax.events import DEFAULT_PRIORITY, EventKind, record
-from kvjax.group import Taken, available, claim, unsettled
+from kvjax.group import Taken, available, claim, find_stuck, led_to
 from kvjax.policies import EvictionPolicy
 from kvjax.retention import priority_at
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Host, pytree
@@ -95,7 +95,7 @@ def take(
     popped = jnp.minimum(need + count(back >= 0), group.num_empty)
     wanted = jnp.where(total <= available(group), total - popped, 0)
 
-    moving = unsettled(group, host.slot < rows)
+    moving = led_to(group, host.arriving != 0, host.slot < rows)
 
     def eligible(ids: jax.Array) -> jax.Array:
         here = (ids >= 0) & (pick(host.slot, ids) < rows) & ~pick(moving, ids) & (ids != spare)
@@ -159,7 +159,7 @@ def deal(
     # Whatever follows a removed block goes with it, and is on the host, for the device loses leaves.
     doomed = _followers(blocks, out.ids, out.where & ~out.stay, below)
     mine = _mark(num_ids, out.ids, out.where)
-    ok = ~jnp.any(doomed & ~mine & ((blocks.refcount > 0) | (host.arriving > 0)))
+    ok = ~jnp.any(doomed & ~mine & ((blocks.refcount > 0) | (host.arriving != 0)))
     followers = _where(doomed & ~mine, size)
     ok = ok & (count(doomed & ~mine) <= size)
 
@@ -210,8 +210,9 @@ def deal(
         EventKind.UPDATED, moved, findable, (jnp.arange(moved.shape[0], dtype=jnp.int32) < size).astype(jnp.int32)
     )
     records = [tell(EventKind.UPDATED, out.ids, passing, 1), tell(EventKind.REMOVED, removed, removed >= 0)]
+    number_of_move = next_move(host)
     ordered = moves(
-        known, group=number, block=moved, number=host.moves + 1, source=pick(slot, moved), target=pick(new_slot, moved)
+        known, group=number, block=moved, number=number_of_move, source=pick(slot, moved), target=pick(new_slot, moved)
     )
 
     up, idle = pick(blocks.parent, back)[:, 0], (back >= 0) & (pick(blocks.refcount, back) == 0)
@@ -229,15 +230,15 @@ def deal(
         host,
         slot=new_slot,
         below=put(add(host.below, up, -1, below_back, unique=False), removed, 0, removed >= 0),
-        arriving=put(host.arriving, moved, host.moves + 1, known),
-        moves=host.moves + jnp.any(known).astype(jnp.int32),
+        arriving=put(host.arriving, moved, number_of_move, known),
+        moves=jnp.where(jnp.any(known), number_of_move, host.moves),
         empty=put(host.empty, host.num_empty - taken + rank(on_host), free, on_host),
         num_empty=host.num_empty - taken + count(on_host),
     )
     pstate = group.policy
     if policy.forget is not None:
         pstate = policy.forget(pstate, leaves)
-        host = dataclasses.replace(host, policy=policy.forget(host.policy, jnp.concatenate([back, old])))
+        host = dataclasses.replace(host, policy=policy.forget(host.policy, jnp.concatenate([back, removed])))
     group = dataclasses.replace(
         group,
         blocks=blocks,
@@ -254,7 +255,12 @@ def deal(
         policy=policy.touch(pstate, blocks, jnp.where(idle, back, NO_BLOCK), now),
     )  # fmt: skip
     ids = jnp.where(place < need, free, NO_BLOCK)
-    return Taken(group, ids, ok, jnp.concatenate(records), updated, ordered)
+    return Taken(find_stuck(group), ids, ok, jnp.concatenate(records), updated, ordered)
+
+
+def next_move(host: Host) -> jax.Array:
+    """i32[]; the number of the next move: 0, which means none, is left out when they wrap."""
+    return jnp.where(host.moves == -1, 1, host.moves + 1)
 
 
 def _host_victims(
@@ -276,7 +282,7 @@ def _host_victims(
     refcount = put(blocks.refcount, out.ids, 0, lasting & (not out.held))
     # As the policy is to see them: with the host's children, those of a block on the host.
     seen = dataclasses.replace(blocks, refcount=refcount, children=host.below)
-    moving = unsettled(group, (host.slot < group.empty.shape[0]) & ~coming)
+    moving = led_to(group, host.arriving != 0, (host.slot < group.empty.shape[0]) & ~coming)
     pstate = policy.touch(host.policy, seen, jnp.where(lasting & (not out.held), out.ids, NO_BLOCK), now)
 
     def eligible(ids: jax.Array) -> jax.Array:

@@ -166,6 +166,8 @@ class Oracle(Tiers):
             for group in self.groups:
                 if group.blocks[group.index[source]].host:
                     moves.append(self._move(group, row.tables[group.number][len(whole)]))
+                    for block in found[group.number]:
+                        group.blocks[block].stuck = group.blocks[block].stuck or block != NO_BLOCK
                 else:
                     events.append(Event("copied", namespace, tuple(prompt[:cached]), group.number))
             self._slide(row, seen, upto=len(whole))
@@ -406,7 +408,9 @@ class Oracle(Tiers):
                 doomed[node] = block
         if any(self.blocks[b].refcount or self.blocks[b].move for b in wanted | set(doomed.values())):
             return Result([Status.HELD])
-        return Result([Status.OK], [event for block in reversed(doomed.values()) for event in self._remove(block)])
+        events = [event for block in reversed(doomed.values()) for event in self._remove(block)]
+        self._find_stuck(self.groups[0])
+        return Result([Status.OK], events)
 
     def reset(self) -> Result:
         """Forgets everything cached, once nothing is held."""
@@ -415,7 +419,7 @@ class Oracle(Tiers):
         for group in self.groups:
             group.index.clear()
             for block in group.blocks:
-                block.node = None
+                block.node, block.host, block.stuck = None, False, False
         return Result([Status.OK], [Event("cleared", group=group.number) for group in self.groups])
 
     # The index.
@@ -483,7 +487,7 @@ class Oracle(Tiers):
             block = group.blocks[group.index.pop(node)]
             block.node = None
             if not block.refcount:
-                block.host, block.move = False, 0
+                block.host, block.move, block.stuck = False, 0, False
         return [Event("removed", *node, group.number) for group in groups]
 
     # Blocks.
@@ -506,12 +510,11 @@ class Oracle(Tiers):
         } - set(kept)
         on_device = {node for node, b in self.index.items() if not self.blocks[b].host}
         parents = collections.Counter(self._parent(node) for node in on_device) if group.number == 0 else {}
-        below = {self._parent(node) for node in self.index.keys() - on_device} if group.number == 0 else set()
         score = self.score if group.number == 0 else lru
         while len(victims) < missing:
             leaves = [b for b in candidates if not parents.get(blocks[b].node)]
             if not tiers:  # what has descendants on the host must stay
-                leaves = [b for b in leaves if blocks[b].node not in below]
+                leaves = [b for b in leaves if not blocks[b].stuck]
             if not leaves:
                 return None
             victim = min(leaves, key=lambda b: (score(blocks[b]), blocks[b].released))
@@ -556,7 +559,7 @@ class Oracle(Tiers):
             self.clock, self.turn = self.clock + 1, self.turn + 1
             mine.expiry = None if mine.worth.ttl is None else self.now + mine.worth.ttl
         elif not mine.refcount:
-            mine.host, mine.move = False, 0
+            mine.host, mine.move, mine.stuck = False, 0, False
 
     def _slide(self, row: Row, before: int, upto: int | None = None) -> None:
         """Lets go of blocks that have left the windows since `before` tokens were written."""

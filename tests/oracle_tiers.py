@@ -163,6 +163,8 @@ class Tiers:
                     events += self._remove(self.groups[0].index[node])
             elif block.node:
                 events += self._remove(b, number)
+        for group in self.groups if moves else ():
+            self._find_stuck(group)
         return Result(status, events)
 
     # What the verbs need.
@@ -226,7 +228,20 @@ class Tiers:
             moves.append(self._move(group, b))
             if blocks[b].node:
                 events.append(Event("updated", *blocks[b].node, group.number))
+        if tiers:
+            self._find_stuck(group)
         return events, moves
+
+    def _find_stuck(self, group: Group) -> None:
+        """Notes which device blocks can't leave before something that follows them."""
+        if not group.num_host_blocks:
+            return
+        for block in group.blocks:
+            block.stuck = block.move > 0
+        for node in sorted(group.index, key=lambda node: -len(node[1])) if not group.number else ():
+            block, above = group.blocks[group.index[node]], self._parent(node)
+            if above[1] and not group.blocks[group.index[above]].host and (block.host or block.stuck):
+                group.blocks[group.index[above]].stuck = True
 
     def _move(self, group: Group, block: int) -> Move:
         self.moves += 1

@@ -159,13 +159,13 @@ def test_sizes_of_a_layer(name, value):
         kvjax.make_spec([layer], **SPEC)
 
 
-def test_what_this_version_does_not_serve():
+def test_groups_that_are_none():
     group = kvjax.GroupSpec(4)
-    for groups in ((), (group, group), (kvjax.GroupSpec(4, window=8),), (kvjax.GroupSpec(4, num_host_blocks=2),)):
+    for groups in ((), (group, group), (kvjax.GroupSpec(4, window=8),), (group, kvjax.GroupSpec(4, sink_tokens=2))):
         with pytest.raises(ValueError, match=r"^groups: got "):
             kvjax.CacheSpec(groups, block_size=4, max_seqs=2, max_blocks_per_seq=2)
-    with pytest.raises(ValueError, match=r"^layers\[1\].window: got 8, wanted None"):
-        kvjax.make_spec([LayerSpec(1, 8), LayerSpec(1, 8, window=8)], **SPEC)
+    with pytest.raises(ValueError, match=r"^layers\[1\].sink_tokens: got 8 without a window, wanted 0"):
+        kvjax.make_spec([LayerSpec(1, 8), LayerSpec(1, 8, sink_tokens=8)], **SPEC)
     with pytest.raises(ValueError, match=r"^layer: got 3"):
         kvjax.make_spec([LayerSpec(1, 8)], **SPEC).locate(3)
 
