@@ -15,8 +15,9 @@ from kvjax import tiers as tiers_
 from kvjax._arrays import compact, count, fence, pick, put
 from kvjax._request import Prompt, assemble, first_failure
 from kvjax.events import EventKind, Events, Status, record
-from kvjax.group import available, give_back, hold, on_device, row_of, take
+from kvjax.group import available, give_back, hold, take
 from kvjax.match import Match, beside, longest_match
+from kvjax.place import on_device, row_of
 from kvjax.retention import UNSTATED, Retention, apply_retention, by_place
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, CacheState, Group, pytree
@@ -156,12 +157,15 @@ def admit_row(
         new = ok & (after >= 0) & (after < need)
         groups[0], changed = _retain(groups[0], tables[0], stated, hits[0] & ok, new)
         updated.append(changed)
-    state = dataclasses.replace(state, groups=tuple(groups))
+    before, state = state, dataclasses.replace(state, groups=tuple(groups))
     state = _row.write(state, seq, ok, tables, target, cached, ask.namespace, stated)
+    state, removed, updated, moved = all_or_nothing(
+        before, state, ok, [new.removed for new in reversed(taken)], updated, moved
+    )
     events = assemble(
         state,
         status,
-        removed=[new.removed for new in reversed(taken)],
+        removed=removed,
         updated=updated,
         copied=copied,
         queried=jnp.where(ok, ask.length, 0),
@@ -170,6 +174,20 @@ def admit_row(
         moves=moved,
     )
     return state, events, jnp.stack([jnp.where(copies, r, NO_BLOCK) for r in from_rows])[None]
+
+
+def all_or_nothing(
+    before: CacheState, after: CacheState, ok: jax.Array, *records: list[jax.Array]
+) -> tuple[CacheState, *tuple[list[jax.Array], ...]]:
+    """One of two states, by ok bool[], and the records where it holds.
+
+    A group that fails has changed nothing. That others have, before it, takes several groups and a host tier, where the
+    number of cached blocks does not tell how many of them can leave; only then does this cost a pass over the state.
+    """
+    if not before.spec.has_host or len(before.groups) == 1:
+        return after, *records
+    state = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
+    return state, *([jnp.where(ok, r, NO_BLOCK if r.shape[-1] == 5 else 0) for r in rows] for rows in records)
 
 
 def _find(group: Group, spec: GroupSpec, match: Match, size: int) -> Found:

@@ -11,7 +11,6 @@ caller owns `jit` and donation: jit a verb together with the copies and the mode
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,14 +33,15 @@ from kvjax._request import (
 )
 from kvjax.admission import admit_row
 from kvjax.events import Events, Status
-from kvjax.group import childless, give_back, hold, init_group
+from kvjax.group import give_back, init_group
 from kvjax.growth import grow
 from kvjax.match import Match, longest_match
 from kvjax.policies import EvictionPolicy, lru
 from kvjax.retention import Retention
+from kvjax.rewind import rewind
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState, Sequences
-from kvjax.store import publish_filled, store_tail, withdraw
+from kvjax.store import publish_filled, store_tail
 
 
 def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any = None) -> CacheState:
@@ -312,32 +312,10 @@ def truncate(state: CacheState, seq: Any, length: Any, *, now: Any = 0) -> tuple
     Source: TensorRT-LLM's rewindKVCache.
     """
     seq, length, now = integers("seq", seq, ()), integers("length", length, ()), integers("now", now, ())
-    row, size = _row.read(state, seq), state.spec.block_size
-    place, keep, committed = np.arange(row.tables[0].shape[0]), -(-length // size), jnp.minimum(row.committed, length)
-    again = [  # blocks that had left a window which now goes back over them
-        windows.regain(group, row.tables[0], (place < keep) & of.keeps(place, committed, size) & (table < 0))
-        for group, of, table in zip(state.groups[1:], state.spec.groups[1:], row.tables[1:], strict=True)
-    ]
+    row = _row.read(state, seq)
     bad = ~row.exists | (length < 1) | (length > row.length) | row.swapped
-    bad = functools.reduce(jnp.logical_or, [~there for _, there in again], bad)
-    ok = ~bad
-    groups, tables = [], []
-    for number, (group, table) in enumerate(zip(state.groups, row.tables, strict=True)):
-        if number > 0:
-            group = hold(group, again[number - 1][0], ok & (again[number - 1][0] >= 0))
-            table = jnp.where(ok & (table < 0), again[number - 1][0], table)
-        dropped = ok & (place >= keep) & (table >= 0)
-        policy = windows.policy_of(number, state.policy)
-        groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
-        tables.append(jnp.where(dropped, NO_BLOCK, table))
-    group, block = groups[0], pick(tables[0], keep - 1)[None]
-    blocks = group.blocks
-    cut = ok & (length % size > 0) & (pick(blocks.fill, block) > 0) & (pick(blocks.refcount, block) == 1)
-    groups[0], gone = withdraw(group, block, cut & childless(group, block))
-    state = dataclasses.replace(state, groups=tuple(groups))
-    state, removed = windows.forget_all(state, gone)
-    state = _row.write(state, seq, ok, tables, length, committed, row.namespace)
-    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), removed=removed)
+    state, removed, ok = rewind(state, row, seq, length, ~bad, now)
+    return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), removed=removed)
 
 
 def release(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, Events]:

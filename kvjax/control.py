@@ -14,7 +14,8 @@ from kvjax import windows
 from kvjax._arrays import add, count, pick, put, repeated
 from kvjax._request import assemble, first_failure, integers, static_int
 from kvjax.events import EventKind, Events, Status, record
-from kvjax.group import find_stuck, give_back, init_group, on_device, push_empty
+from kvjax.group import give_back, init_group, push_empty
+from kvjax.place import find_stuck, on_device
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.store import withdraw
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvjax import index
 from kvjax._arrays import add, count, fence, pick, put, rank
-from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
+from kvjax.events import EventKind, record
+from kvjax.place import arrived, on_device
 from kvjax.policies import EvictionPolicy
 from kvjax.spec import CacheSpec, GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, Group, Host, pytree
@@ -64,52 +65,9 @@ def _init_host(group: GroupSpec, policy: EvictionPolicy) -> Host:
     )
 
 
-def row_of(group: Group, ids: jax.Array) -> jax.Array:
-    """i32[...]; the pool rows of blocks ids i32[...]."""
-    return ids if group.host is None else pick(group.host.slot, ids)
-
-
-def on_device(group: Group, ids: jax.Array) -> jax.Array:
-    """bool[...]; whether blocks ids i32[...] have a row on the device."""
-    return row_of(group, ids) < group.empty.shape[0]
-
-
-def arrived(group: Group, ids: jax.Array) -> jax.Array:
-    """bool[...]; whether the K/V of blocks ids i32[...] are where the blocks are."""
-    return ids >= 0 if group.host is None else (ids >= 0) & (pick(group.host.arriving, ids) == 0)
-
-
 def available(group: Group) -> jax.Array:
     """i32[]; blocks that can be had: empty ones and cached ones."""
     return group.num_empty + group.num_cached
-
-
-def led_to(group: Group, marked: jax.Array, near: jax.Array) -> jax.Array:
-    """bool[B]; marked bool[B] and all blocks that they follow within their tier; `near` bool[B] are on the device."""
-    blocks = group.blocks
-    parent = blocks.parent[:, 0]
-    follows = (blocks.fill > 0) & (parent >= 0) & (near == pick(near, parent))
-
-    def up(marked: jax.Array) -> jax.Array:
-        return put(marked, parent, True, marked & follows, unique=False)
-
-    return jax.lax.while_loop(lambda m: jnp.any(up(m) & ~m), up, marked)
-
-
-def find_stuck(group: Group) -> Group:
-    """The group with `Host.stuck` up to date; a pass over all blocks for each level of the longest chain."""
-    host = group.host
-    if host is None:
-        return group
-    near = host.slot < group.empty.shape[0]
-    stuck = led_to(group, (host.arriving != 0) | (near & (host.below > 0)), near)
-    return dataclasses.replace(group, host=dataclasses.replace(host, stuck=stuck))
-
-
-def childless(group: Group, ids: jax.Array) -> jax.Array:
-    """bool[...]; whether no findable block follows the findable blocks ids i32[...]."""
-    none = pick(group.blocks.children, ids) == 0
-    return none if group.host is None else none & (pick(group.host.below, ids) == 0)
 
 
 def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
@@ -340,39 +298,6 @@ def merge(
     )
     group = dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - unheld)
     return give_back(group, policy, own, where, now)
-
-
-def take_over(
-    group: Group, number: int, policy: EvictionPolicy, own: jax.Array, target: jax.Array, where: jax.Array
-) -> tuple[Group, jax.Array]:
-    """Blocks target i32[K] on the host, where bool[K], take the device rows of equal blocks own i32[K], all different.
-
-    Before `merge`: what has just been computed is there already, and need not come from the host.
-
-    Returns:
-      The group and records i32[K, 9], updated; none without a host tier.
-    """
-    blocks, host = group.blocks, group.host
-    if host is None:
-        return group, jnp.zeros((0, len(COLUMNS)), jnp.int32)
-    where = where & ~on_device(group, target)
-    near, far, parent = pick(host.slot, own), pick(host.slot, target), pick(blocks.parent, target)[:, 0]
-    idle = where & (pick(blocks.refcount, target) == 0)
-    updated = record(
-        EventKind.UPDATED, where, group=number, block=target, generation=pick(blocks.generation, target),
-        priority=DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, target)[:, 0],
-    )  # fmt: skip
-    (slot, arriving), near, far, idle, updated = fence((host.slot, host.arriving), near, far, idle, updated)
-    up = where & (parent >= 0)
-    host = dataclasses.replace(
-        host,
-        slot=put(put(slot, own, far, where), target, near, where),
-        arriving=put(arriving, target, 0, where),
-        below=add(host.below, parent, -1, up, unique=False),
-        policy=host.policy if policy.forget is None else policy.forget(host.policy, jnp.where(where, target, NO_BLOCK)),
-    )
-    blocks = dataclasses.replace(blocks, children=add(blocks.children, parent, 1, up, unique=False))
-    return dataclasses.replace(group, blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
 
 def stamp_release(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:

@@ -13,8 +13,10 @@ import numpy as np
 from kvjax import _row, cow, windows
 from kvjax import tiers as tiers_
 from kvjax._arrays import count, pick, put, rank, runs
+from kvjax.admission import all_or_nothing
 from kvjax.events import EventKind, record
-from kvjax.group import available, row_of, take
+from kvjax.group import available, take
+from kvjax.place import row_of
 from kvjax.retention import apply_retention
 from kvjax.state import CacheState, pytree
 
@@ -80,6 +82,8 @@ def grow(
                    source=row_of(group, shares.block), num_tokens=written)
         )  # fmt: skip
     shortfall = jnp.where(had, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
-    state = dataclasses.replace(state, groups=tuple(groups))
-    updated, moves = [new.updated for new in taken], [new.moves for new in taken]
+    state, removed, updated, moves = all_or_nothing(
+        state, dataclasses.replace(state, groups=tuple(groups)), had, removed, [new.updated for new in taken],
+        [new.moves for new in taken],
+    )  # fmt: skip
     return state, Growth(had, removed, copied, shortfall, updated, moves)

@@ -51,7 +51,7 @@ def longest_child(
     tokens: jax.Array,
     extra_ids: jax.Array | None,
     limit: jax.Array,
-    usable: Callable[[jax.Array], jax.Array],
+    usable: Callable[[jax.Array], jax.Array] = lambda block: block >= 0,
 ) -> tuple[jax.Array, jax.Array]:
     """The findable block after `parent` that shares the longest prefix, of at least one token, with `tokens`.
 

@@ -12,8 +12,8 @@ from jax import lax
 
 from kvjax import index
 from kvjax._arrays import count, pick, put, runs
-from kvjax.group import arrived, on_device
 from kvjax.keys import mix, prefix_keys, root_key
+from kvjax.place import arrived, on_device
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Sequences, pytree
 

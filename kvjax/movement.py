@@ -32,7 +32,8 @@ from kvjax._arrays import add, compact, count, fence, pick, put, repeated
 from kvjax._request import assemble, first_failure, integers, static_int
 from kvjax.control import chosen, replace_group
 from kvjax.events import EventKind, Events, Status, record
-from kvjax.group import Taken, claim, find_stuck, give_back, on_device, push_empty
+from kvjax.group import Taken, claim, give_back, push_empty
+from kvjax.place import find_stuck, on_device
 from kvjax.policies import EvictionPolicy
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.transfer import Transfer

@@ -14,9 +14,10 @@ from kvjax import index, windows
 from kvjax._arrays import add, count, fence, pick, put, rank, runs
 from kvjax._row import Row
 from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
-from kvjax.group import merge, on_device, take_over
+from kvjax.group import merge
 from kvjax.keys import prefix_keys, root_key
 from kvjax.match import link, resolve
+from kvjax.place import on_device, take_over
 from kvjax.state import NO_BLOCK, CacheState, Group
 
 _BATCH = 32  # rows: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256
@@ -167,7 +168,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     key = prefix_keys(start, tokens[None], None if extra is None else extra[None], fill, whole[None])
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
     mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & on_device(group, tail)
-    _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill, lambda block: block >= 0)
+    _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill)
     collides = index.find(blocks, group.links, key)[0] >= 0
     good = where & (fill > 0) & intact & mine & (covered < fill) & ~collides
     above = jnp.stack([before, row.namespace])[None]

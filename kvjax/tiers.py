@@ -24,7 +24,8 @@ from jax import lax
 from kvjax import index
 from kvjax._arrays import add, compact, count, pick, put, rank
 from kvjax.events import DEFAULT_PRIORITY, EventKind, record
-from kvjax.group import Taken, available, claim, find_stuck, led_to
+from kvjax.group import Taken, available, claim
+from kvjax.place import find_stuck, led_to
 from kvjax.policies import EvictionPolicy
 from kvjax.retention import priority_at
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Host, pytree
@@ -150,14 +151,91 @@ def deal(
     """
     blocks, host = group.blocks, group.host
     assert host is not None
-    size, slot, stored = out.ids.shape[0], host.slot, pick(blocks.fill, out.ids) > 0
-    parent, goes, num_ids = pick(blocks.parent, out.ids)[:, 0], out.where & out.stay, blocks.fill.shape[0]
-    came = count(back >= 0)
-    below = add(host.below, parent, 1, goes & stored & (parent >= 0), unique=False)
-    host = dataclasses.replace(host, below=below)
+    lasting, followers, losers, host, ok = _who_goes(group, host, policy, out, back, now, spare)
+    passing = out.where & out.stay & ~lasting
+    removed = jnp.concatenate([jnp.where(out.where & ~lasting, out.ids, NO_BLOCK), followers, losers])
+    removed = pick(removed, jnp.argsort(-jnp.where(removed >= 0, pick(blocks.depth, removed), -1)))  # children first
+    dealt = _deal_rows(group, host, out, lasting, jnp.concatenate([followers, losers]), back, popped)
+    slot, free, place = dealt.slot, dealt.free, jnp.arange(dealt.free.shape[0], dtype=jnp.int32)
+    moved = jnp.concatenate([jnp.where(lasting, out.ids, NO_BLOCK), back])
+
+    def tell(kind: EventKind, ids: jax.Array, where: jax.Array, level: jax.Array | int = 0) -> jax.Array:
+        priority = DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, ids)[:, 0]
+        generation = pick(blocks.generation, ids)
+        return record(kind, where, group=number, block=ids, generation=generation, level=level, priority=priority)
+
+    findable = (moved >= 0) & (pick(blocks.fill, moved) > 0)
+    to_host = (jnp.arange(moved.shape[0], dtype=jnp.int32) < lasting.shape[0]).astype(jnp.int32)
+    updated = tell(EventKind.UPDATED, moved, findable, to_host)
+    records = [tell(EventKind.UPDATED, out.ids, passing, 1), tell(EventKind.REMOVED, removed, removed >= 0)]
+    ordered = moves(
+        moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.slot, moved),
+        target=pick(slot, moved),
+    )  # fmt: skip
+
+    above, idle = pick(blocks.parent, back)[:, 0], (back >= 0) & (pick(blocks.refcount, back) == 0)
+    under = (back >= 0) & (pick(blocks.fill, back) > 0) & (above >= 0)
+    refcount = put(blocks.refcount, removed, 0, removed >= 0)
+    refcount = put(refcount, out.ids, 1 if out.held else 0, lasting)
+    blocks = dataclasses.replace(
+        blocks,
+        refcount=put(refcount, free, 1, place < need),
+        fill=put(blocks.fill, removed, 0, removed >= 0),
+        children=put(add(blocks.children, above, 1, under, unique=False), removed, 0, removed >= 0),
+    )
+    on_stack = (place >= need) & (place < dealt.near)
+    on_host = (place >= dealt.near) & (place < dealt.count)
+    pstate, far_pstate = group.policy, host.policy
+    if policy.forget is not None:
+        pstate = policy.forget(pstate, jnp.where(out.where, out.ids, NO_BLOCK))
+        far_pstate = policy.forget(far_pstate, jnp.concatenate([back, removed]))
+    host = dataclasses.replace(
+        host,
+        slot=slot,
+        below=put(add(host.below, above, -1, under, unique=False), removed, 0, removed >= 0),
+        arriving=put(host.arriving, moved, next_move(host), moved >= 0),
+        moves=jnp.where(jnp.any(moved >= 0), next_move(host), host.moves),
+        empty=put(host.empty, host.num_empty - dealt.taken + rank(on_host), free, on_host),
+        num_empty=host.num_empty - dealt.taken + count(on_host),
+        policy=far_pstate,
+    )
+    links, shadow = group.links, group.shadow
+    if group.anchor is None or shadow is None:
+        links = index.remove(links, blocks.fill, removed, removed >= 0)
+    else:
+        shadow = put(shadow, pick(group.anchor, removed), NO_BLOCK, removed >= 0)
+    group = dataclasses.replace(
+        group,
+        blocks=blocks,
+        host=host,
+        links=links,
+        shadow=shadow,
+        empty=put(group.empty, group.num_empty - popped + rank(on_stack), free, on_stack),
+        num_empty=group.num_empty - popped + count(on_stack),
+        num_cached=group.num_cached - (0 if out.held else count(out.where)) + count(idle),
+        policy=policy.touch(pstate, blocks, jnp.where(idle, back, NO_BLOCK), now),
+    )
+    ids = jnp.where(place < need, free, NO_BLOCK)
+    return Taken(find_stuck(group), ids, ok, jnp.concatenate(records), updated, ordered)
+
+
+def _who_goes(
+    group: Group, host: Host, policy: EvictionPolicy, out: Leaving, back: jax.Array, now: jax.Array, spare
+) -> tuple[jax.Array, jax.Array, jax.Array, Host, jax.Array]:
+    """Decides what of the leaving blocks comes to last on the host, and what else is removed.
+
+    Returns:
+      bool[A], which of out.ids are on the host in the end; i32[A] older blocks that go since what they follow goes;
+      i32[A] older ones that go for want of room; the host, with `below` as it will be but for `back`; and bool[],
+      whether it can be done.
+    """
+    blocks, size, num_ids = group.blocks, out.ids.shape[0], group.blocks.fill.shape[0]
+    goes, parent = out.where & out.stay, pick(blocks.parent, out.ids)[:, 0]
+    stored = (pick(blocks.fill, out.ids) > 0) & (parent >= 0)
+    host = dataclasses.replace(host, below=add(host.below, parent, 1, goes & stored, unique=False))
 
     # Whatever follows a removed block goes with it, and is on the host, for the device loses leaves.
-    doomed = _followers(blocks, out.ids, out.where & ~out.stay, below)
+    doomed = _followers(blocks, out.ids, out.where & ~out.stay, host.below)
     mine = _mark(num_ids, out.ids, out.where)
     ok = ~jnp.any(doomed & ~mine & ((blocks.refcount > 0) | (host.arriving != 0)))
     followers = _where(doomed & ~mine, size)
@@ -165,97 +243,56 @@ def deal(
 
     # The host's own victims, chosen as if everything had come already.
     lasting = goes & ~pick(doomed, out.ids)
-    room = host.num_empty + count(followers >= 0) + came
+    room = host.num_empty + count(followers >= 0) + count(back >= 0)
     overflow = jnp.maximum(count(lasting) - room, 0)
     losers, host = _host_victims(group, host, policy, out, lasting, doomed, back, overflow, now, spare)
     ok = ok & (count(losers >= 0) == overflow)
-    lost = _mark(num_ids, losers, losers >= 0)
-    passing = goes & (pick(doomed, out.ids) | pick(lost, out.ids))
-    stays = goes & ~passing
-    losers = jnp.where(pick(mine, losers), NO_BLOCK, losers)  # those that had been there before
-    removed = jnp.concatenate([jnp.where(out.where & ~stays, out.ids, NO_BLOCK), followers, losers])
-    removed = pick(removed, jnp.argsort(-jnp.where(removed >= 0, pick(blocks.depth, removed), -1)))  # children first
+    lasting = lasting & ~pick(_mark(num_ids, losers, losers >= 0), out.ids)
+    return lasting, followers, jnp.where(pick(mine, losers), NO_BLOCK, losers), host, ok
 
-    # Rows and numbers that became free, and who gets them.
-    from_stack = pick(group.empty, group.num_empty - 1 - jnp.arange(max(size, back.shape[0]), dtype=jnp.int32))
-    from_stack = jnp.where(jnp.arange(from_stack.shape[0], dtype=jnp.int32) < popped, from_stack, NO_BLOCK)
-    leaves, old = jnp.where(out.where, out.ids, NO_BLOCK), jnp.concatenate([followers, losers])
-    taken = jnp.maximum(count(stays) - came - count(old >= 0), 0)
-    from_host = pick(host.empty, host.num_empty - 1 - jnp.arange(size, dtype=jnp.int32))
-    from_host = jnp.where(jnp.arange(size, dtype=jnp.int32) < taken, from_host, NO_BLOCK)
-    here, _ = compact(from_stack, leaves)
-    there, _ = compact(back, old, from_host)
-    device_rows, host_rows = pick(slot, here), pick(slot, there)
-    free, num_free = compact(from_stack, jnp.where(stays, NO_BLOCK, leaves), old, from_host)
+
+@pytree()
+class Dealt:
+    """Who has which row now.
+
+    Attributes:
+      slot: i32[B]; as in `Host`.
+      free: i32[.]; blocks that are nobody's, packed: first those with rows on the device.
+      near: i32[]; how many these are.
+      count: i32[]; how many blocks are free.
+      taken: i32[]; how many of them were on the host's stack.
+    """
+
+    slot: jax.Array
+    free: jax.Array
+    near: jax.Array
+    count: jax.Array
+    taken: jax.Array
+
+
+def _deal_rows(
+    group: Group, host: Host, out: Leaving, lasting: jax.Array, old: jax.Array, back: jax.Array, popped: jax.Array
+) -> Dealt:
+    """Deals out the rows that are free when blocks have left, come back, and been removed (`old` i32[.], on the host).
+
+    Rows on the device go to `back`, then to free blocks; rows on the host to what lasts there, then to free blocks.
+    """
+    slot, size, came, stay = host.slot, max(out.ids.shape[0], back.shape[0]), count(back >= 0), count(lasting)
+    place = jnp.arange(size, dtype=jnp.int32)
+    taken = jnp.maximum(stay - came - count(old >= 0), 0)
+    from_stack = jnp.where(place < popped, pick(group.empty, group.num_empty - 1 - place), NO_BLOCK)
+    from_host = jnp.where(place < taken, pick(host.empty, host.num_empty - 1 - place), NO_BLOCK)
+    leaves = jnp.where(out.where, out.ids, NO_BLOCK)
+    device_rows = pick(slot, compact(from_stack, leaves)[0])
+    host_rows = pick(slot, compact(back, old, from_host)[0])
+    free, total = compact(from_stack, jnp.where(lasting, NO_BLOCK, leaves), old, from_host)
     place = jnp.arange(free.shape[0], dtype=jnp.int32)
-    spread = popped + count(out.where) - came  # device rows for free blocks: `need` of them and then the stack
-    free_rows = jnp.where(
-        place < spread, pick(device_rows, came + place), pick(host_rows, count(stays) + place - spread)
-    )
-    new_slot = put(slot, free, free_rows, place < num_free)
-    new_slot = put(new_slot, out.ids, pick(host_rows, rank(stays)), stays)
-    new_slot = put(new_slot, back, pick(device_rows, rank(back >= 0)), back >= 0)
-    on_stack, on_host = (place >= need) & (place < spread), (place >= spread) & (place < num_free)
-
-    moved = jnp.concatenate([jnp.where(stays, out.ids, NO_BLOCK), back])
-    known = moved >= 0
-
-    def tell(kind: EventKind, ids: jax.Array, where: jax.Array, level: jax.Array | int = 0) -> jax.Array:
-        priority = DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, ids)[:, 0]
-        generation = pick(blocks.generation, ids)
-        return record(kind, where, group=number, block=ids, generation=generation, level=level, priority=priority)
-
-    findable = known & (pick(blocks.fill, moved) > 0)
-    updated = tell(
-        EventKind.UPDATED, moved, findable, (jnp.arange(moved.shape[0], dtype=jnp.int32) < size).astype(jnp.int32)
-    )
-    records = [tell(EventKind.UPDATED, out.ids, passing, 1), tell(EventKind.REMOVED, removed, removed >= 0)]
-    number_of_move = next_move(host)
-    ordered = moves(
-        known, group=number, block=moved, number=number_of_move, source=pick(slot, moved), target=pick(new_slot, moved)
-    )
-
-    up, idle = pick(blocks.parent, back)[:, 0], (back >= 0) & (pick(blocks.refcount, back) == 0)
-    below_back = (back >= 0) & (pick(blocks.fill, back) > 0) & (up >= 0)
-    refcount = put(blocks.refcount, removed, 0, removed >= 0)
-    refcount = put(refcount, out.ids, 1 if out.held else 0, stays)
-    refcount = put(refcount, free, 1, place < need)
-    blocks = dataclasses.replace(
-        blocks,
-        refcount=refcount,
-        fill=put(blocks.fill, removed, 0, removed >= 0),
-        children=put(add(blocks.children, up, 1, below_back, unique=False), removed, 0, removed >= 0),
-    )
-    host = dataclasses.replace(
-        host,
-        slot=new_slot,
-        below=put(add(host.below, up, -1, below_back, unique=False), removed, 0, removed >= 0),
-        arriving=put(host.arriving, moved, number_of_move, known),
-        moves=jnp.where(jnp.any(known), number_of_move, host.moves),
-        empty=put(host.empty, host.num_empty - taken + rank(on_host), free, on_host),
-        num_empty=host.num_empty - taken + count(on_host),
-    )
-    pstate = group.policy
-    if policy.forget is not None:
-        pstate = policy.forget(pstate, leaves)
-        host = dataclasses.replace(host, policy=policy.forget(host.policy, jnp.concatenate([back, removed])))
-    group = dataclasses.replace(
-        group,
-        blocks=blocks,
-        host=host,
-        links=group.links if group.anchor is not None else index.remove(
-            group.links, blocks.fill, removed, removed >= 0
-        ),
-        shadow=None if group.shadow is None or group.anchor is None else put(
-            group.shadow, pick(group.anchor, removed), NO_BLOCK, removed >= 0
-        ),
-        empty=put(group.empty, group.num_empty - popped + rank(on_stack), free, on_stack),
-        num_empty=group.num_empty - popped + count(on_stack),
-        num_cached=group.num_cached - (0 if out.held else count(out.where)) + count(idle),
-        policy=policy.touch(pstate, blocks, jnp.where(idle, back, NO_BLOCK), now),
-    )  # fmt: skip
-    ids = jnp.where(place < need, free, NO_BLOCK)
-    return Taken(find_stuck(group), ids, ok, jnp.concatenate(records), updated, ordered)
+    near = popped + count(out.where) - came
+    rows = jnp.where(place < near, pick(device_rows, came + place), pick(host_rows, stay + place - near))
+    slot = put(slot, free, rows, place < total)
+    slot = put(slot, out.ids, pick(host_rows, rank(lasting)), lasting)
+    slot = put(slot, back, pick(device_rows, rank(back >= 0)), back >= 0)
+    return Dealt(slot, free, near, total, taken)
 
 
 def next_move(host: Host) -> jax.Array:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import pick
-from kvjax.group import row_of
+from kvjax.place import row_of
 from kvjax.state import CacheState
 
 

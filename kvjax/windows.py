@@ -23,8 +23,9 @@ import jax.numpy as jnp
 
 from kvjax._arrays import add, count, fence, pick, put, runs
 from kvjax.events import EventKind, record
-from kvjax.group import give_back_shared, merge, on_device, push_empty, take_over
+from kvjax.group import give_back_shared, merge, push_empty
 from kvjax.match import Resolution, beside, reachable
+from kvjax.place import on_device, take_over
 from kvjax.policies import EvictionPolicy, lru
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,7 +160,7 @@ class LibraryBackend:
 
         self.verbs, self.groups = _verbs(), size.groups
         self.spec = _spec(size)
-        self.value = _init()(self.spec, np.int32(size.num_blocks))
+        self.value = _with_host_blocks(_init()(self.spec, np.int32(size.num_blocks)), size.num_host_blocks)
         self.namespaces = Namespaces()
 
     def admit(self, row: int, prompt: Prompt, now: int, retention: dict[str, Any]) -> Outcome:
@@ -278,9 +279,20 @@ def _spec(size: Size) -> Any:
         extra_ids=size.extra_ids,
         partial_reuse=size.partial_reuse,
         retention=size.retention,
-        num_host_blocks=size.num_host_blocks,
+        num_host_blocks=32 if size.num_host_blocks else 0,
         offload_min_priority=size.offload_min_priority,
     )
+
+
+def _with_host_blocks(state: Any, number: int) -> Any:
+    """A state that knows of only so many empty blocks on the host."""
+    import jax.numpy as jnp
+
+    groups = [
+        group if group.host is None else replace(group, host=replace(group.host, num_empty=jnp.int32(number)))
+        for group in state.groups
+    ]
+    return replace(state, groups=tuple(groups))
 
 
 @functools.cache

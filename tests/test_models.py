@@ -57,6 +57,7 @@ def test_verify_passes(family, capsys):
     assert "ok: largest logit error" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_verify_fails_on_wrong_outputs_and_reports_bad_folders(tmp_path, capsys):
     folder = tmp_path / "other"
     write_golden(folder, lengths=[1, 20, 33], steps=[5, 0, 3])
@@ -118,6 +119,7 @@ def test_paged_is_dense(family, fields):
     np.testing.assert_allclose(paged(model, tokens), jax.jit(Decoder.dense)(model, tokens), atol=atol)
 
 
+@pytest.mark.slow
 def test_only_the_wanted_logits_in_bfloat16():
     model = Decoder(config(num_hidden_layers=2), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(32, size=(2, 12)).astype(np.int32)
@@ -385,6 +387,7 @@ def test_the_bundled_model_answers():
         assert train.accuracy(model, num_facts, num_documents=16) >= 0.98
 
 
+@pytest.mark.slow
 def test_training_learns_and_leaves_the_first_layer_alone(monkeypatch):
     monkeypatch.setattr(train, "CURRICULUM", (train.Stage(2, 2, 8, 30),))
     monkeypatch.setattr(train, "WARMUP", 5)

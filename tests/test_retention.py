@@ -85,6 +85,7 @@ def test_a_time_to_live_ends(now, left):
     assert set(priorities(state)) == left
 
 
+@pytest.mark.slow
 def test_priorities_pass_the_conformance_kit():
     tally = kvjax.testing.check_policy(kvjax.priority(), spec=SMALL, steps=120)
     assert tally["removed"] > 10
