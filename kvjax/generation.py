@@ -81,8 +81,8 @@ def stream[C: (Cache, TieredCache)](
     Args:
       model: see the top of `engine.py`; a function closed over its weights goes in as `jax.tree_util.Partial`.
       cache: is donated: use `progress.cache` from then on. Rows in use already are left alone. With a host tier,
-        prompts find what is there too, and what has to leave the device goes there; before each loop, so much as it
-        may need.
+        prompts find what is there too, and what has to leave the device goes there; before each decode loop, so much
+        as it may need. What the chunks of a long prompt push out of a window's blocks is lost.
       prompts: token ids.
       max_new_tokens: for each prompt.
       sampling: how tokens are chosen; greedy if None.
