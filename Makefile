@@ -8,8 +8,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= .venv/bin/python
 ARGS ?=
 CUDA ?= cuda13
-# Test files are dealt out to one process per core: most of their time is compilation.
-PYTEST := -m pytest -n auto --dist loadfile
+# Test files are dealt out to one process per core: most of their time is compilation. tests/conftest.py orders them.
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 OLDEST := .venv-jax0112
 BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 

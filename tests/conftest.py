@@ -16,6 +16,16 @@ if "JAX_COMPILATION_CACHE_DIR" in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+# Files of few long tests first, so that no process is left alone with one of them.
+FIRST = (
+    "test_machine.py", "test_tiers.py", "test_readme.py", "test_engine.py", "test_gpu_compile.py", "test_models.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
     """Each compiled program takes memory maps of the process, whose number is limited (65,530 on Linux)."""
