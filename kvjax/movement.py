@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier's verbs: blocks leave the device and come back. They order moves; `offload.py` makes them.
+"""The host tier's verbs: blocks leave the device and come back. They order moves; `host_pool.py` makes them.
 
 Between loops, in this order:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders to move blocks between tiers: what a transition returns, `offload.move` executes and `complete` confirms."""
+"""Orders to move blocks between tiers: what a transition returns, `host_pool.move` executes and `complete` confirms."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_evicted_documents_come_back():
     assert int(both.host_tokens) > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_after_a_watermark_a_loop_evicts_nothing():
     tiered = kvjax.TieredCache.create(make_spec(num_host_blocks=24))
     text = list(range(1, 9))
