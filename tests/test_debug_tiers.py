@@ -15,6 +15,8 @@ from tests import stories
 from tests.test_debug import at, changed
 from tests.test_show import has_colour, pixels
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def state() -> kvjax.CacheState:

@@ -227,6 +227,7 @@ def test_a_sequence_goes_and_comes_back():
     assert bool(events.ok)
 
 
+@pytest.mark.slow
 def test_a_block_on_the_move_cannot_be_found():
     state = kvjax.init(kvjax.make_spec(num_blocks=4, num_host_blocks=4, **OPTIONS))
     tokens = padded(range(1, 9))
