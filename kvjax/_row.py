@@ -53,7 +53,7 @@ def write(
 ) -> CacheState:
     """The state, where `ok` bool[], with a new row `seq`; tables i32[...], one a group, are cut or padded to M.
 
-    Of retention i32[M, 2] None leaves what there is.
+    Of retention i32[M + 1, 2] None leaves what there is.
     """
     seq, ok = jnp.atleast_1d(seq), jnp.atleast_1d(ok)
     stated, width = state.seqs.retention, state.spec.max_blocks_per_seq

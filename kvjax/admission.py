@@ -15,9 +15,10 @@ from kvjax import tiers as tiers_
 from kvjax._arrays import compact, count, fence, pick, put
 from kvjax._request import Prompt, assemble, first_failure
 from kvjax.events import EventKind, Events, Status, record
-from kvjax.group import available, give_back, hold, take
-from kvjax.match import Match, beside, longest_match
+from kvjax.group import available, hold, hold_source, let_go_of_sources, take
+from kvjax.match import beside, longest_match
 from kvjax.place import on_device, row_of
+from kvjax.policies import COPYING
 from kvjax.retention import UNSTATED, Retention, apply_retention, by_place
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, CacheState, Group, pytree
@@ -35,6 +36,7 @@ class Found:
       source: i32[]; the block to copy further tokens from, or NO_BLOCK.
       idle: bool[]; whether that is on the device and nobody holds it.
       free: i32[]; blocks that can be had, beside the hits, less those that come from the host.
+      fixed: bool[]; whether a hit would have to come from the host while an earlier row of the call copies from it.
     """
 
     blocks: jax.Array
@@ -43,6 +45,7 @@ class Found:
     source: jax.Array
     idle: jax.Array
     free: jax.Array
+    fixed: jax.Array
 
 
 def admit_row(
@@ -53,86 +56,82 @@ def admit_row(
     now: jax.Array,
     room: int | None,
     tiers: tuple[str, ...],
-    sources: jax.Array,
 ) -> tuple[CacheState, Events, jax.Array]:
-    """Admits one row; `sources` i32[R, G] are what earlier rows of the call copy from, in pool rows.
+    """Admits one row; also returns the blocks that it copies from, i32[G], NO_BLOCK if none.
 
-    Also returns its own, i32[1, G].
+    They stay held (`group.hold_source`) until the caller lets go of them after the last row of the call. So no later
+    row evicts, moves, empties or overwrites them, and the bytes are still there when the copies are made.
     """
     spec, size = state.spec, state.spec.block_size
     match = longest_match(state, ask.tokens, ask.extra_ids, ask.length, ask.namespace, tiers)
-    whole, place = match.num_blocks, np.arange(match.blocks.shape[0])
-    found = [_find(group, of, match, size) for group, of in zip(state.groups, spec.groups, strict=True)]
+    place = np.arange(match.blocks.shape[0])
 
-    def plan(shared: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cached = whole * size + shared
+    def plan(whole: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array, list[Found]]:
+        cached, blocks = whole * size + shared, jnp.where(place < whole, match.blocks, NO_BLOCK)
         target = ask.length if room is None else jnp.minimum(ask.length, cached + room)
-        return target, -(-target // size) - whole
+        source = jnp.where(shared > 0, match.source, NO_BLOCK)
+        pairs = zip(state.groups, spec.groups, strict=True)
+        found = [_find(group, of, blocks, source, cached, size) for group, of in pairs]
+        return target, -(-target // size) - whole, found
 
     # The source of a copy is evicted last: only if its space is needed, and then only whole blocks are reused.
-    spared = [plan(match.shared)[1] + each.idle.astype(jnp.int32) <= each.free for each in found]
-    shared = jnp.where(_all(spared), match.shared, 0)
-    target, need = plan(shared)
+    _, need, found = plan(match.num_blocks, match.shared)
+    spared = _all([need + each.idle.astype(jnp.int32) <= each.free for each in found])
+    whole, shared = jnp.where(spared, match.num_blocks, match.num_uncopied), jnp.where(spared, match.shared, 0)
+    target, need, found = plan(whole, shared)
     least = functools.reduce(jnp.minimum, [each.free for each in found])
+    fixed = functools.reduce(jnp.logical_or, [each.fixed for each in found])
     row = _row.read(state, seq)
     status = first_failure(
         (~row.exists | ~ask.valid, Status.BAD_REQUEST),
         (row.length > 0, Status.HELD),
         (whole + need > spec.max_blocks_per_seq, Status.ROW_FULL),
-        (need > least, Status.NO_BLOCKS),
+        ((need > least) | fixed, Status.NO_BLOCKS),
     )
-    refcounts = [group.blocks.refcount for group in state.groups]
+    missing, refcounts = need - least, [group.blocks.refcount for group in state.groups]
     refcounts, found, status, need, shared = fence(refcounts, found, status, need, shared)
     need = jnp.where(status == Status.OK, need, 0)
     worth = tiers_.worth(state, now) if "host" in tiers else None
-    groups, taken = [], []
+    groups, taken, sources = [], [], []
     for g, (group, each) in enumerate(zip(state.groups, found, strict=True)):
         group = dataclasses.replace(group, blocks=dataclasses.replace(group.blocks, refcount=refcounts[g]))
         if g > 0:  # what the first group has lost is not findable in the others either
             group, forgotten = windows.forget(group, g, taken[0].removed)
         good, policy = status == Status.OK, windows.policy_of(g, state.policy)
         group = hold(group, each.blocks, each.hits & good)
-        source = jnp.where(shared > 0, each.source, NO_BLOCK)
+        source = jnp.where(good, each.source, NO_BLOCK)
+        group = hold_source(group, source)
         if worth is None or group.host is None:
-            new = take(group, policy, need, place.size, now, source, g)
+            new = take(group, policy, need, place.size, now, g)
         else:
             back = compact(jnp.where(each.far & good, each.blocks, NO_BLOCK))[0]
             new = tiers_.take(
-                group, policy, need, place.size, now, value=worth[g], least=spec.offload_min_priority, spare=source,
-                number=g, back=back,
+                group, policy, need, place.size, now, value=worth[g], least=spec.offload_min_priority, number=g,
+                back=back,
             )  # fmt: skip
         group = hold(new.group, each.blocks, each.hits & good & ~new.ok, by=-1)
+        group = let_go_of_sources(group, jnp.where(new.ok, NO_BLOCK, source)[None])
+        sources.append(jnp.where(new.ok, source, NO_BLOCK))
         status = jnp.where(new.ok, status, Status.NO_BLOCKS)
         need = jnp.where(new.ok, need, 0)
         if g > 0:
             new = dataclasses.replace(new, removed=jnp.concatenate([forgotten, new.removed]))
         groups, taken = [*groups, group], [*taken, new]
     ok = status == Status.OK
-    hits, fresh = [each.hits & ok for each in found], [new.ids for new in taken]
-    source = [jnp.where(shared > 0, each.source, NO_BLOCK) for each in found]
-
-    # The copy goes into a row that nobody of this call copies from; without such a row there is no copy.
-    rows = [row_of(group, ids) for group, ids in zip(groups, fresh, strict=True)]
-    safe = [
-        (i >= 0) & ~jnp.any(r[:, None] == sources[None, :, g], axis=1)
-        for g, (i, r) in enumerate(zip(fresh, rows, strict=True))
-    ]
-    copies = ok & (source[0] >= 0) & _all([jnp.any(s) for s in safe])
-    cached = jnp.where(ok, whole * size + jnp.where(copies, shared, 0), 0)
+    sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
+    copies, hits, fresh = ok & (shared > 0), [each.hits & ok for each in found], [new.ids for new in taken]
+    cached = jnp.where(ok, whole * size + shared, 0)
     copied, moved, tables, after = [], [new.moves for new in taken], [], place - whole
-    from_rows = [row_of(group, s) for group, s in zip(state.groups, source, strict=True)]
     for g, (group, ids) in enumerate(zip(groups, fresh, strict=True)):
-        chosen = jnp.argmax(safe[g])
-        ids = ids.at[chosen].set(ids[0]).at[0].set(ids[chosen])
-        near = copies & on_device(state.groups[g], source[g])
+        near, source = copies & on_device(group, sources[g]), row_of(group, sources[g])
         copied.append(
-            record(EventKind.COPIED, near[None], group=g, block=row_of(group, ids[:1]), source=from_rows[g],
+            record(EventKind.COPIED, near[None], group=g, block=row_of(group, ids[:1]), source=source,
                    num_tokens=shared)
         )  # fmt: skip
         if worth is not None and group.host is not None:
             far, host, number = (copies & ~near)[None], group.host, tiers_.next_move(group.host)
             moved.append(
-                moves(far, group=g, block=ids[:1], number=number, source=from_rows[g], target=row_of(group, ids[:1]))
+                moves(far, group=g, block=ids[:1], number=number, source=source, target=row_of(group, ids[:1]))
             )
             host = dataclasses.replace(
                 host,
@@ -146,14 +145,10 @@ def admit_row(
         )
         if g == 0:
             group = _row.write_prompt(group, ids[:1], copies[None], ask, whole)
-        else:  # the copied tokens may move a window on
-            passed = hits[g] & ~spec.groups[g].keeps(place, cached, size)
-            group = give_back(group, windows.POLICY, table, passed & ok, now)
-            table = jnp.where(passed, NO_BLOCK, table)
         groups[g], tables = group, [*tables, table]
     stated, updated = None, [new.updated for new in taken]
     if spec.retention:
-        stated = by_place(retention, ask.length, size, spec.max_blocks_per_seq)
+        stated = by_place(retention, ask.length, size, spec.max_blocks_per_seq + 1)
         new = ok & (after >= 0) & (after < need)
         groups[0], changed = _retain(groups[0], tables[0], stated, hits[0] & ok, new)
         updated.append(changed)
@@ -170,10 +165,10 @@ def admit_row(
         copied=copied,
         queried=jnp.where(ok, ask.length, 0),
         cached=cached,
-        shortfall=jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan(shared)[1] - least, 1), 0),
+        shortfall=jnp.where(status == Status.NO_BLOCKS, jnp.maximum(missing, 1), 0),
         moves=moved,
     )
-    return state, events, jnp.stack([jnp.where(copies, r, NO_BLOCK) for r in from_rows])[None]
+    return state, events, sources
 
 
 def all_or_nothing(
@@ -190,14 +185,14 @@ def all_or_nothing(
     return state, *([jnp.where(ok, r, NO_BLOCK if r.shape[-1] == 5 else 0) for r in rows] for rows in records)
 
 
-def _find(group: Group, spec: GroupSpec, match: Match, size: int) -> Found:
-    blocks, place = beside(group, match.blocks), np.arange(match.blocks.shape[0])
-    hits = (blocks >= 0) & spec.keeps(place, match.num_blocks * size, size)
-    here, source = on_device(group, blocks), beside(group, match.source)
-    unheld = hits & here & (pick(group.blocks.refcount, blocks) == 0)
+def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
+    """What the group has beside blocks ids i32[F] and source i32[] of the first group, for `cached` i32[] tokens."""
+    blocks, source = beside(group, ids), beside(group, source)
+    hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0]), cached, size)
+    refcount, far = pick(group.blocks.refcount, blocks), hits & ~on_device(group, blocks)
     idle = (source >= 0) & on_device(group, source) & (pick(group.blocks.refcount, source) == 0)
-    free = available(group) - count(unheld) - count(hits & ~here)
-    return Found(blocks, hits, hits & ~here, source, idle, free)
+    free = available(group) - count(hits & (far | (refcount == 0)))
+    return Found(blocks, hits, far, source, idle, free, jnp.any(far & (refcount >= COPYING)))
 
 
 def _all(conditions: list[jax.Array]) -> jax.Array:

@@ -33,7 +33,7 @@ from kvjax._request import (
 )
 from kvjax.admission import admit_row
 from kvjax.events import Events, Status
-from kvjax.group import give_back, init_group
+from kvjax.group import give_back, init_group, let_go_of_sources
 from kvjax.growth import grow
 from kvjax.match import Match, longest_match
 from kvjax.policies import EvictionPolicy, lru
@@ -67,7 +67,9 @@ def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any 
         groups.append(init_group(spec, number, windows.policy_of(number, policy), given))
     seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
     if spec.retention:
-        seqs = dataclasses.replace(seqs, retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq, 2), jnp.int32))
+        seqs = dataclasses.replace(
+            seqs, retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq + 1, 2), jnp.int32)
+        )
     if spec.has_host:
         seqs = dataclasses.replace(seqs, swapped=jnp.zeros((spec.max_seqs,), jnp.bool_))
     return CacheState(tuple(groups), seqs, spec, policy)
@@ -90,7 +92,8 @@ def admit(
 
     Whole blocks are shared; inside the next block reuse goes on token by token, by a copy. The last token is never
     taken from the cache: its logits are wanted. Nothing becomes findable before `commit`. Several sequences at once
-    (a leading axis R) equal one after the other in row order, each all or nothing.
+    (a leading axis R) equal one after the other in row order, each all or nothing, but that what one row copies from
+    stays held until the call ends: a later row that needs its space is NO_BLOCKS, and can be had by a call of its own.
 
     Args:
       state: the cache.
@@ -118,20 +121,20 @@ def admit(
 
     room, tiers = None if room is None else static_int("room", room, 1), known_tiers(tiers)
 
-    def one(carry, request):
-        state, sources = carry
+    def one(state, request):
         seq, tokens, extra_ids, length, namespace, retention = request
         ask = prompt(state.spec, tokens, length, namespace, extra_ids)
-        state, events, source = admit_row(state, seq, ask, retention, now, room, tiers, sources)
-        return (state, jnp.concatenate([sources[1:], source])), events
+        state, events, sources = admit_row(state, seq, ask, retention, now, room, tiers)
+        return state, (events, sources)
 
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
     length, namespace = each_row("length", length, rows), each_row("namespace", namespace, rows)
     if retention is not None and not state.spec.retention:
         raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
     requests = (seq, integers("tokens", tokens, (*rows, "T")), extra_ids, length, namespace, retention)
-    start = (state, jnp.full((*(rows or (1,)), len(state.groups)), NO_BLOCK, jnp.int32))
-    (state, _), events = lax.scan(one, start, requests) if rows else one(start, requests)
+    state, (events, sources) = lax.scan(one, state, requests) if rows else one(state, requests)
+    held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)
+    state = dataclasses.replace(state, groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
     return state, flatten_rows(events) if rows else events
 
 

@@ -16,7 +16,7 @@ from kvjax import index
 from kvjax._arrays import add, count, fence, pick, put, rank
 from kvjax.events import EventKind, record
 from kvjax.place import arrived, on_device
-from kvjax.policies import EvictionPolicy
+from kvjax.policies import COPYING, EvictionPolicy
 from kvjax.spec import CacheSpec, GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, Group, Host, pytree
 
@@ -70,6 +70,29 @@ def available(group: Group) -> jax.Array:
     return group.num_empty + group.num_cached
 
 
+def hold_source(group: Group, source: jax.Array) -> Group:
+    """Holds the block source i32[], or NO_BLOCK, which a transition copies from, until `let_go_of_sources`.
+
+    This is neither a hit nor, at the end, a release: the block keeps its place in the order of eviction.
+    """
+    source = source[None]
+    where = source >= 0
+    idle = count(where & (pick(group.blocks.refcount, source) == 0) & on_device(group, source))
+    refcount, idle = fence(group.blocks.refcount, idle)
+    blocks = dataclasses.replace(group.blocks, refcount=add(refcount, source, COPYING, where))
+    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - idle)
+
+
+def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
+    """Undoes `hold_source` for sources i32[K]; a block may be there several times, NO_BLOCK is padding."""
+    where = sources >= 0
+    refcount = add(group.blocks.refcount, sources, -COPYING, where, unique=False)
+    first = jnp.argmax(sources[:, None] == sources[None], axis=1) == np.arange(sources.shape[0])
+    idle = where & first & (pick(refcount, sources) == 0) & on_device(group, sources)
+    blocks = dataclasses.replace(group.blocks, refcount=refcount)
+    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached + count(idle))
+
+
 def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
     """Adds a holder to each of the findable blocks ids i32[K], all different, where bool[K]; counts as a hit.
 
@@ -111,7 +134,6 @@ def take(
     need: jax.Array,
     size: int,
     now: jax.Array,
-    spare: jax.Array | int = NO_BLOCK,
     number: int = 0,
 ) -> Taken:
     """Takes `need` blocks for one holder each: empty ones, then victims of the policy.
@@ -122,10 +144,9 @@ def take(
       need: i32[], at most `size`.
       size: the most that can be asked for.
       now: i32[] ms.
-      spare: i32[]; a block that may not be chosen.
       number: the group's number.
 
-    What is on the host stays there, and so does what it follows on the device.
+    Never touches the host. A device block with descendants on the host is not evicted.
     """
     slot = np.arange(size, dtype=np.int32)
     from_stack = jnp.minimum(need, group.num_empty)
@@ -133,7 +154,7 @@ def take(
     before = group.blocks
 
     def eligible(ids: jax.Array) -> jax.Array:
-        here = arrived(group, ids) & on_device(group, ids) & (ids != spare)
+        here = arrived(group, ids) & on_device(group, ids)
         if group.host is not None:
             here = here & ~pick(group.host.stuck, ids)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)

@@ -25,6 +25,7 @@ class Match:
     Attributes:
       blocks: i32[ceil(T / P)]; the whole blocks that match, NO_BLOCK after them.
       num_blocks: i32[]; how many match.
+      num_uncopied: i32[]; how many match if nothing can be copied; fewer only with windows.
       source: i32[]; a block that shares further tokens and would be copied, or NO_BLOCK.
       shared: i32[]; how many tokens it shares.
       device_tokens: i32[]; matched tokens whose K/V are on the device, in every group.
@@ -33,6 +34,7 @@ class Match:
 
     blocks: jax.Array
     num_blocks: jax.Array
+    num_uncopied: jax.Array
     source: jax.Array
     shared: jax.Array
     device_tokens: jax.Array
@@ -54,7 +56,8 @@ def longest_match(
 ) -> Match:
     """Finds the longest cached prefix: whole blocks all at once, then tokens of the best block that follows them.
 
-    With windows it is the longest of which every group has what the next token can see.
+    With windows it is the longest of which every group has what the next token can see. Each token that is copied may
+    move a window on, so a prefix may be valid only together with a copy.
 
     Args:
       state: where to look; not changed.
@@ -72,32 +75,50 @@ def longest_match(
     ids = index.find(blocks, group.links, keys)
     parents = link(blocks, jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), ids[:-1]]), namespace)
     matches = (
-        _same_content(blocks, ids, tokens, extra_ids)
+        same_content(blocks, ids, tokens, extra_ids)
         & jnp.all(pick(blocks.parent, ids) == parents, axis=-1)
         & (np.arange(num) < (length - 1) // size)
         & reachable(group, ids, tiers)
     )
     whole = jnp.sum(jnp.cumprod(matches, dtype=jnp.int32), dtype=jnp.int32)
-    for window, spec in zip(windows, state.spec.groups[1:], strict=True):
-        whole = _jointly(window, spec, ids, whole, size, tiers)
-    source, shared = jnp.int32(NO_BLOCK), jnp.int32(0)
-    if state.spec.partial_reuse:
+
+    def child(whole: jax.Array) -> tuple[jax.Array, jax.Array]:
         last = jnp.where(whole > 0, pick(ids, whole - 1), NO_BLOCK)
         rest = jnp.clip(length - 1 - whole * size, 0, size)
         extra = None if extra_ids is None else pick(extra_ids, whole)
-        source, shared = index.longest_child(
+        return index.longest_child(
             blocks, group.links, link(blocks, last, namespace), pick(tokens, whole), extra, rest,
             usable=lambda block: functools.reduce(
                 jnp.logical_and, [reachable(g, beside(g, block), tiers) for g in state.groups]
             ),
         )  # fmt: skip
+
+    uncopied, source, shared = whole, jnp.int32(NO_BLOCK), jnp.int32(0)
+    if windows:
+        ends, wanted = np.arange(num + 1, dtype=np.int32), jnp.zeros((num + 1,), jnp.int32)
+        for window, spec in zip(windows, state.spec.groups[1:], strict=True):
+            wanted = jnp.maximum(wanted, _copies_wanted(window, spec, ids, size, tiers))
+        uncopied = jnp.max(jnp.where((wanted == 0) & (ends <= whole), ends, 0))
+        if state.spec.partial_reuse:
+            # The longest end whose copy is long enough. Nothing is wanted of the empty prefix, so there is one.
+            possible = (wanted < size) & (ends <= whole)
+            whole = jnp.max(jnp.where(possible, ends, 0))
+            whole, source, shared = lax.while_loop(
+                lambda carry: carry[2] < pick(wanted, carry[0]),
+                lambda carry: (w := jnp.max(jnp.where(possible & (ends < carry[0]), ends, 0)), *child(w)),
+                (whole, *child(whole)),
+            )
+        else:
+            whole = uncopied
+    elif state.spec.partial_reuse:
+        source, shared = child(whole)
     found = jnp.where(np.arange(num) < whole, ids, NO_BLOCK)
     far = jnp.int32(0)
     if state.spec.has_host:
         away = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])
         source_away = functools.reduce(jnp.logical_or, [_on_host(group, source) for group in state.groups])
         far = count(away) * size + jnp.where(source_away, shared, 0)
-    return Match(found, whole, source, shared, device_tokens=whole * size + shared - far, host_tokens=far)
+    return Match(found, whole, uncopied, source, shared, device_tokens=whole * size + shared - far, host_tokens=far)
 
 
 def beside(group: Group, ids: jax.Array) -> jax.Array:
@@ -115,17 +136,24 @@ def _on_host(group: Group, ids: jax.Array) -> jax.Array:
     return (own >= 0) & ~on_device(group, own)
 
 
-def _jointly(
-    group: Group, spec: GroupSpec, ids: jax.Array, whole: jax.Array, size: int, tiers: tuple[str, ...]
-) -> jax.Array:
-    """i32[]; the most blocks, up to `whole`, after which the next token finds all that it sees in this window group."""
+def _copies_wanted(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tiers: tuple[str, ...]) -> jax.Array:
+    """i32[F + 1]; tokens to copy after so many blocks, until this window group has all that the next token sees.
+
+    0 if it has at once; less than P if copying moves the window off a block that it lacks; else P.
+    """
+    assert spec.window is not None
     lacks = jnp.cumsum(~reachable(group, beside(group, ids), tiers), dtype=jnp.int32)
     lacks = jnp.concatenate([jnp.zeros((1,), jnp.int32), lacks])  # of the first so many blocks
     end = jnp.arange(lacks.shape[0], dtype=jnp.int32)
     start = spec.first_place(end * size, size)
-    sinks = jnp.minimum(start, -(-spec.sink_tokens // size))
-    complete = (lacks - pick(lacks, start) + pick(lacks, sinks) == 0) & (end <= whole)
-    return jnp.max(jnp.where(complete, end, 0))
+    moved = (start + 1) * size + spec.window - 1 - end * size  # tokens after which the window starts a block later
+
+    def complete(start: jax.Array) -> jax.Array:
+        sinks = jnp.minimum(start, -(-spec.sink_tokens // size))
+        return (start <= end) & (lacks - pick(lacks, start) + pick(lacks, sinks) == 0)
+
+    later = jnp.where(complete(start + 1), jnp.minimum(moved, size), size)
+    return jnp.where(complete(start), 0, later)
 
 
 def link(blocks: Blocks, block: jax.Array, namespace: jax.Array) -> jax.Array:
@@ -133,12 +161,19 @@ def link(blocks: Blocks, block: jax.Array, namespace: jax.Array) -> jax.Array:
     return jnp.stack([block, jnp.where(block >= 0, pick(blocks.generation, block), namespace)], axis=-1)
 
 
-def _same_content(blocks: Blocks, ids: jax.Array, tokens: jax.Array, extra_ids: jax.Array | None) -> jax.Array:
-    """bool[...]; whether ids are whole findable blocks that hold just these tokens i32[..., P]."""
-    same = (ids >= 0) & (pick(blocks.fill, ids) == tokens.shape[-1])
-    same = same & jnp.all(pick(blocks.tokens, ids) == tokens, axis=-1)
+def same_content(
+    blocks: Blocks, ids: jax.Array, tokens: jax.Array, extra_ids: jax.Array | None, fill: jax.Array | None = None
+) -> jax.Array:
+    """bool[...]; whether ids are findable blocks that hold just these tokens i32[..., P], or just the first `fill`."""
+    size = tokens.shape[-1]
+
+    def equal(known: jax.Array, wanted: jax.Array) -> jax.Array:
+        same = pick(known, ids) == wanted
+        return jnp.all(same if fill is None else same | (np.arange(size) >= fill), axis=-1)
+
+    same = (ids >= 0) & (pick(blocks.fill, ids) == (size if fill is None else fill)) & equal(blocks.tokens, tokens)
     if extra_ids is not None and blocks.extra_ids is not None:
-        same = same & jnp.all(pick(blocks.extra_ids, ids) == extra_ids, axis=-1)
+        same = same & equal(blocks.extra_ids, extra_ids)
     return same
 
 
@@ -199,7 +234,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     # Equal keys were taken for equal contents so far; now compare.
     findable_parent = (parent < 0) | (pick(blocks.fill, parent) > 0)
     same_parent = jnp.all(pick(blocks.parent, found) == link(blocks, parent, namespace[:, None]), axis=-1)
-    as_found = _same_content(blocks, found, tokens, extra) & findable_parent & same_parent
+    as_found = same_content(blocks, found, tokens, extra) & findable_parent & same_parent
     twin = jnp.all(key == pick(key, earliest.reshape(-1)), axis=-1).reshape(filled.shape)
     twin = twin & jnp.all(tokens == pick(tokens.reshape(-1, tokens.shape[-1]), earliest), axis=-1)
     twin = twin & (parent == pick(parent.reshape(-1), earliest))

@@ -297,7 +297,7 @@ def _take(state: CacheState, group: Group, size: int, now: jax.Array, number: in
 def _deal(state: CacheState, group: Group, leaving: tiers_.Leaving, now: jax.Array, number: int) -> Taken:
     nothing = jnp.full((1,), NO_BLOCK, jnp.int32)
     policy = windows.policy_of(number, state.policy)
-    return tiers_.deal(group, policy, leaving, nothing, jnp.int32(0), jnp.int32(0), now, NO_BLOCK, number)
+    return tiers_.deal(group, policy, leaving, nothing, jnp.int32(0), jnp.int32(0), now, number)
 
 
 def _finish(state: CacheState, number: int, new: Taken, status: jax.Array) -> tuple[CacheState, Events]:

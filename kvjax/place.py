@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kvjax._arrays import add, count, fence, pick, put
 from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
 from kvjax.policies import EvictionPolicy
-from kvjax.state import NO_BLOCK, Group
+from kvjax.state import NO_BLOCK, Group, Host
 
 
 def row_of(group: Group, ids: jax.Array) -> jax.Array:
@@ -57,12 +57,27 @@ def find_stuck(group: Group) -> Group:
     return dataclasses.replace(group, host=dataclasses.replace(host, stuck=stuck))
 
 
+def _stick(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
+    """bool[B]; `Host.stuck` with device blocks ids i32[K], where bool[K], and all that they follow marked too.
+
+    Costs a step for each ancestor that is not marked yet.
+    """
+
+    def step(carry):
+        stuck, ids, where = carry
+        stuck, above = put(stuck, ids, True, where, unique=False), pick(parent, ids)
+        return stuck, above, where & (above >= 0) & ~pick(stuck, above)
+
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), step, (host.stuck, ids, where))[0]
+
+
 def take_over(
     group: Group, number: int, policy: EvictionPolicy, own: jax.Array, target: jax.Array, where: jax.Array
 ) -> tuple[Group, jax.Array]:
     """Blocks target i32[K] on the host, where bool[K], take the device rows of equal blocks own i32[K], all different.
 
-    Before `merge`: what has just been computed is there already, and need not come from the host.
+    Before `merge`: what has just been computed is there already, and need not come from the host. Children that stay
+    on the host keep the block, and all that it follows, from being evicted inside a loop.
 
     Returns:
       The group and records i32[K, 9], updated; none without a host tier.
@@ -85,6 +100,9 @@ def take_over(
         arriving=put(arriving, target, 0, where),
         below=add(host.below, parent, -1, up, unique=False),
         policy=host.policy if policy.forget is None else policy.forget(host.policy, jnp.where(where, target, NO_BLOCK)),
+    )
+    host = dataclasses.replace(
+        host, stuck=_stick(host, blocks.parent[:, 0], target, where & (pick(host.below, target) > 0))
     )
     blocks = dataclasses.replace(blocks, children=add(blocks.children, parent, 1, up, unique=False))
     return dataclasses.replace(group, blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated

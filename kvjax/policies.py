@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Eligible = Callable[[jax.Array], jax.Array]
 
+# What a copy in progress adds to the refcount of its source, more than holders can: see `group.hold_source`.
+COPYING = 1 << 20
+
 
 class EvictionPolicy(NamedTuple):
     """A policy: a few pure functions over a state of its own.
@@ -36,7 +39,8 @@ class EvictionPolicy(NamedTuple):
         lost their last holder and stay cached, the one to leave first in front.
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate); names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which may be named; a block may
-        be named only with all its findable children before it.
+        be named only with all its findable children before it. What is not eligible now may be at the next call:
+        it keeps its place.
       forget: (pstate, ids i32[K]) -> pstate; called when blocks that were touched go to another tier, which has a
         state of its own; None: there is nothing to forget.
     """
@@ -82,7 +86,8 @@ def _read(ring: Ring, blocks: Blocks, start: jax.Array, size: int):
     """Positions start..start+size-1: (position, block, whether the entry is live), each [size]."""
     position = start + np.arange(size, dtype=np.int32)
     ids = pick(ring.order, position & (ring.order.shape[0] - 1))
-    live = (pick(ring.stamp, ids) == position) & (pick(blocks.refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
+    idle = pick(blocks.refcount, ids) % COPYING == 0  # what is copied from keeps its place
+    live = (pick(ring.stamp, ids) == position) & idle & (pick(blocks.fill, ids) > 0)
     return position, ids, live & (position - ring.tail < 0)
 
 

@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import _row, windows
 from kvjax._arrays import pick
@@ -45,4 +46,8 @@ def rewind(
     alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & childless(group, block)
     groups[0], gone = withdraw(group, block, ok & (length % size > 0) & alone)
     state, removed = windows.forget_all(dataclasses.replace(state, groups=tuple(groups)), gone)
-    return _row.write(state, seq, ok, tables, length, committed, row.namespace), removed, ok
+    retention = row.retention
+    if retention is not None:  # what comes after the cut is generated, whatever was said of the prompt there
+        kept = np.arange(retention.shape[0]) * size < length
+        retention = jnp.where(kept[:, None], retention, retention[-1:])
+    return _row.write(state, seq, ok, tables, length, committed, row.namespace, retention), removed, ok

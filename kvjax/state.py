@@ -51,7 +51,7 @@ class Blocks:
     """What is known of each block.
 
     Attributes:
-      refcount: i32[B]; rows and pins that hold the block.
+      refcount: i32[B]; rows and pins that hold the block; within a transition copies in progress too.
       tokens: i32[B, P]; token ids whose K/V the block holds.
       extra_ids: i32[B, P]; the tokens' extra ids, or None where the spec asks for none.
       fill: i32[B]; tokens of a findable block, 0 for every other.
@@ -166,7 +166,8 @@ class Sequences:
       length: i32[S]; tokens that the row has room for, 0 for a free row.
       committed: i32[S]; tokens whose K/V are written, at most `length`.
       namespace: i32[S]; number of the row's (salt, LoRA), see `keys.Namespaces`.
-      retention: i32[S, M, 2]; what each of the row's blocks is to have of it, or None.
+      retention: i32[S, M + 1, 2]; what each of the row's blocks is to have of it, and last what a generated one is to
+        have; or None.
       swapped: bool[S]; rows whose blocks are on the host, all or some; None without a host tier.
     """
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from kvjax._row import Row
 from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
 from kvjax.group import merge
 from kvjax.keys import prefix_keys, root_key
-from kvjax.match import link, resolve
+from kvjax.match import beside, link, resolve, same_content
 from kvjax.place import on_device, take_over
 from kvjax.state import NO_BLOCK, CacheState, Group
 
@@ -151,7 +152,9 @@ def publish_filled(
 def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheState, list[jax.Array]]:
     """Publishes a row's partly written last block, where bool[], as far as it is written, in every group.
 
-    Not if others hold it (their release decides), if it is findable anyway, or if a findable block covers it.
+    Not if others hold it (their release decides), if it is findable anyway, if the row rests on the host, or if a
+    findable block covers it that every group has. Where the first group has an equal block, the groups that lack it
+    get theirs.
 
     Returns:
       The cache and for each group records i32[1, 9], stored.
@@ -167,15 +170,24 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     start = jnp.where(before >= 0, pick(blocks.key, before), root_key(row.namespace))
     key = prefix_keys(start, tokens[None], None if extra is None else extra[None], fill, whole[None])
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
-    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & on_device(group, tail)
-    _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill)
-    collides = index.find(blocks, group.links, key)[0] >= 0
-    good = where & (fill > 0) & intact & mine & (covered < fill) & ~collides
+    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & ~row.swapped
+    others = state.groups[1:]
+
+    def everywhere(block: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.logical_and, [beside(other, block) >= 0 for other in others], block >= 0)
+
+    _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill, everywhere)
+    twin = index.find(blocks, group.links, key)[0]
+    good = where & (fill > 0) & intact & mine & (covered < fill)
     above = jnp.stack([before, row.namespace])[None]
-    group, stored = publish(group, tail[None], good[None], key, above, whole[None], fill)
+    group, stored = publish(group, tail[None], (good & (twin < 0))[None], key, above, whole[None], fill)
     groups, records = [group], [stored]
-    for number, other in enumerate(state.groups[1:], 1):
+    if others:
+        same = same_content(blocks, twin, tokens, extra, fill) & jnp.all(pick(blocks.parent, twin) == parent)
+        target, good = jnp.where(same, twin, tail), good & (same | (twin < 0))
+    for number, other in enumerate(others, 1):
         last = pick(row.tables[number], whole)
-        other, follows = windows.follow_tail(other, number, group.blocks, last, tail, stored)
+        where = good & (last >= 0) & (beside(other, target) < 0)
+        other, follows = windows.anchor_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
         groups, records = [*groups, other], [*records, follows]
     return dataclasses.replace(state, groups=tuple(groups)), records

@@ -67,7 +67,6 @@ def take(
     *,
     value: jax.Array,
     least: int,
-    spare: jax.Array | int = NO_BLOCK,
     number: int = 0,
     back: jax.Array | None = None,
     extra: jax.Array | int = 0,
@@ -82,7 +81,6 @@ def take(
       now: i32[] ms.
       value: i32[B]; from `worth`.
       least: blocks worth less are removed, not offloaded.
-      spare: i32[]; a block that may not leave its row.
       number: the group's number.
       back: i32[size]; different findable blocks on the host that are to come to the device, packed; NO_BLOCK is
         padding.
@@ -99,7 +97,7 @@ def take(
     moving = led_to(group, host.arriving != 0, host.slot < rows)
 
     def eligible(ids: jax.Array) -> jax.Array:
-        here = (ids >= 0) & (pick(host.slot, ids) < rows) & ~pick(moving, ids) & (ids != spare)
+        here = (ids >= 0) & (pick(host.slot, ids) < rows) & ~pick(moving, ids)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
     ids, pstate = policy.victims(group.policy, before, eligible, wanted, now, size)
@@ -107,7 +105,7 @@ def take(
     blocks, claimed = claim(before, ids, where)
     fits = (total <= available(group)) & (count(claimed) == wanted)
     out = Leaving(ids, claimed, claimed & (pick(value, ids) >= least))
-    moved = deal(dataclasses.replace(group, blocks=blocks, policy=pstate), policy, out, back, need, popped, now, spare,
+    moved = deal(dataclasses.replace(group, blocks=blocks, policy=pstate), policy, out, back, need, popped, now,
                  number)  # fmt: skip
     ok = fits & moved.ok
     return Taken(
@@ -128,7 +126,6 @@ def deal(
     need: jax.Array,
     popped: jax.Array,
     now: jax.Array,
-    spare: jax.Array | int,
     number: int,
 ) -> Taken:
     """Deals out the rows of blocks that leave the device, that come back and that were empty; see `take`.
@@ -143,7 +140,6 @@ def deal(
       need: i32[]; blocks for new holders.
       popped: i32[]; empty device blocks to use.
       now: i32[] ms.
-      spare: i32[]; a block that may not leave the host.
       number: the group's number.
 
     Returns:
@@ -151,7 +147,7 @@ def deal(
     """
     blocks, host = group.blocks, group.host
     assert host is not None
-    lasting, followers, losers, host, ok = _who_goes(group, host, policy, out, back, now, spare)
+    lasting, followers, losers, host, ok = _who_goes(group, host, policy, out, back, now)
     passing = out.where & out.stay & ~lasting
     removed = jnp.concatenate([jnp.where(out.where & ~lasting, out.ids, NO_BLOCK), followers, losers])
     removed = pick(removed, jnp.argsort(-jnp.where(removed >= 0, pick(blocks.depth, removed), -1)))  # children first
@@ -220,7 +216,7 @@ def deal(
 
 
 def _who_goes(
-    group: Group, host: Host, policy: EvictionPolicy, out: Leaving, back: jax.Array, now: jax.Array, spare
+    group: Group, host: Host, policy: EvictionPolicy, out: Leaving, back: jax.Array, now: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, Host, jax.Array]:
     """Decides what of the leaving blocks comes to last on the host, and what else is removed.
 
@@ -245,7 +241,7 @@ def _who_goes(
     lasting = goes & ~pick(doomed, out.ids)
     room = host.num_empty + count(followers >= 0) + count(back >= 0)
     overflow = jnp.maximum(count(lasting) - room, 0)
-    losers, host = _host_victims(group, host, policy, out, lasting, doomed, back, overflow, now, spare)
+    losers, host = _host_victims(group, host, policy, out, lasting, doomed, back, overflow, now)
     ok = ok & (count(losers >= 0) == overflow)
     lasting = lasting & ~pick(_mark(num_ids, losers, losers >= 0), out.ids)
     return lasting, followers, jnp.where(pick(mine, losers), NO_BLOCK, losers), host, ok
@@ -310,7 +306,6 @@ def _host_victims(
     back: jax.Array,
     overflow: jax.Array,
     now: jax.Array,
-    spare: jax.Array | int,
 ) -> tuple[jax.Array, Host]:
     """Who is removed from the host, i32[A], `overflow` of them if there are so many; and the host after it."""
     blocks, size, num_ids = group.blocks, out.ids.shape[0], group.blocks.fill.shape[0]
@@ -323,7 +318,7 @@ def _host_victims(
     pstate = policy.touch(host.policy, seen, jnp.where(lasting & (not out.held), out.ids, NO_BLOCK), now)
 
     def eligible(ids: jax.Array) -> jax.Array:
-        there = (ids >= 0) & ((pick(host.slot, ids) >= group.empty.shape[0]) | pick(coming, ids)) & (ids != spare)
+        there = (ids >= 0) & ((pick(host.slot, ids) >= group.empty.shape[0]) | pick(coming, ids))
         there = there & ~pick(moving, ids) & ~pick(staying, ids)
         return there & (pick(refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
 

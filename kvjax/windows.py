@@ -98,26 +98,6 @@ def follow(
     return dataclasses.replace(group, table=table), stored, updated
 
 
-def follow_tail(
-    group: Group, number: int, tree: Blocks, block: jax.Array, tail: jax.Array, stored: jax.Array
-) -> tuple[Group, jax.Array]:
-    """Anchors a released row's last block i32[] to `tail` i32[], if the first group has just stored that.
-
-    Args:
-      group: the window group.
-      number: its number.
-      tree: the blocks of the first group.
-      block: of this group.
-      tail: of the first group.
-      stored: i32[1, 9]; its record.
-
-    Returns:
-      The group and records i32[1, 9], stored.
-    """
-    where = (stored[:, 0] == EventKind.STORED) & (block >= 0)
-    return anchor_blocks(group, number, tree, block[None], tail[None], where, stored[:, 6])
-
-
 def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Array]:
     """Takes blocks out of the index whose anchors the records removed i32[K, 9] are about; records i32[K, 9]."""
     assert group.shadow is not None

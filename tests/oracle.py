@@ -120,20 +120,32 @@ class Oracle(Tiers):
 
         With `tiers` it finds what is on the host too, and what has to leave the device goes there.
         """
+        return self.admit_batch(
+            [{"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": extra_ids, "retention": retention}],
+            room=room, tiers=tiers,
+        )[0]  # fmt: skip
+
+    def admit_batch(self, requests: Sequence[dict[str, Any]], **options) -> list[Result]:
+        """One after the other; but what one copies from stays held until all are done."""
+        results = [self._admit(**request, **options) for request in requests]
+        for group in self.groups:
+            for block in group.blocks:
+                block.refcount, block.copies = block.refcount - block.copies, 0
+        return results
+
+    def _admit(self, seq, tokens, *, namespace=0, extra_ids=None, room=None, retention=RETENTION, tiers=False):
         if not 0 <= seq < len(self.rows) or not tokens or min(tokens) < 0 or namespace < 0 or (room or 1) < 1:
             return Result([Status.BAD_REQUEST])
         if self.rows[seq].length:
             return Result([Status.HELD])
         prompt = self._pair(tokens, extra_ids)
-        whole, source, cached = self._match(namespace, prompt, tiers)
-        seen = len(whole) * self.block_size  # a window moves on only when the copy is sure
-        found = [[self._beside(group, node, seen, i) for i, node in enumerate(whole)] for group in self.groups]
-        back = [
-            {b for b in mine if b != NO_BLOCK and g.blocks[b].host} for g, mine in zip(self.groups, found, strict=True)
-        ]
-        for copied in (True, False) if source is not None else (False,):
-            if not copied:
-                source, cached = None, seen
+        for copied in (True, False):
+            whole, source, cached = self._match(namespace, prompt, tiers, copied)
+            if copied and source is None:
+                continue
+            found = [[self._beside(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups]
+            pairs = list(zip(self.groups, found, strict=True))
+            back = [{b for b in mine if b != NO_BLOCK and g.blocks[b].host} for g, mine in pairs]
             length = len(prompt) if room is None else min(len(prompt), cached + room)
             if self._blocks_for(length) > self.max_blocks_per_seq:
                 return Result([Status.ROW_FULL])
@@ -145,7 +157,8 @@ class Oracle(Tiers):
                 break
         else:
             return Result([Status.NO_BLOCKS], shortfall=missing)
-        taken = self._take([needed] * len(self.groups), tiers, kept, back)
+        fixed = any(group.blocks[b].copies for group in self.groups for b in back[group.number])
+        taken = None if fixed else self._take([needed] * len(self.groups), tiers, kept, back)
         if taken is None:
             return Result([Status.NO_BLOCKS], shortfall=1)
         fresh, events, moves = taken
@@ -164,13 +177,14 @@ class Oracle(Tiers):
         self._state_worth(row, len(whole))
         if source is not None:
             for group in self.groups:
-                if group.blocks[group.index[source]].host:
+                lender = group.blocks[group.index[source]]
+                lender.refcount, lender.copies = lender.refcount + 1, lender.copies + 1
+                if lender.host:
                     moves.append(self._move(group, row.tables[group.number][len(whole)]))
                     for block in found[group.number]:
                         group.blocks[block].stuck = group.blocks[block].stuck or block != NO_BLOCK
                 else:
                     events.append(Event("copied", namespace, tuple(prompt[:cached]), group.number))
-            self._slide(row, seen, upto=len(whole))
         return Result([Status.OK], events, [len(prompt)], [cached], moves=moves)
 
     def extend(self, active, num_tokens=1, tiers=False) -> Result:
@@ -253,6 +267,7 @@ class Oracle(Tiers):
                     else:
                         if group.blocks[twin].host:  # its contents are on the device now
                             group.blocks[twin].host, group.blocks[twin].move = False, 0
+                            self._stick(group, node)
                             events.append(Event("updated", *node, group.number))
                         group.blocks[twin].refcount += 1
                         group.blocks[twin].hits += 1
@@ -303,7 +318,7 @@ class Oracle(Tiers):
             table = row.tables[group.number]
             while len(table) > last:
                 self._drop(group, table.pop())
-        row.length = length
+        row.length, row.prompt = length, min(row.prompt, length)
         del row.tokens[length:]
         events, end = [], self.blocks[row.tables[0][-1]]
         if length % self.block_size and end.node and end.refcount == 1 and not self._children(end.node):
@@ -313,7 +328,8 @@ class Oracle(Tiers):
     def release(self, seqs) -> Result:
         """Ends rows (an int or several), one after the other; blocks in the index stay cached, tails age first.
 
-        The last holder of a block that is not full makes it findable, unless a cached sibling already holds its tokens.
+        The last holder of a block that is not full makes it findable, unless a cached sibling that every group has
+        already holds its tokens.
         """
         status, events = [], []
         for seq in [seqs] if isinstance(seqs, int) else seqs:
@@ -326,10 +342,14 @@ class Oracle(Tiers):
                 block = self.blocks[row.tables[0][i]]
                 is_tail = i * self.block_size < written < (i + 1) * self.block_size
                 if self.partial_reuse and is_tail and block.refcount == 1 and block.node is None and not row.swapped:
-                    siblings = self._children((row.namespace, path[: i * self.block_size]))
-                    if not any(sibling[:written] == path for sibling in siblings):
+                    siblings = [
+                        (row.namespace, s) for s in self._children((row.namespace, path[: i * self.block_size]))
+                    ]
+                    joint = [node for node in siblings if all(node in group.index for group in self.groups)]
+                    if not any(sibling[:written] == path for _, sibling in joint):
                         for group in self.groups:
-                            events.append(self._publish(group, row.tables[group.number][i], (row.namespace, path)))
+                            if (row.namespace, path) not in group.index:
+                                events.append(self._publish(group, row.tables[group.number][i], (row.namespace, path)))
                 for group in self.groups:
                     self._drop(group, row.tables[group.number][i])
             self.rows[seq] = self._free_row()
@@ -424,7 +444,9 @@ class Oracle(Tiers):
 
     # The index.
 
-    def _match(self, namespace: int, prompt: list, tiers: bool) -> tuple[list[Node], Node | None, int]:
+    def _match(
+        self, namespace: int, prompt: list, tiers: bool, copied: bool = True
+    ) -> tuple[list[Node], Node | None, int]:
         """Cached blocks of a prompt, a block to copy the next tokens from, and how many tokens that makes in all.
 
         With windows, the longest prefix after which every group has what the next token sees.
@@ -434,24 +456,29 @@ class Oracle(Tiers):
         while end <= len(findable) and self._reachable(self.groups[0], (namespace, findable[:end]), tiers):
             whole.append((namespace, findable[:end]))
             end += self.block_size
-        while not all(
-            self._reachable(group, node, tiers) or not group.sees(i, len(whole) * self.block_size, self.block_size)
-            for group in self.groups
-            for i, node in enumerate(whole)
-        ):
+        while True:
+            source, cached = None, len(whole) * self.block_size
+            if self.partial_reuse and copied:
+                source, cached = self._longest_child(namespace, findable, cached, tiers)
+            if all(
+                self._reachable(group, node, tiers) or not group.sees(i, cached, self.block_size)
+                for group in self.groups
+                for i, node in enumerate(whole)
+            ):
+                return whole, source, cached
             whole.pop()
-        source, cached = None, len(whole) * self.block_size
-        if self.partial_reuse:
-            shared = cached
-            for child in self._children((namespace, findable[:cached])):
-                pairs = zip(findable, child, strict=False)
-                common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-                everywhere = all(self._reachable(group, (namespace, child), tiers) for group in self.groups)
-                # Of several equally good ones that stored last.
-                if everywhere and (common > shared or common == shared > cached):
-                    source, shared = (namespace, child), common
-            cached = shared
-        return whole, source, cached
+
+    def _longest_child(self, namespace: int, findable: Path, start: int, tiers: bool) -> tuple[Node | None, int]:
+        """The block after `start` tokens that shares the most of the next ones, if any; how many tokens that makes."""
+        source, shared = None, start
+        for child in self._children((namespace, findable[:start])):
+            pairs = zip(findable, child, strict=False)
+            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            everywhere = all(self._reachable(group, (namespace, child), tiers) for group in self.groups)
+            # Of several equally good ones that stored last.
+            if everywhere and (common > shared or common == shared > start):
+                source, shared = (namespace, child), common
+        return source, shared
 
     def _reachable(self, group: Group, node: Node, tiers: bool) -> bool:
         """Whether the group has the node in these tiers, with its K/V."""
@@ -561,11 +588,11 @@ class Oracle(Tiers):
         elif not mine.refcount:
             mine.host, mine.move, mine.stuck = False, 0, False
 
-    def _slide(self, row: Row, before: int, upto: int | None = None) -> None:
+    def _slide(self, row: Row, before: int) -> None:
         """Lets go of blocks that have left the windows since `before` tokens were written."""
         for group in self.groups[1:]:
             table = row.tables[group.number]
-            for i, block in enumerate(table[:upto]):
+            for i, block in enumerate(table):
                 if group.sees(i, before, self.block_size) and not group.sees(i, len(row.tokens), self.block_size):
                     self._drop(group, block)
                     table[i] = NO_BLOCK

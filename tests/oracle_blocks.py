@@ -79,6 +79,7 @@ class Block:
     """One block; `node` is its place in the index, None where it has none."""
 
     refcount: int = 0
+    copies: int = 0  # of these holders, copies of the present call
     node: Node | None = None
     hits: int = 0  # how often the contents were reused since they were stored
     stored: int = 0  # clock when the contents entered the index

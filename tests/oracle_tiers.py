@@ -243,6 +243,14 @@ class Tiers:
             if above[1] and not group.blocks[group.index[above]].host and (block.host or block.stuck):
                 group.blocks[group.index[above]].stuck = True
 
+    def _stick(self, group: Group, node: Node) -> None:
+        """Notes the same of a block that has just come to the device by itself, with what follows it on the host."""
+        if group.number or all(not group.blocks[group.index[n]].host for n in group.index if self._parent(n) == node):
+            return
+        while node[1]:
+            group.blocks[group.index[node]].stuck = True
+            node = self._parent(node)
+
     def _move(self, group: Group, block: int) -> Move:
         self.moves += 1
         group.blocks[block].move = self.moves

@@ -216,22 +216,26 @@ class CacheMachine(RuleBasedStateMachine):
             if hurry:
                 self.complete(True, True)
 
-    @rule(prompt=pairs, retention=retentions)
-    def admit_batch(self, prompt, retention):
-        namespace, tokens = prompt
+    @rule(prompts=lists(pairs, min_size=ROWS, max_size=ROWS), same=st.booleans(), retention=retentions)
+    def admit_batch(self, prompts, same, retention):
+        prompts = prompts[:1] * ROWS if same else prompts
         there, here = self.tiers(True)
-        (mine, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
-        asked = {"namespace": namespace, "extra_ids": mine, "retention": theirs, **there}
-        wanted = [self.oracle.admit(seq, tokens, **asked) for seq in range(ROWS)]
+        ids, (theirs, ours) = [self.ids(tokens) for _, tokens in prompts], self.retained(retention)
+        requests = [
+            {"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": mine, "retention": theirs}
+            for seq, ((namespace, tokens), (mine, _)) in enumerate(zip(prompts, ids, strict=True))
+        ]
+        wanted = self.oracle.admit_batch(requests, **there)
         joined = wanted[0]._replace(
             status=[s for r in wanted for s in r.status], events=[e for r in wanted for e in r.events],
             queried=[q for r in wanted for q in r.queried], cached=[c for r in wanted for c in r.cached],
             moves=[m for r in wanted for m in r.moves],
         )  # fmt: skip
-        each = [np.stack([x] * ROWS) for x in (padded(tokens), library) if x is not None]
         self.both(
-            "admit", joined, np.arange(ROWS, dtype=np.int32), each[0], np.full(ROWS, len(tokens), np.int32),
-            namespace=np.full(ROWS, namespace, np.int32), extra_ids=each[1] if self.extra else None,
+            "admit", joined, np.arange(ROWS, dtype=np.int32), np.stack([padded(tokens) for _, tokens in prompts]),
+            np.asarray([len(tokens) for _, tokens in prompts], np.int32),
+            namespace=np.asarray([namespace for namespace, _ in prompts], np.int32),
+            extra_ids=np.stack([library for _, library in ids]) if self.extra else None,
             retention=jax.tree.map(lambda x: np.stack([x] * ROWS), ours), **here,
         )  # fmt: skip
 

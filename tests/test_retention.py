@@ -73,6 +73,18 @@ def test_a_found_block_takes_the_new_priority_and_says_so():
     assert priorities(state) == {1: 80, 2: 10, 3: 35} and not [e for e in events if e["kind"] == "updated"]
 
 
+def test_what_follows_a_cut_is_generated():
+    state = kvjax.init(SPEC, kvjax.priority())
+    stated = kvjax.Retention.of([(0, 5, 20), (5, None, 60)], decode_priority=80)
+    state, _ = VERBS["admit"](state, 0, jnp.arange(12, dtype=jnp.int32), 12, retention=stated)
+    rest = np.broadcast_to(np.arange(12, dtype=np.int32), (3, 12))
+    state, _ = VERBS["commit"](state, rest, np.asarray([12, 0, 0]))
+    state, _ = kvjax.truncate(state, 0, 4)
+    state, _ = kvjax.extend(state, np.asarray([True, False, False]), 4)
+    state, _ = VERBS["commit"](state, rest + 20, np.asarray([4, 0, 0]))
+    assert priorities(state) == {3: 20, 7: 20, 11: 60, 23: 80}
+
+
 @pytest.mark.parametrize(("now", "left"), [(9, {1}), (10, {2})])
 def test_a_time_to_live_ends(now, left):
     """Worth 90 for 10 ms after its release, then no more than any other, and older than the other."""

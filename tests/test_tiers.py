@@ -256,6 +256,108 @@ def test_a_block_on_the_move_cannot_be_found():
     assert found(again) == 8
 
 
+PLAIN = {"layers": [kvjax.LayerSpec(1, 1)], "max_seqs": 3, "max_length": 8, "block_size": 4, "dtype": "float32"}
+
+
+class Tenants:
+    """A cache of one layer over two tiers whose K/V say whose they are; whole lives of rows, at -O0 where it can be."""
+
+    def __init__(self, **options):
+        self.tiered = kvjax.TieredCache.create(kvjax.make_spec(**{**PLAIN, **options}))
+        self.width = self.tiered.cache.state.spec.max_length
+
+    def admit(self, seqs, texts, namespaces):
+        tokens = np.stack([np.resize(text, self.width) for text in texts]).astype(np.int32)
+        lengths = np.asarray([len(text) for text in texts], np.int32)
+        self.tiered, events = self.tiered.admit(
+            np.asarray(seqs, np.int32), tokens, lengths, namespace=np.asarray(namespaces, np.int32)
+        )
+        return events
+
+    def compute(self, seq, text, namespace):
+        cache = self.tiered.cache
+        start = int(cache.state.seqs.committed[seq])
+        tokens, count = np.zeros((3, self.width), np.int32), np.zeros(3, np.int32)
+        tokens[seq, : len(text) - start], count[seq] = text[start:], len(text) - start
+        self.tiered = self.tiered.replace(_compute(cache, tokens, count, namespace))
+
+    def serve(self, text, namespace=0, seq=2):
+        assert self.admit([seq], [text], [namespace]).ok
+        self.compute(seq, text, namespace)
+        self.tiered = self.tiered.replace(self.tiered.cache.release(seq)[0])
+
+    def read(self, seq):
+        """The keys that a row reads, of its committed tokens."""
+        cache = self.tiered.cache
+        (table,), count = cache.view(0, 1).tables, int(cache.state.seqs.committed[seq])
+        return np.asarray(cache.pools.arrays[0][0])[table[seq], 0, 0, 0, :, 0].reshape(-1)[:count].tolist()
+
+
+@jax.jit
+def _compute(cache, tokens, count, namespace):
+    view = cache.view(count, tokens.shape[1])
+    kv = (tokens + 100 * namespace).astype(jnp.float32)[..., None, None]
+    return kvjax.Cache(cache.state, kvjax.write(cache.pools, 0, kv, kv, view)).commit(tokens, count)[0]
+
+
+@pytest.mark.long
+def test_what_a_row_copies_from_is_held_until_the_call_ends():
+    """A later row of the call brought another tenant's block into the pool row that an earlier one copied from."""
+    life = Tenants(num_blocks=3, num_host_blocks=4)
+    life.serve([2, 2, 2, 2], namespace=1)
+    filled = np.flatnonzero(np.asarray(life.tiered.cache.state.groups[0].blocks.fill)).astype(np.int32)
+    life.tiered, _ = life.tiered.offload(filled)
+    life.serve([1, 1, 1, 1])
+    life.serve([3, 3, 3, 3])
+    stamps = np.asarray(life.tiered.cache.state.groups[0].blocks.released)
+    events = life.admit([0, 1], [[1, 1, 1, 9], [2, 2, 2, 2, 5]], [0, 1])
+    assert events.status.tolist() == [kvjax.Status.OK, kvjax.Status.NO_BLOCKS]
+    assert (events.cached.tolist(), life.read(0)) == ([3, 0], [1, 1, 1])
+    state = life.tiered.cache.state
+    kvjax.check(state)
+    assert np.array_equal(state.groups[0].blocks.released, stamps)  # to be copied from is no release
+    life.compute(0, [1, 1, 1, 9], 0)
+    assert life.read(0) == [1, 1, 1, 9]
+    events = life.admit([1], [[2, 2, 2, 2, 5]], [1])  # alone it can be had
+    assert (events.status.tolist(), events.cached.tolist()) == ([kvjax.Status.OK], [4])
+    assert life.read(1) == [102] * 4
+
+
+@pytest.mark.long
+def test_contents_computed_again_keep_their_children_on_the_host():
+    """What a loop may evict is known after a commit has brought a block back from over its children."""
+    life = Tenants(num_blocks=4, num_host_blocks=4, max_length=12)
+    life.serve([1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
+    blocks = np.flatnonzero(np.asarray(life.tiered.cache.state.groups[0].blocks.fill)).astype(np.int32)
+    life.tiered, events = life.tiered.offload(blocks)
+    assert events.ok
+    prompt = np.asarray([1, 1, 1, 1, 2, 2, 2, 2], np.int32)
+    state, _ = kvjax.admit(life.tiered.cache.state, 0, prompt, 8)
+    state, _ = kvjax.commit(state, prompt[None], np.asarray([8]), seqs=np.asarray([0]))
+    state, _ = kvjax.release(state, 0)
+    kvjax.check(state)
+    assert int(state.groups[0].num_cached) == 2  # over the last block, which is on the host
+    filled, events = kvjax.admit(state, 0, np.full(12, 7, np.int32), 12)
+    assert events.status.tolist() == [kvjax.Status.NO_BLOCKS]
+    jax.tree.map(np.testing.assert_array_equal, state, filled)
+    kvjax.index_of(filled)
+
+
+@pytest.mark.long
+def test_a_tail_on_the_host_is_not_stored_as_if_it_were_on_the_device():
+    layers = [kvjax.LayerSpec(1, 1, window=6)]
+    state = kvjax.init(kvjax.make_spec(**{**PLAIN, "layers": layers}, num_blocks=4, num_host_blocks=4))
+    tokens = np.arange(1, 7, dtype=np.int32)
+    state, admitted = kvjax.admit(state, 0, tokens, 6)
+    state, committed = kvjax.commit(state, tokens[None], np.asarray([6]), seqs=np.asarray([0]))
+    state, swapped = kvjax.swap_out(state, 0)
+    state, done = kvjax.complete(state, swapped.transfer, True)
+    state, released = kvjax.release(state, 0)
+    kvjax.check(state)
+    heard = [event for each in (admitted, committed, swapped, done, released) for event in kvjax.to_list(each)]
+    assert kvjax.fold(heard).index == kvjax.index_of(state)
+
+
 def test_errors_name_the_argument():
     state = kvjax.init(kvjax.make_spec(num_blocks=4, **OPTIONS))
     with pytest.raises(ValueError, match=r"^group: got 0, which has no host tier"):

@@ -16,7 +16,7 @@ from benchmarks import bookkeeping
 P, S, T, WINDOW = 4, 3, 24, 6  # the next token sees 5 before it
 VERBS = {
     name: jax.jit(getattr(kvjax, name), compiler_options={"xla_backend_optimization_level": 0})
-    for name in ("admit", "beam_step", "commit", "extend", "fork", "lookup", "release", "truncate")
+    for name in ("admit", "beam_step", "commit", "extend", "fork", "lookup", "pin", "release", "truncate")
 }
 TEXT = (np.arange(T, dtype=np.int32) * 7 + 3) % 50
 OTHER = TEXT + 100
@@ -159,6 +159,45 @@ def test_a_prefix_is_found_where_every_group_has_what_is_seen():
 
 
 @pytest.mark.long
+def test_a_copy_moves_a_window_off_a_block_that_is_gone():
+    story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 24, WINDOW: 4}))
+    story.start(0, TEXT[:12])
+    story.do("release", 0)
+    story.start(1, OTHER[:5])  # takes the window group's last empty block, and of the text the first
+    story.do("release", 1)
+    assert kvjax.index_of(story.state).keys() >= {(1, 0, tuple(TEXT[:8].tolist())), (1, 0, tuple(TEXT[:12].tolist()))}
+    assert (1, 0, tuple(TEXT[:4].tolist())) not in kvjax.index_of(story.state)
+    # After 8 tokens the next one sees 3 to 7, so the first block is wanted; after 9 it sees 4 to 8.
+    assert story.found([*TEXT[:8], 99]) == 0
+    assert story.found([*TEXT[:9], 99]) == 9
+    assert story.start(0, np.asarray([*TEXT[:9], 99])) == 9
+    assert story.places(1) == [1, 2]
+
+
+def test_without_room_for_its_copy_a_prefix_over_a_gap_is_not_taken():
+    story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 5, WINDOW: 4}))
+    story.start(0, TEXT[:12])
+    story.do("release", 0)
+    story.start(1, OTHER[:5])
+    blocks = np.asarray(story.state.groups[0].table[1, :2])
+    story.do("release", 1)
+    story.do("pin", blocks)  # in the first group a block is left, and that the prompt would be copied from
+    assert story.found([*TEXT[:9], 99]) == 9
+    assert story.start(0, np.asarray([*TEXT[:9], 99])) == 0
+
+
+def test_a_tail_is_stored_again_in_a_window_that_lost_it():
+    story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 24, WINDOW: 3}))
+    story.start(0, TEXT[:6])
+    story.do("release", 0)
+    story.start(1, OTHER[:12])  # takes all of the window's blocks
+    story.do("release", 1)
+    assert story.found(TEXT[:8]) == 0
+    story.start(0, TEXT[:6])
+    story.do("release", 0)
+    assert story.found(TEXT[:8]) == 6
+
+
 def test_a_cut_over_the_edge_brings_blocks_back_if_they_are_there():
     story = Story()
     story.start(0, TEXT[:20])
