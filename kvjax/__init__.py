@@ -28,6 +28,8 @@ from kvjax.tiered import FailedTransfer, TieredCache
 from kvjax.transfer import Transfer
 from kvjax.view import View, ragged, view
 
+__version__ = "0.1.0"
+
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # states and specs
     "CacheSpec",

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kvjax._arrays import pick
 from kvjax.events import Events, Status
+from kvjax.policies import EvictionPolicy, lru
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 from kvjax.transfer import Transfer
@@ -27,13 +30,49 @@ class Prompt(NamedTuple):
     valid: jax.Array
 
 
+def on_state[F: Callable[..., Any]](verb: F) -> F:
+    """A function of a state that says so where it gets something else, such as the `Cache` around one."""
+
+    @functools.wraps(verb)
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(state, CacheState):
+            return verb(state, *args, **kwargs)
+        kind, name, wanted = type(state).__name__, verb.__name__, "a CacheState, such as kvjax.init makes"
+        if isinstance(getattr(state, "state", None), CacheState):
+            method = f", or the method cache.{name}" if hasattr(state, name) else ""
+            wanted = f"its state: cache.state{method}"
+        raise ValueError(f"state: got a {kind}, wanted {wanted}")
+
+    return cast(F, call)
+
+
+def known_policy(policy: EvictionPolicy | None) -> EvictionPolicy:
+    """The policy, `lru()` for None."""
+    if policy is None or isinstance(policy, EvictionPolicy):
+        return lru() if policy is None else policy
+    name = getattr(policy, "__name__", None)
+    if callable(policy) and name:
+        raise ValueError(f"policy: got the function {name}, wanted the policy that it returns: {name}()")
+    raise ValueError(f"policy: got {policy!r}, wanted an EvictionPolicy, such as kvjax.lru()")
+
+
+def _array(name: str, value: Any, wanted: str) -> jax.Array:
+    """`value` as an array; text, ragged lists and the like are a ValueError that names it."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        if name == "namespace":
+            wanted += "; kvjax.Namespaces numbers salts and LoRAs"
+        raise ValueError(f"{name}: got {value!r:.80}, wanted {wanted}") from error
+
+
 def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) -> jax.Array:
     """`value` as i32 of the wanted shape (a string stands for any size), or a ValueError that names it."""
     if isinstance(value, np.ndarray | np.integer) and value.size and np.issubdtype(value.dtype, np.integer):
         low, high = int(np.min(value)), int(np.max(value))
         if low < -(2**31) or high >= 2**31:  # jax would cut them short, and token 2**32 + 5 become token 5
             raise ValueError(f"{name}: got numbers from {low} to {high}, wanted 32-bit integers")
-    array = jnp.asarray(value)
+    array = _array(name, value, "integers")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
     if shape is not None and (
@@ -41,6 +80,12 @@ def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) 
     ):
         raise ValueError(f"{name}: got shape {list(array.shape)}, wanted [{', '.join(map(str, shape))}]")
     return array.astype(jnp.int32)
+
+
+def one_or_more(name: str, value: Any) -> jax.Array:
+    """`value` as i32[] or i32[R]."""
+    array = integers(name, value)
+    return array if array.ndim == 0 else integers(name, array, ("R",))
 
 
 def each_row(name: str, value: Any, rows: tuple[int, ...]) -> jax.Array:
@@ -68,7 +113,7 @@ def known_tiers(tiers: Any) -> tuple[str, ...]:
 
 def row_mask(name: str, value: Any, rows: int) -> jax.Array:
     """`value` as bool[rows]."""
-    array = jnp.asarray(value)
+    array = _array(name, value, f"bool[{rows}]")
     if array.dtype != jnp.bool_ or array.shape != (rows,):
         raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted bool[{rows}]")
     return array
@@ -148,6 +193,12 @@ def assemble(
         shortfall=jnp.asarray(shortfall, jnp.int32),
         transfer=Transfer(jnp.concatenate(moves)) if any(m.size for m in moves) else None,
     )
+
+
+def one_after_the_other(verb: Callable[..., Any], state: CacheState, *rows: jax.Array) -> tuple[CacheState, Events]:
+    """A verb on one row, on several: `rows` are its arguments i32[R]."""
+    state, events = lax.scan(lambda state, row: verb(state, *row), state, rows)
+    return state, flatten_rows(events)
 
 
 def flatten_rows(events: Events) -> Events:

@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from kvjax import windows
 from kvjax._arrays import fence, pick, put, repeated
-from kvjax._request import assemble, first_failure, integers
+from kvjax._request import assemble, first_failure, integers, on_state
 from kvjax.events import Events, Status
 from kvjax.group import give_back_shared
 from kvjax.state import CacheState
 
 
-def beam_step(state: CacheState, seqs: Any, parents: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
+@on_state
+def beam_step(
+    state: CacheState, seqs: ArrayLike, parents: ArrayLike, *, now: ArrayLike = 0
+) -> tuple[CacheState, Events]:
     """Lets each row of a beam go on as one of them did: row seqs[i] becomes what row seqs[parents[i]] was.
 
     Blocks are shared, not copied; what two rows go on from is copied when one of them writes into it (`extend`), and

@@ -11,11 +11,13 @@ caller owns `jit` and donation: jit a verb together with the copies and the mode
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from kvjax import _row, windows
 from kvjax._arrays import add, pick, put, repeated
@@ -26,7 +28,11 @@ from kvjax._request import (
     first_failure,
     flatten_rows,
     integers,
+    known_policy,
     known_tiers,
+    on_state,
+    one_after_the_other,
+    one_or_more,
     prompt,
     row_mask,
     static_int,
@@ -36,7 +42,7 @@ from kvjax.events import Events, Status
 from kvjax.group import give_back, init_group, let_go_of_sources
 from kvjax.growth import grow
 from kvjax.match import Match, longest_match
-from kvjax.policies import EvictionPolicy, lru
+from kvjax.policies import EvictionPolicy
 from kvjax.retention import Retention
 from kvjax.rewind import rewind
 from kvjax.spec import CacheSpec
@@ -44,7 +50,7 @@ from kvjax.state import NO_BLOCK, CacheState, Sequences
 from kvjax.store import publish_filled, store_tail
 
 
-def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any = None) -> CacheState:
+def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: ArrayLike | None = None) -> CacheState:
     """An empty cache.
 
     Args:
@@ -54,12 +60,12 @@ def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any 
         May be traced, so that caches of many sizes fit in one `vmap`.
 
     Raises:
-      ValueError: if `num_blocks` is a number outside 1..N.
+      ValueError: if `num_blocks` is a number outside 1..N, or `policy` is none.
     """
-    policy = lru() if policy is None else policy
+    policy = known_policy(policy)
     groups = []
     for number, group in enumerate(spec.groups):
-        given = group.num_blocks if num_blocks is None or (spec.bare and number == 0) else num_blocks
+        given: Any = group.num_blocks if num_blocks is None or (spec.bare and number == 0) else num_blocks
         known = isinstance(given, int | np.integer)
         if isinstance(given, bool) or (known and not 1 <= given <= group.num_blocks):
             raise ValueError(f"num_blocks: got {given}, wanted 1..{group.num_blocks}")
@@ -75,16 +81,17 @@ def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any 
     return CacheState(tuple(groups), seqs, spec, policy)
 
 
+@on_state
 def admit(
     state: CacheState,
-    seq: Any,
-    tokens: Any,
-    length: Any,
+    seq: ArrayLike,
+    tokens: ArrayLike,
+    length: ArrayLike,
     *,
-    namespace: Any = 0,
-    extra_ids: Any = None,
+    namespace: ArrayLike = 0,
+    extra_ids: ArrayLike | None = None,
     retention: Retention | None = None,
-    now: Any = 0,
+    now: ArrayLike = 0,
     room: int | None = None,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
@@ -138,13 +145,14 @@ def admit(
     return state, flatten_rows(events) if rows else events
 
 
+@on_state
 def lookup(
     state: CacheState,
-    tokens: Any,
-    length: Any,
+    tokens: ArrayLike,
+    length: ArrayLike,
     *,
-    namespace: Any = 0,
-    extra_ids: Any = None,
+    namespace: ArrayLike = 0,
+    extra_ids: ArrayLike | None = None,
     tiers: tuple[str, ...] = ("device", "host"),
 ) -> Match:
     """Tells what `admit` would reuse of a prompt, without changing anything; `vmap` it for many.
@@ -166,13 +174,14 @@ def lookup(
     return longest_match(state, ask.tokens, ask.extra_ids, length, ask.namespace, known_tiers(tiers))
 
 
+@on_state
 def extend(
     state: CacheState,
-    active: Any,
-    num_tokens: Any = 1,
+    active: ArrayLike,
+    num_tokens: ArrayLike = 1,
     *,
     max_tokens: int | None = None,
-    now: Any = 0,
+    now: ArrayLike = 0,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
     """Gives every active row room for its next tokens; all rows or none.
@@ -219,8 +228,15 @@ def extend(
     )  # fmt: skip
 
 
+@on_state
 def commit(
-    state: CacheState, tokens: Any, num_tokens: Any, *, extra_ids: Any = None, seqs: Any = None, now: Any = 0
+    state: CacheState,
+    tokens: ArrayLike,
+    num_tokens: ArrayLike,
+    *,
+    extra_ids: ArrayLike | None = None,
+    seqs: ArrayLike | None = None,
+    now: ArrayLike = 0,
 ) -> tuple[CacheState, Events]:
     """Records that the K/V of these tokens are now written, and publishes the blocks that they fill.
 
@@ -269,20 +285,26 @@ def commit(
     return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
 
 
-def fork(state: CacheState, src: Any, dst: Any) -> tuple[CacheState, Events]:
+@on_state
+def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState, Events]:
     """Makes the free row `dst` share all blocks of row `src`; whoever writes first into the shared end copies it.
+
+    Several rows at once equal one after the other, each all or nothing: a row forked before can be forked again.
 
     Args:
       state: the cache.
-      src: i32[]; a row in use whose tokens are all committed.
-      dst: i32[]; a free row.
+      src: i32[] or i32[R]; a row in use whose tokens are all committed; one number stands for all rows.
+      dst: i32[] or i32[R]; a free row.
 
     Returns:
       The cache; and no events. Status BAD_REQUEST or HELD (`dst` in use).
 
     Source: vLLM's BlockSpaceManager.fork.
     """
-    src, dst = integers("src", src, ()), integers("dst", dst, ())
+    dst = one_or_more("dst", dst)
+    src = each_row("src", src, dst.shape)
+    if dst.ndim > 0:
+        return one_after_the_other(fork, state, src, dst)
     old, new = _row.read(state, src), _row.read(state, dst)
     bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst) | old.swapped
     status = first_failure((bad, Status.BAD_REQUEST), (new.length > 0, Status.HELD))
@@ -296,32 +318,38 @@ def fork(state: CacheState, src: Any, dst: Any) -> tuple[CacheState, Events]:
     return state, assemble(state, status)
 
 
-def truncate(state: CacheState, seq: Any, length: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
+@on_state
+def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Cuts a row back to its first `length` tokens (rejected draft tokens, an edited prompt).
 
     A cut inside a findable block that only this row holds and nothing cached follows withdraws the block from reuse;
-    otherwise the block stays findable and the row's next write copies it.
+    otherwise the block stays findable and the row's next write copies it. Several rows at once equal one after the
+    other, each all or nothing.
 
     Args:
       state: the cache.
-      seq: i32[]; a row in use.
-      length: i32[]; 1 up to the row's length.
+      seq: i32[] or i32[R]; a row in use.
+      length: i32[] or i32[R]; 1 up to the row's length.
       now: i32[] ms.
 
     Returns:
-      The cache; and events, E = 1 a group: removed. Status BAD_REQUEST, also where a window goes back over blocks that
-      are no longer there.
+      The cache; and events, E = 1 a row and group: removed. Status BAD_REQUEST, also where a window goes back over
+      blocks that are no longer there.
 
     Source: TensorRT-LLM's rewindKVCache.
     """
-    seq, length, now = integers("seq", seq, ()), integers("length", length, ()), integers("now", now, ())
+    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    length = each_row("length", length, seq.shape)
+    if seq.ndim > 0:
+        return one_after_the_other(functools.partial(truncate, now=now), state, seq, length)
     row = _row.read(state, seq)
     bad = ~row.exists | (length < 1) | (length > row.length) | row.swapped
     state, removed, ok = rewind(state, row, seq, length, ~bad, now)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), removed=removed)
 
 
-def release(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
+@on_state
+def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Frees a row: what is findable stays cached, tails to be evicted before heads; the rest becomes empty.
 
     A partly filled last block becomes findable too, with all its written tokens, when its last holder lets go,
@@ -337,10 +365,9 @@ def release(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, E
 
     Source: TensorRT-LLM's removeSequence, which stores partial blocks; vLLM's free, in reverse order.
     """
-    seq, now = integers("seq", seq), integers("now", now, ())
+    seq, now = one_or_more("seq", seq), integers("now", now, ())
     if seq.ndim > 0:
-        state, events = lax.scan(lambda s, q: release(s, q, now=now), state, integers("seq", seq, ("R",)))
-        return state, flatten_rows(events)
+        return one_after_the_other(functools.partial(release, now=now), state, seq)
     row, stored = _row.read(state, seq), []
     ok = row.exists & (row.length > 0)
     if state.spec.partial_reuse:

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from kvjax import windows
 from kvjax._arrays import add, count, pick, put, repeated
-from kvjax._request import assemble, first_failure, integers, static_int
+from kvjax._request import assemble, first_failure, integers, on_state, static_int
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import give_back, init_group, push_empty
 from kvjax.place import find_stuck, on_device
@@ -20,7 +20,8 @@ from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.store import withdraw
 
 
-def pin(state: CacheState, blocks: Any, *, group: int = 0) -> tuple[CacheState, Events]:
+@on_state
+def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheState, Events]:
     """Adds a holder to blocks, so that they stay whatever the rows do; the caller keeps the list for `unpin`.
 
     Args:
@@ -54,7 +55,8 @@ def pin(state: CacheState, blocks: Any, *, group: int = 0) -> tuple[CacheState, 
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
 
 
-def unpin(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> tuple[CacheState, Events]:
+@on_state
+def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Takes back what `pin` gave the same blocks; those without holders become cached.
 
     Args:
@@ -111,7 +113,8 @@ def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
     return ~alone
 
 
-def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> tuple[CacheState, Events]:
+@on_state
+def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = None) -> tuple[CacheState, Events]:
     """Empties cached blocks by name, and with them every findable block that follows them; all or nothing.
 
     What window groups have beside them goes too. Costs a pass over all blocks. Blocks that are not findable are passed
@@ -159,6 +162,7 @@ def evict(state: CacheState, blocks: Any, *, max_removed: int | None = None) -> 
     return state, assemble(state, status, removed=gone, shortfall=over)
 
 
+@on_state
 def reset(state: CacheState) -> tuple[CacheState, Events]:
     """Forgets everything that is cached. Refused while a row or a pin holds anything.
 

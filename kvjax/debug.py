@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from kvjax import index
+from kvjax._request import on_state
 from kvjax.events import DEFAULT_PRIORITY, Events, Mirror, Status, fold
 from kvjax.policies import Ring
 from kvjax.show import show
@@ -45,6 +46,7 @@ def checked(verb: Callable[..., tuple[Any, Events]]) -> Callable[..., tuple[Any,
     return call
 
 
+@on_state
 def snapshot(state: CacheState) -> list[dict[str, Any]]:
     """The cache as the events that would build its index, for somebody who joins late: created, then stored."""
     events: list[dict[str, Any]] = []
@@ -68,11 +70,13 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
     return events
 
 
+@on_state
 def index_of(state: CacheState) -> dict[tuple[int, int, tuple], tuple[int, int]]:
     """{(group, namespace, token path): (level, stated priority)} of everything that is findable."""
     return fold(snapshot(state), Mirror()).index
 
 
+@on_state
 def check(state: CacheState) -> None:
     """Verifies every invariant of a state, on the host.
 

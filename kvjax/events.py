@@ -203,12 +203,17 @@ class Mirror:
         return {(node[0], ns, path): (level, priority) for node, (ns, path, level, priority) in self.nodes.items()}
 
 
+_LACKS = "wanted one that the mirror has: fold(events, mirror), with the mirror of all events before these"
+
+
 def fold(events: Iterable[dict[str, Any]], mirror: Mirror | None = None) -> Mirror:
     """Replays decoded events on a mirror (default: of an empty cache) and returns the new mirror.
 
     Raises:
       ValueError: if the events cannot have come from a cache in the mirror's state.
     """
+    if isinstance(events, Events | EventLog):
+        raise ValueError(f"events: got {type(events).__name__}, wanted the list that to_list makes of it")
     nodes = dict(mirror.nodes) if mirror else {}
     for event in events:
         kind = event["kind"]
@@ -218,7 +223,9 @@ def fold(events: Iterable[dict[str, Any]], mirror: Mirror | None = None) -> Mirr
             continue
         node = (event["group"], event["block"], event["generation"])
         if (node in nodes) != (kind != "stored"):
-            raise ValueError(f"events: {kind} of node {node}, which the mirror {'has' if node in nodes else 'lacks'}")
+            raise ValueError(
+                f"events: got {kind} of node {node}, {'wanted one that is new' if node in nodes else _LACKS}"
+            )
         if kind == "stored":
             nodes[node] = _stored(event, nodes)
         elif kind == "removed":
@@ -235,7 +242,7 @@ def _stored(event: dict[str, Any], nodes: dict) -> tuple[int, tuple, int, int]:
         return event["namespace"], path, event["level"], event["priority"]
     parent = (0, *event["parent"])  # the first group links the prefixes of all
     if parent not in nodes:
-        raise ValueError(f"events: stored under node {parent}, which the mirror lacks")
+        raise ValueError(f"events: got stored under node {parent}, {_LACKS}")
     namespace, before, *_ = nodes[parent]
     return namespace, before + path, event["level"], event["priority"]
 

@@ -156,14 +156,15 @@ def _inset(entries: Sequence[Entry]) -> list[Entry]:
 def table(lines: Sequence[Entry]) -> list[str]:
     """The entries as lines of equal columns."""
     names, numbers = max(len(e.name) for e in lines), max(len(f"{e.num_bytes:,}") for e in lines)
-    return [f"{e.name:<{names}}  {e.num_bytes:>{numbers},} {_human(e.num_bytes):>10}  {e.note}".rstrip() for e in lines]
+    return [f"{e.name:<{names}}  {e.num_bytes:>{numbers},} {human(e.num_bytes):>10}  {e.note}".rstrip() for e in lines]
 
 
 def _plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-def _human(num_bytes: int) -> str:
+def human(num_bytes: int) -> str:
+    """Bytes in the unit that fits."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:

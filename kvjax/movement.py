@@ -25,11 +25,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from kvjax import _row, index, windows
 from kvjax import tiers as tiers_
 from kvjax._arrays import add, compact, count, fence, pick, put, repeated
-from kvjax._request import assemble, first_failure, integers, static_int
+from kvjax._request import assemble, first_failure, integers, on_state, static_int
 from kvjax.control import chosen, replace_group
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import Taken, claim, give_back, push_empty
@@ -39,7 +40,8 @@ from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.transfer import Transfer
 
 
-def offload(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> tuple[CacheState, Events]:
+@on_state
+def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Moves cached blocks to the host, whatever their priority; all or nothing.
 
     Args:
@@ -68,7 +70,8 @@ def offload(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> 
     return _finish(state, group, new, status)
 
 
-def onboard(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> tuple[CacheState, Events]:
+@on_state
+def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Brings cached blocks back to the device ahead of their use; all or nothing.
 
     Args:
@@ -106,7 +109,10 @@ def onboard(state: CacheState, blocks: Any, *, now: Any = 0, group: int = 0) -> 
     return _finish(state, group, new, jnp.where((status == Status.OK) & ~new.ok, jnp.int32(Status.NO_BLOCKS), status))
 
 
-def watermark(state: CacheState, empty: Any, *, most: int, now: Any = 0, group: int = 0) -> tuple[CacheState, Events]:
+@on_state
+def watermark(
+    state: CacheState, empty: ArrayLike, *, most: int, now: ArrayLike = 0, group: int = 0
+) -> tuple[CacheState, Events]:
     """Empties device blocks ahead of time, so that a loop that takes `empty` blocks evicts nothing.
 
     The policy's victims go to the host, or are removed if their priority is too low. Where fewer are cached than
@@ -130,7 +136,8 @@ def watermark(state: CacheState, empty: Any, *, most: int, now: Any = 0, group: 
     return _finish(state, group, new, first_failure((~new.ok, Status.NO_BLOCKS)))
 
 
-def swap_out(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
+@on_state
+def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Moves what only this row holds to the host, to make room; the row rests until `swap_in`.
 
     Blocks that others hold or that others' cached blocks follow stay on the device. A row that rests can be released,
@@ -164,7 +171,8 @@ def swap_out(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, 
     return _swap(state, seq, leave, True, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
 
 
-def swap_in(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, Events]:
+@on_state
+def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Brings all blocks of a resting row back to the device; all or nothing.
 
     Args:
@@ -191,8 +199,9 @@ def swap_in(state: CacheState, seq: Any, *, now: Any = 0) -> tuple[CacheState, E
     return _swap(state, seq, come, False, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
 
 
+@on_state
 def complete(
-    state: CacheState, transfer: Transfer | None, ok: Any, *, max_removed: int | None = None
+    state: CacheState, transfer: Transfer | None, ok: ArrayLike, *, max_removed: int | None = None
 ) -> tuple[CacheState, Events]:
     """Says that moves have been made, so that the blocks can be found at their new level; or that they have failed.
 

@@ -5,31 +5,67 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
+from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from kvjax import beam, cache, control
 from kvjax.events import Events
-from kvjax.match import Match
 from kvjax.policies import EvictionPolicy
 from kvjax.pool import Pools, apply, init_pools
+from kvjax.show import line, page
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
-from kvjax.view import View, ragged, view
+from kvjax.view import ragged, view
 
 
-def _method(verb: Callable[..., tuple[CacheState, Events]]) -> Callable[..., tuple[Cache, Events]]:
+def alive(tree: Any) -> None:
+    """Raises a ValueError if an array of a cache was donated; costs nothing under `jit`."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
+    if any(leaf.is_deleted() for leaf in leaves):
+        raise ValueError("cache: was donated to an earlier call: go on with what that call returned")
+
+
+def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **given: Any) -> Any:
+    """The method with the name, the docstring and the parameters of the verb on states that it calls with `given`."""
+    signature = inspect.signature(functools.partial(verb, **given))
+    (name, state), *rest = signature.parameters.items()
+    assert name == "state"
+    returns = signature.return_annotation.replace("CacheState", owner)
+    method = functools.update_wrapper(method, verb)
+    vars(method)["__signature__"] = signature.replace(
+        parameters=[state.replace(name="self", annotation=state.empty), *(parameter for _, parameter in rest)],
+        return_annotation=returns,
+    )
+    return method
+
+
+def _method[**P](
+    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]],
+) -> Callable[Concatenate[Cache, P], tuple[Cache, Events]]:
     """A verb on states as a method that also executes the copies it orders."""
 
-    @functools.wraps(verb)
     def method(self: Cache, *args: Any, **kwargs: Any) -> tuple[Cache, Events]:
+        alive(self)
         state, events = verb(self.state, *args, **kwargs)
         pools = apply(self.pools, events) if verb in (cache.admit, cache.extend) else self.pools
         return Cache(state, pools), events
 
-    return method
+    return face(method, verb, "Cache")
+
+
+def _reader[**P, R](verb: Callable[Concatenate[CacheState, P], R]) -> Callable[Concatenate[Cache, P], R]:
+    """A question about a state as a method."""
+
+    def method(self: Cache, *args: Any, **kwargs: Any) -> R:
+        alive(self)
+        return verb(self.state, *args, **kwargs)
+
+    return face(method, verb, "Cache")
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +85,9 @@ class Cache:
     pools: Pools
 
     @classmethod
-    def create(cls, spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any = None) -> Cache:
+    def create(
+        cls, spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: ArrayLike | None = None
+    ) -> Cache:
         """An empty cache with pools of zeros; see `init` for the arguments."""
         return cls(cache.init(spec, policy, num_blocks), init_pools(spec))
 
@@ -64,15 +102,12 @@ class Cache:
     pin = _method(control.pin)
     unpin = _method(control.unpin)
     reset = _method(control.reset)
+    lookup = _reader(cache.lookup)
+    view = _reader(view)
+    ragged = _reader(ragged)
 
-    def lookup(self, *args: Any, **kwargs: Any) -> Match:
-        """See `kvjax.lookup`."""
-        return cache.lookup(self.state, *args, **kwargs)
+    def __repr__(self) -> str:
+        return line(self)
 
-    def view(self, *args: Any, **kwargs: Any) -> View:
-        """See `kvjax.view`."""
-        return view(self.state, *args, **kwargs)
-
-    def ragged(self, *args: Any, **kwargs: Any) -> View:
-        """See `kvjax.ragged`."""
-        return ragged(self.state, *args, **kwargs)
+    def _repr_html_(self) -> str:
+        return page(self)

@@ -33,6 +33,10 @@ class Plan(NamedTuple):
     spec: CacheSpec
     ledger: Ledger
 
+    def __str__(self) -> str:
+        """The ledger."""
+        return str(self.ledger)
+
 
 def plan(
     layers: Sequence[LayerSpec],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvjax._request import on_state
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.stats import tally
 from kvjax.survey import Condition, Survey, survey
@@ -40,6 +41,7 @@ _GAP = 0.1  # between cells, in cells
 _Stretches = list[tuple[float, float, str, float]]
 
 
+@on_state
 def plot_blocks(
     state: CacheState,
     path: str | os.PathLike[str] | None = None,

@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks, for each group."""
+"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks, for each group.
+
+And in one line, for `repr`, which has to do with whatever jax makes of a pytree.
+"""
 
 from __future__ import annotations
 
+import html
 import textwrap
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import jax
 import numpy as np
+from jax.core import Tracer
 
+from kvjax._request import on_state
+from kvjax.ledger import human
+from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState
-from kvjax.stats import tally
+from kvjax.stats import stats, tally
 from kvjax.survey import Condition, Survey, survey
 
 _MANY = 9  # holders that one digit can tell
@@ -20,6 +30,7 @@ _SIGNS = {
 _ARRIVING, _LEAVING = "<", ">"
 
 
+@on_state
 def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
     """Draws a cache in text. It also draws a broken one: `check` puts it into its message.
 
@@ -46,6 +57,59 @@ def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
             lines += ["", *part] if part else []
         lines.append("")
     return "\n".join(line[:width].rstrip() for line in lines[:-1])
+
+
+def line(cache: Any) -> str:
+    """One line for a `CacheState`, a `Cache` or a `TieredCache`: its shapes, and its counts or why there are none."""
+    state, spec = _state(cache), _state(cache).spec
+    parts = [
+        f"blocks of {spec.block_size:,} tokens, {spec.max_seqs:,} rows of up to {spec.max_blocks_per_seq:,} blocks"
+    ]
+    if cache is not state:
+        parts.append(f"{_bytes(spec, 'num_blocks', 1)} of K/V")
+    if hasattr(cache, "host"):
+        parts.append(f"{_bytes(spec, 'num_host_blocks', 0)} on the host")
+    shapes, unreadable = ", ".join(parts), _unreadable(cache)
+    for number, group in enumerate(spec.groups):
+        host = f" and {group.num_host_blocks:,} on the host" if group.num_host_blocks else ""
+        counts = f"{group.num_blocks:,} blocks{host}" if unreadable else str(stats(state, number))
+        shapes += f"; {_name(state, number)}{counts}"
+    return f"{type(cache).__name__}({shapes}{f'; {unreadable}' if unreadable else ''})"
+
+
+def page(cache: Any) -> str:
+    """The same for a notebook, with a drawing where there are counts."""
+    drawing = "" if _unreadable(cache) else "\n\n" + show(_state(cache))
+    return f"<pre>{html.escape(line(cache) + drawing)}</pre>"
+
+
+def _state(cache: Any) -> CacheState:
+    return cache if isinstance(cache, CacheState) else cache.state
+
+
+def _bytes(spec: CacheSpec, number: str, scratch: int) -> str:
+    """Bytes of the pools, with so many scratch rows each."""
+    rows = [(getattr(group, number) + scratch, pool) for group in spec.groups for pool in group.pools]
+    return human(sum(num_rows * pool.block_bytes(spec.block_size) for num_rows, pool in rows))
+
+
+def _unreadable(cache: Any) -> str:
+    """Why a cache cannot be counted; nothing if it can."""
+    state = _state(cache)
+    leaves = jax.tree.leaves((state, getattr(cache, "pools", None), getattr(cache, "host", None)))
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return "traced"
+    if not leaves or not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        return "shapes alone"
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    if any(array.is_deleted() for array in arrays):
+        return "donated"
+    if not all(array.is_fully_addressable for array in arrays):
+        return "on several hosts"
+    shapes = [state.seqs.length.shape, *(group.blocks.refcount.shape for group in state.groups)]
+    if shapes == [(state.spec.max_seqs,), *((group.num_ids,) for group in state.spec.groups)]:
+        return ""
+    return f"batched, {list(shapes[0][:-1])}" if shapes[0][:-1] else "of other shapes"
 
 
 def _name(state: CacheState, number: int) -> str:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 QUANTISED = ("int8", "float8_e4m3fn")
 
@@ -28,6 +29,11 @@ class LayerSpec:
     head_dim: int
     window: int | None = None
     sink_tokens: int = 0
+
+    def __post_init__(self):
+        _positive("kv_heads", self.kv_heads)
+        _positive("head_dim", self.head_dim)
+        _window(self.window, self.sink_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +131,8 @@ class CacheSpec:
             raise ValueError(f"groups: got windows and sinks {seen}, wanted (None, 0) first and then different windows")
         for group in self.groups:
             _positive("num_blocks", group.num_blocks)
-            if group.window is not None:
-                _positive("window", group.window)
-            for name in ("num_host_blocks", "sink_tokens"):
-                if getattr(group, name) < 0:
-                    raise ValueError(f"{name}: got {getattr(group, name)}, wanted at least 0")
+            _int("num_host_blocks", group.num_host_blocks, 0)
+            _window(group.window, group.sink_tokens)
             for pool in group.pools:
                 _positive("kv_heads", pool.kv_heads)
                 _positive("head_dim", pool.head_dim)
@@ -151,6 +154,8 @@ class CacheSpec:
 
     def locate(self, layer: int) -> tuple[int, int, int]:
         """Where a model's layer keeps its K/V: (group, pool in the group, index in the pool)."""
+        if isinstance(layer, Tracer):
+            raise ValueError("layer: got a traced value, wanted an int: unroll the loop over the layers")
         for g, group in enumerate(self.groups):
             for p, pool in enumerate(group.pools):
                 if layer in pool.layers:
@@ -204,7 +209,11 @@ def make_spec(
     except TypeError:
         raise ValueError(f"dtype: got {dtype!r}, wanted the name or type of a number format") from None
     shapes: dict[tuple[int | None, int], dict[tuple[int, int], list[int]]] = {}
+    if not isinstance(layers, Iterable):
+        raise ValueError(f"layers: got {layers!r}, wanted one LayerSpec for each attention layer")
     for number, layer in enumerate(layers):
+        if not isinstance(layer, LayerSpec):
+            raise ValueError(f"layers[{number}]: got {layer!r}, wanted a LayerSpec")
         if layer.window is None and layer.sink_tokens:
             raise ValueError(f"layers[{number}].sink_tokens: got {layer.sink_tokens} without a window, wanted 0")
         group = shapes.setdefault((layer.window, layer.sink_tokens), {})
@@ -247,6 +256,16 @@ def _pools(shapes: Mapping[tuple[int, int], list[int]], dtype: str) -> tuple[Poo
     return tuple(PoolSpec(tuple(numbers), k, d, dtype) for (k, d), numbers in shapes.items())
 
 
+def _window(window: int | None, sink_tokens: int) -> None:
+    if window is not None:
+        _positive("window", window)
+    _int("sink_tokens", sink_tokens, 0)
+
+
 def _positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: got {value!r}, wanted an int of at least 1")
+    _int(name, value, 1)
+
+
+def _int(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: got {value!r}, wanted an int of at least {least}")

@@ -193,3 +193,13 @@ class CacheState:
     seqs: Sequences
     spec: CacheSpec
     policy: EvictionPolicy
+
+    def __repr__(self) -> str:
+        from kvjax.show import line  # imports this file
+
+        return line(self)
+
+    def _repr_html_(self) -> str:
+        from kvjax.show import page
+
+        return page(self)

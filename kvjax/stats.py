@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from kvjax._request import on_state
 from kvjax.events import EventKind, EventLog, Events
 from kvjax.state import CacheState
 from kvjax.survey import Condition, Survey, survey
@@ -106,6 +107,7 @@ class Stats:
         return "; ".join(self.lines)
 
 
+@on_state
 def stats(state: CacheState, group: int = 0) -> Stats:
     """Counts one group of a state on the host.
 

@@ -6,19 +6,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
+from kvjax import beam, control, movement
 from kvjax import cache as verbs
-from kvjax import movement
 from kvjax.events import Events, Status
 from kvjax.host_pool import HostPools, TransferError, init_host_pools, move
-from kvjax.paired import Cache
+from kvjax.paired import Cache, alive, face
 from kvjax.policies import EvictionPolicy
-from kvjax.pool import apply
+from kvjax.pool import Pools, apply
+from kvjax.show import line, page
 from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+from kvjax.view import ragged, view
 
 _apply = jax.jit(apply, donate_argnums=0)
 _complete = jax.jit(movement.complete, donate_argnums=0)
@@ -40,24 +44,52 @@ class FailedTransfer(RuntimeError):
         self.tiered, self.lost, self.events, self.removed = tiered, lost, events, removed
 
 
-def _method(verb: Callable[..., Any], *static: str, **given: Any) -> Callable[..., tuple[TieredCache, Events]]:
-    """A verb on states as a method that also makes the moves and copies that it orders."""
+def _method[**P](
+    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str, **given: Any
+) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
+    """A verb on states as a method, jitted, that also makes the moves and copies that it orders."""
     jitted = jax.jit(functools.partial(verb, **given), donate_argnums=0, static_argnames=static)
 
-    @functools.wraps(verb)
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
-        state, events = jitted(self.cache.state, *args, **kwargs)
+        alive((self.cache, self.host))
+        state, events = jitted(self.state, *args, **kwargs)
         return self._settle(state, events), events
 
-    return method
+    return face(method, verb, "TieredCache", **given)
+
+
+def _resting[**P](
+    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str
+) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
+    """A verb on states as a method, jitted, that orders neither moves nor copies."""
+    jitted = jax.jit(verb, donate_argnums=0, static_argnames=static)
+
+    def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
+        alive((self.cache, self.host))
+        state, events = jitted(self.state, *args, **kwargs)
+        return self.replace(Cache(state, self.pools)), events
+
+    return face(method, verb, "TieredCache")
+
+
+def _reader[**P, R](
+    verb: Callable[Concatenate[CacheState, P], R], called: Callable[..., R] | None = None
+) -> Callable[Concatenate[TieredCache, P], R]:
+    """A question about a state as a method; `called` is the same, jitted."""
+
+    def method(self: TieredCache, *args: Any, **kwargs: Any) -> R:
+        alive((self.cache, self.host))
+        return (called or verb)(self.state, *args, **kwargs)
+
+    return face(method, verb, "TieredCache")
 
 
 @dataclasses.dataclass(frozen=True)
 class TieredCache:
-    """A cache and its host tier, with the verbs that move blocks between the two; for host code, between loops.
+    """A cache and its host tier, with the verbs of both as methods; for host code, between loops.
 
-    Every verb donates what it is called on: go on with what it returns. Moves are started, not awaited; what is
-    computed later waits for them where it must. For all else use `cache` and put it back with `replace`.
+    Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;
+    what is computed later waits for them where it must. A loop takes `cache`; put back what it returns with `replace`.
 
     Attributes:
       cache: the state and the device's pools; this is what a jitted loop takes.
@@ -68,7 +100,9 @@ class TieredCache:
     host: HostPools
 
     @classmethod
-    def create(cls, spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Any = None) -> TieredCache:
+    def create(
+        cls, spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: ArrayLike | None = None
+    ) -> TieredCache:
         """An empty cache with pools of zeros and host pools; see `init` for the arguments.
 
         Raises:
@@ -85,17 +119,45 @@ class TieredCache:
         """This with another cache, such as a loop returned."""
         return TieredCache(cache, self.host)
 
-    admit = _method(verbs.admit, "room", tiers=("device", "host"))
-    extend = _method(verbs.extend, "max_tokens", tiers=("device", "host"))
+    @property
+    def state(self) -> CacheState:
+        """The metadata, of both tiers."""
+        return self.cache.state
+
+    @property
+    def pools(self) -> Pools:
+        """The device's K/V."""
+        return self.cache.pools
+
+    admit = _method(verbs.admit, "room", "tiers", tiers=("device", "host"))
+    extend = _method(verbs.extend, "max_tokens", "tiers", tiers=("device", "host"))
+    commit = _resting(verbs.commit)
+    fork = _resting(verbs.fork)
+    truncate = _resting(verbs.truncate)
+    release = _resting(verbs.release)
+    beam_step = _resting(beam.beam_step)
+    evict = _resting(control.evict, "max_removed")
+    pin = _resting(control.pin, "group")
+    unpin = _resting(control.unpin, "group")
+    reset = _resting(control.reset)
     offload = _method(movement.offload, "group")
     onboard = _method(movement.onboard, "group")
     watermark = _method(movement.watermark, "most", "group")
     swap_out = _method(movement.swap_out)
     swap_in = _method(movement.swap_in)
+    lookup = _reader(verbs.lookup, jax.jit(verbs.lookup, static_argnames="tiers"))
+    view = _reader(view)
+    ragged = _reader(ragged)
+
+    def __repr__(self) -> str:
+        return line(self)
+
+    def _repr_html_(self) -> str:
+        return page(self)
 
     def _settle(self, state: Any, events: Events) -> TieredCache:
         """Makes the moves and the copies, in this order, and says so to the state."""
-        pools, host, failure = self.cache.pools, self.host, None
+        pools, host, failure = self.pools, self.host, None
         if events.transfer is not None:
             try:
                 pools, host = move(pools, host, events.transfer)

@@ -19,8 +19,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from kvjax._arrays import pick
+from kvjax._request import on_state
 from kvjax.place import row_of
 from kvjax.state import CacheState
 
@@ -49,11 +51,12 @@ class View:
     starts: jax.Array | None = None
 
 
+@on_state
 def view(
     state: CacheState,
-    num_tokens: jax.Array | int,
+    num_tokens: ArrayLike,
     max_tokens: int | None = None,
-    seqs: jax.Array | None = None,
+    seqs: ArrayLike | None = None,
 ) -> View:
     """A view in padded form: one line of C tokens for each row.
 
@@ -76,7 +79,8 @@ def view(
     return _view(state, tables, committed, jnp.minimum(count, max_tokens), owner, offset, None)
 
 
-def ragged(state: CacheState, num_tokens: jax.Array, size: int, seqs: jax.Array | None = None) -> View:
+@on_state
+def ragged(state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike | None = None) -> View:
     """A view in ragged form: all rows' tokens on one line of T, one row after the other.
 
     For batches that mix long chunks with single tokens, which the padded form would pad to the longest.

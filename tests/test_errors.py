@@ -35,7 +35,10 @@ GOOD = {
     "commit": {"tokens": ints(4, 8), "num_tokens": ints(4)},
     "commit rows": {"tokens": ints(2, 8), "num_tokens": ints(2), "seqs": ints(2)},
     "fork": {"src": 0, "dst": 1},
+    "fork batch": {"src": ints(2), "dst": ints(2)},
+    "fork into many": {"src": 0, "dst": ints(2)},
     "truncate": {"seq": 0, "length": 3},
+    "truncate batch": {"seq": ints(2), "length": ints(2)},
     "release": {"seq": 0},
     "release batch": {"seq": ints(3)},
     "evict": {"blocks": ints(2)},
@@ -48,8 +51,9 @@ BATCH = (floats(2), np.ones(2, bool), ints(3), ints(2, 1))
 BAD = {
     "admit": {
         "seq": (1.5, True, ints(2, 2)),
-        "tokens": (floats(8), ints(2, 8), ints(0), np.int32(3), np.ones(8, bool)),
-        "length": SCALAR, "namespace": SCALAR, "now": SCALAR, "room": (0, -1, 2.5), "extra_ids": (ints(8),),
+        "tokens": (floats(8), ints(2, 8), ints(0), np.int32(3), np.ones(8, bool), "hi", ["hi"], [[1], [2, 3]]),
+        "length": SCALAR, "namespace": (*SCALAR, "tenant", None), "now": SCALAR, "room": (0, -1, 2.5),
+        "extra_ids": (ints(8),),
     },
     "admit batch": {
         "seq": (floats(2), ints(2, 1)), "tokens": (floats(2, 8), ints(8), ints(3, 8), ints(2, 0)),
@@ -59,7 +63,7 @@ BAD = {
         "tokens": (floats(8), ints(2, 8), ints(0)), "length": SCALAR, "namespace": SCALAR, "extra_ids": (ints(8),)
     },
     "extend": {
-        "active": (ints(4), np.ones(3, bool), np.ones((4, 1), bool), True), "num_tokens": (0, -1, 1.5, True),
+        "active": (ints(4), np.ones(3, bool), np.ones((4, 1), bool), True, "all"), "num_tokens": (0, -1, 1.5, True),
         "now": SCALAR,
     },
     "extend rows": {
@@ -74,8 +78,10 @@ BAD = {
     "commit rows": {
         "seqs": (0, floats(2), ints(2, 1)), "tokens": (ints(4, 8),), "num_tokens": (ints(4),),
     },
-    "fork": {"src": SCALAR, "dst": SCALAR},
-    "truncate": {"seq": SCALAR, "length": SCALAR, "now": SCALAR},
+    "fork": {"src": SCALAR, "dst": (1.5, True, ints(2, 2))},
+    "fork batch": {"src": BATCH, "dst": (floats(2), ints(2, 1))},
+    "truncate": {"seq": (1.5, True, ints(2, 2)), "length": SCALAR, "now": SCALAR},
+    "truncate batch": {"seq": (floats(2),), "length": BATCH, "now": SCALAR},
     "release": {"seq": (1.5, True, ints(2, 2)), "now": SCALAR},
     "release batch": {"seq": (floats(3), ints(3, 1)), "now": SCALAR},
     "evict": {"blocks": (0, floats(2), ints(2, 1), np.ones(2, bool)), "max_removed": (-1, 1.5)},
@@ -133,6 +139,62 @@ def test_numbers_that_i32_cannot_hold_are_not_cut_short(value):
         traced("admit", length=value)
 
 
+def test_a_name_is_no_namespace():
+    for call in ("admit", "lookup"):
+        with pytest.raises(ValueError, match=r"^namespace: got 'tenant', wanted integers; kvjax\.Namespaces numbers"):
+            traced(call, namespace="tenant")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "admit", "lookup", "extend", "commit", "fork", "truncate", "release", "beam_step", "evict", "pin", "unpin",
+        "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged", "show",
+        "stats", "check", "snapshot", "index_of", "plot_blocks",
+    ],
+)  # fmt: skip
+def test_a_cache_is_no_state(verb):
+    cache = kvjax.Cache(state_of(SMALL), kvjax.init_pools(SMALL))
+    method = f", or the method cache.{verb}" if hasattr(cache, verb) else ""
+    with pytest.raises(ValueError, match=rf"^state: got a Cache, wanted its state: cache\.state{method}(\n|$)"):
+        jax.eval_shape(getattr(kvjax, verb), cache)
+    with pytest.raises(ValueError, match=r"^state: got a tuple, wanted a CacheState"):
+        getattr(kvjax, verb)(())
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("lru", "got 'lru', wanted an EvictionPolicy"), (kvjax.lfu, r"got the function lfu, .* returns: lfu\(\)"),
+        (lambda blocks: blocks.hits, "got the function <lambda>"), (tuple(kvjax.lru()), "got .*wanted an Evic"),
+    ],
+)  # fmt: skip
+def test_a_name_or_a_function_is_no_policy(policy, message):
+    for make in (kvjax.init, kvjax.Cache.create):
+        with pytest.raises(ValueError, match=f"^policy: {message}"):
+            make(SMALL, policy)
+    with pytest.raises(ValueError, match=f"^policy: {message}"):
+        kvjax.plan([LayerSpec(1, 8)], max_seqs=2, max_length=8, budget_bytes=10_000, policy=policy)
+
+
+def test_a_layer_is_not_traced():
+    spec = kvjax.make_spec([LayerSpec(1, 4)], **SPEC)
+    cache = kvjax.Cache.create(spec)
+    q = floats(2, 1, 1, 4)
+
+    def write(cache, layer):
+        return kvjax.write(cache.pools, layer, q, q, cache.view(1))
+
+    def attend(cache, layer):
+        return kvjax.attend(q, cache.pools, layer, cache.view(1))
+
+    for call in (write, attend):
+        jax.eval_shape(functools.partial(call, layer=0), cache)
+        jax.eval_shape(functools.partial(call, layer=np.int32(0)), cache)
+        with pytest.raises(ValueError, match=r"^layer: got a traced value, wanted an int: unroll the loop"):
+            jax.eval_shape(call, cache, 0)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64"])
 def test_any_integers_will_do(dtype):
     arguments = jax.tree.map(lambda x: np.asarray(x).astype(dtype), GOOD["admit batch"])
@@ -154,13 +216,33 @@ def test_sizes_of_a_spec(name, value):
 @pytest.mark.parametrize("name", ["kv_heads", "head_dim"])
 @pytest.mark.parametrize("value", [0, -2, 1.5])
 def test_sizes_of_a_layer(name, value):
-    layer = dataclasses.replace(LayerSpec(2, 8), **{name: value})
-    with pytest.raises(ValueError, match=rf"{name}: got .*wanted an int of at least 1"):
-        kvjax.make_spec([layer], **SPEC)
+    with pytest.raises(ValueError, match=rf"^{name}: got .*wanted an int of at least 1"):
+        dataclasses.replace(LayerSpec(2, 8), **{name: value})
+    group = kvjax.GroupSpec(4, (dataclasses.replace(kvjax.PoolSpec((0,), 2, 8), **{name: value}),))
+    with pytest.raises(ValueError, match=rf"^{name}: got .*wanted an int of at least 1"):
+        kvjax.CacheSpec((group,), block_size=4, max_seqs=2, max_blocks_per_seq=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("window", 0), ("window", 1.5), ("sink_tokens", -1), ("sink_tokens", None)]
+)
+def test_what_a_layer_sees(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: got {value}, wanted an int of at least"):
+        LayerSpec(2, 8, **({"window": 4} | {name: value}))
+
+
+@pytest.mark.parametrize(("layers", "message"), [(2, "layers: got 2"), ([2], r"layers\[0\]: got 2"), ("ab", "layers")])
+def test_layers_that_are_none(layers, message):
+    with pytest.raises(ValueError, match=rf"^{message}.*wanted .*LayerSpec"):
+        kvjax.make_spec(layers, **SPEC)
+    with pytest.raises(ValueError, match=rf"^{message}.*wanted .*LayerSpec"):
+        kvjax.plan(layers, max_seqs=2, max_length=8, budget_bytes=10_000)
 
 
 def test_groups_that_are_none():
     group = kvjax.GroupSpec(4)
+    with pytest.raises(ValueError, match=r"^num_host_blocks: got -1, wanted an int of at least 0"):
+        kvjax.make_spec(**SPEC, num_host_blocks=-1)
     for groups in ((), (group, group), (kvjax.GroupSpec(4, window=8),), (group, kvjax.GroupSpec(4, sink_tokens=2))):
         with pytest.raises(ValueError, match=r"^groups: got "):
             kvjax.CacheSpec(groups, block_size=4, max_seqs=2, max_blocks_per_seq=2)
@@ -193,7 +275,6 @@ def test_capacity_of_a_cache(value):
         ("max_seqs", {"max_seqs": 0}),
         ("max_length", {"max_length": 0}),
         ("block_size", {"block_size": 0}),
-        ("kv_heads", {"layers": [LayerSpec(0, 8)]}),
     ],
 )
 def test_a_wrong_plan_is_named(argument, change):
@@ -262,6 +343,23 @@ def test_an_admission_that_only_its_own_prefix_could_pay_for():
     )
     assert cache.admit(0, [1] * 13) == ["NO_BLOCKS"]  # reuses three blocks, needs a fourth
     assert cache.admit(0, [1] * 12) == ["OK"]
+
+
+def test_several_forks_and_cuts_at_once():
+    cache, tokens = Caller(), [1, 2, 3, 4, 5, 6]
+    assert cache.admit(0, tokens) == ["OK"] and cache.write(0, tokens) == OK4
+    source, target = np.array([0, 1, 0, 2], np.int32), np.array([1, 2, 0, 1], np.int32)
+    assert cache.status("fork", source, target) == ["OK", "OK", "BAD_REQUEST", "HELD"]
+    assert cache.status("fork", ints(4), np.array([3, 3, 4, 9], np.int32)) == ["OK", "HELD", *["BAD_REQUEST"] * 2]
+    seqs, lengths = np.array([0, 1, 0, 7], np.int32), np.array([5, 4, 6, 1], np.int32)
+    assert cache.status("truncate", seqs, lengths) == ["OK", "OK", "BAD_REQUEST", "BAD_REQUEST"]
+    assert cache.state.seqs.length.tolist() == [5, 4, 6, 6]
+    assert cache.status("truncate", np.array([2, 3, 5, -1], np.int32), ints(4) + 2) == [
+        "OK",
+        "OK",
+        *["BAD_REQUEST"] * 2,
+    ]
+    assert cache.state.seqs.length.tolist() == [5, 4, 2, 2]
 
 
 def test_a_full_row():

@@ -106,16 +106,28 @@ def test_cleared_is_about_one_group():
 @pytest.mark.parametrize(
     ("events", "complaint"),
     [
-        ([A, A], r"stored of node \(0, 2, 5\), which the mirror has"),
-        ([B], r"stored under node \(0, 2, 5\), which the mirror lacks"),
-        ([{**A, "kind": "removed"}], r"removed of node \(0, 2, 5\), which the mirror lacks"),
-        ([{**A, "kind": "updated"}], r"updated of node \(0, 2, 5\), which the mirror lacks"),
-        ([A, {**A, "kind": "removed", "generation": 4}], r"removed of node \(0, 2, 4\), which the mirror lacks"),
+        ([A, A], r"got stored of node \(0, 2, 5\), wanted one that is new"),
+        ([B], r"got stored under node \(0, 2, 5\), wanted one that the mirror has: fold\(events, mirror\)"),
+        (
+            [{**A, "kind": "removed"}],
+            r"got removed of node \(0, 2, 5\), wanted one that the mirror has: fold\(events, mirror\)",
+        ),
+        ([{**A, "kind": "updated"}], r"got updated of node \(0, 2, 5\), wanted one that the mirror has"),
+        (
+            [A, {**A, "kind": "removed", "generation": 4}],
+            r"got removed of node \(0, 2, 4\), wanted one that the mirror has",
+        ),
     ],
 )
 def test_what_cannot_have_happened_is_refused(events, complaint):
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=f"^events: {complaint}"):
         kvjax.fold(events)
+
+
+def test_fold_wants_decoded_events():
+    for events in (SOME, init_log(3, 4)):
+        with pytest.raises(ValueError, match=r"^events: got Event\w+, wanted the list that to_list makes of it"):
+            kvjax.fold(events)
 
 
 @pytest.mark.long

@@ -11,6 +11,8 @@ import tomllib
 
 import pytest
 
+import kvjax
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = sorted(
@@ -37,6 +39,13 @@ def test_the_cuda_extras_are_jaxs_own():
     assert {"cuda12", "cuda13", "models", "plot", "test", "dev"} <= set(extras)
     for cuda in ("cuda12", "cuda13"):
         assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
+
+
+def test_the_version_has_one_home():
+    """Read from the source by the build, and there without an installation too."""
+    assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT
+    home = ROOT / tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["path"]
+    assert re.findall(r'^__version__ = "([\d.]+)"$', home.read_text(), re.MULTILINE) == [kvjax.__version__]
 
 
 # models -> kvjax -> pallas_kernels -> jax, and matplotlib only where an extra is named.

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import cache
 from kvjax.ledger import blocks_per_seq, make_ledger
-from kvjax.plan import plan
+from kvjax.plan import Plan, plan
 from kvjax.policies import fifo
 from kvjax.spec import LayerSpec, make_spec
 
@@ -47,6 +47,7 @@ def test_plan_counts_what_the_ledger_says():
         assert part in text
     for entry in ledger.entries:
         assert f"{entry.num_bytes:,}" in text
+    assert str(Plan(spec, ledger)) == text
 
 
 def test_the_policys_own_state_counts():

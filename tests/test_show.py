@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import cache
 from kvjax.plots import plot_blocks
 from kvjax.show import show
@@ -211,3 +212,57 @@ def test_without_matplotlib_the_extra_is_named(story, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"kvjax\[plot\]"):
         plot_blocks(story.state)
+
+
+# In one line, and in a notebook.
+
+CACHE = make_spec([kvjax.LayerSpec(2, 4)], num_blocks=4, max_seqs=2, max_length=8, block_size=4, dtype="float32")
+
+
+def test_a_cache_in_one_line(story):
+    shape = "blocks of 4 tokens, 4 rows of up to 6 blocks"
+    assert repr(story.state) == f"CacheState({shape}; {stats(story.state)})" == str(story.state)
+    shape = "blocks of 4 tokens, 2 rows of up to 2 blocks, 1.2 KiB of K/V"
+    empty = "4 blocks: 0 active, 0 cached, 4 empty; 0 of 16 slots filled; 0 of 2 rows in use"
+    assert repr(kvjax.Cache.create(CACHE)) == f"Cache({shape}; {empty})"
+    assert repr(jax.device_get(kvjax.Cache.create(CACHE))) == f"Cache({shape}; {empty})"
+    group = dataclasses.replace(CACHE.groups[0], num_host_blocks=8)
+    tiered = repr(kvjax.TieredCache.create(dataclasses.replace(CACHE, groups=(group,))))
+    assert tiered.startswith(f"TieredCache({shape}, 2.0 KiB on the host; 4 blocks: 0 active")
+    assert "on the host 8 blocks: 0 active, 0 cached, 8 empty" in tiered
+    windows = repr(cache.init(stories.TIERS))
+    assert windows.count("\n") == 0 and "; group 1, window of 8 and the first 2: 12 blocks: " in windows
+
+
+def test_a_cache_that_cannot_be_counted_says_why():
+    shape = "blocks of 4 tokens, 2 rows of up to 2 blocks, 1.2 KiB of K/V; 4 blocks"
+    said, cache = [], kvjax.Cache.create(CACHE)
+
+    def look(cache):
+        said.append((repr(cache), repr(cache.state), cache._repr_html_(), cache.state._repr_html_()))
+        return cache
+
+    shapes = jax.eval_shape(look, cache)
+    batch = jax.vmap(look)(jax.tree.map(lambda x: jnp.stack([x, x]), cache))
+    for found in said:
+        assert found == (
+            f"Cache({shape}; traced)", "CacheState(blocks of 4 tokens, 2 rows of up to 2 blocks; 4 blocks; traced)",
+            f"<pre>Cache({shape}; traced)</pre>",
+            "<pre>CacheState(blocks of 4 tokens, 2 rows of up to 2 blocks; 4 blocks; traced)</pre>",
+        )  # fmt: skip
+    assert repr(shapes) == f"Cache({shape}; shapes alone)"
+    assert repr(batch) == f"Cache({shape}; batched, [2])"
+    for odd in (lambda x: 0, lambda x: None, lambda x: object()):
+        assert repr(jax.tree.map(odd, cache)) == f"Cache({shape}; shapes alone)"
+    assert repr(jax.tree.map(lambda x: x.sum(), cache)) == f"Cache({shape}; of other shapes)"
+    for leaf in jax.tree.leaves(cache.pools):
+        leaf.delete()
+    assert repr(cache) == f"Cache({shape}; donated)"
+    assert "4 empty" in repr(cache.state)
+
+
+def test_a_notebook_draws_what_show_does(story):
+    page = story.state._repr_html_()
+    assert page.startswith("<pre>CacheState(") and show(story.state).splitlines()[-1] in page
+    broken_page = broken(story.state, parent=story.state.groups[0].blocks.parent.at[4].set(jnp.array([99, 1])))
+    assert "NO WAY" in broken_page._repr_html_()
