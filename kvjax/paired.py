@@ -6,18 +6,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 
 from kvjax import beam, cache, control
 from kvjax.events import Events
 from kvjax.match import Match
+from kvjax.model import Model, forward
 from kvjax.policies import EvictionPolicy
 from kvjax.pool import Pools, apply, init_pools
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 from kvjax.view import View, ragged, view
+
+
+def alive(tree: Any) -> bool:
+    """Whether no array of it has been donated."""
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
+    return not any(x.is_deleted() for x in arrays)
+
+
+def check_alive(*trees: Any) -> None:
+    """Raises a ValueError if an array of a cache has been donated."""
+    if not alive(trees):
+        raise ValueError("cache: was donated to an earlier call: go on with what that call returned")
 
 
 def _method(verb: Callable[..., tuple[CacheState, Events]]) -> Callable[..., tuple[Cache, Events]]:
@@ -76,3 +91,22 @@ class Cache:
     def ragged(self, *args: Any, **kwargs: Any) -> View:
         """See `kvjax.ragged`."""
         return ragged(self.state, *args, **kwargs)
+
+    def step(
+        self,
+        model: Model,
+        tokens: jax.Array,
+        count: jax.Array,
+        seqs: jax.Array | None = None,
+        *,
+        now: Any = 0,
+        logits: Literal["last", "all"] = "last",
+    ) -> tuple[Cache, jax.Array, Events]:
+        """See `kvjax.step`."""
+        check_alive(self)
+        if logits not in ("last", "all"):
+            raise ValueError(f"logits: got {logits!r}, wanted 'last' or 'all'")
+        last = jnp.maximum(count - 1, 0) if logits == "last" else None
+        computed, pools = forward(model, tokens, self.pools, self.view(count, tokens.shape[1], seqs), last)
+        after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, now=now)
+        return after, computed, events

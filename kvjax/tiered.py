@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -15,7 +15,8 @@ from kvjax import cache as verbs
 from kvjax import movement
 from kvjax.events import Events, Status
 from kvjax.host_pool import HostPools, TransferError, init_host_pools, move
-from kvjax.paired import Cache
+from kvjax.model import Model, check_model
+from kvjax.paired import Cache, check_alive
 from kvjax.policies import EvictionPolicy
 from kvjax.pool import apply
 from kvjax.spec import CacheSpec
@@ -23,6 +24,7 @@ from kvjax.spec import CacheSpec
 _apply = jax.jit(apply, donate_argnums=0)
 _complete = jax.jit(movement.complete, donate_argnums=0)
 _release = jax.jit(verbs.release, donate_argnums=0)
+_step = jax.jit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
 class FailedTransfer(RuntimeError):
@@ -46,6 +48,7 @@ def _method(verb: Callable[..., Any], *static: str, **given: Any) -> Callable[..
 
     @functools.wraps(verb)
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
+        check_alive(self.cache, self.host)
         state, events = jitted(self.cache.state, *args, **kwargs)
         return self._settle(state, events), events
 
@@ -92,6 +95,22 @@ class TieredCache:
     watermark = _method(movement.watermark, "most", "group")
     swap_out = _method(movement.swap_out)
     swap_in = _method(movement.swap_in)
+
+    def step(
+        self,
+        model: Model,
+        tokens: jax.Array,
+        count: jax.Array,
+        seqs: jax.Array | None = None,
+        *,
+        now: Any = 0,
+        logits: Literal["last", "all"] = "last",
+    ) -> tuple[TieredCache, jax.Array, Events]:
+        """See `kvjax.step`; jitted already."""
+        check_alive(self.cache, self.host)
+        check_model(model)
+        cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
+        return self.replace(cache), computed, events
 
     def _settle(self, state: Any, events: Events) -> TieredCache:
         """Makes the moves and the copies, in this order, and says so to the state."""
