@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvjax: a functional paged KV cache for JAX."""
 
+from kvjax._interrupt import GenerationInterrupted
 from kvjax.attention import attend
 from kvjax.beam import beam_step
 from kvjax.cache import admit, commit, extend, fork, init, lookup, release, truncate
@@ -12,6 +13,7 @@ from kvjax.generation import Output, Progress, generate, stream
 from kvjax.host_pool import HostPools, TransferError, init_host_pools, move
 from kvjax.keys import Namespaces
 from kvjax.match import Match
+from kvjax.model import Model
 from kvjax.movement import complete, offload, onboard, swap_in, swap_out, watermark
 from kvjax.paired import Cache
 from kvjax.plan import Ledger, Plan, plan
@@ -110,6 +112,8 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "view",
     "write",
     # generation
+    "GenerationInterrupted",
+    "Model",
     "Output",
     "Progress",
     "Sampling",

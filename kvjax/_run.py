@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.engine import Rows, decode, decode_log, prefill, prefill_log, step
+from kvjax import cache as verbs
+from kvjax._asked import bucket, integers, of_each, prompt_ids, retentions
+from kvjax._interrupt import CtrlC, GenerationInterrupted
+from kvjax.engine import LogitsFn, Rows, check_cache, decode, decode_log, prefill, prefill_log, step
 from kvjax.events import Events, Status, to_list
-from kvjax.paired import Cache
-from kvjax.retention import UNSTATED, Retention
+from kvjax.model import Model, check_model
+from kvjax.paired import Cache, alive, check_alive
+from kvjax.retention import Retention
+from kvjax.sampling import Sampling
 from kvjax.tiered import FailedTransfer, TieredCache
 
 _STATIC = ("sampling", "logits_fn")
 _admit = jax.jit(Cache.admit, static_argnames="room", donate_argnums=0)
 _release = jax.jit(Cache.release, donate_argnums=0)
+_let_go = jax.jit(verbs.release)
 _step = jax.jit(step)
 _prefill = jax.jit(prefill, static_argnames=(*_STATIC, "chunk"), donate_argnames=("cache", "log"))
 _decode = jax.jit(decode, static_argnames=(*_STATIC, "steps"), donate_argnames=("cache", "log"))
@@ -35,7 +42,7 @@ class Output:
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
       finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks" or "bad_request"; None
-        while it goes on.
+        while it goes on, and if the generation was interrupted.
     """
 
     prompt_tokens: int
@@ -45,52 +52,132 @@ class Output:
     finish: str | None = None
 
 
-class Run:
-    """One generation, from its prompts to their outputs; `generation.stream` calls `admit`, `decode` and `release`."""
+class Run[C: (Cache, TieredCache)]:
+    """One generation, from its prompts to their outputs, turn by turn.
 
-    def __init__(self, model, cache, prompts, max_new_tokens, stop, seeds, namespaces, retention, clock, log_events):
+    At every moment between two jitted calls `cache` and `host` are what the last one returned: a Ctrl-C that falls
+    elsewhere waits (`ctrl_c`), so that none comes between a call that takes the cache and the place where it is kept.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: C,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        seeds: Sequence[int] | None,
+        stop_tokens: Sequence[int],
+        namespaces: Sequence[int] | None,
+        retention: Retention | Sequence[Retention | None] | None,
+        clock: Callable[[], int] | None,
+        logits_fn: LogitsFn | None,
+        chunk: int,
+        steps: int,
+        log_events: bool,
+    ):
+        for name, value in (("max_new_tokens", max_new_tokens), ("chunk", chunk), ("steps", steps)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, wanted at least 1")
+        check_model(model)
+        check_cache(cache)
         self.host = cache.host if isinstance(cache, TieredCache) else None
-        cache = cache.cache if isinstance(cache, TieredCache) else cache
-        spec = cache.state.spec
-        self.model, self.cache, self.spec, self.prompts = model, cache, spec, prompts
-        self.stop, self.max_new, self.log_events = stop, max_new_tokens, log_events
-        self.seeds = np.asarray(range(len(prompts)) if seeds is None else seeds, np.uint32)
-        self.namespaces = np.asarray([0] * len(prompts) if namespaces is None else namespaces, np.int32)
-        for name, given in (("seeds", self.seeds), ("namespaces", self.namespaces)):
-            if given.shape != (len(prompts),):
-                raise ValueError(f"{name}: got {given.size}, wanted one for each of {len(prompts)} prompts")
-        self.retention, self.clock = _of_each(retention, len(prompts), spec.retention), clock
-        self.outputs = [Output(len(prompt)) for prompt in prompts]
+        self.cache: Cache = cache.cache if isinstance(cache, TieredCache) else cache
+        check_alive(self.cache, self.host)
+        self.model, self.spec, self.prompts = model, self.cache.state.spec, prompt_ids(prompts)
+        self.max_new, self.chunk, self.steps, self.log_events = max_new_tokens, chunk, steps, log_events
+        self.static = {"sampling": sampling or Sampling(), "logits_fn": logits_fn}
+        number = len(self.prompts)
+        self.stop = integers("stop_tokens", stop_tokens, np.int32, "a list of token ids").tolist()
+        self.seeds = of_each("seeds", range(number) if seeds is None else seeds, number, np.uint32, "a number")
+        spaces = [0] * number if namespaces is None else namespaces
+        self.namespaces = of_each("namespaces", spaces, number, np.int32, "a number, as kvjax.Namespaces gives,")
+        self.retention = retentions(retention, number, self.spec.retention)
+        self.clock, self.time = clock, np.int32(0)
+        self.outputs = [Output(len(prompt)) for prompt in self.prompts]
         self.live: dict[int, int] = {}  # row -> prompt, in order of admission
         self.again: set[int] = set()  # prompts that had to be put back
         self.full = False  # whether one was put back since a row was released
-        self.free = np.flatnonzero(np.asarray(cache.state.seqs.length) == 0).tolist()
-        if not self.free:
-            raise ValueError("cache: got one without a free row")
-        self.new: dict[int, list[int]] = {}
+        self.own = np.asarray(self.cache.state.seqs.length) == 0  # rows that this generation may use
+        self.free = np.flatnonzero(self.own).tolist()
+        self.new: dict[int, list[int]] = collections.defaultdict(list)
         self.events: list[dict[str, Any]] = []
-        vocab = self._vocabulary()
-        self.waiting: collections.deque[int] = collections.deque()
-        for number, prompt in enumerate(prompts):
-            fits = len(prompt) and min(prompt) >= 0 and max(prompt) < vocab
-            if not fits or len(prompt) > spec.max_length:
-                self.outputs[number].finish = "row_full" if fits else "bad_request"
-            else:
-                self.waiting.append(number)
+        self.closing: list[dict[str, Any]] = []
+        self.ctrl_c = CtrlC()
+        self.waiting = self._admissible()
 
-    def _vocabulary(self) -> int:
+    def _admissible(self) -> collections.deque[int]:
+        """The prompts that can be computed at all; the others end here."""
         one = jax.ShapeDtypeStruct((1,), jnp.int32)
         _, logits, _ = _step.eval_shape(self.model, self.cache, jax.ShapeDtypeStruct((1, 1), jnp.int32), one, one)
-        return logits.shape[-1]
+        waiting: collections.deque[int] = collections.deque()
+        for number, ids in enumerate(self.prompts):
+            fits = ids.size and ids.min() >= 0 and ids.max() < logits.shape[-1]
+            if not fits or ids.size > self.spec.max_length:
+                self.outputs[number].finish = "row_full" if fits else "bad_request"
+            else:
+                waiting.append(number)
+        if waiting and not self.free:
+            raise ValueError("cache: got one without a free row")
+        return waiting
 
-    def admit(self, chunk: int, options: dict[str, Any]) -> None:
+    @property
+    def result(self) -> C:
+        """The cache as it is now, of the kind that was given."""
+        return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
+
+    def turn(self) -> bool:
+        """Admits what there is room for, computes it, and decodes for some steps; whether there is more to do."""
+        self._admit()
+        if self.live:
+            self._decode()
+        self._release()
+        return bool(self.waiting or self.live)
+
+    def interrupted(self, cause: BaseException) -> GenerationInterrupted:
+        """The error that has the cache as `cause` leaves it."""
+        cache, how = None, "the call that it had been donated to did not return: there is no cache"
+        if alive((self.cache, self.host)):
+            try:
+                self.let_go()
+                jax.block_until_ready((self.cache, self.host))
+                cache, how = self.result, "the cache to go on with is this error's `cache`"
+            except Exception as error:  # the last call has died on the device, which shows when its results are read
+                how = f"there is no cache: {error}"
+        self.live = {}
+        what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        return GenerationInterrupted(f"interrupted by {what}; {how}", cache, self.outputs, self.events)
+
+    def close(self) -> None:
+        """Releases what a stream that nobody reads on has; not if the caller has gone on with its cache."""
+        if self.live and alive((self.cache, self.host)):
+            self.events = self.closing
+            with self.ctrl_c:
+                self.let_go()
+
+    def let_go(self) -> None:
+        """Releases all rows of this generation, whatever it was at. Donates nothing, so nothing can be lost here.
+
+        The time is the last reading of the clock, which may be what has failed.
+        """
+        state = self.cache.state
+        rows = self.own & (np.asarray(state.seqs.length) > 0)
+        if rows.any():
+            seqs = np.where(rows, np.arange(rows.size, dtype=np.int32), -1)
+            with jax.ensure_compile_time_eval():  # where garbage is collected, something may be traced
+                state, events = _let_go(state, seqs, now=self.time)
+                self.cache = Cache(state, self.cache.pools)
+                self._hear(events)
+        self.live = {}
+
+    def _admit(self) -> None:
         """Admits waiting prompts into free rows and computes them."""
         ready = 0 if self.full and self.live else min(len(self.waiting), len(self.free))
         batch = [self.waiting.popleft() for _ in range(ready)]
         if not batch:
             return
-        width = _bucket(max(len(self.prompts[n]) for n in batch), self.spec.block_size)
-        count = _bucket(len(batch), 1)
+        width = bucket(max(len(self.prompts[n]) for n in batch), self.spec.block_size)
+        count = bucket(len(batch), 1)
         tokens, lengths = np.zeros((count, width), np.int32), np.zeros((count,), np.int32)
         for i, n in enumerate(batch):
             tokens[i, : len(self.prompts[n])], lengths[i] = self.prompts[n], len(self.prompts[n])
@@ -103,56 +190,53 @@ class Run:
             asked = Retention(np.pad(ranges, (pad, (0, 0), (0, 0))), np.pad(decode, (pad, (0, 0))))
         # Without windows all of a prompt has to stay: it is reserved at once, and nobody stops halfway.
         windows = len(self.spec.groups) > 1
-        events, status = self._admitted(
-            seqs, tokens, lengths, namespace=spaces, retention=asked, now=self.now(), room=chunk if windows else None
-        )
-        self._enter(batch, seqs, status, np.asarray(events.cached))
+        room = self.chunk if windows else None
+        events, lost = self._reserve(seqs, tokens, lengths, namespace=spaces, retention=asked, room=room)
+        status = np.where(np.isin(seqs, lost), Status.NO_BLOCKS, np.asarray(events.status))
+        self._enter(batch, seqs, status, np.asarray(events.cached), bool(lost))
         seqs = np.where(status == Status.OK, seqs, -1)
-        options = {"lengths": lengths if windows else None, "chunk": chunk, **options}
-        self._prefill(batch, seqs, tokens, seeds, options)
+        self._prefill(batch, seqs, tokens, seeds, lengths if windows else None)
 
-    def _admitted(self, seqs: np.ndarray, *prompts: Any, **options: Any) -> tuple[Events, np.ndarray]:
-        """Admits prompts, from both tiers if there are two; the events, and what came of each."""
-        lost: list[int] = []
-        if self.host is None:
-            self.cache, events = _admit(self.cache, seqs, *prompts, **options)
-            self._hear(events)
-        else:
-            try:
-                tiered, events = TieredCache(self.cache, self.host).admit(seqs, *prompts, **options)
-                self._hear(events)
-            except FailedTransfer as failure:  # its rows wait, and find less the next time
-                tiered, events, lost = failure.tiered, failure.events, failure.lost
-                self._hear(events)
-                self._hear(failure.removed)
-            self.cache, self.host = tiered.cache, tiered.host
-        return events, np.where(np.isin(seqs, lost), Status.NO_BLOCKS, np.asarray(events.status))
+    def _reserve(self, *prompts: Any, **options: Any) -> tuple[Events, list[int]]:
+        """Admits prompts, from both tiers if there are two; the events, and the rows that moves have failed for."""
+        if self.host is not None:
+            return self._tiered(TieredCache.admit, *prompts, **options)
+        self.cache, events = _admit(self.cache, *prompts, now=self._next(), **options)
+        self._hear(events)
+        return events, []
 
-    def _keep_room(self, steps: int, rows: int) -> None:
+    def _tiered(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
+        """Calls a verb that moves blocks; the events, and rows that lost K/V by moves that failed.
+
+        These are released: their prompts wait, and find less the next time.
+        """
+        assert self.host is not None
+        lost, removed = [], None
+        try:
+            tiered, events = verb(TieredCache(self.cache, self.host), *args, now=self._next(), **options)
+        except FailedTransfer as failure:
+            tiered, events, lost, removed = failure.tiered, failure.events, failure.lost, failure.removed
+        self.cache, self.host = tiered.cache, tiered.host
+        self._hear(events)
+        if removed is not None:
+            self._hear(removed)
+        return events, lost
+
+    def _keep_room(self, rows: int) -> None:
         """Offloads what the loop would evict, which would be lost."""
         for group, spec in enumerate(self.spec.groups):
             if self.host is None or not spec.num_host_blocks:
                 continue
-            each = -(-steps // self.spec.block_size) + 1
+            each = -(-self.steps // self.spec.block_size) + 1
             if int(self.cache.state.groups[group].num_empty) < rows * each:
                 most = min(self.spec.max_seqs * each, spec.num_blocks)
-                tiered = TieredCache(self.cache, self.host)
-                try:
-                    tiered, events = tiered.watermark(rows * each, most=most, now=self.now(), group=group)
-                except FailedTransfer as failure:
-                    tiered, events = failure.tiered, failure.events
-                    self._hear(events)
-                    events = failure.removed
-                self._hear(events)
-                self.cache, self.host = tiered.cache, tiered.host
+                self._tiered(TieredCache.watermark, rows * each, most=most, group=group)
 
-    @property
-    def result(self) -> Any:
-        """The cache as it is now, of the kind that was given."""
-        return self.cache if self.host is None else TieredCache(self.cache, self.host)
+    def _enter(self, batch: list[int], seqs: np.ndarray, status: np.ndarray, cached: np.ndarray, failed: bool) -> None:
+        """Notes which prompts of the batch have a row now; the others wait on or end.
 
-    def _enter(self, batch: list[int], seqs: np.ndarray, status: np.ndarray, cached: np.ndarray) -> None:
-        """Notes which prompts of the batch have a row now; the others wait on or end."""
+        One ends that got no blocks while nobody else had any; if moves have failed, that says nothing yet.
+        """
         for i, n in enumerate(batch):
             if status[i] == Status.OK:
                 self.free.remove(int(seqs[i]))
@@ -162,17 +246,18 @@ class Run:
             elif status[i] != Status.NO_BLOCKS:
                 self.outputs[n].finish = Status(int(status[i])).name.lower()
         refused = [n for i, n in enumerate(batch) if status[i] == Status.NO_BLOCKS]
-        if refused and not self.live:
+        if refused and not self.live and not failed:
             self.outputs[refused.pop(0)].finish = "no_blocks"
         self.waiting.extendleft(reversed(refused))
 
-    def _prefill(self, batch: list[int], seqs, prompts, seeds, options: dict[str, Any]) -> None:
+    def _prefill(self, batch: list[int], seqs, prompts, seeds, lengths) -> None:
         """Computes the prompts of rows seqs i32[R], -1 for none; if blocks run out, without those that came last."""
         while np.any(seqs >= 0):
             log = prefill_log(self.spec, *prompts.shape)
             self.cache, log, tokens, logprobs = _prefill(
-                self.model, self.cache, seqs, prompts, seeds, log, now=self.now(), **options
-            )
+                self.model, self.cache, seqs, prompts, seeds, log, chunk=self.chunk, lengths=lengths,
+                now=self._next(), **self.static,
+            )  # fmt: skip
             self._hear(log)
             tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
             for i in np.flatnonzero(tokens >= 0):
@@ -194,7 +279,7 @@ class Run:
         else:
             self.outputs[number].finish = "no_blocks"
 
-    def decode(self, steps: int, options: dict[str, Any]) -> None:
+    def _decode(self) -> None:
         """One jitted loop over the live rows."""
         live = {row: n for row, n in self.live.items() if self.outputs[n].finish is None}
         if not live:
@@ -203,12 +288,12 @@ class Run:
         for row, n in live.items():
             token[row], active[row] = self.outputs[n].tokens[-1], True
             left[row], seed[row] = self.max_new - len(self.outputs[n].tokens), self.seeds[n]
-        self._keep_room(steps, len(live))
+        self._keep_room(len(live))
         rows = Rows(*map(jnp.asarray, (token, active, left, seed)))
         stop = np.asarray(self.stop, np.int32)
-        log = decode_log(self.spec, steps)
+        log = decode_log(self.spec, self.steps)
         self.cache, _, log, decoded = _decode(
-            self.model, self.cache, rows, log, steps=steps, stop=stop, now=self.now(), **options
+            self.model, self.cache, rows, log, steps=self.steps, stop=stop, now=self._next(), **self.static
         )
         self._hear(log)
         tokens, logprobs = np.asarray(decoded.tokens), np.asarray(decoded.logprobs)
@@ -220,7 +305,7 @@ class Run:
             last = [n for n in live.values() if self.outputs[n].finish is None][-1]
             self.outputs[last].finish = "no_blocks"
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Frees the rows of finished prompts."""
         rows = [row for row, n in self.live.items() if self.outputs[n].finish]
         if rows:
@@ -229,14 +314,19 @@ class Run:
             self.full = False
 
     def _free(self, rows: list[int]) -> None:
-        seqs = np.asarray([*rows, *[-1] * (_bucket(len(rows), 1) - len(rows))], np.int32)
-        self.cache, events = _release(self.cache, seqs, now=self.now())
+        seqs = np.asarray([*rows, *[-1] * (bucket(len(rows), 1) - len(rows))], np.int32)
+        self.cache, events = _release(self.cache, seqs, now=self._next())
         self._hear(events)
         self.free += rows
 
-    def now(self) -> np.int32:
-        """The clock's reading; only differences count, so it may be of any size."""
-        return np.uint32(0 if self.clock is None else self.clock() & 0xFFFFFFFF).view(np.int32)
+    def _next(self) -> np.int32:
+        """Between two jitted calls: acts on Ctrl-C, and reads the clock for the next one.
+
+        Only differences of readings count, so they may be of any size.
+        """
+        self.ctrl_c.act()
+        self.time = np.uint32(0 if self.clock is None else self.clock() & 0xFFFFFFFF).view(np.int32)
+        return self.time
 
     def _take(self, number: int, token: int, logprob: float) -> None:
         output = self.outputs[number]
@@ -253,25 +343,3 @@ class Run:
     def _hear(self, events: Any) -> None:
         if self.log_events:
             self.events += to_list(events)
-
-
-def _of_each(retention: Any, prompts: int, possible: bool) -> Retention | None:
-    """The prompts' retentions as one: ranges [prompts, K, 4], decode [prompts, 2]; None if nothing is said."""
-    given = [retention] * prompts if retention is None or isinstance(retention, Retention) else list(retention)
-    if len(given) != prompts:
-        raise ValueError(f"retention: got {len(given)}, wanted one for each of {prompts} prompts")
-    if all(one is None for one in given):
-        return None
-    if not possible:
-        raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
-    each = [Retention.of() if one is None else one for one in given]
-    ranges = np.full((prompts, _bucket(max(len(one.ranges) for one in each), 1), 4), UNSTATED, np.int32)
-    ranges[:, :, :2] = 0  # empty ranges, so that prompts with few and with many share programs
-    for i, one in enumerate(each):
-        ranges[i, : len(one.ranges)] = one.ranges
-    return Retention(ranges, np.stack([np.asarray(one.decode, np.int32) for one in each]))
-
-
-def _bucket(size: int, least: int) -> int:
-    """`size` rounded up to `least` times a power of two, so that few shapes are compiled."""
-    return least << max(-(-size // least) - 1, 0).bit_length()

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of generation, each one program without a host transfer: prefill in chunks, and decode.
-
-A model is any pytree that can be called as `model(tokens i32[R, C], pools, view, last=i32[R])` and returns
-`(logits f32[R, V], pools)`: the logits of position `last` of each row, and the pools with the tokens' K/V.
-"""
+"""The loops of generation, each one program without a host transfer: prefill in chunks, and decode."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +14,11 @@ from jax import lax
 
 from kvjax._arrays import put
 from kvjax.events import EventLog, Events, append, init_log
+from kvjax.model import Model
 from kvjax.paired import Cache
 from kvjax.sampling import Sampling, sample
 from kvjax.spec import CacheSpec
+from kvjax.tiered import TieredCache
 
 LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -51,26 +49,44 @@ class Decoded(NamedTuple):
     out_of_blocks: jax.Array
 
 
-def step(
-    model: Any, cache: Cache, tokens: jax.Array, count: jax.Array, seqs: jax.Array | None = None, *, now: Any = 0
-) -> tuple[Cache, jax.Array, Events]:
+def step[C: (Cache, TieredCache)](
+    model: Model,
+    cache: C,
+    tokens: jax.Array,
+    count: jax.Array,
+    seqs: jax.Array | None = None,
+    *,
+    now: Any = 0,
+    logits: Literal["last", "all"] = "last",
+) -> tuple[C, jax.Array, Events]:
     """Computes and commits the next tokens of some rows, for which `admit` or `extend` made room; jit and donate it.
 
     Args:
-      model: see above.
-      cache: the cache.
+      model: called as `model(tokens i32[R, C], pools, view, last=i32[R])`, it returns `(logits f32[R, V], pools)`: the
+        logits of position `last` of each row, and the pools with the tokens' K/V. With `last=None` it returns all
+        logits, f32[R, C, V]; a model needs that for `logits="all"` only. See `kvjax.Model`. An argument of `jit` has
+        to be a pytree: a function closed over its weights goes in as `jax.tree_util.Partial(fn, weights)`.
+      cache: the cache. One with a host tier is for host code: its own program takes and donates it.
       tokens: i32[R, C]; each row's next tokens, padded with valid ids.
       count: i32[R]; how many they are; 0 leaves a row alone.
       seqs: i32[R]; the rows, -1 for padding; None for all S.
       now: i32[] ms.
+      logits: static; "last", or "all" for speculation and the log-probabilities of a prompt.
 
     Returns:
-      The cache; logits f32[R, V] after each row's last token; and the events.
+      The cache; logits f32[R, V] after each row's last token, or f32[R, C, V] after every token; and the events.
+
+    Raises:
+      ValueError: if the cache was donated before, the model returns something else, or cannot give all logits.
     """
-    view = cache.view(count, tokens.shape[1], seqs)
-    logits, pools = model(tokens, cache.pools, view, last=jnp.maximum(count - 1, 0))
-    cache, events = Cache(cache.state, pools).commit(tokens, count, seqs=seqs, now=now)
-    return cache, logits, events
+    check_cache(cache)
+    return cast(Any, cache.step(model, tokens, count, seqs, now=now, logits=logits))  # of the kind of `cache`
+
+
+def check_cache(cache: Any) -> None:
+    """Raises a ValueError if this is no cache with its pools."""
+    if not isinstance(cache, Cache | TieredCache):
+        raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache(state, pools) or a TieredCache")
 
 
 def decode_log(spec: CacheSpec, steps: int) -> EventLog:
@@ -95,7 +111,7 @@ def _most_events(spec: CacheSpec, blocks: int) -> int:
 
 
 def decode(
-    model: Any,
+    model: Model,
     cache: Cache,
     rows: Rows,
     log: EventLog,
@@ -111,7 +127,7 @@ def decode(
     Ends early if no row is active, if the pool has no block for all of them, or if the log is nearly full.
 
     Args:
-      model: see above.
+      model: see `step`.
       cache: its active rows have all but `rows.token` committed.
       rows: where each row stands.
       log: takes the events.
@@ -163,7 +179,7 @@ def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, roo
 
 
 def prefill(
-    model: Any,
+    model: Model,
     cache: Cache,
     seqs: jax.Array,
     prompts: jax.Array,
@@ -179,7 +195,7 @@ def prefill(
     """Computes what is not cached of admitted prompts, in chunks, and chooses their first tokens; jit and donate it.
 
     Args:
-      model: see above.
+      model: see `step`.
       cache: with the rows admitted.
       seqs: i32[R]; the rows; -1 is padding.
       prompts: i32[R, T]; their prompts, padded with valid ids.

@@ -7,14 +7,16 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate
+from typing import Any, Concatenate, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from kvjax import beam, cache, control
 from kvjax.events import Events
+from kvjax.model import Model, forward
 from kvjax.policies import EvictionPolicy
 from kvjax.pool import Pools, apply, init_pools
 from kvjax.show import line, page
@@ -23,10 +25,15 @@ from kvjax.state import CacheState
 from kvjax.view import ragged, view
 
 
-def alive(tree: Any) -> None:
-    """Raises a ValueError if an array of a cache was donated; costs nothing under `jit`."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
-    if any(leaf.is_deleted() for leaf in leaves):
+def alive(tree: Any) -> bool:
+    """Whether no array of it has been donated."""
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
+    return not any(x.is_deleted() for x in arrays)
+
+
+def check_alive(*trees: Any) -> None:
+    """Raises a ValueError if an array of a cache has been donated."""
+    if not alive(trees):
         raise ValueError("cache: was donated to an earlier call: go on with what that call returned")
 
 
@@ -50,7 +57,7 @@ def _method[**P](
     """A verb on states as a method that also executes the copies it orders."""
 
     def method(self: Cache, *args: Any, **kwargs: Any) -> tuple[Cache, Events]:
-        alive(self)
+        check_alive(self)
         state, events = verb(self.state, *args, **kwargs)
         pools = apply(self.pools, events) if verb in (cache.admit, cache.extend) else self.pools
         return Cache(state, pools), events
@@ -62,7 +69,7 @@ def _reader[**P, R](verb: Callable[Concatenate[CacheState, P], R]) -> Callable[C
     """A question about a state as a method."""
 
     def method(self: Cache, *args: Any, **kwargs: Any) -> R:
-        alive(self)
+        check_alive(self)
         return verb(self.state, *args, **kwargs)
 
     return face(method, verb, "Cache")
@@ -111,3 +118,22 @@ class Cache:
 
     def _repr_html_(self) -> str:
         return page(self)
+
+    def step(
+        self,
+        model: Model,
+        tokens: jax.Array,
+        count: jax.Array,
+        seqs: jax.Array | None = None,
+        *,
+        now: ArrayLike = 0,
+        logits: Literal["last", "all"] = "last",
+    ) -> tuple[Cache, jax.Array, Events]:
+        """See `kvjax.step`."""
+        check_alive(self)
+        if logits not in ("last", "all"):
+            raise ValueError(f"logits: got {logits!r}, wanted 'last' or 'all'")
+        last = jnp.maximum(count - 1, 0) if logits == "last" else None
+        computed, pools = forward(model, tokens, self.pools, self.view(count, tokens.shape[1], seqs), last)
+        after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, now=now)
+        return after, computed, events

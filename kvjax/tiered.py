@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate
+from typing import Any, Concatenate, Literal
 
 import jax
 import numpy as np
@@ -16,7 +16,8 @@ from kvjax import beam, control, movement
 from kvjax import cache as verbs
 from kvjax.events import Events, Status
 from kvjax.host_pool import HostPools, TransferError, init_host_pools, move
-from kvjax.paired import Cache, alive, face
+from kvjax.model import Model, check_model
+from kvjax.paired import Cache, check_alive, face
 from kvjax.policies import EvictionPolicy
 from kvjax.pool import Pools, apply
 from kvjax.show import line, page
@@ -27,6 +28,7 @@ from kvjax.view import ragged, view
 _apply = jax.jit(apply, donate_argnums=0)
 _complete = jax.jit(movement.complete, donate_argnums=0)
 _release = jax.jit(verbs.release, donate_argnums=0)
+_step = jax.jit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
 class FailedTransfer(RuntimeError):
@@ -51,7 +53,7 @@ def _method[**P](
     jitted = jax.jit(functools.partial(verb, **given), donate_argnums=0, static_argnames=static)
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
-        alive((self.cache, self.host))
+        check_alive(self.cache, self.host)
         state, events = jitted(self.state, *args, **kwargs)
         return self._settle(state, events), events
 
@@ -65,7 +67,7 @@ def _resting[**P](
     jitted = jax.jit(verb, donate_argnums=0, static_argnames=static)
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
-        alive((self.cache, self.host))
+        check_alive(self.cache, self.host)
         state, events = jitted(self.state, *args, **kwargs)
         return self.replace(Cache(state, self.pools)), events
 
@@ -78,7 +80,7 @@ def _reader[**P, R](
     """A question about a state as a method; `called` is the same, jitted."""
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> R:
-        alive((self.cache, self.host))
+        check_alive(self.cache, self.host)
         return (called or verb)(self.state, *args, **kwargs)
 
     return face(method, verb, "TieredCache")
@@ -154,6 +156,22 @@ class TieredCache:
 
     def _repr_html_(self) -> str:
         return page(self)
+
+    def step(
+        self,
+        model: Model,
+        tokens: jax.Array,
+        count: jax.Array,
+        seqs: jax.Array | None = None,
+        *,
+        now: Any = 0,
+        logits: Literal["last", "all"] = "last",
+    ) -> tuple[TieredCache, jax.Array, Events]:
+        """See `kvjax.step`; jitted already."""
+        check_alive(self.cache, self.host)
+        check_model(model)
+        cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
+        return self.replace(cache), computed, events
 
     def _settle(self, state: Any, events: Events) -> TieredCache:
         """Makes the moves and the copies, in this order, and says so to the state."""

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax._run import Run
+from kvjax._run import Run, _admit
 from kvjax.engine import Rows, decode, decode_log, prefill_log
 from kvjax.sampling import restrict, sample
 from models.config import LayerConfig, ModelConfig
@@ -242,6 +243,99 @@ def test_bad_options_are_named():
     for options in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             kvjax.Sampling(**options)
+
+
+def test_generate_and_stream_take_the_same_keywords():
+    takes = inspect.signature(kvjax.generate).parameters
+    assert takes == inspect.signature(kvjax.stream).parameters
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    steps = [inspect.signature(step).parameters for step in (kvjax.step, kvjax.Cache.step, kvjax.TieredCache.step)]
+    names = [[(name, parameter.default) for name, parameter in parameters.items()] for parameters in steps]
+    assert names[0][2:] == names[1][2:] == names[2][2:]
+    assert [name for name, _ in names[0][:2]] == ["model", "cache"]
+
+
+def raises(message, model, cache, *args, **options):
+    """Both ways to generate refuse it, and the cache stays as it was."""
+    for use in (kvjax.generate, lambda *args, **options: list(kvjax.stream(*args, **options))):
+        with pytest.raises(ValueError, match=message):
+            use(model, cache, *args, **options)
+
+
+def test_wrong_arguments_are_named_before_anything_is_donated():
+    cache = empty_cache()
+    raises(r"^cache: got a CacheState, wanted a Cache\(state, pools\) or a TieredCache", model(), cache.state, PROMPTS)
+    raises(r"^model: got a Cache, wanted a kvjax\.Model; the cache comes after it", cache, model(), PROMPTS)
+    raises(
+        r"^model: got <function .*wrap a function as jax\.tree_util\.Partial\(fn\)",
+        lambda *a, **k: None,
+        cache,
+        PROMPTS,
+    )
+    raises(r"^prompts: got 1 for prompt 0, wanted a list of token ids for each prompt", model(), cache, [1, 2, 3])
+    raises(r"^prompts: got the text 'hi' for prompt 1, wanted a list of token ids", model(), cache, [[1], "hi"])
+    for prompt in (["a"], [1.0, 2.0], [[1, 2], [3]], [True]):
+        raises(r"^prompts: got \[.*\] for prompt 0, wanted a list of token ids", model(), cache, [prompt])
+    for namespaces in ("tenant", ["tenant"], [2**31], [0.5]):
+        raises(
+            r"^namespaces: got .*kvjax\.Namespaces gives, for each of 1", model(), cache, [[1]], namespaces=namespaces
+        )
+    raises(r"^seeds: got \[-1\], wanted a number for each of 1 prompts", model(), cache, [[1]], seeds=[-1])
+    raises(r"^stop_tokens: got 5, wanted a list of token ids", model(), cache, [[1]], stop_tokens=5)
+    kvjax.check(cache.state)
+
+
+@pytest.mark.parametrize(
+    ("returns", "got"),
+    [
+        (lambda logits, pools: logits[:, 0], r"float32\[1, 61\]"),
+        (lambda logits, pools: (logits, pools), r"logits float32\[1, 1, 61\]"),
+        (lambda logits, pools: (logits[0, 0], pools), r"logits float32\[61\]"),
+        (lambda logits, pools: (pools, logits[:, 0]), r"\(Pools, float32\[1, 61\]\)"),
+        (lambda logits, pools: None, "NoneType"),
+    ],
+)
+def test_a_model_that_returns_something_else_is_named(returns, got):
+    def wrong(tokens, pools, view, *, last):
+        return returns(jnp.zeros((*tokens.shape, VOCAB)), pools)
+
+    wanted = r" for last=i32\[R\], wanted a pair of logits f32\[1, V\] and pools"
+    raises(f"^model: got {got}{wanted}", jax.tree_util.Partial(wrong), empty_cache(), PROMPTS)
+
+
+def all_logits(cache, tokens, count):
+    return cache.step(model(), tokens, count, logits="all")
+
+
+def test_a_step_gives_the_logits_of_every_token():
+    cache = empty_cache()
+    prompt, count = np.asarray(PROMPTS[1][:8], np.int32), np.asarray([8, 0, 0], np.int32)
+    cache, _ = _admit(cache, np.asarray([0]), prompt[None], np.asarray([8]))
+    cache, logits, _ = jax.jit(all_logits)(cache, np.stack([prompt] * 3), count)
+    assert logits.shape == (3, 8, VOCAB)
+    assert int(cache.state.seqs.committed[0]) == 8
+    np.testing.assert_allclose(logits[0], jax.jit(lambda m, t: m.dense(t))(model(), prompt[None])[0], atol=1e-4)
+
+
+def test_a_model_that_cannot_give_all_logits_is_named():
+    def one(tokens, pools, view, *, last):
+        return jnp.zeros((*tokens.shape, VOCAB))[jnp.arange(tokens.shape[0]), last], pools
+
+    def another(tokens, pools, view, *, last):
+        return jnp.zeros((*last.shape, VOCAB)), pools
+
+    tokens, count = jax.ShapeDtypeStruct((3, 2), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    step = functools.partial(jax.eval_shape, lambda m, *args: kvjax.step(m, *args, logits="all"))
+    with pytest.raises(
+        ValueError, match=r"^model: got logits float32\[3, 1, 2, 61\] for last=None, wanted .*\[3, 2, V\]"
+    ):
+        step(jax.tree_util.Partial(one), empty_cache(), tokens, count)
+    with pytest.raises(ValueError, match=r"^model: got AttributeError.*last=None, wanted all logits"):
+        step(jax.tree_util.Partial(another), empty_cache(), tokens, count)
+    with pytest.raises(ValueError, match=r"^logits: got 'both', wanted 'last' or 'all'"):
+        kvjax.step(model(), empty_cache(), np.zeros((3, 2), np.int32), np.zeros(3, np.int32), logits="both")
+    with pytest.raises(ValueError, match=r"^cache: got a CacheState, wanted a Cache"):
+        kvjax.step(model(), empty_cache().state, np.zeros((3, 2), np.int32), np.zeros(3, np.int32))
 
 
 def test_top_k_and_top_p_leave_out_the_unlikely():

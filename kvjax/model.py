@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model has to be, and the errors of one that is not."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.pool import Pools
+from kvjax.view import View
+
+
+class Model(Protocol):
+    """Computes the next tokens of some rows: `kvjax.write`s their K/V and `kvjax.attend`s to all that came before.
+
+    Any pytree that can be called so: a Flax NNX module, or `jax.tree_util.Partial(fn, weights)`.
+    """
+
+    def __call__(
+        self, tokens: jax.Array, pools: Pools, view: View, /, *, last: jax.Array | None
+    ) -> tuple[jax.Array, Pools]:
+        """The logits, and the pools with these tokens' K/V.
+
+        Args:
+          tokens: i32[R, C]; ids in 0..V-1, also where the view has padding.
+          pools: the K/V written so far.
+          view: where these tokens are, and what they see.
+          last: i32[R]; the one position in 0..C-1 of each row whose logits are wanted. None: all of them; only
+            `step(..., logits="all")` asks for that.
+
+        Returns:
+          Logits f32[R, V], or f32[R, C, V] if `last` is None; and the pools.
+        """
+        ...
+
+
+def check_model(model: Any) -> None:
+    """Raises a ValueError if this cannot be an argument of a jitted loop."""
+    if not callable(model):
+        raise ValueError(f"model: got a {type(model).__name__}, wanted a kvjax.Model; the cache comes after it")
+    if jax.tree_util.all_leaves([model]):
+        raise ValueError(
+            f"model: got {reprlib.repr(model)}, which is no pytree: wrap a function as jax.tree_util.Partial(fn), or "
+            "Partial(fn, weights)"
+        )
+
+
+def forward(
+    model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None
+) -> tuple[jax.Array, Pools]:
+    """Calls the model; its logits and pools.
+
+    Raises:
+      ValueError: if it returns something else, or cannot do without `last`.
+    """
+    if last is not None:
+        result = model(tokens, pools, view, last=last)
+    else:
+        try:
+            result = model(tokens, pools, view, last=None)
+        except Exception as error:
+            raise ValueError(f'model: got {error!r} for last=None, wanted all logits (logits="all")') from error
+    shape = tokens.shape[:1] if last is not None else tokens.shape
+    wanted = f"a pair of logits f32{[*shape, 'V']} and pools".replace("'", "")
+    which = "last=i32[R]" if last is not None else "last=None"
+    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], Pools):
+        raise ValueError(f"model: got {_described(result)} for {which}, wanted {wanted}")
+    logits, pools = result
+    if len(jnp.shape(logits)) != len(shape) + 1 or jnp.shape(logits)[:-1] != shape:
+        raise ValueError(f"model: got logits {_described(logits)} for {which}, wanted {wanted}")
+    return logits, pools
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, tuple | list):
+        return f"({', '.join(map(_described, result))})"
+    if isinstance(result, jax.Array):
+        return f"{result.dtype}{list(result.shape)}"
+    return type(result).__name__
