@@ -88,8 +88,8 @@ def admit_row(
         (whole + need > spec.max_blocks_per_seq, Status.ROW_FULL),
         ((need > least) | fixed, Status.NO_BLOCKS),
     )
-    missing, refcounts = need - least, [group.blocks.refcount for group in state.groups]
-    refcounts, found, status, need, shared = fence(refcounts, found, status, need, shared)
+    refcounts, missing = [group.blocks.refcount for group in state.groups], need - least
+    refcounts, found, status, need, shared, missing = fence(refcounts, found, status, need, shared, missing)
     need = jnp.where(status == Status.OK, need, 0)
     worth = tiers_.worth(state, now) if "host" in tiers else None
     groups, taken, sources = [], [], []

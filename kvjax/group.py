@@ -88,9 +88,10 @@ def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
     where = sources >= 0
     refcount = add(group.blocks.refcount, sources, -COPYING, where, unique=False)
     first = jnp.argmax(sources[:, None] == sources[None], axis=1) == np.arange(sources.shape[0])
-    idle = where & first & (pick(refcount, sources) == 0) & on_device(group, sources)
+    idle = count(where & first & (pick(refcount, sources) == 0) & on_device(group, sources))
+    refcount, idle = fence(refcount, idle)
     blocks = dataclasses.replace(group.blocks, refcount=refcount)
-    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached + count(idle))
+    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached + idle)
 
 
 def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
