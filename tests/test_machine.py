@@ -55,6 +55,7 @@ BOTH = ("device", "host")
 
 rows = st.integers(-1, ROWS)
 lists = functools.partial(st.lists, min_size=1)
+two = functools.partial(st.lists, min_size=2, max_size=2)
 prompts = lists(st.sampled_from((0, 0, 0, 1, 2)), max_size=WIDTH)
 pairs = st.tuples(st.sampled_from((0, 0, 1)), prompts)
 worths = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None, 0, 5)))
@@ -64,6 +65,15 @@ retentions = st.tuples(st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0
 
 def padded(tokens, width=WIDTH):
     return np.asarray([*tokens, *([9] * (width - len(tokens)))], np.int32)
+
+
+def joined(results):
+    """What one call reports that does what several do, one after the other."""
+    return results[0]._replace(
+        status=[s for r in results for s in r.status], events=[e for r in results for e in r.events],
+        queried=[q for r in results for q in r.queried], cached=[c for r in results for c in r.cached],
+        moves=[m for r in results for m in r.moves],
+    )  # fmt: skip
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -226,13 +236,8 @@ class CacheMachine(RuleBasedStateMachine):
             for seq, ((namespace, tokens), (mine, _)) in enumerate(zip(prompts, ids, strict=True))
         ]
         wanted = self.oracle.admit_batch(requests, **there)
-        joined = wanted[0]._replace(
-            status=[s for r in wanted for s in r.status], events=[e for r in wanted for e in r.events],
-            queried=[q for r in wanted for q in r.queried], cached=[c for r in wanted for c in r.cached],
-            moves=[m for r in wanted for m in r.moves],
-        )  # fmt: skip
         self.both(
-            "admit", joined, np.arange(ROWS, dtype=np.int32), np.stack([padded(tokens) for _, tokens in prompts]),
+            "admit", joined(wanted), np.arange(ROWS, dtype=np.int32), np.stack([padded(tokens) for _, tokens in prompts]),
             np.asarray([len(tokens) for _, tokens in prompts], np.int32),
             namespace=np.asarray([namespace for namespace, _ in prompts], np.int32),
             extra_ids=np.stack([library for _, library in ids]) if self.extra else None,
@@ -271,9 +276,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.both("commit", wanted, np.asarray(tokens, np.int32), np.asarray(counts, np.int32), extra_ids=library)
 
     @precondition(lambda self: self.used)
-    @rule(src=rows, dst=rows)
+    @rule(src=two(rows), dst=two(rows))
     def fork(self, src, dst):
-        self.both("fork", self.oracle.fork(src, dst), src, dst)
+        wanted = [self.oracle.fork(*pair) for pair in zip(src, dst, strict=True)]
+        self.both("fork", joined(wanted), np.asarray(src, np.int32), np.asarray(dst, np.int32))
 
     @precondition(lambda self: self.used)
     @rule(
@@ -287,9 +293,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.both("beam_step", wanted, np.asarray(seqs, np.int32), np.asarray(parents, np.int32))
 
     @precondition(lambda self: self.used)
-    @rule(seq=rows, length=st.integers(0, WIDTH))
-    def truncate(self, seq, length):
-        self.both("truncate", self.oracle.truncate(seq, length), seq, length)
+    @rule(seqs=two(rows), lengths=two(st.integers(0, WIDTH)))
+    def truncate(self, seqs, lengths):
+        wanted = [self.oracle.truncate(*pair) for pair in zip(seqs, lengths, strict=True)]
+        self.both("truncate", joined(wanted), np.asarray(seqs, np.int32), np.asarray(lengths, np.int32))
 
     @precondition(lambda self: self.used)
     @rule(seq=rows)

@@ -182,7 +182,9 @@ def test_without_room_for_its_copy_a_prefix_over_a_gap_is_not_taken():
     story.start(1, OTHER[:5])
     blocks = np.asarray(story.state.groups[0].table[1, :2])
     story.do("release", 1)
-    story.state, _ = kvjax.pin(story.state, blocks)  # in the first group a block is left, and that the prompt would be copied from
+    story.state, _ = kvjax.pin(
+        story.state, blocks
+    )  # in the first group a block is left, and that the prompt would be copied from
     assert story.found([*TEXT[:9], 99]) == 9
     assert story.start(0, np.asarray([*TEXT[:9], 99])) == 0
 
