@@ -29,7 +29,7 @@ help: ## this list
 
 demo: ## generate with the bundled model: reuse, forks, eviction, events
 	@$(SETUP)
-	@$(PYTHON) -m models.generate $(ARGS)
+	@$(PYTHON) -m models.demo $(ARGS)
 
 test: ## the default tests
 	@$(SETUP)
@@ -68,6 +68,6 @@ format: ## let ruff mend what it can
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-wheel: ## build the wheel, install it into an empty environment, import it
+wheel: ## build the wheel, and use it in an environment with and one without its extra for the models
 	@$(SETUP) $(if $(filter :,$(SETUP)),,dev)
 	@PYTHON="$(PYTHON)" scripts/check_wheel.sh

@@ -41,7 +41,7 @@ def attend(
       soft_cap: c makes every score c * tanh(score / c).
       sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
       return_lse: whether to return the logarithm of the softmax's denominator too.
-      implementation: a key of `IMPLEMENTATIONS`, which serves or raises; None: the first that can serve.
+      implementation: one of `IMPLEMENTATIONS`, which serves or raises; None: the first that can serve.
 
     Returns:
       [R, C, Q, D] like q, zeros where the view has padding; with `return_lse` also f32[R, C, Q], there without

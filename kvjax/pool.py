@@ -89,7 +89,7 @@ def write(
       k: [R, C, K, D]; [1, T, K, D] for a ragged view.
       v: likewise.
       view: where the tokens are.
-      implementation: a key of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+      implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
 
     Returns:
       The pools with the tokens' K/V, in the pool's dtype; quantised, token by token and head by head, if that is so.
@@ -121,7 +121,7 @@ def apply(pools: Pools, events: Events, *, implementation: str | None = None) ->
     Args:
       pools: the K/V before.
       events: what the transition returned.
-      implementation: a key of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+      implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
     """
     for g, group in enumerate(pools.arrays):
         wanted = (events.kind == EventKind.COPIED) & (events.group == g)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flax NNX decoders over the paged cache, and checkpoints in Hugging Face format. Runs from the checkout."""
+"""Flax NNX decoders over the paged cache, and checkpoints in Hugging Face format. A wheel has it as `kvjax_models`."""
 
-from models.config import LayerConfig, ModelConfig
-from models.decoder import Decoder
-from models.loading import load, save
-from models.rope import Rope
+try:
+    from .config import LayerConfig, ModelConfig
+    from .decoder import Decoder
+    from .loading import load, save
+    from .rope import Rope
+except ModuleNotFoundError as error:
+    raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[models]"') from error
 
 __all__ = ["Decoder", "LayerConfig", "ModelConfig", "Rope", "load", "save"]

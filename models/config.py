@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models import gemma_config
-from models.fields import count, either, flag, ids, number, only
-from models.layer_config import LayerConfig
-from models.rope import Rope
+from . import gemma_config
+from .fields import count, either, flag, ids, number, only
+from .layer_config import LayerConfig
+from .rope import Rope
 
 # What each family's own code assumes where config.json is silent.
 _DEFAULTS: dict[str, dict[str, Any]] = {

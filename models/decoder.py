@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import kvjax
-from models.config import ModelConfig
-from models.rope import rotate
+
+from .config import ModelConfig
+from .rope import rotate
 
 # (cache, layer number, q [R, C, Q, D], k and v [R, C, K, D] or None) -> (mixed values [R, C, Q, D], cache)
 Mix = Callable[[Any, int, jax.Array, tuple[jax.Array, jax.Array] | None], tuple[jax.Array, Any]]

@@ -20,8 +20,9 @@ import rich.console
 import rich.table
 
 import kvjax
-from models import recall
-from models.loading import load
+
+from . import commands, recall
+from .loading import load
 
 CHECKPOINT = pathlib.Path(__file__).parent / "checkpoints" / "recall"
 FACTS, QUESTIONS, OTHERS = 48, 24, 6
@@ -123,6 +124,15 @@ def feed(model, cache: kvjax.Cache, tokens: np.ndarray, count: np.ndarray):
     return cache, logits, kvjax.to_list(events)
 
 
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line; see --help."""
+    parser = commands.Parser("demo", __doc__)
+    commands.add_outputs(parser)
+    args = parser.parse_args(arguments)
+    commands.prepare(parser, args)
+    commands.write(parser, args, *run())
+
+
 def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
     """Runs the demo and prints it; returns all events and the cache."""
     console = rich.console.Console(width=138)
@@ -195,3 +205,7 @@ def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
     if not index_agrees or share < 0.98 or first.right + repeat.right != without.right or computed > BLOCK * len(every):
         raise SystemExit(f"demo failed: {share:.1%} right with reuse, {alone:.1%} without; {computed} computed again")
     return events, again.cache
+
+
+if __name__ == "__main__":
+    main()

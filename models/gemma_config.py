@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from models.fields import count, either, flag, ids, number, only
-from models.layer_config import LayerConfig
-from models.rope import Rope
+from .fields import count, either, flag, ids, number, only
+from .layer_config import LayerConfig
+from .rope import Rope
 
 if TYPE_CHECKING:
-    from models.config import ModelConfig
+    from .config import ModelConfig
 
 _FULL, _SLIDING = _TYPES = ("full_attention", "sliding_attention")
 _BOTH = {

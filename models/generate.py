@@ -1,120 +1,241 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate text through the paged cache: `python -m models.generate [--checkpoint DIR --prompt TEXT ...]`.
+"""Generate text through the paged cache, with a checkpoint in Hugging Face format.
 
-Without a checkpoint it runs the demo on the bundled recall model. A prompt is text if the checkpoint has a
-tokenizer, else token ids separated by commas or spaces.
+A prompt is text if the checkpoint has a tokenizer, else token ids separated by commas or spaces. Answers go to standard
+output, all else to standard error. Without a checkpoint the demo runs on the bundled recall model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
-import time
+import sys
 from typing import Any
 
-import rich.console
-import rich.progress
-
 import kvjax
-from models.loading import load
+
+from . import commands, demo
+from .commands import number
+from .decoder import Decoder
+from .loading import load
+from .speech import Speech
+from .stopwatch import Stopwatch
+
+INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
+STEPS = 8  # of a jitted loop: text comes, and Ctrl-C is heard, as often
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; see --help."""
-    args = _parser().parse_args(arguments)
-    if args.checkpoint is None and not args.prompt and args.prompts is None:
-        from models import demo
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.checkpoint is None and (args.prompt or args.prompts or args.json):
+        parser.error("--checkpoint: got none, wanted the folder of a model")
+    commands.prepare(parser, args)
+    try:
+        if args.checkpoint is None:
+            return commands.write(parser, args, *demo.run())
+        texts = _texts(parser, args)
+        model, tokenizer = _load(parser, args.checkpoint, args.dtype)
+        prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
+        screen = (_Lines if args.json else _Screen)(texts, [Speech(tokenizer, prompt) for prompt in prompts])
+        events, cache, finished = _generate(parser, args, model, prompts, screen)
+        commands.write(parser, args, events, cache)
+    except KeyboardInterrupt:  # before anything was generated
+        finished = False
+    if not finished:
+        raise SystemExit(INTERRUPTED)
 
-        events, cache = demo.run()
-    else:
-        events, cache = _generate(args)
-    if args.events is not None:
-        with args.events.open("w") as file:
-            file.writelines(json.dumps(event) + "\n" for event in events)
-    if args.plot is not None:
-        kvjax.plot_blocks(cache.state, args.plot)
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m models.generate", description=__doc__)
-    parser.add_argument("--checkpoint", metavar="DIR", type=pathlib.Path, help="a Hugging Face folder")
+def _parser() -> commands.Parser:
+    parser = commands.Parser("generate", __doc__)
+    parser.add_argument("--checkpoint", metavar="DIR", help="a Hugging Face folder")
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a prompt; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", type=pathlib.Path, help="more prompts, one a line")
-    parser.add_argument("--dtype", default="float32", help="of weights and K/V (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, metavar="K")
-    parser.add_argument("--top-p", type=float, metavar="P")
-    parser.add_argument("--seed", type=int, default=0, help="of the first prompt; the next has the next")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object for each prompt, a line each, and nothing else"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and K/V (default: %(default)s)",
+    )
+    parser.add_argument("--max-new-tokens", type=number(int, 1), default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument("--temperature", type=number(float, 0.0), default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-k", type=number(int, 1), metavar="K")
+    parser.add_argument("--top-p", type=number(float, 0.0, 1.0), metavar="P")
+    parser.add_argument(
+        "--seed", type=number(int, 0, 2**31), default=0, help="of the first prompt; the next has the next"
+    )
     parser.add_argument(
         "--stop",
-        type=int,
+        type=number(int, 0),
         action="append",
         default=[],
         metavar="ID",
         help="a stop token; may be repeated (default: the checkpoint's)",
     )
     parser.add_argument(
-        "--blocks", type=int, default=512, metavar="N", help="blocks for each attention window (default: %(default)s)"
+        "--blocks",
+        type=number(int, 1),
+        default=512,
+        metavar="N",
+        help="blocks for each attention window (default: %(default)s)",
     )
-    parser.add_argument("--block-size", type=int, default=16, metavar="P", help="tokens a block (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=8, metavar="S", help="sequences at a time (default: %(default)s)")
-    parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help="write the cache's events there")
-    parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the blocks there when done")
+    parser.add_argument(
+        "--block-size", type=number(int, 1), default=16, metavar="P", help="tokens a block (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rows", type=number(int, 1), default=8, metavar="S", help="sequences at a time (default: %(default)s)"
+    )
+    commands.add_outputs(parser)
     return parser
 
 
-def _generate(args: argparse.Namespace) -> tuple[list[dict[str, Any]], kvjax.Cache]:
-    texts = args.prompt + (args.prompts.read_text().splitlines() if args.prompts else [])
-    if args.checkpoint is None:
-        raise SystemExit("--checkpoint: got none, wanted the folder of a model for these prompts")
+def _texts(parser: commands.Parser, args: argparse.Namespace) -> list[str]:
+    try:
+        texts = args.prompt + (args.prompts.read_text().splitlines() if args.prompts else [])
+    except (OSError, ValueError) as error:
+        parser.error(f"--prompts: {commands.reason(error)}")
     if not texts:
-        raise SystemExit("--prompt: got none, wanted at least one (or --prompts FILE)")
-    model, tokenizer = load(args.checkpoint, dtype=args.dtype)
-    prompts = [tokenizer.encode(text).ids if tokenizer else _ids(text) for text in texts]
-    longest = max(map(len, prompts)) + args.max_new_tokens
-    spec = kvjax.make_spec(
-        model.layer_specs(),
-        num_blocks=args.blocks,
-        max_seqs=args.rows,
-        max_length=longest,
-        block_size=args.block_size,
-        dtype=args.dtype,
-    )
-    cache, events, outputs = kvjax.Cache.create(spec), [], []
-    console, began = rich.console.Console(), time.perf_counter()
-    with rich.progress.Progress(console=console, transient=True) as bar:
-        task = bar.add_task("generating", total=len(prompts) * args.max_new_tokens)
-        for progress in kvjax.stream(
-            model,
-            cache,
-            prompts,
-            max_new_tokens=args.max_new_tokens,
-            sampling=kvjax.Sampling(args.temperature, args.top_k, args.top_p),
-            seeds=range(args.seed, args.seed + len(prompts)),
-            stop_tokens=args.stop or model.config.eos_token_ids,
-        ):
-            cache, outputs = progress.cache, progress.outputs
-            events += progress.events
-            bar.advance(task, sum(map(len, progress.new.values())))
-    seconds = time.perf_counter() - began
-    for text, output in zip(texts, outputs, strict=True):
-        answer = tokenizer.decode(output.tokens) if tokenizer else " ".join(map(str, output.tokens))
-        console.print(f"[bold]{text}[/bold] {answer}", highlight=False, soft_wrap=True)
-        if output.finish not in ("length", "stop"):
-            console.print(f"  ended early: {output.finish}", style="red")
-    reused, asked = sum(o.cached_tokens for o in outputs), sum(o.prompt_tokens for o in outputs)
-    made = sum(len(o.tokens) for o in outputs)
-    console.print(f"{asked:,} prompt tokens, {reused:,} of them reused; {made:,} tokens generated in {seconds:.1f} s")
-    return events, cache
+        parser.error("--prompt: got none, wanted at least one (or --prompts FILE)")
+    return texts
 
 
-def _ids(text: str) -> list[int]:
+def _load(parser: commands.Parser, folder: str, dtype: str) -> tuple[Decoder, Any]:
+    if not os.path.isdir(folder):
+        parser.error(f"--checkpoint: {folder}: no such folder")
+    try:
+        return load(folder, dtype=dtype)
+    except (OSError, ValueError) as error:
+        parser.error(f"--checkpoint: {commands.reason(error)}")
+
+
+def _encode(parser: commands.Parser, texts: list[str], tokenizer: Any, vocab_size: int) -> list[list[int]]:
+    """The prompts' token ids, each of them one that the model knows."""
+    prompts = [tokenizer.encode(text).ids if tokenizer else _ids(parser, text) for text in texts]
+    for i, prompt in enumerate(prompts, 1):
+        if not prompt:
+            parser.error(f"--prompt: got no token in prompt {i}, wanted at least one")
+        for token in prompt:
+            if not 0 <= token < vocab_size:
+                parser.error(
+                    f"--prompt: got token id {token} in prompt {i}, wanted 0 to {vocab_size - 1} "
+                    f"(the vocabulary has {vocab_size})"
+                )
+    return prompts
+
+
+def _ids(parser: commands.Parser, text: str) -> list[int]:
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        raise SystemExit(f"--prompt: got {text!r}, wanted token ids (the checkpoint has no tokenizer.json)") from None
+        parser.error(f"--prompt: got {text!r}, wanted token ids (the checkpoint has no tokenizer.json)")
+
+
+def _generate(
+    parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]], screen: _Screen
+) -> tuple[list[dict[str, Any]], Any, bool]:
+    """Generates and shows what comes; the events, the cache as it is then, and false if Ctrl-C was the end of it."""
+    try:
+        spec = kvjax.make_spec(
+            model.layer_specs(),
+            num_blocks=args.blocks,
+            max_seqs=args.rows,
+            max_length=max(map(len, prompts)) + args.max_new_tokens,
+            block_size=args.block_size,
+            dtype=args.dtype,
+        )
+        sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
+    except ValueError as error:
+        parser.error(str(error))
+    events: list[dict[str, Any]] = []
+    outputs, cache, finished = [], kvjax.Cache.create(spec), True
+    stream = kvjax.stream(
+        model,
+        cache,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        seeds=range(args.seed, args.seed + len(prompts)),
+        stop_tokens=args.stop or model.config.eos_token_ids,
+        steps=STEPS,
+    )
+    with Stopwatch(_note) as watch:
+        try:
+            try:
+                for progress in watch.timed(stream):
+                    outputs, cache = progress.outputs, progress.cache
+                    events += progress.events
+                    screen.show(outputs)
+            except KeyboardInterrupt as ctrl_c:  # here, and not where the stream hears it
+                stream.throw(ctrl_c)
+        except kvjax.GenerationInterrupted as stop:
+            if not isinstance(stop.__cause__, KeyboardInterrupt):
+                raise
+            outputs, cache, finished = stop.outputs, stop.cache, False
+            events += stop.events
+    screen.show(outputs, last=True)
+    for i, output in enumerate(outputs, 1):
+        if output.finish not in ("length", "stop"):
+            _note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
+    _note(watch.report(outputs))
+    return events, cache, finished
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Screen:
+    """Prompts and answers on standard output, in the order of the prompts: of the first one not yet done, as it comes.
+
+    Args:
+      texts: the prompts.
+      speeches: of each prompt.
+    """
+
+    def __init__(self, texts: list[str], speeches: list[Speech]):
+        self.texts, self.speeches = texts, speeches
+        self.number = 0  # of the prompt whose answer is being shown
+        self.begun = False
+
+    def show(self, outputs: list[kvjax.Output], *, last: bool = False) -> None:
+        """Shows what is new; all that there is if this is the `last` time."""
+        for output in outputs[self.number :]:
+            done = last or output.finish is not None
+            self.say(output, done)
+            if not done:
+                break
+            self.number, self.begun = self.number + 1, False
+
+    def say(self, output: kvjax.Output, done: bool) -> None:
+        """Shows what is new of the prompt whose turn it is."""
+        prompt, self.begun = "" if self.begun else self.texts[self.number], True
+        more = self.speeches[self.number].more(output.tokens, done=done)
+        print(prompt, more, sep="", end="\n" if done else "", flush=True)
+
+
+class _Lines(_Screen):
+    """A JSON object a line for each prompt that is done."""
+
+    def say(self, output: kvjax.Output, done: bool) -> None:
+        """Prints the object."""
+        if not done:
+            return
+        fields = {
+            "prompt": self.texts[self.number],
+            "text": self.speeches[self.number].text(output.tokens),
+            "tokens": output.tokens,
+            "logprobs": output.logprobs,
+            "prompt_tokens": output.prompt_tokens,
+            "cached_tokens": output.cached_tokens,
+            "finish": output.finish,
+        }
+        print(json.dumps(fields), flush=True)
 
 
 if __name__ == "__main__":

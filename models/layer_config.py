@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.rope import Rope
+from .rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

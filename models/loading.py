@@ -17,8 +17,8 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from models.config import ModelConfig
-from models.decoder import Decoder
+from .config import ModelConfig
+from .decoder import Decoder
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Where the decoder is in a checkpoint that has towers for images or sound too. Theirs are left alone.
@@ -76,7 +76,12 @@ def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> No
 
 def load_config(folder: str | os.PathLike) -> ModelConfig:
     """Reads config.json; errors as for `load`."""
-    return ModelConfig.from_hf(_json(pathlib.Path(folder) / "config.json"))
+    path = pathlib.Path(folder) / "config.json"
+    fields = _json(path)
+    try:
+        return ModelConfig.from_hf(fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Any:
@@ -86,7 +91,10 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
         return None
     from tokenizers import Tokenizer  # only text needs it
 
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more particular
+        raise ValueError(f"{path}: not a tokenizer ({error})") from error
 
 
 def _hf_name(path: tuple) -> str:

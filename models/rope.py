@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import fields
+from . import fields
 
 _NEEDED = {
     "default": (),

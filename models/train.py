@@ -12,7 +12,6 @@ The seeds are fixed: two runs on one kind of machine give the same weights.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import pathlib
 import time
@@ -26,11 +25,12 @@ import optax
 from flax import nnx
 from rich.progress import track
 
-from models import recall
-from models.config import LayerConfig, ModelConfig
-from models.decoder import Decoder
-from models.loading import save
-from models.rope import Rope
+from . import recall
+from .commands import Parser
+from .config import LayerConfig, ModelConfig
+from .decoder import Decoder
+from .loading import save
+from .rope import Rope
 
 CHECKPOINT = pathlib.Path(__file__).parent / "checkpoints" / "recall"
 # A slow rope: the second layer compares contents across a whole document, where fast pairs of dimensions only turn.
@@ -136,9 +136,7 @@ def accuracy(model: Decoder, num_facts: int, *, num_documents: int = 64, seed: i
 
 def main(arguments: list[str] | None = None) -> None:
     """Trains, tests and saves."""
-    parser = argparse.ArgumentParser(
-        prog="python -m models.train", description="Trains the bundled associative-recall decoder."
-    )
+    parser = Parser("train", "Trains the bundled associative-recall decoder.")
     parser.add_argument("--out", metavar="DIR", type=pathlib.Path, default=CHECKPOINT, help="default: %(default)s")
     folder = parser.parse_args(arguments).out
     began = time.perf_counter()

@@ -13,7 +13,6 @@ With `--kv-dtype` the K/V are kept in another format than float32: then the logi
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import pathlib
 import sys
@@ -26,9 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from models.decoder import Decoder
-from models.golden import Golden, read_golden
-from models.loading import load
+
+from .commands import Parser
+from .decoder import Decoder
+from .golden import Golden, read_golden
+from .loading import load
 
 TOLERANCE = 1e-3  # |a - b| <= TOLERANCE * (1 + |b|)
 MARGIN = 2e-3  # between the reference's two best logits; below it either token is right
@@ -266,10 +267,7 @@ def report(name: str, tallies: dict[str, Tally], judged: bool = True) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Verifies each folder; 0 if all are within tolerance."""
-    parser = argparse.ArgumentParser(
-        prog="python -m models.verify",
-        description="Compares a model run through the paged cache with reference outputs.",
-    )
+    parser = Parser("verify", "Compares a model run through the paged cache with reference outputs.")
     parser.add_argument("folders", metavar="DIR", nargs="+", type=pathlib.Path, help="a golden folder")
     parser.add_argument("--kv-dtype", default="float32", help="format of the K/V, such as int8 (default: %(default)s)")
     args = parser.parse_args(arguments)

@@ -9,16 +9,17 @@ cannot serve a dtype or shape raises NotImplementedError while tracing, one that
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from jax import lax
 
-from pallas_kernels import mosaic, triton, tuning, xla
+from pallas_kernels import tuning
 
-# In order of preference, but for what `tuning.FIRST` says of a function.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"triton": triton, "mosaic": mosaic, "xla": xla}
+# The modules' names in order of preference, but for what `tuning.FIRST` says of a function. Each is imported when
+# `call` first asks it: Mosaic's alone takes a third of the time that jax does.
+IMPLEMENTATIONS = ("triton", "mosaic", "xla")
 # What each runs on; the others run everywhere.
 PLATFORMS = {"triton": "cuda", "mosaic": "cuda"}
 
@@ -31,7 +32,7 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     Args:
       name: one of the functions listed above.
       *args: its arguments.
-      implementation: a key of `IMPLEMENTATIONS`, which serves or raises; None: the first that can serve.
+      implementation: one of `IMPLEMENTATIONS`, which serves or raises; None: the first that can serve.
       **options: its keyword arguments. With `interpret=True` a kernel runs on any platform, for tests.
 
     Raises:
@@ -41,7 +42,7 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     """
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation: got {implementation!r}, wanted None or one of {list(IMPLEMENTATIONS)}")
+            raise ValueError(f"implementation: got {implementation!r}, wanted None or one of {IMPLEMENTATIONS}")
         function = _function(implementation, name, options)
         if implementation in PLATFORMS and not options.get("interpret"):
             return lax.platform_dependent(*args, **{PLATFORMS[implementation]: function})
@@ -60,7 +61,7 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
 
 
 def _function(implementation: str, name: str, options: dict[str, Any]) -> Callable[..., Any]:
-    function = getattr(IMPLEMENTATIONS[implementation], name, None)
+    function = getattr(importlib.import_module(f"{__name__}.{implementation}"), name, None)
     if function is None:
         raise NotImplementedError(f"{implementation}: has no {name}")
     return functools.partial(function, **options)

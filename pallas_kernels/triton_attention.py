@@ -27,6 +27,7 @@ from pallas_kernels.tuning import Programs
 _LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
 _LOG2E = np.float32(math.log2(math.e))
 _LN2 = np.float32(math.log(2))
+_WIDEST = 2048  # bytes of a head, filled up to a power of two, whose tiles find room in shared memory
 
 
 def decode_attention(
@@ -75,6 +76,8 @@ def _attend(
     kv_heads = pool.shape[3]
     check_reach(pool)
     padded = pl.next_power_of_2(width)
+    if padded * q.dtype.itemsize > _WIDEST:
+        raise NotImplementedError(f"triton: heads are {width} wide; wanted {_WIDEST // q.dtype.itemsize} at most")
     kernel = functools.partial(
         _kernel, shape=pool.shape, width=width, padded=padded, group=heads // kv_heads, queries=queries,
         tile=tiles.slots, by_part=blank is None, scale=scale, window=window, soft_cap=soft_cap,

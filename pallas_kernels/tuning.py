@@ -62,15 +62,22 @@ def triton_decode(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     """32 KB of K/V a tile: what counts is how much is in flight. Of wide heads or float32 more would spill."""
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
+    if width > 256:  # 64 slots spill at 512 (bfloat16 on an Ampere, int8 on a Hopper), and find no room at 1,024
+        return Programs(32, 16, 8)
     if width > 128:
         return Programs(64, 16, 8)
     return Programs(64, 16, 4) if kv_bytes > 1 else Programs(128, 16, 8)
 
 
 def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
-    """As many rows as registers allow (an Ampere's spill sooner): each tile of K/V is read once for all of them."""
+    """As many rows as registers allow (an Ampere's spill sooner): each tile of K/V is read once for all of them.
+
+    Above 256 shared memory is what limits: 64 x 64 at 512, Gemma 4's width, would take 320 KB of a Hopper's 227.
+    """
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
+    if width > 256:
+        return Programs(32, 32 if width <= 512 else 16, 8)
     return Programs(64, 128, 8) if width <= 128 and kv_bytes > 1 else Programs(64, 64, 8)
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the wheel, installs it into an empty environment and uses it there, away from the checkout.
+# Builds the wheel and uses it away from the checkout, in two environments of their own: alone, and with the extra for
+# the models.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,10 +13,18 @@ echo "wheel: building"
 "$python" -m build --wheel --outdir "$work" . >"$work/build.log" 2>&1 || { cat "$work/build.log" && exit 1; }
 "$python" -m zipfile --list "$work"/kvjax-*.whl
 
-echo "wheel: installing into an empty environment"
-"$python" -m venv "$work/venv"
-"$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$work"/kvjax-*.whl
+# install DIR [EXTRAS]
+install() {
+  echo "wheel: installing kvjax${2-} into an empty environment"
+  "$python" -m venv "$work/$1"
+  "$work/$1/bin/python" -m pip install --quiet --disable-pip-version-check "$(echo "$work"/kvjax-*.whl)${2-}"
+}
 
-cp scripts/use_wheel.py "$work"
+install alone
+install models "[models]"
+cp scripts/use_wheel.py scripts/use_models.py "$work"
 cd "$work"
-JAX_PLATFORMS=cpu venv/bin/python -I use_wheel.py
+export JAX_PLATFORMS=cpu
+alone/bin/python -I use_wheel.py
+models/bin/python -I use_models.py
+models/bin/python -m kvjax_models.demo

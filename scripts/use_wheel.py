@@ -24,4 +24,10 @@ try:
 except ImportError as error:
     message = str(error)
 assert "kvjax[plot]" in message, message or "plot_blocks worked without matplotlib"
+message = ""
+try:
+    import kvjax_models  # noqa: F401
+except ImportError as error:
+    message = str(error)
+assert message == 'kvjax_models needs flax: pip install "kvjax[models]"', message
 print("wheel: kvjax and pallas_kernels work from", pathlib.Path(kvjax.__file__).parent)

@@ -180,6 +180,10 @@ CASES = {
     "prefill_128_width_256": functools.partial(prefill, 128, 256),
     "triton_prefill_16": functools.partial(prefill, implementation="triton"),
     "triton_prefill_width_256": functools.partial(prefill, 16, 256, "triton"),
+    "wide_decode_512": functools.partial(decode, 16, 512),
+    "wide_decode_1024": functools.partial(decode, 16, 1024),
+    "wide_prefill_512": functools.partial(prefill, 16, 512),  # Gemma 4's full attention
+    "wide_prefill_1024": functools.partial(prefill, 16, 1024),
     "decode_f32": functools.partial(float32, "decode_16"),
     "triton_prefill_f32_width_256": functools.partial(float32, "triton_prefill_width_256"),
     "mosaic_decode_16": functools.partial(decode, implementation="mosaic"),

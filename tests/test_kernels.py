@@ -120,6 +120,14 @@ def test_a_pool_beyond_the_reach_of_offsets_is_refused():
         jax.eval_shape(lambda q, pool: triton.append_kv(pool, 0, q, q, rows), q, pool)
 
 
+@pytest.mark.parametrize(("width", "dtype"), [(1040, "bfloat16"), (528, "float32")])
+def test_heads_too_wide_for_shared_memory_are_refused(width, dtype):
+    q, pool = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 8, width), (4, 1, 2, 8, 16, width)))
+    table, rows = jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32)
+    with pytest.raises(NotImplementedError, match=f"heads are {width} wide"):
+        jax.eval_shape(lambda q, pool: triton.decode_attention(q, pool, 0, table, rows, scale=1.0), q, pool)
+
+
 def test_a_gpu_without_float8_appends_none(monkeypatch):
     monkeypatch.setattr(triton, "converts_fp8", lambda: False)
     pool, scales = quantised("float8_e4m3fn")

@@ -68,8 +68,37 @@ def test_imports_go_one_way(package):
 def test_importing_the_library_imports_no_extra():
     code = "import sys, kvjax, pallas_kernels; print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = {module.split(".")[0] for module in ran.stdout.split()}
-    assert not loaded & {"matplotlib", "flax", "optax", "safetensors", "tokenizers", "rich", "models", "tests"}
+    loaded = ran.stdout.split()
+    packages = {module.split(".")[0] for module in loaded}
+    assert not packages & {"matplotlib", "flax", "optax", "safetensors", "tokenizers", "rich", "models", "tests"}
+    assert not {"jax.experimental.pallas", "pallas_kernels.mosaic", "pallas_kernels.triton"} & set(loaded)
+
+
+IMPORTS_KERNELS = """
+import sys
+import jax, jax.numpy as jnp, pallas_kernels
+q, pool, one = jnp.ones((1, 1, 16)), jnp.ones((2, 1, 2, 1, 8, 16)), jnp.ones((1,), jnp.int32)
+arguments = q, pool, 0, jnp.zeros((1, 1), jnp.int32), one, 0 * one, one
+def prefill(*arguments):
+    return pallas_kernels.call("prefill_attention", *arguments, max_count=1, scale=1.0)
+with jax.checking_leaks():
+    assert jax.eval_shape(prefill, *arguments).shape == q.shape
+    assert {"pallas_kernels.mosaic", "pallas_kernels.triton"} <= set(sys.modules)
+    assert jnp.all(prefill(*arguments) == 1)
+"""
+
+
+def test_kernels_are_imported_while_a_call_is_traced():
+    subprocess.run([sys.executable, "-c", IMPORTS_KERNELS], cwd=ROOT, check=True, timeout=100)
+
+
+@pytest.mark.long
+def test_importing_the_library_takes_little_more_than_importing_jax():
+    """CPU time, best of five: at most 1.3 times that of what everybody imports anyway."""
+    code = "import time, jax, numpy; t = time.process_time(); import kvjax; print(t, time.process_time())"
+    ran = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True) for _ in range(5)]
+    without, with_ = (min(times) for times in zip(*(map(float, one.stdout.split()) for one in ran), strict=True))
+    assert with_ <= 1.3 * without
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import re
+import sys
 import time
 
 import jax
@@ -335,7 +336,9 @@ def test_call_reports_when_no_implementation_can_serve(monkeypatch):
         def append_kv(*args):
             raise NotImplementedError("not here")
 
-    monkeypatch.setattr(pallas_kernels, "IMPLEMENTATIONS", {"picky": Picky, "other": Picky})
+    monkeypatch.setattr(pallas_kernels, "IMPLEMENTATIONS", ("picky", "other"))
+    for name in pallas_kernels.IMPLEMENTATIONS:
+        monkeypatch.setitem(sys.modules, f"pallas_kernels.{name}", Picky)
     with pytest.raises(ExceptionGroup, match="append_kv: no implementation can serve"):
         pallas_kernels.call("append_kv", 1)
     with pytest.raises(NotImplementedError, match="not here"):

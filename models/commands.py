@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command lines have in common: errors of one line, files to write, and the compilation cache."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import jax
+
+import kvjax
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of `python -m PACKAGE.COMMAND` under the name that the package was started by; errors are one line."""
+
+    def __init__(self, command: str, description: str | None):
+        assert __spec__ is not None
+        super().__init__(prog=f"python -m {__spec__.parent}.{command}", description=description)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message as one line and exits with 2."""
+        line = " ".join(message.removeprefix("argument ").split())
+        self.exit(2, f"{self.prog}: {line}\n")
+
+
+def number[T: (int, float)](kind: type[T], least: T, most: T | None = None) -> Callable[[str], T]:
+    """A type of an argument: a number from `least` to `most`."""
+    wanted = f"wanted {'an int' if kind is int else 'a number'} of at least {least}"
+    wanted += "" if most is None else f" and at most {most}"
+
+    def read(text: str) -> T:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, {wanted}") from None
+        if not least <= value <= (value if most is None else most):
+            raise argparse.ArgumentTypeError(f"got {text!r}, {wanted}")
+        return value
+
+    return read
+
+
+def add_outputs(parser: Parser) -> None:
+    """The options that `prepare` and `write` read."""
+    parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help="write the cache's events there")
+    parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the blocks there when done")
+    kept = compile_cache().replace("%", "%%")
+    parser.add_argument(
+        "--no-compile-cache", action="store_true", help=f"compile anew (compiled programs are kept in {kept})"
+    )
+
+
+def compile_cache() -> str:
+    """The folder of compiled programs: jax's own setting, else one in the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or os.path.join(home, "kvjax")
+
+
+def prepare(parser: Parser, args: argparse.Namespace) -> None:
+    """Refuses files that cannot be written before anything is computed, and sets the compilation cache."""
+    for option, path in (("--events", args.events), ("--plot", args.plot)):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{option}: {path.parent}: no such folder")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot: needs matplotlib: pip install "kvjax[plot]"')
+    if args.no_compile_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", compile_cache())
+        # A generation has some dozens of small programs too.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def write(parser: Parser, args: argparse.Namespace, events: Iterable[dict[str, Any]], cache: Any) -> None:
+    """Writes the events, and draws the cache if it is not None."""
+    option = "--events"
+    try:
+        if args.events is not None:
+            with args.events.open("w") as file:
+                file.writelines(json.dumps(event) + "\n" for event in events)
+        option = "--plot"
+        if args.plot is not None and cache is not None:
+            kvjax.plot_blocks(cache.state, args.plot)
+    except (OSError, ValueError) as error:
+        parser.error(f"{option}: {reason(error)}")
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, without the number that the system has for it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {(error.strerror or 'cannot be read').lower()}"
+    return str(error)
