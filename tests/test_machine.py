@@ -238,7 +238,8 @@ class CacheMachine(RuleBasedStateMachine):
         wanted = self.oracle.admit_batch(requests, **there)
         self.both(
             "admit", joined(wanted), np.arange(ROWS, dtype=np.int32),
-            np.stack([padded(tokens) for _, tokens in prompts]), np.asarray([len(tokens) for _, tokens in prompts], np.int32),
+            np.stack([padded(tokens) for _, tokens in prompts]),
+            np.asarray([len(tokens) for _, tokens in prompts], np.int32),
             namespace=np.asarray([namespace for namespace, _ in prompts], np.int32),
             extra_ids=np.stack([library for _, library in ids]) if self.extra else None,
             retention=jax.tree.map(lambda x: np.stack([x] * ROWS), ours), **here,
