@@ -52,7 +52,9 @@ def known_policy(policy: EvictionPolicy | None) -> EvictionPolicy:
         return lru() if policy is None else policy
     name = getattr(policy, "__name__", None)
     if callable(policy) and name:
-        raise ValueError(f"policy: got the function {name}, wanted the policy that it returns: {name}()")
+        raise ValueError(
+            f"policy: got the function {name}, wanted a policy: what {name}() returns, or by_score({name})"
+        )
     raise ValueError(f"policy: got {policy!r}, wanted an EvictionPolicy, such as kvjax.lru()")
 
 

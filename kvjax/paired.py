@@ -19,7 +19,7 @@ from kvjax.events import Events
 from kvjax.model import Model, forward
 from kvjax.policies import EvictionPolicy
 from kvjax.pool import Pools, apply, init_pools
-from kvjax.show import line, page
+from kvjax.show import one_line, page
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 from kvjax.view import ragged, view
@@ -69,7 +69,7 @@ def _reader[**P, R](verb: Callable[Concatenate[CacheState, P], R]) -> Callable[C
     """A question about a state as a method."""
 
     def method(self: Cache, *args: Any, **kwargs: Any) -> R:
-        check_alive(self)
+        check_alive(self.state)
         return verb(self.state, *args, **kwargs)
 
     return face(method, verb, "Cache")
@@ -114,7 +114,7 @@ class Cache:
     ragged = _reader(ragged)
 
     def __repr__(self) -> str:
-        return line(self)
+        return one_line(self)
 
     def _repr_html_(self) -> str:
         return page(self)

@@ -59,7 +59,7 @@ def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
     return "\n".join(line[:width].rstrip() for line in lines[:-1])
 
 
-def line(cache: Any) -> str:
+def one_line(cache: Any) -> str:
     """One line for a `CacheState`, a `Cache` or a `TieredCache`: its shapes, and its counts or why there are none."""
     state, spec = _state(cache), _state(cache).spec
     parts = [
@@ -80,7 +80,7 @@ def line(cache: Any) -> str:
 def page(cache: Any) -> str:
     """The same for a notebook, with a drawing where there are counts."""
     drawing = "" if _unreadable(cache) else "\n\n" + show(_state(cache))
-    return f"<pre>{html.escape(line(cache) + drawing)}</pre>"
+    return f"<pre>{html.escape(one_line(cache) + drawing)}</pre>"
 
 
 def _state(cache: Any) -> CacheState:

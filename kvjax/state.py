@@ -195,9 +195,9 @@ class CacheState:
     policy: EvictionPolicy
 
     def __repr__(self) -> str:
-        from kvjax.show import line  # imports this file
+        from kvjax.show import one_line  # imports this file
 
-        return line(self)
+        return one_line(self)
 
     def _repr_html_(self) -> str:
         from kvjax.show import page

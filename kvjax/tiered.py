@@ -20,7 +20,7 @@ from kvjax.model import Model, check_model
 from kvjax.paired import Cache, check_alive, face
 from kvjax.policies import EvictionPolicy
 from kvjax.pool import Pools, apply
-from kvjax.show import line, page
+from kvjax.show import one_line, page
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 from kvjax.view import ragged, view
@@ -80,7 +80,7 @@ def _reader[**P, R](
     """A question about a state as a method; `called` is the same, jitted."""
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> R:
-        check_alive(self.cache, self.host)
+        check_alive(self.state)
         return (called or verb)(self.state, *args, **kwargs)
 
     return face(method, verb, "TieredCache")
@@ -152,7 +152,7 @@ class TieredCache:
     ragged = _reader(ragged)
 
     def __repr__(self) -> str:
-        return line(self)
+        return one_line(self)
 
     def _repr_html_(self) -> str:
         return page(self)

@@ -165,7 +165,7 @@ def test_a_cache_is_no_state(verb):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("lru", "got 'lru', wanted an EvictionPolicy"), (kvjax.lfu, r"got the function lfu, .* returns: lfu\(\)"),
+        ("lru", "got 'lru', wanted an EvictionPolicy"), (kvjax.lfu, r"got the function lfu, .* what lfu\(\) returns"),
         (lambda blocks: blocks.hits, "got the function <lambda>"), (tuple(kvjax.lru()), "got .*wanted an Evic"),
     ],
 )  # fmt: skip
