@@ -138,7 +138,7 @@ def prompt(spec: CacheSpec, tokens: jax.Array, length: Any, namespace: Any, extr
     if width == 0:
         raise ValueError("tokens: got shape [0], wanted room for at least one token")
     length, namespace = integers("length", length, ()), integers("namespace", namespace, ())
-    real = jnp.arange(width) < length
+    real = jnp.arange(width, dtype=jnp.int32) < length
     valid = (length >= 1) & (length <= width) & (namespace >= 0) & ~jnp.any(real & (tokens < 0))
     tail = (0, -width % size)
     return Prompt(

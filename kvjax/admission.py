@@ -64,7 +64,7 @@ def admit_row(
     """
     spec, size = state.spec, state.spec.block_size
     match = longest_match(state, ask.tokens, ask.extra_ids, ask.length, ask.namespace, tiers)
-    place = np.arange(match.blocks.shape[0])
+    place = np.arange(match.blocks.shape[0], dtype=np.int32)
 
     def plan(whole: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array, list[Found]]:
         cached, blocks = whole * size + shared, jnp.where(place < whole, match.blocks, NO_BLOCK)
@@ -188,7 +188,7 @@ def all_or_nothing(
 def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
     """What the group has beside blocks ids i32[F] and source i32[] of the first group, for `cached` i32[] tokens."""
     blocks, source = beside(group, ids), beside(group, source)
-    hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0]), cached, size)
+    hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0], dtype=np.int32), cached, size)
     refcount, far = pick(group.blocks.refcount, blocks), hits & ~on_device(group, blocks)
     idle = (source >= 0) & on_device(group, source) & (pick(group.blocks.refcount, source) == 0)
     free = available(group) - count(hits & (far | (refcount == 0)))

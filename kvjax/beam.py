@@ -48,7 +48,7 @@ def beam_step(
         bad = bad | pick(old.swapped, seqs)
     bad = jnp.any(bad | (parents < 0) | (parents >= seqs.shape[0]))
     ok = jnp.broadcast_to(~bad, seqs.shape)
-    heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0])[:, None], axis=1, dtype=jnp.int32)
+    heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0], dtype=np.int32)[:, None], axis=1, dtype=jnp.int32)
 
     groups = []
     for number, group in enumerate(state.groups):

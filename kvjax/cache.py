@@ -14,9 +14,11 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from kvjax import _row, windows
@@ -50,27 +52,36 @@ from kvjax.state import NO_BLOCK, CacheState, Sequences
 from kvjax.store import publish_filled, store_tail
 
 
-def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: ArrayLike | None = None) -> CacheState:
+def init(
+    spec: CacheSpec,
+    policy: EvictionPolicy | None = None,
+    num_blocks: ArrayLike | None = None,
+    *,
+    policy_state: Any = None,
+) -> CacheState:
     """An empty cache.
 
     Args:
       spec: its shapes.
       policy: who is evicted, `lru()` if None; static, so pass the same object again to reuse compiled programs.
       num_blocks: i32[]; device blocks in use of every group but a bare first one, at most the spec's N (None: all).
-        May be traced, so that caches of many sizes fit in one `vmap`.
+        May be traced, so that caches of many sizes fit in one `vmap`: then a number outside 1..N counts as 0 blocks,
+        so that every `admit` is NO_BLOCKS; `check` and `stats` say "num_blocks out of range".
+      policy_state: the policy's own state to begin with, on both tiers (a learned score's weights); copied; None: what
+        the policy's `init` makes.
 
     Raises:
-      ValueError: if `num_blocks` is a number outside 1..N, or `policy` is none.
+      ValueError: if `num_blocks` is a number outside 1..N, `policy` is none, or `policy_state` does not have the
+        structure, shapes and dtypes of what the policy's `init` makes.
     """
     policy = known_policy(policy)
     groups = []
     for number, group in enumerate(spec.groups):
-        given: Any = group.num_blocks if num_blocks is None or (spec.bare and number == 0) else num_blocks
-        known = isinstance(given, int | np.integer)
-        if isinstance(given, bool) or (known and not 1 <= given <= group.num_blocks):
-            raise ValueError(f"num_blocks: got {given}, wanted 1..{group.num_blocks}")
-        given = integers("num_blocks", given, ())
-        groups.append(init_group(spec, number, windows.policy_of(number, policy), given))
+        given = group.num_blocks if num_blocks is None or (spec.bare and number == 0) else num_blocks
+        wanted = None if number else policy_state
+        groups.append(
+            init_group(spec, number, windows.policy_of(number, policy), _in_range(given, group.num_blocks), wanted)
+        )
     seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
     if spec.retention:
         seqs = dataclasses.replace(
@@ -79,6 +90,16 @@ def init(spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: Arra
     if spec.has_host:
         seqs = dataclasses.replace(seqs, swapped=jnp.zeros((spec.max_seqs,), jnp.bool_))
     return CacheState(tuple(groups), seqs, spec, policy)
+
+
+def _in_range(num_blocks: Any, most: int) -> jax.Array:
+    """i32[]; num_blocks, or 0 for a traced number outside 1..most."""
+    given = integers("num_blocks", num_blocks, ())
+    if isinstance(num_blocks, Tracer):
+        return jnp.where((given >= 1) & (given <= most), given, 0)
+    if not 1 <= int(num_blocks) <= most:
+        raise ValueError(f"num_blocks: got {num_blocks}, wanted 1..{most}")
+    return given
 
 
 @on_state

@@ -166,6 +166,8 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
 def reset(state: CacheState) -> tuple[CacheState, Events]:
     """Forgets everything that is cached. Refused while a row or a pin holds anything.
 
+    A policy keeps its own state but for what it forgets of the blocks: learned weights last.
+
     Args:
       state: the cache.
 
@@ -177,9 +179,14 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
     held = jnp.any(jnp.array([_is_held(group) for group in state.groups]))
     groups, cleared = [], []
     for number, group in enumerate(state.groups):
-        fresh = init_group(state.spec, number, windows.policy_of(number, state.policy), group.num_blocks)
-        kept = dataclasses.replace(fresh.blocks, generation=group.blocks.generation, clock=group.blocks.clock)
-        fresh = dataclasses.replace(fresh, blocks=kept)
+        policy = windows.policy_of(number, state.policy)
+        fresh = init_group(state.spec, number, policy, group.num_blocks)
+        known, ids = group.blocks, jnp.arange(group.blocks.fill.shape[0], dtype=jnp.int32)
+        kept = dataclasses.replace(fresh.blocks, generation=known.generation, clock=known.clock, time=known.time)
+        fresh = dataclasses.replace(fresh, blocks=kept, policy=policy.forgot(group.policy, ids))
+        if fresh.host is not None and group.host is not None:
+            host = dataclasses.replace(fresh.host, policy=policy.forgot(group.host.policy, ids))
+            fresh = dataclasses.replace(fresh, host=host)
         groups.append(jax.tree.map(lambda new, old: jnp.where(held, old, new), fresh, group))
         cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
     state = dataclasses.replace(state, groups=tuple(groups))

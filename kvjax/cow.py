@@ -70,5 +70,5 @@ def settle(group: Group, policy: EvictionPolicy, shares: Shares, had: jax.Array,
         group,
         blocks=blocks,
         num_cached=group.num_cached + count(cached),
-        policy=policy.touch(group.policy, blocks, jnp.where(cached, shares.block, NO_BLOCK), now),
+        policy=policy.touched(group.policy, blocks, jnp.where(cached, shares.block, NO_BLOCK), now),
     )

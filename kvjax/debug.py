@@ -15,7 +15,7 @@ from kvjax._request import on_state
 from kvjax.events import DEFAULT_PRIORITY, Events, Mirror, Status, fold
 from kvjax.policies import Ring
 from kvjax.show import show
-from kvjax.state import NO_BLOCK, CacheState
+from kvjax.state import LOST, NO_BLOCK, CacheState
 
 
 class RequestError(ValueError):
@@ -86,7 +86,8 @@ def check(state: CacheState) -> None:
     host = jax.device_get(state)
     broken = []
     for number, group in enumerate(host.groups):
-        found = _check_rows(host, number) + _check_counts(host, group)
+        found = ["num_blocks out of range"] if group.num_blocks == 0 else []
+        found += _check_rows(host, number) + _check_counts(host, group)
         found += _check_tree(group) + _check_links(group) if number == 0 else _check_anchors(host, group)
         if isinstance(group.policy, Ring):
             found += _check_ring(group, group.policy, True)
@@ -103,7 +104,7 @@ def _failures(**rules: Any) -> list[str]:
 def _check_rows(state: CacheState, number: int) -> list[str]:
     seqs, size, group = state.seqs, state.spec.block_size, _numpy(state.groups[number])
     held, keeps = -(-seqs.length // size), _numpy(state.spec.groups[number].keeps)
-    place = np.arange(state.spec.max_blocks_per_seq)
+    place = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
     inside = (place[None] < held[:, None]) & np.asarray(keeps(place[None], seqs.committed[:, None], size))
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
     resting = np.zeros_like(held, bool) if seqs.swapped is None else seqs.swapped
@@ -142,12 +143,19 @@ def _check_counts(state: CacheState, group: Any) -> list[str]:
     idle = (blocks.refcount == 0) & (blocks.fill == 0) & ~unused
     return _failures(
         refcounts_cover_the_tables=blocks.refcount >= holders,
+        only_pins_hold_beside_the_tables=(blocks.refcount <= holders) | (blocks.fill > 0) | (blocks.hits == LOST),
         the_stack_is_the_empty_blocks=_is_stack(group.empty, group.num_empty, idle & here),
         num_cached_counts_cached_blocks=cached.sum() == group.num_cached,
         blocks_out_of_use_are_untouched=(blocks.refcount[unused] == 0) & (blocks.fill[unused] == 0),
         fill_fits_in_a_block=(blocks.fill >= 0) & (blocks.fill <= state.spec.block_size),
         **({} if group.host is None else _host_rules(group, idle & ~here, unused)),
     )
+
+
+def _after(later: Any, earlier: Any) -> np.ndarray:
+    """How far one counter of 32 bits is after another; both may have wrapped."""
+    by = np.asarray(later, np.int64) - np.asarray(earlier, np.int64)
+    return (by + 2**31) % 2**32 - 2**31
 
 
 def _is_stack(stack: np.ndarray, height: int, wanted: np.ndarray) -> bool:
@@ -165,7 +173,7 @@ def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, 
         "children_on_the_host_are_counted": np.bincount(above[child[away[child]]], minlength=len(ids)) == host.below,
         "a_device_block_has_its_parent_on_the_device": away[child] | ~away[above[child]],
         "only_blocks_with_contents_are_on_the_move": (host.arriving == 0) | findable | (blocks.refcount > 0),
-        "moves_were_ordered": (host.arriving >= 0) & (host.arriving <= host.moves),
+        "moves_were_ordered": (host.arriving == 0) | (_after(host.moves, host.arriving) >= 0),
     }
 
 
@@ -235,10 +243,10 @@ def _check_links(group: Any) -> list[str]:
 def _check_ring(group: Any, ring: Ring, device: bool) -> list[str]:
     blocks = group.blocks
     here = _on_device(group) == device
-    held = int(ring.tail) - int(ring.head)
-    at = (int(ring.head) + np.arange(max(held, 0))).astype(np.int64)
+    held = int(_after(ring.tail, ring.head))
+    at = int(ring.head) + np.arange(max(min(held, len(ring.order)), 0))
     ids = ring.order[at & (len(ring.order) - 1)]
-    live = (ring.stamp[ids] == at) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
+    live = (_after(ring.stamp[ids], at) == 0) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
     cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0) & here)
     return _failures(
         the_ring_holds_at_most_its_size=0 <= held <= len(ring.order),

@@ -7,6 +7,7 @@ Each function decides first and then writes with masked scatters, in an order th
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,15 @@ from kvjax._arrays import add, count, fence, pick, put, rank
 from kvjax.events import EventKind, record
 from kvjax.place import arrived, on_device
 from kvjax.policies import COPYING, EvictionPolicy
+from kvjax.retention import later, tell_time, time_at
 from kvjax.spec import CacheSpec, GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, Group, Host, pytree
 
 
-def init_group(spec: CacheSpec, number: int, policy: EvictionPolicy, num_blocks: jax.Array) -> Group:
-    """Group `number`, its first `num_blocks` i32[] device blocks empty and the others out of use."""
+def init_group(
+    spec: CacheSpec, number: int, policy: EvictionPolicy, num_blocks: jax.Array, policy_state: Any = None
+) -> Group:
+    """Group `number`, its first `num_blocks` i32[] device blocks empty and the others out of use; see `cache.init`."""
     group, windowed = spec.groups[number], number > 0
     num_ids, size = group.num_ids, 0 if windowed else spec.block_size
 
@@ -34,7 +38,8 @@ def init_group(spec: CacheSpec, number: int, policy: EvictionPolicy, num_blocks:
         key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=jnp.full((num_ids, 2), NO_BLOCK, jnp.int32),
         children=zeros(), depth=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0),
         retention=zeros(2) if spec.retention and not windowed else None,
-        expiry=zeros() if spec.retention and not windowed else None,
+        expiry=zeros(2) if spec.retention and not windowed else None,
+        time=jnp.zeros((2,), jnp.int32) if spec.retention and not windowed else None,
     )  # fmt: skip
     return Group(
         blocks=blocks,
@@ -44,14 +49,29 @@ def init_group(spec: CacheSpec, number: int, policy: EvictionPolicy, num_blocks:
         num_cached=jnp.int32(0),
         num_blocks=jnp.array(num_blocks),
         table=jnp.full((spec.max_seqs, spec.max_blocks_per_seq), NO_BLOCK, jnp.int32),
-        policy=policy.init(num_ids),
+        policy=_init_policy(policy, num_ids, policy_state),
         anchor=jnp.full((num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
         shadow=jnp.full((spec.groups[0].num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
-        host=_init_host(group, policy) if group.num_host_blocks else None,
+        host=_init_host(group, policy, policy_state) if group.num_host_blocks else None,
     )
 
 
-def _init_host(group: GroupSpec, policy: EvictionPolicy) -> Host:
+def _init_policy(policy: EvictionPolicy, num_ids: int, given: Any) -> Any:
+    """The policy's own state: a copy of the given one, since no two fields of a cache may share an array."""
+    if given is None:
+        return policy.init(num_ids)
+
+    given = jax.tree.map(jnp.array, given)
+    got, wanted = (
+        jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+        for tree in (given, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, policy.init(num_ids))))
+    )
+    if jax.tree.structure(got) != jax.tree.structure(wanted) or jax.tree.leaves(got) != jax.tree.leaves(wanted):
+        raise ValueError(f"policy_state: got {got}, wanted {wanted}, as the policy's init makes it")
+    return given
+
+
+def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any) -> Host:
     ids = jnp.arange(group.num_ids, dtype=jnp.int32)
     return Host(
         slot=ids,
@@ -61,7 +81,7 @@ def _init_host(group: GroupSpec, policy: EvictionPolicy) -> Host:
         stuck=jnp.zeros(ids.shape, jnp.bool_),
         empty=ids[::-1][: group.num_host_blocks],
         num_empty=jnp.int32(group.num_host_blocks),
-        policy=policy.init(group.num_ids),
+        policy=_init_policy(policy, group.num_ids, policy_state),
     )
 
 
@@ -160,7 +180,7 @@ def take(
             here = here & ~pick(group.host.stuck, ids)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
-    victims, pstate = policy.victims(group.policy, before, eligible, wanted, now, size)
+    victims, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
     claimed, generation = (slot < wanted) & eligible(victims), pick(before.generation, victims)
     (refcount, fill, count_), victims, claimed, generation = fence(
         (before.refcount, before.fill, before.generation), victims, claimed, generation
@@ -182,6 +202,7 @@ def take(
     from_empty = ok & (slot < from_stack)
     ids = jnp.where(from_empty, stacked, pick(victims, slot - from_stack))
     blocks = dataclasses.replace(blocks, fill=fill, refcount=put(blocks.refcount, ids, 1, from_empty))
+    blocks = tell_time(blocks, now, ok & (need > 0))
     group = dataclasses.replace(
         group,
         blocks=blocks,
@@ -263,13 +284,13 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
     blocks = stamp_release(blocks, ids, cached, now)
     if host is not None:
         away = jnp.where(cached & ~here, ids, NO_BLOCK)
-        host = dataclasses.replace(host, policy=policy.touch(host.policy, blocks, away, now))
+        host = dataclasses.replace(host, policy=policy.touched(host.policy, blocks, away, now))
         cached = cached & here
     group = push_empty(dataclasses.replace(group, blocks=blocks, host=host), policy, ids, emptied)
     return dataclasses.replace(
         group,
         num_cached=group.num_cached + count(cached),
-        policy=policy.touch(group.policy, blocks, jnp.where(cached, ids, NO_BLOCK), now),
+        policy=policy.touched(group.policy, blocks, jnp.where(cached, ids, NO_BLOCK), now),
     )
 
 
@@ -286,7 +307,7 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
             num_empty=host.num_empty + count(away),
             arriving=put(host.arriving, ids, 0, where),  # what still arrives there is nobody's
             stuck=put(host.stuck, ids, False, where),
-            policy=pstate if policy.forget is None else policy.forget(pstate, jnp.where(away, ids, NO_BLOCK)),
+            policy=policy.forgot(pstate, jnp.where(away, ids, NO_BLOCK)),
         )
         where = here
     return dataclasses.replace(
@@ -331,5 +352,6 @@ def stamp_release(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Arr
     )
     if blocks.retention is None or blocks.expiry is None:
         return blocks
-    expiry = now + pick(blocks.retention, ids)[:, 1]
-    return dataclasses.replace(blocks, expiry=put(blocks.expiry, ids, expiry, where))
+    expiry = later(time_at(blocks, now), pick(blocks.retention, ids)[:, 1])
+    blocks = dataclasses.replace(blocks, expiry=put(blocks.expiry, ids, expiry, where))
+    return tell_time(blocks, now, jnp.any(where))

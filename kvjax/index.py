@@ -78,7 +78,7 @@ def longest_child(
         same = pick(blocks.tokens, block) == tokens
         if extra_ids is not None and blocks.extra_ids is not None:
             same = same & (pick(blocks.extra_ids, block) == extra_ids)
-        same = same & (np.arange(size) < jnp.minimum(pick(blocks.fill, block), limit))
+        same = same & (np.arange(size, dtype=np.int32) < jnp.minimum(pick(blocks.fill, block), limit))
         mine = jnp.all(pick(blocks.parent, block) == parent) & usable(block)
         length = jnp.where(mine, jnp.sum(jnp.cumprod(same, dtype=jnp.int32), dtype=jnp.int32), 0)
         better = length > shared

@@ -46,7 +46,7 @@ def prefix_keys(start: jax.Array, tokens: jax.Array, extra_ids: jax.Array | None
     if extra_ids is not None:
         words = words + mix(extra_ids.astype(jnp.uint32))[..., None]
     fill = jnp.broadcast_to(jnp.asarray(fill, jnp.int32), tokens.shape[:-1])
-    counts = _last_axes(np.arange(size), ndim) < fill[..., None]
+    counts = _last_axes(np.arange(size, dtype=np.int32), ndim) < fill[..., None]
     words = jnp.where(counts[..., None], mix(words + _last_axes(lane, ndim + 1)), np.uint32(0))
     content = jnp.sum(words, axis=-2, dtype=jnp.uint32)
     place = depth.astype(jnp.uint32) * np.uint32(0x27D4EB2F) + fill.astype(jnp.uint32) * np.uint32(0x165667B1)

@@ -77,7 +77,7 @@ def longest_match(
     matches = (
         same_content(blocks, ids, tokens, extra_ids)
         & jnp.all(pick(blocks.parent, ids) == parents, axis=-1)
-        & (np.arange(num) < (length - 1) // size)
+        & (np.arange(num, dtype=np.int32) < (length - 1) // size)
         & reachable(group, ids, tiers)
     )
     whole = jnp.sum(jnp.cumprod(matches, dtype=jnp.int32), dtype=jnp.int32)
@@ -112,7 +112,7 @@ def longest_match(
             whole = uncopied
     elif state.spec.partial_reuse:
         source, shared = child(whole)
-    found = jnp.where(np.arange(num) < whole, ids, NO_BLOCK)
+    found = jnp.where(np.arange(num, dtype=np.int32) < whole, ids, NO_BLOCK)
     far = jnp.int32(0)
     if state.spec.has_host:
         away = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])
@@ -169,7 +169,7 @@ def same_content(
 
     def equal(known: jax.Array, wanted: jax.Array) -> jax.Array:
         same = pick(known, ids) == wanted
-        return jnp.all(same if fill is None else same | (np.arange(size) >= fill), axis=-1)
+        return jnp.all(same if fill is None else same | (np.arange(size, dtype=np.int32) >= fill), axis=-1)
 
     same = (ids >= 0) & (pick(blocks.fill, ids) == (size if fill is None else fill)) & equal(blocks.tokens, tokens)
     if extra_ids is not None and blocks.extra_ids is not None:

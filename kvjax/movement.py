@@ -36,7 +36,7 @@ from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import Taken, claim, give_back, push_empty
 from kvjax.place import find_stuck, on_device
 from kvjax.policies import EvictionPolicy
-from kvjax.state import NO_BLOCK, CacheState, Group
+from kvjax.state import LOST, NO_BLOCK, CacheState, Group
 from kvjax.transfer import Transfer
 
 
@@ -236,11 +236,21 @@ def complete(
         policy = windows.policy_of(number, state.policy)
         group, gone = _lose(dataclasses.replace(group, host=host), number, policy, lost, most)
         group = find_stuck(group)
-        state, records = replace_group(state, number, group), [gone]
+        after, records = replace_group(state, number, group), [gone]
         if number == 0:
-            state, records = windows.forget_all(state, gone)
+            after, records = windows.forget_all(after, gone)
+        state = _mark_lost(state, after)
         removed += records
     return state, assemble(state, jnp.where(hurt, Status.HELD, Status.OK).astype(jnp.int32), removed=removed)
+
+
+def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
+    """The state after, where held blocks that have left the index say so: their pins outlast their place in it."""
+    for number, (old, new) in enumerate(zip(before.groups, after.groups, strict=True)):
+        lost = (old.blocks.fill > 0) & (new.blocks.fill == 0) & (new.blocks.refcount > 0)
+        blocks = dataclasses.replace(new.blocks, hits=jnp.where(lost, LOST, new.blocks.hits))
+        after = replace_group(after, number, dataclasses.replace(new, blocks=blocks))
+    return after
 
 
 def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, most: int) -> tuple[Group, jax.Array]:

@@ -93,10 +93,15 @@ class Cache:
 
     @classmethod
     def create(
-        cls, spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: ArrayLike | None = None
+        cls,
+        spec: CacheSpec,
+        policy: EvictionPolicy | None = None,
+        num_blocks: ArrayLike | None = None,
+        *,
+        policy_state: Any = None,
     ) -> Cache:
         """An empty cache with pools of zeros; see `init` for the arguments."""
-        return cls(cache.init(spec, policy, num_blocks), init_pools(spec))
+        return cls(cache.init(spec, policy, num_blocks, policy_state=policy_state), init_pools(spec))
 
     admit = _method(cache.admit)
     extend = _method(cache.extend)

@@ -99,7 +99,7 @@ def take_over(
         slot=put(put(slot, own, far, where), target, near, where),
         arriving=put(arriving, target, 0, where),
         below=add(host.below, parent, -1, up, unique=False),
-        policy=host.policy if policy.forget is None else policy.forget(host.policy, jnp.where(where, target, NO_BLOCK)),
+        policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
     )
     host = dataclasses.replace(
         host, stuck=_stick(host, blocks.parent[:, 0], target, where & (pick(host.below, target) > 0))

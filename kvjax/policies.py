@@ -19,7 +19,7 @@ from jax import lax
 
 from kvjax._arrays import count, pick, put, rank
 from kvjax.keys import mix
-from kvjax.retention import priority_at
+from kvjax.retention import later, priority_at
 
 if TYPE_CHECKING:
     from kvjax.state import Blocks
@@ -33,6 +33,10 @@ COPYING = 1 << 20
 class EvictionPolicy(NamedTuple):
     """A policy: a few pure functions over a state of its own.
 
+    A function that is asked for nothing (no id named, nothing wanted) changes nothing, so that a refused verb leaves
+    the cache as it was, bit for bit. A policy that obeys this by itself says so (`idle`); for any other the core
+    selects the old state in such a call, at the cost of one pass over the policy's state.
+
     Attributes:
       init: (num_ids: int) -> pstate.
       touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate; called when the blocks `ids` (NO_BLOCK is padding)
@@ -41,14 +45,39 @@ class EvictionPolicy(NamedTuple):
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which may be named; a block may
         be named only with all its findable children before it. What is not eligible now may be at the next call:
         it keeps its place.
-      forget: (pstate, ids i32[K]) -> pstate; called when blocks that were touched go to another tier, which has a
-        state of its own; None: there is nothing to forget.
+      forget: (pstate, ids i32[K]) -> pstate; called when blocks go to another tier, which has a state of its own, and
+        with all blocks by `reset`; None: there is nothing to forget.
+      idle: static; whether the functions themselves return the pstate as it was where they are asked for nothing:
+        `touch` and `forget` for padding alone, `victims` where wanted is 0. `kvjax.testing.check_policy` verifies it.
     """
 
     init: Callable[[int], Any]
     touch: Callable[..., Any]
     victims: Callable[..., tuple[jax.Array, Any]]
     forget: Callable[..., Any] | None = None
+    idle: bool = False
+
+    def touched(self, pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Any:
+        """The policy's state after `touch`; the old one if no id is named."""
+        return self._where(lambda: jnp.any(ids >= 0), self.touch(pstate, blocks, ids, now), pstate)
+
+    def chosen(
+        self, pstate: Any, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
+    ) -> tuple[jax.Array, Any]:
+        """The victims, and the policy's state after `victims`; the old one if none is wanted."""
+        ids, new = self.victims(pstate, blocks, eligible, wanted, now, size)
+        return ids, self._where(lambda: wanted > 0, new, pstate)
+
+    def forgot(self, pstate: Any, ids: jax.Array) -> Any:
+        """The policy's state after `forget`; the old one if no id is named."""
+        if self.forget is None:
+            return pstate
+        return self._where(lambda: jnp.any(ids >= 0), self.forget(pstate, ids), pstate)
+
+    def _where(self, asked: Callable[[], jax.Array], new: Any, old: Any) -> Any:
+        if self.idle:
+            return new
+        return jax.tree.map(lambda n, o: n if n is o else jnp.where(asked(), n, o), new, old)
 
 
 class Ring(NamedTuple):
@@ -74,7 +103,7 @@ def lru() -> EvictionPolicy:
 
     Source: vLLM's free queue, with lazy deletion in place of a linked list.
     """
-    return EvictionPolicy(_init_ring, _push, _pop, _drop)
+    return EvictionPolicy(_init_ring, _push, _pop, _drop, idle=True)
 
 
 def _init_ring(num_ids: int) -> Ring:
@@ -143,19 +172,44 @@ def _drop(ring: Ring, ids: jax.Array) -> Ring:
     return ring._replace(stamp=put(ring.stamp, ids, ring.head - 1, ids >= 0))
 
 
-def by_score(fn: Callable[..., jax.Array], *, timed: bool = False) -> EvictionPolicy:
+def by_score(
+    fn: Callable[..., jax.Array],
+    *,
+    timed: bool = False,
+    init: Callable[[int], Any] | None = None,
+    touch: Callable[..., Any] | None = None,
+) -> EvictionPolicy:
     """Evicts the block of the lowest score among the leaves, again and again; NaN leaves last.
 
     Costs one pass over all blocks in a call that evicts. Pass the same object again to reuse compiled programs.
+    A score may have a state of its own, here how often each block was released:
+
+        often = by_score(
+            lambda blocks, seen: seen,
+            init=lambda num_ids: jnp.zeros(num_ids, jnp.int32),
+            touch=lambda seen, blocks, ids, now: seen.at[jnp.where(ids >= 0, ids, len(seen))].add(1, mode="drop"),
+        )
+
+    A learned score has its weights there: `init(spec, policy, policy_state=weights)`.
 
     Args:
-      fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9).
-      timed: whether fn takes the time, i32[] ms, too.
+      fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9); with `init` it takes the policy's
+        state too, `fn(blocks, pstate)`.
+      timed: whether fn takes the time, i32[] ms, too, as its last argument.
+      init: num_ids to the policy's state, a pytree of arrays; None: there is none. Block ids may be reused for other
+        contents; `blocks.generation` tells.
+      touch: (pstate, blocks, ids i32[K], now i32[]) to the policy's state after a release, as in `EvictionPolicy`;
+        None: nothing changes it.
+
+    Raises:
+      ValueError: for `touch` without `init`.
     """
+    if touch is not None and init is None:
+        raise ValueError("touch: got a function, wanted None (without init= there is no state that it could change)")
 
     def victims(pstate, blocks, eligible, wanted, now, size):
         def choose():
-            score = fn(blocks, now) if timed else fn(blocks)
+            score = fn(blocks, *([] if init is None else [pstate]), *([now] if timed else []))
             if score.shape != blocks.fill.shape:
                 raise ValueError(
                     f"by_score: the score has shape {score.shape}, wanted one per block {blocks.fill.shape}"
@@ -165,7 +219,9 @@ def by_score(fn: Callable[..., jax.Array], *, timed: bool = False) -> EvictionPo
 
         return lax.cond(wanted > 0, choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
 
-    return EvictionPolicy(lambda num_ids: (), lambda pstate, blocks, ids, now: pstate, victims)
+    return EvictionPolicy(
+        init or (lambda num_ids: ()), touch or (lambda pstate, blocks, ids, now: pstate), victims, idle=touch is None
+    )
 
 
 def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: jax.Array, size: int) -> jax.Array:
@@ -233,9 +289,9 @@ def trt_leaf() -> EvictionPolicy:
         worth = priority_at(blocks, now)
         assert blocks.retention is not None and blocks.expiry is not None
         over = worth != blocks.retention[:, 0]
-        # ms; the expiry is the release plus the time to live, which is -1 where there is none
-        queued = jnp.where(over, blocks.expiry, blocks.expiry - blocks.retention[:, 1]) - now
-        order = jnp.lexsort((blocks.released - blocks.clock, queued, worth)).astype(jnp.int32)
+        # The expiry is the release plus the time to live, which is -1 where there is none.
+        queued = later(blocks.expiry, jnp.where(over, 0, -blocks.retention[:, 1]))
+        order = jnp.lexsort((blocks.released - blocks.clock, queued[:, 1], queued[:, 0], worth)).astype(jnp.int32)
         return put(jnp.zeros_like(order), order, np.arange(order.shape[0], dtype=np.int32), order >= 0)
 
     return by_score(score, timed=True)

@@ -5,6 +5,9 @@ Each block has a priority from 0 to 100 and perhaps a time to live, counted from
 it is worth as much as any other. Needs a spec made with `retention=True`; who is evicted is the policy's business
 (`policies.priority`).
 
+`now` is 32 bits of ms, which wrap after 49 days. The cache counts on in 64 bits, so that a time to live that is over
+stays over: verbs that take, release or move blocks have to come less than 24 days apart for that.
+
 Source: TensorRT-LLM's KvCacheRetentionConfig.
 """
 
@@ -145,5 +148,28 @@ def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:
     """i32[B]; what each block is worth at `now`: the stated priority, or 35 when its time is over."""
     if blocks.retention is None or blocks.expiry is None:
         raise ValueError("retention: the spec was made with retention=False, so blocks have no priorities")
-    over = (blocks.retention[:, 1] >= 0) & (now - blocks.expiry >= 0)
-    return jnp.where(over, DEFAULT_PRIORITY, blocks.retention[:, 0])
+    (high, low), expiry = time_at(blocks, now), blocks.expiry
+    reached = (high > expiry[:, 0]) | ((high == expiry[:, 0]) & (low >= expiry[:, 1]))
+    return jnp.where(reached & (blocks.retention[:, 1] >= 0), DEFAULT_PRIORITY, blocks.retention[:, 0])
+
+
+def time_at(blocks: Blocks, now: jax.Array) -> jax.Array:
+    """i32[2]; `now` i32[] in 64 bits: what lies nearest to the latest time that the blocks know of."""
+    assert blocks.time is not None
+    return later(blocks.time, now - blocks.time[1])
+
+
+def later(time: jax.Array, ms: jax.Array) -> jax.Array:
+    """i32[..., 2]; time i32[..., 2], an upper and a lower word, and ms i32[...], which may be negative, after it."""
+    before = time[..., 1]
+    low = before + ms
+    carry = (low < before).astype(jnp.int32) - (ms < 0).astype(jnp.int32)
+    return jnp.stack([time[..., 0] + carry, low], axis=-1)
+
+
+def tell_time(blocks: Blocks, now: jax.Array, where: jax.Array) -> Blocks:
+    """The blocks, which know, where bool[], that it has been `now`; an earlier time than the latest is no news."""
+    if blocks.time is None:
+        return blocks
+    news = where & (now - blocks.time[1] > 0)
+    return dataclasses.replace(blocks, time=jnp.where(news, time_at(blocks, now), blocks.time))

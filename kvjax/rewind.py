@@ -48,6 +48,6 @@ def rewind(
     state, removed = windows.forget_all(dataclasses.replace(state, groups=tuple(groups)), gone)
     retention = row.retention
     if retention is not None:  # what comes after the cut is generated, whatever was said of the prompt there
-        kept = np.arange(retention.shape[0]) * size < length
+        kept = np.arange(retention.shape[0], dtype=np.int32) * size < length
         retention = jnp.where(kept[:, None], retention, retention[-1:])
     return _row.write(state, seq, ok, tables, length, committed, row.namespace, retention), removed, ok

@@ -32,6 +32,7 @@ from kvjax.policies import EvictionPolicy
 from kvjax.spec import CacheSpec
 
 NO_BLOCK = -1
+LOST = -1  # `Blocks.hits` of a held block that has left the index because a move failed, until it is published again
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -60,12 +61,14 @@ class Blocks:
       parent: i32[B, 2]; the prefix before this block as (block, generation), or (NO_BLOCK, namespace) at a root.
       children: i32[B]; findable blocks whose parent this is.
       depth: i32[B]; blocks before this one in its prefix.
-      hits: i32[B]; how often the contents were reused since they were stored.
+      hits: i32[B]; how often the contents were reused since they were stored; LOST of contents that a failed move took.
       stored: i32[B]; reading of `clock` when the contents were published.
       released: i32[B]; reading of `clock` when the last holder let go.
       clock: i32[]; counts publications and releases; read by difference to the present reading.
       retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever); None where the spec asks for none.
-      expiry: i32[B]; ms when the time to live of a released block is over; likewise.
+      expiry: i32[B, 2]; when the time to live of a released block is over, in ms of 64 bits: upper and lower word;
+        likewise.
+      time: i32[2]; the latest `now` that a verb was done at, in 64 bits; likewise.
     """
 
     refcount: jax.Array
@@ -83,6 +86,7 @@ class Blocks:
     clock: jax.Array
     retention: jax.Array | None = None
     expiry: jax.Array | None = None
+    time: jax.Array | None = None
 
 
 @pytree()
@@ -137,7 +141,7 @@ class Group:
       empty: i32[N]; stack of empty blocks on the device.
       num_empty: i32[]; height of that stack.
       num_cached: i32[]; findable blocks on the device that nobody holds.
-      num_blocks: i32[]; blocks in use, at most N.
+      num_blocks: i32[]; blocks in use, 1..N; 0 if it was made with a number out of range.
       table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks.
       policy: the eviction policy's own state.
       anchor: i32[B]; in a window group, the block of the first group with the same prefix; None in the first group.

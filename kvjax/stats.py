@@ -20,7 +20,7 @@ class Stats:
 
     Attributes:
       block_size: P.
-      num_blocks: blocks in use on the device: active + cached + empty.
+      num_blocks: blocks in use on the device: active + cached + empty; 0 if it was out of range (see `init`).
       active_blocks: blocks that rows or pins hold.
       cached_blocks: blocks that nobody holds whose contents can be reused.
       empty_blocks: blocks without contents. Room for new tokens is cached + empty.
@@ -68,12 +68,12 @@ class Stats:
     @property
     def active_share(self) -> float:
         """Share of the blocks that cannot be had at present: 1.0 means that nothing more can be admitted."""
-        return self.active_blocks / self.num_blocks
+        return self.active_blocks / self.num_blocks if self.num_blocks else 1.0
 
     @property
     def filled_share(self) -> float:
         """Share of all slots that hold K/V which somebody reads or may reuse."""
-        return self.filled_slots / self.total_slots
+        return self.filled_slots / self.total_slots if self.total_slots else 0.0
 
     @property
     def unused_share(self) -> float:
@@ -89,6 +89,8 @@ class Stats:
     @property
     def lines(self) -> list[str]:
         """Counts in words, of the device and of the host if there is one."""
+        if not self.num_blocks:
+            return ["num_blocks out of range: no block is in use"]
         lines = [
             f"{self.num_blocks:,} blocks: {self.active_blocks:,} active, {self.cached_blocks:,} cached, "
             f"{self.empty_blocks:,} empty; {self.filled_slots:,} of {self.total_slots:,} slots filled; "

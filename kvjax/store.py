@@ -136,7 +136,7 @@ def publish_filled(
             other, stored, updated = windows.follow(other, number, group.blocks, news, row, place, now)
             groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
         records = [
-            lax.dynamic_update_slice(r, n.reshape(batch, most, -1), (done, 0, 0))
+            lax.dynamic_update_slice(r, n.reshape(batch, most, -1), (done, np.int32(0), np.int32(0)))
             for r, n in zip(records, [*new, *(m for m in moved if m.size)], strict=True)
         ]
         return done + batch, tuple(groups), records

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conformance kit for eviction policies: random requests, and a cache that verifies itself after each of them.
+"""A conformance kit: requests, and a cache that verifies itself after each of them.
 
     from kvjax.testing import check_policy
     check_policy(kvjax.by_score(lambda blocks: blocks.fill))
 
-Needs neither pytest nor Hypothesis. A failure is an AssertionError that names the step and its request; the same
-seed gives the same requests again.
+A failure is an AssertionError that names the step and its request; the same seed gives the same requests again. Only
+`requests`, a strategy for property tests of your own, needs Hypothesis.
 """
 
 from __future__ import annotations
@@ -14,131 +14,51 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from kvjax import cache, control
+from kvjax import cache, control, movement
+from kvjax._workload import MOST, SMALL, VERBS, Request, random_requests, requests
 from kvjax.debug import check, index_of
 from kvjax.events import Events, Mirror, Status, fold, to_list
 from kvjax.policies import EvictionPolicy
-from kvjax.spec import CacheSpec, make_spec
+from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState
+from kvjax.transfer import Transfer
 
-SMALL = make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4)
-_MOST = 6  # tokens that one `extend` asks for, per row
-_VERBS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
-          "evict": 2, "reset": 1}  # fmt: skip
+__all__ = ["SMALL", "Request", "Trial", "check_policy", "jitted_verbs", "random_requests", "requests"]
 
-Request = dict[str, Any]
+NAMES = 4  # blocks that one `offload` or `onboard` names, at most
+NOTHING = -1  # in a slot that nobody has written, or whose move failed
 Item = tuple[int, int]  # a token and its extra id
-
-
-def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int = 2) -> Iterator[Request]:
-    """Yields requests without end, as plain data that JSON can hold; the same seed gives the same requests.
-
-    Prompts begin like one of a few documents, so that prefixes are shared. One request in 25 has a flaw: an unknown
-    row, no tokens, a negative token, or more tokens than a row can hold.
-
-    Each request is a dict with "verb" and:
-
-    | verb | fields |
-    |---|---|
-    | admit | seq; tokens; extra_ids (where the spec has them); namespace |
-    | extend | num_tokens, one per row, 0 for a row that does not grow; rows that are free are left out |
-    | commit | num_tokens, one per row, cut to the row's room; tokens, extra_ids: lists, used after the prompt |
-    | fork | src; dst |
-    | truncate | seq; drop: how many tokens to cut off |
-    | release | seq |
-    | evict | block |
-    | pin | seq; num_blocks: how many of the row's first blocks, those that are findable |
-    | unpin | which: number of the pin among those that last, modulo how many these are |
-    | reset | |
-
-    Args:
-      seed: of numpy's generator.
-      spec: of the cache that will be asked.
-      num_namespaces: tenants.
-    """
-    rng = np.random.default_rng(seed)
-    documents = rng.integers(0, 3, (3, spec.max_length + 1))
-    verbs, weights = list(_VERBS), np.array(list(_VERBS.values())) / sum(_VERBS.values())
-
-    used: set[int] = set()  # as far as can be told without the cache
-
-    def row(free: bool = False) -> int:
-        rows = [r for r in range(spec.max_seqs) if (r in used) != free]
-        return int(rng.choice(rows)) if rows and rng.random() < 0.9 else int(rng.integers(spec.max_seqs))
-
-    def text(length: int) -> list[int]:
-        kept = int(rng.integers(length + 1)) if rng.random() < 0.7 else length
-        return [*documents[rng.integers(3)][:kept].tolist(), *rng.integers(0, 3, length - kept).tolist()]
-
-    def extra(tokens: list[int]) -> list[int]:
-        return [int(t == 2 and rng.random() < 0.5) for t in tokens]
-
-    make: dict[str, Callable[[], Request]] = {
-        "admit": lambda: {
-            "seq": row(free=True), "tokens": text(int(rng.integers(1, spec.max_length + 1))),
-            "namespace": int(rng.integers(num_namespaces)),
-        },
-        "extend": lambda: {"num_tokens": _per_row(spec, lambda: int(rng.integers(_MOST + 1) * rng.integers(2)))},
-        "commit": lambda: {
-            "num_tokens": _per_row(spec, lambda: spec.max_length if rng.random() < 0.6 else int(rng.integers(6))),
-            "tokens": _per_row(spec, lambda: text(spec.max_length)),
-        },
-        "fork": lambda: {"src": row(), "dst": row(free=True)},
-        "truncate": lambda: {"seq": row(), "drop": int(rng.integers(1, 2 * spec.block_size))},
-        "release": lambda: {"seq": row()},
-        "evict": lambda: {"block": int(rng.integers(spec.groups[0].num_ids))},
-        "pin": lambda: {"seq": row(), "num_blocks": int(rng.integers(1, spec.max_blocks_per_seq + 1))},
-        "unpin": lambda: {"which": int(rng.integers(1000))},
-        "reset": dict,
-    }  # fmt: skip
-    while True:
-        request: dict[str, Any] = {"verb": str(rng.choice(verbs, p=weights))}
-        request |= make[request["verb"]]()
-        if rng.random() < 0.04:
-            request |= _flaw(request, int(rng.integers(3)), spec)
-        if spec.extra_ids and request["verb"] == "admit":
-            request["extra_ids"] = extra(request["tokens"])
-        if spec.extra_ids and request["verb"] == "commit":
-            request["extra_ids"] = [extra(line) for line in request["tokens"]]
-        used |= {request[name] for name in ("seq", "dst") if request["verb"] in ("admit", "fork") and name in request}
-        used -= {request["seq"]} if request["verb"] == "release" else set()
-        yield request
-
-
-def _per_row(spec: CacheSpec, make: Callable[[], Any]) -> list[Any]:
-    return [make() for _ in range(spec.max_seqs)]
-
-
-def _flaw(request: Request, which: int, spec: CacheSpec) -> Request:
-    if "seq" in request and which == 0:
-        return {"seq": spec.max_seqs}
-    if request["verb"] == "admit":
-        return {"tokens": [[], [-1, 0], [0] * (spec.max_length + 1)][which]}
-    return {"src": -1} if request["verb"] == "fork" else {}
 
 
 @dataclasses.dataclass
 class _Row:
-    """What a sequence should hold: `items` are written, of `length` that it has room for."""
+    """What a sequence should hold: `items` are written, of `length` that it has room for.
+
+    A row that rests is on the host; one that is lost has lost K/V to a failed move, and can only be released.
+    """
 
     namespace: int
     prompt: list[Item]
     items: list[Item]
     length: int
+    rests: bool = False
+    lost: bool = False
 
 
 class Trial:
     """A cache that carries out requests and verifies itself after each.
 
-    Beside the cache it keeps, in plain Python, the text of each row and what each slot of the pool would hold: K/V
-    depend on all tokens up to their own, so a slot's contents are named by (namespace, path). A row that would read
-    anything but its own text, and a findable block that does not hold what it claims, are failures.
+    Beside the cache it keeps, in plain Python, the text of each row and what each slot of the pools of both tiers would
+    hold: K/V depend on all tokens up to their own, so a slot's contents are named by (namespace, path). A row that
+    would read anything but its own text, and a findable block that does not hold what it claims, are failures; so is a
+    block with other holders than the rows and pins there are.
 
     Attributes:
       state: the cache.
@@ -157,15 +77,15 @@ class Trial:
 
         Args:
           state: from `init`.
-          delivers: whether to demand that a prompt which fits by the free count is admitted.
+          delivers: whether to demand that a prompt which fits by the free count is admitted; not for caches with
+            windows or a host tier, where the count does not tell.
           verbs: jitted verbs by name, None for the library's.
 
         Raises:
-          ValueError: if the cache has windows, whose blocks no policy of yours has to do with.
+          ValueError: for `delivers` with such a cache.
         """
-        groups = len(state.spec.groups)
-        if groups > 1:
-            raise ValueError(f"spec: got {groups} groups, wanted one of full attention")
+        if delivers and (len(state.spec.groups) > 1 or state.spec.has_host):
+            raise ValueError("delivers: got True, wanted False for a cache with windows or a host tier")
         self.state, self.delivers = state, delivers
         self.verbs = jitted_verbs() if verbs is None else verbs
         self.mirror = Mirror()
@@ -173,10 +93,11 @@ class Trial:
         self._rows: dict[int, _Row] = {}
         self._pins: list[np.ndarray] = []
         self._names: dict[tuple[int, tuple[Item, ...]], int] = {}
-        self._slots = np.full((state.spec.groups[0].num_ids, state.spec.block_size), -1)
+        self._slots = [np.full((group.num_ids, state.spec.block_size), NOTHING) for group in state.spec.groups]
+        self._moves: list[tuple[Transfer, bool]] = []  # ordered, with whether nothing else was done since
 
     def do(self, request: Request) -> Events | None:
-        """Carries out one request of `random_requests`; None if it asks for nothing (no row to extend, no pin).
+        """Carries out one request as in `random_requests`; None if it asks for nothing (no row to extend, no pin).
 
         Raises:
           AssertionError: if the cache is not as it should be afterwards.
@@ -194,11 +115,11 @@ class Trial:
         self.tally.update(s.name for s in status if s)
         self.tally.update([verb] * all(s == Status.OK for s in status) + [event["kind"] for event in heard])
         assert not wanted or status == [Status.OK], f"{status[0].name}, though there are blocks enough"
-        if Status.OK not in status or (verb == "extend" and any(status)):
+        if verb != "complete" and (Status.OK not in status or (verb == "extend" and any(status))):
             _assert_equal(before, jax.device_get(self.state), f"refused with {[s.name for s in status]}")
         self._hear(heard, before, verb)
         self.mirror = fold(heard, mirror)
-        if verb == "commit" or all(s == Status.OK for s in status):
+        if verb in ("commit", "complete") or all(s == Status.OK for s in status):
             self._note(request, arguments, events, before)
         self.verify()
         return events
@@ -212,14 +133,22 @@ class Trial:
             row = self._rows.get(seq, _Row(0, [], [], 0))
             found = tuple(int(x[seq]) for x in (host.seqs.length, host.seqs.committed, host.seqs.namespace))
             assert found == (row.length, len(row.items), row.namespace), f"row {seq} has {found}"
-            where = np.arange(len(row.items))
-            held = self._slots[host.groups[0].table[seq][where // size], where % size]
-            assert held.tolist() == self._path(row.namespace, row.items), f"row {seq} would read what is not its own"
-        for (_, block, _), (namespace, path, *_) in self.mirror.nodes.items():
+            path = np.array(self._path(row.namespace, row.items), int)
+            for number, group in enumerate(host.groups if not row.lost else ()):
+                places, seen = self._places(group, seq, np.arange(len(row.items)))
+                assert np.array_equal(self._slots[number][places], path[seen]), (
+                    f"row {seq} would read what is not its own"
+                )
+        for (number, block, _), (namespace, path, *_) in self.mirror.nodes.items():
             items = path if self.state.spec.extra_ids else [(token, 0) for token in path]
             start = (len(items) - 1) // size * size
-            held = self._slots[block, : len(items) - start]
+            held = self._slots[number][_pool_rows(host.groups[number])[block], : len(items) - start]
             assert held.tolist() == self._path(namespace, items)[start:], f"block {block} does not hold what it claims"
+        for number, group in enumerate(host.groups):
+            pins = self._pins if number == 0 else []
+            holders = np.concatenate([group.table.reshape(-1), *pins])
+            counts = np.bincount(holders[holders >= 0], minlength=len(group.blocks.refcount))
+            assert np.array_equal(group.blocks.refcount, counts), "a block has other holders than rows and pins"
 
     def sound(self) -> None:
         """Verifies the state on its own; for a subclass that must be more lenient."""
@@ -233,14 +162,15 @@ class Trial:
         return {
             "seq": np.int32(request["seq"]), "tokens": _padded(request["tokens"], width),
             "length": np.int32(len(request["tokens"])), "namespace": np.int32(request["namespace"]), **extra,
+            **_tiers(request),
         }  # fmt: skip
 
     def _extend(self, request: Request) -> dict[str, Any] | None:
-        counts = [n if seq in self._rows else 0 for seq, n in enumerate(request["num_tokens"])]
-        active = np.array(counts) > 0
-        return (
-            {"active": active, "num_tokens": np.array(counts, np.int32), "max_tokens": _MOST} if any(counts) else None
-        )
+        grows = [seq for seq, row in self._rows.items() if not row.rests and not row.lost]
+        counts = np.array([n if seq in grows else 0 for seq, n in enumerate(request["num_tokens"])], np.int32)
+        if not counts.any():
+            return None
+        return {"active": counts > 0, "num_tokens": counts, "max_tokens": MOST, **_tiers(request)}
 
     def _commit(self, request: Request) -> dict[str, Any] | None:
         new = self._written(request)
@@ -250,11 +180,15 @@ class Trial:
         counts = np.array([len(line) for line in new], np.int32)
         return {"tokens": columns[0], "num_tokens": counts, **extra} if counts.any() else None
 
-    def _fork(self, request: Request) -> dict[str, Any]:
+    def _fork(self, request: Request) -> dict[str, Any] | None:
+        if self._is_lost(request["src"]):
+            return None
         return {"src": np.int32(request["src"]), "dst": np.int32(request["dst"])}
 
-    def _truncate(self, request: Request) -> dict[str, Any]:
+    def _truncate(self, request: Request) -> dict[str, Any] | None:
         row = self._rows.get(request["seq"])
+        if self._is_lost(request["seq"]):
+            return None
         return {"seq": np.int32(request["seq"]), "length": np.int32((row.length if row else 1) - request["drop"])}
 
     def _release(self, request: Request) -> dict[str, Any]:
@@ -263,7 +197,9 @@ class Trial:
     def _evict(self, request: Request) -> dict[str, Any]:
         return {"blocks": np.array([request["block"]], np.int32)}
 
-    def _pin(self, request: Request) -> dict[str, Any]:
+    def _pin(self, request: Request) -> dict[str, Any] | None:
+        if self._is_lost(request["seq"]):
+            return None
         table = np.asarray(self.state.groups[0].table)[min(request["seq"], self.state.spec.max_seqs - 1)]
         there = (np.asarray(self.state.groups[0].blocks.fill)[table] > 0) & (table >= 0)
         return {"blocks": np.where(there & (np.arange(len(table)) < request["num_blocks"]), table, NO_BLOCK)}
@@ -275,10 +211,40 @@ class Trial:
         del request
         return {}
 
+    def _offload(self, request: Request, on_host: bool = False) -> dict[str, Any]:
+        group = jax.device_get(self.state.groups[request["group"]])
+        there = (_pool_rows(group) >= len(group.empty)) == on_host
+        blocks = np.flatnonzero(there & (group.blocks.fill > 0) & (group.blocks.refcount == 0))[:NAMES]
+        named = [block for i, block in enumerate(blocks.tolist()) if request["which"] >> i & 1]
+        return {"blocks": np.array([*named, *[NO_BLOCK] * (NAMES - len(named))], np.int32), "group": request["group"]}
+
+    def _onboard(self, request: Request) -> dict[str, Any]:
+        return self._offload(request, True)
+
+    def _watermark(self, request: Request) -> dict[str, Any]:
+        return {"empty": np.int32(request["empty"]), "most": NAMES, "group": request["group"]}
+
+    def _swap_out(self, request: Request) -> dict[str, Any] | None:
+        return None if self._is_lost(request["seq"]) else {"seq": np.int32(request["seq"])}
+
+    def _swap_in(self, request: Request) -> dict[str, Any] | None:
+        return self._swap_out(request)
+
+    def _complete(self, request: Request) -> dict[str, Any] | None:
+        if not self._moves:
+            return None
+        transfer, fresh = self._moves.pop(0)
+        return {"transfer": transfer, "ok": np.bool_(request["ok"] or not fresh)}
+
+    def _is_lost(self, seq: int) -> bool:
+        return seq in self._rows and self._rows[seq].lost
+
     def _written(self, request: Request) -> list[list[Item]]:
         """What each row writes: the rest of its prompt, then the request's tokens, as far as there is room."""
         new: list[list[Item]] = [[] for _ in range(self.state.spec.max_seqs)]
         for seq, row in self._rows.items():
+            if row.rests or row.lost:
+                continue
             extra = request["extra_ids"][seq] if self.state.spec.extra_ids else itertools.repeat(0)
             rest = row.prompt[len(row.items) :] + list(zip(request["tokens"][seq], extra, strict=False))
             new[seq] = rest[: min(request["num_tokens"][seq], row.length - len(row.items))]
@@ -299,23 +265,23 @@ class Trial:
         return -(-length // spec.block_size) - len(whole) <= int(group.num_empty) + int(group.num_cached) - idle
 
     def _hear(self, heard: Sequence[dict[str, Any]], before: CacheState, verb: str) -> None:
-        """Verifies what was removed: nothing that somebody holds, and no parent before its children."""
+        """Verifies what was removed: nothing that is held, unless a move failed, and no parent before its children."""
         size, left = self.state.spec.block_size, dict(self.mirror.nodes)
         for event in heard:
             if event["kind"] != "removed":
                 continue
-            block = event["block"]
+            number, block = event["group"], event["block"]
             most = 1 if verb == "truncate" else 0
-            holders = int(before.groups[0].blocks.refcount[block])
-            assert holders <= most, f"block {block} was removed, which {holders} hold"
-            namespace, path, *_ = left.pop((0, block, event["generation"]))
-            for ns, longer, *_ in left.values():
+            holders = int(before.groups[number].blocks.refcount[block])
+            assert holders <= most or verb == "complete", f"block {block} was removed, which {holders} hold"
+            namespace, path, *_ = left.pop((number, block, event["generation"]))
+            for (other, *_), (ns, longer, *_) in left.items() if number == 0 else ():
                 below = len(path) % size == 0 and len(longer) > len(path) and longer[: len(path)] == path
-                assert ns != namespace or not below, f"block {block} was removed before its child"
+                assert (other, ns) != (0, namespace) or not below, f"block {block} was removed before its child"
 
     def _note(self, request: Request, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
         """Brings rows, slots and pins up to date with a request that was done."""
-        verb, size = request["verb"], self.state.spec.block_size
+        verb = request["verb"]
         seq = request.get("seq", 0)
         if verb == "commit":
             for at, (line, status) in enumerate(zip(self._written(request), events.status, strict=True)):
@@ -323,9 +289,10 @@ class Trial:
                 if line:
                     row, start = self._rows[at], len(self._rows[at].items)
                     row.items = row.items + line
-                    where = np.arange(start, len(row.items))
-                    table = before.groups[0].table[at]
-                    self._slots[table[where // size], where % size] = self._path(row.namespace, row.items)[start:]
+                    path = np.array(self._path(row.namespace, row.items)[start:])
+                    for number, group in enumerate(before.groups):
+                        places, seen = self._places(group, at, np.arange(start, len(row.items)))
+                        self._slots[number][places] = path[seen]
         elif verb == "admit":
             extra = request.get("extra_ids", [0] * len(request["tokens"]))
             prompt = list(zip(request["tokens"], extra, strict=True))
@@ -344,10 +311,44 @@ class Trial:
             self._pins.append(arguments["blocks"])
         elif verb == "unpin":
             self._pins.pop(request["which"] % len(self._pins))
+        elif verb in ("swap_out", "swap_in"):
+            self._rows[seq].rests = verb == "swap_out"
+        elif verb == "complete":
+            self._fail(arguments, events, before)
+        self._move(events)
+
+    def _move(self, events: Events) -> None:
+        """Does with the slots what a transition ordered: moves between tiers, then copies."""
+        self._moves = [(transfer, False) for transfer, _ in self._moves]
+        moves = [] if events.transfer is None else [m for m in events.transfer.records.tolist() if m[1] >= 0]
+        sources = [self._slots[number][source].copy() for number, _, _, source, _ in moves]
+        for (number, _, _, _, target), slots in zip(moves, sources, strict=True):
+            self._slots[number][target] = slots
+        if moves:
+            assert events.transfer is not None
+            records = np.asarray(events.transfer.records)
+            padding = np.full((-len(records) % 128, records.shape[1]), -1, np.int32)  # one program for all
+            self._moves.append((Transfer(jnp.asarray(np.concatenate([records, padding]))), True))
         for event in to_list(events):
             if event["kind"] == "copied":
-                n = event["num_tokens"]
-                self._slots[event["block"], :n] = self._slots[event["source"], :n]
+                slots, n = self._slots[event["group"]], event["num_tokens"]
+                slots[event["block"], :n] = slots[event["source"], :n]
+
+    def _fail(self, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
+        """Takes the K/V from where failed moves should have brought them."""
+        for number, block, which, _, target in arguments["transfer"].records.tolist() if not arguments["ok"] else ():
+            host = before.groups[number].host if block >= 0 else None
+            if host is not None and host.arriving[block] == which:
+                self._slots[number][target] = NOTHING
+        for seq in np.flatnonzero(events.status == Status.HELD).tolist():
+            self._rows[seq].lost = True
+
+    def _places(self, group: Any, seq: int, positions: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """Where in a group's slots those of a row's positions are that it still has; and bool[.], which these are."""
+        size = self.state.spec.block_size
+        blocks = group.table[seq][positions // size]
+        seen = blocks >= 0
+        return (_pool_rows(group)[blocks[seen]], positions[seen] % size), seen
 
     def _path(self, namespace: int, items: Sequence[Item]) -> list[int]:
         """Names of the K/V at each position of a text."""
@@ -367,13 +368,14 @@ def check_policy(
     """Runs random requests on a small cache under a policy and verifies the cache after each; see `Trial`.
 
     After every step: `check(state)` holds; the events so far give the index; nothing that was held or pinned was
-    evicted, and no block before its children; a refused verb changed nothing; every row would read its own K/V.
+    evicted, and no block before its children; a refused verb changed nothing; every row would read its own K/V. In the
+    end a policy that is `idle` must be so.
 
     Args:
       policy: on trial.
       seed: of the requests.
       steps: how many requests.
-      spec: of the cache; keep it small, so that blocks run short.
+      spec: of the cache; keep it small, so that blocks run short. With windows or a host tier `delivers` must be False.
       delivers: whether the policy claims always to find the victims that there are: then a prompt that fits by the
         count of empty and cached blocks must be admitted.
       pstate: the policy's own state to begin with, None for what its `init` makes.
@@ -385,29 +387,54 @@ def check_policy(
     Raises:
       AssertionError: naming the step and its request.
     """
-    state = cache.init(spec, policy)
-    if pstate is not None:
-        state = dataclasses.replace(state, groups=(dataclasses.replace(state.groups[0], policy=pstate),))
-    trial = Trial(state, delivers=delivers)
+    trial = Trial(cache.init(spec, policy, policy_state=pstate), delivers=delivers)
     for step, request in enumerate(itertools.islice(random_requests(seed, spec), steps)):
         try:
             trial.do(request)
         except (AssertionError, ValueError) as error:
             raise AssertionError(f"step {step} of seed {seed}, {request}: {error}") from error
+    if policy.idle:
+        _check_idle(policy, trial.state)
     return trial.tally
+
+
+def _check_idle(policy: EvictionPolicy, state: CacheState) -> None:
+    """Verifies that a policy that is asked for nothing returns its state as it was."""
+    group, nobody, zero = state.groups[0], np.full(3, NO_BLOCK, np.int32), np.int32(0)
+    asked = {
+        "touch": lambda pstate, blocks: policy.touch(pstate, blocks, nobody, zero),
+        "victims": lambda pstate, blocks: policy.victims(pstate, blocks, lambda ids: ids >= 0, zero, zero, 3)[1],
+        "forget": lambda pstate, blocks: pstate if policy.forget is None else policy.forget(pstate, nobody),
+    }
+    for name, ask in asked.items():
+        after = jax.jit(ask)(group.policy, group.blocks)
+        _assert_equal(
+            jax.device_get(group.policy), jax.device_get(after), f"{name}: asked for nothing by an idle policy"
+        )
 
 
 @functools.cache
 def jitted_verbs() -> dict[str, Callable[..., Any]]:
     """The verbs by name, jitted for short compile times rather than speed."""
+    static = {"admit": "tiers", "extend": ("max_tokens", "tiers"), "watermark": ("most", "group")}
+    static |= dict.fromkeys(("offload", "onboard"), "group")
     return {
         name: jax.jit(
-            getattr(cache, name, None) or getattr(control, name),
-            static_argnames="max_tokens" if name == "extend" else None,
+            next(getattr(module, name) for module in (cache, control, movement) if hasattr(module, name)),
+            static_argnames=static.get(name),
             compiler_options={"xla_backend_optimization_level": 0},
         )
-        for name in ("lookup", *_VERBS)
+        for name in ("lookup", *VERBS)
     }
+
+
+def _tiers(request: Request) -> dict[str, Any]:
+    return {"tiers": ("device", "host")} if request.get("host") else {}
+
+
+def _pool_rows(group: Any) -> np.ndarray:
+    """i32[B]; the pool row of each block."""
+    return np.arange(len(group.blocks.fill)) if group.host is None else np.asarray(group.host.slot)
 
 
 def _padded(values: Sequence[int], width: int) -> np.ndarray:

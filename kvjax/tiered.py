@@ -103,7 +103,12 @@ class TieredCache:
 
     @classmethod
     def create(
-        cls, spec: CacheSpec, policy: EvictionPolicy | None = None, num_blocks: ArrayLike | None = None
+        cls,
+        spec: CacheSpec,
+        policy: EvictionPolicy | None = None,
+        num_blocks: ArrayLike | None = None,
+        *,
+        policy_state: Any = None,
     ) -> TieredCache:
         """An empty cache with pools of zeros and host pools; see `init` for the arguments.
 
@@ -112,7 +117,7 @@ class TieredCache:
         """
         if not spec.has_host:
             raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
-        empty = Cache.create(spec, policy, num_blocks)
+        empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state)
         pools, host = init_host_pools(empty.pools)
         state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), empty.state)  # as moves leave the pools
         return cls(Cache(state, pools), host)

@@ -27,7 +27,7 @@ from kvjax.events import DEFAULT_PRIORITY, EventKind, record
 from kvjax.group import Taken, available, claim
 from kvjax.place import find_stuck, led_to
 from kvjax.policies import EvictionPolicy
-from kvjax.retention import priority_at
+from kvjax.retention import priority_at, tell_time
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Host, pytree
 from kvjax.transfer import moves
 
@@ -100,7 +100,7 @@ def take(
         here = (ids >= 0) & (pick(host.slot, ids) < rows) & ~pick(moving, ids)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
-    ids, pstate = policy.victims(group.policy, before, eligible, wanted, now, size)
+    ids, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
     where = (jnp.arange(size, dtype=jnp.int32) < wanted) & eligible(ids)
     blocks, claimed = claim(before, ids, where)
     fits = (total <= available(group)) & (count(claimed) == wanted)
@@ -179,12 +179,11 @@ def deal(
         fill=put(blocks.fill, removed, 0, removed >= 0),
         children=put(add(blocks.children, above, 1, under, unique=False), removed, 0, removed >= 0),
     )
+    blocks = tell_time(blocks, now, (need > 0) | jnp.any(moved >= 0))
     on_stack = (place >= need) & (place < dealt.near)
     on_host = (place >= dealt.near) & (place < dealt.count)
-    pstate, far_pstate = group.policy, host.policy
-    if policy.forget is not None:
-        pstate = policy.forget(pstate, jnp.where(out.where, out.ids, NO_BLOCK))
-        far_pstate = policy.forget(far_pstate, jnp.concatenate([back, removed]))
+    pstate = policy.forgot(group.policy, jnp.where(out.where, out.ids, NO_BLOCK))
+    far_pstate = policy.forgot(host.policy, jnp.concatenate([back, removed]))
     host = dataclasses.replace(
         host,
         slot=slot,
@@ -209,7 +208,7 @@ def deal(
         empty=put(group.empty, group.num_empty - popped + rank(on_stack), free, on_stack),
         num_empty=group.num_empty - popped + count(on_stack),
         num_cached=group.num_cached - (0 if out.held else count(out.where)) + count(idle),
-        policy=policy.touch(pstate, blocks, jnp.where(idle, back, NO_BLOCK), now),
+        policy=policy.touched(pstate, blocks, jnp.where(idle, back, NO_BLOCK), now),
     )
     ids = jnp.where(place < need, free, NO_BLOCK)
     return Taken(find_stuck(group), ids, ok, jnp.concatenate(records), updated, ordered)
@@ -315,14 +314,14 @@ def _host_victims(
     # As the policy is to see them: with the host's children, those of a block on the host.
     seen = dataclasses.replace(blocks, refcount=refcount, children=host.below)
     moving = led_to(group, host.arriving != 0, (host.slot < group.empty.shape[0]) & ~coming)
-    pstate = policy.touch(host.policy, seen, jnp.where(lasting & (not out.held), out.ids, NO_BLOCK), now)
+    pstate = policy.touched(host.policy, seen, jnp.where(lasting & (not out.held), out.ids, NO_BLOCK), now)
 
     def eligible(ids: jax.Array) -> jax.Array:
         there = (ids >= 0) & ((pick(host.slot, ids) >= group.empty.shape[0]) | pick(coming, ids))
         there = there & ~pick(moving, ids) & ~pick(staying, ids)
         return there & (pick(refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
 
-    ids, pstate = policy.victims(pstate, seen, eligible, overflow, now, size)
+    ids, pstate = policy.chosen(pstate, seen, eligible, overflow, now, size)
     seen, claimed = claim(seen, ids, (jnp.arange(size, dtype=jnp.int32) < overflow) & eligible(ids))
     return jnp.where(claimed, ids, NO_BLOCK), dataclasses.replace(host, below=seen.children, policy=pstate)
 

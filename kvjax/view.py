@@ -116,7 +116,7 @@ def _rows(state: CacheState, num_tokens, seqs):
     if num_tokens.shape not in ((), seqs.shape) or not jnp.issubdtype(num_tokens.dtype, jnp.integer):
         got = f"{num_tokens.dtype}{list(num_tokens.shape)}"
         raise ValueError(f"num_tokens: got {got}, wanted i32{list(seqs.shape)} or an int")
-    real = (seqs >= 0) & (seqs < max_seqs)
+    seqs, real = seqs.astype(jnp.int32), (seqs >= 0) & (seqs < max_seqs)
     tables = []
     for group, spec in zip(state.groups, state.spec.groups, strict=True):
         table = pick(group.table, seqs)

@@ -168,7 +168,7 @@ def _kernel(
         first, begin, end = position_ref[number], begin_ref[number], end_ref[number]
         start = 0 if window is None else jnp.maximum(first - (window - 1), 0) // slots * slots
         is_first, begin = begin <= start, jnp.maximum(begin, start)
-        return _Piece(first, begin, end, pl.cdiv(jnp.maximum(end - begin, 0), slots), is_first)
+        return _Piece(first, begin, end, lax.div(jnp.maximum(end - begin, 0) + (slots - 1), np.int32(slots)), is_first)
 
     @pl.when((count_ref[number] > 0) & (warpgroup == workers))
     def _():

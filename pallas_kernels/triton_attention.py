@@ -173,7 +173,7 @@ def _kernel(
         is_first = begin_ref[item] <= _first_slot(first, window, tile)
         highest, total = jnp.where(is_first, sink, highest), jnp.where(is_first, 1.0, total)
     carry = highest, total, jnp.zeros((packed.size, padded), jnp.float32)
-    last = pl.cdiv(jnp.maximum(end - begin, 0), tile)
+    last = lax.div(jnp.maximum(end - begin, 0) + (tile - 1), np.int32(tile))
     if window is None:  # tiles that every query sees whole
         whole = jnp.clip((jnp.minimum(first + 1, end) - begin) // tile, 0, last)
         carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)

@@ -94,7 +94,7 @@ DAMAGE = {
     ],
     "moves were ordered": [
         (0, "groups.0.host.arriving", lambda b: at(b[0, "moving"], 4)),
-        (1, "groups.1.host.arriving", lambda b: at(b[1, "moving"], -1)),
+        (1, "groups.1.host.arriving", lambda b: at(b[1, "moving"], 2**31 - 1)),
         (1, "groups.1.host.moves", lambda b: lambda x: x * 0),
     ],
     "every cached block waits in the ring of its tier once": [
@@ -146,6 +146,14 @@ def test_the_story_is_sound_and_its_blocks_differ(state):
     for number in range(2):
         mine = [block for (group, name), block in names.items() if group == number and name != "second"]
         assert len(set(mine)) == len(mine)
+
+
+def test_the_number_of_moves_may_have_wrapped(state):
+    """The latest is number -2**31 now, and what is on its way was ordered just before it."""
+    for number in range(2):
+        state = changed(state, f"groups.{number}.host.moves", lambda x: np.full_like(x, -(2**31)))
+        state = changed(state, f"groups.{number}.host.arriving", lambda x: np.where(x > 0, np.int32(2**31 - 1), x))
+    kvjax.check(state)
 
 
 def test_blocks_out_of_use_keep_their_pool_rows():

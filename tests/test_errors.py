@@ -257,7 +257,9 @@ def test_dtype_of_a_spec():
         kvjax.make_spec([LayerSpec(1, 8)], **SPEC, dtype="no such")
 
 
-@pytest.mark.parametrize("value", [0, -1, 13, 1.5, True, np.int32(0), np.int64(13), np.zeros(2, np.int32)])
+@pytest.mark.parametrize(
+    "value", [0, -1, 13, 1.5, True, np.int32(0), np.int64(13), np.zeros(2, np.int32), jnp.int32(13)]
+)
 def test_capacity_of_a_cache(value):
     with pytest.raises(ValueError, match=r"^num_blocks: got .*wanted "):
         kvjax.init(SMALL, num_blocks=value)
@@ -525,13 +527,37 @@ def test_a_pool_of_one_block():
     assert cache.admit(1, [2]) == ["OK"]
 
 
-def test_a_pool_of_no_blocks():
-    """A traced capacity may be 0: everything is refused, nothing breaks."""
-    cache = Caller()
-    cache.state = kvjax.init(SMALL, num_blocks=jnp.int32(0))
-    assert cache.admit(0, [1]) == ["NO_BLOCKS"]
-    assert cache.grow(1, 0, 0, 0).status.tolist()[0] == Status.BAD_REQUEST
-    assert cache.status("reset") == ["OK"]
+def test_a_traced_capacity_out_of_range_counts_as_no_blocks():
+    """In a sweep over sizes one that is too large must not look like a result."""
+    sizes = jnp.array([13, -1, 0, 2**31 - 1, 12])
+    states = jax.vmap(lambda n: kvjax.init(SMALL, num_blocks=n))(sizes)
+    *wrong, right = (jax.tree.map(lambda x, i=i: x[i], states) for i in range(5))
+    kvjax.check(right)
+    for state in wrong:
+        for verb, status, args in (
+            ("admit", Status.NO_BLOCKS, (np.int32(0), np.ones(24, np.int32), np.int32(1))),
+            ("release", Status.BAD_REQUEST, (0,)),
+            ("reset", Status.OK, ()),
+        ):
+            after, events = jitted_verbs()[verb](state, *args)
+            assert events.status[0] == status
+            jax.tree.map(np.testing.assert_array_equal, after, state)
+        with pytest.raises(AssertionError, match=r"^broken: num_blocks out of range\n"):
+            kvjax.check(state)
+        counted = kvjax.stats(state)
+        assert str(counted).startswith("num_blocks out of range") and counted.active_share == 1.0
+        assert (counted.filled_share, counted.unused_share, counted.total_slots) == (0.0, 0.0, 0)
+
+
+def test_a_size_that_only_one_group_has_fits_neither():
+    spec = kvjax.make_spec(
+        [LayerSpec(1, 4), LayerSpec(1, 4, window=8)], num_blocks={None: 12, 8: 6}, max_seqs=2, max_length=20,
+        block_size=4,
+    )  # fmt: skip
+    state = jax.jit(lambda n: kvjax.init(spec, num_blocks=n))(9)
+    with pytest.raises(AssertionError, match=r"^broken: num_blocks out of range \(group 1\)\n"):
+        kvjax.check(state)
+    assert kvjax.stats(state).num_blocks == 9 and kvjax.stats(state, 1).num_blocks == 0
 
 
 # checked: for those who want an exception.

@@ -43,13 +43,20 @@ pytestmark = [
 
 
 @functools.cache
-def result_of(target, case):
+def result_of(target, case, **more):
     """What came of one compile, in a process of its own: bad parameters can abort it."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{TOOLCHAIN}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{TOOLCHAIN}{os.pathsep}{ROOT}", **more}
     command = [sys.executable, "-m", "tests.gpu_compile", target, case]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["decode", "prefill", "triton_prefill", "mosaic_decode_128_width_256", "append_int8"])
+def test_kernels_are_the_same_with_64_bit_types(case):
+    kernels = result_of("h200", case, JAX_ENABLE_X64="1")["kernels"]
+    assert kernels and kernels == result_of("h200", case)["kernels"]
 
 
 @pytest.mark.parametrize(("target", "case"), ALL)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from typing import Any
 
@@ -53,6 +54,23 @@ VERBS = {
 }  # fmt: skip
 BOTH = ("device", "host")
 
+
+def nearly_wrapped(state):
+    """An empty cache whose counters wrap soon."""
+    groups = []
+    for group in state.groups:
+        host, soon = group.host, np.iinfo(np.int32).max - 9
+
+        def turned(policy, soon=soon):
+            return policy._replace(head=policy.head + soon, tail=policy.tail + soon) if policy != () else policy
+
+        if host is not None:
+            host = dataclasses.replace(host, moves=host.moves + soon, policy=turned(host.policy))
+        blocks = dataclasses.replace(group.blocks, clock=group.blocks.clock + soon)
+        groups.append(dataclasses.replace(group, blocks=blocks, host=host, policy=turned(group.policy)))
+    return dataclasses.replace(state, groups=tuple(groups))
+
+
 rows = st.integers(-1, ROWS)
 lists = functools.partial(st.lists, min_size=1)
 two = functools.partial(st.lists, min_size=2, max_size=2)
@@ -96,6 +114,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.timed:
             self.oracle.score = self.oracle.priority
         self.oracle.now = 2**31 - 20  # the library's time wraps soon
+        self.state = nearly_wrapped(self.state)
         self.mirror, self.pins, self.moves = kvjax.Mirror(), [], []
 
     @property
@@ -169,9 +188,12 @@ class CacheMachine(RuleBasedStateMachine):
         )
         return Retention(ranges, worth[2]), stated
 
-    @rule(ms=st.sampled_from((1, 4, 5)))
+    @rule(ms=st.sampled_from((1, 4, 5, 2**30)))
     def wait(self, ms):
-        self.oracle.now += ms
+        """Also for days, as long as it is less than 24 of them after the latest time that the library has heard of."""
+        time = self.state.groups[0].blocks.time
+        if time is None or self.oracle.now + ms - (int(time[0]) * 2**32 + int(time[1])) < 2**31:
+            self.oracle.now += ms
 
     def tiers(self, wide):
         """Arguments for the oracle and for the library."""
@@ -457,7 +479,7 @@ class CacheMachine(RuleBasedStateMachine):
                     block.hits if block.node else 0,
                 )
                 if group.host is not None:
-                    far, moving = group.host.slot[ours] >= len(group.empty), group.host.arriving[ours] > 0
+                    far, moving = group.host.slot[ours] >= len(group.empty), group.host.arriving[ours] != 0
                     assert (bool(far), bool(moving)) == (block.host, block.move > 0)
                 if group.blocks.retention is not None:
                     assert group.blocks.retention[ours].tolist() == [

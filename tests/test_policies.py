@@ -13,7 +13,7 @@ from jax import lax
 
 import kvjax
 from kvjax.policies import EvictionPolicy
-from kvjax.testing import SMALL, check_policy
+from kvjax.testing import SMALL, check_policy, jitted_verbs
 
 STEPS = 150
 NOTHING = jnp.int32(0)
@@ -226,6 +226,150 @@ def test_what_costs_twice_as_much_may_lie_twice_as_long():
     assert order(kvjax.cost_aware()) != np.argsort(-age[:8]).tolist()
     alike = kvjax.Blocks(**{**vars(blocks), "depth": jnp.full(12, 3, jnp.int32), "fill": blocks_of().fill})
     assert order(kvjax.cost_aware(), alike) == np.argsort(-age[:8]).tolist()  # least recently released first
+
+
+# A verb that is refused leaves the policy's own state as it was.
+
+
+@functools.cache
+def counting():
+    """Counts in its state how often each of its functions was called, whatever it was asked for; chooses nobody."""
+
+    def called(at, counts, *args):
+        return counts.at[at].add(1)
+
+    def victims(counts, *args):
+        return fill(args[-1], -1), called(1, counts)
+
+    touch, forget = functools.partial(called, 0), functools.partial(called, 2)
+    return EvictionPolicy(lambda num_ids: jnp.zeros(3, jnp.int32), touch, victims, forget)
+
+
+LINE, LINES = np.arange(1, 21, dtype=np.int32), np.ones((4, 20), np.int32)
+REFUSED = {
+    "admit": (np.int32(9), LINE, np.int32(4)),  # no such row
+    "extend": (np.eye(4, dtype=bool)[1],),  # a free one
+    "commit": (LINES, np.full(4, -1, np.int32)),
+    "release": (np.int32(1),),
+    "fork": (np.int32(0), np.int32(0)),
+    "truncate": (np.int32(1), np.int32(1)),
+    "pin": (np.full(5, 7, np.int32),),
+    "unpin": (np.full(5, 7, np.int32),),
+    "evict": (np.array([99], np.int32),),
+    "reset": (),  # row 0 is in use
+    "offload": (np.array([99, -1, -1, -1], np.int32),),
+    "onboard": (np.array([99, -1, -1, -1], np.int32),),
+    "swap_out": (np.int32(1),),
+    "swap_in": (np.int32(1),),
+}
+TIERED = dataclasses.replace(SMALL, groups=(dataclasses.replace(SMALL.groups[0], num_host_blocks=4),))
+
+
+def a_row_and_something_cached(state):
+    verbs = jitted_verbs()
+    for row, first in ((0, 1), (1, 5)):
+        tokens = np.roll(LINE, -first)
+        state, _ = verbs["admit"](state, np.int32(row), tokens, np.int32(6))
+        state, _ = verbs["commit"](state, np.tile(tokens, (4, 1)), np.where(np.arange(4) == row, 6, 0))
+    return verbs["release"](state, np.int32(1))[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("spec", "verbs"),
+    [
+        (SMALL, ("admit", "extend", "commit", "release")),
+        pytest.param(TIERED, REFUSED, marks=pytest.mark.slow),
+        pytest.param(SMALL, list(REFUSED)[:-4], marks=pytest.mark.slow),
+    ],
+)
+def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):
+    state = a_row_and_something_cached(kvjax.init(spec, counting()))
+    assert state.groups[0].policy.tolist() == [1, 0, 0]  # the release; all else was asked for nothing
+    for verb in verbs:
+        after, events = jitted_verbs()[verb](state, *REFUSED[verb])
+        assert np.any(events.status != 0), verb
+        jax.tree.map(np.testing.assert_array_equal, after, state)
+    if spec.has_host:
+        after, events = jitted_verbs()["admit"](state, *REFUSED["admit"], tiers=("device", "host"))
+        assert np.all(events.status != 0)
+        jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+def test_a_policy_that_is_not_as_idle_as_it_says_is_found_out():
+    with pytest.raises(AssertionError, match="touch: asked for nothing by an idle policy, yet changed"):
+        check_policy(counting()._replace(idle=True), steps=0)
+    assert check_policy(counting(), steps=0) == check_policy(kvjax.lru(), steps=0) == {}
+    assert kvjax.lru().idle and kvjax.fifo().idle and not counting().idle
+
+
+# Scores with a state of their own.
+
+
+@functools.cache
+def most_often_released_last():
+    return kvjax.by_score(
+        lambda blocks, seen: seen,
+        init=lambda num_ids: jnp.zeros((num_ids,), jnp.int32),
+        touch=lambda seen, blocks, ids, now: seen.at[jnp.where(ids >= 0, ids, len(seen))].add(1, mode="drop"),
+    )
+
+
+@functools.cache
+def learned():
+    """Weights for fill and depth; no training here."""
+    return kvjax.by_score(
+        lambda blocks, weights, now: weights["w"][0] * blocks.fill + weights["w"][1] * blocks.depth + 0 * now,
+        timed=True,
+        init=lambda num_ids: {"w": jnp.zeros((2,), jnp.int32)},
+    )
+
+
+@pytest.mark.long
+def test_a_score_may_have_a_state_of_its_own():
+    state = three_documents(most_often_released_last())
+    blocks = state.groups[0].blocks
+    owner, seen = np.asarray(blocks.tokens)[:, 0], np.asarray(state.groups[0].policy)
+    assert {int(o): int(n) for o, n in zip(owner, seen, strict=True) if n} == {1: 2, 2: 3, 3: 1}
+    eligible = lambda ids: (ids >= 0) & (blocks.fill[ids] > 0)  # noqa: E731
+    policy = state.policy
+    ids, after = policy.victims(seen, blocks, eligible, jnp.int32(6), jnp.int32(0), 6)
+    assert owner[ids].tolist() == [3, 3, 1, 1, 2, 2] and after is seen
+
+
+def test_a_learned_score_begins_with_its_weights():
+    spec = kvjax.make_spec(num_blocks=12, num_host_blocks=4, max_seqs=1, max_length=16, block_size=4)
+    weights = {"w": np.array([1, -5], np.int32)}
+    state = kvjax.init(spec, learned(), policy_state=weights)
+    (group,) = state.groups
+    assert group.policy["w"].tolist() == group.host.policy["w"].tolist() == [1, -5]
+    kvjax.check(jax.jit(lambda x: x, donate_argnums=0)(state))  # no array is there twice
+    state = kvjax.Cache.create(SMALL, learned(), policy_state=weights).state
+    blocks = kvjax.Blocks(**{**vars(blocks_of()), "depth": jnp.arange(12, dtype=jnp.int32)})
+    eligible = lambda ids: (ids >= 0) & (blocks.fill[ids] > 0)  # noqa: E731
+    pstate = state.groups[0].policy
+    ids, _ = learned().victims(pstate, blocks, eligible, jnp.int32(3), jnp.int32(0), 3)
+    assert ids.tolist() == [7, 6, 5]
+    after, events = kvjax.reset(state)
+    assert events.ok and after.groups[0].policy["w"].tolist() == [1, -5]
+
+
+@pytest.mark.parametrize(
+    "given", [{"w": np.zeros(3, np.int32)}, {"w": np.zeros(2, np.float32)}, {"v": np.zeros(2, np.int32)}, (), 3]
+)
+def test_a_policys_state_of_the_wrong_shape_is_named(given):
+    with pytest.raises(ValueError, match=r"^policy_state: got .*, wanted \{'w': 'int32\[2\]'\}"):
+        kvjax.init(SMALL, learned(), policy_state=given)
+
+
+def test_a_touch_without_a_state_is_named():
+    with pytest.raises(ValueError, match=r"^touch: got a function, wanted None"):
+        kvjax.by_score(lambda blocks: blocks.fill, touch=lambda pstate, *_: pstate)
+
+
+@pytest.mark.slow
+def test_scores_with_a_state_conform():
+    assert check_policy(most_often_released_last(), seed=5, steps=STEPS)["removed"] > 10
 
 
 # The reference systems' own data structures, in plain Python. A block has an id, and as contents the path of tokens

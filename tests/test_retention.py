@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 import kvjax.testing
+from kvjax.retention import later, priority_at
 
 SPEC = kvjax.make_spec(num_blocks=4, max_seqs=3, max_length=16, block_size=4, retention=True)
 VERBS = {name: jax.jit(getattr(kvjax, name)) for name in ("admit", "commit", "release")}
@@ -95,6 +96,44 @@ def test_a_time_to_live_ends(now, left):
         state, 1, jnp.full(4, 3, jnp.int32), 4, retention=kvjax.Retention.of([(0, None, 0)]), now=np.int32(now)
     )
     assert set(priorities(state)) == left
+
+
+def test_a_time_to_live_that_ended_stays_over():
+    """2^31 ms are 24 days: by the difference alone it would begin anew from day 25 to 49."""
+    day = 24 * 60 * 60 * 1000
+    state, ms = kvjax.init(SPEC, kvjax.priority(), num_blocks=3), 2**31 - 2 * day
+    state, _ = run(state, 0, [1] * 4, kvjax.Retention.of([(0, None, 90, 10)]), now=wrapped(ms))
+    worth, blocks = [], np.asarray(state.groups[0].blocks.fill) > 0
+    for _ in range(12):
+        ms += 10 * day
+        state, _ = run(state, 1, [2] * 4, now=wrapped(ms))
+        (block,) = np.flatnonzero(blocks & (np.asarray(state.groups[0].blocks.tokens)[:, 0] == 1))
+        worth.append(int(priority_at(state.groups[0].blocks, jnp.int32(wrapped(ms)))[block]))
+    assert worth == [35] * 12
+
+
+def test_an_earlier_time_is_no_news():
+    """A verb that is not told the time (it is 0 by default) neither ends a time to live nor prolongs one."""
+    for start in (1000, 2**31 + 1000, 3 * 2**30):
+        state = kvjax.init(SPEC, kvjax.priority(), num_blocks=3)
+        state, _ = run(state, 0, [1] * 4, kvjax.Retention.of([(0, None, 90, 10)]), now=wrapped(start))
+        state, _ = run(state, 1, [2] * 4)
+        blocks = state.groups[0].blocks
+        for after, wanted in ((9, 90), (10, 35), (2**30, 35)):
+            assert int(priority_at(blocks, jnp.int32(wrapped(start + after)))[blocks.tokens[:, 0] == 1][0]) == wanted
+
+
+@pytest.mark.parametrize("a", [0, 5, 2**31 - 1, 2**31, 2**32 - 1, 2**32, -1, -(2**31), -(2**31) - 1, 2**40 + 7])
+def test_times_are_added_in_64_bits(a):
+    def words(x):
+        return jnp.array([(x + 2**31) >> 32, wrapped(x)], jnp.int32)
+
+    for ms in (0, 1, -1, 2**31 - 1, -(2**31), 12345):
+        assert later(words(a), jnp.int32(ms)).tolist() == words(a + ms).tolist()
+
+
+def wrapped(ms):
+    return (ms + 2**31) % 2**32 - 2**31
 
 
 @pytest.mark.slow

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy for property tests of a user's own, and the trial that carries it out on any cache."""
+
+import collections
+import dataclasses
+import sys
+
+import hypothesis
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import LayerSpec
+from kvjax.testing import SMALL, Trial, jitted_verbs, requests
+
+OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4}
+TIERS = kvjax.make_spec(num_host_blocks=4, **OPTIONS)
+SPECS = {
+    "extra ids": kvjax.make_spec(extra_ids=True, **OPTIONS),
+    "windows": kvjax.make_spec([LayerSpec(1, 1), LayerSpec(1, 1, 6, 1)], **OPTIONS),
+    "windows alone": kvjax.make_spec([LayerSpec(1, 1, 5)], **OPTIONS),
+    "tiers": TIERS,
+    "windows, tiers": kvjax.make_spec([LayerSpec(1, 1), LayerSpec(1, 1, 6)], num_host_blocks=3, **OPTIONS),
+}
+SOME = ("admit", "commit", "release", "offload", "onboard", "complete")
+
+
+def run(spec, asked, tally):
+    """The law: the events give the index, after every request; and all that a trial verifies."""
+    trial, mirror = Trial(kvjax.init(spec)), kvjax.Mirror()
+    for request in asked:
+        events = trial.do(request)
+        mirror = mirror if events is None else kvjax.fold(kvjax.to_list(events), mirror)
+        assert mirror.index == kvjax.index_of(trial.state)
+    tally.update(trial.tally)
+
+
+@pytest.mark.long
+def test_the_strategys_requests_are_carried_out_and_obey_the_law():
+    tally = collections.Counter()
+
+    @hypothesis.settings(max_examples=40)
+    @hypothesis.given(requests(TIERS))
+    def property_test(asked):
+        run(TIERS, [request for request in asked if request["verb"] in SOME], tally)
+
+    property_test()
+    assert all(tally[name] for name in (*SOME, "updated")), tally
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
+def test_every_verb_obeys_the_law(name):
+    tally, spec = collections.Counter(), SPECS[name]
+
+    @hypothesis.settings(max_examples=150)
+    @hypothesis.given(requests(spec))
+    def property_test(asked):
+        run(spec, asked, tally)
+
+    property_test()
+    verbs = set(jitted_verbs()) - {"lookup"}
+    verbs -= set() if spec.has_host else {"offload", "onboard", "watermark", "swap_out", "swap_in", "complete"}
+    assert all(tally[verb] for verb in verbs), tally
+
+
+def test_what_fails_shrinks_to_the_request_that_matters():
+    asked = hypothesis.find(requests(TIERS), lambda asked: any(request["verb"] == "swap_in" for request in asked))
+    assert asked == [{"verb": "swap_in", "seq": 0}]
+    asked = hypothesis.find(requests(SMALL), lambda asked: any(r["verb"] == "admit" and r["tokens"] for r in asked))
+    assert asked == [{"verb": "admit", "seq": 0, "tokens": [0], "namespace": 0}]
+
+
+def test_specs_get_what_they_can_do():
+    @hypothesis.settings(max_examples=10)
+    @hypothesis.given(requests(SMALL))
+    def plain(asked):
+        for request in asked:
+            assert not {"host", "group", "extra_ids"} & set(request)
+
+    plain()
+    hypothesis.find(requests(SPECS["extra ids"]), lambda asked: any("extra_ids" in request for request in asked))
+    hypothesis.find(requests(SPECS["windows, tiers"]), lambda asked: any(r.get("group") == 1 for r in asked))
+
+
+def test_without_hypothesis_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis.strategies", None)
+    with pytest.raises(ImportError, match=r"^requests: needs hypothesis \(pip install \"kvjax\[test\]\"\)"):
+        requests()
+
+
+def test_a_trial_cannot_tell_whether_a_prompt_fits_where_the_count_does_not():
+    for spec in (TIERS, SPECS["windows"]):
+        with pytest.raises(ValueError, match=r"^delivers: got True, wanted False for a cache with windows or a host"):
+            Trial(kvjax.init(spec), delivers=True)
+
+
+TEXT = [1, 1, 1, 1, 2, 2, 2, 2]
+LIFE = [
+    {"verb": "admit", "seq": 0, "tokens": TEXT, "namespace": 0},
+    {"verb": "commit", "num_tokens": [16] * 3, "tokens": [[]] * 3},
+    {"verb": "release", "seq": 0},
+    {"verb": "offload", "which": 3, "group": 0},
+    {"verb": "complete", "ok": True},
+]
+
+
+def disobeying(name):
+    """The verbs, of which one forgets its orders to move or to copy."""
+
+    def verb(*args, **kwargs):
+        state, events = jitted_verbs()[name](*args, **kwargs)
+        records = np.where((events.kind == kvjax.EventKind.COPIED)[:, None], 0, events.records)
+        nothing = None if events.transfer is None else kvjax.Transfer(np.full_like(events.transfer.records, -1))
+        return state, dataclasses.replace(events, records=records, transfer=nothing)
+
+    return jitted_verbs() | {name: verb}
+
+
+@pytest.mark.long
+def test_a_trial_sees_bytes_that_are_not_where_they_should_be():
+    good, after = Trial(kvjax.init(TIERS)), {"verb": "admit", "seq": 1, "tokens": [1, 1, 1, 3], "namespace": 0}
+    for request in [*LIFE[:3], after]:
+        good.do(request)
+    assert good.tally["copied"] == 1
+    bad = Trial(kvjax.init(TIERS), verbs=disobeying("admit"))
+    for request in LIFE[:3]:
+        bad.do(request)
+    with pytest.raises(AssertionError, match="row 1 would read what is not its own"):
+        bad.do(after)
+    bad = Trial(kvjax.init(TIERS), verbs=disobeying("offload"))
+    for request in LIFE[:3]:
+        bad.do(request)
+    with pytest.raises(AssertionError, match=r"block \d does not hold what it claims"):
+        bad.do(LIFE[3])
