@@ -139,12 +139,12 @@ class Run[C: (Cache, TieredCache)]:
         cache, how = None, "the call that it had been donated to did not return: there is no cache"
         if alive((self.cache, self.host)):
             try:
-                self.let_go()
-                jax.block_until_ready((self.cache, self.host))
-                cache, how = self.result, "the cache to go on with is this error's `cache`"
-            except Exception as error:  # the last call has died on the device, which shows when its results are read
-                how = f"there is no cache: {error}"
-        self.live = {}
+                jax.block_until_ready((self.cache, self.host))  # where a call that died on the device shows
+                cache = self.result
+                self._let_go()
+                cache, how = self.result, "go on with this error's `cache`"
+            except Exception as error:
+                how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
         what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
         return GenerationInterrupted(f"interrupted by {what}; {how}", cache, self.outputs, self.events)
 
@@ -153,9 +153,9 @@ class Run[C: (Cache, TieredCache)]:
         if self.live and alive((self.cache, self.host)):
             self.events = self.closing
             with self.ctrl_c:
-                self.let_go()
+                self._let_go()
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Releases all rows of this generation, whatever it was at. Donates nothing, so nothing can be lost here.
 
         The time is the last reading of the clock, which may be what has failed.
@@ -168,7 +168,6 @@ class Run[C: (Cache, TieredCache)]:
                 state, events = _let_go(state, seqs, now=self.time)
                 self.cache = Cache(state, self.cache.pools)
                 self._hear(events)
-        self.live = {}
 
     def _admit(self) -> None:
         """Admits waiting prompts into free rows and computes them."""
@@ -222,12 +221,15 @@ class Run[C: (Cache, TieredCache)]:
             self._hear(removed)
         return events, lost
 
-    def _keep_room(self, rows: int) -> None:
-        """Offloads what the loop would evict, which would be lost."""
+    def _keep_room(self, rows: int, tokens: int) -> None:
+        """Offloads what a loop over rows would evict for so many tokens of each.
+
+        It would be lost, or stay where it is if something on the host follows it, and the loop find no block.
+        """
         for group, spec in enumerate(self.spec.groups):
             if self.host is None or not spec.num_host_blocks:
                 continue
-            each = -(-self.steps // self.spec.block_size) + 1
+            each = -(-tokens // self.spec.block_size) + 1
             if int(self.cache.state.groups[group].num_empty) < rows * each:
                 most = min(self.spec.max_seqs * each, spec.num_blocks)
                 self._tiered(TieredCache.watermark, rows * each, most=most, group=group)
@@ -253,6 +255,8 @@ class Run[C: (Cache, TieredCache)]:
     def _prefill(self, batch: list[int], seqs, prompts, seeds, lengths) -> None:
         """Computes the prompts of rows seqs i32[R], -1 for none; if blocks run out, without those that came last."""
         while np.any(seqs >= 0):
+            if lengths is not None:  # the others have all their blocks
+                self._keep_room(int(np.sum(seqs >= 0)), prompts.shape[1])
             log = prefill_log(self.spec, *prompts.shape)
             self.cache, log, tokens, logprobs = _prefill(
                 self.model, self.cache, seqs, prompts, seeds, log, chunk=self.chunk, lengths=lengths,
@@ -288,7 +292,7 @@ class Run[C: (Cache, TieredCache)]:
         for row, n in live.items():
             token[row], active[row] = self.outputs[n].tokens[-1], True
             left[row], seed[row] = self.max_new - len(self.outputs[n].tokens), self.seeds[n]
-        self._keep_room(len(live))
+        self._keep_room(len(live), self.steps)
         rows = Rows(*map(jnp.asarray, (token, active, left, seed)))
         stop = np.asarray(self.stop, np.int32)
         log = decode_log(self.spec, self.steps)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any, Protocol
 
 import jax
@@ -43,8 +42,8 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model: got a {type(model).__name__}, wanted a kvjax.Model; the cache comes after it")
     if jax.tree_util.all_leaves([model]):
         raise ValueError(
-            f"model: got {reprlib.repr(model)}, which is no pytree: wrap a function as jax.tree_util.Partial(fn), or "
-            "Partial(fn, weights)"
+            f"model: got {getattr(model, '__name__', type(model).__name__)}, which is no pytree: wrap a function as "
+            "jax.tree_util.Partial(fn), or as Partial(fn, weights)"
         )
 
 

@@ -171,7 +171,10 @@ def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
                     causes.append(type(error.__cause__))
                     outputs, cache, told = error.outputs, error.cache, error.events
                 events += told
-                assert_whole(cache, events, prompts, outputs if kind == "plain" else ())
+                lossy = (
+                    kind == "windows" and host
+                )  # what a chunk pushes out of a window's blocks does not go to the host
+                assert_whole(cache, events, () if lossy else prompts, () if lossy else outputs)
                 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             assert causes == [cause] * (n - 1)
             assert n > 10
@@ -327,6 +330,14 @@ def test_a_prompt_whose_row_was_lost_is_admitted_again(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_children_on_the_host():
+    cache = start("windows", host=True)
+    for number in range(4):
+        outputs, cache, _ = together(cache, prompts_of(number))
+        assert [output.finish for output in outputs] == ["length"] * 2
+
+
+@pytest.mark.slow
 def test_a_cache_with_a_host_tier_steps():
     cache, tokens = start(host=True), np.arange(14, dtype=np.int32).reshape(2, 7)
     after, logits, events = cache.step(MODEL, tokens, np.asarray([0, 3], np.int32))
@@ -339,14 +350,14 @@ def test_a_cache_with_a_host_tier_steps():
         cache.step(MODEL, tokens, np.asarray([0, 0], np.int32))
     with pytest.raises(ValueError, match=r"^cache: was donated"):
         cache.watermark(1, most=1)
-    with pytest.raises(ValueError, match=r"^model: got <function successor"):
+    with pytest.raises(ValueError, match=r"^model: got successor"):
         after.step(successor, tokens, np.asarray([0, 0], np.int32))
 
 
 @pytest.mark.slow
 def test_a_failed_move_is_tried_again_and_then_done_without(monkeypatch):
     cache, copy, failed = start(host=True), host_pool._copy, []
-    outputs, cache, events = together(cache, prompts_of(0) + prompts_of(1) + prompts_of(2))  # some are on the host now
+    outputs, cache, events = together(cache, prompts_of(0) + prompts_of(1))  # some are on the host now
 
     def copy_or_fail(targets, sources, rows):
         if sources[0][0].sharding.memory_kind == "pinned_host":  # onboarding
