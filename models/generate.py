@@ -72,7 +72,7 @@ def _parser() -> commands.Parser:
     )
     parser.add_argument(
         "--stop",
-        type=number(int, 0),
+        type=number(int, 0, 2**31 - 1),
         action="append",
         default=[],
         metavar="ID",

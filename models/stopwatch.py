@@ -48,11 +48,11 @@ class Stopwatch:
         if event == _TRACE and what.get("fun_name") in _LOOPS:
             self._note(f"compiling {what['fun_name']} ...")
 
-    def _ends(self, event: str, start: float, end: float, **_: object) -> None:
+    def _ends(self, event: str, start_time: float, end_time: float, **_: object) -> None:
         if event.startswith(_COMPILE):
-            while self._spans and self._spans[-1][0] >= start:
+            while self._spans and self._spans[-1][0] >= start_time:
                 self._spans.pop()
-            self._spans.append((start, end))
+            self._spans.append((start_time, end_time))
 
     @property
     def compiled(self) -> float:
