@@ -186,7 +186,7 @@ def _generate(
     for i, output in enumerate(outputs, 1):
         if output.finish not in ("length", "stop"):
             _note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
-    _note(watch.report(outputs))
+    _note(watch.report())
     return events, cache, finished
 
 
