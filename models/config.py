@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import gemma_config
-from .fields import count, either, flag, ids, number, only
+from .fields import count, either, flag, ids, listed, number, only
 from .layer_config import LayerConfig
 from .rope import Rope
 
@@ -119,7 +119,7 @@ class ModelConfig:
             qk_norm=kind == "qwen3",
             max_positions=count(hf, "max_position_embeddings", 2048),
             bos_token_id=hf.get("bos_token_id"),
-            eos_token_ids=ids(hf.get("eos_token_id")),
+            eos_token_ids=ids(hf, "eos_token_id"),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _windows(hf: Mapping[str, Any], kind: str) -> list[int | None]:
     slides = {"llama": False, "mistral": True}.get(kind, flag(hf, "use_sliding_window"))
     window = count(hf, "sliding_window") if slides and hf.get("sliding_window") is not None else None
     first = 0 if kind == "mistral" else count(hf, "max_window_layers", num_layers, least=0)
-    types = hf.get("layer_types") or [_TYPES[window is not None and n >= first] for n in range(num_layers)]
+    types = listed(hf, "layer_types") or [_TYPES[window is not None and n >= first] for n in range(num_layers)]
     if len(types) != num_layers:
         raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
     wanted = _TYPES[:1] if window is None else _TYPES[1:] if kind == "mistral" else _TYPES

@@ -49,6 +49,18 @@ def flag(hf: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def ids(value: Any) -> tuple[int, ...]:
+def listed(hf: Mapping[str, Any], name: str) -> list[Any] | None:
+    """The field's value, a list; None where the config is silent."""
+    value = hf.get(name)
+    if value is not None and not isinstance(value, list | tuple):
+        raise ValueError(f"{name}: got {value!r}, wanted a list")
+    return None if value is None else list(value)
+
+
+def ids(hf: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Token ids given as null, one number or a list."""
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    value = hf.get(name)
+    found = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        raise ValueError(f"{name}: got {value!r}, wanted token ids")
+    return found

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .fields import count, either, flag, ids, number, only
+from .fields import count, either, flag, ids, listed, number, only
 from .layer_config import LayerConfig
 from .rope import Rope
 
@@ -67,7 +67,7 @@ def read(fields: Mapping[str, Any]) -> dict[str, Any]:
         "logit_soft_cap": None if hf.get(cap) is None else number(hf, cap),
         "max_positions": count(hf, "max_position_embeddings"),
         "bos_token_id": hf.get("bos_token_id"),
-        "eos_token_ids": ids(hf.get("eos_token_id")),
+        "eos_token_ids": ids(hf, "eos_token_id"),
     }
     if kind == "gemma3_text":
         scale = count(hf, "query_pre_attn_scalar", 256) ** -0.5
@@ -189,7 +189,7 @@ def _layers(hf: Mapping[str, Any], kind: str, num_heads: int) -> tuple[LayerConf
 def _layer_types(hf: Mapping[str, Any], kind: str) -> list[str]:
     num_layers = count(hf, "num_hidden_layers")
     pattern = count(hf, "sliding_window_pattern", 6) if kind == "gemma3_text" else 6
-    types = hf.get("layer_types")
+    types = listed(hf, "layer_types")
     if types is None:
         types = [_TYPES[(place + 1) % pattern > 0] for place in range(num_layers)]
         if kind == "gemma4_text":

@@ -72,7 +72,7 @@ def _parser() -> commands.Parser:
     )
     parser.add_argument(
         "--stop",
-        type=number(int, 0),
+        type=number(int, 0, 2**31 - 1),
         action="append",
         default=[],
         metavar="ID",
@@ -164,25 +164,29 @@ def _generate(
         stop_tokens=args.stop or model.config.eos_token_ids,
         steps=STEPS,
     )
+    progress: kvjax.Progress | None = None
     with Stopwatch(_note) as watch:
         try:
-            try:
-                for progress in watch.timed(stream):
-                    outputs, cache = progress.outputs, progress.cache
-                    events += progress.events
-                    screen.show(outputs)
-            except KeyboardInterrupt as ctrl_c:  # here, and not where the stream hears it
-                stream.throw(ctrl_c)
+            for progress in watch.timed(stream):
+                outputs, cache = progress.outputs, progress.cache
+                events += progress.events
+                screen.show(outputs)
+        except KeyboardInterrupt:  # while it was shown: the stream has not heard of it
+            finished = False
+            stream.close()
+            if progress is not None:
+                cache = progress.cache
+                events += progress.closing
         except kvjax.GenerationInterrupted as stop:
             if not isinstance(stop.__cause__, KeyboardInterrupt):
                 raise
-            outputs, cache, finished = stop.outputs, stop.cache, False
+            finished, outputs, cache = False, stop.outputs, stop.cache
             events += stop.events
     screen.show(outputs, last=True)
     for i, output in enumerate(outputs, 1):
         if output.finish not in ("length", "stop"):
             _note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
-    _note(watch.report(outputs))
+    _note(watch.report())
     return events, cache, finished
 
 

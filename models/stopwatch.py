@@ -16,11 +16,23 @@ _LOOPS = ("prefill", "decode")  # the jitted loops of a generation, as jax names
 
 
 class _Turn(NamedTuple):
-    """The time between two `Progress`es but for compiling, whether prompts were computed, and the decode steps."""
+    """What one turn of a stream did, and how long it took but for compiling."""
 
     seconds: float
-    prefill: bool
-    steps: int
+    computed: int  # prompt tokens
+    reused: int  # prompt tokens that were not computed
+    steps: int  # of decoding
+    decoded: int  # tokens, of all rows
+
+    @classmethod
+    def of(cls, progress: kvjax.Progress, seconds: float) -> _Turn:
+        """The turn that a `Progress` ends."""
+        outputs, new = progress.outputs, {n: len(tokens) for n, tokens in progress.new.items()}
+        first = [n for n, count in new.items() if count == len(outputs[n].tokens)]
+        decoded = [count - (n in first) for n, count in new.items()]
+        reused = sum(outputs[n].cached_tokens for n in first)
+        asked = sum(outputs[n].prompt_tokens for n in first)
+        return cls(seconds, asked - reused, reused, max(decoded, default=0), sum(decoded))
 
 
 class Stopwatch:
@@ -67,26 +79,22 @@ class Stopwatch:
             progress = next(turns, None)
             if progress is None:
                 return
-            seconds = time.perf_counter() - self.compiled - began
-            first = {n for n, new in progress.new.items() if len(new) == len(progress.outputs[n].tokens)}
-            steps = max((len(new) - (n in first) for n, new in progress.new.items()), default=0)
-            self._turns.append(_Turn(seconds, bool(first), steps))
+            self._turns.append(_Turn.of(progress, time.perf_counter() - self.compiled - began))
             yield progress
 
-    def report(self, outputs: list[kvjax.Output]) -> str:
+    def report(self) -> str:
         """One line. In a turn that does both, decoding is taken to be as fast as in the turns that only decode."""
-        begun = [output for output in outputs if output.tokens]
-        reused, asked = (sum(getattr(o, name) for o in begun) for name in ("cached_tokens", "prompt_tokens"))
-        decoded = sum(len(output.tokens) for output in begun) - len(begun)
-        steps, seconds = (sum(getattr(turn, name) for turn in self._turns) for name in ("steps", "seconds"))
-        alone = [turn for turn in self._turns if not turn.prefill]
-        prefill = f"prefill {asked - reused:,} tokens" + (f" ({reused:,} more reused)" if reused else "")
         parts = [f"compile {_seconds(self.compiled)}"]
-        if steps and not any(turn.steps for turn in alone):
-            return "; ".join([*parts, f"{prefill} and decode {decoded:,}, {_seconds(seconds)}"])
-        decoding = steps * sum(turn.seconds for turn in alone) / max(sum(turn.steps for turn in alone), 1)
-        parts += [f"{prefill} {_seconds(max(seconds - decoding, 0))}"]
-        parts += [f"decode {decoded / decoding:,.0f} tokens/s"] if decoded else []
+        if not self._turns:
+            return parts[0]
+        total = _Turn(*(sum(column) for column in zip(*self._turns, strict=True)))
+        pace = [turn for turn in self._turns if turn.steps and not turn.computed]
+        prefill = f"prefill {total.computed:,} tokens" + (f" ({total.reused:,} more reused)" if total.reused else "")
+        if total.steps and not pace:
+            return "; ".join([*parts, f"{prefill} and decode {total.decoded:,}, {_seconds(total.seconds)}"])
+        decoding = total.steps * sum(turn.seconds for turn in pace) / max(sum(turn.steps for turn in pace), 1)
+        parts += [f"{prefill} {_seconds(max(total.seconds - decoding, 0))}"]
+        parts += [f"decode {total.decoded / decoding:,.0f} tokens/s"] if total.decoded else []
         return "; ".join(parts)
 
 

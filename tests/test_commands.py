@@ -24,6 +24,7 @@ FIELDS = {
 }  # fmt: skip
 VOCABULARY = "wanted 0 to 255 (the vocabulary has 256)"
 NEW = 20
+QUESTION = ["--prompt", "caf\u00e9", "--prompt", "hello"]
 
 
 def bytes_tokenizer() -> tokenizers.Tokenizer:
@@ -111,10 +112,9 @@ def run(*arguments, capsys):
 
 
 @pytest.mark.long
-def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypatch):
+def test_text_json_and_events_say_what_generate_does(capsys, tmp_path):
     """One test, so that one pair of programs is compiled."""
-    question = ["--prompt", "caf\u00e9", "--prompt", "hello"]
-    out, err = run("--checkpoint", "text", *question, "--json", "--events", str(tmp_path / "events"), capsys=capsys)
+    out, err = run("--checkpoint", "text", *QUESTION, "--json", "--events", str(tmp_path / "events"), capsys=capsys)
     first, second = map(json.loads, out.splitlines())
     assert list(first) == ["prompt", "text", "tokens", "logprobs", "prompt_tokens", "cached_tokens", "finish"]
     assert (first["prompt"], first["prompt_tokens"], first["cached_tokens"]) == ("caf\u00e9", 5, 0)
@@ -126,7 +126,7 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     assert {event["kind"] for event in events} == {"stored"}
     assert kvjax.fold(events).index
 
-    out, err = run("--checkpoint", "text", *question, capsys=capsys)
+    out, err = run("--checkpoint", "text", *QUESTION, capsys=capsys)
     assert out == f"caf\u00e9{first['text']}\nhello{second['text']}\n"
     assert "compiling" not in err
 
@@ -134,29 +134,40 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     out, _ = run("--checkpoint", "ids", "--prompt", "1 2 3 4 5", "--prompt", ids, capsys=capsys)
     assert out.splitlines()[1] == " ".join([ids, *map(str, second["tokens"])])
 
-    if not hasattr(kvjax, "GenerationInterrupted"):
-        pytest.skip("no GenerationInterrupted yet")
-    before = len(events)
-    show, calls = generate._Lines.show, []
 
-    def press_ctrl_c(self, outputs, **options):
-        calls.append(options)
-        if len(calls) == 2:
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(kvjax, "GenerationInterrupted"), reason="kvjax.stream knows nothing of Ctrl-C yet")
+@pytest.mark.parametrize("where", ["shown", "computed"])
+def test_ctrl_c_prints_what_there_is(capsys, tmp_path, monkeypatch, where):
+    """While a Progress is shown it is the command's own; while one is computed the stream makes an error of it."""
+    show, stream, shown = generate._Lines.show, kvjax.stream, []
+
+    def press_while_shown(self, outputs, **options):
+        shown.append(outputs)
+        if len(shown) == 2:
             raise KeyboardInterrupt
         show(self, outputs, **options)
 
-    monkeypatch.setattr(generate._Lines, "show", press_ctrl_c)
+    def press_while_computed(*args, **options):
+        inner = stream(*args, **options)
+        next(inner)
+        inner.throw(KeyboardInterrupt())
+        yield
+
+    if where == "shown":
+        monkeypatch.setattr(generate._Lines, "show", press_while_shown)
+    else:
+        monkeypatch.setattr(kvjax, "stream", press_while_computed)
     with pytest.raises(SystemExit) as caught:
-        run("--checkpoint", "text", *question, "--json", "--events", str(tmp_path / "events"), capsys=capsys)
+        run("--checkpoint", "text", *QUESTION, "--json", "--events", str(tmp_path / "events"), capsys=capsys)
     assert caught.value.code == 130
     out, err = capsys.readouterr()
-    for line, whole in zip(out.splitlines(), (first, second), strict=True):
-        part = json.loads(line)
-        assert part["finish"] is None
-        assert 0 < len(part["tokens"]) < NEW
-        assert part["tokens"] == whole["tokens"][: len(part["tokens"])]
-    assert "prompt 1 ended early: interrupted" in err
-    assert 0 < len((tmp_path / "events").read_text().splitlines()) < before
+    parts = [json.loads(line) for line in out.splitlines()]
+    assert [part["finish"] for part in parts] == [None, None]
+    assert all(0 < len(part["tokens"]) < NEW for part in parts)
+    assert "prompt 1 ended early: interrupted\nprompt 2 ended early: interrupted\ncompile " in err
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert kvjax.fold(events).index
 
 
 def test_ctrl_c_before_anything_was_generated(monkeypatch, capsys):
@@ -204,10 +215,11 @@ def test_compiling_prefill_and_decoding_are_told_apart():
 
     notes = []
     with Stopwatch(notes.append) as watch:
-        outputs = [progress.outputs for progress in watch.timed(turns())][-1]
+        assert watch.report() == "compile 0.00 s"
+        assert len(list(watch.timed(turns()))) == 3
     assert notes[:2] == ["compiling prefill ...", "compiling decode ..."]
     assert watch.compiled > 0
-    *_, prefill, decode = watch.report(outputs).split("; ")
+    *_, prefill, decode = watch.report().split("; ")
     assert prefill.startswith("prefill 4 tokens (3 more reused) 0.")
     assert 0.15 < float(prefill.split()[-2]) < 0.3
     assert 10 <= int(decode.split()[1]) <= 20
