@@ -138,7 +138,7 @@ def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray,
                 f"transfer: got a move from row {source} to {target} in group {g}, wanted one between the device's, "
                 f"0..{n - 1}, and the host's, {n}..{ids - 1}"
             )
-        rows = rows - n * on_host
+        rows = rows - np.int32(n) * on_host
         found.append((g, rows[on_host[:, 1]], rows[on_host[:, 0]]))
     return found
 
