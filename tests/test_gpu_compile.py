@@ -53,7 +53,7 @@ def result_of(target, case, **more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["decode", "prefill", "triton_prefill", "mosaic_decode_128_width_256", "append_int8"])
+@pytest.mark.parametrize("case", ["decode_16", "prefill_16", "triton_prefill_16", "append_int8", "copy"])
 def test_kernels_are_the_same_with_64_bit_types(case):
     kernels = result_of("h200", case, JAX_ENABLE_X64="1")["kernels"]
     assert kernels and kernels == result_of("h200", case)["kernels"]
