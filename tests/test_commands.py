@@ -221,8 +221,8 @@ def test_compiling_prefill_and_decoding_are_told_apart():
     assert watch.compiled > 0
     *_, prefill, decode = watch.report().split("; ")
     assert prefill.startswith("prefill 4 tokens (3 more reused) 0.")
-    assert 0.15 < float(prefill.split()[-2]) < 0.3
-    assert 10 <= int(decode.split()[1]) <= 20
+    assert 0.1 < float(prefill.split()[-2]) < 0.9
+    assert 5 <= int(decode.split()[1]) <= 20
 
 
 def test_compiled_programs_are_kept_in_the_users_cache_directory(monkeypatch, tmp_path):
