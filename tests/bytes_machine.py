@@ -299,8 +299,8 @@ class Life:
         self.bytes = take(jax.device_get((self.cache.pools, self.host)))
 
     def verify(self) -> None:
-        kvjax.check(self.cache.state)
-        assert kvjax.index_of(self.cache.state) == self.mirror.index, "the events do not give the index"
+        kvjax.check(self.state)
+        assert kvjax.index_of(self.state) == self.mirror.index, "the events do not give the index"
         seqs = self.state.seqs
         for seq in range(ROWS):
             row = self.rows.get(seq, Row(0, (), ()))
@@ -685,7 +685,7 @@ def padded_transfer(transfer: Any) -> kvjax.Transfer:
 # Requests.
 
 _WEIGHTS = {
-    "admit": 30, "compute": 34, "extend": 12, "release": 16, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
+    "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
     "unpin": 2, "evict": 1, "reset": 1, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
 }  # fmt: skip
 
@@ -719,6 +719,17 @@ class Requests:
         rest = [d[len(known) :] for d in self.documents if known and d[: len(known)] == known and self.chance(0.8)]
         return [*(rest[0] if rest else []), *self.text(WIDTH)][:WIDTH]
 
+    def prompt(self, life: Life) -> tuple[list[int], int]:
+        """Tokens and a tenant; often what is cached, or begins like it, of whichever tier."""
+        known = list(life.mirror.nodes.values())
+        if not known or self.chance(0.5):
+            return self.text(self.length()), int(self.chance(0.3))
+        namespace, path, *_ = known[self.number(len(known))]
+        kept = [x[0] if isinstance(x, tuple) else x for x in path]
+        kept = kept[: self.number(1, len(kept) + 1)] if self.chance(0.5) else kept
+        more = self.number(0, 2 * SIZE)
+        return [*kept, *self.rng.integers(0, VOCAB, more).tolist()][:WIDTH], namespace
+
     def length(self) -> int:
         """Of a prompt: often of whole blocks, whose last one is computed again."""
         return SIZE * self.number(1, WIDTH // SIZE + 1) if self.chance(0.4) else self.number(1, WIDTH + 1)
@@ -732,7 +743,7 @@ class Requests:
 
     def draw(self, life: Life) -> Request:
         """The next request."""
-        if self.chance(0.12):
+        if self.chance(0.25 if self.loop else 0.08):
             self.loop = not self.loop
         between = life.has_host and not self.loop
         used = [seq for seq, row in life.rows.items() if not row.swapped]
@@ -753,13 +764,13 @@ class Requests:
         if not verbs:
             self.loop = not self.loop
             return self.draw(life)
-        weights = np.array([_WEIGHTS[v] for v in verbs])
+        weights = np.array([_WEIGHTS[v] / (3 if v == "admit" and len(free) < AT_ONCE else 1) for v in verbs])
         request: Request = {"verb": verbs[int(self.rng.choice(len(verbs), p=weights / weights.sum()))]}
         match request["verb"]:
             case "admit":
                 request["seqs"] = self.few(free, AT_ONCE)
-                request["prompts"] = [self.text(self.length()) for _ in range(AT_ONCE)]
-                request["namespaces"] = [int(self.chance(0.3)) for _ in range(AT_ONCE)]
+                asked = [self.prompt(life) for _ in range(AT_ONCE)]
+                request |= {"prompts": [text for text, _ in asked], "namespaces": [space for _, space in asked]}
                 request["wide"] = between
             case "compute":
                 request["counts"] = [WIDTH if self.chance(0.75) else self.number(7) for _ in range(ROWS)]
@@ -854,7 +865,7 @@ def shrink(config: Config, requests: list[Request]) -> list[Request]:
 
 
 FULL = (None, 0)
-FAST = ("admit", "compute", "extend", "release", "fork", "truncate", "complete")
+FAST = ("admit", "loop admit", "compute", "extend", "release", "fork", "truncate", "complete")
 CONFIGS = {
     "fast host": Config(host=5, generate=False, verbs=FAST),
     "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),
