@@ -206,7 +206,7 @@ def complete(
     """Says that moves have been made, so that the blocks can be found at their new level; or that they have failed.
 
     Blocks whose move has failed are removed with everything that follows them, wherever that is; rows that hold one of
-    them have lost K/V and must be released.
+    them have lost K/V and must be released. Nothing of what they have lost is ever stored.
 
     Args:
       state: the cache.
@@ -229,7 +229,8 @@ def complete(
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
         came = (ids >= 0) & (transfer.number == pick(host.arriving, ids))
         arriving, came = fence(host.arriving, came)
-        host = dataclasses.replace(host, arriving=put(arriving, ids, 0, came, unique=False))
+        # A block whose move has failed stays on the move until it is empty, so that what its row writes is not stored.
+        host = dataclasses.replace(host, arriving=put(arriving, ids, 0, came & ok, unique=False))
         lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, came & ~ok, unique=False)
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])

@@ -113,6 +113,7 @@ class Host:
       slot: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
       below: i32[B]; findable children on the host; then `Blocks.children` counts those on the device.
       arriving: i32[B]; number of the move that brings the K/V to the block's row, where it cannot be found yet; or 0.
+        If the move fails the block keeps it until it is empty: what should have come is never stored.
       moves: i32[]; the number of the last transition that moved something.
       stuck: bool[B]; as of the last move: device blocks that cannot be evicted inside a loop, because something that
         follows them is on the host or on the move.

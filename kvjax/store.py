@@ -18,7 +18,7 @@ from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
 from kvjax.group import merge
 from kvjax.keys import prefix_keys, root_key
 from kvjax.match import beside, link, resolve, same_content
-from kvjax.place import on_device, take_over
+from kvjax.place import arrived, on_device, take_over
 from kvjax.state import NO_BLOCK, CacheState, Group
 
 _BATCH = 32  # rows: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256
@@ -152,9 +152,9 @@ def publish_filled(
 def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheState, list[jax.Array]]:
     """Publishes a row's partly written last block, where bool[], as far as it is written, in every group.
 
-    Not if others hold it (their release decides), if it is findable anyway, if the row rests on the host, or if a
-    findable block covers it that every group has. Where the first group has an equal block, the groups that lack it
-    get theirs.
+    Not if others hold it (their release decides), if it is findable anyway, if its K/V have not arrived, if the row
+    rests on the host, or if a findable block covers it that every group has. Where the first group has an equal block,
+    the groups that lack it get theirs.
 
     Returns:
       The cache and for each group records i32[1, 9], stored.
@@ -170,7 +170,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     start = jnp.where(before >= 0, pick(blocks.key, before), root_key(row.namespace))
     key = prefix_keys(start, tokens[None], None if extra is None else extra[None], fill, whole[None])
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
-    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & ~row.swapped
+    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & arrived(group, tail) & ~row.swapped
     others = state.groups[1:]
 
     def everywhere(block: jax.Array) -> jax.Array:
@@ -187,7 +187,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
         target, good = jnp.where(same, twin, tail), good & (same | (twin < 0))
     for number, other in enumerate(others, 1):
         last = pick(row.tables[number], whole)
-        where = good & (last >= 0) & (beside(other, target) < 0)
+        where = good & arrived(other, last) & (beside(other, target) < 0)
         other, follows = windows.anchor_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
         groups, records = [*groups, other], [*records, follows]
     return dataclasses.replace(state, groups=tuple(groups)), records

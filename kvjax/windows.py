@@ -25,7 +25,7 @@ from kvjax._arrays import add, count, fence, pick, put, runs
 from kvjax.events import EventKind, record
 from kvjax.group import give_back_shared, merge, push_empty
 from kvjax.match import Resolution, beside, reachable
-from kvjax.place import on_device, take_over
+from kvjax.place import arrived, on_device, take_over
 from kvjax.policies import EvictionPolicy, lru
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group
@@ -84,7 +84,7 @@ def follow(
     assert group.shadow is not None
     where = (jnp.broadcast_to(rows[:, None], place.shape), place)
     own = group.table.at[where].get(mode="clip", wrap_negative_indices=False).reshape(-1)
-    good = (news.publish | news.merge) & (own >= 0)
+    good = (news.publish | news.merge) & arrived(group, own)
     missing = good & news.first & (pick(group.shadow, news.target) < 0)
     group, own, missing, good = fence(group, own, missing, good)
     group, stored = anchor_blocks(group, number, tree, own, news.target, missing, tree.tokens.shape[1])

@@ -2,9 +2,14 @@
 """Strict jax, and how hard Hypothesis tries. Warnings are errors by pyproject.toml."""
 
 import os
+import tempfile
 
 # Before jax is imported. `make gpu` asks for the GPU by setting the variable itself.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# What one test process compiles the others need not: programs are kept for as long as this run lasts.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    PROGRAMS = tempfile.TemporaryDirectory(prefix="kvjax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
 
 import hypothesis
 import jax
@@ -12,8 +17,9 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+# Programs run for microseconds here and take seconds to compile; slow tests may be worth the optimiser's time.
+jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_PROFILE") != "nightly")
 
 
 # Files of few long tests first, so that no process is left alone with one of them.

@@ -260,8 +260,12 @@ class Oracle(Tiers):
             row.tokens += self._pair(new, None if extra_ids is None else extra_ids[seq][:count])
             for i in range(before // self.block_size, len(row.tokens) // self.block_size):
                 node = (row.namespace, tuple(row.tokens[: (i + 1) * self.block_size]))
+                if not self._intact(node) or self.blocks[row.tables[0][i]].move:
+                    break  # a move has failed
                 for group in self.groups:
                     table, twin = row.tables[group.number], group.index.get(node)
+                    if table[i] != NO_BLOCK and group.blocks[table[i]].move:
+                        continue
                     if twin is None:
                         events.append(self._publish(group, table[i], node))
                     else:
@@ -341,15 +345,18 @@ class Oracle(Tiers):
             for i in reversed(range(len(row.tables[0]))):
                 block = self.blocks[row.tables[0][i]]
                 is_tail = i * self.block_size < written < (i + 1) * self.block_size
-                if self.partial_reuse and is_tail and block.refcount == 1 and block.node is None and not row.swapped:
+                node = (row.namespace, path)
+                mine = block.refcount == 1 and block.node is None and not block.move and self._intact(node)
+                if self.partial_reuse and is_tail and mine and not row.swapped:
                     siblings = [
                         (row.namespace, s) for s in self._children((row.namespace, path[: i * self.block_size]))
                     ]
                     joint = [node for node in siblings if all(node in group.index for group in self.groups)]
                     if not any(sibling[:written] == path for _, sibling in joint):
                         for group in self.groups:
-                            if (row.namespace, path) not in group.index:
-                                events.append(self._publish(group, row.tables[group.number][i], (row.namespace, path)))
+                            own = group.blocks[row.tables[group.number][i]]
+                            if node not in group.index and not own.move:
+                                events.append(self._publish(group, row.tables[group.number][i], node))
                 for group in self.groups:
                     self._drop(group, row.tables[group.number][i])
             self.rows[seq] = self._free_row()
@@ -497,6 +504,10 @@ class Oracle(Tiers):
         """The prefix before a node's own block: all whole blocks before its last token."""
         namespace, path = node
         return namespace, path[: (len(path) - 1) // self.block_size * self.block_size]
+
+    def _intact(self, node: Node) -> bool:
+        """Whether what stands before a node is in the index."""
+        return not self._parent(node)[1] or self._parent(node) in self.index
 
     def _publish(self, group: Group, block: int, node: Node) -> Event:
         group.index[node] = block

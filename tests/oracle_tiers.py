@@ -152,8 +152,9 @@ class Tiers:
         for number, b, move in moves:
             block = self.groups[number].blocks[b]
             if block.move == move:
-                block.move = 0
-                if not ok:
+                if ok:
+                    block.move = 0
+                else:  # on the move until it is empty
                     lost.append((number, b))
         status = [Status.HELD if any(b in row.tables[number] for number, b in lost) else Status.OK for row in self.rows]
         for number, b in lost:
