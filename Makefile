@@ -39,7 +39,7 @@ test: ## the default tests
 test-all: ## slow tests too, and 10,000 steps of the property machine
 	@$(SETUP)
 	@$(TOOLCHAIN)
-	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" $(ARGS)
+	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
 
 test-oldest: ## the quick tests on the oldest jax that CI covers
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2

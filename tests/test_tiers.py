@@ -300,7 +300,7 @@ def _compute(cache, tokens, count, namespace):
     return kvjax.Cache(cache.state, kvjax.write(cache.pools, 0, kv, kv, view)).commit(tokens, count)[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_a_row_copies_from_is_held_until_the_call_ends():
     """A later row of the call brought another tenant's block into the pool row that an earlier one copied from."""
     life = Tenants(num_blocks=3, num_host_blocks=4)
@@ -323,7 +323,7 @@ def test_what_a_row_copies_from_is_held_until_the_call_ends():
     assert life.read(1) == [102] * 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_contents_computed_again_keep_their_children_on_the_host():
     """What a loop may evict is known after a commit has brought a block back from over its children."""
     life = Tenants(num_blocks=4, num_host_blocks=4, max_length=12)
@@ -343,7 +343,7 @@ def test_contents_computed_again_keep_their_children_on_the_host():
     kvjax.index_of(filled)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_tail_on_the_host_is_not_stored_as_if_it_were_on_the_device():
     layers = [kvjax.LayerSpec(1, 1, window=6)]
     state = kvjax.init(kvjax.make_spec(**{**PLAIN, "layers": layers}, num_blocks=4, num_host_blocks=4))
