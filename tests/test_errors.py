@@ -541,7 +541,8 @@ def test_a_traced_capacity_out_of_range_counts_as_no_blocks():
         ):
             after, events = jitted_verbs()[verb](state, *args)
             assert events.status[0] == status
-            jax.tree.map(np.testing.assert_array_equal, after, state)
+            if status != Status.OK:
+                jax.tree.map(np.testing.assert_array_equal, after, state)
         with pytest.raises(AssertionError, match=r"^broken: num_blocks out of range\n"):
             kvjax.check(state)
         counted = kvjax.stats(state)

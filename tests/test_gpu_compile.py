@@ -23,14 +23,14 @@ CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
-# Every kernel once; the other shapes take another minute.
+# By default one kernel of each kind for one chip; the others take some minutes.
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
-    "triton_prefill_int8", "step", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
+    "triton_prefill_int8", "step", "step_sharded", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
 }  # fmt: skip
 ALL = [
-    pytest.param(target, case, marks=pytest.mark.slow if case in SLOW else ())
+    pytest.param(target, case, marks=pytest.mark.slow if case in SLOW or target != "h200" else ())
     for target, cases in CASES.items()
     for case in cases
 ]

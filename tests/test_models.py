@@ -51,7 +51,8 @@ def test_dense_logits_are_the_reference(family):
         np.testing.assert_allclose(logits[row, : len(text) - 1], wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_verify_passes(family, capsys):
     assert verify.main([str(GOLDENS / family)]) == 0
     assert "ok: largest logit error" in capsys.readouterr().out
@@ -104,9 +105,11 @@ def write_golden(folder: pathlib.Path, lengths: list[int], steps: list[int]) -> 
     ("family", "fields"),
     [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("mistral", {"sliding_window": 7}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-        ("qwen3", {"head_dim": 8}),
+        pytest.param("mistral", {"sliding_window": 7}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, marks=pytest.mark.slow
+        ),
+        pytest.param("qwen3", {"head_dim": 8}, marks=pytest.mark.slow),
         pytest.param("gemma3_text", {**GEMMA3, "sliding_window_pattern": 2}, marks=pytest.mark.slow),
         ("gemma4_text", {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}),
     ],
@@ -130,6 +133,7 @@ def test_only_the_wanted_logits_in_bfloat16():
     np.testing.assert_allclose(jax.jit(Decoder.dense)(model, tokens, np.array([3, 7])), wanted[:, [3, 7]], atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [GEMMA3, GEMMA4])
 def test_gemma_in_bfloat16(fields):
     model = Decoder(config(**{**fields, "num_hidden_layers": 2}), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))

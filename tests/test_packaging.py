@@ -48,10 +48,10 @@ def test_the_version_has_one_home():
     assert re.findall(r'^__version__ = "([\d.]+)"$', home.read_text(), re.MULTILINE) == [kvjax.__version__]
 
 
-# models -> kvjax -> pallas_kernels -> jax, and matplotlib only where an extra is named.
+# models -> kvjax -> pallas_kernels -> jax, and matplotlib and hypothesis only where an extra is named.
 MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
-    "kvjax": {"jax", "numpy", "pallas_kernels", "kvjax", "matplotlib"},
+    "kvjax": {"jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis"},
 }
 
 
@@ -70,7 +70,17 @@ def test_importing_the_library_imports_no_extra():
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = ran.stdout.split()
     packages = {module.split(".")[0] for module in loaded}
-    assert not packages & {"matplotlib", "flax", "optax", "safetensors", "tokenizers", "rich", "models", "tests"}
+    assert not packages & {
+        "hypothesis",
+        "matplotlib",
+        "flax",
+        "optax",
+        "safetensors",
+        "tokenizers",
+        "rich",
+        "models",
+        "tests",
+    }
     assert not {"jax.experimental.pallas", "pallas_kernels.mosaic", "pallas_kernels.triton"} & set(loaded)
 
 
