@@ -80,7 +80,9 @@ def test_kernels_are_emitted_as_expected(target, case):
     assert result_of(target, case)["emitted"] == (MOSAIC if mosaic else TRITON)
 
 
-@pytest.mark.parametrize("case", ["scatter", "step", "step_sharded"])
+@pytest.mark.parametrize(
+    "case", ["scatter", *(pytest.param(case, marks=pytest.mark.slow) for case in ("step", "step_sharded"))]
+)
 def test_pools_are_updated_in_place(case):
     result = result_of("h200", case)
     assert result["pool_copies"] == 0
