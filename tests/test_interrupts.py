@@ -39,6 +39,14 @@ MODEL = jax.tree_util.Partial(successor)
 OPTIONS = {"max_new_tokens": 6, "chunk": 8, "steps": 4}
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """A shell's background jobs begin with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @functools.cache
 def make_spec(kind, host):
     layers = [kvjax.LayerSpec(1, 1, window) for window in LAYERS[kind]]
