@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 
 import kvjax
-import kvjax.testing
 from benchmarks import bookkeeping
 
 P, S, T, WINDOW = 4, 3, 24, 6  # the next token sees 5 before it
@@ -334,11 +333,6 @@ def test_layers_are_grouped_by_what_they_see():
 def test_windows_that_cannot_be_are_named(layers, options, message):
     with pytest.raises(ValueError, match=message):
         spec_of(*layers, **options)
-
-
-def test_policies_are_tried_without_windows():
-    with pytest.raises(ValueError, match="spec: got 2 groups, wanted one of full attention"):
-        kvjax.testing.check_policy(kvjax.lru(), spec=BOTH)
 
 
 def test_groups_are_in_order():
