@@ -13,6 +13,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+# It adds to what jax's caches go by: were it imported later, every program would be compiled again.
+import jax.experimental.pallas  # noqa: F401
 from jax import lax
 
 from pallas_kernels import tuning
