@@ -21,7 +21,7 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo test test-all test-oldest bench $(BENCHMARKS:%=bench-%) gpu lint format wheel
+.PHONY: help demo test test-long test-all test-oldest bench $(BENCHMARKS:%=bench-%) gpu lint format wheel
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -36,14 +36,19 @@ test: ## the default tests
 	@$(TOOLCHAIN)
 	@$(PYTHON) $(PYTEST) $(ARGS)
 
+test-long: ## what takes longer: CI runs it too
+	@$(SETUP)
+	@$(TOOLCHAIN)
+	@$(PYTHON) $(PYTEST) -m "long and not slow and not gpu" $(ARGS)
+
 test-all: ## slow tests too, and 10,000 steps of the property machine
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
 
-test-oldest: ## the quick tests on the oldest jax that CI covers
+test-oldest: ## the default tests on the oldest jax that CI covers
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
-	@$(OLDEST)/bin/python $(PYTEST) -m "not slow and not gpu and not long" $(ARGS)
+	@$(OLDEST)/bin/python $(PYTEST) $(ARGS)
 
 bench: $(BENCHMARKS:%=bench-%) ## every benchmark; results in out/bench/*.json
 

@@ -25,10 +25,17 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 from kvjax.view import ragged, view
 
-_apply = jax.jit(apply, donate_argnums=0)
-_complete = jax.jit(movement.complete, donate_argnums=0)
 _release = jax.jit(verbs.release, donate_argnums=0)
 _step = jax.jit(Cache.step, donate_argnums=0, static_argnames="logits")
+
+
+def _finish(cache: Cache, events: Events, ok: jax.Array) -> tuple[Cache, Events]:
+    """What follows a verb and its moves: says to the state whether they were made, and makes the copies."""
+    state, done = movement.complete(cache.state, events.transfer, ok)
+    return Cache(state, apply(cache.pools, events)), done
+
+
+_finish = jax.jit(_finish, donate_argnums=0)
 
 
 class FailedTransfer(RuntimeError):
@@ -51,9 +58,16 @@ def _method[**P](
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that also makes the moves and copies that it orders."""
     jitted = jax.jit(functools.partial(verb, **given), donate_argnums=0, static_argnames=static)
+    compiled: set[Any] = set()  # for which shapes
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
         check_alive(self.cache, self.host)
+        shapes = jax.tree.structure((self.cache, args, kwargs)), *map(np.shape, jax.tree.leaves((args, kwargs)))
+        if shapes not in compiled:
+            # An error while compiling loses nothing: what follows the verb is compiled before it takes the state.
+            state, events = jitted.lower(self.state, *args, **kwargs).compile().out_info
+            _finish.lower(Cache(state, self.pools), events, np.bool_(True)).compile()
+            compiled.add(shapes)
         state, events = jitted(self.state, *args, **kwargs)
         return self._settle(state, events), events
 
@@ -178,19 +192,19 @@ class TieredCache:
         cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
         return self.replace(cache), computed, events
 
-    def _settle(self, state: Any, events: Events) -> TieredCache:
+    def _settle(self, state: CacheState, events: Events) -> TieredCache:
         """Makes the moves and the copies, in this order, and says so to the state."""
         pools, host, failure = self.pools, self.host, None
-        if events.transfer is not None:
-            try:
-                pools, host = move(pools, host, events.transfer)
-            except TransferError as error:
-                pools, host, failure = error.pools, error.host, error
-        state, done = _complete(state, events.transfer, np.bool_(failure is None))
-        pools = _apply(pools, events)
+        assert events.transfer is not None
+        try:
+            pools, host = move(pools, host, events.transfer)
+        except TransferError as error:
+            pools, host, failure = error.pools, error.host, error
+        cache, done = _finish(Cache(state, pools), events, np.bool_(failure is None))
         if failure is None:
-            return TieredCache(Cache(state, pools), host)
+            return TieredCache(cache, host)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:
-            state, _ = _release(state, np.int32(row))  # stores nothing: what it held is not in the index
-        raise FailedTransfer(str(failure), TieredCache(Cache(state, pools), host), lost, events, done) from failure
+            state, _ = _release(cache.state, np.int32(row))  # stores nothing: what it held is not in the index
+            cache = Cache(state, cache.pools)
+        raise FailedTransfer(str(failure), TieredCache(cache, host), lost, events, done) from failure

@@ -191,12 +191,15 @@ def implementation(request):
     return request.param
 
 
-# Every shape with no option and with one; every option somewhere. `slow` runs all with all.
-SOME = [(shape, name) for i, shape in enumerate(SHAPES) for name in ("plain", list(OPTIONS)[1:][i % 6])]
+# Each option once; `long` adds every shape with no option, `slow` all with all.
+SOME = list(zip(SHAPES, OPTIONS, strict=False))
 GRID = [
-    pytest.param(shape, name, marks=() if (shape, name) in SOME else pytest.mark.slow, id=f"{name}-{shape}")
+    pytest.param(
+        shape, name, id=f"{name}-{shape}",
+        marks=() if (shape, name) in SOME else pytest.mark.long if name == "plain" else pytest.mark.slow,
+    )
     for shape, name in itertools.product(SHAPES, OPTIONS)
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "name"), GRID)
@@ -213,6 +216,7 @@ def test_prefill_mixed_with_decode(shape, name, implementation):
     check_prefill(case, implementation, [9, 1, 0, 90, 1, 7], **options_for(case, name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_dtypes(dtype, implementation):
     check_decode(Case([1, 0, 37, 130], dtype=dtype, width=64), implementation)
@@ -273,6 +277,7 @@ def test_one_row_and_one_block(implementation):
     check_prefill(Case([4], kv_heads=1, group=1), implementation, [4])
 
 
+@pytest.mark.long
 def test_attention_under_vmap(implementation):
     """Several caches at once, whose lengths differ."""
     cases = [Case([30, length], seed=seed) for seed, length in enumerate((3, 90))]

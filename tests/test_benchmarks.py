@@ -59,6 +59,7 @@ def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
     assert all(value > 0 for value in result["metrics"].values())
 
 
+@pytest.mark.long
 def test_offload_brings_back_what_it_took(tmp_path, monkeypatch):
     file = tmp_path / "offload.json"
     monkeypatch.setattr(sys, "argv", ["offload", "--quick", "--json", str(file)])

@@ -28,7 +28,6 @@ def assert_happened(tally, *things):
     assert not rare, f"never happened: {rare} in {dict(tally)}"
 
 
-@pytest.mark.long
 def test_bytes_over_two_tiers():
     life = live(CONFIGS["fast host"], seed=3, steps=500)
     assert_happened(life.tally, *HAPPENS, *ON_HOSTS)
@@ -57,7 +56,6 @@ def served(*prompts, namespace=0, **request):
     ]
 
 
-@pytest.mark.long  # as the tests beside it, whose programs it shares
 def test_a_copy_from_the_host_that_failed_is_not_stored_when_its_row_is_released():
     """The tail that should have come is in no index yet, so that its failed move took nothing out of one."""
     history = served([0, 1, 2, 0, 1], namespace=1) + served([0] * 16, [1] * 12)
@@ -65,7 +63,6 @@ def test_a_copy_from_the_host_that_failed_is_not_stored_when_its_row_is_released
     assert_happened(life.tally, "copied from the host", "failed", "lost")
 
 
-@pytest.mark.long
 def test_quantised_bytes_under_windows():
     assert_happened(live(CONFIGS["fast windows"], seed=0, steps=400).tally, "hit", "partial hit", "merged", "slid")
 

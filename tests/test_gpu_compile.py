@@ -23,23 +23,25 @@ CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
-# By default one kernel of each kind for one chip; the others take some minutes.
+# By default what runs at every step of a decode loop; `long` adds a kernel of each kind, `slow` the other chip too.
+QUICK = {"decode_16", "append", "copy", "scatter"}
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
     "triton_prefill_int8", "step", "step_sharded", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
 }  # fmt: skip
 ALL = [
-    pytest.param(target, case, marks=pytest.mark.slow if case in SLOW or target != "h200" else ())
+    pytest.param(
+        target, case,
+        marks=pytest.mark.slow if case in SLOW or target != "h200" else () if case in QUICK else pytest.mark.long,
+    )
     for target, cases in CASES.items()
     for case in cases
-]
+]  # fmt: skip
 TRITON, MOSAIC = ["__gpu$xla.gpu.triton"], ["mosaic_gpu_v2"]
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not (TOOLCHAIN / ".installed").exists(), reason="no CUDA compiler (scripts/gpu_toolchain.sh)"),
-]
+NO_COMPILER = "no CUDA compiler (scripts/gpu_toolchain.sh)"
+pytestmark = pytest.mark.skipif(not (TOOLCHAIN / ".installed").exists(), reason=NO_COMPILER)
 
 
 @functools.cache
@@ -81,7 +83,7 @@ def test_kernels_are_emitted_as_expected(target, case):
 
 
 @pytest.mark.parametrize(
-    "case", ["scatter", *(pytest.param(case, marks=pytest.mark.slow) for case in ("step", "step_sharded"))]
+    "case", ["scatter", *(pytest.param(case, marks=pytest.mark.long) for case in ("step", "step_sharded"))]
 )
 def test_pools_are_updated_in_place(case):
     result = result_of("h200", case)
@@ -90,6 +92,7 @@ def test_pools_are_updated_in_place(case):
     assert result["temporaries"] < 0.05 * result["pool"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["step", "step_sharded"])
 def test_the_whole_step_is_made_of_the_kernels(case):
     """What `implementation=None` chooses when a program is lowered for a GPU."""
@@ -98,6 +101,7 @@ def test_the_whole_step_is_made_of_the_kernels(case):
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_four_gpus_talk_once_for_attention_and_once_for_the_mlp():
     """The metadata is worked out by each for itself, and nothing of a pool is sent."""
     places = [f"layer{number}/{part}" for number in range(gpu_compile.LAYERS) for part in ("attention", "mlp")]

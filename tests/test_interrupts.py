@@ -18,7 +18,6 @@ import pytest
 import kvjax
 from kvjax import _run, host_pool, tiered
 
-pytestmark = pytest.mark.long
 VOCAB, BEFORE = 1000, 7
 LAYERS = {"plain": [None], "windows": [None, 6]}
 
@@ -94,7 +93,7 @@ class Calls:
         places = [(_run, "_admit"), (_run, "_prefill"), (_run, "_decode"), (_run, "_release")]
         places += [(kvjax.TieredCache, "admit"), (kvjax.TieredCache, "watermark")]
         if inner:
-            places += [(tiered, "_complete"), (tiered, "_apply"), (host_pool, "_copy")]
+            places += [(tiered, "_finish"), (host_pool, "_copy")]
         for where, name in places:
             monkeypatch.setattr(where, name, self.wrap(getattr(where, name)))
 
@@ -109,7 +108,7 @@ class Calls:
                 self.after()
             return result
 
-        return call
+        return functools.update_wrapper(call, program)  # with `lower`, which compiles and calls nothing
 
     def each(self, before=None, after=None):
         """The number of each call, one after the other, to be followed by a run, until a run does not reach it."""
@@ -225,6 +224,15 @@ def test_a_call_that_dies_on_the_device_leaves_no_cache(monkeypatch):
     ):
         with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call: go on with what that call ret"):
             use(cache, prompts_of(0))
+
+
+def test_an_error_while_compiling_what_follows_a_verb_loses_nothing(monkeypatch):
+    cache = kvjax.TieredCache.create(make_spec("plain", host=True))
+    monkeypatch.setattr(tiered, "_finish", jax.jit(lambda *_: fail(), donate_argnums=0))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no memory"):
+            cache.admit(0, np.zeros(4, np.int32), 3)
+        kvjax.check(cache.state)
 
 
 def test_functions_of_the_caller_that_fail_lose_nothing():

@@ -27,6 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "whole blocks": {"policy": "fifo", "partial_reuse": False},
     "retention": {"policy": "priority", "retention": True},
     "windows": {"layers": [(None, 0), (6, 3)]},
+    "windows, retention": {"policy": "priority", "retention": True, "layers": [(None, 0), (6, 3)]},
     "windows alone": {"layers": [(5, 0), (9, 1)], "partial_reuse": False},
     "host": {"num_host_blocks": 5},
     "host, windows": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 3},
@@ -35,8 +36,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_reuse": False,
     },
 }  # fmt: skip
-# Each costs twenty programs to compile: by default two; both tiers, with bytes, are in test_bytes.py.
-NAMES = sorted(CONFIGS) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else ["retention", "windows"]
+# Each costs twenty programs to compile: by default one; both tiers, with bytes, are in test_bytes.py.
+NAMES = sorted(CONFIGS) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else ["windows, retention"]
 POLICIES = {
     "lru": (kvjax.lru(), lru), "fifo": (kvjax.fifo(), lambda block: block.stored), "priority": (kvjax.priority(), None),
 }  # fmt: skip
@@ -491,4 +492,3 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestMachine = CacheMachine.TestCase
-TestMachine.pytestmark = [pytest.mark.long]

@@ -74,6 +74,7 @@ def test_a_found_block_takes_the_new_priority_and_says_so():
     assert priorities(state) == {1: 80, 2: 10, 3: 35} and not [e for e in events if e["kind"] == "updated"]
 
 
+@pytest.mark.long
 def test_what_follows_a_cut_is_generated():
     state = kvjax.init(SPEC, kvjax.priority())
     stated = kvjax.Retention.of([(0, 5, 20), (5, None, 60)], decode_priority=80)
@@ -86,6 +87,7 @@ def test_what_follows_a_cut_is_generated():
     assert priorities(state) == {3: 20, 7: 20, 11: 60, 23: 80}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("now", "left"), [(9, {1}), (10, {2})])
 def test_a_time_to_live_ends(now, left):
     """Worth 90 for 10 ms after its release, then no more than any other, and older than the other."""

@@ -9,10 +9,12 @@ from tests import scenarios
 
 FILES = scenarios.scenario_files([scenarios.DATA])
 # The library compiles its verbs anew for each file: these stand for all by default.
-ALWAYS = (
-    "own_host_round_trip", "own_partial_source_last_block", "own_truncate_then_append", "own_ttl_from_release",
-    "own_window_long_prompt", "trt_event_stream",
-)  # fmt: skip
+ALWAYS = ("own_partial_source_last_block", "own_truncate_then_append", "own_ttl_from_release")
+LONG = ("own_host_round_trip", "own_window_long_prompt", "trt_event_stream")
+
+
+def _marks(name):
+    return [] if name in ALWAYS else pytest.mark.long if name in LONG else pytest.mark.slow
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -21,10 +23,7 @@ def test_scenario_on_the_oracle(path):
     assert result == "pass", why
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[] if path.stem in ALWAYS else pytest.mark.slow, id=path.stem) for path in FILES]
-)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=_marks(path.stem), id=path.stem) for path in FILES])
 def test_scenario_on_the_library(path):
     result, why = scenarios.run_file(path, "library")
     assert result == "pass", why

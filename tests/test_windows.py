@@ -174,6 +174,7 @@ def test_a_copy_moves_a_window_off_a_block_that_is_gone():
     assert story.places(1) == [1, 2]
 
 
+@pytest.mark.long
 def test_without_room_for_its_copy_a_prefix_over_a_gap_is_not_taken():
     story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 5, WINDOW: 4}))
     story.start(0, TEXT[:12])
@@ -188,6 +189,7 @@ def test_without_room_for_its_copy_a_prefix_over_a_gap_is_not_taken():
     assert story.start(0, np.asarray([*TEXT[:9], 99])) == 0
 
 
+@pytest.mark.long
 def test_a_tail_is_stored_again_in_a_window_that_lost_it():
     story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 24, WINDOW: 3}))
     story.start(0, TEXT[:6])
@@ -200,6 +202,7 @@ def test_a_tail_is_stored_again_in_a_window_that_lost_it():
     assert story.found(TEXT[:8]) == 6
 
 
+@pytest.mark.long
 def test_a_cut_over_the_edge_brings_blocks_back_if_they_are_there():
     story = Story()
     story.start(0, TEXT[:20])

@@ -49,7 +49,7 @@ MOVES = {
     "swap_in": ((0,), {}),
 }
 CASES = [("plain", verb, VERBS) for verb in ("admit several", "extend", "commit")]
-CASES += [("all of it", verb, of) for of in (VERBS, MOVES) for verb in of]
+CASES += [pytest.param("all of it", verb, of, marks=pytest.mark.long) for of in (VERBS, MOVES) for verb in of]
 
 
 @pytest.fixture(autouse=True)
