@@ -29,7 +29,7 @@ _release = jax.jit(verbs.release, donate_argnums=0)
 _step = jax.jit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
-def _finish(cache: Cache, events: Events, ok: jax.Array) -> tuple[Cache, Events]:
+def _finish(cache: Cache, events: Events, ok: ArrayLike) -> tuple[Cache, Events]:
     """What follows a verb and its moves: says to the state whether they were made, and makes the copies."""
     state, done = movement.complete(cache.state, events.transfer, ok)
     return Cache(state, apply(cache.pools, events)), done
