@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -205,7 +206,7 @@ class Run[C: (Cache, TieredCache)]:
         return events, []
 
     def _tiered(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
-        """Calls a verb that moves blocks; the events, and rows that lost K/V by moves that failed.
+        """Calls a verb that moves blocks; the events, and rows that lost K/V by moves that failed, with a warning.
 
         These are released: their prompts wait, and find less the next time.
         """
@@ -215,6 +216,7 @@ class Run[C: (Cache, TieredCache)]:
             tiered, events = verb(TieredCache(self.cache, self.host), *args, now=self._next(), **options)
         except FailedTransfer as failure:
             tiered, events, lost, removed = failure.tiered, failure.events, failure.lost, failure.removed
+            warnings.warn(f"what was lost is computed again: {failure}", RuntimeWarning, stacklevel=2)
         self.cache, self.host = tiered.cache, tiered.host
         self._hear(events)
         if removed is not None:

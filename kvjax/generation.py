@@ -67,7 +67,8 @@ def generate[C: (Cache, TieredCache)](
       model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`.
       cache: is donated: go on with what comes back. Rows in use already are left alone. With a host tier, prompts
         find what is there too, and what has to leave the device goes there; before each loop, so much as it may
-        need. What a prompt longer than a window's blocks pushes out of them is lost.
+        need. What a prompt longer than a window's blocks pushes out of them is lost. If a move between the tiers
+        fails, a RuntimeWarning says so, and what it has cost is computed again.
       prompts: token ids.
       max_new_tokens: for each prompt.
       sampling: how tokens are chosen; greedy if None.

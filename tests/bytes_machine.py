@@ -19,6 +19,7 @@ import collections
 import dataclasses
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -640,10 +641,13 @@ class Life:
         roots = np.array([name_of(space, ()) for space in space_of], np.int32)
         spaces = [space_of[prompt[0]] for prompt in prompts]
         cache = self.cache if self.host is None else TieredCache(self.cache, self.host)
-        outputs, cache, events = kvjax.generate(
-            Chain(roots, len(self.config.layers)), cache, prompts, max_new_tokens=request["most"], namespaces=spaces,
-            chunk=8, steps=4,
-        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as failed:
+            warnings.simplefilter("always")
+            outputs, cache, events = kvjax.generate(
+                Chain(roots, len(self.config.layers)), cache, prompts, max_new_tokens=request["most"],
+                namespaces=spaces, chunk=8, steps=4,
+            )  # fmt: skip
+        self.tally["failed in generate"] += len(failed)
         self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
         self.hear(events)
         for prompt, space, output in zip(prompts, spaces, outputs, strict=True):
