@@ -690,7 +690,7 @@ def padded_transfer(transfer: Any) -> kvjax.Transfer:
 
 _WEIGHTS = {
     "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
-    "unpin": 2, "evict": 1, "reset": 1, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
+    "unpin": 2, "evict": 1, "reset": 40, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
 }  # fmt: skip
 
 
