@@ -16,8 +16,7 @@ from kvjax._arrays import compact, count, fence, pick, put
 from kvjax._request import Prompt, assemble, first_failure
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import available, hold, hold_source, let_go_of_sources, take
-from kvjax.match import beside, longest_match
-from kvjax.place import on_device, row_of
+from kvjax.match import longest_match
 from kvjax.policies import COPYING
 from kvjax.retention import UNSTATED, Retention, apply_retention, by_place
 from kvjax.spec import GroupSpec
@@ -123,15 +122,15 @@ def admit_row(
     cached = jnp.where(ok, whole * size + shared, 0)
     copied, moved, tables, after = [], [new.moves for new in taken], [], place - whole
     for g, (group, ids) in enumerate(zip(groups, fresh, strict=True)):
-        near, source = copies & on_device(group, sources[g]), row_of(group, sources[g])
+        near, source = copies & group.on_device(sources[g]), group.pool_row(sources[g])
         copied.append(
-            record(EventKind.COPIED, near[None], group=g, block=row_of(group, ids[:1]), source=source,
+            record(EventKind.COPIED, near[None], group=g, block=group.pool_row(ids[:1]), source=source,
                    num_tokens=shared)
         )  # fmt: skip
         if worth is not None and group.host is not None:
             far, host, number = (copies & ~near)[None], group.host, tiers_.next_move(group.host)
             moved.append(
-                moves(far, group=g, block=ids[:1], number=number, source=source, target=row_of(group, ids[:1]))
+                moves(far, group=g, block=ids[:1], number=number, source=source, target=group.pool_row(ids[:1]))
             )
             host = dataclasses.replace(
                 host,
@@ -187,10 +186,10 @@ def all_or_nothing(
 
 def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
     """What the group has beside blocks ids i32[F] and source i32[] of the first group, for `cached` i32[] tokens."""
-    blocks, source = beside(group, ids), beside(group, source)
+    blocks, source = group.beside(ids), group.beside(source)
     hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0], dtype=np.int32), cached, size)
-    refcount, far = pick(group.blocks.refcount, blocks), hits & ~on_device(group, blocks)
-    idle = (source >= 0) & on_device(group, source) & (pick(group.blocks.refcount, source) == 0)
+    refcount, far = pick(group.blocks.refcount, blocks), hits & ~group.on_device(blocks)
+    idle = (source >= 0) & group.on_device(source) & (pick(group.blocks.refcount, source) == 0)
     free = available(group) - count(hits & (far | (refcount == 0)))
     return Found(blocks, hits, far, source, idle, free, jnp.any(far & (refcount >= COPYING)))
 

@@ -15,7 +15,7 @@ from kvjax._arrays import add, count, pick, put, repeated
 from kvjax._request import assemble, first_failure, integers, on_state, static_int
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import give_back, init_group, push_empty
-from kvjax.place import find_stuck, on_device
+from kvjax.place import find_stuck
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.store import withdraw
 
@@ -49,7 +49,7 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
     mine = dataclasses.replace(
         mine,
         blocks=dataclasses.replace(known, refcount=add(known.refcount, ids, 1, named)),
-        num_cached=mine.num_cached - count(named & (refcount == 0) & on_device(mine, ids)),
+        num_cached=mine.num_cached - count(named & (refcount == 0) & mine.on_device(ids)),
     )
     state = replace_group(state, group, mine)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
@@ -154,7 +154,7 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     age = jnp.where(doomed, known.clock - known.stored, jnp.iinfo(jnp.int32).max)
     order = jnp.argsort(age)[:most].astype(jnp.int32)
     leaves = pick(doomed, order) & (status == Status.OK)
-    here = on_device(group, order)
+    here = group.on_device(order)
     group, removed = withdraw(group, order, leaves)
     group = dataclasses.replace(group, num_cached=group.num_cached - count(leaves & here))
     group = find_stuck(push_empty(group, state.policy, order, leaves))

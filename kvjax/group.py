@@ -16,7 +16,6 @@ import numpy as np
 from kvjax import index
 from kvjax._arrays import add, count, fence, pick, put, rank
 from kvjax.events import EventKind, record
-from kvjax.place import arrived, on_device
 from kvjax.policies import COPYING, EvictionPolicy
 from kvjax.retention import later, tell_time, time_at
 from kvjax.spec import CacheSpec, GroupSpec
@@ -97,7 +96,7 @@ def hold_source(group: Group, source: jax.Array) -> Group:
     """
     source = source[None]
     where = source >= 0
-    idle = count(where & (pick(group.blocks.refcount, source) == 0) & on_device(group, source))
+    idle = count(where & (pick(group.blocks.refcount, source) == 0) & group.on_device(source))
     refcount, idle = fence(group.blocks.refcount, idle)
     blocks = dataclasses.replace(group.blocks, refcount=add(refcount, source, COPYING, where))
     return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - idle)
@@ -108,7 +107,7 @@ def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
     where = sources >= 0
     refcount = add(group.blocks.refcount, sources, -COPYING, where, unique=False)
     first = jnp.argmax(sources[:, None] == sources[None], axis=1) == np.arange(sources.shape[0])
-    idle = count(where & first & (pick(refcount, sources) == 0) & on_device(group, sources))
+    idle = count(where & first & (pick(refcount, sources) == 0) & group.on_device(sources))
     refcount, idle = fence(refcount, idle)
     blocks = dataclasses.replace(group.blocks, refcount=refcount)
     return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached + idle)
@@ -120,7 +119,7 @@ def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Grou
     With by=-1 it undoes just that.
     """
     idle = 0 if by > 0 else 1
-    changed = count(where & (pick(group.blocks.refcount, ids) == idle) & on_device(group, ids))
+    changed = count(where & (pick(group.blocks.refcount, ids) == idle) & group.on_device(ids))
     refcount, changed = fence(group.blocks.refcount, changed)
     blocks = dataclasses.replace(
         group.blocks, refcount=add(refcount, ids, by, where), hits=add(group.blocks.hits, ids, by, where)
@@ -175,7 +174,7 @@ def take(
     before = group.blocks
 
     def eligible(ids: jax.Array) -> jax.Array:
-        here = arrived(group, ids) & on_device(group, ids)
+        here = group.arrived(ids) & group.on_device(ids)
         if group.host is not None:
             here = here & ~pick(group.host.stuck, ids)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
@@ -277,7 +276,7 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
     blocks, host = group.blocks, group.host
     freed = where & (pick(blocks.refcount, ids) == 1)
     cached = freed & (pick(blocks.fill, ids) > 0)
-    here = on_device(group, ids)
+    here = group.on_device(ids)
     refcount, freed, cached, here = fence(blocks.refcount, freed, cached, here)
     emptied = freed & ~cached
     blocks = dataclasses.replace(blocks, refcount=add(refcount, ids, -1, where))
@@ -298,7 +297,7 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
     """Puts blocks ids i32[K] without holders and contents, where bool[K], on the stack of their tier."""
     host = group.host
     if host is not None:
-        here = on_device(group, ids)
+        here = group.on_device(ids)
         away, here = where & ~here, where & here
         (stack, pstate), ids, away, where, here = fence((host.empty, host.policy), ids, away, where, here)
         host = dataclasses.replace(
@@ -332,7 +331,7 @@ def merge(
     Of entries that share a target `first` bool[K] holds for one.
     """
     blocks = group.blocks
-    unheld = count(where & first & (pick(blocks.refcount, target) == 0) & on_device(group, target))
+    unheld = count(where & first & (pick(blocks.refcount, target) == 0) & group.on_device(target))
     refcount, unheld = fence(blocks.refcount, unheld)
     blocks = dataclasses.replace(
         blocks,

@@ -16,7 +16,6 @@ from kvjax._arrays import count, pick, put, rank, runs
 from kvjax.admission import all_or_nothing
 from kvjax.events import EventKind, record
 from kvjax.group import available, take
-from kvjax.place import row_of
 from kvjax.retention import apply_retention
 from kvjax.state import CacheState, pytree
 
@@ -78,8 +77,8 @@ def grow(
         groups.append(group)
         removed.append(new.removed)
         copied.append(
-            record(EventKind.COPIED, copies, group=number, block=row_of(group, ids[:, 0]),
-                   source=row_of(group, shares.block), num_tokens=written)
+            record(EventKind.COPIED, copies, group=number, block=group.pool_row(ids[:, 0]),
+                   source=group.pool_row(shares.block), num_tokens=written)
         )  # fmt: skip
     shortfall = jnp.where(had, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
     state, removed, updated, moves = all_or_nothing(

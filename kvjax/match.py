@@ -13,7 +13,6 @@ from jax import lax
 from kvjax import index
 from kvjax._arrays import count, pick, put, runs
 from kvjax.keys import mix, prefix_keys, root_key
-from kvjax.place import arrived, on_device
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Sequences, pytree
 
@@ -78,7 +77,7 @@ def longest_match(
         same_content(blocks, ids, tokens, extra_ids)
         & jnp.all(pick(blocks.parent, ids) == parents, axis=-1)
         & (np.arange(num, dtype=np.int32) < (length - 1) // size)
-        & reachable(group, ids, tiers)
+        & group.reachable(ids, tiers)
     )
     whole = jnp.sum(jnp.cumprod(matches, dtype=jnp.int32), dtype=jnp.int32)
 
@@ -89,7 +88,7 @@ def longest_match(
         return index.longest_child(
             blocks, group.links, link(blocks, last, namespace), pick(tokens, whole), extra, rest,
             usable=lambda block: functools.reduce(
-                jnp.logical_and, [reachable(g, beside(g, block), tiers) for g in state.groups]
+                jnp.logical_and, [g.reachable(g.beside(block), tiers) for g in state.groups]
             ),
         )  # fmt: skip
 
@@ -121,19 +120,9 @@ def longest_match(
     return Match(found, whole, uncopied, source, shared, device_tokens=whole * size + shared - far, host_tokens=far)
 
 
-def beside(group: Group, ids: jax.Array) -> jax.Array:
-    """i32[...]; the group's blocks with the same prefixes as blocks ids i32[...] of the first group, or NO_BLOCK."""
-    return ids if group.shadow is None else jnp.where(ids >= 0, pick(group.shadow, ids), NO_BLOCK)
-
-
-def reachable(group: Group, ids: jax.Array, tiers: tuple[str, ...]) -> jax.Array:
-    """bool[...]; whether the group's blocks ids i32[...] are in these tiers, with their K/V."""
-    return arrived(group, ids) if "host" in tiers else arrived(group, ids) & on_device(group, ids)
-
-
 def _on_host(group: Group, ids: jax.Array) -> jax.Array:
-    own = beside(group, ids)
-    return (own >= 0) & ~on_device(group, own)
+    own = group.beside(ids)
+    return (own >= 0) & ~group.on_device(own)
 
 
 def _copies_wanted(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tiers: tuple[str, ...]) -> jax.Array:
@@ -142,7 +131,7 @@ def _copies_wanted(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tie
     0 if it has at once; less than P if copying moves the window off a block that it lacks; else P.
     """
     assert spec.window is not None
-    lacks = jnp.cumsum(~reachable(group, beside(group, ids), tiers), dtype=jnp.int32)
+    lacks = jnp.cumsum(~group.reachable(group.beside(ids), tiers), dtype=jnp.int32)
     lacks = jnp.concatenate([jnp.zeros((1,), jnp.int32), lacks])  # of the first so many blocks
     end = jnp.arange(lacks.shape[0], dtype=jnp.int32)
     start = spec.first_place(end * size, size)
@@ -222,7 +211,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     before = jnp.where(first > 0, before, NO_BLOCK)
     filled = filled & ((before < 0) | (pick(blocks.fill, before) > 0))[:, None]  # no children of unpublished blocks
     if group.host is not None:  # nor what has not arrived, which a failed move has lost, and all that follows it
-        filled = filled & (jnp.cumsum(filled & ~arrived(group, own), axis=1, dtype=jnp.int32) == 0)
+        filled = filled & (jnp.cumsum(filled & ~group.arrived(own), axis=1, dtype=jnp.int32) == 0)
     namespace = pick(seqs.namespace, rows)
     start = jnp.where((before >= 0)[:, None], pick(blocks.key, before), root_key(namespace))
     key = prefix_keys(start, tokens, extra, tokens.shape[-1], depth).reshape(-1, 2)

@@ -34,7 +34,7 @@ from kvjax._request import assemble, first_failure, integers, on_state, static_i
 from kvjax.control import chosen, replace_group
 from kvjax.events import EventKind, Events, Status, record
 from kvjax.group import Taken, claim, give_back, push_empty
-from kvjax.place import find_stuck, on_device
+from kvjax.place import find_stuck
 from kvjax.policies import EvictionPolicy
 from kvjax.state import LOST, NO_BLOCK, CacheState, Group
 from kvjax.transfer import Transfer
@@ -57,7 +57,7 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     """
     mine, ids, now = _of(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
     known, named = mine.blocks, ids != NO_BLOCK
-    there = (ids >= 0) & (ids < known.fill.shape[0]) & (pick(known.fill, ids) > 0) & on_device(mine, ids)
+    there = (ids >= 0) & (ids < known.fill.shape[0]) & (pick(known.fill, ids) > 0) & mine.on_device(ids)
     bad = jnp.any(named & (~there | repeated(ids)))
     held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) != 0)))
     good = ~bad & ~held
@@ -87,10 +87,10 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     """
     mine, ids, now = _of(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
     known, named, num_ids = mine.blocks, ids != NO_BLOCK, mine.blocks.fill.shape[0]
-    there = (ids >= 0) & (ids < num_ids) & (pick(known.fill, ids) > 0) & ~on_device(mine, ids)
+    there = (ids >= 0) & (ids < num_ids) & (pick(known.fill, ids) > 0) & ~mine.on_device(ids)
     parent = pick(known.parent, ids)[:, 0]
     coming = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & there, unique=False)
-    led = (parent < 0) | (on_device(mine, parent) & (pick(mine.host.arriving, parent) == 0)) | pick(coming, parent)
+    led = (parent < 0) | (mine.on_device(parent) & (pick(mine.host.arriving, parent) == 0)) | pick(coming, parent)
     bad = jnp.any(named & (~there | repeated(ids) | ~led))
     held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) != 0)))
     status = first_failure((held, Status.HELD), (bad, Status.BAD_REQUEST))
@@ -192,7 +192,7 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
 
     def come(after: CacheState, number: int) -> Taken:
         group, table = after.groups[number], row.tables[number]
-        away = ~bad & ~moving & (table >= 0) & ~on_device(group, table)
+        away = ~bad & ~moving & (table >= 0) & ~group.on_device(table)
         back, _ = compact(jnp.where(away, table, NO_BLOCK))
         return _take(after, group, table.shape[0], now, number, back=back, least=state.spec.offload_min_priority)
 
@@ -267,7 +267,7 @@ def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, mo
     marked = lax.while_loop(lambda m: jnp.any(following(m) & ~m), lambda m: m | following(m), lost)
     order = jnp.argsort(-jnp.where(marked, blocks.depth, -1))[:most].astype(jnp.int32)  # children first
     where = pick(marked, order)
-    here, idle = on_device(group, order), where & (pick(blocks.refcount, order) == 0)
+    here, idle = group.on_device(order), where & (pick(blocks.refcount, order) == 0)
     removed = record(EventKind.REMOVED, where, group=number, block=order, generation=pick(blocks.generation, order))
     up = pick(blocks.parent, order)[:, 0]
     fill = put(blocks.fill, order, 0, where)

@@ -14,27 +14,6 @@ from kvjax.policies import EvictionPolicy
 from kvjax.state import NO_BLOCK, Group, Host
 
 
-def row_of(group: Group, ids: jax.Array) -> jax.Array:
-    """i32[...]; the pool rows of blocks ids i32[...]."""
-    return ids if group.host is None else pick(group.host.slot, ids)
-
-
-def on_device(group: Group, ids: jax.Array) -> jax.Array:
-    """bool[...]; whether blocks ids i32[...] have a row on the device."""
-    return row_of(group, ids) < group.empty.shape[0]
-
-
-def arrived(group: Group, ids: jax.Array) -> jax.Array:
-    """bool[...]; whether the K/V of blocks ids i32[...] are where the blocks are."""
-    return ids >= 0 if group.host is None else (ids >= 0) & (pick(group.host.arriving, ids) == 0)
-
-
-def childless(group: Group, ids: jax.Array) -> jax.Array:
-    """bool[...]; whether no findable block follows the findable blocks ids i32[...]."""
-    none = pick(group.blocks.children, ids) == 0
-    return none if group.host is None else none & (pick(group.host.below, ids) == 0)
-
-
 def led_to(group: Group, marked: jax.Array, near: jax.Array) -> jax.Array:
     """bool[B]; marked bool[B] and all blocks that they follow within their tier; `near` bool[B] are on the device."""
     blocks = group.blocks
@@ -85,7 +64,7 @@ def take_over(
     blocks, host = group.blocks, group.host
     if host is None:
         return group, jnp.zeros((0, len(COLUMNS)), jnp.int32)
-    where = where & ~on_device(group, target)
+    where = where & ~group.on_device(target)
     near, far, parent = pick(host.slot, own), pick(host.slot, target), pick(blocks.parent, target)[:, 0]
     idle = where & (pick(blocks.refcount, target) == 0)
     updated = record(

@@ -13,7 +13,6 @@ import numpy as np
 from kvjax import _row, windows
 from kvjax._arrays import pick
 from kvjax.group import give_back, hold
-from kvjax.place import childless
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.store import withdraw
 
@@ -43,7 +42,7 @@ def rewind(
         groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
         tables.append(jnp.where(dropped, NO_BLOCK, table))
     group, block = groups[0], pick(tables[0], keep - 1)[None]
-    alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & childless(group, block)
+    alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & group.childless(block)
     groups[0], gone = withdraw(group, block, ok & (length % size > 0) & alone)
     state, removed = windows.forget_all(dataclasses.replace(state, groups=tuple(groups)), gone)
     retention = row.retention

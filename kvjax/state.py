@@ -27,7 +27,9 @@ import typing
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from kvjax._arrays import pick
 from kvjax.policies import EvictionPolicy
 from kvjax.spec import CacheSpec
 
@@ -161,6 +163,31 @@ class Group:
     anchor: jax.Array | None = None
     shadow: jax.Array | None = None
     host: Host | None = None
+
+    def pool_row(self, ids: jax.Array) -> jax.Array:
+        """i32[...]; the pool rows of blocks ids i32[...]."""
+        return ids if self.host is None else pick(self.host.slot, ids)
+
+    def on_device(self, ids: jax.Array) -> jax.Array:
+        """bool[...]; whether blocks ids i32[...] have a row on the device."""
+        return self.pool_row(ids) < self.empty.shape[0]
+
+    def arrived(self, ids: jax.Array) -> jax.Array:
+        """bool[...]; whether the K/V of blocks ids i32[...] are where the blocks are."""
+        return ids >= 0 if self.host is None else (ids >= 0) & (pick(self.host.arriving, ids) == 0)
+
+    def reachable(self, ids: jax.Array, tiers: tuple[str, ...]) -> jax.Array:
+        """bool[...]; whether blocks ids i32[...] are in these tiers, with their K/V."""
+        return self.arrived(ids) if "host" in tiers else self.arrived(ids) & self.on_device(ids)
+
+    def childless(self, ids: jax.Array) -> jax.Array:
+        """bool[...]; whether no findable block follows the findable blocks ids i32[...]."""
+        none = pick(self.blocks.children, ids) == 0
+        return none if self.host is None else none & (pick(self.host.below, ids) == 0)
+
+    def beside(self, ids: jax.Array) -> jax.Array:
+        """i32[...]; the blocks with the same prefixes as blocks ids i32[...] of the first group, or NO_BLOCK."""
+        return ids if self.shadow is None else jnp.where(ids >= 0, pick(self.shadow, ids), NO_BLOCK)
 
 
 @pytree()

@@ -17,8 +17,8 @@ from kvjax._row import Row
 from kvjax.events import COLUMNS, DEFAULT_PRIORITY, EventKind, record
 from kvjax.group import merge
 from kvjax.keys import prefix_keys, root_key
-from kvjax.match import beside, link, resolve, same_content
-from kvjax.place import arrived, on_device, take_over
+from kvjax.match import link, resolve, same_content
+from kvjax.place import take_over
 from kvjax.state import NO_BLOCK, CacheState, Group
 
 _BATCH = 32  # rows: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256
@@ -75,7 +75,7 @@ def withdraw(group: Group, ids: jax.Array, where: jax.Array) -> tuple[Group, jax
     """Makes findable blocks ids i32[K] without findable children outside the set unfindable; records, removed."""
     blocks = group.blocks
     parent, generation = pick(blocks.parent, ids)[:, 0], pick(blocks.generation, ids)
-    here, host = on_device(group, ids), group.host
+    here, host = group.on_device(ids), group.host
     blocks = dataclasses.replace(
         blocks,
         fill=put(blocks.fill, ids, 0, where),
@@ -170,11 +170,11 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     start = jnp.where(before >= 0, pick(blocks.key, before), root_key(row.namespace))
     key = prefix_keys(start, tokens[None], None if extra is None else extra[None], fill, whole[None])
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
-    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & arrived(group, tail) & ~row.swapped
+    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.swapped
     others = state.groups[1:]
 
     def everywhere(block: jax.Array) -> jax.Array:
-        return functools.reduce(jnp.logical_and, [beside(other, block) >= 0 for other in others], block >= 0)
+        return functools.reduce(jnp.logical_and, [other.beside(block) >= 0 for other in others], block >= 0)
 
     _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill, everywhere)
     twin = index.find(blocks, group.links, key)[0]
@@ -187,7 +187,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
         target, good = jnp.where(same, twin, tail), good & (same | (twin < 0))
     for number, other in enumerate(others, 1):
         last = pick(row.tables[number], whole)
-        where = good & arrived(other, last) & (beside(other, target) < 0)
+        where = good & other.arrived(last) & (other.beside(target) < 0)
         other, follows = windows.anchor_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
         groups, records = [*groups, other], [*records, follows]
     return dataclasses.replace(state, groups=tuple(groups)), records

@@ -23,7 +23,6 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import pick
 from kvjax._request import on_state
-from kvjax.place import row_of
 from kvjax.state import CacheState
 
 
@@ -120,7 +119,7 @@ def _rows(state: CacheState, num_tokens, seqs):
     tables = []
     for group, spec in zip(state.groups, state.spec.groups, strict=True):
         table = pick(group.table, seqs)
-        row = row_of(group, table)
+        row = group.pool_row(table)
         tables.append(jnp.where(real[:, None] & (table >= 0) & (row < spec.num_blocks), row, spec.num_blocks))
     committed = jnp.where(real, pick(state.seqs.committed, seqs), 0)
     room = jnp.where(real, pick(state.seqs.length, seqs), 0) - committed

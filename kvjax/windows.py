@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from kvjax._arrays import add, count, fence, pick, put, runs
 from kvjax.events import EventKind, record
 from kvjax.group import give_back_shared, merge, push_empty
-from kvjax.match import Resolution, beside, reachable
-from kvjax.place import arrived, on_device, take_over
+from kvjax.match import Resolution
+from kvjax.place import take_over
 from kvjax.policies import EvictionPolicy, lru
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, Group
@@ -84,7 +84,7 @@ def follow(
     assert group.shadow is not None
     where = (jnp.broadcast_to(rows[:, None], place.shape), place)
     own = group.table.at[where].get(mode="clip", wrap_negative_indices=False).reshape(-1)
-    good = (news.publish | news.merge) & arrived(group, own)
+    good = (news.publish | news.merge) & group.arrived(own)
     missing = good & news.first & (pick(group.shadow, news.target) < 0)
     group, own, missing, good = fence(group, own, missing, good)
     group, stored = anchor_blocks(group, number, tree, own, news.target, missing, tree.tokens.shape[1])
@@ -104,7 +104,7 @@ def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Ar
     blocks, anchors = group.blocks, removed[:, 2]
     own = pick(group.shadow, anchors)
     where = (removed[:, 0] == EventKind.REMOVED) & (own >= 0)
-    idle, here = where & (pick(blocks.refcount, own) == 0), on_device(group, own)
+    idle, here = where & (pick(blocks.refcount, own) == 0), group.on_device(own)
     records = record(EventKind.REMOVED, where, group=number, block=own, generation=pick(blocks.generation, own))
     group, own, where, idle, here, records = fence(group, own, where, idle, here, records)
     assert group.shadow is not None
@@ -156,5 +156,5 @@ def slide(
 
 def regain(group: Group, anchors: jax.Array, missing: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Blocks i32[M] beside the first group's blocks anchors i32[M], where missing bool[M]; and whether all are here."""
-    own = jnp.where(missing, beside(group, anchors), NO_BLOCK)
-    return own, ~jnp.any(missing & ~reachable(group, own, ("device",)))
+    own = jnp.where(missing, group.beside(anchors), NO_BLOCK)
+    return own, ~jnp.any(missing & ~group.reachable(own, ("device",)))
