@@ -70,6 +70,7 @@ def test_quantised_bytes_under_windows():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_bytes_through_every_verb(name):
+    jax.clear_caches()  # of the configuration before: see `forget_programs`
     config = CONFIGS[name]
     tally = live(config, seed=1, steps=NIGHTLY // len(SLOW)).tally
     things = [*HAPPENS, "generated", "generate hit", "beam_step", "pin", "evict", "reset"]
