@@ -8,6 +8,7 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= .venv/bin/python
 ARGS ?=
 CUDA ?= cuda13
+BASE ?= HEAD~1
 # Test files are dealt out to one process per core: most of their time is compilation. tests/conftest.py orders them.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 OLDEST := .venv-jax0112
@@ -21,7 +22,7 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo test test-long test-all test-oldest bench $(BENCHMARKS:%=bench-%) gpu lint format wheel
+.PHONY: help demo test test-long test-all test-oldest fingerprint bench $(BENCHMARKS:%=bench-%) gpu lint format wheel
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -49,6 +50,10 @@ test-all: ## slow tests too, and 10,000 steps of the property machine
 test-oldest: ## the default tests on the oldest jax that CI covers
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
 	@$(OLDEST)/bin/python $(PYTEST) $(ARGS)
+
+fingerprint: ## which programs of the verbs differ from those of another commit, and how (BASE=HEAD~1)
+	@$(SETUP)
+	@$(PYTHON) scripts/fingerprint.py $(BASE)
 
 bench: $(BENCHMARKS:%=bench-%) ## every benchmark; results in out/bench/*.json
 

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the verbs lower to, hashed, beside that of another commit: `python scripts/fingerprint.py COMMIT`.
+
+A refactoring that changes nothing leaves each program as it is, so that every program which differs has to be
+explained. Of those this prints how many operations of each kind they have more or fewer.
+"""
+
+import argparse
+import collections
+import hashlib
+import importlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROWS, WIDTH = 4, 24
+SPECS = {
+    "plain": {},
+    "extra ids": {"extra_ids": True},
+    "retention": {"retention": True},
+    "windows": {"windows": True},
+    "host": {"num_host_blocks": 8},
+    "all of it": {"extra_ids": True, "retention": True, "windows": True, "num_host_blocks": 8},
+}
+
+
+def main() -> int:
+    """Compares this tree with a commit, or prints what `lowered` gives."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("commit", nargs="?", help="compare with this; without it print this tree's programs as JSON")
+    commit = parser.parse_args().commit
+    if commit is None:
+        json.dump(lowered(), sys.stdout)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", folder, commit], cwd=ROOT, check=True)
+        try:
+            running = [_of(pathlib.Path(folder)), _of(ROOT)]
+            said = [one.communicate()[0] for one in running]
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
+    if any(one.returncode for one in running):
+        return 1
+    return report(*map(json.loads, said))
+
+
+def _of(tree: pathlib.Path) -> subprocess.Popen[str]:
+    """Lowers another tree's programs with this file, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen([sys.executable, __file__], cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def report(before: dict, after: dict) -> int:
+    """Prints which programs differ, and in what; returns how many that are, up to the largest exit status."""
+    changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    for name in changed:
+        if name not in before or name not in after:
+            print(f"{name}: {'new' if name in after else 'gone'}")
+            continue
+        old, new = (collections.Counter(one[name]["operations"]) for one in (before, after))
+        kinds = {kind: new[kind] - old[kind] for kind in sorted({*old, *new}) if new[kind] != old[kind]}
+        said = ", ".join(f"{kind} {by:+d}" for kind, by in kinds.items()) or "the same operations in another order"
+        print(f"{name}: {old.total()} operations, {new.total() - old.total():+d}: {said}")
+    print(f"{len({*before, *after}) - len(changed)} programs are equal, {len(changed)} differ")
+    return min(len(changed), 1)
+
+
+def lowered() -> dict[str, dict]:
+    """Each program's hash and how many operations of each kind it has, of the kvjax that Python finds."""
+    import jax
+
+    programs = {}
+    for spec_name, options in SPECS.items():
+        for verb, fn, args in programs_of(**options):
+            text = jax.jit(fn).lower(*args).as_text()
+            kinds = collections.Counter(re.findall(r"= \"?([a-z_]+\.[a-z_]+|call)\b", text))
+            programs[f"{spec_name}: {verb}"] = {
+                "hash": hashlib.sha256(text.encode()).hexdigest(), "operations": kinds
+            }  # fmt: skip
+    return programs
+
+
+def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
+    """(name, function, shapes of its arguments) of every verb that a spec has."""
+    import jax
+    import jax.numpy as jnp
+
+    import kvjax
+
+    def i32(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    layers = [kvjax.LayerSpec(1, 8), *([kvjax.LayerSpec(1, 8, 6, 3)] if windows else [])]
+    spec = kvjax.make_spec(
+        layers, num_blocks=16, num_host_blocks=num_host_blocks, max_seqs=ROWS, max_length=WIDTH, block_size=4, **options
+    )
+    state = jax.eval_shape(lambda: kvjax.init(spec))
+    rows, texts, flags = i32(ROWS), i32(ROWS, WIDTH), jax.ShapeDtypeStruct((ROWS,), jnp.bool_)
+    one = {"extra_ids": i32(WIDTH)} if spec.extra_ids else {}
+    several = {"extra_ids": texts} if spec.extra_ids else {}
+    stated = {"retention": jax.eval_shape(lambda: kvjax.Retention.of([(0, 4, 80, 9)]))} if spec.retention else {}
+    requests = {
+        "init": ((), {}),
+        "admit": ((i32(), i32(WIDTH), i32()), one | stated),
+        "admit several": ((rows, texts, rows), several),
+        "lookup": ((i32(WIDTH), i32()), one),
+        "extend": ((flags,), {}),
+        "extend by 6": ((flags, rows), {"max_tokens": 6}),
+        "commit": ((texts, rows), several),
+        "fork": ((i32(), i32()), {}),
+        "truncate": ((i32(), i32()), {}),
+        "release": ((i32(),), {}),
+        "release several": ((rows,), {}),
+        "beam_step": ((rows, rows), {}),
+        **{verb: ((rows,), {}) for verb in ("pin", "unpin", "evict")},
+        "reset": ((), {}),
+    }
+    if num_host_blocks:
+        both = {"tiers": ("device", "host")}
+        requests |= {
+            "admit over tiers": ((i32(), i32(WIDTH), i32()), one | both),
+            "extend over tiers": ((flags,), both),
+            **{verb: ((rows,), {}) for verb in ("offload", "onboard")},
+            "watermark": ((i32(),), {"most": 5}),
+            **{verb: ((i32(),), {}) for verb in ("swap_out", "swap_in")},
+        }
+    for name, (args, kwargs) in requests.items():
+        verb = _find(name.split()[0])
+        if name == "init":
+            yield name, lambda verb=verb: verb(spec), ()
+            continue
+        given = {key: kwargs.pop(key) for key in ("extra_ids", "retention") if key in kwargs}
+        yield name, lambda given, *args, verb=verb, kw=kwargs: verb(*args, **given, **kw), (given, state, *args)
+        if name == "admit over tiers":
+            _, events = jax.eval_shape(lambda given, *args, v=verb, kw=kwargs: v(*args, **given, **kw),
+                                       given, state, *args)  # fmt: skip
+            yield "complete", _find("complete"), (state, events.transfer, jax.ShapeDtypeStruct((), jnp.bool_))
+
+
+def _find(name: str):
+    """A verb, wherever a tree has it."""
+    for place in ("kvjax", "kvjax.tiers"):
+        module = importlib.import_module(place)
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise ValueError(f"{name}: no such verb")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
