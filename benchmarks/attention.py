@@ -56,7 +56,7 @@ def make_case(shape: Shape):
     tables = jnp.asarray(rng.permutation(blocks).reshape(rows, -1), jnp.int32)
     lengths = jnp.full(rows, length, jnp.int32)
     ones = jnp.ones(rows, jnp.int32)
-    view = kvjax.View((tables,), lengths[:, None] - 1, lengths, (tables[:, -1:] * size + size - 1,), ones)
+    view = kvjax.pools.View((tables,), lengths[:, None] - 1, lengths, (tables[:, -1:] * size + size - 1,), ones)
 
     @jax.jit
     def unpage(array):  # [L, 2, R, K, T, D]
@@ -64,7 +64,7 @@ def make_case(shape: Shape):
         return [(kv[i, 0], kv[i, 1]) for i in range(layers)]
 
     q = jnp.asarray(rng.standard_normal((rows, 1, heads, width)), dtype)
-    return q, kvjax.Pools(((array,),), spec), view, unpage(array)
+    return q, kvjax.pools.Pools(((array,),), spec), view, unpage(array)
 
 
 def paged(q, pools, view):

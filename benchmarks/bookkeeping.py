@@ -67,7 +67,7 @@ def step(state: kvjax.CacheState, number: jax.Array):
     state, committed = kvjax.commit(state, tokens, jnp.ones((ROWS,), jnp.int32))
     ok = (extended.ok & committed.ok).astype(jnp.int32)
     merged = state.groups[0].num_empty - empty
-    done = jnp.stack([ok, kvjax.counts(extended)["removed"], kvjax.counts(committed)["stored"], merged])
+    done = jnp.stack([ok, kvjax.events.counts(extended)["removed"], kvjax.events.counts(committed)["stored"], merged])
     return state, (done, extended, committed)
 
 
@@ -86,9 +86,9 @@ def steps_with_log(state: kvjax.CacheState):
 
     def one(carry, number):
         state, (_, extended, committed) = step(carry[0], number)
-        return (state, kvjax.append(kvjax.append(carry[1], extended), committed)), None
+        return (state, kvjax.events.append(kvjax.events.append(carry[1], extended), committed)), None
 
-    return lax.scan(one, (state, kvjax.init_log(STEPS * ROWS // 4, BLOCK)), jnp.arange(STEPS))[0]
+    return lax.scan(one, (state, kvjax.events.init_log(STEPS * ROWS // 4, BLOCK)), jnp.arange(STEPS))[0]
 
 
 def admissions(state: kvjax.CacheState):
@@ -99,7 +99,7 @@ def admissions(state: kvjax.CacheState):
         own = (jnp.arange(LENGTH, dtype=jnp.int32) * 13 + row * 7_919) % 50_021 + 200_000
         tokens = jnp.where(np.arange(LENGTH) < LENGTH // 2, shared, own)
         state, events = kvjax.admit(state, row, tokens, LENGTH)
-        return state, jnp.stack([events.ok.astype(jnp.int32), kvjax.counts(events)["removed"], events.cached[0]])
+        return state, jnp.stack([events.ok.astype(jnp.int32), kvjax.events.counts(events)["removed"], events.cached[0]])
 
     state, done = lax.scan(one, state, jnp.arange(ROWS, dtype=jnp.int32))
     return state, jnp.sum(done, axis=0, dtype=jnp.int32)

@@ -2,7 +2,7 @@
 """A decode loop over the paged cache against the same loop over contiguous K/V.
 
 Both generate greedily with one Llama-shaped model of 10 million parameters, 16 rows up to a context of 1,024 tokens,
-in one jitted loop with the K/V donated. The paged loop is `kvjax.engine.decode` with all that it does, in a pool whose
+in one jitted loop with the K/V donated. The paged loop is `kvjax.loops.decode` with all that it does, in a pool whose
 blocks are scattered and full, so that every new block is an evicted one. The contiguous loop has K/V arrays of just
 the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It comes in two
 versions: "contiguous" multiplies the queries of a group by K one by one, which is the fastest way on CPU that we
@@ -29,8 +29,8 @@ from jax import lax
 
 import kvjax
 from benchmarks import common
-from kvjax import engine
-from kvjax.sampling import sample
+from kvjax.serving import loops
+from kvjax.serving.sampling import sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
 
@@ -73,7 +73,7 @@ class Start(NamedTuple):
     """
 
     cache: kvjax.Cache
-    rows: engine.Rows
+    rows: loops.Rows
     layers: tuple[tuple[jax.Array, jax.Array], ...]
 
     @property
@@ -113,10 +113,10 @@ def make_start(model: Decoder, size: Size) -> Start:
     admit = jax.jit(kvjax.Cache.admit, donate_argnums=0)
     cache, admitted = admit(full_cache(model, size), seqs, prompts, jnp.full((size.rows,), length))
     common.require(bool(admitted.ok), "the prompts were not admitted")
-    log = kvjax.init_log(size.rows * (length // size.block_size + 1), size.block_size)
-    prefill = jax.jit(functools.partial(engine.prefill, chunk=64, sampling=GREEDY), donate_argnums=(1, 5))
+    log = kvjax.events.init_log(size.rows * (length // size.block_size + 1), size.block_size)
+    prefill = jax.jit(functools.partial(loops.prefill, chunk=64, sampling=GREEDY), donate_argnums=(1, 5))
     cache, _, token, _ = prefill(model, cache, seqs, prompts, seeds, log)
-    rows = engine.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
+    rows = loops.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
     return Start(cache, rows, jax.jit(contiguous_kv)(cache))
 
 
@@ -192,11 +192,11 @@ def take_turns(programs: Programs, clock, rounds: int, calls: int = 1) -> tuple[
 
 def paged_loop(model, start: Start, size: Size, steps: int = CALL_STEPS):
     """Begins with `start`; a call is `steps` steps of the engine's loop."""
-    begin = start.cache, start.rows, engine.decode_log(start.cache.state.spec, size.steps)
+    begin = start.cache, start.rows, loops.decode_log(start.cache.state.spec, size.steps)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(model, state):
-        *state, decoded = engine.decode(model, *state, steps=steps, sampling=GREEDY, stop=jnp.asarray([-1]))
+        *state, decoded = loops.decode(model, *state, steps=steps, sampling=GREEDY, stop=jnp.asarray([-1]))
         return tuple(state), (decoded.tokens, decoded.logprobs)
 
     return lambda: jax.tree.map(jnp.copy, begin), functools.partial(run, model)
@@ -261,7 +261,7 @@ def check_loops(ends: dict[str, Any], size: Size) -> None:
         wanted, wanted_logprobs = map(np.concatenate, zip(*ends[name][1], strict=True))
         common.require(np.array_equal(tokens, wanted), f"the paged and the {name} loop chose different tokens")
         np.testing.assert_allclose(logprobs, wanted_logprobs, rtol=TOLERANCE, atol=TOLERANCE)
-    evicted = int(kvjax.counts(log)["removed"])
+    evicted = int(kvjax.events.counts(log)["removed"])
     common.require(evicted == size.rows * size.new_blocks > 0, f"{evicted} blocks were evicted")
     kvjax.check(cache.state)
     print(f"  {tokens.size:,} tokens, the same in all loops; {evicted} blocks evicted")

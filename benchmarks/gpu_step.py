@@ -22,7 +22,7 @@ import kvjax
 from benchmarks import common, gpu
 from benchmarks.decode_loop import no_model
 from benchmarks.gpu import Record
-from kvjax import engine
+from kvjax.serving import loops
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
 
@@ -92,19 +92,19 @@ def compare_with_dense(config: ModelConfig) -> float:
     paged, logits = jax.jit(Decoder.__call__), []
     for begin, end in ((0, length), (length, length + 1)):
         places, count = jnp.arange(begin, end, dtype=jnp.int32)[None], jnp.full((1,), end - begin, jnp.int32)
-        view = kvjax.View((jnp.arange(3, dtype=jnp.int32)[None],), places, count + begin, (places,), count)
+        view = kvjax.pools.View((jnp.arange(3, dtype=jnp.int32)[None],), places, count + begin, (places,), count)
         new, pools = paged(model, tokens[:, begin:end], pools, view, last=count - 1)
         logits.append(new)
     wanted = jax.jit(Decoder.dense)(model, tokens, jnp.arange(length - 1, length + 1))
     return gpu.differs(jnp.stack(logits, axis=1), wanted)
 
 
-def pools_of(spec: kvjax.CacheSpec) -> kvjax.Pools:
+def pools_of(spec: kvjax.CacheSpec) -> kvjax.pools.Pools:
     """Random K/V."""
     (group,) = spec.groups
     (pool,) = group.pools
     shape = group.num_blocks + 1, len(pool.layers), 2, pool.kv_heads, spec.block_size, pool.head_dim
-    return kvjax.Pools(((gpu.random_pool(shape, pool.dtype),),), spec)
+    return kvjax.pools.Pools(((gpu.random_pool(shape, pool.dtype),),), spec)
 
 
 def rows_in_the_middle(spec: kvjax.CacheSpec, vocabulary: int, length: int) -> kvjax.CacheState:
@@ -127,15 +127,17 @@ def rows_in_the_middle(spec: kvjax.CacheSpec, vocabulary: int, length: int) -> k
     return state
 
 
-def time_loop(model: Any, state: kvjax.CacheState, pools: kvjax.Pools, size: Size) -> tuple[float, kvjax.Pools]:
+def time_loop(
+    model: Any, state: kvjax.CacheState, pools: kvjax.pools.Pools, size: Size
+) -> tuple[float, kvjax.pools.Pools]:
     """Median seconds of a step; and the pools, which are donated."""
     spec = state.spec
     one = jnp.ones((spec.max_seqs,), jnp.int32)
-    rows = engine.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
-    loop = functools.partial(engine.decode, steps=size.steps, sampling=kvjax.Sampling())
+    rows = loops.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
+    loop = functools.partial(loops.decode, steps=size.steps, sampling=kvjax.Sampling())
     loop, times = jax.jit(loop, donate_argnames=("cache", "log")), []
     for _ in range(size.rounds + 1):
-        cache, log = kvjax.Cache(jax.tree.map(jnp.copy, state), pools), engine.decode_log(spec, size.steps)
+        cache, log = kvjax.Cache(jax.tree.map(jnp.copy, state), pools), loops.decode_log(spec, size.steps)
         jax.block_until_ready((cache, log))
         began = time.perf_counter()
         cache, _, _, decoded = jax.block_until_ready(loop(model, cache, rows, log, stop=-one[:1]))

@@ -133,10 +133,10 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
 
 def compare_with_stats(state: kvjax.CacheState, use: np.ndarray) -> None:
     """The figures of this benchmark and the library's own, taken by different ways, agree."""
-    seen = kvjax.stats(state)
+    seen = kvjax.debug.stats(state)
     common.require(
         (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == tuple(use.tolist()),
-        f"kvjax.stats counts {seen}, the benchmark {use}",
+        f"kvjax.debug.stats counts {seen}, the benchmark {use}",
     )
 
 
@@ -160,7 +160,7 @@ def in_place() -> dict[str, float]:
     """Compiles the decode loop without running it; temporaries and donated bytes as a percentage of the pools."""
     from flax import nnx
 
-    from kvjax import engine
+    from kvjax.serving import loops
     from models.config import LayerConfig, ModelConfig
     from models.decoder import Decoder
 
@@ -168,11 +168,11 @@ def in_place() -> dict[str, float]:
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=1024, max_seqs=16, max_length=1024, dtype="float32")
     cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
-    log = jax.eval_shape(lambda: engine.decode_log(spec, STEPS))
+    log = jax.eval_shape(lambda: loops.decode_log(spec, STEPS))
     each = jax.ShapeDtypeStruct((16,), jnp.int32)
-    rows = engine.Rows(each, jax.ShapeDtypeStruct((16,), jnp.bool_), each, jax.ShapeDtypeStruct((16,), jnp.uint32))
+    rows = loops.Rows(each, jax.ShapeDtypeStruct((16,), jnp.bool_), each, jax.ShapeDtypeStruct((16,), jnp.uint32))
     decode = jax.jit(
-        functools.partial(engine.decode, steps=STEPS, sampling=kvjax.Sampling()), donate_argnames=("cache", "log")
+        functools.partial(loops.decode, steps=STEPS, sampling=kvjax.Sampling()), donate_argnames=("cache", "log")
     )
     compiled = decode.lower(model, cache, rows, log, stop=jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
     pools = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache.pools))

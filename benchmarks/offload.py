@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host tier: how fast blocks go to host memory and come back, and how long a decode step waits for them.
 
-64 blocks of 1 MB go out, come back, and change places with as many others, through `host_pool.move`, from the call
+64 blocks of 1 MB go out, come back, and change places with as many others, through `move`, from the call
 until the bytes are there. Beside it, in turn with it, a plain `jax.device_put` of one array with as many bytes each
 way. That one gets fresh memory every time, as it always does; a copy by numpy into memory that was used before says how
 much of its time this takes. The bytes that come back are compared; the bound, 80 % of `device_put`, is on both ways.
@@ -26,8 +26,8 @@ import numpy as np
 
 import kvjax
 from benchmarks import common
-from kvjax.host_pool import init_host_pools, move
-from kvjax.transfer import Transfer
+from kvjax.events.transfer import Transfer
+from kvjax.pools.host import init_host_pools, move
 
 MIN_RATE = 0.8
 

@@ -1,55 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvjax: a functional paged KV cache for JAX."""
 
-from kvjax._interrupt import GenerationInterrupted
-from kvjax.attention import attend
-from kvjax.beam import beam_step
-from kvjax.cache import admit, commit, extend, fork, init, lookup, release, truncate
-from kvjax.control import evict, pin, reset, unpin
-from kvjax.debug import RequestError, check, checked, index_of, snapshot
-from kvjax.engine import step
-from kvjax.events import EventKind, EventLog, Events, Mirror, Status, append, counts, fold, init_log, to_list
-from kvjax.generation import Output, Progress, generate, stream
-from kvjax.host_pool import HostPools, TransferError, init_host_pools, move
-from kvjax.keys import Namespaces
-from kvjax.match import Match
-from kvjax.model import Model
-from kvjax.movement import complete, offload, onboard, swap_in, swap_out, watermark
-from kvjax.paired import Cache
-from kvjax.plan import Ledger, Plan, plan
-from kvjax.plots import plot_blocks
-from kvjax.policies import EvictionPolicy, by_score, cost_aware, fifo, lfu, lru, priority, random, trt_leaf, vllm_v1
-from kvjax.pool import Pools, apply, init_pools, write
-from kvjax.retention import Retention, TokenRange
-from kvjax.sampling import Sampling
-from kvjax.show import show
-from kvjax.spec import CacheSpec, GroupSpec, LayerSpec, PoolSpec, make_spec
-from kvjax.state import NO_BLOCK, Blocks, CacheState, Group, Sequences
-from kvjax.stats import Stats, Totals, stats
-from kvjax.tiered import FailedTransfer, TieredCache
-from kvjax.transfer import Transfer
-from kvjax.view import View, ragged, view
+from kvjax import debug as debug
+from kvjax import events as events
+from kvjax import policies as policies
+from kvjax import pools as pools
+from kvjax import serving as serving
+from kvjax import sizing as sizing
+from kvjax import spec as spec
+from kvjax import state as state
+from kvjax import tiers as tiers
+from kvjax.blocks.keys import Namespaces
+from kvjax.cache import Cache
+from kvjax.debug import check, show
+from kvjax.events import Events, Status, fold, to_list
+from kvjax.policies import Retention, by_score, lru
+from kvjax.pools import apply, attend, init_pools, ragged, view, write
+from kvjax.serving import Sampling, generate, step, stream
+from kvjax.sizing import plan
+from kvjax.spec import CacheSpec, LayerSpec, make_spec
+from kvjax.state import CacheState, EvictionPolicy
+from kvjax.verbs.admit import admit, lookup
+from kvjax.verbs.commit import commit
+from kvjax.verbs.control import evict, pin, reset, unpin
+from kvjax.verbs.extend import extend
+from kvjax.verbs.fork import beam_step, fork
+from kvjax.verbs.init import init
+from kvjax.verbs.release import release
+from kvjax.verbs.truncate import truncate
 
 __version__ = "0.1.0"
-
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # states and specs
-    "CacheSpec",
-    "GroupSpec",
     "LayerSpec",
-    "PoolSpec",
+    "CacheSpec",
     "make_spec",
-    "Plan",
-    "Ledger",
     "plan",
     "Cache",
-    "TieredCache",
-    "FailedTransfer",
     "CacheState",
-    "Group",
-    "Blocks",
-    "Sequences",
-    "NO_BLOCK",
+    "Namespaces",
     # verbs
     "init",
     "admit",
@@ -60,74 +49,33 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "truncate",
     "release",
     "beam_step",
-    "evict",
     "pin",
     "unpin",
+    "evict",
     "reset",
-    "offload",
-    "onboard",
-    "watermark",
-    "swap_out",
-    "swap_in",
-    "complete",
-    "Transfer",
-    "Match",
-    "Namespaces",
-    # events
-    "Events",
-    "EventKind",
-    "EventLog",
-    "Status",
-    "Mirror",
-    "append",
-    "counts",
-    "fold",
-    "init_log",
-    "to_list",
-    "snapshot",
-    # eviction policies
-    "EvictionPolicy",
-    "by_score",
-    "cost_aware",
-    "fifo",
-    "lfu",
-    "lru",
-    "priority",
-    "random",
-    "trt_leaf",
-    "vllm_v1",
-    "Retention",
-    "TokenRange",
     # bytes
-    "Pools",
-    "View",
+    "init_pools",
+    "write",
     "apply",
     "attend",
-    "init_pools",
-    "init_host_pools",
-    "HostPools",
-    "move",
-    "TransferError",
-    "ragged",
     "view",
-    "write",
+    "ragged",
+    # events
+    "Events",
+    "Status",
+    "to_list",
+    "fold",
+    # eviction
+    "lru",
+    "by_score",
+    "EvictionPolicy",
+    "Retention",
     # generation
-    "GenerationInterrupted",
-    "Model",
-    "Output",
-    "Progress",
-    "Sampling",
     "generate",
-    "step",
     "stream",
+    "step",
+    "Sampling",
     # looking inside
-    "RequestError",
-    "Stats",
-    "Totals",
-    "check",
-    "checked",
-    "index_of",
-    "plot_blocks",
     "show",
-    "stats",
+    "check",
 ]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from typing import Any
 
 import jax
@@ -88,3 +90,22 @@ def _entries(x: jax.Array, index, values, where: jax.Array):
         where = jnp.array([jnp.reshape(where, ()), False])
     beyond = x.shape[0] + jnp.arange(where.size, dtype=jnp.int32).reshape(where.shape)
     return (jnp.where(where, index[0], beyond), *index[1:]), values
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """Bijective mixing of u32 words, each input bit into each output bit. Source: MurmurHash3's finaliser."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+@typing.dataclass_transform(frozen_default=True)
+def pytree(*static: str):
+    """Registers a frozen dataclass as a pytree; `static` fields are part of its structure."""
+
+    def register[T: type](cls: T) -> T:
+        cls = dataclasses.dataclass(frozen=True)(cls)
+        fields = [f.name for f in dataclasses.fields(cls)]
+        return jax.tree_util.register_dataclass(cls, [f for f in fields if f not in static], list(static))
+
+    return register

@@ -18,7 +18,6 @@ MOST = 6  # tokens that one `extend` asks for, per row
 _VERBS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
           "evict": 2, "reset": 1}  # fmt: skip
 VERBS = (*_VERBS, "offload", "onboard", "watermark", "swap_out", "swap_in", "complete")
-
 Request = dict[str, Any]
 
 

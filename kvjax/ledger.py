@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import jax
 
-from kvjax import cache
-from kvjax.policies import EvictionPolicy
 from kvjax.spec import CacheSpec, GroupSpec
+from kvjax.state import EvictionPolicy
+from kvjax.verbs.init import init
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _window(group: GroupSpec) -> str:
 
 def _metadata_bytes(spec: CacheSpec, policy: EvictionPolicy | None) -> int:
     """Bytes of the state itself, asked of `init` without running it."""
-    state = jax.eval_shape(lambda: cache.init(spec, policy))
+    state = jax.eval_shape(lambda: init(spec, policy))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from kvjax.pool import Pools
-from kvjax.view import View
+from kvjax.pools.device import Pools
+from kvjax.pools.views import View
 
 
 class Model(Protocol):
@@ -39,7 +39,7 @@ class Model(Protocol):
 def check_model(model: Any) -> None:
     """Raises a ValueError if this cannot be an argument of a jitted loop."""
     if not callable(model):
-        raise ValueError(f"model: got a {type(model).__name__}, wanted a kvjax.Model; the cache comes after it")
+        raise ValueError(f"model: got a {type(model).__name__}, wanted a kvjax.serving.Model; the cache comes after it")
     if jax.tree_util.all_leaves([model]):
         raise ValueError(
             f"model: got {getattr(model, '__name__', type(model).__name__)}, which is no pytree: wrap a function as "

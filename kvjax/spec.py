@@ -108,7 +108,7 @@ class CacheSpec:
       max_blocks_per_seq: M, blocks that one row can hold.
       extra_ids: whether tokens carry an extra id (an image's identity) beside the token id.
       partial_reuse: whether reuse goes on token by token inside the block after the last whole match.
-      retention: whether blocks have priorities and times to live (`retention.py`).
+      retention: whether blocks have priorities and times to live (`policies/retention.py`).
       offload_min_priority: blocks of less priority are removed when they have to leave the device, not offloaded.
     """
 

@@ -22,31 +22,18 @@ heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
-import typing
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import pick
-from kvjax.policies import EvictionPolicy
+from kvjax._arrays import pick, pytree
 from kvjax.spec import CacheSpec
 
+DEFAULT_PRIORITY = 35
 NO_BLOCK = -1
 LOST = -1  # `Blocks.hits` of a held block that has left the index because a move failed, until it is published again
-
-
-@typing.dataclass_transform(frozen_default=True)
-def pytree(*static: str):
-    """Registers a frozen dataclass as a pytree; `static` fields are part of its structure."""
-
-    def register[T: type](cls: T) -> T:
-        cls = dataclasses.dataclass(frozen=True)(cls)
-        fields = [f.name for f in dataclasses.fields(cls)]
-        return jax.tree_util.register_dataclass(cls, [f for f in fields if f not in static], list(static))
-
-    return register
 
 
 @pytree()
@@ -58,7 +45,7 @@ class Blocks:
       tokens: i32[B, P]; token ids whose K/V the block holds.
       extra_ids: i32[B, P]; the tokens' extra ids, or None where the spec asks for none.
       fill: i32[B]; tokens of a findable block, 0 for every other.
-      key: u32[B, 2]; hash of the prefix that ends in this block (`keys.py`); a hint, never trusted.
+      key: u32[B, 2]; hash of the prefix that ends in this block (`blocks/keys.py`); a hint, never trusted.
       generation: i32[B]; how often the block was published; compared for equality only, so wrapping is harmless.
       parent: i32[B, 2]; the prefix before this block as (block, generation), or (NO_BLOCK, namespace) at a root.
       children: i32[B]; findable blocks whose parent this is.
@@ -93,7 +80,7 @@ class Blocks:
 
 @pytree()
 class Links:
-    """The prefix index and the child index: chained hash tables over one pair of link arrays (`index.py`).
+    """The prefix index and the child index: chained hash tables over one pair of link arrays (`blocks/index.py`).
 
     Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). From 2B on
     come the buckets of the first table, then those of the second.
@@ -132,6 +119,62 @@ class Host:
     empty: jax.Array
     num_empty: jax.Array
     policy: Any
+
+
+Eligible = Callable[[jax.Array], jax.Array]
+
+# What a copy in progress adds to the refcount of its source, more than holders can: see `holders.hold_source`.
+COPYING = 1 << 20
+
+
+class EvictionPolicy(NamedTuple):
+    """A policy: a few pure functions over a state of its own.
+
+    A function that is asked for nothing (no id named, nothing wanted) changes nothing, so that a refused verb leaves
+    the cache as it was, bit for bit. A policy that obeys this by itself says so (`idle`); for any other the core
+    selects the old state in such a call, at the cost of one pass over the policy's state.
+
+    Attributes:
+      init: (num_ids: int) -> pstate.
+      touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate; called when the blocks `ids` (NO_BLOCK is padding)
+        lost their last holder and stay cached, the one to leave first in front.
+      victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate); names `wanted`
+        blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which may be named; a block may
+        be named only with all its findable children before it. What is not eligible now may be at the next call:
+        it keeps its place.
+      forget: (pstate, ids i32[K]) -> pstate; called when blocks go to another tier, which has a state of its own, and
+        with all blocks by `reset`; None: there is nothing to forget.
+      idle: static; whether the functions themselves return the pstate as it was where they are asked for nothing:
+        `touch` and `forget` for padding alone, `victims` where wanted is 0. `kvjax.testing.check_policy` verifies it.
+    """
+
+    init: Callable[[int], Any]
+    touch: Callable[..., Any]
+    victims: Callable[..., tuple[jax.Array, Any]]
+    forget: Callable[..., Any] | None = None
+    idle: bool = False
+
+    def touched(self, pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Any:
+        """The policy's state after `touch`; the old one if no id is named."""
+        return self._where(lambda: jnp.any(ids >= 0), self.touch(pstate, blocks, ids, now), pstate)
+
+    def chosen(
+        self, pstate: Any, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
+    ) -> tuple[jax.Array, Any]:
+        """The victims, and the policy's state after `victims`; the old one if none is wanted."""
+        ids, new = self.victims(pstate, blocks, eligible, wanted, now, size)
+        return ids, self._where(lambda: wanted > 0, new, pstate)
+
+    def forgot(self, pstate: Any, ids: jax.Array) -> Any:
+        """The policy's state after `forget`; the old one if no id is named."""
+        if self.forget is None:
+            return pstate
+        return self._where(lambda: jnp.any(ids >= 0), self.forget(pstate, ids), pstate)
+
+    def _where(self, asked: Callable[[], jax.Array], new: Any, old: Any) -> Any:
+        if self.idle:
+            return new
+        return jax.tree.map(lambda n, o: n if n is o else jnp.where(asked(), n, o), new, old)
 
 
 @pytree()
@@ -227,11 +270,39 @@ class CacheState:
     policy: EvictionPolicy
 
     def __repr__(self) -> str:
-        from kvjax.show import one_line  # imports this file
+        from kvjax.debug.text import one_line  # imports this file
 
         return one_line(self)
 
     def _repr_html_(self) -> str:
-        from kvjax.show import page
+        from kvjax.debug.text import page
 
         return page(self)
+
+
+@pytree()
+class Match:
+    """The longest cached prefix of a prompt.
+
+    Attributes:
+      blocks: i32[ceil(T / P)]; the whole blocks that match, NO_BLOCK after them.
+      num_blocks: i32[]; how many match.
+      num_uncopied: i32[]; how many match if nothing can be copied; fewer only with windows.
+      source: i32[]; a block that shares further tokens and would be copied, or NO_BLOCK.
+      shared: i32[]; how many tokens it shares.
+      device_tokens: i32[]; matched tokens whose K/V are on the device, in every group.
+      host_tokens: i32[]; matched tokens whose K/V are on the host, in some group.
+    """
+
+    blocks: jax.Array
+    num_blocks: jax.Array
+    num_uncopied: jax.Array
+    source: jax.Array
+    shared: jax.Array
+    device_tokens: jax.Array
+    host_tokens: jax.Array
+
+    @property
+    def cached_tokens(self) -> jax.Array:
+        """i32[]; tokens that need no computation; never all of the prompt, whose last token's logits are wanted."""
+        return self.device_tokens + self.host_tokens

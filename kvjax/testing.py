@@ -20,17 +20,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax import cache, control, movement
-from kvjax._workload import MOST, SMALL, VERBS, Request, random_requests, requests
-from kvjax.debug import check, index_of
-from kvjax.events import Events, Mirror, Status, fold, to_list
-from kvjax.policies import EvictionPolicy
+from kvjax._workload import MOST, SMALL, Request, random_requests, requests
+from kvjax.debug.invariants import check
+from kvjax.events.mirror import Mirror, fold, index_of, to_list
+from kvjax.events.records import Events, Status
+from kvjax.events.transfer import Transfer
 from kvjax.spec import CacheSpec
-from kvjax.state import NO_BLOCK, CacheState
-from kvjax.transfer import Transfer
+from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy
+from kvjax.verbs.admit import admit, lookup
+from kvjax.verbs.commit import commit
+from kvjax.verbs.control import evict, pin, reset, unpin
+from kvjax.verbs.extend import extend
+from kvjax.verbs.fork import fork
+from kvjax.verbs.init import init
+from kvjax.verbs.offload import complete, offload, onboard, swap_in, swap_out, watermark
+from kvjax.verbs.release import release
+from kvjax.verbs.truncate import truncate
 
 __all__ = ["SMALL", "Request", "Trial", "check_policy", "jitted_verbs", "random_requests", "requests"]
-
+FUNCTIONS = (
+    admit, lookup, extend, commit, fork, truncate, release, pin,
+    unpin, evict, reset, offload, onboard, watermark,
+    swap_out, swap_in, complete,
+)  # fmt: skip
 NAMES = 4  # blocks that one `offload` or `onboard` names, at most
 NOTHING = -1  # in a slot that nobody has written, or whose move failed
 Item = tuple[int, int]  # a token and its extra id
@@ -384,7 +396,7 @@ def check_policy(
     Raises:
       AssertionError: naming the step and its request.
     """
-    trial = Trial(cache.init(spec, policy, policy_state=pstate), delivers=delivers)
+    trial = Trial(init(spec, policy, policy_state=pstate), delivers=delivers)
     for step, request in enumerate(itertools.islice(random_requests(seed, spec), steps)):
         try:
             trial.do(request)
@@ -416,12 +428,12 @@ def jitted_verbs() -> dict[str, Callable[..., Any]]:
     static = {"admit": "tiers", "extend": ("max_tokens", "tiers"), "watermark": ("most", "group")}
     static |= dict.fromkeys(("offload", "onboard"), "group")
     return {
-        name: jax.jit(
-            next(getattr(module, name) for module in (cache, control, movement) if hasattr(module, name)),
-            static_argnames=static.get(name),
+        verb.__name__: jax.jit(
+            verb,
+            static_argnames=static.get(verb.__name__),
             compiler_options={"xla_backend_optimization_level": 0},
         )
-        for name in ("lookup", *VERBS)
+        for verb in FUNCTIONS
     }
 
 

@@ -86,7 +86,7 @@ def write(parser: Parser, args: argparse.Namespace, events: Iterable[dict[str, A
                 file.writelines(json.dumps(event) + "\n" for event in events)
         option = "--plot"
         if args.plot is not None and cache is not None:
-            kvjax.plot_blocks(cache.state, args.plot)
+            kvjax.debug.plot_blocks(cache.state, args.plot)
     except (OSError, ValueError) as error:
         parser.error(f"{option}: {reason(error)}")
 

@@ -47,7 +47,7 @@ class Session:
             dtype="float32", num_host_blocks=host_blocks,
         )  # fmt: skip
         self.model = model
-        self.cache: Any = (kvjax.TieredCache if host_blocks else kvjax.Cache).create(spec)
+        self.cache: Any = (kvjax.tiers.TieredCache if host_blocks else kvjax.Cache).create(spec)
         self.prompted = self.reused = self.asked = self.right = 0
         self.seconds: list[float] = []
         self.events: list[dict[str, Any]] = []
@@ -193,8 +193,8 @@ def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
     console.print(kvjax.show(tiers), highlight=False)
 
     events = [e for part in (first, repeat, forks, pressure, again) for e in part.events]
-    index_agrees = kvjax.fold(events).index == kvjax.index_of(again.cache.state)
-    index_agrees &= kvjax.fold([*large.events, *large_again.events]).index == kvjax.index_of(tiers)
+    index_agrees = kvjax.fold(events).index == kvjax.events.index_of(again.cache.state)
+    index_agrees &= kvjax.fold([*large.events, *large_again.events]).index == kvjax.events.index_of(tiers)
     kvjax.check(again.cache.state)
     kvjax.check(tiers)
     console.print(f"\n{len(events):,} events replayed: the index they give is the cache's: {index_agrees}")

@@ -164,7 +164,7 @@ def _generate(
         stop_tokens=args.stop or model.config.eos_token_ids,
         steps=STEPS,
     )
-    progress: kvjax.Progress | None = None
+    progress: kvjax.serving.Progress | None = None
     with Stopwatch(_note) as watch:
         try:
             for progress in watch.timed(stream):
@@ -177,7 +177,7 @@ def _generate(
             if progress is not None:
                 cache = progress.cache
                 events += progress.closing
-        except kvjax.GenerationInterrupted as stop:
+        except kvjax.serving.GenerationInterrupted as stop:
             if not isinstance(stop.__cause__, KeyboardInterrupt):
                 raise
             finished, outputs, cache = False, stop.outputs, stop.cache
@@ -207,7 +207,7 @@ class _Screen:
         self.number = 0  # of the prompt whose answer is being shown
         self.begun = False
 
-    def show(self, outputs: list[kvjax.Output], *, last: bool = False) -> None:
+    def show(self, outputs: list[kvjax.serving.Output], *, last: bool = False) -> None:
         """Shows what is new; all that there is if this is the `last` time."""
         for output in outputs[self.number :]:
             done = last or output.finish is not None
@@ -216,7 +216,7 @@ class _Screen:
                 break
             self.number, self.begun = self.number + 1, False
 
-    def say(self, output: kvjax.Output, done: bool) -> None:
+    def say(self, output: kvjax.serving.Output, done: bool) -> None:
         """Shows what is new of the prompt whose turn it is."""
         prompt, self.begun = "" if self.begun else self.texts[self.number], True
         more = self.speeches[self.number].more(output.tokens, done=done)
@@ -226,7 +226,7 @@ class _Screen:
 class _Lines(_Screen):
     """A JSON object a line for each prompt that is done."""
 
-    def say(self, output: kvjax.Output, done: bool) -> None:
+    def say(self, output: kvjax.serving.Output, done: bool) -> None:
         """Prints the object."""
         if not done:
             return

@@ -25,7 +25,7 @@ class _Turn(NamedTuple):
     decoded: int  # tokens, of all rows
 
     @classmethod
-    def of(cls, progress: kvjax.Progress, seconds: float) -> _Turn:
+    def of(cls, progress: kvjax.serving.Progress, seconds: float) -> _Turn:
         """The turn that a `Progress` ends."""
         outputs, new = progress.outputs, {n: len(tokens) for n, tokens in progress.new.items()}
         first = [n for n, count in new.items() if count == len(outputs[n].tokens)]
@@ -71,7 +71,7 @@ class Stopwatch:
         """Seconds of compiling so far."""
         return sum(end - start for start, end in self._spans)
 
-    def timed(self, stream: Iterable[kvjax.Progress]) -> Iterator[kvjax.Progress]:
+    def timed(self, stream: Iterable[kvjax.serving.Progress]) -> Iterator[kvjax.serving.Progress]:
         """The stream's `Progress`es, the time of each turn noted."""
         turns = iter(stream)
         while True:

@@ -106,7 +106,7 @@ def release(cache: kvjax.Cache, seq: jax.Array):
 
 
 def _num_evicted(events: kvjax.Events) -> jax.Array:
-    return jnp.sum(events.kind == kvjax.EventKind.REMOVED)
+    return jnp.sum(events.kind == kvjax.events.EventKind.REMOVED)
 
 
 class Runner:

@@ -20,7 +20,7 @@ kvjax.check(state)
 print(kvjax.show(state))
 message = ""
 try:
-    kvjax.plot_blocks(state)
+    kvjax.debug.plot_blocks(state)
 except ImportError as error:
     message = str(error)
 assert "kvjax[plot]" in message, message or "plot_blocks worked without matplotlib"

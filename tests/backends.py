@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests import drive
 from tests.oracle import NO_BLOCK, Oracle, Result, Retention, Worth
 
 
@@ -302,7 +303,7 @@ def _init() -> Any:
     import kvjax
 
     def init(spec, num_blocks):
-        return kvjax.init(spec, kvjax.priority() if spec.retention else kvjax.lru(), num_blocks)
+        return kvjax.init(spec, kvjax.policies.priority() if spec.retention else kvjax.lru(), num_blocks)
 
     return jax.jit(init, static_argnums=0)
 
@@ -315,10 +316,10 @@ def _verbs() -> dict[str, Any]:
 
     names = ("complete", "commit", "release", "fork", "truncate", "pin", "unpin", "lookup", "reset")
     jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves compile time
-    verbs = {name: jit(getattr(kvjax, name)) for name in names}
+    verbs = {name: jit(drive.verb(name)) for name in names}
     verbs["admit"] = jit(kvjax.admit, static_argnames="tiers")
     verbs["extend"] = jit(kvjax.extend, static_argnames=("max_tokens", "tiers"))
-    return verbs | {"kind": kvjax.EventKind}
+    return verbs | {"kind": kvjax.events.EventKind}
 
 
 def _then(first: Outcome, second: Outcome) -> Outcome:

@@ -28,7 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax import NO_BLOCK, Cache, CacheSpec, FailedTransfer, Pools, Status, TieredCache, host_pool
+from kvjax import Cache, CacheSpec, Status
+
+# FIXME
+from kvjax.pools import Pools
+from kvjax.pools import host as host_pool
+from kvjax.state import NO_BLOCK
+from kvjax.tiers import FailedTransfer, TieredCache
+from tests import drive
 
 SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
 AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of an admit, tokens of an extend, blocks of an offload, watermark
@@ -133,7 +140,7 @@ def read(pools: Any, group: int, pool: int) -> Any:
     return array if scales is None else array.astype(np.float32) * scales[..., None]
 
 
-def write(pools: Pools, view: kvjax.View, values: jax.Array) -> Pools:
+def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
     for layer in range(values.shape[2]):
         k, v = values[:, :, layer, 0, None], values[:, :, layer, 1, None]
         pools = kvjax.write(pools, layer, k, v, view)
@@ -194,7 +201,7 @@ def programs() -> dict[str, Callable[..., Any]]:
         return jax.jit(function, donate_argnums=0, static_argnames=static)
 
     found = {f"Cache.{name}": jit(getattr(Cache, name), _STATIC.get(name)) for name in _ON_CACHES}
-    found |= {name: jit(getattr(kvjax, name), _STATIC.get(name)) for name in (*_ON_STATES, "complete")}
+    found |= {name: jit(drive.verb(name), _STATIC.get(name)) for name in (*_ON_STATES, "complete")}
     return found | {
         "apply": jit(kvjax.apply), "compute": jit(compute), "view": jax.jit(kvjax.view, static_argnums=1),
     }  # fmt: skip
@@ -268,8 +275,8 @@ class Life:
             self.cache, self.host = tiered.cache, tiered.host
         self.rows: dict[int, Row] = {}
         self.pins: list[tuple[np.ndarray, int]] = []
-        self.flying: list[kvjax.Transfer] = []
-        self.mirror = kvjax.Mirror()
+        self.flying: list[kvjax.tiers.Transfer] = []
+        self.mirror = kvjax.events.Mirror()
         self.tally: collections.Counter[str] = collections.Counter()
         self.programs = programs()
         self.look()
@@ -301,7 +308,7 @@ class Life:
 
     def verify(self) -> None:
         kvjax.check(self.state)
-        assert kvjax.index_of(self.state) == self.mirror.index, "the events do not give the index"
+        assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
         seqs = self.state.seqs
         for seq in range(ROWS):
             row = self.rows.get(seq, Row(0, (), ()))
@@ -427,8 +434,8 @@ class Life:
         pools, host, ok = self.cache.pools, self.host, True
         transfer = padded_transfer(events.transfer)
         try:
-            pools, host = kvjax.move(pools, host, transfer)
-        except kvjax.TransferError as error:
+            pools, host = kvjax.tiers.move(pools, host, transfer)
+        except kvjax.tiers.TransferError as error:
             pools, host, ok = error.pools, error.host, False
         if verb in ("admit", "extend"):
             pools = self.programs["apply"](pools, events)
@@ -439,7 +446,7 @@ class Life:
         self.tally["failed"] += not ok
         return events, self.completed(transfer, ok)
 
-    def completed(self, transfer: kvjax.Transfer, ok: bool) -> list[int]:
+    def completed(self, transfer: kvjax.tiers.Transfer, ok: bool) -> list[int]:
         state, done = self.programs["complete"](self.cache.state, transfer, np.bool_(ok))
         self.cache = Cache(state, self.cache.pools)
         self.hear(done)
@@ -680,10 +687,10 @@ def padded(values: Any) -> np.ndarray:
     return np.array([*values, *[0] * (WIDTH - len(values))], np.int32)
 
 
-def padded_transfer(transfer: Any) -> kvjax.Transfer:
+def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
     """The same orders with the same padding for every verb, so that `complete` is one program."""
     records = np.asarray(transfer.records)
-    return kvjax.Transfer(np.pad(records, ((0, 128 - len(records)), (0, 0)), constant_values=-1))
+    return kvjax.tiers.Transfer(np.pad(records, ((0, 128 - len(records)), (0, 0)), constant_values=-1))
 
 
 # Requests.

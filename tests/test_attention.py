@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from kvjax.attention import IMPLEMENTATIONS
+from kvjax.pools.attention import IMPLEMENTATIONS
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 

@@ -57,7 +57,7 @@ def cached(model, size):
     for _ in range(STEPS - 1):
         cache, events = extend(cache, np.ones(WIDTH, bool))
         assert events.ok
-        copies.append(int(kvjax.counts(events)["copied"]))
+        copies.append(int(kvjax.events.counts(events)["copied"]))
         cache, logits, _ = step(model, cache, tokens[:, None], np.ones(WIDTH, np.int32))
         scores, parents, tokens = best(scores, logits)
         cache, events = beam(cache, rows, parents)

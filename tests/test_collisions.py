@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import match, store
-from kvjax.keys import prefix_keys
+from kvjax.blocks.keys import prefix_keys
 
 pytestmark = pytest.mark.long
 P, S, LENGTH = 2, 3, 8
@@ -23,8 +22,8 @@ def verbs(request, monkeypatch):
     def colliding(*args):
         return prefix_keys(*args) & mask
 
-    monkeypatch.setattr(match, "prefix_keys", colliding)
-    monkeypatch.setattr(store, "prefix_keys", colliding)
+    for module in (kvjax.blocks.match, kvjax.blocks.twins, kvjax.verbs.release):
+        monkeypatch.setattr(module, "prefix_keys", colliding)
     names = ("admit", "commit", "extend", "release", "lookup")
     # Functions of their own: jit would find programs traced with good keys.
     return {n: jax.jit(lambda *a, n=n, **k: getattr(kvjax, n)(*a, **k), **FAST) for n in names}
@@ -33,7 +32,7 @@ def verbs(request, monkeypatch):
 def test_what_is_reused_is_what_was_asked_for(verbs):
     """A model of the slots says what K/V each block really holds: (namespace, prefix) of every written token."""
     spec = kvjax.make_spec(num_blocks=10, max_seqs=S, max_length=LENGTH, block_size=P)
-    state, mirror = kvjax.init(spec), kvjax.Mirror()
+    state, mirror = kvjax.init(spec), kvjax.events.Mirror()
     rng, slots, rows, reused = np.random.default_rng(0), {}, set(), 0
 
     def hear(events):
@@ -70,7 +69,7 @@ def test_what_is_reused_is_what_was_asked_for(verbs):
                 hear(events)
                 rows.add(seq)
         kvjax.check(state)
-        assert kvjax.index_of(state) == mirror.index
+        assert kvjax.events.index_of(state) == mirror.index
     assert reused > 0
 
 

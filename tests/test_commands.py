@@ -136,7 +136,6 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not hasattr(kvjax, "GenerationInterrupted"), reason="kvjax.stream knows nothing of Ctrl-C yet")
 @pytest.mark.parametrize("where", ["shown", "computed"])
 def test_ctrl_c_prints_what_there_is(capsys, tmp_path, monkeypatch, where):
     """While a Progress is shown it is the command's own; while one is computed the stream makes an error of it."""
@@ -205,7 +204,7 @@ def test_compiling_prefill_and_decoding_are_told_apart():
         time.sleep(seconds)
 
     def turns():
-        outputs, x = [kvjax.Output(7, cached_tokens=3)], jnp.ones(3)
+        outputs, x = [kvjax.serving.Output(7, cached_tokens=3)], jnp.ones(3)
         for new, seconds in ((3, 0.3), (4, 0.2), (4, 0.2)):
             if not outputs[0].tokens:
                 loop("prefill", x, seconds)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.stats import Stats, Totals, stats
-from kvjax.survey import survey
-from kvjax.transfer import Transfer
+from kvjax.debug import Stats, stats
+from kvjax.debug.survey import survey
+from kvjax.events import Totals
+from kvjax.events.transfer import Transfer
 from tests import stories
 from tests.test_debug import at, changed
 from tests.test_show import has_colour, pixels
@@ -176,7 +177,7 @@ def test_any_numbers_can_be_checked_and_drawn(state, path, number, value):
     if path != "blocks.parent" or number == 0:  # a window group's blocks have none
         with pytest.raises(AssertionError, match="broken: "):
             kvjax.check(broken)
-    kvjax.plot_blocks(broken, group=number)
+    kvjax.debug.plot_blocks(broken, group=number)
     stats(broken, number)
 
 
@@ -338,14 +339,14 @@ def test_show_shortens_gaps(ids, drawn):
 def test_plot_blocks_draws_tiers_and_gaps(state, tmp_path):
     from matplotlib.figure import Figure
 
-    from kvjax.plots import _COLOURS
+    from kvjax.debug.plots import _COLOURS
 
     for number in range(2):
         picture = pixels(state, tmp_path / f"{number}.png", group=number)
         for kind in ("active", "cached", "empty", "host active", "host cached", "host empty", "moving"):
             assert has_colour(picture, _COLOURS[kind]), kind
         assert not has_colour(picture, _COLOURS["unknown"])
-    ax = kvjax.plot_blocks(state, ax=Figure().subplots(), group=1)
+    ax = kvjax.debug.plot_blocks(state, ax=Figure().subplots(), group=1)
     texts = [text.get_text() for text in ax.texts]
     assert texts.count("- x2") == 2
     assert [text.get_text() for text in ax.get_legend().get_texts()][4:] == [

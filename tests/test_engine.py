@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax._run import Run, _admit
-from kvjax.engine import Rows, decode, decode_log, prefill_log
-from kvjax.sampling import restrict, sample
+from kvjax.serving.loops import Rows, decode, decode_log, prefill_log
+from kvjax.serving.run import Run, _admit
+from kvjax.serving.sampling import restrict, sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
 
@@ -86,7 +86,7 @@ def test_greedy_tokens_and_logprobs_are_those_without_a_cache():
     assert [o.cached_tokens for o in again] == [len(p) - 1 for p in PROMPTS]
     kvjax.check(cache.state)
     assert not np.any(cache.state.seqs.length)
-    assert kvjax.fold(events + more).index == kvjax.index_of(cache.state)
+    assert kvjax.fold(events + more).index == kvjax.events.index_of(cache.state)
 
 
 def test_stream_hands_out_tokens_as_they_come():
@@ -165,7 +165,7 @@ def test_windows_take_no_more_blocks_than_their_rows_see(windows, put_back):
         assert output.tokens == plain(tuple(prompt), 8, windows, 96)[0]
     assert not put_back
     kvjax.check(cache.state)
-    assert kvjax.fold(events + more).index == kvjax.index_of(cache.state)
+    assert kvjax.fold(events + more).index == kvjax.events.index_of(cache.state)
 
 
 @pytest.mark.slow
@@ -180,14 +180,14 @@ def test_prompts_that_find_no_block_for_a_chunk_wait_and_go_on(put_back):
     assert [o.cached_tokens for o in outputs] == [0, 0, 0]  # by the third its own first chunk, when it came again
     kvjax.check(cache.state)
     assert not np.any(cache.state.seqs.length)
-    assert kvjax.fold(events).index == kvjax.index_of(cache.state)
+    assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
 
     # One that has all blocks to itself and still finds none for its second chunk ends.
     outputs, cache, events = generate(windowed_cache(3), LONG[:1], windows)
     assert [(o.finish, len(o.tokens)) for o in outputs] == [("no_blocks", 0)]
     assert put_back == [2, 0]
     kvjax.check(cache.state)
-    assert kvjax.fold(events).index == kvjax.index_of(cache.state)
+    assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
 
 
 @pytest.mark.parametrize("layers", [[None], [None, 6], [5, 6, 9]])
@@ -249,7 +249,9 @@ def test_generate_and_stream_take_the_same_keywords():
     takes = inspect.signature(kvjax.generate).parameters
     assert takes == inspect.signature(kvjax.stream).parameters
     assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    steps = [inspect.signature(step).parameters for step in (kvjax.step, kvjax.Cache.step, kvjax.TieredCache.step)]
+    steps = [
+        inspect.signature(step).parameters for step in (kvjax.step, kvjax.Cache.step, kvjax.tiers.TieredCache.step)
+    ]
     names = [[(name, parameter.default) for name, parameter in parameters.items()] for parameters in steps]
     assert names[0][2:] == names[1][2:] == names[2][2:]
     assert [name for name, _ in names[0][:2]] == ["model", "cache"]

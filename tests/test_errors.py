@@ -12,6 +12,9 @@ import pytest
 import kvjax
 from kvjax import LayerSpec, Status
 from kvjax.testing import SMALL, jitted_verbs
+from tests import drive
+
+# FIXME
 
 EXTRA = dataclasses.replace(SMALL, extra_ids=True)
 
@@ -98,7 +101,7 @@ CASES = [
 
 def traced(call, spec=SMALL, **changed):
     """Traces a verb without compiling it; `changed` replaces some of its arguments."""
-    verb = getattr(kvjax, call.split()[0])
+    verb = drive.verb(call.split()[0])
     return jax.eval_shape(lambda state: verb(state, **(GOOD[call] | changed)), state_of(spec))
 
 
@@ -157,15 +160,16 @@ def test_a_cache_is_no_state(verb):
     cache = kvjax.Cache(state_of(SMALL), kvjax.init_pools(SMALL))
     method = f", or the method cache.{verb}" if hasattr(cache, verb) else ""
     with pytest.raises(ValueError, match=rf"^state: got a Cache, wanted its state: cache\.state{method}(\n|$)"):
-        jax.eval_shape(getattr(kvjax, verb), cache)
+        jax.eval_shape(drive.verb(verb), cache)
     with pytest.raises(ValueError, match=r"^state: got a tuple, wanted a CacheState"):
-        getattr(kvjax, verb)(())
+        drive.verb(verb)(())
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("lru", "got 'lru', wanted an EvictionPolicy"), (kvjax.lfu, r"got the function lfu, .* what lfu\(\) returns"),
+        ("lru", "got 'lru', wanted an EvictionPolicy"),
+        (kvjax.policies.lfu, r"got the function lfu, .* what lfu\(\) returns"),
         (lambda blocks: blocks.hits, "got the function <lambda>"), (tuple(kvjax.lru()), "got .*wanted an Evic"),
     ],
 )  # fmt: skip
@@ -218,7 +222,7 @@ def test_sizes_of_a_spec(name, value):
 def test_sizes_of_a_layer(name, value):
     with pytest.raises(ValueError, match=rf"^{name}: got .*wanted an int of at least 1"):
         dataclasses.replace(LayerSpec(2, 8), **{name: value})
-    group = kvjax.GroupSpec(4, (dataclasses.replace(kvjax.PoolSpec((0,), 2, 8), **{name: value}),))
+    group = kvjax.spec.GroupSpec(4, (dataclasses.replace(kvjax.spec.PoolSpec((0,), 2, 8), **{name: value}),))
     with pytest.raises(ValueError, match=rf"^{name}: got .*wanted an int of at least 1"):
         kvjax.CacheSpec((group,), block_size=4, max_seqs=2, max_blocks_per_seq=2)
 
@@ -240,10 +244,15 @@ def test_layers_that_are_none(layers, message):
 
 
 def test_groups_that_are_none():
-    group = kvjax.GroupSpec(4)
+    group = kvjax.spec.GroupSpec(4)
     with pytest.raises(ValueError, match=r"^num_host_blocks: got -1, wanted an int of at least 0"):
         kvjax.make_spec(**SPEC, num_host_blocks=-1)
-    for groups in ((), (group, group), (kvjax.GroupSpec(4, window=8),), (group, kvjax.GroupSpec(4, sink_tokens=2))):
+    for groups in (
+        (),
+        (group, group),
+        (kvjax.spec.GroupSpec(4, window=8),),
+        (group, kvjax.spec.GroupSpec(4, sink_tokens=2)),
+    ):
         with pytest.raises(ValueError, match=r"^groups: got "):
             kvjax.CacheSpec(groups, block_size=4, max_seqs=2, max_blocks_per_seq=2)
     with pytest.raises(ValueError, match=r"^layers\[1\].sink_tokens: got 8 without a window, wanted 0"):
@@ -545,7 +554,7 @@ def test_a_traced_capacity_out_of_range_counts_as_no_blocks():
                 jax.tree.map(np.testing.assert_array_equal, after, state)
         with pytest.raises(AssertionError, match=r"^broken: num_blocks out of range\n"):
             kvjax.check(state)
-        counted = kvjax.stats(state)
+        counted = kvjax.debug.stats(state)
         assert str(counted).startswith("num_blocks out of range") and counted.active_share == 1.0
         assert (counted.filled_share, counted.unused_share, counted.total_slots) == (0.0, 0.0, 0)
 
@@ -558,26 +567,28 @@ def test_a_size_that_only_one_group_has_fits_neither():
     state = jax.jit(lambda n: kvjax.init(spec, num_blocks=n))(9)
     with pytest.raises(AssertionError, match=r"^broken: num_blocks out of range \(group 1\)\n"):
         kvjax.check(state)
-    assert kvjax.stats(state).num_blocks == 9 and kvjax.stats(state, 1).num_blocks == 0
+    assert kvjax.debug.stats(state).num_blocks == 9 and kvjax.debug.stats(state, 1).num_blocks == 0
 
 
 # checked: for those who want an exception.
 
 
 def test_checked_raises_with_the_row_and_the_status():
-    admit = kvjax.checked(jitted_verbs()["admit"])
+    admit = kvjax.debug.checked(jitted_verbs()["admit"])
     state, _ = admit(kvjax.init(SMALL), np.int32(0), ints(24), np.int32(3))
-    with pytest.raises(kvjax.RequestError, match=r"^admit: row 0 of the request was refused with HELD$") as caught:
+    with pytest.raises(
+        kvjax.debug.RequestError, match=r"^admit: row 0 of the request was refused with HELD$"
+    ) as caught:
         admit(state, np.int32(0), ints(24), np.int32(3))
     assert caught.value.status is Status.HELD and caught.value.row == 0
-    with pytest.raises(kvjax.RequestError, match=r"^release: row 1 .* BAD_REQUEST$") as caught:
-        kvjax.checked(jitted_verbs()["release"])(state, np.array([0, 1, 2], np.int32))
+    with pytest.raises(kvjax.debug.RequestError, match=r"^release: row 1 .* BAD_REQUEST$") as caught:
+        kvjax.debug.checked(jitted_verbs()["release"])(state, np.array([0, 1, 2], np.int32))
     assert caught.value.row == 1
     assert isinstance(caught.value, ValueError)
 
 
 def test_checked_lets_a_full_pool_pass():
-    admit = kvjax.checked(jitted_verbs()["admit"])
+    admit = kvjax.debug.checked(jitted_verbs()["admit"])
     state = kvjax.init(SMALL, num_blocks=1)
     _, events = admit(state, np.int32(0), ints(24), np.int32(5))
     assert events.status.tolist() == [Status.NO_BLOCKS]
@@ -586,5 +597,5 @@ def test_checked_lets_a_full_pool_pass():
 
 
 def test_checked_names_the_verb():
-    assert kvjax.checked(kvjax.extend).__name__ == "extend"
-    assert kvjax.checked(kvjax.extend).__doc__ == kvjax.extend.__doc__
+    assert kvjax.debug.checked(kvjax.extend).__name__ == "extend"
+    assert kvjax.debug.checked(kvjax.extend).__doc__ == kvjax.extend.__doc__

@@ -10,7 +10,8 @@ import pytest
 from jax import lax
 
 import kvjax
-from kvjax.events import COLUMNS, EventKind, Events, append, init_log, record
+from kvjax.events.log import append, init_log
+from kvjax.events.records import COLUMNS, EventKind, Events, record
 
 SPEC = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=16, block_size=4)
 A = {"kind": "stored", "group": 0, "block": 2, "generation": 5, "parent": None, "namespace": 7,
@@ -81,9 +82,9 @@ def test_events_stacked_by_scan_decode_in_order():
 
 
 def test_counts_under_jit():
-    got = jax.tree.map(int, jax.jit(kvjax.counts)(SOME))
+    got = jax.tree.map(int, jax.jit(kvjax.events.counts)(SOME))
     assert got == {"created": 1, "removed": 1, "updated": 1, "stored": 2, "copied": 1, "cleared": 1}
-    assert jax.tree.map(int, kvjax.counts(append(init_log(9, 4), SOME))) == got
+    assert jax.tree.map(int, kvjax.events.counts(append(init_log(9, 4), SOME))) == got
 
 
 def test_fold_replays_and_leaves_the_old_mirror_alone():
@@ -159,5 +160,5 @@ def test_a_log_in_a_loop_tells_what_the_steps_tell():
             heard += kvjax.to_list(each)
     assert kvjax.to_list(log) == heard
     assert {event["kind"] for event in heard} >= {"stored", "removed"}
-    assert kvjax.fold(heard).index == kvjax.index_of(state) == kvjax.index_of(end)
+    assert kvjax.fold(heard).index == kvjax.events.index_of(state) == kvjax.events.index_of(end)
     jax.tree.map(np.testing.assert_array_equal, state, end)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from tests import drive
 
 OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4, "dtype": "float32"}
 SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 2)], **OPTIONS)
@@ -25,25 +26,25 @@ def ints(*values):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(kvjax.Cache, name) for name in VERBS] + [(kvjax.TieredCache, name) for name in VERBS + MOVES],
+    [(kvjax.Cache, name) for name in VERBS] + [(kvjax.tiers.TieredCache, name) for name in VERBS + MOVES],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
 def test_a_method_shows_the_parameters_of_its_verb(owner, name):
     method, verb = (inspect.signature(getattr(of, name)) for of in (owner, kvjax))
     _, *wanted = verb.parameters.values()
     self, *found = method.parameters.values()
-    if owner is kvjax.TieredCache:  # both tiers are its business
+    if owner is kvjax.tiers.TieredCache:  # both tiers are its business
         wanted = [p.replace(default=("device", "host")) if p.name == "tiers" else p for p in wanted]
     assert self.name == "self" and found == wanted
     assert all(p.annotation != "Any" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in found)
     assert method.return_annotation == verb.return_annotation.replace("CacheState", owner.__name__)
-    assert getattr(owner, name).__doc__ == getattr(kvjax, name).__doc__
+    assert getattr(owner, name).__doc__ == drive.verb(name).__doc__
 
 
 def test_every_name_of_a_cache_is_there_on_a_tiered_one():
     names = {name for name in dir(kvjax.Cache.create(SPEC)) if not name.startswith("_")}
     assert names >= {"state", "pools", "create", *VERBS}
-    assert not names - set(dir(kvjax.TieredCache.create(TIERED)))
+    assert not names - set(dir(kvjax.tiers.TieredCache.create(TIERED)))
 
 
 TOKENS = np.arange(8, dtype=np.int32)
@@ -66,10 +67,10 @@ STORY = [
 def test_a_verb_of_a_tiered_cache_passes_its_arguments_on(verb):
     """Without running it: the other two order moves, which cannot be traced."""
     _, args, options = next(step for step in STORY if step[0] == verb)
-    tiered = kvjax.TieredCache.create(TIERED)
+    tiered = kvjax.tiers.TieredCache.create(TIERED)
 
     def call(cache, host):
-        after, events = getattr(kvjax.TieredCache(cache, host), verb)(*args, **options)
+        after, events = getattr(kvjax.tiers.TieredCache(cache, host), verb)(*args, **options)
         return after.cache, after.host, events.status
 
     *after, status = jax.eval_shape(call, tiered.cache, tiered.host)
@@ -79,20 +80,20 @@ def test_a_verb_of_a_tiered_cache_passes_its_arguments_on(verb):
 
 @pytest.mark.slow
 def test_the_verbs_of_a_tiered_cache():
-    tiered, heard = kvjax.TieredCache.create(TIERED), []
+    tiered, heard = kvjax.tiers.TieredCache.create(TIERED), []
     for verb, args, options in STORY:
         before = tiered
         tiered, events = getattr(tiered, verb)(*args, **options)
         heard += kvjax.to_list(events)
         assert bool(events.ok), verb
         kvjax.check(tiered.state)
-        assert kvjax.index_of(tiered.state) == kvjax.fold(heard).index
+        assert kvjax.events.index_of(tiered.state) == kvjax.fold(heard).index
         assert "donated" in repr(before)
         if verb == "release":
             assert int(tiered.lookup(TOKENS, 8).cached_tokens) == 6
             assert tiered.view(1).positions.shape == (3, 1)
             assert tiered.ragged(ints(1, 1, 1), 4).positions.shape == (1, 4)
-    assert kvjax.stats(tiered.state).empty_blocks == 8
+    assert kvjax.debug.stats(tiered.state).empty_blocks == 8
 
 
 def delete(tree):
@@ -100,7 +101,7 @@ def delete(tree):
         leaf.delete()
 
 
-@pytest.mark.parametrize("create", [lambda: kvjax.Cache.create(SPEC), lambda: kvjax.TieredCache.create(TIERED)])
+@pytest.mark.parametrize("create", [lambda: kvjax.Cache.create(SPEC), lambda: kvjax.tiers.TieredCache.create(TIERED)])
 def test_a_donated_cache_says_so(create):
     calls = [("admit", (0, np.zeros(4, np.int32), 4)), ("release", (0,))]
     for part, asked in (("pools", []), ("state", [("view", (1,)), ("lookup", (ints(1, 2), 2))])):

@@ -48,7 +48,7 @@ def kept(retention, later=0):
         return time
 
     _, cache, _ = generate(
-        kvjax.Cache.create(SPEC, kvjax.priority()), [[*SYSTEM, 50], [60] * 9], 2, retention, clock=clock
+        kvjax.Cache.create(SPEC, kvjax.policies.priority()), [[*SYSTEM, 50], [60] * 9], 2, retention, clock=clock
     )
     time += later
     outputs, cache, events = generate(cache, [[100] * 9, [200] * 9], 11, clock=clock)
@@ -74,13 +74,13 @@ def test_each_prompt_has_a_retention_of_its_own():
     """Those that wait too; and the events tell it."""
     said = [kvjax.Retention.of([(0, 4, 10), (4, None, 20)]), None, kvjax.Retention.of(decode_priority=60), worth(90)]
     prompts = [[n] * 9 for n in (1, 2, 3, 4)]
-    cache = kvjax.Cache.create(SPEC, kvjax.priority())
+    cache = kvjax.Cache.create(SPEC, kvjax.policies.priority())
     _, cache, events = kvjax.generate(MODEL, cache, prompts, max_new_tokens=8, chunk=16, steps=16, retention=said)
     stored = {tuple(e["tokens"]): e["priority"] for e in events if e["kind"] == "stored" and len(e["tokens"]) == 4}
     assert [stored[n, n, n, n] for n in (1, 2, 3, 4)] == [20, 35, 35, 90]  # of equal blocks the second
     assert [stored[n, n + 1, n + 2, n + 3] for n in (1, 2, 3, 4)] == [20, 35, 35, 35]  # begun by the prompt
     assert [stored[n + 4, n + 5, n + 6, n + 7] for n in (1, 2, 3, 4)] == [35, 35, 60, 35]
-    assert kvjax.fold(events).index == kvjax.index_of(cache.state)
+    assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
 
 
 def test_what_cannot_be_is_named():

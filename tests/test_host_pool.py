@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kvjax import host_pool
-from kvjax.pool import init_pools
+from kvjax.events.transfer import Transfer
+from kvjax.pools import host as host_pool
+from kvjax.pools.device import init_pools
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
-from kvjax.transfer import Transfer
 from tests.test_gpu_compile import ROOT, TOOLCHAIN
 
 N, H = (7, 5), (6, 8)  # device and host blocks of the two groups
@@ -271,7 +271,7 @@ SHARDED = """
 import numpy as np, jax
 from jax.sharding import NamedSharding, PartitionSpec
 from tests import test_host_pool as t
-from kvjax import host_pool
+from kvjax.pools import host as host_pool
 spec = t.make_spec((t.PoolSpec((0, 1), 4, 8, "int8"), t.PoolSpec((2,), 8, 8, "int8")), (7,), (6,))
 pools, _ = t.make_pools(spec, np.random.default_rng(0))
 pools = jax.device_put(pools, NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec(None, None, None, "x")))

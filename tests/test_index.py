@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import index, keys
+from kvjax.blocks import index, keys
 from kvjax.state import Blocks
 
 NUM, SIZE, BATCH = 24, 4, 8
@@ -26,7 +26,7 @@ def tables(kind):
 
         def call(*args):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("kvjax.index.mix", lambda x: keys.mix(x) & np.uint32(mask))
+                patch.setattr("kvjax.blocks.index.mix", lambda x: keys.mix(x) & np.uint32(mask))
                 return jitted(*args)
 
         return call
@@ -83,7 +83,7 @@ class Table:
         found = np.asarray(self.find_(self.blocks, self.links, self.blocks.key))
         assert found[self.inside].tolist() == self.inside
         absent = np.array(self.blocks.key) + np.array([0, 1000], np.uint32)
-        assert np.all(np.asarray(self.find_(self.blocks, self.links, absent)) == kvjax.NO_BLOCK)
+        assert np.all(np.asarray(self.find_(self.blocks, self.links, absent)) == kvjax.state.NO_BLOCK)
 
     def longest(self, parent, tokens, limit, extra_ids=None):
         """(block, tokens shared), and the same by trying all."""

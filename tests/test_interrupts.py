@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import _run, host_pool, tiered
+from kvjax.pools import host as host_pool
 
 VOCAB, BEFORE = 1000, 7
 LAYERS = {"plain": [None], "windows": [None, 6]}
@@ -60,15 +60,15 @@ LOOKUP = jax.jit(kvjax.lookup)
 
 def start(kind="plain", host=False):
     """A cache with a row in use, which is not the generation's."""
-    cache = (kvjax.TieredCache if host else kvjax.Cache).create(make_spec(kind, host))
-    admit = kvjax.TieredCache.admit if host else _run._admit
+    cache = (kvjax.tiers.TieredCache if host else kvjax.Cache).create(make_spec(kind, host))
+    admit = kvjax.tiers.TieredCache.admit if host else kvjax.serving.run._admit
     request = np.asarray([1], np.int32), np.zeros((1, 16), np.int32), np.asarray([BEFORE], np.int32)
     room = None if kind == "plain" else OPTIONS["chunk"]
     return admit(cache, *request, namespace=np.zeros(1, np.int32), retention=None, room=room, now=np.int32(0))[0]
 
 
 def state_of(cache):
-    return cache.cache.state if isinstance(cache, kvjax.TieredCache) else cache.state
+    return cache.cache.state if isinstance(cache, kvjax.tiers.TieredCache) else cache.state
 
 
 def assert_whole(cache, events, prompts=(), outputs=()):
@@ -76,7 +76,7 @@ def assert_whole(cache, events, prompts=(), outputs=()):
     state = state_of(cache)
     kvjax.check(state)
     assert state.seqs.length.tolist() == [0, BEFORE]
-    assert kvjax.fold(events).index == kvjax.index_of(state)
+    assert kvjax.fold(events).index == kvjax.events.index_of(state)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.tokens == list(range(prompt[-1] + 1, prompt[-1] + 1 + len(output.tokens)))
         if output.tokens:
@@ -90,10 +90,15 @@ class Calls:
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
-        places = [(_run, "_admit"), (_run, "_prefill"), (_run, "_decode"), (_run, "_release")]
-        places += [(kvjax.TieredCache, "admit"), (kvjax.TieredCache, "watermark")]
+        places = [
+            (kvjax.serving.run, "_admit"),
+            (kvjax.serving.run, "_prefill"),
+            (kvjax.serving.run, "_decode"),
+            (kvjax.serving.run, "_release"),
+        ]
+        places += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
-            places += [(tiered, "_finish"), (host_pool, "_copy")]
+            places += [(kvjax.cache, "_finish"), (host_pool, "_copy")]
         for where, name in places:
             monkeypatch.setattr(where, name, self.wrap(getattr(where, name)))
 
@@ -135,7 +140,7 @@ def spread(cache, prompts, **options):
     try:
         for progress in kvjax.stream(MODEL, cache, prompts, **OPTIONS, **options):
             events += progress.events
-    except kvjax.GenerationInterrupted as error:
+    except kvjax.serving.GenerationInterrupted as error:
         error.events[:0] = events
         raise
     return progress.outputs, progress.cache, events
@@ -174,7 +179,7 @@ def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
                 try:
                     outputs, cache, told = (together, spread)[n % 2](cache, prompts)
                     assert [output.finish for output in outputs] == ["length"] * 2
-                except kvjax.GenerationInterrupted as error:
+                except kvjax.serving.GenerationInterrupted as error:
                     causes.append(type(error.__cause__))
                     outputs, cache, told = error.outputs, error.cache, error.events
                 events += told
@@ -192,7 +197,7 @@ def test_the_last_call_is_followed_by_ctrl_c_too(monkeypatch):
     calls = Calls(monkeypatch)
     _, cache, told = together(cache, prompts_of(0))
     calls.at, calls.count, calls.after = calls.count, 0, press
-    with pytest.raises(kvjax.GenerationInterrupted) as caught:
+    with pytest.raises(kvjax.serving.GenerationInterrupted) as caught:
         together(cache, prompts_of(9))
     assert [output.finish for output in caught.value.outputs] == ["length"] * 2
     assert_whole(caught.value.cache, events + told + caught.value.events, prompts_of(9), caught.value.outputs)
@@ -201,7 +206,9 @@ def test_the_last_call_is_followed_by_ctrl_c_too(monkeypatch):
 def test_a_second_ctrl_c_acts_at_once_and_may_cost_the_cache(monkeypatch):
     calls = Calls(monkeypatch)
     calls.at, calls.after = 3, lambda: (press(), press())
-    with pytest.raises(kvjax.GenerationInterrupted, match=r"interrupted by KeyboardInterrupt; .* no cache") as caught:
+    with pytest.raises(
+        kvjax.serving.GenerationInterrupted, match=r"interrupted by KeyboardInterrupt; .* no cache"
+    ) as caught:
         together(start(), prompts_of(0))
     assert caught.value.cache is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -212,7 +219,7 @@ def test_a_call_that_dies_on_the_device_leaves_no_cache(monkeypatch):
     calls.at, calls.after = 3, fail
     cache = start()
     with pytest.raises(
-        kvjax.GenerationInterrupted, match=r"interrupted by MemoryError: no memory; .* no cache"
+        kvjax.serving.GenerationInterrupted, match=r"interrupted by MemoryError: no memory; .* no cache"
     ) as caught:
         together(cache, prompts_of(0))
     assert caught.value.cache is None
@@ -227,8 +234,8 @@ def test_a_call_that_dies_on_the_device_leaves_no_cache(monkeypatch):
 
 
 def test_an_error_while_compiling_what_follows_a_verb_loses_nothing(monkeypatch):
-    cache = kvjax.TieredCache.create(make_spec("plain", host=True))
-    monkeypatch.setattr(tiered, "_finish", jax.jit(lambda *_: fail(), donate_argnums=0))
+    cache = kvjax.tiers.TieredCache.create(make_spec("plain", host=True))
+    monkeypatch.setattr(kvjax.cache, "_finish", jax.jit(lambda *_: fail(), donate_argnums=0))
     for _ in range(2):
         with pytest.raises(MemoryError, match="no memory"):
             cache.admit(0, np.zeros(4, np.int32), 3)
@@ -242,13 +249,13 @@ def test_functions_of_the_caller_that_fail_lose_nothing():
         try:
             together(cache, prompts_of(number), clock=readings.__next__)
             break
-        except kvjax.GenerationInterrupted as error:
+        except kvjax.serving.GenerationInterrupted as error:
             cache, events = error.cache, events + error.events
             assert_whole(cache, events, prompts_of(number), error.outputs)
     assert number == 10
     cache, events = start(), []
     for use in (together, spread):
-        with pytest.raises(kvjax.GenerationInterrupted) as caught:
+        with pytest.raises(kvjax.serving.GenerationInterrupted) as caught:
             use(cache, prompts_of(0), logits_fn=lambda logits, tokens, positions: fail())
         cache, events = caught.value.cache, events + caught.value.events
         assert_whole(cache, events)
@@ -302,7 +309,7 @@ def test_a_stream_leaves_a_cache_alone_that_the_caller_has_gone_on_with():
     stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS)
     progress = next(stream)
     assert progress.cache.state.seqs.length[0] > 0
-    cache, _ = _run._release(progress.cache, np.asarray([0], np.int32), now=np.int32(0))
+    cache, _ = kvjax.serving.run._release(progress.cache, np.asarray([0], np.int32), now=np.int32(0))
     stream.close()
     assert not progress.closing
     outputs, cache, _ = together(cache, prompts_of(1))
@@ -327,18 +334,18 @@ def test_a_stream_may_be_collected_while_something_is_traced():
 
 def test_a_prompt_whose_row_was_lost_is_admitted_again(monkeypatch):
     """As if K/V had not come back from a host tier: the row is released, and the prompt waits though it is alone."""
-    reserve, lost = _run.Run._reserve, []
+    reserve, lost = kvjax.serving.run.Run._reserve, []
 
     def lose_once(run, seqs, *prompts, **options):
         events, _ = reserve(run, seqs, *prompts, **options)
         if lost:
             return events, []
         lost.append(int(seqs[0]))
-        run.cache, released = _run._release(run.cache, seqs, now=np.int32(0))
+        run.cache, released = kvjax.serving.run._release(run.cache, seqs, now=np.int32(0))
         run._hear(released)
         return events, lost
 
-    monkeypatch.setattr(_run.Run, "_reserve", lose_once)
+    monkeypatch.setattr(kvjax.serving.run.Run, "_reserve", lose_once)
     outputs, cache, events = spread(start(), prompts_of(0))
     assert lost == [0]
     assert [output.finish for output in outputs] == ["length"] * 2

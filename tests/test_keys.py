@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import keys
-from kvjax.keys import Namespaces, mix, prefix_keys, root_key
+from kvjax._arrays import mix
+from kvjax.blocks import keys
+from kvjax.blocks.keys import Namespaces, prefix_keys, root_key
 
 SIZE = 4
 

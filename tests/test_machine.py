@@ -16,6 +16,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvjax
+from tests import drive
 from tests.oracle import NO_BLOCK, Block, Oracle, Retention, Worth, lru
 
 ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
@@ -38,7 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # Each costs twenty programs to compile: by default one; both tiers, with bytes, are in test_bytes.py.
 NAMES = sorted(CONFIGS) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else ["windows, retention"]
 POLICIES = {
-    "lru": (kvjax.lru(), lru), "fifo": (kvjax.fifo(), lambda block: block.stored), "priority": (kvjax.priority(), None),
+    "lru": (kvjax.lru(), lru), "fifo": (kvjax.policies.fifo(), lambda block: block.stored),
+    "priority": (kvjax.policies.priority(), None),
 }  # fmt: skip
 STATIC = {
     "admit": ("room", "tiers"), "extend": ("max_tokens", "tiers"), "pin": "group", "unpin": "group", "offload": "group",
@@ -48,7 +50,7 @@ TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step
          "swap_out", "swap_in")  # fmt: skip
 VERBS = {
     name: jax.jit(
-        getattr(kvjax, name), static_argnames=STATIC.get(name), compiler_options={"xla_backend_optimization_level": 0}
+        drive.verb(name), static_argnames=STATIC.get(name), compiler_options={"xla_backend_optimization_level": 0}
     )
     for name in (
         "admit", "extend", "commit", "fork", "truncate", "release", "lookup", "pin", "unpin", "evict", "reset",
@@ -118,7 +120,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.oracle.score = self.oracle.priority
         self.oracle.now = 2**31 - 20  # the library's time wraps soon
         self.state = nearly_wrapped(self.state)
-        self.mirror, self.pins, self.moves = kvjax.Mirror(), [], []
+        self.mirror, self.pins, self.moves = kvjax.events.Mirror(), [], []
 
     @property
     def used(self):
@@ -355,7 +357,7 @@ class CacheMachine(RuleBasedStateMachine):
         if sound:
             chosen = chosen & np.asarray((group.table[seq] >= 0) & (group.blocks.fill[group.table[seq]] > 0))
         theirs = [b for b, on in zip(self.oracle.tables(of)[seq], chosen, strict=False) if on]
-        ours = np.where(chosen, group.table[seq], kvjax.NO_BLOCK)
+        ours = np.where(chosen, group.table[seq], kvjax.state.NO_BLOCK)
         wanted = self.oracle.pin(theirs, of)
         self.both("pin", wanted, ours, group=of)
         if np.any(ours >= 0) and wanted.ok:
@@ -375,7 +377,7 @@ class CacheMachine(RuleBasedStateMachine):
         pairs = sorted(self.pairing(of).items())
         if pairs:
             ours, theirs = data.draw(st.sampled_from(pairs))
-            ours = np.asarray([ours] + [kvjax.NO_BLOCK] * (BLOCKS_PER_ROW - 1), np.int32)
+            ours = np.asarray([ours] + [kvjax.state.NO_BLOCK] * (BLOCKS_PER_ROW - 1), np.int32)
             wanted = self.oracle.pin([theirs], of)
             self.both("pin", wanted, ours, group=of)
             if wanted.ok:
@@ -415,7 +417,7 @@ class CacheMachine(RuleBasedStateMachine):
             if not group.blocks.refcount[pair[0]] and (group.host.slot[pair[0]] >= len(group.empty)) == far
         ]  # fmt: skip
         chosen = [pair for i, pair in enumerate(pairs[:4]) if which >> i & 1] if which else pairs[:4]
-        ours = np.asarray([a for a, _ in chosen] + [kvjax.NO_BLOCK] * (4 - len(chosen)), np.int32)
+        ours = np.asarray([a for a, _ in chosen] + [kvjax.state.NO_BLOCK] * (4 - len(chosen)), np.int32)
         wanted = getattr(self.oracle, verb)([b for _, b in chosen], of)
         self.both(verb, wanted, ours, group=of)
 
@@ -447,11 +449,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     def pairing(self, number=0):
         """{our block id: the oracle's} of a group, from what both hold and find; a contradiction is a failure."""
-        pairs, index = {kvjax.NO_BLOCK: NO_BLOCK}, self.oracle.groups[number].index
+        pairs, index = {kvjax.state.NO_BLOCK: NO_BLOCK}, self.oracle.groups[number].index
         for ours, theirs in zip(np.asarray(self.state.groups[number].table), self.oracle.tables(number), strict=True):
             for a, b in zip(ours.tolist(), [*theirs, *[NO_BLOCK] * (len(ours) - len(theirs))], strict=True):
                 assert pairs.setdefault(a, b) == b
-        del pairs[kvjax.NO_BLOCK]
+        del pairs[kvjax.state.NO_BLOCK]
         ours = {
             (ns, self.paired(path)): node[1] for node, (ns, path, *_) in self.mirror.nodes.items() if node[0] == number
         }
@@ -466,7 +468,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         kvjax.check(self.state)
-        assert kvjax.index_of(self.state) == self.mirror.index
+        assert kvjax.events.index_of(self.state) == self.mirror.index
         seqs = self.state.seqs
         assert seqs.length.tolist() == [row.length for row in self.oracle.rows]
         assert seqs.committed.tolist() == [len(row.tokens) for row in self.oracle.rows]

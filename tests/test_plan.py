@@ -9,8 +9,8 @@ import pytest
 
 from kvjax import cache
 from kvjax.ledger import blocks_per_seq, make_ledger
-from kvjax.plan import Plan, plan
-from kvjax.policies import fifo
+from kvjax.policies.scores import fifo
+from kvjax.sizing import Plan, plan
 from kvjax.spec import LayerSpec, make_spec
 
 LAYERS = [LayerSpec(2, 16)] * 3 + [LayerSpec(1, 32)]

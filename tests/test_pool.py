@@ -16,11 +16,11 @@ from jax import lax
 
 import kvjax
 import pallas_kernels
-from kvjax import EventKind, LayerSpec, make_spec
-from kvjax.attention import attend
-from kvjax.events import Events, record
-from kvjax.pool import Pools, apply, init_pools, write
-from kvjax.view import View, ragged, view
+from kvjax import LayerSpec, make_spec
+from kvjax.events.records import EventKind, Events, record
+from kvjax.pools.attention import attend
+from kvjax.pools.device import Pools, apply, init_pools, write
+from kvjax.pools.views import View, ragged, view
 from tests.test_attention import oracle
 
 SPEC = make_spec(
@@ -35,7 +35,7 @@ TABLE = [[2, 0, -1, -1, -1], [-1] * 5, [5, 7, 1, -1, -1], [3, 4, 6, 8, 9]]
 def hand_made_state(committed=COMMITTED, table=TABLE):
     state = kvjax.init(SPEC)
     group = dataclasses.replace(state.groups[0], table=jnp.asarray(table, jnp.int32))
-    seqs = kvjax.Sequences(*(jnp.asarray(x, jnp.int32) for x in (LENGTHS, committed, [0] * 4)))
+    seqs = kvjax.state.Sequences(*(jnp.asarray(x, jnp.int32) for x in (LENGTHS, committed, [0] * 4)))
     return dataclasses.replace(state, groups=(group,), seqs=seqs)
 
 
@@ -300,7 +300,7 @@ def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
     )
     state = kvjax.init(spec)
     group = dataclasses.replace(state.groups[0], table=jnp.asarray([[2, 0, 9, 4, 7], [5, 1, 8, 3, 6]], jnp.int32))
-    seqs = kvjax.Sequences(*(jnp.asarray(x, jnp.int32) for x in ([20, 20], [6, 13], [0, 0])))
+    seqs = kvjax.state.Sequences(*(jnp.asarray(x, jnp.int32) for x in ([20, 20], [6, 13], [0, 0])))
     state = dataclasses.replace(state, groups=(group,), seqs=seqs)
     pools = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), init_pools(spec))
     q = jnp.asarray(rng.standard_normal((2, 1, 8, 16)), jnp.float32)

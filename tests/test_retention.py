@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 import kvjax.testing
-from kvjax.retention import later, priority_at
+from kvjax.policies.retention import later, priority_at
 
 SPEC = kvjax.make_spec(num_blocks=4, max_seqs=3, max_length=16, block_size=4, retention=True)
 VERBS = {name: jax.jit(getattr(kvjax, name)) for name in ("admit", "commit", "release")}
@@ -38,7 +38,7 @@ def test_a_spec_without_retention_takes_none():
     with pytest.raises(ValueError, match="retention: got one, wanted None"):
         kvjax.admit(state, 0, np.zeros(4, np.int32), 4, retention=kvjax.Retention.of())
     with pytest.raises(ValueError, match="retention: the spec was made with retention=False"):
-        kvjax.admit(kvjax.init(state.spec, kvjax.priority()), 0, np.zeros(4, np.int32), 4)
+        kvjax.admit(kvjax.init(state.spec, kvjax.policies.priority()), 0, np.zeros(4, np.int32), 4)
 
 
 def run(state, seq, tokens, retention=None, now=0):
@@ -56,11 +56,11 @@ def run(state, seq, tokens, retention=None, now=0):
 
 def priorities(state):
     """{last token of a findable block: its stated priority}."""
-    return {path[-1]: priority for (_, _, path), (_, priority) in kvjax.index_of(state).items()}
+    return {path[-1]: priority for (_, _, path), (_, priority) in kvjax.events.index_of(state).items()}
 
 
 def test_a_found_block_takes_the_new_priority_and_says_so():
-    state = kvjax.init(SPEC, kvjax.priority())
+    state = kvjax.init(SPEC, kvjax.policies.priority())
     prompt = np.repeat([1, 2, 3], 4)[:9]
     state, events = run(state, 0, prompt, kvjax.Retention.of([(0, 4, 80)], max_ranges=2))
     mirror = kvjax.fold(events)
@@ -69,14 +69,14 @@ def test_a_found_block_takes_the_new_priority_and_says_so():
     state, events = run(state, 1, prompt, again)
     assert [(e["kind"], e["priority"]) for e in events if e["kind"] == "updated"] == [("updated", 10)]
     assert priorities(state) == {1: 80, 2: 10, 3: 35}
-    assert kvjax.fold(events, mirror).index == kvjax.index_of(state)
+    assert kvjax.fold(events, mirror).index == kvjax.events.index_of(state)
     state, events = run(state, 1, prompt)  # nothing said, nothing changed
     assert priorities(state) == {1: 80, 2: 10, 3: 35} and not [e for e in events if e["kind"] == "updated"]
 
 
 @pytest.mark.long
 def test_what_follows_a_cut_is_generated():
-    state = kvjax.init(SPEC, kvjax.priority())
+    state = kvjax.init(SPEC, kvjax.policies.priority())
     stated = kvjax.Retention.of([(0, 5, 20), (5, None, 60)], decode_priority=80)
     state, _ = VERBS["admit"](state, 0, jnp.arange(12, dtype=jnp.int32), 12, retention=stated)
     rest = np.broadcast_to(np.arange(12, dtype=np.int32), (3, 12))
@@ -91,7 +91,7 @@ def test_what_follows_a_cut_is_generated():
 @pytest.mark.parametrize(("now", "left"), [(9, {1}), (10, {2})])
 def test_a_time_to_live_ends(now, left):
     """Worth 90 for 10 ms after its release, then no more than any other, and older than the other."""
-    state = kvjax.init(SPEC, kvjax.priority(), num_blocks=2)
+    state = kvjax.init(SPEC, kvjax.policies.priority(), num_blocks=2)
     state, _ = run(state, 0, [1] * 4, kvjax.Retention.of([(0, None, 90, 10)]))
     state, _ = run(state, 0, [2] * 4, kvjax.Retention.of([(0, None, 35)]))
     state, _ = VERBS["admit"](
@@ -103,7 +103,7 @@ def test_a_time_to_live_ends(now, left):
 def test_a_time_to_live_that_ended_stays_over():
     """2^31 ms are 24 days: by the difference alone it would begin anew from day 25 to 49."""
     day = 24 * 60 * 60 * 1000
-    state, ms = kvjax.init(SPEC, kvjax.priority(), num_blocks=3), 2**31 - 2 * day
+    state, ms = kvjax.init(SPEC, kvjax.policies.priority(), num_blocks=3), 2**31 - 2 * day
     state, _ = run(state, 0, [1] * 4, kvjax.Retention.of([(0, None, 90, 10)]), now=wrapped(ms))
     worth, blocks = [], np.asarray(state.groups[0].blocks.fill) > 0
     for _ in range(12):
@@ -117,7 +117,7 @@ def test_a_time_to_live_that_ended_stays_over():
 def test_an_earlier_time_is_no_news():
     """A verb that is not told the time (it is 0 by default) neither ends a time to live nor prolongs one."""
     for start in (1000, 2**31 + 1000, 3 * 2**30):
-        state = kvjax.init(SPEC, kvjax.priority(), num_blocks=3)
+        state = kvjax.init(SPEC, kvjax.policies.priority(), num_blocks=3)
         state, _ = run(state, 0, [1] * 4, kvjax.Retention.of([(0, None, 90, 10)]), now=wrapped(start))
         state, _ = run(state, 1, [2] * 4)
         blocks = state.groups[0].blocks
@@ -140,7 +140,7 @@ def wrapped(ms):
 
 @pytest.mark.slow
 def test_priorities_pass_the_conformance_kit():
-    tally = kvjax.testing.check_policy(kvjax.priority(), spec=SMALL, steps=120)
+    tally = kvjax.testing.check_policy(kvjax.policies.priority(), spec=SMALL, steps=120)
     assert tally["removed"] > 10
 
 

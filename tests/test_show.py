@@ -11,10 +11,10 @@ import pytest
 
 import kvjax
 from kvjax import cache
-from kvjax.plots import plot_blocks
-from kvjax.show import show
+from kvjax.debug import Stats, stats
+from kvjax.debug.plots import plot_blocks
+from kvjax.debug.text import show
 from kvjax.spec import make_spec
-from kvjax.stats import Stats, stats
 from tests import stories
 from tests.stories import PLAIN as SPEC
 
@@ -182,7 +182,7 @@ def has_colour(picture, colour) -> bool:
 
 
 def test_plot_blocks_draws_every_condition(story, tmp_path):
-    from kvjax.plots import _COLOURS
+    from kvjax.debug.plots import _COLOURS
 
     picture = pixels(story.state, tmp_path / "map.png", title="a map")
     assert min(picture.shape[:2]) > 200
@@ -227,7 +227,7 @@ def test_a_cache_in_one_line(story):
     assert repr(kvjax.Cache.create(CACHE)) == f"Cache({shape}; {empty})"
     assert repr(jax.device_get(kvjax.Cache.create(CACHE))) == f"Cache({shape}; {empty})"
     group = dataclasses.replace(CACHE.groups[0], num_host_blocks=8)
-    tiered = repr(kvjax.TieredCache.create(dataclasses.replace(CACHE, groups=(group,))))
+    tiered = repr(kvjax.tiers.TieredCache.create(dataclasses.replace(CACHE, groups=(group,))))
     assert tiered.startswith(f"TieredCache({shape}, 2.0 KiB on the host; 4 blocks: 0 active")
     assert "on the host 8 blocks: 0 active, 0 cached, 8 empty" in tiered
     windows = repr(cache.init(stories.TIERS))

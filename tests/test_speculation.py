@@ -132,7 +132,7 @@ def test_what_is_rejected_leaves_no_trace_in_the_index():
     length = min(i for i in range(NEW + 1) if wanted[:i] != got[:i]) - 1 if wanted != got else NEW - 1
     paths = []
     for speaker in (alone, target):
-        found = {path for _, _, path in kvjax.index_of(speaker.cache.state)}
+        found = {path for _, _, path in kvjax.events.index_of(speaker.cache.state)}
         paths.append({path for path in found if len(path) <= len(PROMPT) + length})
     assert paths[0] == paths[1] and paths[0]
 
@@ -213,8 +213,8 @@ def check_tree(tree, text):
     assert refcount[np.asarray(group.table)[tree.row, :held]].tolist() == [1] * held and refcount.sum() == held
     assert int(group.num_empty) + held == refcount.size  # nothing is cached that is not the text
     whole = {tuple(text[:end]) for end in range(size, len(text) + 1, size)}
-    assert {path for _, _, path in kvjax.index_of(state)} == whole
-    assert kvjax.fold(tree.events).index == kvjax.index_of(state)
+    assert {path for _, _, path in kvjax.events.index_of(state)} == whole
+    assert kvjax.fold(tree.events).index == kvjax.events.index_of(state)
 
 
 VERBS = ("admit", "fork", "extend", "commit", "truncate", "release")

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import host_pool
+from kvjax.pools import host as host_pool
+from tests import drive
 
 ROWS, SIZE, WIDTH = 3, 4, 24
 LAYERS = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, window=6)]
@@ -64,15 +65,15 @@ class Life:
 
     def __init__(self, seed, **options):
         self.rng = np.random.default_rng(seed)
-        self.tiered = kvjax.TieredCache.create(make_spec(**options))
-        self.texts, self.failures, self.mirror = {}, 0, kvjax.Mirror()
+        self.tiered = kvjax.tiers.TieredCache.create(make_spec(**options))
+        self.texts, self.failures, self.mirror = {}, 0, kvjax.events.Mirror()
         self.documents = self.rng.integers(1, 50, (3, WIDTH)).tolist()
 
     def do(self, verb, *args, **kwargs):
         """A verb that moves; False if it was refused or its moves have failed."""
         try:
             self.tiered, events = getattr(self.tiered, verb)(*args, **kwargs)
-        except kvjax.FailedTransfer as error:
+        except kvjax.tiers.FailedTransfer as error:
             self.tiered, self.failures = error.tiered, self.failures + 1
             for row in error.lost:
                 self.texts.pop(row, None)
@@ -104,7 +105,7 @@ class Life:
             self.do("swap_in" if self.tiered.cache.state.seqs.swapped[row] else "swap_out", row)
         elif kind == "shift":
             group = int(rng.integers(2))
-            block = np.full(2, kvjax.NO_BLOCK, np.int32)
+            block = np.full(2, kvjax.state.NO_BLOCK, np.int32)
             block[0] = rng.integers(14)
             self.do(str(rng.choice(["offload", "onboard"])), block, group=group)
         elif kind == "watermark":
@@ -155,7 +156,7 @@ def serve(tiered, seq, text):
 @pytest.mark.long
 @pytest.mark.slow
 def test_evicted_documents_come_back():
-    tiered = kvjax.TieredCache.create(make_spec(num_host_blocks=24))
+    tiered = kvjax.tiers.TieredCache.create(make_spec(num_host_blocks=24))
     texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(4)]  # 6 blocks each, where there are 8
     for text in texts:
         tiered, found = serve(tiered, 0, text)
@@ -172,7 +173,7 @@ def test_evicted_documents_come_back():
 
 @pytest.mark.slow
 def test_after_a_watermark_a_loop_evicts_nothing():
-    tiered = kvjax.TieredCache.create(make_spec(num_host_blocks=24))
+    tiered = kvjax.tiers.TieredCache.create(make_spec(num_host_blocks=24))
     text = list(range(1, 9))
     for n in range(4):
         tiered, _ = serve(tiered, 0, [100 * n + t for t in text])
@@ -188,7 +189,7 @@ def test_after_a_watermark_a_loop_evicts_nothing():
             tokens, active = jnp.zeros((ROWS, 1), jnp.int32) + token, jnp.arange(ROWS) == 0
             cache, extended = cache.extend(active)
             cache, committed = feed(cache, tokens, active.astype(jnp.int32))
-            return cache, (kvjax.counts(extended)["removed"], extended.ok & committed.ok)
+            return cache, (kvjax.events.counts(extended)["removed"], extended.ok & committed.ok)
 
         cache, _ = feed(cache, jnp.full((ROWS, 1), 5, jnp.int32), (jnp.arange(ROWS) == 0).astype(jnp.int32))
         return jax.lax.scan(one, cache, jnp.arange(12, dtype=jnp.int32))
@@ -204,7 +205,7 @@ def test_after_a_watermark_a_loop_evicts_nothing():
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_sequence_goes_and_comes_back():
-    tiered = kvjax.TieredCache.create(make_spec())
+    tiered = kvjax.tiers.TieredCache.create(make_spec())
     text = list(range(1, 20))
     tiered, _ = tiered.admit(1, padded(text), len(text))
     tokens, count = np.zeros((ROWS, WIDTH), np.int32), np.asarray([0, len(text), 0], np.int32)
@@ -216,7 +217,7 @@ def test_a_sequence_goes_and_comes_back():
     assert int(state.groups[0].num_empty) == 8
     assert kvjax.extend(state, np.asarray([False, True, False]))[1].status.tolist() == [0, kvjax.Status.HELD, 0]
     for verb, args in (("fork", (1, 2)), ("truncate", (1, 5)), ("swap_out", (1,))):
-        verb = getattr(kvjax, verb)
+        verb = drive.verb(verb)
         assert verb(state, *args)[1].status.tolist() == [kvjax.Status.BAD_REQUEST]
     other = [900 + t for t in range(22)]
     tiered, _ = serve(tiered, 0, other)  # uses the room
@@ -239,20 +240,20 @@ def test_a_block_on_the_move_cannot_be_found():
     def found(state):
         return int(kvjax.lookup(state, padded(range(1, 10)), 9).cached_tokens)
 
-    moving, events = kvjax.offload(state, blocks)
+    moving, events = kvjax.tiers.offload(state, blocks)
     assert bool(events.ok)
     assert (found(state), found(moving)) == (8, 0)
-    assert kvjax.offload(moving, blocks)[1].status.tolist() == [kvjax.Status.BAD_REQUEST]  # not on the device
-    assert kvjax.onboard(moving, blocks)[1].status.tolist() == [kvjax.Status.HELD]
+    assert kvjax.tiers.offload(moving, blocks)[1].status.tolist() == [kvjax.Status.BAD_REQUEST]  # not on the device
+    assert kvjax.tiers.onboard(moving, blocks)[1].status.tolist() == [kvjax.Status.HELD]
     assert kvjax.evict(moving, blocks)[1].status.tolist() == [kvjax.Status.HELD]
     assert kvjax.reset(moving)[1].status.tolist() == [kvjax.Status.HELD]
-    done, _ = kvjax.complete(moving, events.transfer, True)
+    done, _ = kvjax.tiers.complete(moving, events.transfer, True)
     assert found(done) == 8
-    lost, gone = kvjax.complete(moving, events.transfer, False)
+    lost, gone = kvjax.tiers.complete(moving, events.transfer, False)
     assert found(lost) == 0
     assert [event["kind"] for event in kvjax.to_list(gone)] == ["removed", "removed"]
     assert int(lost.groups[0].host.num_empty) == 4
-    again, _ = kvjax.complete(done, events.transfer, False)  # said twice: what is over is over
+    again, _ = kvjax.tiers.complete(done, events.transfer, False)  # said twice: what is over is over
     assert found(again) == 8
 
 
@@ -263,7 +264,7 @@ class Tenants:
     """A cache of one layer over two tiers whose K/V say whose they are; whole lives of rows, at -O0 where it can be."""
 
     def __init__(self, **options):
-        self.tiered = kvjax.TieredCache.create(kvjax.make_spec(**{**PLAIN, **options}))
+        self.tiered = kvjax.tiers.TieredCache.create(kvjax.make_spec(**{**PLAIN, **options}))
         self.width = self.tiered.cache.state.spec.max_length
 
     def admit(self, seqs, texts, namespaces):
@@ -340,7 +341,7 @@ def test_contents_computed_again_keep_their_children_on_the_host():
     filled, events = kvjax.admit(state, 0, np.full(12, 7, np.int32), 12)
     assert events.status.tolist() == [kvjax.Status.NO_BLOCKS]
     jax.tree.map(np.testing.assert_array_equal, state, filled)
-    kvjax.index_of(filled)
+    kvjax.events.index_of(filled)
 
 
 @pytest.mark.slow
@@ -350,23 +351,23 @@ def test_a_tail_on_the_host_is_not_stored_as_if_it_were_on_the_device():
     tokens = np.arange(1, 7, dtype=np.int32)
     state, admitted = kvjax.admit(state, 0, tokens, 6)
     state, committed = kvjax.commit(state, tokens[None], np.asarray([6]), seqs=np.asarray([0]))
-    state, swapped = kvjax.swap_out(state, 0)
-    state, done = kvjax.complete(state, swapped.transfer, True)
+    state, swapped = kvjax.tiers.swap_out(state, 0)
+    state, done = kvjax.tiers.complete(state, swapped.transfer, True)
     state, released = kvjax.release(state, 0)
     kvjax.check(state)
     heard = [event for each in (admitted, committed, swapped, done, released) for event in kvjax.to_list(each)]
-    assert kvjax.fold(heard).index == kvjax.index_of(state)
+    assert kvjax.fold(heard).index == kvjax.events.index_of(state)
 
 
 def test_errors_name_the_argument():
     state = kvjax.init(kvjax.make_spec(num_blocks=4, **OPTIONS))
     with pytest.raises(ValueError, match=r"^group: got 0, which has no host tier"):
-        kvjax.offload(state, np.asarray([0]))
+        kvjax.tiers.offload(state, np.asarray([0]))
     with pytest.raises(ValueError, match=r"^state: got a cache without a host tier"):
-        kvjax.swap_out(state, 0)
+        kvjax.tiers.swap_out(state, 0)
     with pytest.raises(ValueError, match=r"^tiers: got \('host',\), wanted"):
         kvjax.admit(state, 0, padded([1]), 1, tiers=("host",))
     with pytest.raises(ValueError, match=r"^spec: got one without host blocks"):
-        kvjax.TieredCache.create(state.spec)
+        kvjax.tiers.TieredCache.create(state.spec)
     with pytest.raises(ValueError, match=r"^most: got 0"):
-        kvjax.watermark(kvjax.init(make_spec()), 1, most=0)
+        kvjax.tiers.watermark(kvjax.init(make_spec()), 1, most=0)

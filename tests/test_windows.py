@@ -35,7 +35,7 @@ class Story:
     """A cache driven through the verbs; every request is done unless it says otherwise."""
 
     def __init__(self, spec=BOTH):
-        self.state, self.mirror = kvjax.init(spec), kvjax.Mirror()
+        self.state, self.mirror = kvjax.init(spec), kvjax.events.Mirror()
 
     def do(self, verb, *args, ok=True):
         before = self.state
@@ -45,8 +45,8 @@ class Story:
             jax.tree.map(np.testing.assert_array_equal, before, self.state)
         self.mirror = kvjax.fold(kvjax.to_list(events), self.mirror)
         kvjax.check(self.state)
-        assert kvjax.index_of(self.state) == self.mirror.index
-        return kvjax.counts(events)
+        assert kvjax.events.index_of(self.state) == self.mirror.index
+        return kvjax.events.counts(events)
 
     def start(self, seq, text):
         """Admits a text and computes what is not cached of it; returns how much is."""
@@ -69,7 +69,7 @@ class Story:
     def held(self, group, row=0):
         """{place: block} of a row."""
         table = self.state.groups[group].table[row].tolist()
-        return {place: block for place, block in enumerate(table) if block != kvjax.NO_BLOCK}
+        return {place: block for place, block in enumerate(table) if block != kvjax.state.NO_BLOCK}
 
     def places(self, group, row=0):
         return list(self.held(group, row))
@@ -147,7 +147,7 @@ def test_a_prefix_is_found_where_every_group_has_what_is_seen():
     # The first two blocks are in one group alone. After the third the next token still sees the second, but not after
     # three more tokens.
     assert [story.found(TEXT[:n]) for n in (20, 17, 16, 14, 13, 5)] == [19, 16, 15, 13, 0, 0]
-    assert sum(group == 0 for group, *_ in kvjax.index_of(story.state)) == 8
+    assert sum(group == 0 for group, *_ in kvjax.events.index_of(story.state)) == 8
 
     assert story.start(1, TEXT[:20]) == 19
     assert (story.places(0, 1), story.places(1, 1)) == ([0, 1, 2, 3, 4], [3, 4])
@@ -165,8 +165,11 @@ def test_a_copy_moves_a_window_off_a_block_that_is_gone():
     story.do("release", 0)
     story.start(1, OTHER[:5])  # takes the window group's last empty block, and of the text the first
     story.do("release", 1)
-    assert kvjax.index_of(story.state).keys() >= {(1, 0, tuple(TEXT[:8].tolist())), (1, 0, tuple(TEXT[:12].tolist()))}
-    assert (1, 0, tuple(TEXT[:4].tolist())) not in kvjax.index_of(story.state)
+    assert kvjax.events.index_of(story.state).keys() >= {
+        (1, 0, tuple(TEXT[:8].tolist())),
+        (1, 0, tuple(TEXT[:12].tolist())),
+    }
+    assert (1, 0, tuple(TEXT[:4].tolist())) not in kvjax.events.index_of(story.state)
     # After 8 tokens the next one sees 3 to 7, so the first block is wanted; after 9 it sees 4 to 8.
     assert story.found([*TEXT[:8], 99]) == 0
     assert story.found([*TEXT[:9], 99]) == 9
@@ -339,7 +342,7 @@ def test_windows_that_cannot_be_are_named(layers, options, message):
 
 
 def test_groups_are_in_order():
-    windows = [kvjax.GroupSpec(4, window=8), kvjax.GroupSpec(4)]
+    windows = [kvjax.spec.GroupSpec(4, window=8), kvjax.spec.GroupSpec(4)]
     with pytest.raises(
         ValueError, match=r"groups: got windows and sinks \[\(8, 0\), \(None, 0\)\], wanted \(None, 0\)"
     ):

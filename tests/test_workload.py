@@ -13,6 +13,8 @@ import kvjax
 from kvjax import LayerSpec
 from kvjax.testing import SMALL, Trial, jitted_verbs, requests
 
+# FIXME
+
 OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4}
 TIERS = kvjax.make_spec(num_host_blocks=4, **OPTIONS)
 SPECS = {
@@ -27,11 +29,11 @@ SOME = ("admit", "commit", "release", "offload", "onboard", "complete")
 
 def run(spec, asked, tally):
     """The law: the events give the index, after every request; and all that a trial verifies."""
-    trial, mirror = Trial(kvjax.init(spec)), kvjax.Mirror()
+    trial, mirror = Trial(kvjax.init(spec)), kvjax.events.Mirror()
     for request in asked:
         events = trial.do(request)
         mirror = mirror if events is None else kvjax.fold(kvjax.to_list(events), mirror)
-        assert mirror.index == kvjax.index_of(trial.state)
+        assert mirror.index == kvjax.events.index_of(trial.state)
     tally.update(trial.tally)
 
 
@@ -110,8 +112,8 @@ def disobeying(name):
 
     def verb(*args, **kwargs):
         state, events = jitted_verbs()[name](*args, **kwargs)
-        records = np.where((events.kind == kvjax.EventKind.COPIED)[:, None], 0, events.records)
-        nothing = None if events.transfer is None else kvjax.Transfer(np.full_like(events.transfer.records, -1))
+        records = np.where((events.kind == kvjax.events.EventKind.COPIED)[:, None], 0, events.records)
+        nothing = None if events.transfer is None else kvjax.tiers.Transfer(np.full_like(events.transfer.records, -1))
         return state, dataclasses.replace(events, records=records, transfer=nothing)
 
     return jitted_verbs() | {name: verb}

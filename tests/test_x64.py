@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import LayerSpec
+from tests import drive
 
 ROWS, WIDTH = 3, 16
 OPTIONS = {"num_blocks": 8, "max_seqs": ROWS, "max_length": WIDTH, "block_size": 4}
@@ -20,7 +21,15 @@ SPECS = {
         LAYERS, num_host_blocks=4, extra_ids=True, retention=True, dtype="int8", **OPTIONS
     ),
 }  # fmt: skip
-POLICIES = (kvjax.lru, kvjax.fifo, kvjax.lfu, kvjax.random, kvjax.cost_aware, kvjax.priority, kvjax.trt_leaf)
+POLICIES = (
+    kvjax.lru,
+    kvjax.policies.fifo,
+    kvjax.policies.lfu,
+    kvjax.policies.random,
+    kvjax.policies.cost_aware,
+    kvjax.policies.priority,
+    kvjax.policies.trt_leaf,
+)
 LINE, LINES = np.ones(WIDTH, np.int64), np.ones((ROWS, WIDTH), np.int64)
 BOTH = {"tiers": ("device", "host")}
 VERBS = {
@@ -75,12 +84,12 @@ def traced(fn, *args, **options):
 def test_verbs(name, verb, of):
     args, options = of[verb]
     state = traced(lambda: kvjax.init(SPECS[name], num_blocks=7))
-    after = traced(getattr(kvjax, verb.split()[0]), state, *args, **options)
+    after = traced(drive.verb(verb.split()[0]), state, *args, **options)
     assert narrow((state, after))
     if verb != "lookup":
         assert types(after[0]) == types(state)
         if after[1].transfer is not None:
-            done, events = traced(kvjax.complete, after[0], after[1].transfer, True)
+            done, events = traced(kvjax.tiers.complete, after[0], after[1].transfer, True)
             assert types(done) == types(state) and narrow(events)
 
 
@@ -149,7 +158,7 @@ def test_generation_and_moves():
     spec = kvjax.make_spec(
         [LayerSpec(2, 16)], num_blocks=6, num_host_blocks=6, max_seqs=2, max_length=24, block_size=4, dtype="float32"
     )
-    tiered, model = kvjax.TieredCache.create(spec), jax.tree_util.Partial(last_token)
+    tiered, model = kvjax.tiers.TieredCache.create(spec), jax.tree_util.Partial(last_token)
     before = types((tiered.cache, tiered.host.arrays))
     for start in (1, 11, 1):  # the last is brought back from the host
         prompt = list(range(start, start + 14))

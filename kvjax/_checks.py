@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments while a function is traced: the errors name the argument, what came and what was wanted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.state import CacheState
+
+
+def on_state[F: Callable[..., Any]](verb: F) -> F:
+    """A function of a state that says so where it gets something else, such as the `Cache` around one."""
+
+    @functools.wraps(verb)
+    def call(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(state, CacheState):
+            return verb(state, *args, **kwargs)
+        kind, name, wanted = type(state).__name__, verb.__name__, "a CacheState, such as kvjax.init makes"
+        if isinstance(getattr(state, "state", None), CacheState):
+            method = f", or the method cache.{name}" if hasattr(state, name) else ""
+            wanted = f"its state: cache.state{method}"
+        raise ValueError(f"state: got a {kind}, wanted {wanted}")
+
+    return cast(F, call)
+
+
+def _array(name: str, value: Any, wanted: str) -> jax.Array:
+    """`value` as an array; text, ragged lists and the like are a ValueError that names it."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        if name == "namespace":
+            wanted += "; kvjax.Namespaces numbers salts and LoRAs"
+        raise ValueError(f"{name}: got {value!r:.80}, wanted {wanted}") from error
+
+
+def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) -> jax.Array:
+    """`value` as i32 of the wanted shape (a string stands for any size), or a ValueError that names it."""
+    if isinstance(value, np.ndarray | np.integer) and value.size and np.issubdtype(value.dtype, np.integer):
+        low, high = int(np.min(value)), int(np.max(value))
+        if low < -(2**31) or high >= 2**31:  # jax would cut them short, and token 2**32 + 5 become token 5
+            raise ValueError(f"{name}: got numbers from {low} to {high}, wanted 32-bit integers")
+    array = _array(name, value, "integers")
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
+    if shape is not None and (
+        array.ndim != len(shape) or any(isinstance(w, int) and w != g for g, w in zip(array.shape, shape, strict=True))
+    ):
+        raise ValueError(f"{name}: got shape {list(array.shape)}, wanted [{', '.join(map(str, shape))}]")
+    return array.astype(jnp.int32)
+
+
+def one_or_more(name: str, value: Any) -> jax.Array:
+    """`value` as i32[] or i32[R]."""
+    array = integers(name, value)
+    return array if array.ndim == 0 else integers(name, array, ("R",))
+
+
+def each_row(name: str, value: Any, rows: tuple[int, ...]) -> jax.Array:
+    """`value` as i32 of shape `rows`; one number stands for all rows."""
+    array = integers(name, value)
+    return jnp.broadcast_to(array, rows) if array.ndim == 0 else integers(name, array, rows)
+
+
+def static_int(name: str, value: Any, least: int) -> int:
+    """`value` as a Python int of at least `least`."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: got {value!r}, wanted an int of at least {least}")
+    return int(value)
+
+
+def row_mask(name: str, value: Any, rows: int) -> jax.Array:
+    """`value` as bool[rows]."""
+    array = _array(name, value, f"bool[{rows}]")
+    if array.dtype != jnp.bool_ or array.shape != (rows,):
+        raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted bool[{rows}]")
+    return array

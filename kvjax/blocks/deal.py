@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks change tier: the part of the verbs that a cache with a host tier adds, for one group.
+
+A block keeps its number wherever it is, so that no table, link or index changes when it moves; what changes is its
+pool row. Device rows that become free and host rows that become free are dealt out anew in one go:
+
+    before   block 3 at row 0, cached        block 9 at row 6 (host), wanted again        block 8 empty, row 7 (host)
+    after    block 3 at row 6 or 7 (host)    block 9 at row 0                             block 8 empty, the other row
+
+Here nothing happens inside a jitted loop, so that passes over all blocks are allowed; `take` of `take.py` is what
+loops use.
+
+Source: TensorRT-LLM's offloading and onboarding, which swap the memory slots of two block objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax._arrays import add, compact, count, pick, put, pytree, rank
+from kvjax.blocks import index
+from kvjax.blocks.take import Taken, available
+from kvjax.blocks.tiers import find_stuck, led_to, next_move
+from kvjax.blocks.victims import claim
+from kvjax.events.records import EventKind, record
+from kvjax.events.transfer import moves
+from kvjax.policies.retention import tell_time
+from kvjax.state import DEFAULT_PRIORITY, NO_BLOCK, Blocks, EvictionPolicy, Group, Host
+
+
+@pytree("held")
+class Leaving:
+    """Device blocks that leave their rows, all [A].
+
+    Attributes:
+      ids: i32; in order, children before parents, off their parents' count of children already.
+      where: bool; which entries count.
+      stay: bool; goes to the host; the others are removed.
+      held: static; whether rows hold them and keep them (a swap), or nobody does.
+    """
+
+    ids: jax.Array
+    where: jax.Array
+    stay: jax.Array
+    held: bool = False
+
+
+def take_over_tiers(
+    group: Group,
+    policy: EvictionPolicy,
+    need: jax.Array,
+    size: int,
+    now: jax.Array,
+    *,
+    value: jax.Array,
+    least: int,
+    number: int = 0,
+    back: jax.Array | None = None,
+    extra: jax.Array | int = 0,
+) -> Taken:
+    """Takes `need` blocks for one holder each and brings blocks back, offloading what has to leave for it.
+
+    Args:
+      group: the group; untouched unless all can be done.
+      policy: chooses who leaves the device, and who the host.
+      need: i32[].
+      size: static; the most blocks that need, back and extra may be together.
+      now: i32[] ms.
+      value: i32[B]; from `worth`.
+      least: blocks worth less are removed, not offloaded.
+      number: the group's number.
+      back: i32[size]; different findable blocks on the host that are to come to the device, packed; NO_BLOCK is
+        padding.
+      extra: i32[]; blocks that are to be emptied beyond that.
+    """
+    host, before = group.host, group.blocks
+    assert host is not None
+    back = jnp.full((size,), NO_BLOCK, jnp.int32) if back is None else back
+    rows = group.empty.shape[0]
+    total = need + count(back >= 0) + extra
+    popped = jnp.minimum(need + count(back >= 0), group.num_empty)
+    wanted = jnp.where(total <= available(group), total - popped, 0)
+
+    moving = led_to(group, host.arriving != 0, host.slot < rows)
+
+    def eligible(ids: jax.Array) -> jax.Array:
+        here = (ids >= 0) & (pick(host.slot, ids) < rows) & ~pick(moving, ids)
+        return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
+
+    ids, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
+    where = (jnp.arange(size, dtype=jnp.int32) < wanted) & eligible(ids)
+    blocks, claimed = claim(before, ids, where)
+    fits = (total <= available(group)) & (count(claimed) == wanted)
+    out = Leaving(ids, claimed, claimed & (pick(value, ids) >= least))
+    moved = deal(dataclasses.replace(group, blocks=blocks, policy=pstate), policy, out, back, need, popped, now,
+                 number)  # fmt: skip
+    ok = fits & moved.ok
+    return Taken(
+        group=jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved.group, group),
+        ids=jnp.where(ok, moved.ids, NO_BLOCK)[:size],
+        ok=ok,
+        removed=jnp.where(ok, moved.removed, 0),
+        updated=jnp.where(ok, moved.updated, 0),
+        moves=jnp.where(ok, moved.moves, NO_BLOCK),
+    )
+
+
+def deal(
+    group: Group,
+    policy: EvictionPolicy,
+    out: Leaving,
+    back: jax.Array,
+    need: jax.Array,
+    popped: jax.Array,
+    now: jax.Array,
+    number: int,
+) -> Taken:
+    """Deals out the rows of blocks that leave the device, that come back and that were empty; see `take`.
+
+    Where the host has too little room its own victims are removed first; they may be among those that just come.
+
+    Args:
+      group: the group after `claim` of what leaves.
+      policy: chooses who leaves the host.
+      out: what leaves the device.
+      back: i32[C]; what comes to the device.
+      need: i32[]; blocks for new holders.
+      popped: i32[]; empty device blocks to use.
+      now: i32[] ms.
+      number: the group's number.
+
+    Returns:
+      What was taken, of which nothing counts unless `ok`; removed and updated with rows for all that can happen.
+    """
+    blocks, host = group.blocks, group.host
+    assert host is not None
+    lasting, followers, losers, host, ok = _who_goes(group, host, policy, out, back, now)
+    passing = out.where & out.stay & ~lasting
+    removed = jnp.concatenate([jnp.where(out.where & ~lasting, out.ids, NO_BLOCK), followers, losers])
+    removed = pick(removed, jnp.argsort(-jnp.where(removed >= 0, pick(blocks.depth, removed), -1)))  # children first
+    dealt = _deal_rows(group, host, out, lasting, jnp.concatenate([followers, losers]), back, popped)
+    slot, free, place = dealt.slot, dealt.free, jnp.arange(dealt.free.shape[0], dtype=jnp.int32)
+    moved = jnp.concatenate([jnp.where(lasting, out.ids, NO_BLOCK), back])
+
+    def tell(kind: EventKind, ids: jax.Array, where: jax.Array, level: jax.Array | int = 0) -> jax.Array:
+        priority = DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, ids)[:, 0]
+        generation = pick(blocks.generation, ids)
+        return record(kind, where, group=number, block=ids, generation=generation, level=level, priority=priority)
+
+    findable = (moved >= 0) & (pick(blocks.fill, moved) > 0)
+    to_host = (jnp.arange(moved.shape[0], dtype=jnp.int32) < lasting.shape[0]).astype(jnp.int32)
+    updated = tell(EventKind.UPDATED, moved, findable, to_host)
+    records = [tell(EventKind.UPDATED, out.ids, passing, 1), tell(EventKind.REMOVED, removed, removed >= 0)]
+    ordered = moves(
+        moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.slot, moved),
+        target=pick(slot, moved),
+    )  # fmt: skip
+
+    above, idle = pick(blocks.parent, back)[:, 0], (back >= 0) & (pick(blocks.refcount, back) == 0)
+    under = (back >= 0) & (pick(blocks.fill, back) > 0) & (above >= 0)
+    refcount = put(blocks.refcount, removed, 0, removed >= 0)
+    refcount = put(refcount, out.ids, 1 if out.held else 0, lasting)
+    blocks = dataclasses.replace(
+        blocks,
+        refcount=put(refcount, free, 1, place < need),
+        fill=put(blocks.fill, removed, 0, removed >= 0),
+        children=put(add(blocks.children, above, 1, under, unique=False), removed, 0, removed >= 0),
+    )
+    blocks = tell_time(blocks, now, (need > 0) | jnp.any(moved >= 0))
+    on_stack = (place >= need) & (place < dealt.near)
+    on_host = (place >= dealt.near) & (place < dealt.count)
+    pstate = policy.forgot(group.policy, jnp.where(out.where, out.ids, NO_BLOCK))
+    far_pstate = policy.forgot(host.policy, jnp.concatenate([back, removed]))
+    host = dataclasses.replace(
+        host,
+        slot=slot,
+        below=put(add(host.below, above, -1, under, unique=False), removed, 0, removed >= 0),
+        arriving=put(host.arriving, moved, next_move(host), moved >= 0),
+        moves=jnp.where(jnp.any(moved >= 0), next_move(host), host.moves),
+        empty=put(host.empty, host.num_empty - dealt.taken + rank(on_host), free, on_host),
+        num_empty=host.num_empty - dealt.taken + count(on_host),
+        policy=far_pstate,
+    )
+    links, shadow = group.links, group.shadow
+    if group.anchor is None or shadow is None:
+        links = index.remove(links, blocks.fill, removed, removed >= 0)
+    else:
+        shadow = put(shadow, pick(group.anchor, removed), NO_BLOCK, removed >= 0)
+    group = dataclasses.replace(
+        group,
+        blocks=blocks,
+        host=host,
+        links=links,
+        shadow=shadow,
+        empty=put(group.empty, group.num_empty - popped + rank(on_stack), free, on_stack),
+        num_empty=group.num_empty - popped + count(on_stack),
+        num_cached=group.num_cached - (0 if out.held else count(out.where)) + count(idle),
+        policy=policy.touched(pstate, blocks, jnp.where(idle, back, NO_BLOCK), now),
+    )
+    ids = jnp.where(place < need, free, NO_BLOCK)
+    return Taken(find_stuck(group), ids, ok, jnp.concatenate(records), updated, ordered)
+
+
+def _who_goes(
+    group: Group, host: Host, policy: EvictionPolicy, out: Leaving, back: jax.Array, now: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, Host, jax.Array]:
+    """Decides what of the leaving blocks comes to last on the host, and what else is removed.
+
+    Returns:
+      bool[A], which of out.ids are on the host in the end; i32[A] older blocks that go since what they follow goes;
+      i32[A] older ones that go for want of room; the host, with `below` as it will be but for `back`; and bool[],
+      whether it can be done.
+    """
+    blocks, size, num_ids = group.blocks, out.ids.shape[0], group.blocks.fill.shape[0]
+    goes, parent = out.where & out.stay, pick(blocks.parent, out.ids)[:, 0]
+    stored = (pick(blocks.fill, out.ids) > 0) & (parent >= 0)
+    host = dataclasses.replace(host, below=add(host.below, parent, 1, goes & stored, unique=False))
+
+    # Whatever follows a removed block goes with it, and is on the host, for the device loses leaves.
+    doomed = _followers(blocks, out.ids, out.where & ~out.stay, host.below)
+    mine = _mark(num_ids, out.ids, out.where)
+    ok = ~jnp.any(doomed & ~mine & ((blocks.refcount > 0) | (host.arriving != 0)))
+    followers = _where(doomed & ~mine, size)
+    ok = ok & (count(doomed & ~mine) <= size)
+
+    # The host's own victims, chosen as if everything had come already.
+    lasting = goes & ~pick(doomed, out.ids)
+    room = host.num_empty + count(followers >= 0) + count(back >= 0)
+    overflow = jnp.maximum(count(lasting) - room, 0)
+    losers, host = _host_victims(group, host, policy, out, lasting, doomed, back, overflow, now)
+    ok = ok & (count(losers >= 0) == overflow)
+    lasting = lasting & ~pick(_mark(num_ids, losers, losers >= 0), out.ids)
+    return lasting, followers, jnp.where(pick(mine, losers), NO_BLOCK, losers), host, ok
+
+
+@pytree()
+class Dealt:
+    """Who has which row now.
+
+    Attributes:
+      slot: i32[B]; as in `Host`.
+      free: i32[.]; blocks that are nobody's, packed: first those with rows on the device.
+      near: i32[]; how many these are.
+      count: i32[]; how many blocks are free.
+      taken: i32[]; how many of them were on the host's stack.
+    """
+
+    slot: jax.Array
+    free: jax.Array
+    near: jax.Array
+    count: jax.Array
+    taken: jax.Array
+
+
+def _deal_rows(
+    group: Group, host: Host, out: Leaving, lasting: jax.Array, old: jax.Array, back: jax.Array, popped: jax.Array
+) -> Dealt:
+    """Deals out the rows that are free when blocks have left, come back, and been removed (`old` i32[.], on the host).
+
+    Rows on the device go to `back`, then to free blocks; rows on the host to what lasts there, then to free blocks.
+    """
+    slot, size, came, stay = host.slot, max(out.ids.shape[0], back.shape[0]), count(back >= 0), count(lasting)
+    place = jnp.arange(size, dtype=jnp.int32)
+    taken = jnp.maximum(stay - came - count(old >= 0), 0)
+    from_stack = jnp.where(place < popped, pick(group.empty, group.num_empty - 1 - place), NO_BLOCK)
+    from_host = jnp.where(place < taken, pick(host.empty, host.num_empty - 1 - place), NO_BLOCK)
+    leaves = jnp.where(out.where, out.ids, NO_BLOCK)
+    device_rows = pick(slot, compact(from_stack, leaves)[0])
+    host_rows = pick(slot, compact(back, old, from_host)[0])
+    free, total = compact(from_stack, jnp.where(lasting, NO_BLOCK, leaves), old, from_host)
+    place = jnp.arange(free.shape[0], dtype=jnp.int32)
+    near = popped + count(out.where) - came
+    rows = jnp.where(place < near, pick(device_rows, came + place), pick(host_rows, stay + place - near))
+    slot = put(slot, free, rows, place < total)
+    slot = put(slot, out.ids, pick(host_rows, rank(lasting)), lasting)
+    slot = put(slot, back, pick(device_rows, rank(back >= 0)), back >= 0)
+    return Dealt(slot, free, near, total, taken)
+
+
+def _host_victims(
+    group: Group,
+    host: Host,
+    policy: EvictionPolicy,
+    out: Leaving,
+    lasting: jax.Array,
+    doomed: jax.Array,
+    back: jax.Array,
+    overflow: jax.Array,
+    now: jax.Array,
+) -> tuple[jax.Array, Host]:
+    """Who is removed from the host, i32[A], `overflow` of them if there are so many; and the host after it."""
+    blocks, size, num_ids = group.blocks, out.ids.shape[0], group.blocks.fill.shape[0]
+    coming = _mark(num_ids, out.ids, lasting & (not out.held))
+    staying = _mark(num_ids, back, back >= 0) | doomed
+    refcount = put(blocks.refcount, out.ids, 0, lasting & (not out.held))
+    # As the policy is to see them: with the host's children, those of a block on the host.
+    seen = dataclasses.replace(blocks, refcount=refcount, children=host.below)
+    moving = led_to(group, host.arriving != 0, (host.slot < group.empty.shape[0]) & ~coming)
+    pstate = policy.touched(host.policy, seen, jnp.where(lasting & (not out.held), out.ids, NO_BLOCK), now)
+
+    def eligible(ids: jax.Array) -> jax.Array:
+        there = (ids >= 0) & ((pick(host.slot, ids) >= group.empty.shape[0]) | pick(coming, ids))
+        there = there & ~pick(moving, ids) & ~pick(staying, ids)
+        return there & (pick(refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
+
+    ids, pstate = policy.chosen(pstate, seen, eligible, overflow, now, size)
+    seen, claimed = claim(seen, ids, (jnp.arange(size, dtype=jnp.int32) < overflow) & eligible(ids))
+    return jnp.where(claimed, ids, NO_BLOCK), dataclasses.replace(host, below=seen.children, policy=pstate)
+
+
+def _followers(blocks: Blocks, ids: jax.Array, where: jax.Array, below: jax.Array) -> jax.Array:
+    """bool[B]; blocks ids i32[K], where bool[K], and all findable blocks that follow those of them with any below."""
+    parent = blocks.parent[:, 0]
+
+    def following(marked: jax.Array) -> jax.Array:
+        return (blocks.fill > 0) & (parent >= 0) & pick(marked, parent)
+
+    some = jnp.any(where & (pick(below, ids) > 0))
+    return lax.while_loop(
+        lambda marked: some & jnp.any(following(marked) & ~marked),
+        lambda marked: marked | following(marked),
+        _mark(blocks.fill.shape[0], ids, where),
+    )
+
+
+def _mark(size: int, ids: jax.Array, where: jax.Array) -> jax.Array:
+    """bool[size]; which are among ids i32[K], where bool[K]."""
+    return put(jnp.zeros((size,), jnp.bool_), ids, True, where, unique=False)
+
+
+def _where(marked: jax.Array, size: int) -> jax.Array:
+    """i32[size]; the marked blocks, NO_BLOCK after them; what does not fit is left out."""
+    return jnp.nonzero(marked, size=size, fill_value=NO_BLOCK)[0].astype(jnp.int32)

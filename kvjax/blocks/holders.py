@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holding blocks and letting go of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import add, count, fence, pick, put, rank
+from kvjax.policies.retention import later, tell_time, time_at
+from kvjax.state import COPYING, NO_BLOCK, Blocks, EvictionPolicy, Group
+
+
+def hold_source(group: Group, source: jax.Array) -> Group:
+    """Holds the block source i32[], or NO_BLOCK, which a transition copies from, until `let_go_of_sources`.
+
+    This is neither a hit nor, at the end, a release: the block keeps its place in the order of eviction.
+    """
+    source = source[None]
+    where = source >= 0
+    idle = count(where & (pick(group.blocks.refcount, source) == 0) & group.on_device(source))
+    refcount, idle = fence(group.blocks.refcount, idle)
+    blocks = dataclasses.replace(group.blocks, refcount=add(refcount, source, COPYING, where))
+    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - idle)
+
+
+def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
+    """Undoes `hold_source` for sources i32[K]; a block may be there several times, NO_BLOCK is padding."""
+    where = sources >= 0
+    refcount = add(group.blocks.refcount, sources, -COPYING, where, unique=False)
+    first = jnp.argmax(sources[:, None] == sources[None], axis=1) == np.arange(sources.shape[0])
+    idle = count(where & first & (pick(refcount, sources) == 0) & group.on_device(sources))
+    refcount, idle = fence(refcount, idle)
+    blocks = dataclasses.replace(group.blocks, refcount=refcount)
+    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached + idle)
+
+
+def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
+    """Adds a holder to each of the findable blocks ids i32[K], all different, where bool[K]; counts as a hit.
+
+    With by=-1 it undoes just that.
+    """
+    idle = 0 if by > 0 else 1
+    changed = count(where & (pick(group.blocks.refcount, ids) == idle) & group.on_device(ids))
+    refcount, changed = fence(group.blocks.refcount, changed)
+    blocks = dataclasses.replace(
+        group.blocks, refcount=add(refcount, ids, by, where), hits=add(group.blocks.hits, ids, by, where)
+    )
+    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - by * changed)
+
+
+def give_back_shared(
+    group: Group, policy: EvictionPolicy, ids: jax.Array, less: jax.Array | int, where: jax.Array, now: jax.Array
+) -> Group:
+    """Takes `less` i32[K] holders from each of ids i32[K], where bool[K]; an id may be there several times."""
+    refcount = add(group.blocks.refcount, ids, -less, where, unique=False)
+    # Of a block's places here one lets go of its last holder: which one, its refcount tells for a moment.
+    free = where & (pick(refcount, ids) == 0)
+    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)
+    refcount, free = fence(refcount, free)
+    refcount = put(refcount, ids, mark, free, unique=False)
+    last = free & (pick(refcount, ids) == mark)
+    refcount, last = fence(refcount, last)
+    blocks = dataclasses.replace(group.blocks, refcount=put(refcount, ids, 1, last))
+    return give_back(dataclasses.replace(group, blocks=blocks), policy, ids, last, now)
+
+
+def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
+    """Takes a holder from each of ids i32[K], all different, where bool[K]; the first to leave stands in front.
+
+    A block without holders stays cached if it is findable and becomes empty if not.
+    """
+    blocks, host = group.blocks, group.host
+    freed = where & (pick(blocks.refcount, ids) == 1)
+    cached = freed & (pick(blocks.fill, ids) > 0)
+    here = group.on_device(ids)
+    refcount, freed, cached, here = fence(blocks.refcount, freed, cached, here)
+    emptied = freed & ~cached
+    blocks = dataclasses.replace(blocks, refcount=add(refcount, ids, -1, where))
+    blocks = stamp_release(blocks, ids, cached, now)
+    if host is not None:
+        away = jnp.where(cached & ~here, ids, NO_BLOCK)
+        host = dataclasses.replace(host, policy=policy.touched(host.policy, blocks, away, now))
+        cached = cached & here
+    group = push_empty(dataclasses.replace(group, blocks=blocks, host=host), policy, ids, emptied)
+    return dataclasses.replace(
+        group,
+        num_cached=group.num_cached + count(cached),
+        policy=policy.touched(group.policy, blocks, jnp.where(cached, ids, NO_BLOCK), now),
+    )
+
+
+def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array) -> Group:
+    """Puts blocks ids i32[K] without holders and contents, where bool[K], on the stack of their tier."""
+    host = group.host
+    if host is not None:
+        here = group.on_device(ids)
+        away, here = where & ~here, where & here
+        (stack, pstate), ids, away, where, here = fence((host.empty, host.policy), ids, away, where, here)
+        host = dataclasses.replace(
+            host,
+            empty=put(stack, host.num_empty + rank(away), ids, away),
+            num_empty=host.num_empty + count(away),
+            arriving=put(host.arriving, ids, 0, where),  # what still arrives there is nobody's
+            stuck=put(host.stuck, ids, False, where),
+            policy=policy.forgot(pstate, jnp.where(away, ids, NO_BLOCK)),
+        )
+        where = here
+    return dataclasses.replace(
+        group,
+        empty=put(group.empty, group.num_empty + rank(where), ids, where),
+        num_empty=group.num_empty + count(where),
+        host=host,
+    )
+
+
+def merge(
+    group: Group,
+    policy: EvictionPolicy,
+    own: jax.Array,
+    target: jax.Array,
+    where: jax.Array,
+    first: jax.Array,
+    now: jax.Array,
+) -> Group:
+    """Moves holders from blocks own i32[K] to equal ones, target i32[K], where bool[K]; own ones become empty.
+
+    Of entries that share a target `first` bool[K] holds for one.
+    """
+    blocks = group.blocks
+    unheld = count(where & first & (pick(blocks.refcount, target) == 0) & group.on_device(target))
+    refcount, unheld = fence(blocks.refcount, unheld)
+    blocks = dataclasses.replace(
+        blocks,
+        refcount=add(refcount, target, 1, where, unique=False),
+        hits=add(blocks.hits, target, 1, where, unique=False),
+    )
+    group = dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - unheld)
+    return give_back(group, policy, own, where, now)
+
+
+def stamp_release(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:
+    """Notes when blocks ids i32[K], all different, lost their last holder, where bool[K]."""
+    blocks = dataclasses.replace(
+        blocks,
+        released=put(blocks.released, ids, blocks.clock + rank(where), where),
+        clock=blocks.clock + count(where),
+    )
+    if blocks.retention is None or blocks.expiry is None:
+        return blocks
+    expiry = later(time_at(blocks, now), pick(blocks.retention, ids)[:, 1])
+    blocks = dataclasses.replace(blocks, expiry=put(blocks.expiry, ids, expiry, where))
+    return tell_time(blocks, now, jnp.any(where))

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix index and the child index: two chained hash tables whose nodes are the blocks themselves.
+
+The first finds the block of a key; the second the blocks that follow a parent and start with a given token, for
+reuse inside a block. Both live in one pair of link arrays (`state.Links`), so that a batch of insertions or
+removals is one pass for both. A chain never loses an entry, whatever the load; blocks leave from the middle of
+chains in O(log(run of neighbours that leave together)) steps, without a loop over single blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import count, fence, mix, pick, put
+from kvjax.state import NO_BLOCK, Blocks, Links
+
+
+def init_links(num_ids: int) -> Links:
+    """Empty tables for B = num_ids block ids, with as many buckets in each as the next power of two."""
+    buckets = 1 << max(num_ids - 1, 1).bit_length()
+    return Links(
+        next=jnp.full((2 * num_ids + 2 * buckets,), -1, jnp.int32), prev=jnp.full((2 * num_ids,), -1, jnp.int32)
+    )
+
+
+def find(blocks: Blocks, links: Links, keys: jax.Array) -> jax.Array:
+    """The findable block of each key u32[K, 2], unique by construction; i32[K], NO_BLOCK where there is none."""
+
+    def differs(node):
+        return (node >= 0) & jnp.any(pick(blocks.key, node) != keys, axis=-1)
+
+    node = pick(links.next, key_bucket(links, keys))
+    node, _ = lax.while_loop(
+        lambda carry: jnp.any(carry[1]),
+        lambda carry: (n := jnp.where(carry[1], pick(links.next, carry[0]), carry[0]), differs(n)),
+        (node, differs(node)),
+    )
+    return node
+
+
+def longest_child(
+    blocks: Blocks,
+    links: Links,
+    parent: jax.Array,
+    tokens: jax.Array,
+    extra_ids: jax.Array | None,
+    limit: jax.Array,
+    usable: Callable[[jax.Array], jax.Array] = lambda block: block >= 0,
+) -> tuple[jax.Array, jax.Array]:
+    """The findable block after `parent` that shares the longest prefix, of at least one token, with `tokens`.
+
+    Args:
+      blocks: what is known of each block.
+      links: the child index.
+      parent: i32[2]; (block, generation), or (NO_BLOCK, namespace).
+      tokens: i32[P]; what is wanted.
+      extra_ids: i32[P] or None.
+      limit: i32[]; tokens that count.
+      usable: from a block i32[] to whether it may be the one.
+
+    Returns:
+      i32[] block, NO_BLOCK if none shares a token; and i32[] the tokens shared.
+    """
+    num_ids = blocks.refcount.shape[0]
+    size = tokens.shape[0]
+    extra = None if extra_ids is None else extra_ids[:1]
+    first = pick(links.next, child_bucket(links, parent[None], tokens[:1], extra)[0])
+
+    def step(carry):
+        node, best, shared = carry
+        block = node - num_ids
+        same = pick(blocks.tokens, block) == tokens
+        if extra_ids is not None and blocks.extra_ids is not None:
+            same = same & (pick(blocks.extra_ids, block) == extra_ids)
+        same = same & (np.arange(size, dtype=np.int32) < jnp.minimum(pick(blocks.fill, block), limit))
+        mine = jnp.all(pick(blocks.parent, block) == parent) & usable(block)
+        length = jnp.where(mine, jnp.sum(jnp.cumprod(same, dtype=jnp.int32), dtype=jnp.int32), 0)
+        better = length > shared
+        return pick(links.next, node), jnp.where(better, block, best), jnp.where(better, length, shared)
+
+    start = (jnp.where(limit > 0, first, -1), jnp.int32(NO_BLOCK), jnp.int32(0))
+    _, best, shared = lax.while_loop(lambda carry: (carry[0] >= 0) & (carry[2] < limit), step, start)
+    return best, shared
+
+
+def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Links:
+    """Links the blocks ids i32[K] (where bool[K]) into both tables, by the key, parent and first token they have."""
+    num_ids = blocks.refcount.shape[0]
+    ids, where = ids[::-1], where[::-1]  # of equally good blocks, `longest_child` shall meet the newest first
+    parent, first = pick(blocks.parent, ids), pick(blocks.tokens, ids)[:, 0]
+    extra = None if blocks.extra_ids is None else pick(blocks.extra_ids, ids)[:, 0]
+    buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, parent, first, extra)]
+    nowhere = np.iinfo(np.int32).max
+    bucket, node = lax.sort(
+        (
+            jnp.where(jnp.concatenate([where, where]), jnp.concatenate(buckets), nowhere),
+            jnp.concatenate([ids, ids + num_ids]),
+        ),
+        num_keys=1,
+    )
+    # Entries of one bucket now stand side by side: they become a run in front of what the bucket held.
+    live = bucket != nowhere
+    joined = bucket[1:] == bucket[:-1]
+    has_before, has_after = jnp.pad(joined, (1, 0)), jnp.pad(joined, (0, 1))
+    old = pick(links.next, bucket)
+    links, old = fence(links, old)
+    after = jnp.where(has_after, jnp.roll(node, -1), old)
+    before = jnp.where(has_before, jnp.roll(node, 1), bucket)
+    following = put(
+        links.next,
+        jnp.concatenate([node, bucket]),
+        jnp.concatenate([after, node]),
+        jnp.concatenate([live, live & ~has_before]),
+    )
+    preceding = put(links.prev, node, before, live)
+    preceding = put(preceding, old, node, live & ~has_after & (old >= 0))
+    return Links(next=following, prev=preceding)
+
+
+def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> Links:
+    """Unlinks the blocks ids i32[K] (where bool[K]) from both tables; their `fill` is 0 already, others' is not."""
+    num_ids = fill.shape[0]
+    node, where = jnp.concatenate([ids, ids + num_ids]), jnp.concatenate([where, where])
+
+    def leaves(x):
+        return where & (x >= 0) & (x < 2 * num_ids) & (pick(fill, x % num_ids) == 0)
+
+    def skip(carry):
+        # Pointer doubling over neighbours that leave together: each jumps to where its neighbour points.
+        following, preceding, _ = carry
+        after, before = pick(following, node), pick(preceding, node)
+        after = jnp.where(leaves(after), pick(following, after), after)
+        before = jnp.where(leaves(before), pick(preceding, before), before)
+        (following, preceding), after, before = fence((following, preceding), after, before)
+        following, preceding = put(following, node, after, where), put(preceding, node, before, where)
+        return following, preceding, jnp.any(leaves(after) | leaves(before))
+
+    start = jnp.any(leaves(pick(links.next, node)) | leaves(pick(links.prev, node)))
+    following, preceding, _ = lax.while_loop(lambda carry: carry[2], skip, (links.next, links.prev, start))
+    after, before = pick(following, node), pick(preceding, node)
+    (following, preceding), after, before = fence((following, preceding), after, before)
+    # A run's members share both neighbours and write the same values.
+    return Links(
+        next=put(following, before, after, where, unique=False),
+        prev=put(preceding, after, before, where & (after >= 0), unique=False),
+    )
+
+
+def findable(blocks: Blocks) -> jax.Array:
+    """i32[]; how many blocks are findable (a pass over all of them, for tests and displays)."""
+    return count(blocks.fill > 0)
+
+
+def key_bucket(links: Links, keys: jax.Array) -> jax.Array:
+    """i32[...]; where the chain of keys u32[..., 2] begins in `links.next`."""
+    num_handles, buckets = _sizes(links)
+    return num_handles + (mix(keys[..., 0] ^ mix(keys[..., 1])) & np.uint32(buckets - 1)).astype(jnp.int32)
+
+
+def child_bucket(links: Links, parent: jax.Array, token: jax.Array, extra_id: jax.Array | None) -> jax.Array:
+    """i32[...]; where the chain of the blocks after parent i32[..., 2] that start with this token begins."""
+    num_handles, buckets = _sizes(links)
+    words = parent.astype(jnp.uint32)
+    mixed = mix(mix(words[..., 0] * np.uint32(0x9E3779B1) + words[..., 1]) + token.astype(jnp.uint32))
+    if extra_id is not None:
+        mixed = mix(mixed + extra_id.astype(jnp.uint32) * np.uint32(0xCC9E2D51))
+    return num_handles + buckets + (mixed & np.uint32(buckets - 1)).astype(jnp.int32)
+
+
+def _sizes(links: Links) -> tuple[int, int]:
+    num_handles = links.prev.shape[0]
+    return num_handles, (links.next.shape[0] - num_handles) // 2

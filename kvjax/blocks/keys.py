@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys: a 64-bit hash of the prefix that ends in a block, in two u32 lanes.
+
+A key finds candidates and decides nothing: every hit is confirmed by tokens, extra ids and parent links. The key of
+a prefix is the sum of one well-mixed number per block, which depends on the block's contents and depth. A prompt's
+keys are then one cumulative sum, and a block's key follows from its parent's in O(P).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import mix
+
+_LANES = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
+
+
+def root_key(namespace: jax.Array) -> jax.Array:
+    """u32[..., 2]; the key of the empty prefix of each namespace i32[...]."""
+    return mix(namespace.astype(jnp.uint32)[..., None] + _last_axes(_LANES, namespace.ndim + 1))
+
+
+def prefix_keys(start: jax.Array, tokens: jax.Array, extra_ids: jax.Array | None, fill, depth: jax.Array) -> jax.Array:
+    """The keys of consecutive blocks.
+
+    Args:
+      start: u32[..., 2]; key of the prefix before the first block.
+      tokens: i32[..., F, P]; contents.
+      extra_ids: the same of the extra ids, or None.
+      fill: i32 or i32[..., F]; tokens that count, the rest of a block is ignored.
+      depth: i32[..., F]; which block of its sequence each is.
+
+    Returns:
+      u32[..., F, 2].
+    """
+    size, ndim = tokens.shape[-1], tokens.ndim
+    lane = np.arange(size, dtype=np.uint32)[:, None] * np.uint32(0x9E3779B1) + _LANES
+    words = tokens.astype(jnp.uint32)[..., None] * np.uint32(0xCC9E2D51)
+    if extra_ids is not None:
+        words = words + mix(extra_ids.astype(jnp.uint32))[..., None]
+    fill = jnp.broadcast_to(jnp.asarray(fill, jnp.int32), tokens.shape[:-1])
+    counts = _last_axes(np.arange(size, dtype=np.int32), ndim) < fill[..., None]
+    words = jnp.where(counts[..., None], mix(words + _last_axes(lane, ndim + 1)), np.uint32(0))
+    content = jnp.sum(words, axis=-2, dtype=jnp.uint32)
+    place = depth.astype(jnp.uint32) * np.uint32(0x27D4EB2F) + fill.astype(jnp.uint32) * np.uint32(0x165667B1)
+    blocks = mix(content ^ mix(place[..., None] + _last_axes(_LANES, ndim)))
+    return start[..., None, :] + jnp.cumsum(blocks, axis=-2, dtype=jnp.uint32)
+
+
+def _last_axes(x: np.ndarray, ndim: int) -> np.ndarray:
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
+class Namespaces:
+    """Interns (salt, LoRA) pairs as small numbers, on the host; equal pairs get equal numbers, others never do.
+
+    >>> namespaces = Namespaces()
+    >>> namespaces(), namespaces(salt="tenant a"), namespaces(salt="tenant b", lora=3), namespaces(salt="tenant a")
+    (0, 1, 2, 1)
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str | None, int | None], int] = {(None, None): 0}
+
+    def __call__(self, salt: str | None = None, lora: int | None = None) -> int:
+        """The number of this pair, to pass as `namespace`; None is none, and adapter 0 is an adapter."""
+        return self._numbers.setdefault((salt, lora), len(self._numbers))
+
+    def describe(self, namespace: int) -> tuple[str | None, int | None]:
+        """The (salt, LoRA) pair behind a number; KeyError for a number that was never given out."""
+        for pair, number in self._numbers.items():
+            if number == namespace:
+                return pair
+        raise KeyError(namespace)

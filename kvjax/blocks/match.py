@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the cache already of a prompt, before it is computed."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import count, pick
+from kvjax.blocks import index
+from kvjax.blocks.keys import prefix_keys, root_key
+from kvjax.blocks.twins import link, same_content
+from kvjax.spec import GroupSpec
+from kvjax.state import NO_BLOCK, CacheState, Group, Match
+
+
+def longest_match(
+    state: CacheState,
+    tokens: jax.Array,
+    extra_ids: jax.Array | None,
+    length: jax.Array,
+    namespace: jax.Array,
+    tiers: tuple[str, ...],
+) -> Match:
+    """Finds the longest cached prefix: whole blocks all at once, then tokens of the best block that follows them.
+
+    With windows it is the longest of which every group has what the next token can see. Each token that is copied may
+    move a window on, so a prefix may be valid only together with a copy.
+
+    Args:
+      state: where to look; not changed.
+      tokens: i32[F, P]; the prompt in blocks.
+      extra_ids: i32[F, P] or None.
+      length: i32[]; tokens of the prompt.
+      namespace: i32[].
+      tiers: static; "device", "host" or both.
+
+    Source: TensorRT-LLM's reuse tree, which compares tokens; here the tree is flat arrays and the walk one gather.
+    """
+    group, windows, (num, size) = state.groups[0], state.groups[1:], tokens.shape
+    blocks = group.blocks
+    keys = prefix_keys(root_key(namespace), tokens, extra_ids, size, jnp.arange(num, dtype=jnp.int32))
+    ids = index.find(blocks, group.links, keys)
+    parents = link(blocks, jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), ids[:-1]]), namespace)
+    matches = (
+        same_content(blocks, ids, tokens, extra_ids)
+        & jnp.all(pick(blocks.parent, ids) == parents, axis=-1)
+        & (np.arange(num, dtype=np.int32) < (length - 1) // size)
+        & group.reachable(ids, tiers)
+    )
+    whole = jnp.sum(jnp.cumprod(matches, dtype=jnp.int32), dtype=jnp.int32)
+
+    def child(whole: jax.Array) -> tuple[jax.Array, jax.Array]:
+        last = jnp.where(whole > 0, pick(ids, whole - 1), NO_BLOCK)
+        rest = jnp.clip(length - 1 - whole * size, 0, size)
+        extra = None if extra_ids is None else pick(extra_ids, whole)
+        return index.longest_child(
+            blocks, group.links, link(blocks, last, namespace), pick(tokens, whole), extra, rest,
+            usable=lambda block: functools.reduce(
+                jnp.logical_and, [g.reachable(g.beside(block), tiers) for g in state.groups]
+            ),
+        )  # fmt: skip
+
+    uncopied, source, shared = whole, jnp.int32(NO_BLOCK), jnp.int32(0)
+    if windows:
+        ends, wanted = np.arange(num + 1, dtype=np.int32), jnp.zeros((num + 1,), jnp.int32)
+        for window, spec in zip(windows, state.spec.groups[1:], strict=True):
+            wanted = jnp.maximum(wanted, _copies_wanted(window, spec, ids, size, tiers))
+        uncopied = jnp.max(jnp.where((wanted == 0) & (ends <= whole), ends, 0))
+        if state.spec.partial_reuse:
+            # The longest end whose copy is long enough. Nothing is wanted of the empty prefix, so there is one.
+            possible = (wanted < size) & (ends <= whole)
+            whole = jnp.max(jnp.where(possible, ends, 0))
+            whole, source, shared = lax.while_loop(
+                lambda carry: carry[2] < pick(wanted, carry[0]),
+                lambda carry: (w := jnp.max(jnp.where(possible & (ends < carry[0]), ends, 0)), *child(w)),
+                (whole, *child(whole)),
+            )
+        else:
+            whole = uncopied
+    elif state.spec.partial_reuse:
+        source, shared = child(whole)
+    found = jnp.where(np.arange(num, dtype=np.int32) < whole, ids, NO_BLOCK)
+    far = jnp.int32(0)
+    if state.spec.has_host:
+        away = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])
+        source_away = functools.reduce(jnp.logical_or, [_on_host(group, source) for group in state.groups])
+        far = count(away) * size + jnp.where(source_away, shared, 0)
+    return Match(found, whole, uncopied, source, shared, device_tokens=whole * size + shared - far, host_tokens=far)
+
+
+def _on_host(group: Group, ids: jax.Array) -> jax.Array:
+    own = group.beside(ids)
+    return (own >= 0) & ~group.on_device(own)
+
+
+def _copies_wanted(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tiers: tuple[str, ...]) -> jax.Array:
+    """i32[F + 1]; tokens to copy after so many blocks, until this window group has all that the next token sees.
+
+    0 if it has at once; less than P if copying moves the window off a block that it lacks; else P.
+    """
+    assert spec.window is not None
+    lacks = jnp.cumsum(~group.reachable(group.beside(ids), tiers), dtype=jnp.int32)
+    lacks = jnp.concatenate([jnp.zeros((1,), jnp.int32), lacks])  # of the first so many blocks
+    end = jnp.arange(lacks.shape[0], dtype=jnp.int32)
+    start = spec.first_place(end * size, size)
+    moved = (start + 1) * size + spec.window - 1 - end * size  # tokens after which the window starts a block later
+
+    def complete(start: jax.Array) -> jax.Array:
+        sinks = jnp.minimum(start, -(-spec.sink_tokens // size))
+        return (start <= end) & (lacks - pick(lacks, start) + pick(lacks, sinks) == 0)
+
+    later = jnp.where(complete(start + 1), jnp.minimum(moved, size), size)
+    return jnp.where(complete(start), 0, later)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the blocks of a group are: on the device, on the host, or on their way between the two."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax._arrays import add, count, fence, pick, put
+from kvjax.events.records import COLUMNS, EventKind, record
+from kvjax.policies.retention import priority_at
+from kvjax.state import DEFAULT_PRIORITY, NO_BLOCK, CacheState, EvictionPolicy, Group, Host
+
+
+def led_to(group: Group, marked: jax.Array, near: jax.Array) -> jax.Array:
+    """bool[B]; marked bool[B] and all blocks that they follow within their tier; `near` bool[B] are on the device."""
+    blocks = group.blocks
+    parent = blocks.parent[:, 0]
+    follows = (blocks.fill > 0) & (parent >= 0) & (near == pick(near, parent))
+
+    def up(marked: jax.Array) -> jax.Array:
+        return put(marked, parent, True, marked & follows, unique=False)
+
+    return jax.lax.while_loop(lambda m: jnp.any(up(m) & ~m), up, marked)
+
+
+def find_stuck(group: Group) -> Group:
+    """The group with `Host.stuck` up to date; a pass over all blocks for each level of the longest chain."""
+    host = group.host
+    if host is None:
+        return group
+    near = host.slot < group.empty.shape[0]
+    stuck = led_to(group, (host.arriving != 0) | (near & (host.below > 0)), near)
+    return dataclasses.replace(group, host=dataclasses.replace(host, stuck=stuck))
+
+
+def _stick(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
+    """bool[B]; `Host.stuck` with device blocks ids i32[K], where bool[K], and all that they follow marked too.
+
+    Costs a step for each ancestor that is not marked yet.
+    """
+
+    def step(carry):
+        stuck, ids, where = carry
+        stuck, above = put(stuck, ids, True, where, unique=False), pick(parent, ids)
+        return stuck, above, where & (above >= 0) & ~pick(stuck, above)
+
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), step, (host.stuck, ids, where))[0]
+
+
+def take_over(
+    group: Group, number: int, policy: EvictionPolicy, own: jax.Array, target: jax.Array, where: jax.Array
+) -> tuple[Group, jax.Array]:
+    """Blocks target i32[K] on the host, where bool[K], take the device rows of equal blocks own i32[K], all different.
+
+    Before `merge`: what has just been computed is there already, and need not come from the host. Children that stay
+    on the host keep the block, and all that it follows, from being evicted inside a loop.
+
+    Returns:
+      The group and records i32[K, 9], updated; none without a host tier.
+    """
+    blocks, host = group.blocks, group.host
+    if host is None:
+        return group, jnp.zeros((0, len(COLUMNS)), jnp.int32)
+    where = where & ~group.on_device(target)
+    near, far, parent = pick(host.slot, own), pick(host.slot, target), pick(blocks.parent, target)[:, 0]
+    idle = where & (pick(blocks.refcount, target) == 0)
+    updated = record(
+        EventKind.UPDATED, where, group=number, block=target, generation=pick(blocks.generation, target),
+        priority=DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, target)[:, 0],
+    )  # fmt: skip
+    (slot, arriving), near, far, idle, updated = fence((host.slot, host.arriving), near, far, idle, updated)
+    up = where & (parent >= 0)
+    host = dataclasses.replace(
+        host,
+        slot=put(put(slot, own, far, where), target, near, where),
+        arriving=put(arriving, target, 0, where),
+        below=add(host.below, parent, -1, up, unique=False),
+        policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
+    )
+    host = dataclasses.replace(
+        host, stuck=_stick(host, blocks.parent[:, 0], target, where & (pick(host.below, target) > 0))
+    )
+    blocks = dataclasses.replace(blocks, children=add(blocks.children, parent, 1, up, unique=False))
+    return dataclasses.replace(group, blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
+
+
+def priorities(state: CacheState, now: jax.Array) -> list[jax.Array]:
+    """i32[B] for each group; what its blocks are worth at `now`; in a window group, as much as their anchors."""
+    blocks = state.groups[0].blocks
+    if blocks.retention is None:
+        return [jnp.full_like(group.blocks.fill, DEFAULT_PRIORITY) for group in state.groups]
+    values = priority_at(blocks, now)
+    return [values if group.anchor is None else pick(values, group.anchor) for group in state.groups]
+
+
+def next_move(host: Host) -> jax.Array:
+    """i32[]; the number of the next move: 0, which means none, is left out when they wrap."""
+    return jnp.where(host.moves == -1, 1, host.moves + 1)

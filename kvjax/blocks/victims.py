@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claiming what a policy has named: whatever that is, different blocks, each behind all its children."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import add, pick, put
+from kvjax.state import Blocks
+
+
+def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:
+    """Gives each victim a holder and takes it off its parent's children.
+
+    Whatever a policy names, what is claimed are different blocks, each behind all its findable children.
+    """
+    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)  # for a moment the refcount tells the place in `ids`
+    refcount = put(blocks.refcount, ids, mark, where, unique=False)
+    named = where & (pick(refcount, ids) == mark)
+    parent = pick(blocks.parent, ids)[:, 0]
+    above = jnp.where(parent >= 0, pick(refcount, parent), 0)
+    in_order = named & ((above >= 0) | (above < mark))
+    children = add(blocks.children, parent, -1, in_order & (parent >= 0), unique=False)
+
+    def reject(carry):
+        children, claimed = carry
+        bad = claimed & (pick(children, ids) != 0)
+        return add(children, parent, 1, bad & (parent >= 0), unique=False), claimed & ~bad
+
+    children, claimed = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1] & (pick(carry[0], ids) != 0)), reject, (children, in_order)
+    )
+    refcount = put(refcount, ids, claimed.astype(jnp.int32), named)
+    return dataclasses.replace(blocks, refcount=refcount, children=children), claimed
+
+
+def unclaim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> Blocks:
+    """Undoes `claim` for ids i32[K], where bool[K]."""
+    parent = pick(blocks.parent, ids)[:, 0]
+    return dataclasses.replace(
+        blocks,
+        refcount=add(blocks.refcount, ids, -1, where),
+        children=add(blocks.children, parent, 1, where & (parent >= 0), unique=False),
+    )

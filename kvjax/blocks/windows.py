@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Window groups: blocks that layers with a sliding attention window share.
+
+Every sequence is in the first group with all of its blocks: that one compares contents, links prefixes and finds
+them, once for all groups. A window group has blocks of its own for what its layers can still see. Each is *anchored*
+to the block of the first group with the same prefix:
+
+    first group   table 2 0 3 7    root <- 2 <- 0 <- 3       7 being filled
+    window group  table - - 5 1    anchor of 5: 3            1 being filled
+
+It is found through its anchor and leaves the index with it, so what is found is exact here too. Otherwise blocks come
+and go by age alone: the front of a sequence leaves before its end, since nothing hangs on it.
+
+Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hybrid cache coordinator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax._arrays import add, count, fence, pick, put, runs
+from kvjax.blocks.holders import give_back_shared, merge, push_empty
+from kvjax.blocks.tiers import take_over
+from kvjax.blocks.twins import Resolution
+from kvjax.events.records import EventKind, record
+from kvjax.policies.ring import lru
+from kvjax.spec import GroupSpec
+from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group
+
+POLICY = lru()  # of all window groups
+
+
+def policy_of(number: int, policy: EvictionPolicy) -> EvictionPolicy:
+    """Who chooses victims in a group: the cache's policy in the first, age alone in the others."""
+    return policy if number == 0 else POLICY
+
+
+def anchor_blocks(
+    group: Group, number: int, tree: Blocks, own: jax.Array, target: jax.Array, where: jax.Array, fill: jax.Array | int
+) -> tuple[Group, jax.Array]:
+    """Makes blocks own i32[K] findable beside the blocks target i32[K] of the first group, all different.
+
+    Args:
+      group: the window group.
+      number: its number.
+      tree: the blocks of the first group.
+      own: not findable so far.
+      target: findable, without a block in this group so far.
+      where: bool[K]; those to anchor.
+      fill: i32[] or i32[K]; tokens that each holds.
+
+    Returns:
+      The group and records i32[K, 9], stored.
+    """
+    assert group.anchor is not None and group.shadow is not None
+    blocks = group.blocks
+    generation, parent = add(blocks.generation, own, 1, where), pick(tree.parent, target)
+    stored = record(
+        EventKind.STORED, where, group=number, block=own, generation=pick(generation, own), source=parent[:, 0],
+        source_generation=parent[:, 1], num_tokens=fill,
+    )  # fmt: skip
+    group = dataclasses.replace(
+        group,
+        blocks=dataclasses.replace(
+            blocks, generation=generation, fill=put(blocks.fill, own, fill, where), hits=put(blocks.hits, own, 0, where)
+        ),
+        anchor=put(group.anchor, own, target, where),
+        shadow=put(group.shadow, target, own, where),
+    )
+    return group, stored
+
+
+def follow(
+    group: Group, number: int, tree: Blocks, news: Resolution, rows: jax.Array, place: jax.Array, now: jax.Array
+) -> tuple[Group, jax.Array, jax.Array]:
+    """Does with rows' blocks at place i32[R, F] what the first group has just done with theirs, by news [R * F].
+
+    Returns:
+      The group, records i32[R * F, 9], stored, and records i32[., 9], updated.
+    """
+    assert group.shadow is not None
+    where = (jnp.broadcast_to(rows[:, None], place.shape), place)
+    own = group.table.at[where].get(mode="clip", wrap_negative_indices=False).reshape(-1)
+    good = (news.publish | news.merge) & group.arrived(own)
+    missing = good & news.first & (pick(group.shadow, news.target) < 0)
+    group, own, missing, good = fence(group, own, missing, good)
+    group, stored = anchor_blocks(group, number, tree, own, news.target, missing, tree.tokens.shape[1])
+    assert group.shadow is not None
+    there = pick(group.shadow, news.target)
+    swap = good & (there >= 0) & (there != own)
+    group, there, swap = fence(group, there, swap)
+    group, updated = take_over(group, number, POLICY, own, there, swap & news.first)
+    group = merge(group, POLICY, own, there, swap, news.first, now)
+    table = put(group.table, where, there.reshape(place.shape), swap.reshape(place.shape))
+    return dataclasses.replace(group, table=table), stored, updated
+
+
+def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Array]:
+    """Takes blocks out of the index whose anchors the records removed i32[K, 9] are about; records i32[K, 9]."""
+    assert group.shadow is not None
+    blocks, anchors = group.blocks, removed[:, 2]
+    own = pick(group.shadow, anchors)
+    where = (removed[:, 0] == EventKind.REMOVED) & (own >= 0)
+    idle, here = where & (pick(blocks.refcount, own) == 0), group.on_device(own)
+    records = record(EventKind.REMOVED, where, group=number, block=own, generation=pick(blocks.generation, own))
+    group, own, where, idle, here, records = fence(group, own, where, idle, here, records)
+    assert group.shadow is not None
+    group = dataclasses.replace(
+        group,
+        blocks=dataclasses.replace(group.blocks, fill=put(group.blocks.fill, own, 0, where)),
+        shadow=put(group.shadow, anchors, NO_BLOCK, where),
+        num_cached=group.num_cached - count(idle & here),
+    )
+    return push_empty(group, POLICY, own, idle), records
+
+
+def forget_all(state: CacheState, removed: jax.Array) -> tuple[CacheState, list[jax.Array]]:
+    """The state without the window groups' blocks beside those of the first group's records `removed` i32[K, 9].
+
+    Returns:
+      The state; and for each group records, removed.
+    """
+    groups, records = [state.groups[0]], [removed]
+    for number, group in enumerate(state.groups[1:], 1):
+        group, gone = forget(group, number, removed)
+        groups, records = [*groups, group], [gone, *records]
+    return dataclasses.replace(state, groups=tuple(groups)), records
+
+
+def slide(
+    group: Group, spec: GroupSpec, rows: jax.Array, start: jax.Array, end: jax.Array, most: int, size: int, now
+) -> Group:
+    """Lets rows i32[R] go of the blocks that leave the window as their written tokens grow from start to end i32[R].
+
+    Args:
+      group: the window group.
+      spec: its window.
+      rows: all different.
+      start: i32[R].
+      end: i32[R].
+      most: static; the most tokens by which a row can have grown.
+      size: P.
+      now: i32[] ms.
+    """
+    place = runs(spec.first_place(start, size), -(-most // size))
+    where = (jnp.broadcast_to(rows[:, None], place.shape), place)
+    ids = group.table.at[where].get(mode="clip", wrap_negative_indices=False)
+    leave = (ids >= 0) & ~spec.keeps(place, end[:, None], size)
+    table, ids, leave = fence(group.table, ids, leave)
+    group = dataclasses.replace(group, table=put(table, where, NO_BLOCK, leave))
+    return give_back_shared(group, POLICY, ids.reshape(-1), 1, leave.reshape(-1), now)
+
+
+def regain(group: Group, anchors: jax.Array, missing: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Blocks i32[M] beside the first group's blocks anchors i32[M], where missing bool[M]; and whether all are here."""
+    own = jnp.where(missing, group.beside(anchors), NO_BLOCK)
+    return own, ~jnp.any(missing & ~group.reachable(own, ("device",)))

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at a cache: whether it is sound, what it holds, in text, numbers and pictures."""
+
+from kvjax.debug.counts import Stats, stats
+from kvjax.debug.invariants import RequestError, check, checked
+from kvjax.debug.plots import plot_blocks
+from kvjax.debug.text import show
+
+__all__ = [
+    "RequestError",
+    "Stats",
+    "check",
+    "checked",
+    "plot_blocks",
+    "show",
+    "stats",
+]

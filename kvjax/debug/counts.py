@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counting a cache on the host: what its blocks and its events add up to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kvjax._checks import on_state
+from kvjax.debug.survey import Condition, Survey, survey
+from kvjax.state import CacheState
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a state adds up to. `print` it for one line. Slots are token positions, `block_size` to a block.
+
+    Attributes:
+      block_size: P.
+      num_blocks: blocks in use on the device: active + cached + empty; 0 if it was out of range (see `init`).
+      active_blocks: blocks that rows or pins hold.
+      cached_blocks: blocks that nobody holds whose contents can be reused.
+      empty_blocks: blocks without contents. Room for new tokens is cached + empty.
+      num_rows: S.
+      active_rows: rows that hold a sequence.
+      row_tokens: written tokens in the rows' blocks on the device; a shared token counts once for each row. With a
+        window a row has only blocks that its next token sees.
+      written_slots: slots of active blocks whose K/V are written; a shared slot counts once.
+      reserved_slots: slots of active blocks that some row has room for and that are not yet written.
+      cached_slots: slots of cached blocks that hold contents.
+      host_blocks: H: active + cached + empty; the slots above are those of the device alone.
+      host_active_blocks: blocks on the host that rows hold, which rest then, or pins.
+      host_cached_blocks: blocks on the host whose contents can be reused.
+      host_empty_blocks: blocks on the host without contents.
+      in_transit_blocks: blocks of both tiers whose K/V are still to come where they are counted.
+    """
+
+    block_size: int
+    num_blocks: int
+    active_blocks: int
+    cached_blocks: int
+    empty_blocks: int
+    num_rows: int
+    active_rows: int
+    row_tokens: int
+    written_slots: int
+    reserved_slots: int
+    cached_slots: int
+    host_blocks: int = 0
+    host_active_blocks: int = 0
+    host_cached_blocks: int = 0
+    host_empty_blocks: int = 0
+    in_transit_blocks: int = 0
+
+    @property
+    def total_slots(self) -> int:
+        """Slots of all blocks in use."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def filled_slots(self) -> int:
+        """Slots that hold K/V which somebody reads or may reuse."""
+        return self.written_slots + self.cached_slots
+
+    @property
+    def active_share(self) -> float:
+        """Share of the blocks that cannot be had at present: 1.0 means that nothing more can be admitted."""
+        return self.active_blocks / self.num_blocks if self.num_blocks else 1.0
+
+    @property
+    def filled_share(self) -> float:
+        """Share of all slots that hold K/V which somebody reads or may reuse."""
+        return self.filled_slots / self.total_slots if self.total_slots else 0.0
+
+    @property
+    def unused_share(self) -> float:
+        """Share of the active blocks' slots that hold nothing: allocated but not (or not yet) written."""
+        allocated = self.active_blocks * self.block_size
+        return 1 - self.written_slots / allocated if allocated else 0.0
+
+    @property
+    def sharing(self) -> float:
+        """How many rows read the average written slot: 1.0 means that nothing is shared."""
+        return self.row_tokens / self.written_slots if self.written_slots else 1.0
+
+    @property
+    def lines(self) -> list[str]:
+        """Counts in words, of the device and of the host if there is one."""
+        if not self.num_blocks:
+            return ["num_blocks out of range: no block is in use"]
+        lines = [
+            f"{self.num_blocks:,} blocks: {self.active_blocks:,} active, {self.cached_blocks:,} cached, "
+            f"{self.empty_blocks:,} empty; {self.filled_slots:,} of {self.total_slots:,} slots filled; "
+            f"{self.active_rows:,} of {self.num_rows:,} rows in use"
+        ]
+        if self.host_blocks:
+            lines.append(
+                f"on the host {self.host_blocks:,} blocks: {self.host_active_blocks:,} active, "
+                f"{self.host_cached_blocks:,} cached, {self.host_empty_blocks:,} empty; "
+                f"{self.in_transit_blocks:,} on the move"
+            )
+        return lines
+
+    def __str__(self) -> str:
+        """One line of counts."""
+        return "; ".join(self.lines)
+
+
+@on_state
+def stats(state: CacheState, group: int = 0) -> Stats:
+    """Counts one group of a state on the host.
+
+    Args:
+      state: the cache; not traced.
+      group: which attention window.
+
+    Returns:
+      Counts of blocks, slots and rows as they stand. What happened so far (tokens queried and reused, copies,
+      evictions) is in the events, not in the state.
+    """
+    return tally(state, survey(state, group))
+
+
+def tally(state: CacheState, seen: Survey) -> Stats:
+    """Adds up a survey of `state`."""
+    count = np.bincount(seen.condition, minlength=len(Condition)).tolist()
+    active, cached = seen.condition == Condition.ACTIVE, seen.condition == Condition.CACHED
+    on_host = {
+        "host_active_blocks": count[Condition.ON_HOST_ACTIVE],
+        "host_cached_blocks": count[Condition.ON_HOST_CACHED],
+        "host_empty_blocks": count[Condition.ON_HOST_EMPTY],
+    }
+    return Stats(
+        block_size=state.spec.block_size,
+        num_blocks=count[Condition.ACTIVE] + count[Condition.CACHED] + count[Condition.EMPTY],
+        active_blocks=count[Condition.ACTIVE],
+        cached_blocks=count[Condition.CACHED],
+        empty_blocks=count[Condition.EMPTY],
+        num_rows=state.spec.max_seqs,
+        active_rows=int(np.sum(seen.length > 0)),
+        row_tokens=int(np.sum(seen.held)),
+        written_slots=int(np.sum(seen.written[active])),
+        reserved_slots=int(np.sum((seen.reserved - seen.written)[active])),
+        cached_slots=int(np.sum(seen.fill[cached])),
+        host_blocks=sum(on_host.values()),
+        **on_host,
+        in_transit_blocks=int(np.sum(seen.moving)),
+    )

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at a state from the host: is it sound, what does it hold, and was a request done?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax._checks import on_state
+from kvjax.blocks import index
+from kvjax.debug.text import show
+from kvjax.events.records import Events, Status
+from kvjax.policies.ring import Ring
+from kvjax.state import LOST, NO_BLOCK, CacheState
+
+
+class RequestError(ValueError):
+    """A request that a checked verb did not do; `status` and `row` say which and why."""
+
+    def __init__(self, verb: str, row: int, status: Status):
+        super().__init__(f"{verb}: row {row} of the request was refused with {status.name}")
+        self.row, self.status = row, status
+
+
+def checked(verb: Callable[..., tuple[Any, Events]]) -> Callable[..., tuple[Any, Events]]:
+    """Wraps a verb, jitted or not, so that it raises where a precondition is broken; reads the status on the host.
+
+    A full pool or row is not an error: NO_BLOCKS and ROW_FULL come back as data.
+
+    Raises:
+      RequestError: naming the row and the status, BAD_REQUEST or HELD.
+    """
+
+    @functools.wraps(verb)
+    def call(*args, **kwargs):
+        result, events = verb(*args, **kwargs)
+        for row, status in enumerate(np.asarray(events.status).tolist()):
+            if status in (Status.BAD_REQUEST, Status.HELD):
+                raise RequestError(getattr(verb, "__name__", "verb"), row, Status(status))
+        return result, events
+
+    return call
+
+
+@on_state
+def check(state: CacheState) -> None:
+    """Verifies every invariant of a state, on the host.
+
+    Raises:
+      AssertionError: naming the invariants that are broken, with a drawing of the state.
+    """
+    host = jax.device_get(state)
+    broken = []
+    for number, group in enumerate(host.groups):
+        found = ["num_blocks out of range"] if group.num_blocks == 0 else []
+        found += _check_rows(host, number) + _check_counts(host, group)
+        found += _check_tree(group) + _check_links(group) if number == 0 else _check_anchors(host, group)
+        if isinstance(group.policy, Ring):
+            found += _check_ring(group, group.policy, True)
+            found += [] if group.host is None else _check_ring(group, group.host.policy, False)
+        broken += found if len(host.groups) == 1 else [f"{rule} (group {number})" for rule in found]
+    if broken:
+        raise AssertionError("broken: " + "; ".join(broken) + "\n" + show(state))
+
+
+def _failures(**rules: Any) -> list[str]:
+    return [name.replace("_", " ") for name, holds in rules.items() if not np.all(holds)]
+
+
+def _check_rows(state: CacheState, number: int) -> list[str]:
+    seqs, size, group = state.seqs, state.spec.block_size, _numpy(state.groups[number])
+    held, keeps = -(-seqs.length // size), _numpy(state.spec.groups[number].keeps)
+    place = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
+    inside = (place[None] < held[:, None]) & np.asarray(keeps(place[None], seqs.committed[:, None], size))
+    repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
+    resting = np.zeros_like(held, bool) if seqs.swapped is None else seqs.swapped
+    here = (group.table < 0) | _on_device(group)[_inside(group.table, group.blocks.fill)]
+    return _failures(
+        committed_lies_within_length=(seqs.committed >= 0) & (seqs.committed <= seqs.length),
+        length_fits_in_a_row=seqs.length <= state.spec.max_length,
+        tables_hold_blocks_for_their_length=np.where(inside, group.table >= 0, group.table == NO_BLOCK),
+        table_entries_are_blocks=group.table < group.blocks.refcount.shape[0],
+        entries_of_a_row_differ=not any(repeats),
+        only_rows_in_use_are_swapped_out=~resting | (seqs.length > 0),
+        rows_that_are_not_swapped_out_are_on_the_device=here | resting[:, None],
+    )
+
+
+def _numpy(tree: Any) -> Any:
+    """What `device_get` has made of it, which the type checker takes for arrays of jax."""
+    return tree
+
+
+def _inside(ids: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """The ids, those that are none moved to some that are."""
+    return np.clip(ids, 0, len(of) - 1)
+
+
+def _on_device(group: Any) -> np.ndarray:
+    return np.ones(len(group.blocks.fill), bool) if group.host is None else group.host.slot < len(group.empty)
+
+
+def _check_counts(state: CacheState, group: Any) -> list[str]:
+    blocks, num_ids, size = group.blocks, group.blocks.refcount.shape[0], len(group.empty)
+    holders = np.bincount(group.table[(group.table >= 0) & (group.table < num_ids)], minlength=num_ids)
+    here = _on_device(group)
+    cached = (blocks.refcount == 0) & (blocks.fill > 0) & here
+    unused = (np.arange(num_ids) >= group.num_blocks) & (np.arange(num_ids) < size)
+    idle = (blocks.refcount == 0) & (blocks.fill == 0) & ~unused
+    return _failures(
+        refcounts_cover_the_tables=blocks.refcount >= holders,
+        only_pins_hold_beside_the_tables=(blocks.refcount <= holders) | (blocks.fill > 0) | (blocks.hits == LOST),
+        the_stack_is_the_empty_blocks=_is_stack(group.empty, group.num_empty, idle & here),
+        num_cached_counts_cached_blocks=cached.sum() == group.num_cached,
+        blocks_out_of_use_are_untouched=(blocks.refcount[unused] == 0) & (blocks.fill[unused] == 0),
+        fill_fits_in_a_block=(blocks.fill >= 0) & (blocks.fill <= state.spec.block_size),
+        **({} if group.host is None else _host_rules(group, idle & ~here, unused)),
+    )
+
+
+def _after(later: Any, earlier: Any) -> np.ndarray:
+    """How far one counter of 32 bits is after another; both may have wrapped."""
+    by = np.asarray(later, np.int64) - np.asarray(earlier, np.int64)
+    return (by + 2**31) % 2**32 - 2**31
+
+
+def _is_stack(stack: np.ndarray, height: int, wanted: np.ndarray) -> bool:
+    return sorted(stack[:height].tolist()) == np.flatnonzero(wanted).tolist()
+
+
+def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, Any]:
+    blocks, host, ids = group.blocks, group.host, np.arange(len(group.host.slot))
+    away, above, findable = ~_on_device(group), blocks.parent[:, 0], blocks.fill > 0
+    child = np.flatnonzero(findable & (above >= 0) & (above < len(ids)))
+    return {
+        "every_pool_row_belongs_to_one_block": sorted(host.slot.tolist()) == ids.tolist(),
+        "blocks_out_of_use_keep_their_pool_rows": host.slot[unused] == ids[unused],
+        "the_stack_of_the_host_is_its_empty_blocks": _is_stack(host.empty, host.num_empty, empty),
+        "children_on_the_host_are_counted": np.bincount(above[child[away[child]]], minlength=len(ids)) == host.below,
+        "a_device_block_has_its_parent_on_the_device": away[child] | ~away[above[child]],
+        "only_blocks_with_contents_are_on_the_move": (host.arriving == 0) | findable | (blocks.refcount > 0),
+        "moves_were_ordered": (host.arriving == 0) | (_after(host.moves, host.arriving) >= 0),
+    }
+
+
+def _check_tree(group: Any) -> list[str]:
+    blocks, num_ids = group.blocks, group.blocks.refcount.shape[0]
+    findable = np.flatnonzero(blocks.fill > 0)
+    parent, generation = blocks.parent[findable].T
+    known = (parent >= 0) & (parent < num_ids)
+    above, below = parent[known], findable[known]
+    here = _on_device(group)
+    held_below_unheld = (blocks.refcount[below] > 0) & (blocks.refcount[above] == 0)
+    contents = [blocks.tokens] if blocks.extra_ids is None else [blocks.tokens, blocks.extra_ids]
+    prefixes = {(*blocks.parent[b], *(x for part in contents for x in part[b, : blocks.fill[b]])) for b in findable}
+    return _failures(
+        parents_are_whole_and_findable=[*(parent < num_ids), *(blocks.fill[above] == blocks.tokens.shape[1])],
+        parent_links_are_of_this_generation=blocks.generation[above] == generation[known],
+        children_are_counted=(np.bincount(above[here[below]], minlength=num_ids) == blocks.children)
+        | (blocks.fill == 0),
+        only_findable_blocks_have_children=(blocks.fill > 0) | (blocks.children == 0),
+        a_held_block_has_a_held_parent=~held_below_unheld,
+        no_prefix_is_stored_twice=len(prefixes) == len(findable),
+    )
+
+
+def _check_anchors(state: CacheState, group: Any) -> list[str]:
+    tree, blocks = _numpy(state.groups[0]), group.blocks
+    findable, own = np.flatnonzero(blocks.fill > 0), _inside(group.table, blocks.fill)
+    anchors = _inside(group.anchor[findable], tree.blocks.fill)
+    rows = (group.table >= 0) & (tree.table >= 0) & (blocks.fill[own] > 0)
+    return _failures(
+        anchors_are_blocks=anchors == group.anchor[findable],
+        anchors_hold_as_many_tokens=tree.blocks.fill[anchors] == blocks.fill[findable],
+        shadows_are_the_way_back_from_anchors=group.shadow[anchors] == findable,
+        every_shadow_is_findable=np.sum(group.shadow >= 0) == len(findable),
+        a_held_block_has_a_held_anchor=(blocks.refcount[findable] == 0) | (tree.blocks.refcount[anchors] > 0),
+        rows_hold_blocks_beside_each_other=(group.anchor[own] == tree.table) | ~rows,
+    )
+
+
+def _check_links(group: Any) -> list[str]:
+    blocks, links, num_ids = group.blocks, group.links, group.blocks.refcount.shape[0]
+    chain: dict[int, int] = {}  # which bucket each handle was reached from
+    consistent = True
+    for bucket in range(2 * num_ids, len(links.next)):
+        before, node = bucket, links.next[bucket]
+        while 0 <= node < 2 * num_ids and node not in chain:
+            chain[int(node)] = bucket
+            consistent &= bool(links.prev[node] == before)
+            before, node = node, links.next[node]
+        consistent &= bool(node == -1)
+    findable = np.flatnonzero(blocks.fill > 0)
+    extra = None if blocks.extra_ids is None else blocks.extra_ids[findable, 0]
+    wanted = [
+        index.key_bucket(links, blocks.key[findable]),
+        index.child_bucket(links, blocks.parent[findable], blocks.tokens[findable, 0], extra),
+    ]
+    by_key, by_parent = ([chain.get(int(b) + offset, -1) for b in findable] for offset in (0, num_ids))
+    return _failures(
+        every_findable_block_is_linked_once=sorted(chain) == [*findable, *(findable + num_ids)],
+        links_agree_both_ways=consistent,
+        keys_differ=len(np.unique(blocks.key[findable], axis=0)) == len(findable),
+        every_findable_block_is_found_by_its_key=by_key == wanted[0],
+        every_findable_block_is_found_by_its_parent=by_parent == wanted[1],
+    )
+
+
+def _check_ring(group: Any, ring: Ring, device: bool) -> list[str]:
+    blocks = group.blocks
+    here = _on_device(group) == device
+    held = int(_after(ring.tail, ring.head))
+    at = int(ring.head) + np.arange(max(min(held, len(ring.order)), 0))
+    ids = ring.order[at & (len(ring.order) - 1)]
+    live = (_after(ring.stamp[ids], at) == 0) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
+    cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0) & here)
+    return _failures(
+        the_ring_holds_at_most_its_size=0 <= held <= len(ring.order),
+        every_cached_block_waits_in_the_ring_of_its_tier_once=sorted(ids[live].tolist()) == cached.tolist(),
+    )

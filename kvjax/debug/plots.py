@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache drawn as a picture: the map of its blocks, and the rows' block tables as lanes below it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax._checks import on_state
+from kvjax.debug.counts import tally
+from kvjax.debug.survey import Condition, Survey, survey
+from kvjax.state import NO_BLOCK, CacheState
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = {
+    "active": "#4f8fcf", "shared": "#45308c", "cached": "#e8a53a", "empty": "#e9ecef", "unknown": "#d62728",
+    "host active": "#2f8f83", "host cached": "#9ccf8f", "host empty": "#dcebe4", "moving": "#c2417f", "gap": "#ffffff",
+}  # fmt: skip
+_KINDS = {
+    Condition.ACTIVE: "active", Condition.CACHED: "cached", Condition.EMPTY: "empty",
+    Condition.ON_HOST_ACTIVE: "host active", Condition.ON_HOST_CACHED: "host cached",
+    Condition.ON_HOST_EMPTY: "host empty",
+}  # fmt: skip
+_NAMES = {
+    "active": "active, one holder", "shared": "active, shared", "cached": "cached", "empty": "empty",
+    "host active": "on the host, swapped out", "host cached": "on the host, cached", "host empty": "on the host, empty",
+    "moving": "on the move",
+}  # fmt: skip
+_INK, _FAINT = "#2b2f36", "#7d848e"
+_MOST_CELLS, _MOST_LANES, _MOST_NUMBERED = 2048, 24, 32
+_INCHES = 10.0  # width of a figure of our own
+_GAP = 0.1  # between cells, in cells
+
+# What fills a cell: stretches (from, to, colour, strength) on 0..1, later ones over earlier ones.
+_Stretches = list[tuple[float, float, str, float]]
+
+
+@on_state
+def plot_blocks(
+    state: CacheState,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    ax: Axes | None = None,
+    group: int = 0,
+    title: str = "",
+) -> Axes:
+    """Draws the blocks of a cache, coloured by condition and filled as far as their tokens go.
+
+    A cell of the map is one block; in a cache of more than 2,048 blocks it is a run of blocks, divided by the shares
+    of their conditions. Each lane is a row's block table, in the colours of the map; blocks that have left a window are
+    one cell together, with their number. A block on the move has a mark at its left.
+
+    Args:
+      state: the cache; not traced.
+      path: where to save the picture, if anywhere; the suffix chooses the format.
+      ax: where to draw; the axes of a new figure if None.
+      group: which attention window.
+      title: what to write above the counts.
+
+    Returns:
+      The axes; `ax.figure` is the figure.
+
+    Raises:
+      ImportError: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plot_blocks needs matplotlib: pip install "kvjax[plot]"') from error
+    seen = survey(state, group)
+    number = len(seen.condition)
+    per_cell = 1 << (-(-number // _MOST_CELLS) - 1).bit_length()
+    columns = _columns(-(-number // per_cell))
+    lanes = [int(seq) for seq in np.flatnonzero((seen.length != 0) | (seen.table != NO_BLOCK).any(axis=1))]
+    kinds = [*_NAMES][: 8 if state.spec.groups[group].num_host_blocks else 4]
+    drawing = _Drawing(columns, numbered=columns <= _MOST_NUMBERED and per_cell == 1, kinds=kinds)
+    _draw_map(drawing, seen, per_cell)
+    _draw_lanes(drawing, seen, lanes, gaps=state.spec.groups[group].window is not None)
+    if ax is None:
+        ax = Figure(figsize=(_INCHES, 1 + drawing.inches * drawing.bottom), layout="constrained").subplots()
+    drawing.finish(ax, ([title] if title else []) + tally(state, seen).lines)
+    if path is not None:
+        ax.get_figure(root=True).savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.15)  # pyright: ignore[reportOptionalMemberAccess]
+    return ax
+
+
+def _columns(cells: int) -> int:
+    """A power of two that makes the map about four times as wide as it is high."""
+    return min(max(1 << math.ceil(math.log2(2 * math.sqrt(cells))), 16), 64)
+
+
+class _Drawing:
+    """Collects cells and labels in units of cells, y downwards, and hands them to matplotlib in one go."""
+
+    def __init__(self, columns: int, numbered: bool, kinds: list[str]):
+        self.columns, self.numbered, self.kinds, self.bottom = columns, numbered, kinds, 0.0
+        self.margin = 1 + columns / 24  # left of the cells, for what stands before a line
+        self.inches = _INCHES / (columns + self.margin)  # of a cell, in a figure of `_INCHES`
+        self.boxes: list[np.ndarray] = []
+        self.colours: list[tuple[float, ...]] = []
+        self.labels: list[tuple[float, float, str, dict]] = []
+
+    def cell(self, x: float, y: float, width: float, stretches: _Stretches, label: str = "") -> None:
+        from matplotlib.colors import to_rgba
+
+        gap = _GAP if width > 0.5 else 0.0
+        for start, end, colour, strength in stretches:
+            left, right = x + (width - gap) * start, x + (width - gap) * end
+            top, bottom = y, y + 1 - _GAP
+            self.boxes.append(np.array([(left, top), (right, top), (right, bottom), (left, bottom)]))
+            self.colours.append(to_rgba(_COLOURS[colour], strength))
+        if self.numbered and label and width > 0.6:
+            size = min(9.0, 72 * self.inches * width / (0.9 * max(len(label), 2)))  # points, to stay inside the cell
+            self.text(x + (width - gap) / 2, y + (1 - _GAP) / 2, label, ha="center", size=size, halo=True)
+
+    def text(self, x: float, y: float, label: str, **style) -> None:
+        self.labels.append((x, y, label, {"va": "center", "color": _INK, "size": 8} | style))
+
+    def finish(self, ax: Axes, headings: list[str]) -> None:
+        from matplotlib.collections import PolyCollection
+        from matplotlib.colors import to_rgb
+        from matplotlib.patches import Patch
+        from matplotlib.patheffects import withStroke
+
+        ax.add_collection(PolyCollection(self.boxes, facecolors=self.colours, linewidths=0))
+        halo = [withStroke(linewidth=2, foreground="white", alpha=0.75)]
+        for x, y, label, style in self.labels:
+            ax.text(x, y, label, path_effects=halo if style.pop("halo", False) else None, **style)
+        ax.set(xlim=(-self.margin, self.columns), ylim=(self.bottom, 0), aspect="equal", anchor="NW")
+        ax.set_axis_off()
+        ax.set_title("\n".join(headings), loc="left", fontsize=9, color=_INK)
+        keys = [Patch(color=_COLOURS[kind], label=_NAMES[kind]) for kind in self.kinds]
+        keys.insert(4, Patch(facecolor=(*to_rgb(_COLOURS["active"]), 0.3), label="not written"))
+        ax.legend(handles=keys, loc="upper left", bbox_to_anchor=(0, 0), ncols=5, frameon=False, fontsize=8)
+
+
+def _draw_map(drawing: _Drawing, seen: Survey, per_cell: int) -> None:
+    """One cell per block, or per run of `per_cell` blocks."""
+    drawing.bottom += 0.1
+    for first in range(0, len(seen.condition), per_cell):
+        line, column = divmod(first // per_cell, drawing.columns)
+        y = drawing.bottom + line
+        if column == 0:
+            drawing.text(-0.3, y + 0.45, f"{first:,}", ha="right", color=_FAINT)
+        stretches = _one(seen, first) if per_cell == 1 else _shares(seen, slice(first, first + per_cell))
+        drawing.cell(column, y, 1.0, stretches, str(first))
+    drawing.bottom += -(-len(seen.condition) // (per_cell * drawing.columns))
+    if per_cell > 1:
+        drawing.text(0, drawing.bottom + 0.6, f"a cell is {per_cell:,} blocks, by their shares", color=_FAINT)
+        drawing.bottom += 1.2
+
+
+def _draw_lanes(drawing: _Drawing, seen: Survey, lanes: list[int], gaps: bool) -> None:
+    """One lane per row in use, blocks in the order of its table; `gaps` says that a row may be without some."""
+    if not lanes:
+        return
+    drawing.bottom += 0.6
+    used = [seen.table[seq][: 1 + np.flatnonzero(seen.table[seq] != NO_BLOCK).max(initial=-1)] for seq in lanes]
+    used = [_join_gaps(table) if gaps else [(int(block), 1) for block in table] for table in used]
+    width = min(1.0, drawing.columns / max(1, max(map(len, used[:_MOST_LANES]))))
+    for seq, cells in zip(lanes[:_MOST_LANES], used, strict=False):
+        drawing.text(-0.3, drawing.bottom + 0.45, f"seq {seq}", ha="right")
+        for place, (block, number) in enumerate(cells):
+            if gaps and block == NO_BLOCK:
+                stretches, label = [(0.0, 1.0, "gap", 1.0)], f"- x{number}"
+            elif 0 <= block < len(seen.condition):
+                stretches, label = _one(seen, block), str(block)
+            else:
+                stretches, label = [(0.0, 1.0, "unknown", 1.0)], str(block)
+            drawing.cell(place * width, drawing.bottom, width, stretches, label)
+        drawing.bottom += 1
+    if len(lanes) > _MOST_LANES:
+        drawing.text(0, drawing.bottom + 0.5, f"and {len(lanes) - _MOST_LANES:,} more rows", color=_FAINT)
+        drawing.bottom += 1
+
+
+def _join_gaps(table: np.ndarray) -> list[tuple[int, int]]:
+    """The table as (block, 1), and (NO_BLOCK, how many) for entries without one that stand together."""
+    runs = [(block, len(list(run))) for block, run in itertools.groupby(table.tolist())]
+    return [(b, k) for block, n in runs for b, k in ([(block, n)] if block == NO_BLOCK else [(block, 1)] * n)]
+
+
+def _kind(condition: int, holders: int) -> str:
+    kind = _KINDS[Condition(condition)]
+    return "shared" if kind == "active" and holders > 1 else kind
+
+
+def _one(seen: Survey, block: int) -> _Stretches:
+    """A block: what is written in full colour, the rest of a held block faint."""
+    if seen.condition[block] == Condition.UNUSED:
+        return []
+    kind = _kind(seen.condition[block], seen.refcount[block])
+    if kind in ("empty", "host empty"):
+        return [(0.0, 1.0, kind, 1.0)]
+    share = float(seen.written[block]) / seen.tokens.shape[1]
+    mark = [(0.0, 0.15, "moving", 1.0)] if seen.moving[block] else []
+    return [(0.0, 1.0, kind, 0.3), (0.0, share, kind, 1.0), *mark]
+
+
+def _shares(seen: Survey, run: slice) -> _Stretches:
+    """A run of blocks: one stretch for each condition."""
+    counts = dict.fromkeys(("shared", *_KINDS.values()), 0)
+    for condition, holders in zip(seen.condition[run], seen.refcount[run], strict=True):
+        if condition != Condition.UNUSED:
+            counts[_kind(condition, holders)] += 1
+    length, start, stretches = len(seen.condition[run]), 0.0, []
+    for kind, count in counts.items():
+        stretches.append((start, start + count / length, kind, 1.0))
+        start += count / length
+    return stretches

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks, for each group.
+
+And in one line, for `repr`, which has to do with whatever jax makes of a pytree.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from kvjax._checks import on_state
+from kvjax.debug.counts import stats, tally
+from kvjax.debug.survey import Condition, Survey, survey
+from kvjax.ledger import human
+from kvjax.spec import CacheSpec
+from kvjax.state import NO_BLOCK, CacheState
+
+_MANY = 9  # holders that one digit can tell
+_SIGNS = {
+    Condition.UNUSED: " ", Condition.EMPTY: ".", Condition.CACHED: "c", Condition.ACTIVE: "a",
+    Condition.ON_HOST_EMPTY: "-", Condition.ON_HOST_CACHED: "h", Condition.ON_HOST_ACTIVE: "s",
+}  # fmt: skip
+_ARRIVING, _LEAVING = "<", ">"
+
+
+@on_state
+def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
+    """Draws a cache in text. It also draws a broken one: `check` puts it into its message.
+
+    Args:
+      state: the cache; not traced.
+      width: columns to stay within.
+      max_lines: the most lines for each part of a group; what does not fit is counted, and a map of many blocks
+        gives one character to several.
+
+    Returns:
+      Several lines. The tree of contents is left out of a group with more blocks than `max_lines`, and of all groups
+      with windows, whose blocks hold what those of the first group beside them do.
+    """
+    lines = []
+    for number, group in enumerate(state.spec.groups):
+        seen = survey(state, number)
+        shape = f"blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks"
+        for line in (_name(state, number) + shape, *tally(state, seen).lines):
+            lines += textwrap.wrap(line, width)
+        parts = [_rows(seen, width, max_lines), _map(seen, width, max_lines)]
+        if len(seen.condition) <= max_lines and group.window is None:
+            parts.insert(1, _contents(seen, width))
+        for part in map(list, parts):
+            lines += ["", *part] if part else []
+        lines.append("")
+    return "\n".join(line[:width].rstrip() for line in lines[:-1])
+
+
+def one_line(cache: Any) -> str:
+    """One line for a `CacheState`, a `Cache` or a `TieredCache`: its shapes, and its counts or why there are none."""
+    state, spec = _state(cache), _state(cache).spec
+    parts = [
+        f"blocks of {spec.block_size:,} tokens, {spec.max_seqs:,} rows of up to {spec.max_blocks_per_seq:,} blocks"
+    ]
+    if cache is not state:
+        parts.append(f"{_bytes(spec, 'num_blocks', 1)} of K/V")
+    if hasattr(cache, "host"):
+        parts.append(f"{_bytes(spec, 'num_host_blocks', 0)} on the host")
+    shapes, unreadable = ", ".join(parts), _unreadable(cache)
+    for number, group in enumerate(spec.groups):
+        host = f" and {group.num_host_blocks:,} on the host" if group.num_host_blocks else ""
+        counts = f"{group.num_blocks:,} blocks{host}" if unreadable else str(stats(state, number))
+        shapes += f"; {_name(state, number)}{counts}"
+    return f"{type(cache).__name__}({shapes}{f'; {unreadable}' if unreadable else ''})"
+
+
+def page(cache: Any) -> str:
+    """The same for a notebook, with a drawing where there are counts."""
+    drawing = "" if _unreadable(cache) else "\n\n" + show(_state(cache))
+    return f"<pre>{html.escape(one_line(cache) + drawing)}</pre>"
+
+
+def _state(cache: Any) -> CacheState:
+    return cache if isinstance(cache, CacheState) else cache.state
+
+
+def _bytes(spec: CacheSpec, number: str, scratch: int) -> str:
+    """Bytes of the pools, with so many scratch rows each."""
+    rows = [(getattr(group, number) + scratch, pool) for group in spec.groups for pool in group.pools]
+    return human(sum(num_rows * pool.block_bytes(spec.block_size) for num_rows, pool in rows))
+
+
+def _unreadable(cache: Any) -> str:
+    """Why a cache cannot be counted; nothing if it can."""
+    state = _state(cache)
+    leaves = jax.tree.leaves((state, getattr(cache, "pools", None), getattr(cache, "host", None)))
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return "traced"
+    if not leaves or not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        return "shapes alone"
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    if any(array.is_deleted() for array in arrays):
+        return "donated"
+    if not all(array.is_fully_addressable for array in arrays):
+        return "on several hosts"
+    shapes = [state.seqs.length.shape, *(group.blocks.refcount.shape for group in state.groups)]
+    if shapes == [(state.spec.max_seqs,), *((group.num_ids,) for group in state.spec.groups)]:
+        return ""
+    return f"batched, {list(shapes[0][:-1])}" if shapes[0][:-1] else "of other shapes"
+
+
+def _name(state: CacheState, number: int) -> str:
+    group = state.spec.groups[number]
+    if len(state.spec.groups) == 1:
+        return ""
+    if group.window is None:
+        return f"group {number}, full attention{', without K/V' if state.spec.bare else ''}: "
+    sinks = f" and the first {group.sink_tokens:,}" if group.sink_tokens else ""
+    return f"group {number}, window of {group.window:,}{sinks}: "
+
+
+def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
+    """One line per row in use: tokens, tokens written, block table."""
+    used = np.flatnonzero((seen.length != 0) | (seen.table != NO_BLOCK).any(axis=1))
+    digits = len(str(len(seen.length) - 1))
+    for seq in used[:max_lines]:
+        length, committed = int(seen.length[seq]), int(seen.committed[seq])
+        written = "" if committed == length else f" ({committed:,} written)"
+        resting = ", swapped out" if seen.swapped[seq] else ""
+        head = f"seq {seq:>{digits}}  {length:,} tokens{written}{resting}  blocks "
+        table = seen.table[seq]
+        last = np.flatnonzero(table != NO_BLOCK)
+        yield head + _fit(_runs(table[: last[-1] + 1] if len(last) else table[:0]), width - len(head))
+    if len(used) > max_lines:
+        yield f"and {len(used) - max_lines:,} more rows in use"
+    if len(used) == 0:
+        yield "no row in use"
+
+
+def _runs(ids: Iterable[int]) -> list[str]:
+    """Block ids with runs of three or more, upwards or downwards, and gaps shortened: 2 7-9 - x12, 4."""
+    runs: list[list[int]] = []
+    for block in map(int, ids):
+        run = runs[-1] if runs else []
+        step = block - run[-1] if run else 0
+        straight = abs(step) == 1 and min(block, run[-1]) >= 0 and (len(run) == 1 or run[1] - run[0] == step)
+        if straight or (run and block == run[0] == NO_BLOCK):
+            run.append(block)
+        else:
+            runs.append([block])
+    words: list[str] = []
+    for run in runs:
+        if run[0] == NO_BLOCK:
+            words += ["-"] if len(run) == 1 else [f"- x{len(run)},"]
+        else:
+            words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return words
+
+
+def _fit(words: list[str], width: int) -> str:
+    """The words joined by blanks, the middle left out where they are too wide."""
+    kept, text = len(words), " ".join(words)
+    while len(text) > max(width, 12) and kept > 2:
+        kept -= 1
+        text = " ".join([*words[: kept - 1], "...", words[-1]])
+    return text
+
+
+def _contents(seen: Survey, width: int) -> Iterator[str]:
+    """The findable blocks as trees of prefixes, then the blocks that rows are still filling."""
+    findable = [int(block) for block in np.flatnonzero(seen.fill > 0)]
+    above = {block: _parent(seen, block) for block in findable}
+    drawn: set[int] = set()
+
+    def branch(block: int, indent: str) -> Iterator[str]:
+        if block in drawn:  # parent links that go round: a broken state
+            return
+        drawn.add(block)
+        yield _block(seen, block, indent, width)
+        for child in findable:
+            if above[child] == block:
+                yield from branch(child, indent + "   ")
+
+    roots = sorted((b for b in findable if above[b] == NO_BLOCK), key=lambda b: int(seen.parent[b, 1]))
+    for n, block in enumerate(roots):
+        namespace = int(seen.parent[block, 1])
+        if n == 0 or namespace != int(seen.parent[roots[n - 1], 1]):
+            yield f"findable, namespace {namespace}:"
+        yield from branch(block, "  ")
+    lost = [block for block in findable if block not in drawn]
+    yield from (_block(seen, block, "  NO WAY TO A ROOT ", width) for block in lost)
+    private = np.flatnonzero((seen.refcount > 0) & (seen.fill == 0))
+    if len(private):
+        yield "held, not yet findable:"
+    yield from (_block(seen, int(block), "  ", width) for block in private)
+
+
+def _parent(seen: Survey, block: int) -> int:
+    """The findable block before this one, NO_BLOCK at a root, -2 where the link leads nowhere."""
+    parent, generation = map(int, seen.parent[block])
+    if parent == NO_BLOCK:
+        return NO_BLOCK
+    alive = 0 <= parent < len(seen.fill) and seen.fill[parent] > 0 and seen.generation[parent] == generation
+    return parent if alive else -2
+
+
+def _block(seen: Survey, block: int, indent: str, width: int) -> str:
+    """One block with its tokens; a dot for a slot without."""
+    size, written = seen.tokens.shape[1], int(seen.written[block])
+    holders = int(seen.refcount[block])
+    tail = f"  {holders} holder{'' if holders == 1 else 's'}" if holders else "  cached"
+    on_host = seen.condition[block] >= Condition.ON_HOST_EMPTY
+    if seen.moving[block]:
+        tail += ", on its way to the host" if on_host else ", on its way to the device"
+    elif on_host:
+        tail += ", on the host"
+    head = f"{indent}{block:>3} ["
+    slots = [str(token) for token in seen.tokens[block, :written]] + ["."] * (size - written)
+    return head + _fit(slots, width - len(head) - len(tail) - 1) + "]" + tail
+
+
+def _map(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
+    """One character per block, or per run of blocks where there are too many."""
+    number = len(seen.condition)
+    digits = len(f"{number - 1:,}")
+    columns = max((width - digits - 1) // 11 * 10, 10)  # tens, with a blank before each
+    per_cell = 1 << (-(-number // (columns * max_lines)) - 1).bit_length()
+    host = bool((seen.condition >= Condition.ON_HOST_EMPTY).any())
+    if per_cell == 1:
+        cells = [_sign(seen, block) for block in range(number)]
+        legend = f"digit: holders (+: more than {_MANY}), c: cached, .: empty"
+    else:
+        cells = [_most(seen.condition[start : start + per_cell]) for start in range(0, number, per_cell)]
+        legend = f"a character for {per_cell:,} blocks; most of them a: active, c: cached, .: empty"
+    if host:
+        legend += "; on the host s: swapped out, h: cached, -: empty"
+    if host and per_cell == 1:
+        legend += f"; {_LEAVING}: on the way there, {_ARRIVING}: back"
+    yield from textwrap.wrap(f"blocks ({legend})", width)
+    for start in range(0, len(cells), columns):
+        tens = [
+            "".join(cells[i : min(i + 10, start + columns)]) for i in range(start, min(start + columns, len(cells)), 10)
+        ]
+        yield f"{start * per_cell:>{digits},} " + " ".join(tens)
+
+
+def _sign(seen: Survey, block: int) -> str:
+    condition, holders = int(seen.condition[block]), int(seen.refcount[block])
+    if seen.moving[block]:
+        return _LEAVING if condition >= Condition.ON_HOST_EMPTY else _ARRIVING
+    if condition != Condition.ACTIVE:
+        return _SIGNS[Condition(condition)]
+    return str(holders) if holders <= _MANY else "+"
+
+
+def _most(conditions: np.ndarray) -> str:
+    return _SIGNS[Condition(int(np.argmax(np.bincount(conditions, minlength=len(Condition)))))]

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events: what a transition did, as data; the orders that move bytes and the news for everybody else.
+
+Inside `jit` they are arrays of a fixed size with padding between; on the host a list of dicts. The law they obey:
+`fold(events)` gives exactly the index of the state they came with, from any snapshot, for any interleaving.
+"""
+
+from kvjax.events.log import EventLog, append, init_log
+from kvjax.events.mirror import Mirror, fold, index_of, snapshot, to_list
+from kvjax.events.records import EventKind, Events, Status
+from kvjax.events.totals import Totals, counts
+from kvjax.events.transfer import Transfer
+
+__all__ = [
+    "EventKind",
+    "EventLog",
+    "Events",
+    "Mirror",
+    "Status",
+    "Totals",
+    "Transfer",
+    "append",
+    "counts",
+    "fold",
+    "index_of",
+    "init_log",
+    "snapshot",
+    "to_list",
+]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events on the host: decoded, and replayed on a mirror of the index."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax._checks import on_state
+from kvjax.events.log import EventLog
+from kvjax.events.records import COLUMNS, EventKind, Events
+from kvjax.state import DEFAULT_PRIORITY, CacheState
+
+
+def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
+    """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node."""
+    records = np.asarray(events.records).reshape(-1, len(COLUMNS))
+    size = events.tokens.shape[-1]
+    tokens = np.asarray(events.tokens).reshape(-1, size)
+    extra = None if events.extra_ids is None else np.asarray(events.extra_ids).reshape(-1, size)
+    limit = int(events.size) if isinstance(events, EventLog) else len(records)
+    return [
+        _decode(records[i], tokens[i], None if extra is None else extra[i]) for i in np.flatnonzero(records[:limit, 0])
+    ]
+
+
+def _decode(row: np.ndarray, tokens: np.ndarray, extra_ids: np.ndarray | None) -> dict[str, Any]:
+    named = dict(zip(COLUMNS, row.tolist(), strict=True))
+    kind = EventKind(named["kind"])
+    event: dict[str, Any] = {"kind": kind.name.lower(), "group": named["group"]}
+    if kind in (EventKind.CREATED, EventKind.CLEARED):
+        return event
+    event["block"] = named["block"]
+    if kind is EventKind.COPIED:
+        return event | {"source": named["source"], "num_tokens": named["num_tokens"]}
+    event["generation"] = named["generation"]
+    if kind is EventKind.STORED:
+        n = named["num_tokens"]
+        at_root = named["source"] < 0
+        event |= {"parent": None if at_root else (named["source"], named["source_generation"])}
+        event |= {"namespace": named["source_generation"]} if at_root else {}
+        event |= {"tokens": tokens[:n].tolist(), "level": named["level"], "priority": named["priority"]}
+        event |= {} if extra_ids is None else {"extra_ids": extra_ids[:n].tolist()}
+    if kind is EventKind.UPDATED:
+        event |= {"level": named["level"], "priority": named["priority"]}
+    return event
+
+
+@dataclasses.dataclass(frozen=True)
+class Mirror:
+    """What somebody knows who has only heard the events.
+
+    Attributes:
+      nodes: {(group, block, generation): (namespace, token path, level, priority)}.
+    """
+
+    nodes: dict[tuple[int, int, int], tuple[int, tuple, int, int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def index(self) -> dict[tuple[int, int, tuple], tuple[int, int]]:
+        """{(group, namespace, token path): (level, stated priority)}; with extra ids a path is of (token, extra id)."""
+        return {(node[0], ns, path): (level, priority) for node, (ns, path, level, priority) in self.nodes.items()}
+
+
+_LACKS = "wanted one that the mirror has: fold(events, mirror), with the mirror of all events before these"
+
+
+def fold(events: Iterable[dict[str, Any]], mirror: Mirror | None = None) -> Mirror:
+    """Replays decoded events on a mirror (default: of an empty cache) and returns the new mirror.
+
+    Raises:
+      ValueError: if the events cannot have come from a cache in the mirror's state.
+    """
+    if isinstance(events, Events | EventLog):
+        raise ValueError(f"events: got {type(events).__name__}, wanted the list that to_list makes of it")
+    nodes = dict(mirror.nodes) if mirror else {}
+    for event in events:
+        kind = event["kind"]
+        if kind == "cleared":
+            nodes = {node: entry for node, entry in nodes.items() if node[0] != event["group"]}
+        if kind not in ("stored", "removed", "updated"):
+            continue
+        node = (event["group"], event["block"], event["generation"])
+        if (node in nodes) != (kind != "stored"):
+            raise ValueError(
+                f"events: got {kind} of node {node}, {'wanted one that is new' if node in nodes else _LACKS}"
+            )
+        if kind == "stored":
+            nodes[node] = _stored(event, nodes)
+        elif kind == "removed":
+            del nodes[node]
+        else:
+            nodes[node] = (*nodes[node][:2], event["level"], event["priority"])
+    return Mirror(nodes)
+
+
+def _stored(event: dict[str, Any], nodes: dict) -> tuple[int, tuple, int, int]:
+    tokens = event["tokens"]
+    path = tuple(zip(tokens, event["extra_ids"], strict=True)) if "extra_ids" in event else tuple(tokens)
+    if event["parent"] is None:
+        return event["namespace"], path, event["level"], event["priority"]
+    parent = (0, *event["parent"])  # the first group links the prefixes of all
+    if parent not in nodes:
+        raise ValueError(f"events: got stored under node {parent}, {_LACKS}")
+    namespace, before, *_ = nodes[parent]
+    return namespace, before + path, event["level"], event["priority"]
+
+
+@on_state
+def snapshot(state: CacheState) -> list[dict[str, Any]]:
+    """The cache as the events that would build its index, for somebody who joins late: created, then stored."""
+    events: list[dict[str, Any]] = []
+    groups = jax.device_get(state.groups)
+    for number, group in enumerate(groups):
+        events.append({"kind": "created", "group": number})
+        blocks, tree = group.blocks, groups[0].blocks
+        findable = np.flatnonzero(blocks.fill > 0)
+        age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
+        for block in findable[np.argsort(-age, kind="stable")].tolist():
+            anchor = block if group.anchor is None else int(group.anchor[block])
+            n, (above, which) = int(blocks.fill[block]), tree.parent[anchor].tolist()
+            event = {"kind": "stored", "group": number, "block": block, "generation": int(blocks.generation[block])}
+            event |= {"parent": None, "namespace": which} if above < 0 else {"parent": (above, which)}
+            event |= {"tokens": tree.tokens[anchor, :n].tolist()}
+            event["level"] = 0 if group.host is None else int(group.host.slot[block] >= group.empty.shape[0])
+            event["priority"] = DEFAULT_PRIORITY if blocks.retention is None else int(blocks.retention[block, 0])
+            if tree.extra_ids is not None:
+                event["extra_ids"] = tree.extra_ids[anchor, :n].tolist()
+            events.append(event)
+    return events
+
+
+@on_state
+def index_of(state: CacheState) -> dict[tuple[int, int, tuple], tuple[int, int]]:
+    """{(group, namespace, token path): (level, stated priority)} of everything that is findable."""
+    return fold(snapshot(state), Mirror()).index

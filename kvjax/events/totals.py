@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counting events."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.events.log import EventLog
+from kvjax.events.records import EventKind, Events
+
+
+def counts(events: Events | EventLog) -> dict[str, jax.Array]:
+    """How many events of each kind, as i32[] scalars; works under `jit`."""
+    kinds = events.records[..., 0]
+    return {k.name.lower(): jnp.sum(kinds == k.value, dtype=jnp.int32) for k in EventKind if k}
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What happened so far, added up on the host from the events of each transition.
+
+    Attributes:
+      queried_tokens: prompt tokens that were looked up.
+      reused_tokens: those of them that were found, and so need no computing.
+      stored_blocks: blocks that became findable.
+      removed_blocks: blocks that stopped being findable, by eviction or because a row was cut inside them.
+      copied_blocks: blocks copied on the device, for partial reuse or before a write into a shared block.
+      offloaded_blocks: moves to the host that were ordered; what leaves both tiers at once counts as removed alone.
+      onboarded_blocks: moves to the device that were ordered, copies of part of a block on the host among them.
+      refused: rows whose request was not done.
+    """
+
+    queried_tokens: int = 0
+    reused_tokens: int = 0
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    copied_blocks: int = 0
+    offloaded_blocks: int = 0
+    onboarded_blocks: int = 0
+    refused: int = 0
+
+    @property
+    def reused_share(self) -> float:
+        """Share of the queried tokens that were found."""
+        return self.reused_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    def add(self, events: Events | EventLog) -> Totals:
+        """These totals and `events`, which may have leading axes (of a scan, of a vmap)."""
+        events = jax.device_get(events)
+        kinds = events.records[..., 0]
+        rows = {} if isinstance(events, EventLog) else {
+            "queried_tokens": np.sum(events.queried), "reused_tokens": np.sum(events.cached),
+            "refused": np.sum(events.status != 0),
+        }  # fmt: skip
+        new = {
+            "stored_blocks": np.sum(kinds == EventKind.STORED),
+            "removed_blocks": np.sum(kinds == EventKind.REMOVED),
+            "copied_blocks": np.sum(kinds == EventKind.COPIED),
+        }
+        if not isinstance(events, EventLog) and events.transfer is not None:
+            moves = events.transfer  # between tiers, so that the greater row is on the host
+            new["offloaded_blocks"] = np.sum((moves.block >= 0) & (moves.target > moves.source))
+            new["onboarded_blocks"] = np.sum((moves.block >= 0) & (moves.target < moves.source))
+        new |= rows
+        return dataclasses.replace(self, **{name: getattr(self, name) + int(n) for name, n in new.items()})

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders to move blocks between tiers: what a transition returns, `move` executes and `complete` confirms."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+COLUMNS = ("group", "block", "number", "source", "target")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """The moves of one transition. All sources are read before any target is written, so that two blocks can swap.
+
+    Attributes:
+      records: i32[K, 5]; the columns below, one move a row, rows whose block is NO_BLOCK are padding.
+
+    Columns, each also a property of this class:
+      group: which attention window.
+      block: what moves, or the block of a row that takes a copy.
+      number: tells this move of the block from others.
+      source, target: pool rows, 0..N-1 on the device, N..N+H-1 on the host.
+    """
+
+    records: jax.Array
+
+    group = property(lambda self: self.records[..., 0])
+    block = property(lambda self: self.records[..., 1])
+    number = property(lambda self: self.records[..., 2])
+    source = property(lambda self: self.records[..., 3])
+    target = property(lambda self: self.records[..., 4])
+
+
+def moves(where: jax.Array, **columns: jax.Array | int) -> jax.Array:
+    """i32[K, 5]; one record for each entry of where bool[K], padding where it does not hold."""
+    values = [jnp.broadcast_to(jnp.asarray(columns.get(c, 0), jnp.int32), where.shape) for c in COLUMNS]
+    return jnp.where(where[:, None], jnp.stack(values, axis=-1), -1)

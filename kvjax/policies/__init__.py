@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eviction policies: who leaves when room is needed. A policy only chooses; the core rechecks every choice.
+
+A policy in one line (the lowest score leaves first; see `state.Blocks` for what a score can use):
+
+    smallest_first = by_score(lambda blocks: blocks.fill)
+"""
+
+from kvjax.policies.retention import Retention, TokenRange
+from kvjax.policies.ring import lru, vllm_v1
+from kvjax.policies.scores import by_score, cost_aware, fifo, lfu, random
+from kvjax.policies.worth import priority, trt_leaf
+
+__all__ = [
+    "Retention",
+    "TokenRange",
+    "by_score",
+    "cost_aware",
+    "fifo",
+    "lfu",
+    "lru",
+    "priority",
+    "random",
+    "trt_leaf",
+    "vllm_v1",
+]

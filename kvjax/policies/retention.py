@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention: how much the parts of a sequence are worth keeping once nobody holds them, and for how long.
+
+Each block has a priority from 0 to 100 and perhaps a time to live, counted from its last release; when that is over,
+it is worth as much as any other. Needs a spec made with `retention=True`; who is evicted is the policy's business
+(`policies.priority`).
+
+`now` is 32 bits of ms, which wrap after 49 days. The cache counts on in 64 bits, so that a time to live that is over
+stays over: verbs that take, release or move blocks have to come less than 24 days apart for that.
+
+Source: TensorRT-LLM's KvCacheRetentionConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import fence, pick, put
+from kvjax.state import DEFAULT_PRIORITY, Blocks
+
+UNSTATED = -1  # a priority that a request leaves as it is; a time to live that never ends
+HIGHEST_PRIORITY = 100
+
+
+class TokenRange(NamedTuple):
+    """Tokens start..end-1 of a prompt (end None: all from start on), and what their blocks are worth.
+
+    Attributes:
+      start: the first token.
+      end: the token after the last one, or None.
+      priority: 0 to 100.
+      ttl: ms from the release on, or None for ever.
+    """
+
+    start: int
+    end: int | None
+    priority: int
+    ttl: int | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """What a request says of its blocks, as arrays; made by `Retention.of`.
+
+    Attributes:
+      ranges: i32[K, 4]; start, end, priority, ttl of token ranges; empty ranges fill it up.
+      decode: i32[2]; priority and ttl of blocks that generated tokens begin.
+    """
+
+    ranges: jax.Array | np.ndarray
+    decode: jax.Array | np.ndarray
+
+    @staticmethod
+    def of(
+        ranges: Sequence[TokenRange | tuple[Any, ...]] = (),
+        *,
+        decode_priority: int = DEFAULT_PRIORITY,
+        decode_ttl: int | None = None,
+        max_ranges: int | None = None,
+    ) -> Retention:
+        """States what a sequence's blocks are worth: a prompt's block takes the range that holds its first token.
+
+        Blocks outside every range are worth 35, or what they were worth before if they are found in the cache.
+
+        Args:
+          ranges: in ascending order.
+          decode_priority: of blocks that generated tokens begin, 0 to 100.
+          decode_ttl: their time to live in ms, or None.
+          max_ranges: room for so many ranges, to use one compiled program for any number; None: just these.
+
+        Raises:
+          ValueError: naming it, on a range that overlaps, is reversed, or open without being the last; on a priority
+            outside 0..100 or a negative time.
+        """
+        rows: list[tuple[int, int, int, int]] = []
+        for i, given in enumerate(ranges):
+            start, end, priority, ttl = TokenRange._make([*given, None][:4])
+            name, before = f"ranges[{i}]", rows[-1][1] if rows else 0
+            if end is None and i + 1 < len(ranges):
+                raise ValueError(f"{name}: got an open range, which only the last may be")
+            end = np.iinfo(np.int32).max if end is None else end
+            if start < before:
+                raise ValueError(f"{name}.start: got {start}, wanted at least {before}, where the range before ends")
+            if end <= start:
+                raise ValueError(f"{name}.end: got {end}, wanted more than its start {start}")
+            rows.append((start, end, _priority(f"{name}.priority", priority), _time(f"{name}.ttl", ttl)))
+        room = len(rows) if max_ranges is None else max_ranges
+        if len(rows) > room:
+            raise ValueError(f"ranges: got {len(rows)}, wanted at most max_ranges={room}")
+        filled = [*rows, *[(0, 0, UNSTATED, UNSTATED)] * (room - len(rows))]
+        decode = _priority("decode_priority", decode_priority), _time("decode_ttl", decode_ttl)
+        return Retention(np.array(filled, np.int32).reshape(-1, 4), np.array(decode, np.int32))
+
+
+def _priority(name: str, value: int) -> int:
+    if not 0 <= value <= HIGHEST_PRIORITY:
+        raise ValueError(f"{name}: got {value}, wanted 0..{HIGHEST_PRIORITY}")
+    return value
+
+
+def _time(name: str, value: int | None) -> int:
+    if value is not None and value < 0:
+        raise ValueError(f"{name}: got {value} ms, wanted None or at least 0")
+    return UNSTATED if value is None else value
+
+
+def by_place(asked: Retention | None, length: jax.Array, size: int, places: int) -> jax.Array:
+    """i32[places, 2]; priority and ttl of a row's blocks; UNSTATED for those of a prompt that no range is about.
+
+    Args:
+      asked: None: nothing is stated.
+      length: i32[]; tokens of the prompt.
+      size: P.
+      places: how many blocks.
+    """
+    if asked is None:
+        asked = Retention.of()
+    first = np.arange(places, dtype=np.int32) * size
+    ranges = jnp.asarray(asked.ranges, jnp.int32)
+    stated = jnp.full((places, 2), UNSTATED, jnp.int32)
+    if ranges.shape[0]:
+        inside = (first[:, None] >= ranges[None, :, 0]) & (first[:, None] < ranges[None, :, 1])
+        stated = jnp.where(jnp.any(inside, axis=1)[:, None], pick(ranges, jnp.argmax(inside, axis=1))[:, 2:], stated)
+    return jnp.where((first < length)[:, None], stated, jnp.asarray(asked.decode, jnp.int32)[None])
+
+
+def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array, where: jax.Array) -> Blocks:
+    """Gives blocks ids i32[K], where bool[K], the priority and ttl stated i32[K, 2], for UNSTATED ones the default."""
+    if blocks.retention is None:
+        return blocks
+    default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), stated.shape)
+    stated = jnp.where(stated[..., :1] < 0, default, stated)
+    retention, expiry = fence(blocks.retention, blocks.expiry)  # which may have been computed from it just now
+    return dataclasses.replace(blocks, retention=put(retention, ids, stated, where), expiry=expiry)
+
+
+def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:
+    """i32[B]; what each block is worth at `now`: the stated priority, or 35 when its time is over."""
+    if blocks.retention is None or blocks.expiry is None:
+        raise ValueError("retention: the spec was made with retention=False, so blocks have no priorities")
+    (high, low), expiry = time_at(blocks, now), blocks.expiry
+    reached = (high > expiry[:, 0]) | ((high == expiry[:, 0]) & (low >= expiry[:, 1]))
+    return jnp.where(reached & (blocks.retention[:, 1] >= 0), DEFAULT_PRIORITY, blocks.retention[:, 0])
+
+
+def time_at(blocks: Blocks, now: jax.Array) -> jax.Array:
+    """i32[2]; `now` i32[] in 64 bits: what lies nearest to the latest time that the blocks know of."""
+    assert blocks.time is not None
+    return later(blocks.time, now - blocks.time[1])
+
+
+def later(time: jax.Array, ms: jax.Array) -> jax.Array:
+    """i32[..., 2]; time i32[..., 2], an upper and a lower word, and ms i32[...], which may be negative, after it."""
+    before = time[..., 1]
+    low = before + ms
+    carry = (low < before).astype(jnp.int32) - (ms < 0).astype(jnp.int32)
+    return jnp.stack([time[..., 0] + carry, low], axis=-1)
+
+
+def tell_time(blocks: Blocks, now: jax.Array, where: jax.Array) -> Blocks:
+    """The blocks, which know, where bool[], that it has been `now`; an earlier time than the latest is no news."""
+    if blocks.time is None:
+        return blocks
+    news = where & (now - blocks.time[1] > 0)
+    return dataclasses.replace(blocks, time=jnp.where(news, time_at(blocks, now), blocks.time))

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ring: an exact LRU order in O(1) a release."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import count, pick, put, rank
+from kvjax.state import COPYING, Blocks, Eligible, EvictionPolicy
+
+
+class Ring(NamedTuple):
+    """Cached blocks in order of release. An entry is live while its block is cached and was not released since.
+
+    Attributes:
+      order: i32[R]; block ids, R a power of two of at least 2B; position p is kept at p mod R.
+      stamp: i32[B]; position of each block's newest entry.
+      head, tail: i32[]; the entries are at head..tail-1, compared by difference so that they may wrap.
+    """
+
+    order: jax.Array
+    stamp: jax.Array
+    head: jax.Array
+    tail: jax.Array
+
+
+@functools.cache
+def lru() -> EvictionPolicy:
+    """Evicts the least recently released block; costs O(blocks touched).
+
+    Parents are released after their children, so the order of release has leaves first.
+
+    Source: vLLM's free queue, with lazy deletion in place of a linked list.
+    """
+    return EvictionPolicy(_init_ring, _push, _pop, _drop, idle=True)
+
+
+def _init_ring(num_ids: int) -> Ring:
+    size = 1 << (2 * num_ids - 1).bit_length()
+    return Ring(jnp.zeros((size,), jnp.int32), jnp.zeros((num_ids,), jnp.int32), jnp.int32(0), jnp.int32(0))
+
+
+def _read(ring: Ring, blocks: Blocks, start: jax.Array, size: int):
+    """Positions start..start+size-1: (position, block, whether the entry is live), each [size]."""
+    position = start + np.arange(size, dtype=np.int32)
+    ids = pick(ring.order, position & (ring.order.shape[0] - 1))
+    idle = pick(blocks.refcount, ids) % COPYING == 0  # what is copied from keeps its place
+    live = (pick(ring.stamp, ids) == position) & idle & (pick(blocks.fill, ids) > 0)
+    return position, ids, live & (position - ring.tail < 0)
+
+
+def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
+    del now
+    new = ids >= 0
+    capacity, chunk = ring.order.shape[0], min(1024, ring.order.shape[0])
+
+    def squeeze(carry):
+        # Moves live entries forward over dead ones, a chunk at a time; the write end never passes the read end.
+        order, stamp, read, write = carry
+        _, block, live = _read(ring._replace(order=order, stamp=stamp), blocks, read, chunk)
+        place = write + rank(live)
+        order, stamp = put(order, place & (capacity - 1), block, live), put(stamp, block, place, live)
+        return order, stamp, read + chunk, write + count(live)
+
+    full = ring.tail - ring.head + count(new) > capacity
+    order, stamp, _, end = lax.while_loop(
+        lambda carry: full & (carry[2] - ring.tail < 0), squeeze, (ring.order, ring.stamp, ring.head, ring.head)
+    )
+    tail = jnp.where(full, end, ring.tail)
+    place = tail + rank(new)
+    order, stamp = put(order, place & (capacity - 1), ids, new), put(stamp, ids, place, new)
+    return Ring(order, stamp, ring.head, tail + count(new))
+
+
+def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int):
+    del now
+    chunk = min(max(size, 16), ring.order.shape[0])
+
+    def scan(carry):
+        read, found, ids, head, passed_over = carry
+        position, block, live = _read(ring, blocks, read, chunk)
+        free = live & eligible(block)
+        place = found + rank(free)
+        take = free & (place < wanted)
+        ids = put(ids, place, block, take)
+        # A live entry that may not be named now keeps its place: the head stops there.
+        spared = live & ~free & (place < wanted)
+        first = jnp.min(jnp.where(spared, position - read, chunk))
+        head = jnp.where(passed_over, head, read + first)
+        found = found + count(take)
+        read = jnp.where(found < wanted, read + chunk, jnp.max(jnp.where(take, position - read, -1)) + 1 + read)
+        passed_over = passed_over | jnp.any(spared)
+        return read, found, ids, jnp.where(passed_over, head, read), passed_over
+
+    start = (ring.head, jnp.int32(0), jnp.full((size,), -1, jnp.int32), ring.head, jnp.bool_(False))
+    _, _, ids, head, _ = lax.while_loop(lambda c: (c[1] < wanted) & (c[0] - ring.tail < 0), scan, start)
+    return ids, ring._replace(head=jnp.where(head - ring.tail > 0, ring.tail, head))
+
+
+def _drop(ring: Ring, ids: jax.Array) -> Ring:
+    return ring._replace(stamp=put(ring.stamp, ids, ring.head - 1, ids >= 0))
+
+
+def vllm_v1() -> EvictionPolicy:
+    """The order of vLLM v1, for study, which is exactly `lru()`: one queue, of a request the tails before the heads.
+
+    Exact for a vLLM that puts blocks without contents in front of the queue (0.33): kvjax takes empty blocks first
+    too. Before that (0.11) they went to its end, so that cached blocks left in the same order, but sooner.
+
+    Source: vLLM's FreeKVCacheBlockQueue.
+    """
+    return lru()

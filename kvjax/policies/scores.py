@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that are a score: the lowest leaves first."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import count, mix, pick
+from kvjax.state import Blocks, Eligible, EvictionPolicy
+
+
+def by_score(
+    fn: Callable[..., jax.Array],
+    *,
+    timed: bool = False,
+    init: Callable[[int], Any] | None = None,
+    touch: Callable[..., Any] | None = None,
+) -> EvictionPolicy:
+    """Evicts the block of the lowest score among the leaves, again and again; NaN leaves last.
+
+    Costs one pass over all blocks in a call that evicts. Pass the same object again to reuse compiled programs.
+    A score may have a state of its own, here how often each block was released:
+
+        often = by_score(
+            lambda blocks, seen: seen,
+            init=lambda num_ids: jnp.zeros(num_ids, jnp.int32),
+            touch=lambda seen, blocks, ids, now: seen.at[jnp.where(ids >= 0, ids, len(seen))].add(1, mode="drop"),
+        )
+
+    A learned score has its weights there: `init(spec, policy, policy_state=weights)`.
+
+    Args:
+      fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9); with `init` it takes the policy's
+        state too, `fn(blocks, pstate)`.
+      timed: whether fn takes the time, i32[] ms, too, as its last argument.
+      init: num_ids to the policy's state, a pytree of arrays; None: there is none. Block ids may be reused for other
+        contents; `blocks.generation` tells.
+      touch: (pstate, blocks, ids i32[K], now i32[]) to the policy's state after a release, as in `EvictionPolicy`;
+        None: nothing changes it.
+
+    Raises:
+      ValueError: for `touch` without `init`.
+    """
+    if touch is not None and init is None:
+        raise ValueError("touch: got a function, wanted None (without init= there is no state that it could change)")
+
+    def victims(pstate, blocks, eligible, wanted, now, size):
+        def choose():
+            score = fn(blocks, *([] if init is None else [pstate]), *([now] if timed else []))
+            if score.shape != blocks.fill.shape:
+                raise ValueError(
+                    f"by_score: the score has shape {score.shape}, wanted one per block {blocks.fill.shape}"
+                )
+            score = _as_ordered_float(score)
+            return _pop_leaves(score, blocks, eligible, wanted, size)
+
+        return lax.cond(wanted > 0, choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
+
+    return EvictionPolicy(
+        init or (lambda num_ids: ()), touch or (lambda pstate, blocks, ids, now: pstate), victims, idle=touch is None
+    )
+
+
+def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: jax.Array, size: int) -> jax.Array:
+    """The `wanted` lowest by repeated removal of the lowest leaf, where a removal can make its parent a leaf."""
+    num_ids = score.shape[0]
+    leaf = eligible(jnp.arange(num_ids, dtype=jnp.int32)) & (blocks.children == 0)
+    _, front = lax.top_k(jnp.where(leaf, -score, -jnp.inf), min(size, num_ids))
+    front = jnp.where(pick(leaf, front), front.astype(jnp.int32), -1)
+
+    def step(i, carry):
+        front, ids = carry
+        at = jnp.argmin(jnp.where(front >= 0, pick(score, front), jnp.inf))
+        block = front[at]
+        ids = ids.at[i].set(block)
+        parent = pick(blocks.parent, block)[0]
+        gone = count((ids >= 0) & (pick(blocks.parent, ids)[:, 0] == parent))
+        exposed = (block >= 0) & (parent >= 0) & eligible(parent) & (pick(blocks.children, parent) == gone)
+        return front.at[at].set(jnp.where(exposed, parent, -1)), ids
+
+    return lax.fori_loop(0, jnp.minimum(wanted, size), step, (front, jnp.full((size,), -1, jnp.int32)))[1]
+
+
+def _as_ordered_float(score: jax.Array) -> jax.Array:
+    """f32 in the same order: integers keep all their bits (as floats above 2^24 they would not), NaN goes last."""
+    largest = np.float32(np.finfo(np.float32).max)
+    if jnp.issubdtype(score.dtype, jnp.floating):
+        score = score.astype(jnp.float32)
+        return jnp.clip(jnp.where(jnp.isnan(score), largest, score), -largest, largest)
+    size = jnp.minimum(jnp.abs(jnp.maximum(score.astype(jnp.int32), -(2**31) + 1)), 0x7E000000)
+    normal = lax.bitcast_convert_type(size + 0x00800000, jnp.float32)
+    return jnp.where(score < 0, -normal, normal)
+
+
+@functools.cache
+def cost_aware(balance: int = 24_576) -> EvictionPolicy:
+    """Evicts the lowest cost / age, where cost = fill * (balance + position): what a block's tokens took to compute.
+
+    The cost of a token is that of the layers that see it alone plus that of attention, which grows with its position:
+    of two blocks the one that costs twice as much may lie twice as long. Of equal costs the least recently released
+    leaves first; a tail of few tokens leaves early, since it takes a whole block. This is GreedyDual with nothing to
+    remember: there too a block of cost c leaves after c turnovers of the pool.
+
+    Args:
+      balance: the position at which attention costs as much as all else; about six times the model's width.
+
+    Source: GreedyDual-Size (Cao and Irani 1997); cost / age as in Hyperbolic Caching (Blankstein et al. 2017).
+    """
+
+    def score(blocks: Blocks) -> jax.Array:
+        fill = blocks.fill.astype(jnp.float32)
+        middle = blocks.depth.astype(jnp.float32) * blocks.tokens.shape[1] + fill / 2
+        age = jnp.maximum(blocks.clock - blocks.released, 1).astype(jnp.float32)
+        return fill * (balance + middle) / age
+
+    return by_score(score)
+
+
+@functools.cache
+def fifo() -> EvictionPolicy:
+    """Evicts the block that was stored first."""
+    return by_score(lambda blocks: blocks.stored - blocks.clock)
+
+
+@functools.cache
+def lfu() -> EvictionPolicy:
+    """Evicts the block that was reused least often since it was stored."""
+    return by_score(lambda blocks: blocks.hits)
+
+
+@functools.cache
+def random() -> EvictionPolicy:
+    """Evicts any leaf, by a hash of when it was released: the same history gives the same victims."""
+    return by_score(lambda blocks: (mix(blocks.released.astype(jnp.uint32)) >> np.uint32(1)).astype(jnp.int32))

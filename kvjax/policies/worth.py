@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies that heed what requests state of their blocks (`retention.py`)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import put
+from kvjax.policies.retention import later, priority_at
+from kvjax.policies.scores import by_score
+from kvjax.state import Blocks, EvictionPolicy
+
+
+@functools.cache
+def priority() -> EvictionPolicy:
+    """Evicts the block that is worth least, of equals the least recently released; needs a spec with `retention`.
+
+    A parent outlives its cached children, so a valuable tail protects its whole prefix. Of blocks that were released
+    more than 16.7 million releases ago any may count as the older.
+
+    Source: TensorRT-LLM's LRUEvictionPolicy, one queue for each priority.
+    """
+    ages = 1 << 24
+
+    def score(blocks: Blocks, now: jax.Array) -> jax.Array:
+        age = jnp.minimum(blocks.clock - blocks.released, ages - 1)
+        return priority_at(blocks, now) * ages + (ages - 1 - age)
+
+    return by_score(score, timed=True)
+
+
+@functools.cache
+def trt_leaf() -> EvictionPolicy:
+    """The order of TensorRT-LLM, for study: that of `priority()`, but a time to live that ends counts as a release.
+
+    A block whose time is over goes to the back of the queue of priority 35 and begins to age there; `priority()` goes
+    on counting from its release. Empty blocks are taken first, as everywhere in kvjax. Costs a sort of all blocks in
+    a call that evicts; needs a spec with `retention`.
+
+    Source: TensorRT-LLM's LRUEvictionPolicy with `refresh` before every request, in its form where only leaves are
+    evicted.
+    """
+
+    def score(blocks: Blocks, now: jax.Array) -> jax.Array:
+        worth = priority_at(blocks, now)
+        assert blocks.retention is not None and blocks.expiry is not None
+        over = worth != blocks.retention[:, 0]
+        # The expiry is the release plus the time to live, which is -1 where there is none.
+        queued = later(blocks.expiry, jnp.where(over, 0, -blocks.retention[:, 1]))
+        order = jnp.lexsort((blocks.released - blocks.clock, queued[:, 1], queued[:, 0], worth)).astype(jnp.int32)
+        return put(jnp.zeros_like(order), order, np.arange(order.shape[0], dtype=np.int32), order >= 0)
+
+    return by_score(score, timed=True)

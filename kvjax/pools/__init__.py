@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the bytes are, on the device and on the host; they follow the events."""
+
+from kvjax.pools.attention import attend
+from kvjax.pools.device import Pools, apply, init_pools, write
+from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
+from kvjax.pools.views import View, ragged, view
+
+__all__ = [
+    "HostPools",
+    "Pools",
+    "TransferError",
+    "View",
+    "apply",
+    "attend",
+    "init_host_pools",
+    "init_pools",
+    "move",
+    "ragged",
+    "view",
+    "write",
+]

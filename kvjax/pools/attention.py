@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front door to paged attention: checks a call once, chooses an implementation and hands it plain arrays."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from kvjax.pools.device import Pools
+from kvjax.pools.views import View
+
+IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
+
+
+def attend(
+    q: jax.Array,
+    pools: Pools,
+    layer: int,
+    view: View,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+):
+    """Causal attention of a view's tokens over their rows' paged K/V, softmax in float32.
+
+    Each token attends to those before it in its row and to itself: call `write` first. With C = 1 this is decode;
+    with more, chunked prefill from any offset; a ragged view mixes both.
+
+    Args:
+      q: [R, C, Q, D]; [1, T, Q, D] for a ragged view. Query heads g * Q / K to (g + 1) * Q / K - 1 share kv head g.
+      pools: the K/V, those of the view's tokens written.
+      layer: the model's layer number.
+      view: where the tokens are.
+      scale: factor on the scores; None: 1 / sqrt(D).
+      window: a token attends to the last `window` tokens, itself included. None: to all before it.
+      soft_cap: c makes every score c * tanh(score / c).
+      sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
+      return_lse: whether to return the logarithm of the softmax's denominator too.
+      implementation: one of `IMPLEMENTATIONS`, which serves or raises; None: the first that can serve.
+
+    Returns:
+      [R, C, Q, D] like q, zeros where the view has padding; with `return_lse` also f32[R, C, Q], there without
+      meaning.
+
+    Raises:
+      ValueError: on an argument that does not fit, while tracing.
+      NotImplementedError: if the implementation asked for cannot serve this call.
+    """
+    group, pool, index, array = pools.at(layer)
+    _check(q, array, view, window, soft_cap, sinks)
+    options = {
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "window": window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "scales": pools.scales_of(group, pool),
+        "return_lse": return_lse,
+        "implementation": implementation,
+    }
+    shape, table = q.shape, view.tables[group]
+    with jax.named_scope("attend"):
+        if view.starts is None and shape[1] == 1:
+            result = pallas_kernels.call("decode_attention", q[:, 0], array, index, table, view.lengths, **options)
+        else:
+            starts, tokens = view.starts, q.reshape(-1, *shape[2:])
+            if starts is None:
+                starts = jnp.arange(shape[0], dtype=jnp.int32) * shape[1]
+            result = pallas_kernels.call(
+                "prefill_attention", tokens, array, index, table, view.lengths, starts, view.num_tokens,
+                max_count=shape[1], **options,
+            )  # fmt: skip
+    return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
+
+
+def _check(q, array, view, window, soft_cap, sinks) -> None:
+    kv_heads, width = array.shape[3], array.shape[5]
+    if q.ndim != 4 or q.shape[:2] != view.positions.shape or q.shape[3] != width or q.shape[2] % kv_heads:
+        batch = ", ".join(map(str, view.positions.shape))
+        raise ValueError(f"q: got shape {q.shape}, wanted [{batch}, a multiple of {kv_heads}, {width}]")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q: got {q.dtype}, wanted a floating dtype")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window: got {window!r}, wanted None or an int of at least 1")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap: got {soft_cap!r}, wanted None or a positive number")
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks: got shape {sinks.shape}, wanted {q.shape[2:3]}, one per query head")

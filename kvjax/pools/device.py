@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The K/V bytes: pools that are donated, updated in place, and obey the events.
+
+A pool is one array `[N + 1, L, 2, K, P, D]`: one block is one contiguous run, to copy or to move between tiers, and
+inside it each (layer, K or V, head) is one contiguous tile `[P, D]`, to read in attention. The last row is scratch:
+whatever has no place is written there, and nobody reads it. Never slice a layer out of a pool: that copies it.
+A quantised pool has its scales in an array of their own, which goes wherever the pool goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from kvjax._arrays import count, put, rank
+from kvjax.events.records import EventKind, Events
+from kvjax.pools.views import View
+from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pools:
+    """The K/V of a cache. Valid only beside the state made with it.
+
+    Attributes:
+      arrays: per group, per pool [N + 1, L, 2, K, P, D].
+      spec: static; shapes.
+      scales: per group, per pool f32[N + 1, L, 2, K, P] if that is quantised, else None; the K/V are array * scale.
+    """
+
+    arrays: tuple[tuple[jax.Array, ...], ...]
+    spec: CacheSpec = dataclasses.field(metadata={"static": True})
+    scales: tuple[tuple[jax.Array | None, ...], ...] | None = None
+
+    def at(self, layer: int) -> tuple[int, int, int, jax.Array]:
+        """(group, pool in the group, layer in the pool, the pool's array) of a model's layer."""
+        group, pool, index = self.spec.locate(layer)
+        return group, pool, index, self.arrays[group][pool]
+
+    def scales_of(self, group: int, pool: int) -> jax.Array | None:
+        """The scales of a quantised pool, None for others."""
+        return None if self.scales is None else self.scales[group][pool]
+
+    def replace(self, group: int, pool: int, array: jax.Array, scales: jax.Array | None = None) -> Pools:
+        """These pools with another array in one place, and its scales if it has any."""
+        pools = dataclasses.replace(self, arrays=_with(self.arrays, group, pool, array))
+        if self.scales is None or scales is None:
+            return pools
+        return dataclasses.replace(pools, scales=_with(self.scales, group, pool, scales))
+
+
+def _with(rows, group: int, pool: int, array: jax.Array):
+    rows = [list(row) for row in rows]
+    rows[group][pool] = array
+    return tuple(map(tuple, rows))
+
+
+def init_pools(spec: CacheSpec) -> Pools:
+    """Pools of zeros, all of them separate arrays, so that they can be donated."""
+
+    def shape(group: GroupSpec, pool: PoolSpec) -> tuple[int, ...]:
+        return group.num_blocks + 1, len(pool.layers), 2, pool.kv_heads, spec.block_size
+
+    def each(make):
+        return tuple(tuple(make(group, pool) for pool in group.pools) for group in spec.groups)
+
+    arrays = each(lambda group, pool: jnp.zeros((*shape(group, pool), pool.head_dim), jnp.dtype(pool.dtype)))
+    if not any(pool.quantised for group in spec.groups for pool in group.pools):
+        return Pools(arrays, spec)
+    scales = each(lambda group, pool: jnp.zeros(shape(group, pool), jnp.float32) if pool.quantised else None)
+    return Pools(arrays, spec, scales)
+
+
+def write(
+    pools: Pools, layer: int, k: jax.Array, v: jax.Array, view: View, *, implementation: str | None = None
+) -> Pools:
+    """Writes one layer's K/V of a view's tokens into their slots.
+
+    In place if the caller donates the pools; the view's padding is dropped. The K/V become findable later, by
+    `commit`.
+
+    Args:
+      pools: the K/V so far.
+      layer: the model's layer number.
+      k: [R, C, K, D]; [1, T, K, D] for a ragged view.
+      v: likewise.
+      view: where the tokens are.
+      implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+
+    Returns:
+      The pools with the tokens' K/V, in the pool's dtype; quantised, token by token and head by head, if that is so.
+
+    Raises:
+      ValueError: on shapes that do not fit the pool or the view.
+    """
+    group, pool, index, array = pools.at(layer)
+    _, _, _, kv_heads, _, width = array.shape
+    wanted = (*view.positions.shape, kv_heads, width)
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != wanted:
+            raise ValueError(f"{name}: got shape {x.shape}, wanted {wanted} for this view and layer {layer}")
+    k, v = k.reshape(-1, kv_heads, width), v.reshape(-1, kv_heads, width)
+    args, scales = (array, index, k, v, view.slots[group].reshape(-1)), pools.scales_of(group, pool)
+    with jax.named_scope("write"):
+        if scales is None:
+            return pools.replace(group, pool, pallas_kernels.call("append_kv", *args, implementation=implementation))
+        written = pallas_kernels.call("append_kv", *args, scales, implementation=implementation)
+    return pools.replace(group, pool, *written)
+
+
+def apply(pools: Pools, events: Events, *, implementation: str | None = None) -> Pools:
+    """Executes the copies that a transition ordered, each of a whole block in all layers.
+
+    In place if the caller donates the pools. No copy's target is the source of another one of the same transition,
+    so order does not matter. The cost is that of the copies there are, not of the events there is room for.
+
+    Args:
+      pools: the K/V before.
+      events: what the transition returned.
+      implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+    """
+    for g, group in enumerate(pools.arrays):
+        wanted = (events.kind == EventKind.COPIED) & (events.group == g)
+        # The wanted entries' numbers, packed to the front.
+        entry = jnp.arange(wanted.size, dtype=jnp.int32)
+        order = put(jnp.zeros_like(entry), rank(wanted), entry, wanted)
+        sources, targets = events.source[order], events.block[order]
+        for p, array in enumerate(group):
+            with jax.named_scope("copy_blocks"):
+                copied = [
+                    pallas_kernels.call(
+                        "copy_blocks", x, sources, targets, count(wanted), implementation=implementation
+                    )
+                    for x in (array, pools.scales_of(g, p))
+                    if x is not None
+                ]
+            pools = pools.replace(g, p, *copied)
+    return pools

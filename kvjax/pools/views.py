@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model step needs of the cache: where each token is written, and what it may read.
+
+A view is for the next tokens of some rows, those after the committed ones, for which `admit` or `extend` has made
+room. Two forms, which a model need not tell apart, since both look like a batch of rows:
+
+    view(state, [3, 1, 0], max_tokens=4)       ragged(state, [3, 1, 0], size=6)
+    [ a5 a6 a7 .  ]                            [ a5 a6 a7 b2 .  .  ]
+    [ b2 .  .  .  ]
+    [ .  .  .  .  ]
+
+Padding is written to no slot, and attention returns zeros for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvjax._arrays import pick
+from kvjax._checks import on_state
+from kvjax.state import CacheState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Where the tokens of one model step are.
+
+    Attributes:
+      tables: per group i32[R, M]; rows of the group's pools, N (scratch) where a row has no block on the device.
+      positions: i32[R, C]; of each token in its sequence; i32[1, T] if ragged. Padding has some position too.
+      lengths: i32[R]; tokens that a row's last token attends to, those of this view included; 0 for a row that has
+        no token here.
+      slots: per group, shaped like positions; pool row * P + offset, where each token's K/V go; in scratch for
+        padding.
+      num_tokens: i32[R]; tokens of each row in this view.
+      starts: i32[R]; if ragged, where each row's tokens start; None if padded.
+    """
+
+    tables: tuple[jax.Array, ...]
+    positions: jax.Array
+    lengths: jax.Array
+    slots: tuple[jax.Array, ...]
+    num_tokens: jax.Array
+    starts: jax.Array | None = None
+
+
+@on_state
+def view(
+    state: CacheState,
+    num_tokens: ArrayLike,
+    max_tokens: int | None = None,
+    seqs: ArrayLike | None = None,
+) -> View:
+    """A view in padded form: one line of C tokens for each row.
+
+    Args:
+      state: the cache, with room for the tokens.
+      num_tokens: i32[R]; how many tokens of each row, at most C. A row that has room for fewer gets those. An int
+        stands for all rows.
+      max_tokens: C; may be left out if num_tokens is an int.
+      seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
+
+    Raises:
+      ValueError: on arguments of the wrong shape or dtype.
+    """
+    if isinstance(num_tokens, int | np.integer):
+        max_tokens = int(num_tokens) if max_tokens is None else max_tokens
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"max_tokens: got {max_tokens!r}, wanted an int of at least 1")
+    tables, committed, count = _rows(state, num_tokens, seqs)
+    owner, offset = np.indices((count.shape[0], max_tokens), np.int32)
+    return _view(state, tables, committed, jnp.minimum(count, max_tokens), owner, offset, None)
+
+
+@on_state
+def ragged(state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike | None = None) -> View:
+    """A view in ragged form: all rows' tokens on one line of T, one row after the other.
+
+    For batches that mix long chunks with single tokens, which the padded form would pad to the longest.
+
+    Args:
+      state: the cache, with room for the tokens.
+      num_tokens: i32[R]; how many tokens of each row. A row that has room for fewer gets those, and the row that
+        does not fit into T any more gets what still does: `num_tokens` of the view is what to commit.
+      size: T.
+      seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
+
+    Raises:
+      ValueError: on arguments of the wrong shape or dtype.
+    """
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"size: got {size!r}, wanted an int of at least 1")
+    tables, committed, count = _rows(state, num_tokens, seqs)
+    starts = jnp.minimum(jnp.cumsum(count, dtype=jnp.int32) - count, size)
+    count = jnp.minimum(count, size - starts)
+    token = jnp.arange(size, dtype=jnp.int32)[None]
+    # The last row that starts here or before: a row without tokens starts where the next one does.
+    owner = jnp.sum(token >= starts[:, None], axis=0, dtype=jnp.int32)[None] - 1
+    return _view(state, tables, committed, count, owner, token - pick(starts, owner), starts)
+
+
+def _rows(state: CacheState, num_tokens, seqs):
+    """Block tables [R, M] per group, committed lengths i32[R], and tokens i32[R] that each row has room for."""
+    max_seqs = state.spec.max_seqs
+    seqs = jnp.arange(max_seqs, dtype=jnp.int32) if seqs is None else jnp.asarray(seqs)
+    if seqs.ndim != 1 or not jnp.issubdtype(seqs.dtype, jnp.integer):
+        raise ValueError(f"seqs: got {seqs.dtype}{list(seqs.shape)}, wanted i32[R]")
+    num_tokens = jnp.asarray(num_tokens)
+    if num_tokens.shape not in ((), seqs.shape) or not jnp.issubdtype(num_tokens.dtype, jnp.integer):
+        got = f"{num_tokens.dtype}{list(num_tokens.shape)}"
+        raise ValueError(f"num_tokens: got {got}, wanted i32{list(seqs.shape)} or an int")
+    seqs, real = seqs.astype(jnp.int32), (seqs >= 0) & (seqs < max_seqs)
+    tables = []
+    for group, spec in zip(state.groups, state.spec.groups, strict=True):
+        table = pick(group.table, seqs)
+        row = group.pool_row(table)
+        tables.append(jnp.where(real[:, None] & (table >= 0) & (row < spec.num_blocks), row, spec.num_blocks))
+    committed = jnp.where(real, pick(state.seqs.committed, seqs), 0)
+    room = jnp.where(real, pick(state.seqs.length, seqs), 0) - committed
+    return tuple(tables), committed, jnp.clip(num_tokens.astype(jnp.int32), 0, room)
+
+
+def _view(state, tables, committed, count, owner, offset, starts) -> View:
+    """The view whose tokens are the offset-th ones of rows owner; both shaped like `View.positions`."""
+    size = state.spec.block_size
+    real = offset < pick(count, owner)
+    positions = jnp.where(real, pick(committed, owner) + offset, 0)
+    slots = []
+    for table, group in zip(tables, state.spec.groups, strict=True):
+        block = pick(table, (owner, positions // size))
+        slots.append(jnp.where(real, block, group.num_blocks) * size + positions % size)
+    lengths = jnp.where(count > 0, committed + count, 0)
+    return View(tables, positions, lengths, tuple(slots), count, starts)

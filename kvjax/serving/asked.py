@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a generation is asked for, as numpy arrays: checked, so that errors name the argument."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from kvjax.policies.retention import UNSTATED, Retention
+
+
+def prompt_ids(prompts: Any) -> list[np.ndarray]:
+    """The ids of each prompt, [tokens]."""
+    return [_ids(prompt, number) for number, prompt in enumerate(prompts)]
+
+
+def _ids(prompt: Any, number: int) -> np.ndarray:
+    wanted = "wanted a list of token ids for each prompt"
+    if isinstance(prompt, str):
+        raise ValueError(f"prompts: got the text {reprlib.repr(prompt)} for prompt {number}, {wanted}")
+    try:
+        ids = np.asarray(prompt)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"prompts: got {reprlib.repr(prompt)} for prompt {number}, {wanted}") from error
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"prompts: got {reprlib.repr(prompt)} for prompt {number}, {wanted}")
+    return ids
+
+
+def of_each(name: str, given: Any, prompts: int, dtype: Any, wanted: str) -> np.ndarray:
+    """A number for each prompt, [prompts]."""
+    numbers = integers(name, given, dtype, f"{wanted} for each of {prompts} prompts")
+    if numbers.shape != (prompts,):
+        raise ValueError(f"{name}: got {numbers.size}, wanted one for each of {prompts} prompts")
+    return numbers
+
+
+def integers(name: str, given: Any, dtype: Any, wanted: str) -> np.ndarray:
+    """The numbers in a dtype that has to hold them, [K]."""
+    numbers, info = np.asarray(list(given) if isinstance(given, Iterable) else given), np.iinfo(dtype)
+    fits = numbers.ndim == 1 and (not numbers.size or numbers.dtype.kind in "iu")
+    if not fits or np.any((numbers < info.min) | (numbers > info.max)):
+        raise ValueError(f"{name}: got {reprlib.repr(given)}, wanted {wanted}")
+    return numbers.astype(dtype)
+
+
+def retentions(given: Any, prompts: int, possible: bool) -> Retention | None:
+    """The prompts' retentions as one: ranges [prompts, K, 4], decode [prompts, 2]; None if nothing is said."""
+    given = [given] * prompts if given is None or isinstance(given, Retention) else list(given)
+    if len(given) != prompts:
+        raise ValueError(f"retention: got {len(given)}, wanted one for each of {prompts} prompts")
+    if all(one is None for one in given):
+        return None
+    if not possible:
+        raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
+    each = [Retention.of() if one is None else one for one in given]
+    ranges = np.full((prompts, bucket(max(len(one.ranges) for one in each), 1), 4), UNSTATED, np.int32)
+    ranges[:, :, :2] = 0  # empty ranges, so that prompts with few and with many share programs
+    for i, one in enumerate(each):
+        ranges[i, : len(one.ranges)] = one.ranges
+    return Retention(ranges, np.stack([np.asarray(one.decode, np.int32) for one in each]))
+
+
+def bucket(size: int, least: int) -> int:
+    """`size` rounded up to `least` times a power of two, so that few shapes are compiled."""
+    return least << max(-(-size // least) - 1, 0).bit_length()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation as a user calls it: prompts wait, rows come and go on the host, the loops of `loops.py` do the rest."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from kvjax.cache import Cache, TieredCache
+from kvjax.model import Model
+from kvjax.policies.retention import Retention
+from kvjax.serving.loops import LogitsFn
+from kvjax.serving.run import Output, Run
+from kvjax.serving.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress[C: (Cache, TieredCache)]:
+    """Where a generation stands after a jitted loop.
+
+    Attributes:
+      outputs: one per prompt, so far; the same objects every time.
+      new: {prompt number: tokens since the last Progress}.
+      events: decoded, since the last Progress.
+      closing: decoded events of the releases when the stream is closed early; the same list every time.
+    """
+
+    outputs: list[Output]
+    new: dict[int, list[int]]
+    events: list[dict[str, Any]]
+    closing: list[dict[str, Any]]
+    _run: Run[C] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def cache(self) -> C:
+        """The cache as the run has left it, also after the stream was closed; those before have been donated."""
+        return self._run.result
+
+
+def generate[C: (Cache, TieredCache)](
+    model: Model,
+    cache: C,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 32,
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    stop_tokens: Sequence[int] = (),
+    namespaces: Sequence[int] | None = None,
+    retention: Retention | Sequence[Retention | None] | None = None,
+    clock: Callable[[], int] | None = None,
+    logits_fn: LogitsFn | None = None,
+    chunk: int = 64,
+    steps: int = 32,
+    log_events: bool = True,
+) -> tuple[list[Output], C, list[dict[str, Any]]]:
+    """Generates for all prompts, as many at a time as there are rows and blocks.
+
+    Prompts wait until a row and blocks are free. If a running batch needs a block and there is none, the row that
+    was admitted last ends with what it has and finish "no_blocks". With windows a prompt has blocks for its next
+    chunk only, and one that finds none for a chunk goes back to wait, with what is computed of it in the cache.
+
+    Args:
+      model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`.
+      cache: is donated: go on with what comes back. Rows in use already are left alone. With a host tier, prompts
+        find what is there too, and what has to leave the device goes there; before each loop, so much as it may
+        need. What a prompt longer than a window's blocks pushes out of them is lost. If a move between the tiers
+        fails, a RuntimeWarning says so, and what it has cost is computed again.
+      prompts: token ids.
+      max_new_tokens: for each prompt.
+      sampling: how tokens are chosen; greedy if None.
+      seeds: of each prompt's random stream; its number if None.
+      stop_tokens: end a row when chosen.
+      namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
+      retention: what each prompt's blocks are worth, or one for all of them, where the spec has it.
+      clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`; read when prompts are
+        admitted, before each jitted loop and at release. None: it is always 0, and no time to live ends.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      chunk: prompt tokens of each row that one model call computes.
+      steps: the most decode steps of one jitted loop.
+      log_events: whether to decode the events.
+
+    Returns:
+      list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
+
+    Raises:
+      ValueError: before anything is donated: if the cache has pools for no layer or was donated before, the model is
+        not as `step` wants it, an option is out of range, there is not one of it for each prompt, or the spec has no
+        retention.
+      GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with. Ctrl-C waits until a jitted loop
+        is done; a second one does not, and may cost the cache.
+    """
+    run = Run(
+        model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, retention, clock, logits_fn,
+        chunk, steps, log_events,
+    )  # fmt: skip
+    try:
+        with run.ctrl_c:
+            while run.turn():
+                pass
+    except BaseException as cause:
+        with run.ctrl_c:
+            raise run.interrupted(cause) from cause
+    return run.outputs, run.result, run.events
+
+
+def stream[C: (Cache, TieredCache)](
+    model: Model,
+    cache: C,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 32,
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] | None = None,
+    stop_tokens: Sequence[int] = (),
+    namespaces: Sequence[int] | None = None,
+    retention: Retention | Sequence[Retention | None] | None = None,
+    clock: Callable[[], int] | None = None,
+    logits_fn: LogitsFn | None = None,
+    chunk: int = 64,
+    steps: int = 32,
+    log_events: bool = True,
+) -> Generator[Progress[C], None, None]:
+    """Generates for all prompts, handing out tokens after every `steps` steps; it takes what `generate` takes.
+
+    The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
+    rows, and `progress.cache` is the cache after that; unless it was donated meanwhile, by a caller who went on with
+    it. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the caller's.
+
+    Yields:
+      A `Progress`; the last one has every output finished and every row released.
+    """
+    run = Run(
+        model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, retention, clock, logits_fn,
+        chunk, steps, log_events,
+    )  # fmt: skip
+    return _progress(run)
+
+
+def _progress[C: (Cache, TieredCache)](run: Run[C]) -> Generator[Progress[C], None, None]:
+    more = True
+    try:
+        while more:
+            run.new, run.events = collections.defaultdict(list), []
+            with run.ctrl_c:
+                more = run.turn()
+            yield Progress(run.outputs, dict(run.new), run.events, run.closing, run)
+    except GeneratorExit:
+        run.close()
+        raise
+    except BaseException as cause:
+        with run.ctrl_c:
+            raise run.interrupted(cause) from cause

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops of generation, each one program without a host transfer: prefill in chunks, and decode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import put
+from kvjax.cache import Cache, TieredCache
+from kvjax.events.log import EventLog, append, init_log
+from kvjax.events.records import Events
+from kvjax.model import Model
+from kvjax.serving.sampling import Sampling, sample
+from kvjax.spec import CacheSpec
+
+LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a decode loop, all [S].
+
+    Attributes:
+      token: i32; the last token chosen, not yet in the cache.
+      active: bool; whether to go on.
+      left: i32; tokens still wanted.
+      seed: u32; of the row's random stream.
+    """
+
+    token: jax.Array
+    active: jax.Array
+    left: jax.Array
+    seed: jax.Array
+
+
+class Decoded(NamedTuple):
+    """What a jitted loop chose: tokens i32[S, steps] (-1: none), logprobs f32[S, steps], and whether blocks ran out."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    out_of_blocks: jax.Array
+
+
+def step[C: (Cache, TieredCache)](
+    model: Model,
+    cache: C,
+    tokens: jax.Array,
+    count: jax.Array,
+    seqs: jax.Array | None = None,
+    *,
+    now: Any = 0,
+    logits: Literal["last", "all"] = "last",
+) -> tuple[C, jax.Array, Events]:
+    """Computes and commits the next tokens of some rows, for which `admit` or `extend` made room; jit and donate it.
+
+    Args:
+      model: called as `model(tokens i32[R, C], pools, view, last=i32[R])`, it returns `(logits f32[R, V], pools)`: the
+        logits of position `last` of each row, and the pools with the tokens' K/V. With `last=None` it returns all
+        logits, f32[R, C, V]; a model needs that for `logits="all"` only. See `Model`. An argument of `jit` has
+        to be a pytree: a function closed over its weights goes in as `jax.tree_util.Partial(fn, weights)`.
+      cache: the cache. One with a host tier is for host code: its own program takes and donates it.
+      tokens: i32[R, C]; each row's next tokens, padded with valid ids.
+      count: i32[R]; how many they are; 0 leaves a row alone.
+      seqs: i32[R]; the rows, -1 for padding; None for all S.
+      now: i32[] ms.
+      logits: static; "last", or "all" for speculation and the log-probabilities of a prompt.
+
+    Returns:
+      The cache; logits f32[R, V] after each row's last token, or f32[R, C, V] after every token; and the events.
+
+    Raises:
+      ValueError: if the cache was donated before, the model returns something else, or cannot give all logits.
+    """
+    check_cache(cache)
+    return cast(Any, cache.step(model, tokens, count, seqs, now=now, logits=logits))  # of the kind of `cache`
+
+
+def check_cache(cache: Any) -> None:
+    """Raises a ValueError if this is no cache with its pools."""
+    if not isinstance(cache, Cache | TieredCache):
+        raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache(state, pools) or a TieredCache")
+
+
+def decode_log(spec: CacheSpec, steps: int) -> EventLog:
+    """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is not enough."""
+    usual = steps * spec.max_seqs * len(spec.groups) // 2
+    return init_log(usual + 2 * _most_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
+
+
+def prefill_log(spec: CacheSpec, rows: int, width: int) -> EventLog:
+    """A log that holds the events of `prefill` of so many prompts, each of up to `width` tokens."""
+    return init_log(_most_events(spec, rows * (width // spec.block_size + 1)), spec.block_size, spec.extra_ids)
+
+
+def _most_events(spec: CacheSpec, blocks: int) -> int:
+    """What extending and committing rows can tell at most while they enter and fill so many blocks in each group.
+
+    Of each block in each group: one is removed for it (and the others beside it if it is the first group's), it is
+    copied, it is stored; and with a host tier what is stored may take the place of a block there.
+    """
+    groups, far = len(spec.groups), sum(group.num_host_blocks > 0 for group in spec.groups)
+    return blocks * (2 * groups - 1 + groups + groups + far)
+
+
+def decode(
+    model: Model,
+    cache: Cache,
+    rows: Rows,
+    log: EventLog,
+    *,
+    steps: int,
+    stop: jax.Array,
+    sampling: Sampling,
+    logits_fn: LogitsFn | None = None,
+    now: Any = 0,
+) -> tuple[Cache, Rows, EventLog, Decoded]:
+    """Up to `steps` steps for all active rows: extend, copies, model, commit, sampling, stop check; jit and donate it.
+
+    Ends early if no row is active, if the pool has no block for all of them, or if the log is nearly full.
+
+    Args:
+      model: see `step`.
+      cache: its active rows have all but `rows.token` committed.
+      rows: where each row stands.
+      log: takes the events.
+      steps: static.
+      stop: i32[...]; stop tokens.
+      sampling: static.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      now: i32[] ms, the same for all steps.
+    """
+    spec = cache.state.spec
+
+    def going(carry):
+        number, _, rows, log, decoded = carry
+        enough = log.room >= _most_events(spec, spec.max_seqs)
+        return (number < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & enough
+
+    def one(carry):
+        number, cache, rows, log, decoded = carry
+        cache, extended = cache.extend(rows.active, now=now)
+        active = rows.active & extended.ok
+        cache, logits, committed = step(model, cache, rows.token[:, None], active.astype(jnp.int32), now=now)
+        token, logprob = _choose(logits, rows, cache.state.seqs.committed, sampling, logits_fn)
+        decoded = Decoded(
+            decoded.tokens.at[:, number].set(jnp.where(active, token, -1)),
+            decoded.logprobs.at[:, number].set(jnp.where(active, logprob, 0.0)),
+            ~extended.ok,
+        )
+        rows = advance(rows, active, token, stop, cache.state.seqs.length < spec.max_length)
+        return number + extended.ok.astype(jnp.int32), cache, rows, append(append(log, extended), committed), decoded
+
+    shape = (spec.max_seqs, steps)
+    decoded = Decoded(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.bool_(False))
+    _, cache, rows, log, decoded = lax.while_loop(going, one, (jnp.int32(0), cache, rows, log, decoded))
+    return cache, rows, log, decoded
+
+
+def _choose(logits, rows: Rows, positions, sampling: Sampling, logits_fn: LogitsFn | None):
+    if logits_fn is not None:
+        logits = logits_fn(logits, rows.token, positions)
+    return sample(logits, sampling, rows.seed, positions)
+
+
+def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:
+    """The rows after those where chose bool[S] took `token` i32[S]; room bool[S]: the row can hold it."""
+    stopped = jnp.any(token[:, None] == stop[None], axis=1)
+    left = rows.left - chose.astype(jnp.int32)
+    on = rows.active & (~chose | (~stopped & (left > 0) & room))
+    return dataclasses.replace(rows, token=jnp.where(chose, token, rows.token), left=left, active=on)
+
+
+def prefill(
+    model: Model,
+    cache: Cache,
+    seqs: jax.Array,
+    prompts: jax.Array,
+    seeds: jax.Array,
+    log: EventLog,
+    *,
+    chunk: int,
+    sampling: Sampling,
+    lengths: jax.Array | None = None,
+    logits_fn: LogitsFn | None = None,
+    now: Any = 0,
+) -> tuple[Cache, EventLog, jax.Array, jax.Array]:
+    """Computes what is not cached of admitted prompts, in chunks, and chooses their first tokens; jit and donate it.
+
+    Args:
+      model: see `step`.
+      cache: with the rows admitted.
+      seqs: i32[R]; the rows; -1 is padding.
+      prompts: i32[R, T]; their prompts, padded with valid ids.
+      seeds: u32[R].
+      log: of `prefill_log`.
+      chunk: static; tokens of each row that a model call computes.
+      sampling: static.
+      lengths: i32[R]; tokens of each prompt, of rows that were admitted with `room=chunk`: they are extended chunk by
+        chunk, until there is no block for all that go on. None: of rows that have room for all of it.
+      logits_fn: static; as in `decode`.
+      now: i32[] ms, the same for all chunks.
+
+    Returns:
+      The cache, the log, the tokens i32[R] and their log-probabilities f32[R]; token -1 for padding and for rows that
+      are not done because there was no block.
+    """
+
+    def remaining(cache):
+        end = cache.state.seqs.length[seqs] if lengths is None else lengths
+        return jnp.where(seqs >= 0, end - cache.state.seqs.committed[seqs], 0)
+
+    def one(carry):
+        cache, log, tokens, logprobs, _ = carry
+        left, start, ok = remaining(cache), cache.state.seqs.committed[seqs], jnp.bool_(True)
+        count = jnp.minimum(left, chunk)
+        if lengths is not None:
+            cache, extended = _make_room(cache, seqs, count, chunk, now)
+            log, ok = append(log, extended), extended.ok
+            count = jnp.where(ok, count, 0)
+        place = start[:, None] + np.arange(chunk, dtype=np.int32)[None]
+        new = jnp.take_along_axis(prompts, jnp.minimum(place, prompts.shape[1] - 1), axis=1)
+        cache, logits, committed = step(model, cache, new, count, seqs, now=now)
+        rows = Rows(new[:, 0], count > 0, left, seeds)
+        token, logprob = _choose(logits, rows, start + count, sampling, logits_fn)
+        done = (count > 0) & (count == left)
+        return (
+            cache,
+            append(log, committed),
+            jnp.where(done, token, tokens),
+            jnp.where(done, logprob, logprobs),
+            ok,
+        )
+
+    start = (cache, log, jnp.full(seqs.shape, -1, jnp.int32), jnp.zeros(seqs.shape, jnp.float32), jnp.bool_(True))
+    return lax.while_loop(lambda carry: jnp.any(remaining(carry[0]) > 0) & carry[4], one, start)[:4]
+
+
+def _make_room(cache: Cache, seqs: jax.Array, count: jax.Array, most: int, now: Any) -> tuple[Cache, Events]:
+    """Extends rows seqs i32[R] so that there is room for their next count i32[R] tokens, at most `most` each."""
+    state = cache.state
+    more = count - (state.seqs.length - state.seqs.committed)[seqs]
+    wanted = jnp.zeros((state.spec.max_seqs,), jnp.int32)
+    wanted = put(wanted, seqs, jnp.maximum(more, 0), (seqs >= 0) & (more > 0))
+    return cache.extend(wanted > 0, wanted, max_tokens=most, now=now)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's side of a generation: which prompt is in which row, and what has come of it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import Cache, FailedTransfer, TieredCache, alive, check_alive
+from kvjax.events.mirror import to_list
+from kvjax.events.records import Events, Status
+from kvjax.model import Model, check_model
+from kvjax.policies.retention import Retention
+from kvjax.serving.asked import bucket, integers, of_each, prompt_ids, retentions
+from kvjax.serving.interrupt import CtrlC, GenerationInterrupted
+from kvjax.serving.loops import LogitsFn, Rows, check_cache, decode, decode_log, prefill, prefill_log, step
+from kvjax.serving.sampling import Sampling
+from kvjax.verbs.release import release
+
+_STATIC = ("sampling", "logits_fn")
+_admit = jax.jit(Cache.admit, static_argnames="room", donate_argnums=0)
+_release = jax.jit(Cache.release, donate_argnums=0)
+_let_go = jax.jit(release)
+_step = jax.jit(step)
+_prefill = jax.jit(prefill, static_argnames=(*_STATIC, "chunk"), donate_argnames=("cache", "log"))
+_decode = jax.jit(decode, static_argnames=(*_STATIC, "steps"), donate_argnames=("cache", "log"))
+
+
+@dataclasses.dataclass
+class Output:
+    """One prompt's result.
+
+    Attributes:
+      tokens: what was generated, the stop token included.
+      logprobs: their log-probabilities.
+      prompt_tokens: tokens of the prompt.
+      cached_tokens: those that were found in the cache and not computed, when it was first admitted.
+      finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks" or "bad_request"; None
+        while it goes on, and if the generation was interrupted.
+    """
+
+    prompt_tokens: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+    finish: str | None = None
+
+
+class Run[C: (Cache, TieredCache)]:
+    """One generation, from its prompts to their outputs, turn by turn.
+
+    At every moment between two jitted calls `cache` and `host` are what the last one returned: a Ctrl-C that falls
+    elsewhere waits (`ctrl_c`), so that none comes between a call that takes the cache and the place where it is kept.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: C,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        seeds: Sequence[int] | None,
+        stop_tokens: Sequence[int],
+        namespaces: Sequence[int] | None,
+        retention: Retention | Sequence[Retention | None] | None,
+        clock: Callable[[], int] | None,
+        logits_fn: LogitsFn | None,
+        chunk: int,
+        steps: int,
+        log_events: bool,
+    ):
+        for name, value in (("max_new_tokens", max_new_tokens), ("chunk", chunk), ("steps", steps)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, wanted at least 1")
+        check_model(model)
+        check_cache(cache)
+        self.host = cache.host if isinstance(cache, TieredCache) else None
+        self.cache: Cache = cache.cache if isinstance(cache, TieredCache) else cache
+        check_alive(self.cache, self.host)
+        self.model, self.spec, self.prompts = model, self.cache.state.spec, prompt_ids(prompts)
+        self.max_new, self.chunk, self.steps, self.log_events = max_new_tokens, chunk, steps, log_events
+        self.static = {"sampling": sampling or Sampling(), "logits_fn": logits_fn}
+        number = len(self.prompts)
+        self.stop = integers("stop_tokens", stop_tokens, np.int32, "a list of token ids").tolist()
+        self.seeds = of_each("seeds", range(number) if seeds is None else seeds, number, np.uint32, "a number")
+        spaces = [0] * number if namespaces is None else namespaces
+        self.namespaces = of_each("namespaces", spaces, number, np.int32, "a number, as kvjax.Namespaces gives,")
+        self.retention = retentions(retention, number, self.spec.retention)
+        self.clock, self.time = clock, np.int32(0)
+        self.outputs = [Output(len(prompt)) for prompt in self.prompts]
+        self.live: dict[int, int] = {}  # row -> prompt, in order of admission
+        self.again: set[int] = set()  # prompts that had to be put back
+        self.full = False  # whether one was put back since a row was released
+        self.own = np.asarray(self.cache.state.seqs.length) == 0  # rows that this generation may use
+        self.free = np.flatnonzero(self.own).tolist()
+        self.new: dict[int, list[int]] = collections.defaultdict(list)
+        self.events: list[dict[str, Any]] = []
+        self.closing: list[dict[str, Any]] = []
+        self.ctrl_c = CtrlC()
+        self.waiting = self._admissible()
+
+    def _admissible(self) -> collections.deque[int]:
+        """The prompts that can be computed at all; the others end here."""
+        one = jax.ShapeDtypeStruct((1,), jnp.int32)
+        _, logits, _ = _step.eval_shape(self.model, self.cache, jax.ShapeDtypeStruct((1, 1), jnp.int32), one, one)
+        waiting: collections.deque[int] = collections.deque()
+        for number, ids in enumerate(self.prompts):
+            fits = ids.size and ids.min() >= 0 and ids.max() < logits.shape[-1]
+            if not fits or ids.size > self.spec.max_length:
+                self.outputs[number].finish = "row_full" if fits else "bad_request"
+            else:
+                waiting.append(number)
+        if waiting and not self.free:
+            raise ValueError("cache: got one without a free row")
+        return waiting
+
+    @property
+    def result(self) -> C:
+        """The cache as it is now, of the kind that was given."""
+        return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
+
+    def turn(self) -> bool:
+        """Admits what there is room for, computes it, and decodes for some steps; whether there is more to do."""
+        self._admit()
+        if self.live:
+            self._decode()
+        self._release()
+        return bool(self.waiting or self.live)
+
+    def interrupted(self, cause: BaseException) -> GenerationInterrupted:
+        """The error that has the cache as `cause` leaves it."""
+        cache, how = None, "the call that it had been donated to did not return: there is no cache"
+        if alive((self.cache, self.host)):
+            try:
+                jax.block_until_ready((self.cache, self.host))  # where a call that died on the device shows
+                cache = self.result
+                self._let_go()
+                cache, how = self.result, "go on with this error's `cache`"
+            except Exception as error:
+                how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
+        what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        return GenerationInterrupted(f"interrupted by {what}; {how}", cache, self.outputs, self.events)
+
+    def close(self) -> None:
+        """Releases what a stream that nobody reads on has; not if the caller has gone on with its cache."""
+        if self.live and alive((self.cache, self.host)):
+            self.events = self.closing
+            with self.ctrl_c:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Releases all rows of this generation, whatever it was at. Donates nothing, so nothing can be lost here.
+
+        The time is the last reading of the clock, which may be what has failed.
+        """
+        state = self.cache.state
+        rows = self.own & (np.asarray(state.seqs.length) > 0)
+        if rows.any():
+            seqs = np.where(rows, np.arange(rows.size, dtype=np.int32), -1)
+            with jax.ensure_compile_time_eval():  # where garbage is collected, something may be traced
+                state, events = _let_go(state, seqs, now=self.time)
+                self.cache = Cache(state, self.cache.pools)
+                self._hear(events)
+
+    def _admit(self) -> None:
+        """Admits waiting prompts into free rows and computes them."""
+        ready = 0 if self.full and self.live else min(len(self.waiting), len(self.free))
+        batch = [self.waiting.popleft() for _ in range(ready)]
+        if not batch:
+            return
+        width = bucket(max(len(self.prompts[n]) for n in batch), self.spec.block_size)
+        count = bucket(len(batch), 1)
+        tokens, lengths = np.zeros((count, width), np.int32), np.zeros((count,), np.int32)
+        for i, n in enumerate(batch):
+            tokens[i, : len(self.prompts[n])], lengths[i] = self.prompts[n], len(self.prompts[n])
+        seqs = np.asarray([*self.free[: len(batch)], *[-1] * (count - len(batch))], np.int32)
+        pad = (0, count - len(batch))
+        spaces, seeds = np.pad(self.namespaces[batch], pad), np.pad(self.seeds[batch], pad)
+        asked = None
+        if self.retention is not None:
+            ranges, decode = self.retention.ranges[batch], self.retention.decode[batch]
+            asked = Retention(np.pad(ranges, (pad, (0, 0), (0, 0))), np.pad(decode, (pad, (0, 0))))
+        # Without windows all of a prompt has to stay: it is reserved at once, and nobody stops halfway.
+        windows = len(self.spec.groups) > 1
+        room = self.chunk if windows else None
+        events, lost = self._reserve(seqs, tokens, lengths, namespace=spaces, retention=asked, room=room)
+        status = np.where(np.isin(seqs, lost), Status.NO_BLOCKS, np.asarray(events.status))
+        self._enter(batch, seqs, status, np.asarray(events.cached), bool(lost))
+        seqs = np.where(status == Status.OK, seqs, -1)
+        self._prefill(batch, seqs, tokens, seeds, lengths if windows else None)
+
+    def _reserve(self, *prompts: Any, **options: Any) -> tuple[Events, list[int]]:
+        """Admits prompts, from both tiers if there are two; the events, and the rows that moves have failed for."""
+        if self.host is not None:
+            return self._tiered(TieredCache.admit, *prompts, **options)
+        self.cache, events = _admit(self.cache, *prompts, now=self._next(), **options)
+        self._hear(events)
+        return events, []
+
+    def _tiered(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
+        """Calls a verb that moves blocks; the events, and rows that lost K/V by moves that failed, with a warning.
+
+        These are released: their prompts wait, and find less the next time.
+        """
+        assert self.host is not None
+        lost, removed = [], None
+        try:
+            tiered, events = verb(TieredCache(self.cache, self.host), *args, now=self._next(), **options)
+        except FailedTransfer as failure:
+            tiered, events, lost, removed = failure.tiered, failure.events, failure.lost, failure.removed
+            warnings.warn(f"what was lost is computed again: {failure}", RuntimeWarning, stacklevel=2)
+        self.cache, self.host = tiered.cache, tiered.host
+        self._hear(events)
+        if removed is not None:
+            self._hear(removed)
+        return events, lost
+
+    def _keep_room(self, rows: int, tokens: int) -> None:
+        """Offloads what a loop over rows would evict for so many tokens of each.
+
+        It would be lost, or stay where it is if something on the host follows it, and the loop find no block.
+        """
+        for group, spec in enumerate(self.spec.groups):
+            if self.host is None or not spec.num_host_blocks:
+                continue
+            each = -(-tokens // self.spec.block_size) + 1
+            if int(self.cache.state.groups[group].num_empty) < rows * each:
+                most = min(self.spec.max_seqs * each, spec.num_blocks)
+                self._tiered(TieredCache.watermark, rows * each, most=most, group=group)
+
+    def _enter(self, batch: list[int], seqs: np.ndarray, status: np.ndarray, cached: np.ndarray, failed: bool) -> None:
+        """Notes which prompts of the batch have a row now; the others wait on or end.
+
+        One ends that got no blocks while nobody else had any; if moves have failed, that says nothing yet.
+        """
+        for i, n in enumerate(batch):
+            if status[i] == Status.OK:
+                self.free.remove(int(seqs[i]))
+                self.live[int(seqs[i])] = n
+                if n not in self.again:
+                    self.outputs[n].cached_tokens = int(cached[i])
+            elif status[i] != Status.NO_BLOCKS:
+                self.outputs[n].finish = Status(int(status[i])).name.lower()
+        refused = [n for i, n in enumerate(batch) if status[i] == Status.NO_BLOCKS]
+        if refused and not self.live and not failed:
+            self.outputs[refused.pop(0)].finish = "no_blocks"
+        self.waiting.extendleft(reversed(refused))
+
+    def _prefill(self, batch: list[int], seqs, prompts, seeds, lengths) -> None:
+        """Computes the prompts of rows seqs i32[R], -1 for none; if blocks run out, without those that came last."""
+        while np.any(seqs >= 0):
+            if lengths is not None:  # the others have all their blocks
+                self._keep_room(int(np.sum(seqs >= 0)), prompts.shape[1])
+            log = prefill_log(self.spec, *prompts.shape)
+            self.cache, log, tokens, logprobs = _prefill(
+                self.model, self.cache, seqs, prompts, seeds, log, chunk=self.chunk, lengths=lengths,
+                now=self._next(), **self.static,
+            )  # fmt: skip
+            self._hear(log)
+            tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
+            for i in np.flatnonzero(tokens >= 0):
+                self._take(batch[i], int(tokens[i]), float(logprobs[i]))
+            seqs = np.where(tokens < 0, seqs, -1)
+            if np.any(seqs >= 0):
+                last = np.flatnonzero(seqs >= 0)[-1]
+                self._put_back(int(seqs[last]))
+                seqs[last] = -1
+
+    def _put_back(self, row: int) -> None:
+        """Frees a row that finds no block for its next chunk; its prompt waits, or ends if it was alone."""
+        number = self.live.pop(row)
+        self._free([row])
+        self.again.add(number)
+        self.full = True
+        if self.live:
+            self.waiting.appendleft(number)
+        else:
+            self.outputs[number].finish = "no_blocks"
+
+    def _decode(self) -> None:
+        """One jitted loop over the live rows."""
+        live = {row: n for row, n in self.live.items() if self.outputs[n].finish is None}
+        if not live:
+            return
+        token, active, left, seed = (np.zeros((self.spec.max_seqs,), t) for t in ("i4", "?", "i4", "u4"))
+        for row, n in live.items():
+            token[row], active[row] = self.outputs[n].tokens[-1], True
+            left[row], seed[row] = self.max_new - len(self.outputs[n].tokens), self.seeds[n]
+        self._keep_room(len(live), self.steps)
+        rows = Rows(*map(jnp.asarray, (token, active, left, seed)))
+        stop = np.asarray(self.stop, np.int32)
+        log = decode_log(self.spec, self.steps)
+        self.cache, _, log, decoded = _decode(
+            self.model, self.cache, rows, log, steps=self.steps, stop=stop, now=self._next(), **self.static
+        )
+        self._hear(log)
+        tokens, logprobs = np.asarray(decoded.tokens), np.asarray(decoded.logprobs)
+        for row, n in live.items():
+            for token, logprob in zip(tokens[row], logprobs[row], strict=True):
+                if token >= 0:
+                    self._take(n, int(token), float(logprob))
+        if bool(decoded.out_of_blocks):
+            last = [n for n in live.values() if self.outputs[n].finish is None][-1]
+            self.outputs[last].finish = "no_blocks"
+
+    def _release(self) -> None:
+        """Frees the rows of finished prompts."""
+        rows = [row for row, n in self.live.items() if self.outputs[n].finish]
+        if rows:
+            self._free(rows)
+            self.live = {row: n for row, n in self.live.items() if row not in rows}
+            self.full = False
+
+    def _free(self, rows: list[int]) -> None:
+        seqs = np.asarray([*rows, *[-1] * (bucket(len(rows), 1) - len(rows))], np.int32)
+        self.cache, events = _release(self.cache, seqs, now=self._next())
+        self._hear(events)
+        self.free += rows
+
+    def _next(self) -> np.int32:
+        """Between two jitted calls: acts on Ctrl-C, and reads the clock for the next one.
+
+        Only differences of readings count, so they may be of any size.
+        """
+        self.ctrl_c.act()
+        self.time = np.uint32(0 if self.clock is None else self.clock() & 0xFFFFFFFF).view(np.int32)
+        return self.time
+
+    def _take(self, number: int, token: int, logprob: float) -> None:
+        output = self.outputs[number]
+        output.tokens.append(token)
+        output.logprobs.append(logprob)
+        self.new[number].append(token)
+        if token in self.stop:
+            output.finish = "stop"
+        elif len(output.tokens) >= self.max_new:
+            output.finish = "length"
+        elif output.prompt_tokens + len(output.tokens) > self.spec.max_length:
+            output.finish = "row_full"
+
+    def _hear(self, events: Any) -> None:
+        if self.log_events:
+            self.events += to_list(events)

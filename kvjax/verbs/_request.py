@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every verb does at its edges: checks what is about caches, and assembles its events."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax._arrays import pick
+from kvjax._checks import integers
+from kvjax.blocks.rows import Prompt
+from kvjax.events.records import Events, Status
+from kvjax.events.transfer import Transfer
+from kvjax.policies.ring import lru
+from kvjax.spec import CacheSpec
+from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group
+
+
+def known_policy(policy: EvictionPolicy | None) -> EvictionPolicy:
+    """The policy, `lru()` for None."""
+    if policy is None or isinstance(policy, EvictionPolicy):
+        return lru() if policy is None else policy
+    name = getattr(policy, "__name__", None)
+    if callable(policy) and name:
+        raise ValueError(
+            f"policy: got the function {name}, wanted a policy: what {name}() returns, or by_score({name})"
+        )
+    raise ValueError(f"policy: got {policy!r}, wanted an EvictionPolicy, such as kvjax.lru()")
+
+
+TIERS = (("device",), ("device", "host"))
+
+
+def known_tiers(tiers: Any) -> tuple[str, ...]:
+    """`tiers` as one of the tuples that a verb can take."""
+    if tiers not in TIERS:
+        raise ValueError(f"tiers: got {tiers!r}, wanted one of {TIERS}")
+    return tiers
+
+
+def extra_like(spec: CacheSpec, extra_ids: Any, tokens: jax.Array) -> jax.Array | None:
+    """The extra ids of `tokens`: given exactly where the spec asks for them (absent ones are zeros)."""
+    if not spec.extra_ids:
+        if extra_ids is not None:
+            raise ValueError("extra_ids: got an array, wanted None (the spec was made with extra_ids=False)")
+        return None
+    if extra_ids is None:
+        return jnp.zeros_like(tokens)
+    return integers("extra_ids", extra_ids, tokens.shape)
+
+
+def prompt(spec: CacheSpec, tokens: jax.Array, length: Any, namespace: Any, extra_ids: jax.Array | None) -> Prompt:
+    """Checks one prompt i32[T] and cuts it into blocks."""
+    size, width = spec.block_size, tokens.shape[0]
+    if width == 0:
+        raise ValueError("tokens: got shape [0], wanted room for at least one token")
+    length, namespace = integers("length", length, ()), integers("namespace", namespace, ())
+    real = jnp.arange(width, dtype=jnp.int32) < length
+    valid = (length >= 1) & (length <= width) & (namespace >= 0) & ~jnp.any(real & (tokens < 0))
+    tail = (0, -width % size)
+    return Prompt(
+        tokens=jnp.pad(tokens, tail).reshape(-1, size),
+        extra_ids=None if extra_ids is None else jnp.pad(extra_ids, tail).reshape(-1, size),
+        length=length,
+        namespace=namespace,
+        valid=valid,
+    )
+
+
+def first_failure(*causes: tuple[jax.Array, Status]) -> jax.Array:
+    """i32[...]; the status of the first cause that holds, else OK."""
+    status = jnp.full(causes[0][0].shape, Status.OK, jnp.int32)
+    for cause, code in reversed(causes):
+        status = jnp.where(cause, jnp.int32(code), status)
+    return status
+
+
+def assemble(
+    state: CacheState,
+    status: jax.Array,
+    *,
+    removed: Sequence[jax.Array] = (),
+    updated: Sequence[jax.Array] = (),
+    stored: Sequence[jax.Array] = (),
+    copied: Sequence[jax.Array] = (),
+    other: Sequence[jax.Array] = (),
+    queried: jax.Array | int = 0,
+    cached: jax.Array | int = 0,
+    shortfall: jax.Array | int = 0,
+    moves: Sequence[jax.Array] = (),
+) -> Events:
+    """Puts a transition's records i32[., 9] together in their order; stored ones, one a group, with their contents."""
+    status = jnp.atleast_1d(status)
+    blocks = state.groups[0].blocks
+    before, after = [*removed, *updated], [*copied, *other]
+    ids = [
+        r[:, 2] if group.anchor is None else pick(group.anchor, r[:, 2])
+        for r, group in zip(stored, state.groups, strict=False)
+    ]
+
+    def contents(of: jax.Array) -> jax.Array:
+        parts = [jnp.zeros((sum(map(len, before)), state.spec.block_size), jnp.int32), *(pick(of, i) for i in ids)]
+        return jnp.concatenate([*parts, jnp.zeros((sum(map(len, after)), state.spec.block_size), jnp.int32)])
+
+    return Events(
+        records=jnp.concatenate([jnp.zeros((0, 9), jnp.int32), *before, *stored, *after]),
+        tokens=contents(blocks.tokens),
+        extra_ids=None if blocks.extra_ids is None else contents(blocks.extra_ids),
+        status=status,
+        queried=jnp.broadcast_to(jnp.asarray(queried, jnp.int32), status.shape),
+        cached=jnp.broadcast_to(jnp.asarray(cached, jnp.int32), status.shape),
+        shortfall=jnp.asarray(shortfall, jnp.int32),
+        transfer=Transfer(jnp.concatenate(moves)) if any(m.size for m in moves) else None,
+    )
+
+
+def one_after_the_other(verb: Callable[..., Any], state: CacheState, *rows: jax.Array) -> tuple[CacheState, Events]:
+    """A verb on one row, on several: `rows` are its arguments i32[R]."""
+    state, events = lax.scan(lambda state, row: verb(state, *row), state, rows)
+    return state, flatten_rows(events)
+
+
+def flatten_rows(events: Events) -> Events:
+    """Events of rows that were done one after the other, stacked by `scan`, as those of one transition."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else jnp.sum(x, dtype=x.dtype), events)
+
+
+def all_or_nothing(
+    before: CacheState, after: CacheState, ok: jax.Array, *records: list[jax.Array]
+) -> tuple[CacheState, *tuple[list[jax.Array], ...]]:
+    """One of two states, by ok bool[], and the records where it holds.
+
+    A group that fails has changed nothing. That others have, before it, takes several groups and a host tier, where the
+    number of cached blocks does not tell how many of them can leave; only then does this cost a pass over the state.
+    """
+    if not before.spec.has_host or len(before.groups) == 1:
+        return after, *records
+    state = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
+    return state, *([jnp.where(ok, r, NO_BLOCK if r.shape[-1] == 5 else 0) for r in rows] for rows in records)
+
+
+def chosen(state: CacheState, group: int) -> Group:
+    """The group of that number, or a ValueError."""
+    if not isinstance(group, int) or not 0 <= group < len(state.groups):
+        raise ValueError(f"group: got {group!r}, wanted 0..{len(state.groups) - 1}")
+    return state.groups[group]
+
+
+def replace_group(state: CacheState, number: int, group: Group) -> CacheState:
+    """The state with another group in one place."""
+    groups = (*state.groups[:number], group, *state.groups[number + 1 :])
+    return dataclasses.replace(state, groups=groups)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`commit`: what was written becomes findable as blocks fill."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from kvjax._arrays import count, fence, pick, put, rank, repeated, runs
+from kvjax._checks import integers, on_state
+from kvjax.blocks import windows
+from kvjax.blocks.holders import merge
+from kvjax.blocks.publish import publish
+from kvjax.blocks.rows import note_tokens
+from kvjax.blocks.tiers import take_over
+from kvjax.blocks.twins import resolve
+from kvjax.events.records import COLUMNS, Events, Status
+from kvjax.state import CacheState
+from kvjax.verbs._request import assemble, extra_like, first_failure
+
+
+@on_state
+def commit(
+    state: CacheState,
+    tokens: ArrayLike,
+    num_tokens: ArrayLike,
+    *,
+    extra_ids: ArrayLike | None = None,
+    seqs: ArrayLike | None = None,
+    now: ArrayLike = 0,
+) -> tuple[CacheState, Events]:
+    """Records that the K/V of these tokens are now written, and publishes the blocks that they fill.
+
+    A filled block whose contents are cached already is swapped for the cached one and emptied; of equal blocks that
+    fill in one call the first row's stays. Blocks that the next token cannot see through a window are let go of.
+
+    Args:
+      state: the cache.
+      tokens: i32[R, T]; each row's next tokens, from its committed length on, padded with anything.
+      num_tokens: i32[R]; how many of them, at most what the row has room for; 0 leaves a row alone.
+      extra_ids: i32[R, T], where the spec asks for them.
+      seqs: i32[R]; the rows, all different; None for all S.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = R F a group for rows that fill up to F blocks: stored; and as many updated where there
+      is a host tier, whose blocks give way to equal ones on the device. Status BAD_REQUEST for a row without so much
+      room or swapped out, a negative token, or a row that is named twice; the other rows are done.
+
+    Source: vLLM's mark_blocks_as_computed and MAX's commit, which swap equal blocks likewise.
+    """
+    spec, size = state.spec, state.spec.block_size
+    rows = integers("seqs", np.arange(spec.max_seqs) if seqs is None else seqs, ("R",))
+    tokens = integers("tokens", tokens, (rows.shape[0], "T"))
+    asked, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
+    extra_ids = extra_like(spec, extra_ids, tokens)
+    exists = (rows >= 0) & (rows < spec.max_seqs) & ~(repeated(rows) & (asked != 0))
+    length, start = pick(state.seqs.length, rows), pick(state.seqs.committed, rows)
+    most = tokens.shape[1]
+    steps = np.arange(most, dtype=np.int32)[None]
+    bad = (~exists & (asked > 0)) | (asked < 0) | (asked > jnp.minimum(length - start, most))
+    bad = bad | jnp.any((steps < asked[:, None]) & (tokens < 0), axis=1)
+    if state.seqs.swapped is not None:
+        bad = bad | ((asked > 0) & pick(state.seqs.swapped, rows))
+    end = start + jnp.where(bad, 0, asked)
+    group = note_tokens(state.groups[0], rows, start, end, tokens, extra_ids)
+    state = dataclasses.replace(state, groups=(group, *state.groups[1:]))
+    state, stored, updated = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
+    groups = [
+        group if group.anchor is None else windows.slide(group, of, rows, start, end, most, size, now)
+        for group, of in zip(state.groups, spec.groups, strict=True)
+    ]
+    committed = put(state.seqs.committed, rows, end, exists & ~bad)
+    seqs_ = dataclasses.replace(state.seqs, committed=committed)
+    state = dataclasses.replace(state, groups=tuple(groups), seqs=seqs_)
+    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
+
+
+_BATCH = 32  # rows: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256
+
+
+def publish_filled(
+    state: CacheState, rows: jax.Array, first: jax.Array, end: jax.Array, most: int, now: jax.Array
+) -> tuple[CacheState, list[jax.Array], list[jax.Array]]:
+    """Publishes the blocks that rows have just filled, or merges them with equal ones, in every group.
+
+    Goes through the rows that filled any in small batches, so that a step pays for those and not for all rows.
+
+    Args:
+      state: the cache, the first group's `blocks.tokens` up to date.
+      rows: i32[R]; all different.
+      first: i32[R]; table index of the first block that a row filled.
+      end: i32[R]; that of the first block it did not.
+      most: static; the most blocks that a row can have filled.
+      now: i32[] ms.
+
+    Returns:
+      The cache; for each group records i32[R * most, 9], stored, and for each with a host tier as many, updated.
+    """
+    total = rows.shape[0]
+    batch = min(_BATCH, total)
+    fills = end > first
+    order = put(jnp.zeros((total + batch,), jnp.int32), rank(fills), jnp.arange(total, dtype=jnp.int32), fills)
+    rows_of = [*state.groups, *(group for group in state.groups if group.host is not None)]
+    records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32) for _ in rows_of]
+
+    def step(carry):
+        done, (group, *others), records = carry
+        picked = lax.dynamic_slice(order, (done,), (batch,))
+        live = done + np.arange(batch, dtype=np.int32) < count(fills)
+        row, start = pick(rows, picked), pick(first, picked)
+        place = runs(start, most)
+        filled = live[:, None] & (place < pick(end, picked)[:, None])
+        blocks, news = fence(group.blocks, resolve(group, state.seqs, row, start, filled))
+        group = dataclasses.replace(group, blocks=blocks)
+        group, stored = publish(
+            group, news.own, news.publish, news.key, news.parent, place.reshape(-1), group.blocks.tokens.shape[1]
+        )
+        group, updated = take_over(group, 0, state.policy, news.own, news.target, news.merge & news.first)
+        group = merge(group, state.policy, news.own, news.target, news.merge, news.first, now)
+        where = (jnp.broadcast_to(row[:, None], place.shape), place)
+        swap = news.merge.reshape(place.shape)
+        table = put(group.table, where, news.target.reshape(place.shape), swap)
+        groups, new, moved = [dataclasses.replace(group, table=table)], [stored], [updated]
+        for number, other in enumerate(others, 1):
+            other, stored, updated = windows.follow(other, number, group.blocks, news, row, place, now)
+            groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
+        records = [
+            lax.dynamic_update_slice(r, n.reshape(batch, most, -1), (done, np.int32(0), np.int32(0)))
+            for r, n in zip(records, [*new, *(m for m in moved if m.size)], strict=True)
+        ]
+        return done + batch, tuple(groups), records
+
+    _, groups, records = lax.while_loop(
+        lambda carry: carry[0] < count(fills), step, (jnp.int32(0), state.groups, records)
+    )
+    records = [r[:total].reshape(total * most, -1) for r in records]
+    state, num = dataclasses.replace(state, groups=groups), len(state.groups)
+    return state, records[:num], records[num:]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explicit control: holding blocks against eviction, evicting by name, and starting afresh."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from kvjax._arrays import add, count, pick, put, repeated
+from kvjax._checks import integers, on_state, static_int
+from kvjax.blocks import windows
+from kvjax.blocks.holders import give_back, push_empty
+from kvjax.blocks.publish import withdraw
+from kvjax.blocks.tiers import find_stuck
+from kvjax.events.records import EventKind, Events, Status, record
+from kvjax.state import NO_BLOCK, CacheState, Group
+from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
+from kvjax.verbs.init import init_group
+
+
+@on_state
+def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheState, Events]:
+    """Adds a holder to blocks, so that they stay whatever the rows do; the caller keeps the list for `unpin`.
+
+    Args:
+      state: the cache.
+      blocks: i32[K]; different findable blocks, such as the filled ones of a row; NO_BLOCK is padding. The prefix of
+        each must be pinned too, or among them. Costs a pass over all blocks.
+      group: static; whose blocks they are. In a window group their anchors must be pinned, and nothing else.
+
+    Returns:
+      The cache; and no events. Status BAD_REQUEST if a block is unknown, not findable (what a row is still filling has
+      nothing to keep yet) or named twice, or if its prefix would not be pinned.
+
+    Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
+    """
+    mine, ids = chosen(state, group), integers("blocks", blocks, ("K",))
+    known = mine.blocks
+    named = ids != NO_BLOCK
+    refcount = pick(known.refcount, ids)
+    there = (ids >= 0) & (ids < known.refcount.shape[0]) & (pick(known.fill, ids) > 0)
+    ok = ~jnp.any(named & (~there | repeated(ids)))
+    pins = [_pins(each) for each in state.groups]
+    pins[group] = add(pins[group], ids, 1, named & ok)
+    ok = ok & _prefixes_are_pinned(state, pins)
+    named = named & ok
+    mine = dataclasses.replace(
+        mine,
+        blocks=dataclasses.replace(known, refcount=add(known.refcount, ids, 1, named)),
+        num_cached=mine.num_cached - count(named & (refcount == 0) & mine.on_device(ids)),
+    )
+    state = replace_group(state, group, mine)
+    return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
+
+
+@on_state
+def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
+    """Takes back what `pin` gave the same blocks; those without holders become cached.
+
+    Args:
+      state: the cache.
+      blocks: i32[K]; as given to `pin`.
+      now: i32[] ms.
+      group: static; likewise.
+
+    Returns:
+      The cache; and no events. Status BAD_REQUEST if one of them is not pinned or is named twice, or is the prefix or
+      anchor of a block that stays pinned.
+    """
+    mine, ids, now = chosen(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
+    named = ids != NO_BLOCK
+    pins = [_pins(each) for each in state.groups]
+    there = (ids >= 0) & (ids < pins[group].shape[0]) & (pick(pins[group], ids) > 0)
+    ok = ~jnp.any(named & (~there | repeated(ids)))
+    pins[group] = add(pins[group], ids, -1, named & ok)
+    ok = ok & _prefixes_are_pinned(state, pins)
+    mine = give_back(mine, windows.policy_of(group, state.policy), ids[::-1], (named & ok)[::-1], now)
+    state = replace_group(state, group, mine)
+    return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
+
+
+def _pins(group: Group) -> jax.Array:
+    """i32[B]; holders of each block that are not rows."""
+    table = group.table.reshape(-1)
+    return add(group.blocks.refcount, table, -1, table >= 0, unique=False)
+
+
+def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
+    """bool[]; whether with these pins i32[B] of each group no block is pinned without its parent or anchor.
+
+    Eviction relies on it: rows hold whole prefixes too, so whoever lets go, a held block's parent is held. Then
+    parents are released after their children, and the oldest cached block is a leaf.
+    """
+    parent = state.groups[0].blocks.parent[:, 0]
+    alone = jnp.any((pins[0] > 0) & (parent >= 0) & (pick(pins[0], parent) <= 0))
+    for group, mine in zip(state.groups[1:], pins[1:], strict=True):
+        alone = alone | jnp.any((mine > 0) & (pick(pins[0], group.anchor) <= 0))
+    return ~alone
+
+
+@on_state
+def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = None) -> tuple[CacheState, Events]:
+    """Empties cached blocks by name, and with them every findable block that follows them; all or nothing.
+
+    What window groups have beside them goes too. Costs a pass over all blocks. Blocks that are not findable are passed
+    over.
+
+    Args:
+      state: the cache.
+      blocks: i32[K]; of the first group; NO_BLOCK is padding.
+      max_removed: static; the most blocks that may leave, None for N + H.
+
+    Returns:
+      The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is held or on
+      the move,
+      BAD_REQUEST for an unknown block or if more than `max_removed` would leave (`events.shortfall` says how many).
+    """
+    group, ids = state.groups[0], integers("blocks", blocks, ("K",))
+    known, num_ids = group.blocks, group.blocks.refcount.shape[0]
+    most = num_ids if max_removed is None else min(static_int("max_removed", max_removed, 1), num_ids)
+    named = ids != NO_BLOCK
+    unknown = jnp.any(named & ((ids < 0) | (ids >= num_ids)))
+    doomed = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & ~unknown, unique=False) & (known.fill > 0)
+    parent = known.parent[:, 0]
+
+    def following(marked: jax.Array) -> jax.Array:
+        return (known.fill > 0) & (parent >= 0) & pick(marked, parent)
+
+    doomed = lax.while_loop(
+        lambda marked: jnp.any(following(marked) & ~marked), lambda marked: marked | following(marked), doomed
+    )
+    total = count(doomed)
+    over = jnp.maximum(total - most, 0)
+    held = jnp.any(doomed & (known.refcount > 0)) | jnp.any(named & (pick(known.refcount, ids) > 0))
+    if group.host is not None:
+        held = held | jnp.any(doomed & (group.host.arriving != 0))
+    status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
+    # Children were stored after their parents, so the youngest go first.
+    age = jnp.where(doomed, known.clock - known.stored, jnp.iinfo(jnp.int32).max)
+    order = jnp.argsort(age)[:most].astype(jnp.int32)
+    leaves = pick(doomed, order) & (status == Status.OK)
+    here = group.on_device(order)
+    group, removed = withdraw(group, order, leaves)
+    group = dataclasses.replace(group, num_cached=group.num_cached - count(leaves & here))
+    group = find_stuck(push_empty(group, state.policy, order, leaves))
+    state, gone = windows.forget_all(replace_group(state, 0, group), removed)
+    return state, assemble(state, status, removed=gone, shortfall=over)
+
+
+@on_state
+def reset(state: CacheState) -> tuple[CacheState, Events]:
+    """Forgets everything that is cached. Refused while a row or a pin holds anything.
+
+    A policy keeps its own state but for what it forgets of the blocks: learned weights last.
+
+    Args:
+      state: the cache.
+
+    Returns:
+      The cache; and events, E = 1 a group: cleared. Status HELD.
+
+    Source: vLLM's reset_prefix_cache.
+    """
+    held = jnp.any(jnp.array([_is_held(group) for group in state.groups]))
+    groups, cleared = [], []
+    for number, group in enumerate(state.groups):
+        policy = windows.policy_of(number, state.policy)
+        fresh = init_group(state.spec, number, policy, group.num_blocks)
+        known, ids = group.blocks, jnp.arange(group.blocks.fill.shape[0], dtype=jnp.int32)
+        kept = dataclasses.replace(fresh.blocks, generation=known.generation, clock=known.clock, time=known.time)
+        fresh = dataclasses.replace(fresh, blocks=kept, policy=policy.forgot(group.policy, ids))
+        if fresh.host is not None and group.host is not None:
+            host = dataclasses.replace(fresh.host, policy=policy.forgot(group.host.policy, ids))
+            fresh = dataclasses.replace(fresh, host=host)
+        groups.append(jax.tree.map(lambda new, old: jnp.where(held, old, new), fresh, group))
+        cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
+    state = dataclasses.replace(state, groups=tuple(groups))
+    return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)
+
+
+def _is_held(group: Group) -> jax.Array:
+    """bool[]; whether a row, a pin or a move holds a block of the group."""
+    held = group.num_blocks > group.num_empty + group.num_cached
+    if group.host is None:
+        return held
+    return held | jnp.any(group.host.arriving != 0) | jnp.any(group.blocks.refcount > 0)

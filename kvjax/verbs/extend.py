@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`extend`: room for the next tokens, in all groups at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvjax._arrays import count, pick, put, pytree, rank, runs
+from kvjax._checks import each_row, integers, on_state, row_mask, static_int
+from kvjax.blocks import windows
+from kvjax.blocks.copy_on_write import settle, unshare
+from kvjax.blocks.deal import take_over_tiers
+from kvjax.blocks.rows import copy_tokens, table_entry
+from kvjax.blocks.take import available, take
+from kvjax.blocks.tiers import priorities
+from kvjax.events.records import EventKind, Events, Status, record
+from kvjax.policies.retention import apply_retention
+from kvjax.state import CacheState
+from kvjax.verbs._request import all_or_nothing, assemble, first_failure, known_tiers
+
+
+@on_state
+def extend(
+    state: CacheState,
+    active: ArrayLike,
+    num_tokens: ArrayLike = 1,
+    *,
+    max_tokens: int | None = None,
+    now: ArrayLike = 0,
+    tiers: tuple[str, ...] = ("device",),
+) -> tuple[CacheState, Events]:
+    """Gives every active row room for its next tokens; all rows or none.
+
+    A last block that others hold too, or that is findable, is replaced by a private copy before it is written; of
+    several holders that are active together the last one keeps it.
+
+    Args:
+      state: the cache.
+      active: bool[S]; rows to grow.
+      num_tokens: a static number for all rows, or i32[S].
+      max_tokens: static; the most that a row asks for, needed where `num_tokens` is an array.
+      now: i32[] ms.
+      tiers: static; as in `admit`.
+
+    Returns:
+      The cache, unchanged unless `events.ok`; and events, E = 2 S F a group for rows that touch up to F blocks (more
+      with both tiers): removed, updated, copied. Status ROW_FULL, BAD_REQUEST (a free row) or HELD (one swapped out) at
+      the rows to blame, NO_BLOCKS at all active rows, with the blocks missing in `events.shortfall`: those of the
+      group that misses most.
+
+    Source: vLLM's append_slots with copy-on-write, for a whole batch in one pass.
+    """
+    spec, seqs, size = state.spec, state.seqs, state.spec.block_size
+    active, now = row_mask("active", active, spec.max_seqs), integers("now", now, ())
+    if max_tokens is None:
+        max_tokens = static_int("num_tokens", num_tokens, 1)
+    asked = each_row("num_tokens", num_tokens, active.shape)
+    max_tokens = static_int("max_tokens", max_tokens, 1)
+    bad = active & ((seqs.length == 0) | (asked < 0) | (asked > max_tokens))
+    grown = seqs.length + jnp.where(active & ~bad, asked, 0)
+    full = active & (-(-grown // size) > spec.max_blocks_per_seq)
+    away = active & (False if seqs.swapped is None else seqs.swapped)
+    fine = ~jnp.any(bad | away | full)
+    state, grew = grow(state, jnp.where(fine, grown, seqs.length), max_tokens, now, known_tiers(tiers))
+    status = first_failure(
+        (bad, Status.BAD_REQUEST), (away, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
+    )
+    seqs = dataclasses.replace(seqs, length=jnp.where(fine & grew.ok, grown, seqs.length))
+    state = dataclasses.replace(state, seqs=seqs)
+    return state, assemble(
+        state, status, removed=grew.removed, updated=grew.updated, copied=grew.copied, shortfall=grew.shortfall,
+        moves=grew.moves,
+    )  # fmt: skip
+
+
+@pytree()
+class Growth:
+    """What became of it: whether every row could grow, the records of each group, and blocks missing at most."""
+
+    ok: jax.Array
+    removed: list[jax.Array]
+    copied: list[jax.Array]
+    shortfall: jax.Array
+    updated: list[jax.Array]
+    moves: list[jax.Array]
+
+
+def grow(
+    state: CacheState, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
+) -> tuple[CacheState, Growth]:
+    """Gives the rows blocks for `grown` i32[S] tokens, at most max_tokens more than they have; all rows or none."""
+    spec, seqs, size = state.spec, state.seqs, state.spec.block_size
+    rows = np.arange(spec.max_seqs, dtype=np.int32)
+    first = seqs.length // size
+    inside = (grown > seqs.length) & (seqs.length % size > 0)
+    place = runs(first, (max_tokens + size - 2) // size + 1)
+    beyond = (place * size < grown[:, None]) & (place * size >= seqs.length[:, None])
+    written = jnp.maximum(seqs.committed - first * size, 0)  # in the block that the row is in
+
+    shared = [unshare(group, table_entry(group, rows, first), inside) for group in state.groups]
+    new = [beyond.at[:, 0].set(beyond[:, 0] | shares.copies) for _, shares in shared]
+    lacks = [count(n) - available(group) for n, (group, _) in zip(new, shared, strict=True)]
+    had = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
+    worth = priorities(state, now) if "host" in tiers else None
+    groups, removed, copied, taken = [], [], [], []
+    for number, (of, (group, shares), wanted) in enumerate(zip(spec.groups, shared, new, strict=True)):
+        policy = windows.policy_of(number, state.policy)
+        if taken:  # what the first group has lost is not findable in the others either
+            group, forgotten = windows.forget(group, number, taken[0].removed)
+            removed.insert(0, forgotten)
+        need, most = jnp.where(had, count(wanted), 0), min(wanted.size, of.num_blocks)
+        if worth is None or group.host is None:
+            new = take(group, policy, need, most, now, number=number)
+        else:
+            new = take_over_tiers(
+                group, policy, need, most, now, value=worth[number], least=spec.offload_min_priority, number=number
+            )
+        had = had & new.ok
+        taken.append(new)
+        group = settle(new.group, policy, shares, had, now)
+        ids = pick(new.ids, rank(wanted.reshape(-1)).reshape(wanted.shape))
+        table = put(group.table, (jnp.broadcast_to(rows[:, None], wanted.shape), place), ids, wanted & had)
+        copies = shares.copies & had & (written > 0)
+        group = dataclasses.replace(group, table=table)
+        if number == 0:
+            group = copy_tokens(group, ids[:, 0], shares.block, copies)
+            if seqs.retention is not None:
+                stated = pick(seqs.retention, (rows[:, None], place))
+                group = dataclasses.replace(group, blocks=apply_retention(group.blocks, ids, stated, wanted & had))
+        groups.append(group)
+        removed.append(new.removed)
+        copied.append(
+            record(EventKind.COPIED, copies, group=number, block=group.pool_row(ids[:, 0]),
+                   source=group.pool_row(shares.block), num_tokens=written)
+        )  # fmt: skip
+    shortfall = jnp.where(had, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
+    state, removed, updated, moves = all_or_nothing(
+        state, dataclasses.replace(state, groups=tuple(groups)), had, removed, [new.updated for new in taken],
+        [new.moves for new in taken],
+    )  # fmt: skip
+    return state, Growth(had, removed, copied, shortfall, updated, moves)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fork` and `beam_step`: rows become copies of each other without a byte being moved."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvjax._arrays import add, fence, pick, put, repeated
+from kvjax._checks import each_row, integers, on_state, one_or_more
+from kvjax.blocks import windows
+from kvjax.blocks.holders import give_back_shared
+from kvjax.blocks.rows import read_row, write_row
+from kvjax.events.records import Events, Status
+from kvjax.state import CacheState
+from kvjax.verbs._request import assemble, first_failure, one_after_the_other
+
+
+@on_state
+def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState, Events]:
+    """Makes the free row `dst` share all blocks of row `src`; whoever writes first into the shared end copies it.
+
+    Several rows at once equal one after the other, each all or nothing: a row forked before can be forked again.
+
+    Args:
+      state: the cache.
+      src: i32[] or i32[R]; a row in use whose tokens are all committed; one number stands for all rows.
+      dst: i32[] or i32[R]; a free row.
+
+    Returns:
+      The cache; and no events. Status BAD_REQUEST or HELD (`dst` in use).
+
+    Source: vLLM's BlockSpaceManager.fork.
+    """
+    dst = one_or_more("dst", dst)
+    src = each_row("src", src, dst.shape)
+    if dst.ndim > 0:
+        return one_after_the_other(fork, state, src, dst)
+    old, new = read_row(state, src), read_row(state, dst)
+    bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst) | old.swapped
+    status = first_failure((bad, Status.BAD_REQUEST), (new.length > 0, Status.HELD))
+    ok = status == Status.OK
+    groups = []
+    for group, table in zip(state.groups, old.tables, strict=True):
+        refcount = add(group.blocks.refcount, table, 1, ok & (table >= 0))
+        groups.append(dataclasses.replace(group, blocks=dataclasses.replace(group.blocks, refcount=refcount)))
+    state = dataclasses.replace(state, groups=tuple(groups))
+    state = write_row(state, dst, ok, old.tables, old.length, old.committed, old.namespace, old.retention)
+    return state, assemble(state, status)
+
+
+@on_state
+def beam_step(
+    state: CacheState, seqs: ArrayLike, parents: ArrayLike, *, now: ArrayLike = 0
+) -> tuple[CacheState, Events]:
+    """Lets each row of a beam go on as one of them did: row seqs[i] becomes what row seqs[parents[i]] was.
+
+    Blocks are shared, not copied; what two rows go on from is copied when one of them writes into it (`extend`), and
+    that is a partly filled last block at most. Rows that nobody goes on from are dropped: what is findable of them
+    stays cached, the rest becomes empty.
+
+    Args:
+      state: the cache.
+      seqs: i32[W]; the beam's rows, all different, in use, and their tokens committed.
+      parents: i32[W]; places in seqs; the identity for rows that stay what they are.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and no events. Status BAD_REQUEST for all rows or none.
+
+    Source: vLLM's and TensorRT-LLM's beam search, which fork and free rows one by one.
+    """
+    seqs = integers("seqs", seqs, ("W",))
+    parents, now = integers("parents", parents, seqs.shape), integers("now", now, ())
+    old = state.seqs
+    known = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
+    length = pick(old.length, seqs)
+    bad = ~known | (length == 0) | (length != pick(old.committed, seqs))
+    if old.swapped is not None:
+        bad = bad | pick(old.swapped, seqs)
+    bad = jnp.any(bad | (parents < 0) | (parents >= seqs.shape[0]))
+    ok = jnp.broadcast_to(~bad, seqs.shape)
+    heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0], dtype=np.int32)[:, None], axis=1, dtype=jnp.int32)
+
+    groups = []
+    for number, group in enumerate(state.groups):
+        table, moved = pick(group.table, seqs), pick(group.table, pick(seqs, parents))
+        everyone, table, moved = fence(group.table, table, moved)
+        # Tails before heads, as the blocks are to be freed.
+        ids = table.T[::-1].reshape(-1)
+        less = jnp.broadcast_to(1 - heirs, table.T.shape).reshape(-1)
+        group = dataclasses.replace(group, table=put(everyone, seqs, moved, ok))
+        policy = windows.policy_of(number, state.policy)
+        groups.append(give_back_shared(group, policy, ids, less, (ids >= 0) & ~bad, now))
+
+    kept = {
+        name: put(array, seqs, pick(array, pick(seqs, parents)), ok)
+        for name, array in ((field.name, getattr(old, field.name)) for field in dataclasses.fields(old))
+        if array is not None
+    }
+    state = dataclasses.replace(state, groups=tuple(groups), seqs=dataclasses.replace(old, **kept))
+    return state, assemble(state, first_failure((jnp.broadcast_to(bad, seqs.shape), Status.BAD_REQUEST)))

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`init`: an empty cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from kvjax._checks import integers
+from kvjax.blocks import index, windows
+from kvjax.spec import CacheSpec, GroupSpec
+from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host, Sequences
+from kvjax.verbs._request import known_policy
+
+
+def init(
+    spec: CacheSpec,
+    policy: EvictionPolicy | None = None,
+    num_blocks: ArrayLike | None = None,
+    *,
+    policy_state: Any = None,
+) -> CacheState:
+    """An empty cache.
+
+    Args:
+      spec: its shapes.
+      policy: who is evicted, `lru()` if None; static, so pass the same object again to reuse compiled programs.
+      num_blocks: i32[]; device blocks in use of every group but a bare first one, at most the spec's N (None: all).
+        May be traced, so that caches of many sizes fit in one `vmap`: then a number outside 1..N counts as 0 blocks,
+        so that every `admit` is NO_BLOCKS; `check` and `stats` say "num_blocks out of range".
+      policy_state: the policy's own state to begin with, on both tiers (a learned score's weights); copied; None: what
+        the policy's `init` makes.
+
+    Raises:
+      ValueError: if `num_blocks` is a number outside 1..N, `policy` is none, or `policy_state` does not have the
+        structure, shapes and dtypes of what the policy's `init` makes.
+    """
+    policy = known_policy(policy)
+    groups = []
+    for number, group in enumerate(spec.groups):
+        given = group.num_blocks if num_blocks is None or (spec.bare and number == 0) else num_blocks
+        wanted = None if number else policy_state
+        groups.append(
+            init_group(spec, number, windows.policy_of(number, policy), _in_range(given, group.num_blocks), wanted)
+        )
+    seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
+    if spec.retention:
+        seqs = dataclasses.replace(
+            seqs, retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq + 1, 2), jnp.int32)
+        )
+    if spec.has_host:
+        seqs = dataclasses.replace(seqs, swapped=jnp.zeros((spec.max_seqs,), jnp.bool_))
+    return CacheState(tuple(groups), seqs, spec, policy)
+
+
+def _in_range(num_blocks: Any, most: int) -> jax.Array:
+    """i32[]; num_blocks, or 0 for a traced number outside 1..most."""
+    given = integers("num_blocks", num_blocks, ())
+    if isinstance(num_blocks, Tracer):
+        return jnp.where((given >= 1) & (given <= most), given, 0)
+    if not 1 <= int(num_blocks) <= most:
+        raise ValueError(f"num_blocks: got {num_blocks}, wanted 1..{most}")
+    return given
+
+
+def init_group(
+    spec: CacheSpec, number: int, policy: EvictionPolicy, num_blocks: jax.Array, policy_state: Any = None
+) -> Group:
+    """Group `number`, its first `num_blocks` i32[] device blocks empty and the others out of use; see `init`."""
+    group, windowed = spec.groups[number], number > 0
+    num_ids, size = group.num_ids, 0 if windowed else spec.block_size
+
+    def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
+        return jnp.zeros((num_ids, *shape), dtype)
+
+    blocks = Blocks(
+        refcount=zeros(), tokens=zeros(size), extra_ids=zeros(size) if spec.extra_ids else None, fill=zeros(),
+        key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=jnp.full((num_ids, 2), NO_BLOCK, jnp.int32),
+        children=zeros(), depth=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0),
+        retention=zeros(2) if spec.retention and not windowed else None,
+        expiry=zeros(2) if spec.retention and not windowed else None,
+        time=jnp.zeros((2,), jnp.int32) if spec.retention and not windowed else None,
+    )  # fmt: skip
+    return Group(
+        blocks=blocks,
+        links=index.init_links(1 if windowed else num_ids),
+        empty=num_blocks - 1 - jnp.arange(group.num_blocks, dtype=jnp.int32),
+        num_empty=jnp.array(num_blocks),
+        num_cached=jnp.int32(0),
+        num_blocks=jnp.array(num_blocks),
+        table=jnp.full((spec.max_seqs, spec.max_blocks_per_seq), NO_BLOCK, jnp.int32),
+        policy=_init_policy(policy, num_ids, policy_state),
+        anchor=jnp.full((num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
+        shadow=jnp.full((spec.groups[0].num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
+        host=_init_host(group, policy, policy_state) if group.num_host_blocks else None,
+    )
+
+
+def _init_policy(policy: EvictionPolicy, num_ids: int, given: Any) -> Any:
+    """The policy's own state: a copy of the given one, since no two fields of a cache may share an array."""
+    if given is None:
+        return policy.init(num_ids)
+
+    given = jax.tree.map(jnp.array, given)
+    got, wanted = (
+        jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+        for tree in (given, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, policy.init(num_ids))))
+    )
+    if jax.tree.structure(got) != jax.tree.structure(wanted) or jax.tree.leaves(got) != jax.tree.leaves(wanted):
+        raise ValueError(f"policy_state: got {got}, wanted {wanted}, as the policy's init makes it")
+    return given
+
+
+def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any) -> Host:
+    ids = jnp.arange(group.num_ids, dtype=jnp.int32)
+    return Host(
+        slot=ids,
+        below=jnp.zeros_like(ids),
+        arriving=jnp.zeros_like(ids),
+        moves=jnp.int32(0),
+        stuck=jnp.zeros(ids.shape, jnp.bool_),
+        empty=ids[::-1][: group.num_host_blocks],
+        num_empty=jnp.int32(group.num_host_blocks),
+        policy=_init_policy(policy, group.num_ids, policy_state),
+    )

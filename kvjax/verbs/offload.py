@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host tier's verbs: blocks leave the device and come back. They order moves; `pools/host.py` makes them.
+
+Between loops, in this order:
+
+    state, events = offload(state, ...)                         # or admit(..., tiers=("device", "host")), swap_in, ...
+    pools, host = move(pools, host, events.transfer)            # starts the moves and returns
+    pools = apply(pools, events)                                # copies, which may start from what has just come
+    state, _ = complete(state, events.transfer, True)           # or False, if a move has failed
+
+and then the model. A block on the move has left its old row already and cannot be found until `complete`; bytes are
+safe, since whatever writes the old row later was issued later. Inside a jitted loop nothing moves: what the loop
+evicts is lost, so keep it from evicting with `watermark`.
+
+Source: TensorRT-LLM's secondary pool; vLLM's swapping of whole sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from kvjax._arrays import add, compact, count, fence, pick, put, repeated
+from kvjax._checks import integers, on_state, static_int
+from kvjax.blocks import index, windows
+from kvjax.blocks.deal import Leaving, deal, take_over_tiers
+from kvjax.blocks.holders import give_back, push_empty
+from kvjax.blocks.rows import Row, read_row
+from kvjax.blocks.take import Taken
+from kvjax.blocks.tiers import find_stuck, priorities
+from kvjax.blocks.victims import claim
+from kvjax.events.records import EventKind, Events, Status, record
+from kvjax.events.transfer import Transfer
+from kvjax.state import LOST, NO_BLOCK, CacheState, EvictionPolicy, Group
+from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
+
+
+@on_state
+def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
+    """Moves cached blocks to the host, whatever their priority; all or nothing.
+
+    Args:
+      state: the cache.
+      blocks: i32[K]; different cached blocks on the device; NO_BLOCK is padding. What follows one of them on the
+        device must be among them.
+      now: i32[] ms.
+      group: static; whose blocks they are.
+
+    Returns:
+      The cache; and events, E = 5 K: removed (from a full host), updated; with `transfer`. Status HELD if a block is
+      held or on the move, NO_BLOCKS if the host has too little room, else BAD_REQUEST.
+    """
+    mine, ids, now = _of(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
+    known, named = mine.blocks, ids != NO_BLOCK
+    there = (ids >= 0) & (ids < known.fill.shape[0]) & (pick(known.fill, ids) > 0) & mine.on_device(ids)
+    bad = jnp.any(named & (~there | repeated(ids)))
+    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) != 0)))
+    good = ~bad & ~held
+    ids = pick(ids, jnp.argsort(-jnp.where(named & there, pick(known.depth, ids), -1)))  # children first
+    out, claimed = claim(known, ids, good & (ids >= 0))
+    open_ = good & (count(claimed) == count(named))
+    leaving = Leaving(ids, claimed, claimed)
+    new = _deal(state, dataclasses.replace(mine, blocks=out), leaving, now, group)
+    status = first_failure((held, Status.HELD), (~open_, Status.BAD_REQUEST), (~new.ok, Status.NO_BLOCKS))
+    return _finish(state, group, new, status)
+
+
+@on_state
+def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
+    """Brings cached blocks back to the device ahead of their use; all or nothing.
+
+    Args:
+      state: the cache.
+      blocks: i32[K]; different cached blocks on the host; NO_BLOCK is padding. What one of them follows must be on the
+        device or among them.
+      now: i32[] ms.
+      group: static; whose blocks they are.
+
+    Returns:
+      The cache; and events, E = 5 K: removed, updated (also of blocks that leave the device for it); with `transfer`.
+      Status HELD if a block is held or on the move, NO_BLOCKS, else BAD_REQUEST.
+    """
+    mine, ids, now = _of(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
+    known, named, num_ids = mine.blocks, ids != NO_BLOCK, mine.blocks.fill.shape[0]
+    there = (ids >= 0) & (ids < num_ids) & (pick(known.fill, ids) > 0) & ~mine.on_device(ids)
+    parent = pick(known.parent, ids)[:, 0]
+    coming = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & there, unique=False)
+    led = (parent < 0) | (mine.on_device(parent) & (pick(mine.host.arriving, parent) == 0)) | pick(coming, parent)
+    bad = jnp.any(named & (~there | repeated(ids) | ~led))
+    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) != 0)))
+    status = first_failure((held, Status.HELD), (bad, Status.BAD_REQUEST))
+    # Parents that are on the device already must not leave it for their children.
+    good = named & there & (status == Status.OK)
+    keep = jnp.where(good & (parent >= 0) & ~pick(coming, parent), parent, NO_BLOCK)
+    keep = jnp.unique(keep, size=keep.shape[0], fill_value=NO_BLOCK)
+    blocks = dataclasses.replace(known, refcount=add(known.refcount, keep, 1, keep >= 0))
+    idle = count((keep >= 0) & (pick(known.refcount, keep) == 0))
+    kept = dataclasses.replace(mine, blocks=blocks, num_cached=mine.num_cached - idle)
+    back, _ = compact(jnp.where(good, ids, NO_BLOCK))
+    least = state.spec.offload_min_priority
+    new = _take(state, kept, ids.shape[0], now, group, back=back, least=least)
+    policy = windows.policy_of(group, state.policy)
+    new = dataclasses.replace(new, group=give_back(new.group, policy, keep, keep >= 0, now))
+    return _finish(state, group, new, jnp.where((status == Status.OK) & ~new.ok, jnp.int32(Status.NO_BLOCKS), status))
+
+
+@on_state
+def watermark(
+    state: CacheState, empty: ArrayLike, *, most: int, now: ArrayLike = 0, group: int = 0
+) -> tuple[CacheState, Events]:
+    """Empties device blocks ahead of time, so that a loop that takes `empty` blocks evicts nothing.
+
+    The policy's victims go to the host, or are removed if their priority is too low. Where fewer are cached than
+    wanted, all of them go.
+
+    Args:
+      state: the cache.
+      empty: i32[]; empty blocks that there shall be; a loop of n steps takes at most S * ceil(n / P) + S.
+      most: static; the most blocks that may have to leave.
+      now: i32[] ms.
+      group: static; whose blocks.
+
+    Returns:
+      The cache; and events, E = 5 * most: removed, updated; with `transfer`. Status NO_BLOCKS if the host has too
+      little room.
+    """
+    mine, empty, now = _of(state, group), integers("empty", empty, ()), integers("now", now, ())
+    most = static_int("most", most, 1)
+    extra = jnp.minimum(jnp.clip(empty - mine.num_empty, 0, most), mine.num_cached)
+    new = _take(state, mine, most, now, group, extra=extra, least=state.spec.offload_min_priority)
+    return _finish(state, group, new, first_failure((~new.ok, Status.NO_BLOCKS)))
+
+
+@on_state
+def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
+    """Moves what only this row holds to the host, to make room; the row rests until `swap_in`.
+
+    Blocks that others hold or that others' cached blocks follow stay on the device. A row that rests can be released,
+    and nothing else.
+
+    Args:
+      state: the cache.
+      seq: i32[]; a row in use.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = 5 M a group: removed (from a full host), updated; with `transfer`. Status BAD_REQUEST,
+      HELD (blocks of the row are still on the move) or NO_BLOCKS if the host has too little room.
+
+    Source: vLLM's swap_out of a preempted sequence group.
+    """
+    seq, now = integers("seq", seq, ()), integers("now", now, ())
+    row = read_row(state, seq)
+    bad, moving = ~row.exists | (row.length == 0) | row.swapped, _moving(state, row)
+
+    def leave(after: CacheState, number: int) -> Taken:
+        group, ids = after.groups[number], row.tables[number][::-1]
+        private = ~bad & ~moving & (ids >= 0) & (pick(group.blocks.refcount, ids) == 1)
+        stored = pick(group.blocks.fill, ids) > 0
+        blocks, claimed = claim(group.blocks, ids, private & stored)
+        where = claimed | (private & ~stored)
+        blocks = dataclasses.replace(blocks, refcount=put(blocks.refcount, ids, 1, private))  # the others' too
+        group = dataclasses.replace(group, blocks=blocks)
+        return _deal(after, group, Leaving(ids, where, where, held=True), now, number)
+
+    return _swap(state, seq, leave, True, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
+
+
+@on_state
+def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
+    """Brings all blocks of a resting row back to the device; all or nothing.
+
+    Args:
+      state: the cache.
+      seq: i32[]; a row that `swap_out` has put to rest.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = 5 M a group: removed, updated (also of blocks that leave the device for it); with
+      `transfer`. Status BAD_REQUEST, HELD (blocks of the row are still on the move) or NO_BLOCKS.
+
+    Source: vLLM's swap_in.
+    """
+    seq, now = integers("seq", seq, ()), integers("now", now, ())
+    row = read_row(state, seq)
+    bad, moving = ~row.exists | ~row.swapped, _moving(state, row)
+
+    def come(after: CacheState, number: int) -> Taken:
+        group, table = after.groups[number], row.tables[number]
+        away = ~bad & ~moving & (table >= 0) & ~group.on_device(table)
+        back, _ = compact(jnp.where(away, table, NO_BLOCK))
+        return _take(after, group, table.shape[0], now, number, back=back, least=state.spec.offload_min_priority)
+
+    return _swap(state, seq, come, False, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
+
+
+@on_state
+def complete(
+    state: CacheState, transfer: Transfer | None, ok: ArrayLike, *, max_removed: int | None = None
+) -> tuple[CacheState, Events]:
+    """Says that moves have been made, so that the blocks can be found at their new level; or that they have failed.
+
+    Blocks whose move has failed are removed with everything that follows them, wherever that is; rows that hold one of
+    them have lost K/V and must be released. Nothing of what they have lost is ever stored.
+
+    Args:
+      state: the cache.
+      transfer: of the events that ordered the moves; None is allowed, there is nothing to do.
+      ok: bool[]; whether all have been made.
+      max_removed: static; the most blocks that a failure may remove in a group, None for N + H. What does not fit
+        stays in the index, so give a number only where `ok` is always True.
+
+    Returns:
+      The cache; and events, E = max_removed a group: removed. Status i32[S] HELD for the rows that must be released.
+    """
+    hurt = jnp.zeros((state.spec.max_seqs,), jnp.bool_)
+    if transfer is None:
+        return state, assemble(state, hurt.astype(jnp.int32))
+    ok, removed = jnp.asarray(ok, jnp.bool_), []
+    for number in range(len(state.groups)):
+        group, host = state.groups[number], state.groups[number].host
+        if host is None:
+            continue
+        ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
+        came = (ids >= 0) & (transfer.number == pick(host.arriving, ids))
+        arriving, came = fence(host.arriving, came)
+        # A block whose move has failed stays on the move until it is empty, so that what its row writes is not stored.
+        host = dataclasses.replace(host, arriving=put(arriving, ids, 0, came & ok, unique=False))
+        lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, came & ~ok, unique=False)
+        hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
+        most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
+        policy = windows.policy_of(number, state.policy)
+        group, gone = _lose(dataclasses.replace(group, host=host), number, policy, lost, most)
+        group = find_stuck(group)
+        after, records = replace_group(state, number, group), [gone]
+        if number == 0:
+            after, records = windows.forget_all(after, gone)
+        state = _mark_lost(state, after)
+        removed += records
+    return state, assemble(state, jnp.where(hurt, Status.HELD, Status.OK).astype(jnp.int32), removed=removed)
+
+
+def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
+    """The state after, where held blocks that have left the index say so: their pins outlast their place in it."""
+    for number, (old, new) in enumerate(zip(before.groups, after.groups, strict=True)):
+        lost = (old.blocks.fill > 0) & (new.blocks.fill == 0) & (new.blocks.refcount > 0)
+        blocks = dataclasses.replace(new.blocks, hits=jnp.where(lost, LOST, new.blocks.hits))
+        after = replace_group(after, number, dataclasses.replace(new, blocks=blocks))
+    return after
+
+
+def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, most: int) -> tuple[Group, jax.Array]:
+    """Takes the findable ones of lost bool[B], and all that follow them, out of the index; records i32[most, 9]."""
+    blocks, host = group.blocks, group.host
+    assert host is not None
+    parent = blocks.parent[:, 0]
+
+    def following(marked: jax.Array) -> jax.Array:
+        return (blocks.fill > 0) & (parent >= 0) & pick(marked, parent)
+
+    lost = lost & (blocks.fill > 0)
+    marked = lax.while_loop(lambda m: jnp.any(following(m) & ~m), lambda m: m | following(m), lost)
+    order = jnp.argsort(-jnp.where(marked, blocks.depth, -1))[:most].astype(jnp.int32)  # children first
+    where = pick(marked, order)
+    here, idle = group.on_device(order), where & (pick(blocks.refcount, order) == 0)
+    removed = record(EventKind.REMOVED, where, group=number, block=order, generation=pick(blocks.generation, order))
+    up = pick(blocks.parent, order)[:, 0]
+    fill = put(blocks.fill, order, 0, where)
+    children = add(blocks.children, up, -1, where & here & (up >= 0), unique=False)
+    below = add(host.below, up, -1, where & ~here & (up >= 0), unique=False)
+    group = dataclasses.replace(
+        group,
+        blocks=dataclasses.replace(blocks, fill=fill, children=children),
+        host=dataclasses.replace(host, below=below),
+        num_cached=group.num_cached - count(idle & here),
+    )
+    if group.anchor is None:
+        group = dataclasses.replace(group, links=index.remove(group.links, fill, order, where))
+    elif group.shadow is not None:
+        shadow = put(group.shadow, pick(group.anchor, order), NO_BLOCK, where)
+        group = dataclasses.replace(group, shadow=shadow)
+    return push_empty(group, policy, order, idle), removed
+
+
+def _of(state: CacheState, number: int) -> Any:
+    """The group, which must have a host tier."""
+    group = chosen(state, number)
+    if group.host is None:
+        raise ValueError(f"group: got {number}, which has no host tier (num_host_blocks)")
+    return group
+
+
+def _moving(state: CacheState, row: Row) -> jax.Array:
+    """bool[]; whether a block of the row is on the move."""
+    pairs = zip(state.groups, row.tables, strict=True)
+    on = [
+        jnp.any((table >= 0) & (pick(group.host.arriving, table) != 0))
+        for group, table in pairs
+        if group.host is not None
+    ]
+    return functools.reduce(jnp.logical_or, on, jnp.bool_(False))
+
+
+def _take(state: CacheState, group: Group, size: int, now: jax.Array, number: int, *, least: int = 0, **what) -> Taken:
+    """`tiers.take` for no new holders, with the state's policy."""
+    return take_over_tiers(
+        group, windows.policy_of(number, state.policy), jnp.int32(0), size, now,
+        value=priorities(state, now)[number], least=least, number=number, **what,
+    )  # fmt: skip
+
+
+def _deal(state: CacheState, group: Group, leaving: Leaving, now: jax.Array, number: int) -> Taken:
+    nothing = jnp.full((1,), NO_BLOCK, jnp.int32)
+    policy = windows.policy_of(number, state.policy)
+    return deal(group, policy, leaving, nothing, jnp.int32(0), jnp.int32(0), now, number)
+
+
+def _finish(state: CacheState, number: int, new: Taken, status: jax.Array) -> tuple[CacheState, Events]:
+    """The state with what was done to one group, where status i32[] is OK; and the events."""
+    after, report = _put(state, number, new)
+    return _report(state, after, [report], status)
+
+
+def _put(state: CacheState, number: int, new: Taken) -> tuple[CacheState, tuple[list[jax.Array], Taken]]:
+    """The state after what was done to one group; and the records of what was removed for it, in all groups."""
+    state = replace_group(state, number, new.group)
+    if number > 0:
+        return state, ([new.removed], new)
+    state, removed = windows.forget_all(state, new.removed)
+    return state, (removed, new)
+
+
+def _report(
+    before: CacheState, after: CacheState, reports: list[tuple[list[jax.Array], Taken]], status: jax.Array
+) -> tuple[CacheState, Events]:
+    """One of the two states, by status i32[]; and the events."""
+    ok = status == Status.OK
+    state = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
+    return state, assemble(
+        state,
+        status,
+        removed=[jnp.where(ok, removed, 0) for gone, _ in reports for removed in gone],
+        updated=[jnp.where(ok, new.updated, 0) for _, new in reports],
+        moves=[jnp.where(ok, new.moves, NO_BLOCK) for _, new in reports],
+    )
+
+
+def _swap(
+    state: CacheState, seq: jax.Array, do: Callable[[CacheState, int], Taken], out: bool, *causes: Any
+) -> tuple[CacheState, Events]:
+    """The state after `do` in every group with a host tier, and with the row's mark; all or nothing."""
+    if not state.spec.has_host:
+        raise ValueError("state: got a cache without a host tier, wanted num_host_blocks above 0")
+    after, reports = state, []
+    for number, group in enumerate(state.groups):
+        if group.host is not None:
+            after, report = _put(after, number, do(after, number))
+            reports.append(report)
+    room = functools.reduce(jnp.logical_and, [new.ok for _, new in reports])
+    assert after.seqs.swapped is not None
+    swapped = put(after.seqs.swapped, seq[None], out, jnp.ones((1,), jnp.bool_))
+    after = dataclasses.replace(after, seqs=dataclasses.replace(after.seqs, swapped=swapped))
+    return _report(state, after, reports, first_failure(*causes, (~room, Status.NO_BLOCKS)))

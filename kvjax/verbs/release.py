@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`release`: a row lets go of its blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from kvjax._arrays import pick
+from kvjax._checks import integers, on_state, one_or_more
+from kvjax.blocks import index, windows
+from kvjax.blocks.holders import give_back
+from kvjax.blocks.keys import prefix_keys, root_key
+from kvjax.blocks.publish import publish
+from kvjax.blocks.rows import Row, read_row, write_row
+from kvjax.blocks.twins import link, same_content
+from kvjax.events.records import Events, Status
+from kvjax.state import NO_BLOCK, CacheState
+from kvjax.verbs._request import assemble, first_failure, one_after_the_other
+
+
+@on_state
+def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
+    """Frees a row: what is findable stays cached, tails to be evicted before heads; the rest becomes empty.
+
+    A partly filled last block becomes findable too, with all its written tokens, when its last holder lets go,
+    unless a cached block covers it. Several rows at once equal one after the other.
+
+    Args:
+      state: the cache.
+      seq: i32[] or i32[R]; rows in use.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = 1 a row and group: stored. Status BAD_REQUEST for a row that is free or unknown.
+
+    Source: TensorRT-LLM's removeSequence, which stores partial blocks; vLLM's free, in reverse order.
+    """
+    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    if seq.ndim > 0:
+        return one_after_the_other(functools.partial(release, now=now), state, seq)
+    row, stored = read_row(state, seq), []
+    ok = row.exists & (row.length > 0)
+    if state.spec.partial_reuse:
+        state, stored = store_tail(state, row, ok)
+    groups = [
+        give_back(group, windows.policy_of(g, state.policy), table[::-1], (ok & (table >= 0))[::-1], now)
+        for g, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))
+    ]
+    state = dataclasses.replace(state, groups=tuple(groups))
+    state = write_row(state, seq, ok, [jnp.full_like(table, NO_BLOCK) for table in row.tables], 0, 0, 0)
+    return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), stored=stored)
+
+
+def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheState, list[jax.Array]]:
+    """Publishes a row's partly written last block, where bool[], as far as it is written, in every group.
+
+    Not if others hold it (their release decides), if it is findable anyway, if its K/V have not arrived, if the row
+    rests on the host, or if a findable block covers it that every group has. Where the first group has an equal block,
+    the groups that lack it get theirs.
+
+    Returns:
+      The cache and for each group records i32[1, 9], stored.
+    """
+    group = state.groups[0]
+    blocks, size = group.blocks, group.blocks.tokens.shape[1]
+    whole, fill = row.committed // size, row.committed % size
+    tail = pick(row.tables[0], whole)
+    before = jnp.where(whole > 0, pick(row.tables[0], whole - 1), NO_BLOCK)
+    tokens = pick(blocks.tokens, tail)
+    extra = None if blocks.extra_ids is None else pick(blocks.extra_ids, tail)
+    parent = link(blocks, before, row.namespace)
+    start = jnp.where(before >= 0, pick(blocks.key, before), root_key(row.namespace))
+    key = prefix_keys(start, tokens[None], None if extra is None else extra[None], fill, whole[None])
+    intact = (before < 0) | (pick(blocks.fill, before) > 0)
+    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.swapped
+    others = state.groups[1:]
+
+    def everywhere(block: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.logical_and, [other.beside(block) >= 0 for other in others], block >= 0)
+
+    _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill, everywhere)
+    twin = index.find(blocks, group.links, key)[0]
+    good = where & (fill > 0) & intact & mine & (covered < fill)
+    above = jnp.stack([before, row.namespace])[None]
+    group, stored = publish(group, tail[None], (good & (twin < 0))[None], key, above, whole[None], fill)
+    groups, records = [group], [stored]
+    if others:
+        same = same_content(blocks, twin, tokens, extra, fill) & jnp.all(pick(blocks.parent, twin) == parent)
+        target, good = jnp.where(same, twin, tail), good & (same | (twin < 0))
+    for number, other in enumerate(others, 1):
+        last = pick(row.tables[number], whole)
+        where = good & other.arrived(last) & (other.beside(target) < 0)
+        other, follows = windows.anchor_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
+        groups, records = [*groups, other], [*records, follows]
+    return dataclasses.replace(state, groups=tuple(groups)), records

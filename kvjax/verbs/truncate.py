@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`truncate`: a row is cut back, in all groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvjax._arrays import pick
+from kvjax._checks import each_row, integers, on_state, one_or_more
+from kvjax.blocks import windows
+from kvjax.blocks.holders import give_back, hold
+from kvjax.blocks.publish import withdraw
+from kvjax.blocks.rows import Row, read_row, write_row
+from kvjax.events.records import Events, Status
+from kvjax.state import NO_BLOCK, CacheState
+from kvjax.verbs._request import assemble, first_failure, one_after_the_other
+
+
+@on_state
+def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
+    """Cuts a row back to its first `length` tokens (rejected draft tokens, an edited prompt).
+
+    A cut inside a findable block that only this row holds and nothing cached follows withdraws the block from reuse;
+    otherwise the block stays findable and the row's next write copies it. Several rows at once equal one after the
+    other, each all or nothing.
+
+    Args:
+      state: the cache.
+      seq: i32[] or i32[R]; a row in use.
+      length: i32[] or i32[R]; 1 up to the row's length.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = 1 a row and group: removed. Status BAD_REQUEST, also where a window goes back over
+      blocks that are no longer there.
+
+    Source: TensorRT-LLM's rewindKVCache.
+    """
+    seq, now = one_or_more("seq", seq), integers("now", now, ())
+    length = each_row("length", length, seq.shape)
+    if seq.ndim > 0:
+        return one_after_the_other(functools.partial(truncate, now=now), state, seq, length)
+    row = read_row(state, seq)
+    bad = ~row.exists | (length < 1) | (length > row.length) | row.swapped
+    state, removed, ok = rewind(state, row, seq, length, ~bad, now)
+    return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), removed=removed)
+
+
+def rewind(
+    state: CacheState, row: Row, seq: jax.Array, length: jax.Array, ok: jax.Array, now: jax.Array
+) -> tuple[CacheState, list[jax.Array], jax.Array]:
+    """Cuts row `seq` back to `length` tokens where ok bool[]; also returns records, removed, and whether it was done.
+
+    It is not where a window goes back over blocks that have left it and are no longer on the device.
+    """
+    size, place = state.spec.block_size, jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
+    keep, committed = -(-length // size), jnp.minimum(row.committed, length)
+    again = [
+        windows.regain(group, row.tables[0], (place < keep) & of.keeps(place, committed, size) & (table < 0))
+        for group, of, table in zip(state.groups[1:], state.spec.groups[1:], row.tables[1:], strict=True)
+    ]
+    ok = functools.reduce(jnp.logical_and, [there for _, there in again], ok)
+    groups, tables = [], []
+    for number, (group, table) in enumerate(zip(state.groups, row.tables, strict=True)):
+        if number > 0:
+            blocks = again[number - 1][0]
+            group = hold(group, blocks, ok & (blocks >= 0))
+            table = jnp.where(ok & (table < 0), blocks, table)
+        dropped = ok & (place >= keep) & (table >= 0)
+        policy = windows.policy_of(number, state.policy)
+        groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
+        tables.append(jnp.where(dropped, NO_BLOCK, table))
+    group, block = groups[0], pick(tables[0], keep - 1)[None]
+    alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & group.childless(block)
+    groups[0], gone = withdraw(group, block, ok & (length % size > 0) & alone)
+    state, removed = windows.forget_all(dataclasses.replace(state, groups=tuple(groups)), gone)
+    retention = row.retention
+    if retention is not None:  # what comes after the cut is generated, whatever was said of the prompt there
+        kept = np.arange(retention.shape[0], dtype=np.int32) * size < length
+        retention = jnp.where(kept[:, None], retention, retention[-1:])
+    return write_row(state, seq, ok, tables, length, committed, row.namespace, retention), removed, ok
