@@ -30,7 +30,7 @@ def ints(*values):
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
 def test_a_method_shows_the_parameters_of_its_verb(owner, name):
-    method, verb = (inspect.signature(getattr(of, name)) for of in (owner, kvjax))
+    method, verb = map(inspect.signature, (getattr(owner, name), drive.verb(name)))
     _, *wanted = verb.parameters.values()
     self, *found = method.parameters.values()
     if owner is kvjax.tiers.TieredCache:  # both tiers are its business
