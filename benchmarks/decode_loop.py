@@ -15,7 +15,6 @@ least time of all rounds counts.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -90,7 +89,7 @@ def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
     )  # fmt: skip
     rng, state = np.random.default_rng(0), kvjax.init(spec)
     shuffled = jnp.asarray(rng.permutation(spec.groups[0].num_blocks), jnp.int32)
-    state = dataclasses.replace(state, groups=(dataclasses.replace(state.groups[0], empty=shuffled),))
+    state = state.replace(groups=(state.groups[0].replace(empty=shuffled),))
     tokens = jnp.asarray(rng.integers(0, size.config.vocab_size, (size.rows, size.context)), jnp.int32)
     rows, lengths = jnp.arange(size.rows), jnp.full((size.rows,), size.context)
 
@@ -223,7 +222,7 @@ def contiguous_loop(model, start: Start, plain: bool):
 def attentions(cache: kvjax.Cache, layers, size: Size) -> Programs:
     """Attention alone, half-way through the loop's steps: all layers, each on what the one before gave."""
     lengths = cache.state.seqs.committed - size.steps // 2
-    view = dataclasses.replace(cache.view(1), lengths=lengths)
+    view = cache.view(1).replace(lengths=lengths)
     q = jax.random.normal(jax.random.key(0), (size.rows, size.config.num_heads, size.config.layers[0].head_dim))
 
     @jax.jit

@@ -24,6 +24,7 @@ import numpy as np
 
 import kvjax
 from benchmarks import common
+from kvjax._arrays import Pytree
 
 ROWS, CHUNK, STEPS, NUM_BLOCKS, BLOCK_SIZE = 64, 512, 32, 131_072, 16
 MAX_UNUSED, MAX_TEMPORARY = 0.04, 0.05
@@ -37,9 +38,7 @@ def read_lengths() -> np.ndarray:
         return np.array([(int(row["input_length"]), int(row["output_length"])) for row in rows])
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Work:
+class Work(Pytree):
     """What each row is to do, i32[S]: a request's number, its prompt's tokens, all its tokens; 0, 0, 0 if idle."""
 
     request: jax.Array

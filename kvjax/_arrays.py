@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -100,12 +100,14 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 @typing.dataclass_transform(frozen_default=True)
-def pytree(*static: str):
-    """Registers a frozen dataclass as a pytree; `static` fields are part of its structure."""
+class Pytree:
+    """What is derived from this is a frozen dataclass and a pytree; `static` fields are part of its structure."""
 
-    def register[T: type](cls: T) -> T:
-        cls = dataclasses.dataclass(frozen=True)(cls)
-        fields = [f.name for f in dataclasses.fields(cls)]
-        return jax.tree_util.register_dataclass(cls, [f for f in fields if f not in static], list(static))
+    def __init_subclass__(cls, static: tuple[str, ...] = ()) -> None:
+        dataclasses.dataclass(frozen=True)(cls)
+        fields = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+        jax.tree_util.register_dataclass(cls, [name for name in fields if name not in static], list(static))
 
-    return register
+    def replace(self, **changes: Any) -> Self:
+        """This with other contents of some fields."""
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]

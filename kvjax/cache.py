@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from kvjax._arrays import Pytree
 from kvjax.debug.text import one_line, page
 from kvjax.events.records import Events, Status
 from kvjax.model import Model, check_model, forward
@@ -84,9 +85,7 @@ def _reader[**P, R](verb: Callable[Concatenate[CacheState, P], R]) -> Callable[C
     return face(method, verb, "Cache")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
+class Cache(Pytree):
     """A cache's state and the pools that hold its K/V; a value like each of them, with the verbs as methods.
 
     Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. What a state was before such a step is then worth

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import pick, pytree
+from kvjax._arrays import Pytree, pick
 from kvjax.spec import CacheSpec
 
 DEFAULT_PRIORITY = 35
@@ -36,8 +36,7 @@ NO_BLOCK = -1
 LOST = -1  # `Blocks.hits` of a held block that has left the index because a move failed, until it is published again
 
 
-@pytree()
-class Blocks:
+class Blocks(Pytree):
     """What is known of each block.
 
     Attributes:
@@ -78,8 +77,7 @@ class Blocks:
     time: jax.Array | None = None
 
 
-@pytree()
-class Links:
+class Links(Pytree):
     """The prefix index and the child index: chained hash tables over one pair of link arrays (`blocks/index.py`).
 
     Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). From 2B on
@@ -94,8 +92,7 @@ class Links:
     prev: jax.Array
 
 
-@pytree()
-class Host:
+class Host(Pytree):
     """Where the blocks of a group with a host tier are. A block keeps its number when it moves; its row changes.
 
     Attributes:
@@ -177,8 +174,7 @@ class EvictionPolicy(NamedTuple):
         return jax.tree.map(lambda n, o: n if n is o else jnp.where(asked(), n, o), new, old)
 
 
-@pytree()
-class Group:
+class Group(Pytree):
     """The blocks of one attention window, with everything that finds, frees and orders them.
 
     Attributes:
@@ -233,8 +229,7 @@ class Group:
         return ids if self.shadow is None else jnp.where(ids >= 0, pick(self.shadow, ids), NO_BLOCK)
 
 
-@pytree()
-class Sequences:
+class Sequences(Pytree):
     """What is known of each row.
 
     Attributes:
@@ -253,8 +248,7 @@ class Sequences:
     swapped: jax.Array | None = None
 
 
-@pytree("spec", "policy")
-class CacheState:
+class CacheState(Pytree, static=("spec", "policy")):
     """The whole cache but its bytes. Valid only beside the pools made with it (`Cache` pairs the two).
 
     Attributes:
@@ -280,8 +274,7 @@ class CacheState:
         return page(self)
 
 
-@pytree()
-class Match:
+class Match(Pytree):
     """The longest cached prefix of a prompt.
 
     Attributes:

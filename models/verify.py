@@ -125,10 +125,8 @@ class Runner:
             empty = np.arange(group.empty.shape[0], dtype=np.int32)
             empty[:count] = rng.permutation(count)
             used = jnp.array(count, jnp.int32)
-            groups.append(
-                dataclasses.replace(group, empty=jnp.asarray(empty), num_empty=used, num_blocks=jnp.copy(used))
-            )
-        state = dataclasses.replace(cache.state, groups=tuple(groups))
+            groups.append(group.replace(empty=jnp.asarray(empty), num_empty=used, num_blocks=jnp.copy(used)))
+        state = cache.state.replace(groups=tuple(groups))
         self.cache = kvjax.Cache(state, jax.tree.map(_without_numbers, cache.pools))
 
     def least(self, lengths: Sequence[int]) -> list[int]:

@@ -29,6 +29,7 @@ import numpy as np
 
 import kvjax
 from kvjax import Cache, CacheSpec, Status
+from kvjax._arrays import Pytree
 
 # FIXME
 from kvjax.pools import Pools
@@ -77,9 +78,7 @@ def named(vector: Any, xp: Any = np) -> Any:
     return xp.rint(vector[..., 0]).astype(xp.int32) - 1
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Given:
+class Given(Pytree):
     """A model whose K/V are given: values f32[S, C, L, 2, D]."""
 
     values: jax.Array
@@ -89,9 +88,7 @@ class Given:
         return jnp.zeros((tokens.shape[0], VOCAB)), write(pools, view, self.values)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Chain:
+class Chain(Pytree, static=("layers",)):
     """A model that goes on from the names in the cache, and goes wrong if anything that it sees is NaN.
 
     Attributes:
@@ -100,7 +97,7 @@ class Chain:
     """
 
     roots: jax.Array
-    layers: int = dataclasses.field(metadata={"static": True})
+    layers: int
 
     def __call__(self, tokens, pools, view, *, last):
         first = view.positions[:, 0]

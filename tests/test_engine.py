@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation through the cache: what it chooses, when it stops, and what it leaves behind."""
 
-import dataclasses
 import functools
 import inspect
 
@@ -50,7 +49,7 @@ def windowed_cache(blocks, windows=(WINDOW, None), max_length=96):
         model(windows).layer_specs(), num_blocks=64, max_seqs=3, max_length=max_length, block_size=4, dtype="float32"
     )
     cache, small = kvjax.Cache.create(spec), kvjax.init(spec, num_blocks=jnp.int32(blocks))
-    state = dataclasses.replace(cache.state, groups=(cache.state.groups[0], *small.groups[1:]))
+    state = cache.state.replace(groups=(cache.state.groups[0], *small.groups[1:]))
     return kvjax.Cache(state, cache.pools)
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import os
 from typing import Any
@@ -70,10 +69,10 @@ def nearly_wrapped(state):
             return policy._replace(head=policy.head + soon, tail=policy.tail + soon) if policy != () else policy
 
         if host is not None:
-            host = dataclasses.replace(host, moves=host.moves + soon, policy=turned(host.policy))
-        blocks = dataclasses.replace(group.blocks, clock=group.blocks.clock + soon)
-        groups.append(dataclasses.replace(group, blocks=blocks, host=host, policy=turned(group.policy)))
-    return dataclasses.replace(state, groups=tuple(groups))
+            host = host.replace(moves=host.moves + soon, policy=turned(host.policy))
+        blocks = group.blocks.replace(clock=group.blocks.clock + soon)
+        groups.append(group.replace(blocks=blocks, host=host, policy=turned(group.policy)))
+    return state.replace(groups=tuple(groups))
 
 
 rows = st.integers(-1, ROWS)

@@ -595,8 +595,8 @@ def test_presets_evict_what_their_models_do(structure):
     for _ in range(6):
         state, model, mirror = kvjax.init(spec, presets()), Manager(structure(NUM_BLOCKS)), kvjax.events.Mirror()
         (group,) = state.groups
-        group = dataclasses.replace(group, policy=(jnp.bool_(structure is PriorityQueues), group.policy[1]))
-        state, model.now = dataclasses.replace(state, groups=(group,)), 2**31 - 100
+        group = group.replace(policy=(jnp.bool_(structure is PriorityQueues), group.policy[1]))
+        state, model.now = state.replace(groups=(group,)), 2**31 - 100
         for step in range(60):
             model.removed, model.now = [], model.now + int(rng.integers(0, 8))
             model.free.refresh(model.now)

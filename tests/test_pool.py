@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools and views: bytes land where the state says, nothing else changes, and nothing copies a pool."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -34,9 +33,9 @@ TABLE = [[2, 0, -1, -1, -1], [-1] * 5, [5, 7, 1, -1, -1], [3, 4, 6, 8, 9]]
 
 def hand_made_state(committed=COMMITTED, table=TABLE):
     state = kvjax.init(SPEC)
-    group = dataclasses.replace(state.groups[0], table=jnp.asarray(table, jnp.int32))
+    group = state.groups[0].replace(table=jnp.asarray(table, jnp.int32))
     seqs = kvjax.state.Sequences(*(jnp.asarray(x, jnp.int32) for x in (LENGTHS, committed, [0] * 4)))
-    return dataclasses.replace(state, groups=(group,), seqs=seqs)
+    return state.replace(groups=(group,), seqs=seqs)
 
 
 def no_events(records):
@@ -258,11 +257,11 @@ def steps(pools, q, state, records, loop):
 
     def one(carry):
         number, pools, q, seqs = carry
-        pools, now = apply(pools, no_events(records)), view(dataclasses.replace(state, seqs=seqs), 1)
+        pools, now = apply(pools, no_events(records)), view(state.replace(seqs=seqs), 1)
         for layer in range(4):
             pools = write(pools, layer, q[:, :, :4], q[:, :, 4:], now)
             q = q + attend(q, pools, layer, now).astype(q.dtype)
-        return number + 1, pools, q, dataclasses.replace(seqs, committed=seqs.committed + 1)
+        return number + 1, pools, q, seqs.replace(committed=seqs.committed + 1)
 
     carry = (jnp.int32(0), pools, q, state.seqs)
     if loop == "scan":
@@ -299,9 +298,9 @@ def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
         [LayerSpec(4, 16)] * layers, num_blocks=16, max_seqs=2, max_length=20, block_size=4, dtype="float32"
     )
     state = kvjax.init(spec)
-    group = dataclasses.replace(state.groups[0], table=jnp.asarray([[2, 0, 9, 4, 7], [5, 1, 8, 3, 6]], jnp.int32))
+    group = state.groups[0].replace(table=jnp.asarray([[2, 0, 9, 4, 7], [5, 1, 8, 3, 6]], jnp.int32))
     seqs = kvjax.state.Sequences(*(jnp.asarray(x, jnp.int32) for x in ([20, 20], [6, 13], [0, 0])))
-    state = dataclasses.replace(state, groups=(group,), seqs=seqs)
+    state = state.replace(groups=(group,), seqs=seqs)
     pools = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), init_pools(spec))
     q = jnp.asarray(rng.standard_normal((2, 1, 8, 16)), jnp.float32)
     records = copied([11, 2], [12, 13])
@@ -310,7 +309,7 @@ def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
     _, got, got_q, _ = run(jax.tree.map(jnp.copy, pools), q, state, records)
     for number in range(3):
         pools = apply(pools, no_events(records))
-        now = view(dataclasses.replace(state, seqs=dataclasses.replace(seqs, committed=seqs.committed + number)), 1)
+        now = view(state.replace(seqs=seqs.replace(committed=seqs.committed + number)), 1)
         for layer in range(layers):
             pools = write(pools, layer, q[:, :, :4], q[:, :, 4:], now)
             q = q + attend(q, pools, layer, now)

@@ -118,8 +118,8 @@ def test_show_stays_compact(num_blocks):
     state = cache.init(make_spec(num_blocks=num_blocks, max_seqs=64, max_length=4096))
     rows = np.full((64, 256), -1, np.int32)
     rows[:, :200] = np.random.default_rng(0).integers(0, num_blocks, (64, 200))
-    group = dataclasses.replace(state.groups[0], table=rows)
-    state = dataclasses.replace(state, groups=(group,))
+    group = state.groups[0].replace(table=rows)
+    state = state.replace(groups=(group,))
     for width in (40, 100):
         lines = show(state, width=width, max_lines=5).splitlines()
         assert max(map(len, lines)) <= width
@@ -136,15 +136,15 @@ def test_show_shortens_runs_of_blocks_and_nothing_else(ids):
     expand = {"3-7": [3, 4, 5, 6, 7], "7-3": [7, 6, 5, 4, 3], "2-0": [2, 1, 0], "3-5": [3, 4, 5]}
     table = [block for word in ids.split() for block in expand.get(word, [int(word)] if "-" not in word else [])]
     state = cache.init(make_spec(num_blocks=12, max_seqs=1, max_length=4 * len(table), block_size=4))
-    group = dataclasses.replace(state.groups[0], table=np.array([table], np.int32))
-    assert f"blocks {ids}\n" in show(dataclasses.replace(state, groups=(group,)))
+    group = state.groups[0].replace(table=np.array([table], np.int32))
+    assert f"blocks {ids}\n" in show(state.replace(groups=(group,)))
 
 
 def broken(state, **arrays):
     blocks = state.groups[0].blocks
     table = arrays.pop("table", state.groups[0].table)
-    group = dataclasses.replace(state.groups[0], blocks=dataclasses.replace(blocks, **arrays), table=table)
-    return dataclasses.replace(state, groups=(group,))
+    group = state.groups[0].replace(blocks=blocks.replace(**arrays), table=table)
+    return state.replace(groups=(group,))
 
 
 def test_broken_states_can_be_drawn(story):

@@ -2,7 +2,6 @@
 """The strategy for property tests of a user's own, and the trial that carries it out on any cache."""
 
 import collections
-import dataclasses
 import sys
 
 import hypothesis
@@ -114,7 +113,7 @@ def disobeying(name):
         state, events = jitted_verbs()[name](*args, **kwargs)
         records = np.where((events.kind == kvjax.events.EventKind.COPIED)[:, None], 0, events.records)
         nothing = None if events.transfer is None else kvjax.tiers.Transfer(np.full_like(events.transfer.records, -1))
-        return state, dataclasses.replace(events, records=records, transfer=nothing)
+        return state, events.replace(records=records, transfer=nothing)
 
     return jitted_verbs() | {name: verb}
 

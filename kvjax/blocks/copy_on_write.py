@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import add, count, fence, pick, put, pytree
+from kvjax._arrays import Pytree, add, count, fence, pick, put
 from kvjax.blocks.holders import stamp_release
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
 
-@pytree()
-class Writers:
+class Writers(Pytree):
     """Rows that want to write into a block which is not theirs alone, all [S].
 
     Attributes:
@@ -52,7 +49,7 @@ def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, W
     refcount = refcount.at[jnp.where(alone, block, refcount.shape[0])].max(row + 1, mode="drop")
     refcount, last = fence(refcount, alone & (pick(refcount, block) == row + 1))
     shares = Writers(block, shared, before, left, last, copies=shared & ~(last & ~findable))
-    return dataclasses.replace(group, blocks=dataclasses.replace(group.blocks, refcount=refcount)), shares
+    return group.replace(blocks=group.blocks.replace(refcount=refcount)), shares
 
 
 def settle(group: Group, policy: EvictionPolicy, shares: Writers, had: jax.Array, now: jax.Array) -> Group:
@@ -60,13 +57,12 @@ def settle(group: Group, policy: EvictionPolicy, shares: Writers, had: jax.Array
     blocks = group.blocks
     findable = pick(blocks.fill, shares.block) > 0
     fill, findable = fence(blocks.fill, findable)
-    blocks = dataclasses.replace(blocks, fill=fill)
+    blocks = blocks.replace(fill=fill)
     kept = jnp.where((shares.left == 0) & ~findable, 1, shares.left)
     refcount = put(blocks.refcount, shares.block, jnp.where(had, kept, shares.before), shares.shared, unique=False)
     cached = had & shares.last & findable
-    blocks = stamp_release(dataclasses.replace(blocks, refcount=refcount), shares.block, cached, now)
-    return dataclasses.replace(
-        group,
+    blocks = stamp_release(blocks.replace(refcount=refcount), shares.block, cached, now)
+    return group.replace(
         blocks=blocks,
         num_cached=group.num_cached + count(cached),
         policy=policy.touched(group.policy, blocks, jnp.where(cached, shares.block, NO_BLOCK), now),

@@ -15,13 +15,11 @@ Source: TensorRT-LLM's offloading and onboarding, which swap the memory slots of
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax._arrays import add, compact, count, pick, put, pytree, rank
+from kvjax._arrays import Pytree, add, compact, count, pick, put, rank
 from kvjax.blocks import index
 from kvjax.blocks.take import Taken, available
 from kvjax.blocks.tiers import find_stuck, led_to, next_move
@@ -32,8 +30,7 @@ from kvjax.policies.retention import tell_time
 from kvjax.state import DEFAULT_PRIORITY, NO_BLOCK, Blocks, EvictionPolicy, Group, Host
 
 
-@pytree("held")
-class Leaving:
+class Leaving(Pytree, static=("held",)):
     """Device blocks that leave their rows, all [A].
 
     Attributes:
@@ -96,7 +93,7 @@ def take_over_tiers(
     blocks, claimed = claim(before, ids, where)
     fits = (total <= available(group)) & (count(claimed) == wanted)
     out = Leaving(ids, claimed, claimed & (pick(value, ids) >= least))
-    moved = deal(dataclasses.replace(group, blocks=blocks, policy=pstate), policy, out, back, need, popped, now,
+    moved = deal(group.replace(blocks=blocks, policy=pstate), policy, out, back, need, popped, now,
                  number)  # fmt: skip
     ok = fits & moved.ok
     return Taken(
@@ -164,8 +161,7 @@ def deal(
     under = (back >= 0) & (pick(blocks.fill, back) > 0) & (above >= 0)
     refcount = put(blocks.refcount, removed, 0, removed >= 0)
     refcount = put(refcount, out.ids, 1 if out.held else 0, lasting)
-    blocks = dataclasses.replace(
-        blocks,
+    blocks = blocks.replace(
         refcount=put(refcount, free, 1, place < need),
         fill=put(blocks.fill, removed, 0, removed >= 0),
         children=put(add(blocks.children, above, 1, under, unique=False), removed, 0, removed >= 0),
@@ -175,8 +171,7 @@ def deal(
     on_host = (place >= dealt.near) & (place < dealt.count)
     pstate = policy.forgot(group.policy, jnp.where(out.where, out.ids, NO_BLOCK))
     far_pstate = policy.forgot(host.policy, jnp.concatenate([back, removed]))
-    host = dataclasses.replace(
-        host,
+    host = host.replace(
         slot=slot,
         below=put(add(host.below, above, -1, under, unique=False), removed, 0, removed >= 0),
         arriving=put(host.arriving, moved, next_move(host), moved >= 0),
@@ -190,8 +185,7 @@ def deal(
         links = index.remove(links, blocks.fill, removed, removed >= 0)
     else:
         shadow = put(shadow, pick(group.anchor, removed), NO_BLOCK, removed >= 0)
-    group = dataclasses.replace(
-        group,
+    group = group.replace(
         blocks=blocks,
         host=host,
         links=links,
@@ -218,7 +212,7 @@ def _who_goes(
     blocks, size, num_ids = group.blocks, out.ids.shape[0], group.blocks.fill.shape[0]
     goes, parent = out.where & out.stay, pick(blocks.parent, out.ids)[:, 0]
     stored = (pick(blocks.fill, out.ids) > 0) & (parent >= 0)
-    host = dataclasses.replace(host, below=add(host.below, parent, 1, goes & stored, unique=False))
+    host = host.replace(below=add(host.below, parent, 1, goes & stored, unique=False))
 
     # Whatever follows a removed block goes with it, and is on the host, for the device loses leaves.
     doomed = _followers(blocks, out.ids, out.where & ~out.stay, host.below)
@@ -237,8 +231,7 @@ def _who_goes(
     return lasting, followers, jnp.where(pick(mine, losers), NO_BLOCK, losers), host, ok
 
 
-@pytree()
-class Dealt:
+class Dealt(Pytree):
     """Who has which row now.
 
     Attributes:
@@ -298,7 +291,7 @@ def _host_victims(
     staying = _mark(num_ids, back, back >= 0) | doomed
     refcount = put(blocks.refcount, out.ids, 0, lasting & (not out.held))
     # As the policy is to see them: with the host's children, those of a block on the host.
-    seen = dataclasses.replace(blocks, refcount=refcount, children=host.below)
+    seen = blocks.replace(refcount=refcount, children=host.below)
     moving = led_to(group, host.arriving != 0, (host.slot < group.empty.shape[0]) & ~coming)
     pstate = policy.touched(host.policy, seen, jnp.where(lasting & (not out.held), out.ids, NO_BLOCK), now)
 
@@ -309,7 +302,7 @@ def _host_victims(
 
     ids, pstate = policy.chosen(pstate, seen, eligible, overflow, now, size)
     seen, claimed = claim(seen, ids, (jnp.arange(size, dtype=jnp.int32) < overflow) & eligible(ids))
-    return jnp.where(claimed, ids, NO_BLOCK), dataclasses.replace(host, below=seen.children, policy=pstate)
+    return jnp.where(claimed, ids, NO_BLOCK), host.replace(below=seen.children, policy=pstate)
 
 
 def _followers(blocks: Blocks, ids: jax.Array, where: jax.Array, below: jax.Array) -> jax.Array:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +21,8 @@ def hold_source(group: Group, source: jax.Array) -> Group:
     where = source >= 0
     idle = count(where & (pick(group.blocks.refcount, source) == 0) & group.on_device(source))
     refcount, idle = fence(group.blocks.refcount, idle)
-    blocks = dataclasses.replace(group.blocks, refcount=add(refcount, source, COPYING, where))
-    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - idle)
+    blocks = group.blocks.replace(refcount=add(refcount, source, COPYING, where))
+    return group.replace(blocks=blocks, num_cached=group.num_cached - idle)
 
 
 def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
@@ -34,8 +32,8 @@ def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
     first = jnp.argmax(sources[:, None] == sources[None], axis=1) == np.arange(sources.shape[0])
     idle = count(where & first & (pick(refcount, sources) == 0) & group.on_device(sources))
     refcount, idle = fence(refcount, idle)
-    blocks = dataclasses.replace(group.blocks, refcount=refcount)
-    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached + idle)
+    blocks = group.blocks.replace(refcount=refcount)
+    return group.replace(blocks=blocks, num_cached=group.num_cached + idle)
 
 
 def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
@@ -46,10 +44,8 @@ def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Grou
     idle = 0 if by > 0 else 1
     changed = count(where & (pick(group.blocks.refcount, ids) == idle) & group.on_device(ids))
     refcount, changed = fence(group.blocks.refcount, changed)
-    blocks = dataclasses.replace(
-        group.blocks, refcount=add(refcount, ids, by, where), hits=add(group.blocks.hits, ids, by, where)
-    )
-    return dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - by * changed)
+    blocks = group.blocks.replace(refcount=add(refcount, ids, by, where), hits=add(group.blocks.hits, ids, by, where))
+    return group.replace(blocks=blocks, num_cached=group.num_cached - by * changed)
 
 
 def give_back_shared(
@@ -64,8 +60,8 @@ def give_back_shared(
     refcount = put(refcount, ids, mark, free, unique=False)
     last = free & (pick(refcount, ids) == mark)
     refcount, last = fence(refcount, last)
-    blocks = dataclasses.replace(group.blocks, refcount=put(refcount, ids, 1, last))
-    return give_back(dataclasses.replace(group, blocks=blocks), policy, ids, last, now)
+    blocks = group.blocks.replace(refcount=put(refcount, ids, 1, last))
+    return give_back(group.replace(blocks=blocks), policy, ids, last, now)
 
 
 def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
@@ -79,15 +75,14 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
     here = group.on_device(ids)
     refcount, freed, cached, here = fence(blocks.refcount, freed, cached, here)
     emptied = freed & ~cached
-    blocks = dataclasses.replace(blocks, refcount=add(refcount, ids, -1, where))
+    blocks = blocks.replace(refcount=add(refcount, ids, -1, where))
     blocks = stamp_release(blocks, ids, cached, now)
     if host is not None:
         away = jnp.where(cached & ~here, ids, NO_BLOCK)
-        host = dataclasses.replace(host, policy=policy.touched(host.policy, blocks, away, now))
+        host = host.replace(policy=policy.touched(host.policy, blocks, away, now))
         cached = cached & here
-    group = push_empty(dataclasses.replace(group, blocks=blocks, host=host), policy, ids, emptied)
-    return dataclasses.replace(
-        group,
+    group = push_empty(group.replace(blocks=blocks, host=host), policy, ids, emptied)
+    return group.replace(
         num_cached=group.num_cached + count(cached),
         policy=policy.touched(group.policy, blocks, jnp.where(cached, ids, NO_BLOCK), now),
     )
@@ -100,8 +95,7 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
         here = group.on_device(ids)
         away, here = where & ~here, where & here
         (stack, pstate), ids, away, where, here = fence((host.empty, host.policy), ids, away, where, here)
-        host = dataclasses.replace(
-            host,
+        host = host.replace(
             empty=put(stack, host.num_empty + rank(away), ids, away),
             num_empty=host.num_empty + count(away),
             arriving=put(host.arriving, ids, 0, where),  # what still arrives there is nobody's
@@ -109,8 +103,7 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
             policy=policy.forgot(pstate, jnp.where(away, ids, NO_BLOCK)),
         )
         where = here
-    return dataclasses.replace(
-        group,
+    return group.replace(
         empty=put(group.empty, group.num_empty + rank(where), ids, where),
         num_empty=group.num_empty + count(where),
         host=host,
@@ -133,24 +126,22 @@ def merge(
     blocks = group.blocks
     unheld = count(where & first & (pick(blocks.refcount, target) == 0) & group.on_device(target))
     refcount, unheld = fence(blocks.refcount, unheld)
-    blocks = dataclasses.replace(
-        blocks,
+    blocks = blocks.replace(
         refcount=add(refcount, target, 1, where, unique=False),
         hits=add(blocks.hits, target, 1, where, unique=False),
     )
-    group = dataclasses.replace(group, blocks=blocks, num_cached=group.num_cached - unheld)
+    group = group.replace(blocks=blocks, num_cached=group.num_cached - unheld)
     return give_back(group, policy, own, where, now)
 
 
 def stamp_release(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:
     """Notes when blocks ids i32[K], all different, lost their last holder, where bool[K]."""
-    blocks = dataclasses.replace(
-        blocks,
+    blocks = blocks.replace(
         released=put(blocks.released, ids, blocks.clock + rank(where), where),
         clock=blocks.clock + count(where),
     )
     if blocks.retention is None or blocks.expiry is None:
         return blocks
     expiry = later(time_at(blocks, now), pick(blocks.retention, ids)[:, 1])
-    blocks = dataclasses.replace(blocks, expiry=put(blocks.expiry, ids, expiry, where))
+    blocks = blocks.replace(expiry=put(blocks.expiry, ids, expiry, where))
     return tell_time(blocks, now, jnp.any(where))

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -41,8 +39,7 @@ def publish(
     generation = add(blocks.generation, ids, 1, where)
     above = jnp.where(parent[:, 0] >= 0, pick(generation, parent[:, 0]), parent[:, 1])
     parent = jnp.stack([parent[:, 0], above], axis=-1)
-    blocks = dataclasses.replace(
-        blocks,
+    blocks = blocks.replace(
         generation=generation,
         fill=put(blocks.fill, ids, fill, where),
         key=put(blocks.key, ids, key, where),
@@ -58,7 +55,7 @@ def publish(
         source_generation=parent[:, 1], num_tokens=fill,
         priority=DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, ids)[:, 0],
     )  # fmt: skip
-    return dataclasses.replace(group, blocks=blocks, links=index.insert(group.links, blocks, ids, where)), stored
+    return group.replace(blocks=blocks, links=index.insert(group.links, blocks, ids, where)), stored
 
 
 def withdraw(group: Group, ids: jax.Array, where: jax.Array) -> tuple[Group, jax.Array]:
@@ -66,14 +63,13 @@ def withdraw(group: Group, ids: jax.Array, where: jax.Array) -> tuple[Group, jax
     blocks = group.blocks
     parent, generation = pick(blocks.parent, ids)[:, 0], pick(blocks.generation, ids)
     here, host = group.on_device(ids), group.host
-    blocks = dataclasses.replace(
-        blocks,
+    blocks = blocks.replace(
         fill=put(blocks.fill, ids, 0, where),
         children=add(blocks.children, parent, -1, where & here & (parent >= 0), unique=False),
     )
     if host is not None:
         below = add(host.below, parent, -1, where & ~here & (parent >= 0), unique=False)
-        host = dataclasses.replace(host, below=below)
+        host = host.replace(below=below)
     removed = record(EventKind.REMOVED, where, block=ids, generation=generation)
     links = index.remove(group.links, blocks.fill, ids, where)
-    return dataclasses.replace(group, blocks=blocks, host=host, links=links), removed
+    return group.replace(blocks=blocks, host=host, links=links), removed

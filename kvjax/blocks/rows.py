@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import pick, put, pytree, runs
+from kvjax._arrays import Pytree, pick, put, runs
 from kvjax.state import NO_BLOCK, CacheState, Group
 
 
@@ -24,8 +23,7 @@ class Prompt(NamedTuple):
     valid: jax.Array
 
 
-@pytree()
-class Row:
+class Row(Pytree):
     """One row: `exists` bool[] whether its number is in range; the others as in `Sequences`, tables i32[M] a group."""
 
     exists: jax.Array
@@ -69,8 +67,7 @@ def write_row(
     stated, width = state.seqs.retention, state.spec.max_blocks_per_seq
     if stated is not None and retention is not None:
         stated = put(stated, seq, retention[None], ok)
-    seqs = dataclasses.replace(
-        state.seqs,
+    seqs = state.seqs.replace(
         length=put(state.seqs.length, seq, length, ok),
         committed=put(state.seqs.committed, seq, committed, ok),
         namespace=put(state.seqs.namespace, seq, namespace, ok),
@@ -78,10 +75,10 @@ def write_row(
         swapped=None if state.seqs.swapped is None else put(state.seqs.swapped, seq, False, ok),
     )
     groups = [
-        dataclasses.replace(group, table=put(group.table, seq, fit(table, width, NO_BLOCK)[None], ok))
+        group.replace(table=put(group.table, seq, fit(table, width, NO_BLOCK)[None], ok))
         for group, table in zip(state.groups, tables, strict=True)
     ]
-    return dataclasses.replace(state, groups=tuple(groups), seqs=seqs)
+    return state.replace(groups=tuple(groups), seqs=seqs)
 
 
 def fit(x: jax.Array, size: int, fill: int) -> jax.Array:
@@ -103,7 +100,7 @@ def write_prompt(group: Group, block: jax.Array, where: jax.Array, ask: Prompt, 
     extra = blocks.extra_ids
     if extra is not None and ask.extra_ids is not None:
         extra = put(extra, block, pick(ask.extra_ids, place)[None], where)
-    return dataclasses.replace(group, blocks=dataclasses.replace(blocks, tokens=tokens, extra_ids=extra))
+    return group.replace(blocks=blocks.replace(tokens=tokens, extra_ids=extra))
 
 
 def copy_tokens(group: Group, block: jax.Array, source: jax.Array, where: jax.Array) -> Group:
@@ -113,7 +110,7 @@ def copy_tokens(group: Group, block: jax.Array, source: jax.Array, where: jax.Ar
     extra = blocks.extra_ids
     if extra is not None:
         extra = put(extra, block, pick(extra, source), where)
-    return dataclasses.replace(group, blocks=dataclasses.replace(blocks, tokens=tokens, extra_ids=extra))
+    return group.replace(blocks=blocks.replace(tokens=tokens, extra_ids=extra))
 
 
 def note_tokens(
@@ -129,4 +126,4 @@ def note_tokens(
     extra = blocks.extra_ids
     if extra is not None and extra_ids is not None:
         extra = put(extra, at, extra_ids, where)
-    return dataclasses.replace(group, blocks=dataclasses.replace(blocks, tokens=noted, extra_ids=extra))
+    return group.replace(blocks=blocks.replace(tokens=noted, extra_ids=extra))

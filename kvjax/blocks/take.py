@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import count, fence, pick, put, pytree
+from kvjax._arrays import Pytree, count, fence, pick, put
 from kvjax.blocks import index
 from kvjax.blocks.victims import claim, unclaim
 from kvjax.events.records import EventKind, record
@@ -22,8 +20,7 @@ def available(group: Group) -> jax.Array:
     return group.num_empty + group.num_cached
 
 
-@pytree()
-class Taken:
+class Taken(Pytree):
     """What `take` did.
 
     Attributes:
@@ -79,7 +76,7 @@ def take(
     (refcount, fill, count_), victims, claimed, generation = fence(
         (before.refcount, before.fill, before.generation), victims, claimed, generation
     )
-    blocks = dataclasses.replace(before, refcount=refcount, fill=fill, generation=count_)
+    blocks = before.replace(refcount=refcount, fill=fill, generation=count_)
     blocks, claimed = claim(blocks, victims, claimed)
     ok = (need <= available(group)) & (count(claimed) == wanted)
     blocks = unclaim(blocks, victims, claimed & ~ok)
@@ -95,10 +92,9 @@ def take(
     empty, stacked = fence(group.empty, stacked)
     from_empty = ok & (slot < from_stack)
     ids = jnp.where(from_empty, stacked, pick(victims, slot - from_stack))
-    blocks = dataclasses.replace(blocks, fill=fill, refcount=put(blocks.refcount, ids, 1, from_empty))
+    blocks = blocks.replace(fill=fill, refcount=put(blocks.refcount, ids, 1, from_empty))
     blocks = tell_time(blocks, now, ok & (need > 0))
-    group = dataclasses.replace(
-        group,
+    group = group.replace(
         blocks=blocks,
         links=links,
         shadow=shadow,

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -33,7 +31,7 @@ def find_stuck(group: Group) -> Group:
         return group
     near = host.slot < group.empty.shape[0]
     stuck = led_to(group, (host.arriving != 0) | (near & (host.below > 0)), near)
-    return dataclasses.replace(group, host=dataclasses.replace(host, stuck=stuck))
+    return group.replace(host=host.replace(stuck=stuck))
 
 
 def _stick(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
@@ -73,18 +71,15 @@ def take_over(
     )  # fmt: skip
     (slot, arriving), near, far, idle, updated = fence((host.slot, host.arriving), near, far, idle, updated)
     up = where & (parent >= 0)
-    host = dataclasses.replace(
-        host,
+    host = host.replace(
         slot=put(put(slot, own, far, where), target, near, where),
         arriving=put(arriving, target, 0, where),
         below=add(host.below, parent, -1, up, unique=False),
         policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
     )
-    host = dataclasses.replace(
-        host, stuck=_stick(host, blocks.parent[:, 0], target, where & (pick(host.below, target) > 0))
-    )
-    blocks = dataclasses.replace(blocks, children=add(blocks.children, parent, 1, up, unique=False))
-    return dataclasses.replace(group, blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
+    host = host.replace(stuck=_stick(host, blocks.parent[:, 0], target, where & (pick(host.below, target) > 0)))
+    blocks = blocks.replace(children=add(blocks.children, parent, 1, up, unique=False))
+    return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
 
 def priorities(state: CacheState, now: jax.Array) -> list[jax.Array]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import mix, pick, put, pytree, runs
+from kvjax._arrays import Pytree, mix, pick, put, runs
 from kvjax.blocks import index
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.state import NO_BLOCK, Blocks, Group, Sequences
@@ -35,8 +35,7 @@ def same_content(
     return same
 
 
-@pytree()
-class Resolution:
+class Resolution(Pytree):
     """What becomes of blocks that have just been filled, all [R * F].
 
     Attributes:

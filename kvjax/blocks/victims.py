@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,14 +33,13 @@ def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax
         lambda carry: jnp.any(carry[1] & (pick(carry[0], ids) != 0)), reject, (children, in_order)
     )
     refcount = put(refcount, ids, claimed.astype(jnp.int32), named)
-    return dataclasses.replace(blocks, refcount=refcount, children=children), claimed
+    return blocks.replace(refcount=refcount, children=children), claimed
 
 
 def unclaim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> Blocks:
     """Undoes `claim` for ids i32[K], where bool[K]."""
     parent = pick(blocks.parent, ids)[:, 0]
-    return dataclasses.replace(
-        blocks,
+    return blocks.replace(
         refcount=add(blocks.refcount, ids, -1, where),
         children=add(blocks.children, parent, 1, where & (parent >= 0), unique=False),
     )

@@ -16,8 +16,6 @@ Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hyb
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -62,10 +60,9 @@ def anchor_blocks(
         EventKind.STORED, where, group=number, block=own, generation=pick(generation, own), source=parent[:, 0],
         source_generation=parent[:, 1], num_tokens=fill,
     )  # fmt: skip
-    group = dataclasses.replace(
-        group,
-        blocks=dataclasses.replace(
-            blocks, generation=generation, fill=put(blocks.fill, own, fill, where), hits=put(blocks.hits, own, 0, where)
+    group = group.replace(
+        blocks=blocks.replace(
+            generation=generation, fill=put(blocks.fill, own, fill, where), hits=put(blocks.hits, own, 0, where)
         ),
         anchor=put(group.anchor, own, target, where),
         shadow=put(group.shadow, target, own, where),
@@ -95,7 +92,7 @@ def follow(
     group, updated = take_over(group, number, POLICY, own, there, swap & news.first)
     group = merge(group, POLICY, own, there, swap, news.first, now)
     table = put(group.table, where, there.reshape(place.shape), swap.reshape(place.shape))
-    return dataclasses.replace(group, table=table), stored, updated
+    return group.replace(table=table), stored, updated
 
 
 def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Array]:
@@ -108,9 +105,8 @@ def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Ar
     records = record(EventKind.REMOVED, where, group=number, block=own, generation=pick(blocks.generation, own))
     group, own, where, idle, here, records = fence(group, own, where, idle, here, records)
     assert group.shadow is not None
-    group = dataclasses.replace(
-        group,
-        blocks=dataclasses.replace(group.blocks, fill=put(group.blocks.fill, own, 0, where)),
+    group = group.replace(
+        blocks=group.blocks.replace(fill=put(group.blocks.fill, own, 0, where)),
         shadow=put(group.shadow, anchors, NO_BLOCK, where),
         num_cached=group.num_cached - count(idle & here),
     )
@@ -127,7 +123,7 @@ def forget_all(state: CacheState, removed: jax.Array) -> tuple[CacheState, list[
     for number, group in enumerate(state.groups[1:], 1):
         group, gone = forget(group, number, removed)
         groups, records = [*groups, group], [gone, *records]
-    return dataclasses.replace(state, groups=tuple(groups)), records
+    return state.replace(groups=tuple(groups)), records
 
 
 def slide(
@@ -150,7 +146,7 @@ def slide(
     ids = group.table.at[where].get(mode="clip", wrap_negative_indices=False)
     leave = (ids >= 0) & ~spec.keeps(place, end[:, None], size)
     table, ids, leave = fence(group.table, ids, leave)
-    group = dataclasses.replace(group, table=put(table, where, NO_BLOCK, leave))
+    group = group.replace(table=put(table, where, NO_BLOCK, leave))
     return give_back_shared(group, POLICY, ids.reshape(-1), 1, leave.reshape(-1), now)
 
 

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import count, put, rank
+from kvjax._arrays import Pytree, count, put, rank
 from kvjax.events.records import COLUMNS, EventKind, Events
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class EventLog:
+class EventLog(Pytree):
     """Events of many steps, packed without padding, for the carry of a jitted loop.
 
     Attributes:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax._arrays import Pytree
 from kvjax.events.transfer import Transfer
 from kvjax.state import DEFAULT_PRIORITY
 
@@ -41,9 +41,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Events:
+class Events(Pytree):
     """The events of one transition, in the order removed, updated, stored, copied.
 
     Attributes:

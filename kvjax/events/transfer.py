@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+
+from kvjax._arrays import Pytree
 
 COLUMNS = ("group", "block", "number", "source", "target")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Transfer:
+class Transfer(Pytree):
     """The moves of one transition. All sources are read before any target is written, so that two blocks can swap.
 
     Attributes:

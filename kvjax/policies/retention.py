@@ -13,7 +13,6 @@ Source: TensorRT-LLM's KvCacheRetentionConfig.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import fence, pick, put
+from kvjax._arrays import Pytree, fence, pick, put
 from kvjax.state import DEFAULT_PRIORITY, Blocks
 
 UNSTATED = -1  # a priority that a request leaves as it is; a time to live that never ends
@@ -44,9 +43,7 @@ class TokenRange(NamedTuple):
     ttl: int | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Retention:
+class Retention(Pytree):
     """What a request says of its blocks, as arrays; made by `Retention.of`.
 
     Attributes:
@@ -138,7 +135,7 @@ def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array, where: ja
     default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), stated.shape)
     stated = jnp.where(stated[..., :1] < 0, default, stated)
     retention, expiry = fence(blocks.retention, blocks.expiry)  # which may have been computed from it just now
-    return dataclasses.replace(blocks, retention=put(retention, ids, stated, where), expiry=expiry)
+    return blocks.replace(retention=put(retention, ids, stated, where), expiry=expiry)
 
 
 def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:
@@ -169,4 +166,4 @@ def tell_time(blocks: Blocks, now: jax.Array, where: jax.Array) -> Blocks:
     if blocks.time is None:
         return blocks
     news = where & (now - blocks.time[1] > 0)
-    return dataclasses.replace(blocks, time=jnp.where(news, time_at(blocks, now), blocks.time))
+    return blocks.replace(time=jnp.where(news, time_at(blocks, now), blocks.time))

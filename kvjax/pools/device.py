@@ -9,21 +9,17 @@ A quantised pool has its scales in an array of their own, which goes wherever th
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from kvjax._arrays import count, put, rank
+from kvjax._arrays import Pytree, count, put, rank
 from kvjax.events.records import EventKind, Events
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pools:
+class Pools(Pytree, static=("spec",)):
     """The K/V of a cache. Valid only beside the state made with it.
 
     Attributes:
@@ -33,7 +29,7 @@ class Pools:
     """
 
     arrays: tuple[tuple[jax.Array, ...], ...]
-    spec: CacheSpec = dataclasses.field(metadata={"static": True})
+    spec: CacheSpec
     scales: tuple[tuple[jax.Array | None, ...], ...] | None = None
 
     def at(self, layer: int) -> tuple[int, int, int, jax.Array]:
@@ -45,12 +41,12 @@ class Pools:
         """The scales of a quantised pool, None for others."""
         return None if self.scales is None else self.scales[group][pool]
 
-    def replace(self, group: int, pool: int, array: jax.Array, scales: jax.Array | None = None) -> Pools:
+    def with_pool(self, group: int, pool: int, array: jax.Array, scales: jax.Array | None = None) -> Pools:
         """These pools with another array in one place, and its scales if it has any."""
-        pools = dataclasses.replace(self, arrays=_with(self.arrays, group, pool, array))
+        pools = self.replace(arrays=_with(self.arrays, group, pool, array))
         if self.scales is None or scales is None:
             return pools
-        return dataclasses.replace(pools, scales=_with(self.scales, group, pool, scales))
+        return pools.replace(scales=_with(self.scales, group, pool, scales))
 
 
 def _with(rows, group: int, pool: int, array: jax.Array):
@@ -107,9 +103,9 @@ def write(
     args, scales = (array, index, k, v, view.slots[group].reshape(-1)), pools.scales_of(group, pool)
     with jax.named_scope("write"):
         if scales is None:
-            return pools.replace(group, pool, pallas_kernels.call("append_kv", *args, implementation=implementation))
+            return pools.with_pool(group, pool, pallas_kernels.call("append_kv", *args, implementation=implementation))
         written = pallas_kernels.call("append_kv", *args, scales, implementation=implementation)
-    return pools.replace(group, pool, *written)
+    return pools.with_pool(group, pool, *written)
 
 
 def apply(pools: Pools, events: Events, *, implementation: str | None = None) -> Pools:
@@ -138,5 +134,5 @@ def apply(pools: Pools, events: Events, *, implementation: str | None = None) ->
                     for x in (array, pools.scales_of(g, p))
                     if x is not None
                 ]
-            pools = pools.replace(g, p, *copied)
+            pools = pools.with_pool(g, p, *copied)
     return pools

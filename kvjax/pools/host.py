@@ -17,7 +17,6 @@ Why so (`benchmarks.offload` measures it, tests/test_host_pool.py compiles it fo
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax._arrays import Pytree
 from kvjax.events.transfer import Transfer
 from kvjax.pools.device import Pools
 from kvjax.spec import CacheSpec
@@ -34,9 +34,7 @@ from kvjax.state import NO_BLOCK
 BATCHES = (64, 16, 4, 1)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HostPools:
+class HostPools(Pytree, static=("spec",)):
     """The K/V of the host tier, in pinned host memory. Valid only beside the state and the pools used with it.
 
     Attributes:
@@ -46,7 +44,7 @@ class HostPools:
     """
 
     arrays: tuple[tuple[jax.Array, ...], ...]
-    spec: CacheSpec = dataclasses.field(metadata={"static": True})
+    spec: CacheSpec
     scales: tuple[tuple[jax.Array | None, ...], ...] | None = None
 
 
@@ -216,7 +214,7 @@ def _with[T: (Pools, HostPools)](pools: T, group: int, arrays: Any) -> T:
     def put(rows, new):
         return None if rows is None else (*rows[:group], new, *rows[group + 1 :])
 
-    return dataclasses.replace(pools, arrays=put(pools.arrays, arrays[0]), scales=put(pools.scales, arrays[1]))
+    return pools.replace(arrays=put(pools.arrays, arrays[0]), scales=put(pools.scales, arrays[1]))
 
 
 def _allocate(like: jax.Array, num_blocks: int) -> jax.Array:

@@ -14,21 +14,17 @@ Padding is written to no slot, and attention returns zeros for it.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import pick
+from kvjax._arrays import Pytree, pick
 from kvjax._checks import on_state
 from kvjax.state import CacheState
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class View:
+class View(Pytree):
     """Where the tokens of one model step are.
 
     Attributes:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import put
+from kvjax._arrays import Pytree, put
 from kvjax.cache import Cache, TieredCache
 from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.records import Events
@@ -23,9 +22,7 @@ from kvjax.spec import CacheSpec
 LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(Pytree):
     """The rows of a decode loop, all [S].
 
     Attributes:
@@ -175,7 +172,7 @@ def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, roo
     stopped = jnp.any(token[:, None] == stop[None], axis=1)
     left = rows.left - chose.astype(jnp.int32)
     on = rows.active & (~chose | (~stopped & (left > 0) & room))
-    return dataclasses.replace(rows, token=jnp.where(chose, token, rows.token), left=left, active=on)
+    return rows.replace(token=jnp.where(chose, token, rows.token), left=left, active=on)
 
 
 def prefill(

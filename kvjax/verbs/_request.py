@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,4 +153,4 @@ def chosen(state: CacheState, group: int) -> Group:
 def replace_group(state: CacheState, number: int, group: Group) -> CacheState:
     """The state with another group in one place."""
     groups = (*state.groups[:number], group, *state.groups[number + 1 :])
-    return dataclasses.replace(state, groups=groups)
+    return state.replace(groups=groups)

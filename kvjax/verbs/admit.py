@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax._arrays import compact, count, fence, pick, put, pytree
+from kvjax._arrays import Pytree, compact, count, fence, pick, put
 from kvjax._checks import each_row, integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.deal import take_over_tiers
@@ -89,7 +88,7 @@ def admit(
     requests = (seq, integers("tokens", tokens, (*rows, "T")), extra_ids, length, namespace, retention)
     state, (events, sources) = lax.scan(one, state, requests) if rows else one(state, requests)
     held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)
-    state = dataclasses.replace(state, groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
+    state = state.replace(groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
     return state, flatten_rows(events) if rows else events
 
 
@@ -122,8 +121,7 @@ def lookup(
     return longest_match(state, ask.tokens, ask.extra_ids, length, ask.namespace, known_tiers(tiers))
 
 
-@pytree()
-class Found:
+class Found(Pytree):
     """What one group has of a prompt.
 
     Attributes:
@@ -191,7 +189,7 @@ def admit_row(
     worth = priorities(state, now) if "host" in tiers else None
     groups, taken, sources = [], [], []
     for g, (group, each) in enumerate(zip(state.groups, found, strict=True)):
-        group = dataclasses.replace(group, blocks=dataclasses.replace(group.blocks, refcount=refcounts[g]))
+        group = group.replace(blocks=group.blocks.replace(refcount=refcounts[g]))
         if g > 0:  # what the first group has lost is not findable in the others either
             group, forgotten = windows.forget(group, g, taken[0].removed)
         good, policy = status == Status.OK, windows.policy_of(g, state.policy)
@@ -212,7 +210,7 @@ def admit_row(
         status = jnp.where(new.ok, status, Status.NO_BLOCKS)
         need = jnp.where(new.ok, need, 0)
         if g > 0:
-            new = dataclasses.replace(new, removed=jnp.concatenate([forgotten, new.removed]))
+            new = new.replace(removed=jnp.concatenate([forgotten, new.removed]))
         groups, taken = [*groups, group], [*taken, new]
     ok = status == Status.OK
     sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
@@ -230,13 +228,12 @@ def admit_row(
             moved.append(
                 moves(far, group=g, block=ids[:1], number=number, source=source, target=group.pool_row(ids[:1]))
             )
-            host = dataclasses.replace(
-                host,
+            host = host.replace(
                 arriving=put(host.arriving, ids[:1], number, far),
                 moves=jnp.where(far[0], number, host.moves),
                 stuck=put(host.stuck, found[g].blocks, True, hits[g] & far[0]),
             )
-            group = dataclasses.replace(group, host=host)
+            group = group.replace(host=host)
         table = jnp.where(
             hits[g], found[g].blocks, jnp.where((after >= 0) & (after < need), pick(ids, after), NO_BLOCK)
         )
@@ -249,7 +246,7 @@ def admit_row(
         new = ok & (after >= 0) & (after < need)
         groups[0], changed = _retain(groups[0], tables[0], stated, hits[0] & ok, new)
         updated.append(changed)
-    before, state = state, dataclasses.replace(state, groups=tuple(groups))
+    before, state = state, state.replace(groups=tuple(groups))
     state = write_row(state, seq, ok, tables, target, cached, ask.namespace, stated)
     state, removed, updated, moved = all_or_nothing(
         before, state, ok, [new.removed for new in reversed(taken)], updated, moved
@@ -295,9 +292,9 @@ def _retain(
     again = hit & (stated[:, 0] >= 0)
     before = pick(blocks.retention, table)[:, 0]
     retention, before = fence(blocks.retention, before)
-    blocks = apply_retention(dataclasses.replace(blocks, retention=retention), table, stated, again | fresh)
+    blocks = apply_retention(blocks.replace(retention=retention), table, stated, again | fresh)
     changed = again & (before != stated[:, 0])
     updated = record(
         EventKind.UPDATED, changed, block=table, generation=pick(blocks.generation, table), priority=stated[:, 0]
     )
-    return dataclasses.replace(group, blocks=blocks), updated
+    return group.replace(blocks=blocks), updated

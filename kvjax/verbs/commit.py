@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,15 +67,15 @@ def commit(
         bad = bad | ((asked > 0) & pick(state.seqs.swapped, rows))
     end = start + jnp.where(bad, 0, asked)
     group = note_tokens(state.groups[0], rows, start, end, tokens, extra_ids)
-    state = dataclasses.replace(state, groups=(group, *state.groups[1:]))
+    state = state.replace(groups=(group, *state.groups[1:]))
     state, stored, updated = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
     groups = [
         group if group.anchor is None else windows.slide(group, of, rows, start, end, most, size, now)
         for group, of in zip(state.groups, spec.groups, strict=True)
     ]
     committed = put(state.seqs.committed, rows, end, exists & ~bad)
-    seqs_ = dataclasses.replace(state.seqs, committed=committed)
-    state = dataclasses.replace(state, groups=tuple(groups), seqs=seqs_)
+    seqs_ = state.seqs.replace(committed=committed)
+    state = state.replace(groups=tuple(groups), seqs=seqs_)
     return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
 
 
@@ -117,7 +115,7 @@ def publish_filled(
         place = runs(start, most)
         filled = live[:, None] & (place < pick(end, picked)[:, None])
         blocks, news = fence(group.blocks, resolve(group, state.seqs, row, start, filled))
-        group = dataclasses.replace(group, blocks=blocks)
+        group = group.replace(blocks=blocks)
         group, stored = publish(
             group, news.own, news.publish, news.key, news.parent, place.reshape(-1), group.blocks.tokens.shape[1]
         )
@@ -126,7 +124,7 @@ def publish_filled(
         where = (jnp.broadcast_to(row[:, None], place.shape), place)
         swap = news.merge.reshape(place.shape)
         table = put(group.table, where, news.target.reshape(place.shape), swap)
-        groups, new, moved = [dataclasses.replace(group, table=table)], [stored], [updated]
+        groups, new, moved = [group.replace(table=table)], [stored], [updated]
         for number, other in enumerate(others, 1):
             other, stored, updated = windows.follow(other, number, group.blocks, news, row, place, now)
             groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
@@ -140,5 +138,5 @@ def publish_filled(
         lambda carry: carry[0] < count(fills), step, (jnp.int32(0), state.groups, records)
     )
     records = [r[:total].reshape(total * most, -1) for r in records]
-    state, num = dataclasses.replace(state, groups=groups), len(state.groups)
+    state, num = state.replace(groups=groups), len(state.groups)
     return state, records[:num], records[num:]

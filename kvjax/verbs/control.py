@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -48,9 +46,8 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
     pins[group] = add(pins[group], ids, 1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
     named = named & ok
-    mine = dataclasses.replace(
-        mine,
-        blocks=dataclasses.replace(known, refcount=add(known.refcount, ids, 1, named)),
+    mine = mine.replace(
+        blocks=known.replace(refcount=add(known.refcount, ids, 1, named)),
         num_cached=mine.num_cached - count(named & (refcount == 0) & mine.on_device(ids)),
     )
     state = replace_group(state, group, mine)
@@ -145,7 +142,7 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     leaves = pick(doomed, order) & (status == Status.OK)
     here = group.on_device(order)
     group, removed = withdraw(group, order, leaves)
-    group = dataclasses.replace(group, num_cached=group.num_cached - count(leaves & here))
+    group = group.replace(num_cached=group.num_cached - count(leaves & here))
     group = find_stuck(push_empty(group, state.policy, order, leaves))
     state, gone = windows.forget_all(replace_group(state, 0, group), removed)
     return state, assemble(state, status, removed=gone, shortfall=over)
@@ -171,14 +168,14 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
         policy = windows.policy_of(number, state.policy)
         fresh = init_group(state.spec, number, policy, group.num_blocks)
         known, ids = group.blocks, jnp.arange(group.blocks.fill.shape[0], dtype=jnp.int32)
-        kept = dataclasses.replace(fresh.blocks, generation=known.generation, clock=known.clock, time=known.time)
-        fresh = dataclasses.replace(fresh, blocks=kept, policy=policy.forgot(group.policy, ids))
+        kept = fresh.blocks.replace(generation=known.generation, clock=known.clock, time=known.time)
+        fresh = fresh.replace(blocks=kept, policy=policy.forgot(group.policy, ids))
         if fresh.host is not None and group.host is not None:
-            host = dataclasses.replace(fresh.host, policy=policy.forgot(group.host.policy, ids))
-            fresh = dataclasses.replace(fresh, host=host)
+            host = fresh.host.replace(policy=policy.forgot(group.host.policy, ids))
+            fresh = fresh.replace(host=host)
         groups.append(jax.tree.map(lambda new, old: jnp.where(held, old, new), fresh, group))
         cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
-    state = dataclasses.replace(state, groups=tuple(groups))
+    state = state.replace(groups=tuple(groups))
     return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)
 
 

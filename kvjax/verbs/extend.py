@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import count, pick, put, pytree, rank, runs
+from kvjax._arrays import Pytree, count, pick, put, rank, runs
 from kvjax._checks import each_row, integers, on_state, row_mask, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.copy_on_write import settle, unshare
@@ -71,16 +70,15 @@ def extend(
     status = first_failure(
         (bad, Status.BAD_REQUEST), (away, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
     )
-    seqs = dataclasses.replace(seqs, length=jnp.where(fine & grew.ok, grown, seqs.length))
-    state = dataclasses.replace(state, seqs=seqs)
+    seqs = seqs.replace(length=jnp.where(fine & grew.ok, grown, seqs.length))
+    state = state.replace(seqs=seqs)
     return state, assemble(
         state, status, removed=grew.removed, updated=grew.updated, copied=grew.copied, shortfall=grew.shortfall,
         moves=grew.moves,
     )  # fmt: skip
 
 
-@pytree()
-class Growth:
+class Growth(Pytree):
     """What became of it: whether every row could grow, the records of each group, and blocks missing at most."""
 
     ok: jax.Array
@@ -127,12 +125,12 @@ def grow(
         ids = pick(new.ids, rank(wanted.reshape(-1)).reshape(wanted.shape))
         table = put(group.table, (jnp.broadcast_to(rows[:, None], wanted.shape), place), ids, wanted & had)
         copies = shares.copies & had & (written > 0)
-        group = dataclasses.replace(group, table=table)
+        group = group.replace(table=table)
         if number == 0:
             group = copy_tokens(group, ids[:, 0], shares.block, copies)
             if seqs.retention is not None:
                 stated = pick(seqs.retention, (rows[:, None], place))
-                group = dataclasses.replace(group, blocks=apply_retention(group.blocks, ids, stated, wanted & had))
+                group = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted & had))
         groups.append(group)
         removed.append(new.removed)
         copied.append(
@@ -141,7 +139,7 @@ def grow(
         )  # fmt: skip
     shortfall = jnp.where(had, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
     state, removed, updated, moves = all_or_nothing(
-        state, dataclasses.replace(state, groups=tuple(groups)), had, removed, [new.updated for new in taken],
+        state, state.replace(groups=tuple(groups)), had, removed, [new.updated for new in taken],
         [new.moves for new in taken],
     )  # fmt: skip
     return state, Growth(had, removed, copied, shortfall, updated, moves)

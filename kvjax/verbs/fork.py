@@ -46,8 +46,8 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
     groups = []
     for group, table in zip(state.groups, old.tables, strict=True):
         refcount = add(group.blocks.refcount, table, 1, ok & (table >= 0))
-        groups.append(dataclasses.replace(group, blocks=dataclasses.replace(group.blocks, refcount=refcount)))
-    state = dataclasses.replace(state, groups=tuple(groups))
+        groups.append(group.replace(blocks=group.blocks.replace(refcount=refcount)))
+    state = state.replace(groups=tuple(groups))
     state = write_row(state, dst, ok, old.tables, old.length, old.committed, old.namespace, old.retention)
     return state, assemble(state, status)
 
@@ -92,7 +92,7 @@ def beam_step(
         # Tails before heads, as the blocks are to be freed.
         ids = table.T[::-1].reshape(-1)
         less = jnp.broadcast_to(1 - heirs, table.T.shape).reshape(-1)
-        group = dataclasses.replace(group, table=put(everyone, seqs, moved, ok))
+        group = group.replace(table=put(everyone, seqs, moved, ok))
         policy = windows.policy_of(number, state.policy)
         groups.append(give_back_shared(group, policy, ids, less, (ids >= 0) & ~bad, now))
 
@@ -101,5 +101,5 @@ def beam_step(
         for name, array in ((field.name, getattr(old, field.name)) for field in dataclasses.fields(old))
         if array is not None
     }
-    state = dataclasses.replace(state, groups=tuple(groups), seqs=dataclasses.replace(old, **kept))
+    state = state.replace(groups=tuple(groups), seqs=old.replace(**kept))
     return state, assemble(state, first_failure((jnp.broadcast_to(bad, seqs.shape), Status.BAD_REQUEST)))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -50,11 +49,9 @@ def init(
         )
     seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
     if spec.retention:
-        seqs = dataclasses.replace(
-            seqs, retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq + 1, 2), jnp.int32)
-        )
+        seqs = seqs.replace(retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq + 1, 2), jnp.int32))
     if spec.has_host:
-        seqs = dataclasses.replace(seqs, swapped=jnp.zeros((spec.max_seqs,), jnp.bool_))
+        seqs = seqs.replace(swapped=jnp.zeros((spec.max_seqs,), jnp.bool_))
     return CacheState(tuple(groups), seqs, spec, policy)
 
 

@@ -17,7 +17,6 @@ Source: TensorRT-LLM's secondary pool; vLLM's swapping of whole sequences.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +66,7 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     out, claimed = claim(known, ids, good & (ids >= 0))
     open_ = good & (count(claimed) == count(named))
     leaving = Leaving(ids, claimed, claimed)
-    new = _deal(state, dataclasses.replace(mine, blocks=out), leaving, now, group)
+    new = _deal(state, mine.replace(blocks=out), leaving, now, group)
     status = first_failure((held, Status.HELD), (~open_, Status.BAD_REQUEST), (~new.ok, Status.NO_BLOCKS))
     return _finish(state, group, new, status)
 
@@ -100,14 +99,14 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     good = named & there & (status == Status.OK)
     keep = jnp.where(good & (parent >= 0) & ~pick(coming, parent), parent, NO_BLOCK)
     keep = jnp.unique(keep, size=keep.shape[0], fill_value=NO_BLOCK)
-    blocks = dataclasses.replace(known, refcount=add(known.refcount, keep, 1, keep >= 0))
+    blocks = known.replace(refcount=add(known.refcount, keep, 1, keep >= 0))
     idle = count((keep >= 0) & (pick(known.refcount, keep) == 0))
-    kept = dataclasses.replace(mine, blocks=blocks, num_cached=mine.num_cached - idle)
+    kept = mine.replace(blocks=blocks, num_cached=mine.num_cached - idle)
     back, _ = compact(jnp.where(good, ids, NO_BLOCK))
     least = state.spec.offload_min_priority
     new = _take(state, kept, ids.shape[0], now, group, back=back, least=least)
     policy = windows.policy_of(group, state.policy)
-    new = dataclasses.replace(new, group=give_back(new.group, policy, keep, keep >= 0, now))
+    new = new.replace(group=give_back(new.group, policy, keep, keep >= 0, now))
     return _finish(state, group, new, jnp.where((status == Status.OK) & ~new.ok, jnp.int32(Status.NO_BLOCKS), status))
 
 
@@ -166,8 +165,8 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
         stored = pick(group.blocks.fill, ids) > 0
         blocks, claimed = claim(group.blocks, ids, private & stored)
         where = claimed | (private & ~stored)
-        blocks = dataclasses.replace(blocks, refcount=put(blocks.refcount, ids, 1, private))  # the others' too
-        group = dataclasses.replace(group, blocks=blocks)
+        blocks = blocks.replace(refcount=put(blocks.refcount, ids, 1, private))  # the others' too
+        group = group.replace(blocks=blocks)
         return _deal(after, group, Leaving(ids, where, where, held=True), now, number)
 
     return _swap(state, seq, leave, True, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
@@ -232,12 +231,12 @@ def complete(
         came = (ids >= 0) & (transfer.number == pick(host.arriving, ids))
         arriving, came = fence(host.arriving, came)
         # A block whose move has failed stays on the move until it is empty, so that what its row writes is not stored.
-        host = dataclasses.replace(host, arriving=put(arriving, ids, 0, came & ok, unique=False))
+        host = host.replace(arriving=put(arriving, ids, 0, came & ok, unique=False))
         lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, came & ~ok, unique=False)
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
         policy = windows.policy_of(number, state.policy)
-        group, gone = _lose(dataclasses.replace(group, host=host), number, policy, lost, most)
+        group, gone = _lose(group.replace(host=host), number, policy, lost, most)
         group = find_stuck(group)
         after, records = replace_group(state, number, group), [gone]
         if number == 0:
@@ -251,8 +250,8 @@ def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
     """The state after, where held blocks that have left the index say so: their pins outlast their place in it."""
     for number, (old, new) in enumerate(zip(before.groups, after.groups, strict=True)):
         lost = (old.blocks.fill > 0) & (new.blocks.fill == 0) & (new.blocks.refcount > 0)
-        blocks = dataclasses.replace(new.blocks, hits=jnp.where(lost, LOST, new.blocks.hits))
-        after = replace_group(after, number, dataclasses.replace(new, blocks=blocks))
+        blocks = new.blocks.replace(hits=jnp.where(lost, LOST, new.blocks.hits))
+        after = replace_group(after, number, new.replace(blocks=blocks))
     return after
 
 
@@ -275,17 +274,16 @@ def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, mo
     fill = put(blocks.fill, order, 0, where)
     children = add(blocks.children, up, -1, where & here & (up >= 0), unique=False)
     below = add(host.below, up, -1, where & ~here & (up >= 0), unique=False)
-    group = dataclasses.replace(
-        group,
-        blocks=dataclasses.replace(blocks, fill=fill, children=children),
-        host=dataclasses.replace(host, below=below),
+    group = group.replace(
+        blocks=blocks.replace(fill=fill, children=children),
+        host=host.replace(below=below),
         num_cached=group.num_cached - count(idle & here),
     )
     if group.anchor is None:
-        group = dataclasses.replace(group, links=index.remove(group.links, fill, order, where))
+        group = group.replace(links=index.remove(group.links, fill, order, where))
     elif group.shadow is not None:
         shadow = put(group.shadow, pick(group.anchor, order), NO_BLOCK, where)
-        group = dataclasses.replace(group, shadow=shadow)
+        group = group.replace(shadow=shadow)
     return push_empty(group, policy, order, idle), removed
 
 
@@ -366,5 +364,5 @@ def _swap(
     room = functools.reduce(jnp.logical_and, [new.ok for _, new in reports])
     assert after.seqs.swapped is not None
     swapped = put(after.seqs.swapped, seq[None], out, jnp.ones((1,), jnp.bool_))
-    after = dataclasses.replace(after, seqs=dataclasses.replace(after.seqs, swapped=swapped))
+    after = after.replace(seqs=after.seqs.replace(swapped=swapped))
     return _report(state, after, reports, first_failure(*causes, (~room, Status.NO_BLOCKS)))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -51,7 +50,7 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
         give_back(group, windows.policy_of(g, state.policy), table[::-1], (ok & (table >= 0))[::-1], now)
         for g, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))
     ]
-    state = dataclasses.replace(state, groups=tuple(groups))
+    state = state.replace(groups=tuple(groups))
     state = write_row(state, seq, ok, [jnp.full_like(table, NO_BLOCK) for table in row.tables], 0, 0, 0)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), stored=stored)
 
@@ -97,4 +96,4 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
         where = good & other.arrived(last) & (other.beside(target) < 0)
         other, follows = windows.anchor_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
         groups, records = [*groups, other], [*records, follows]
-    return dataclasses.replace(state, groups=tuple(groups)), records
+    return state.replace(groups=tuple(groups)), records

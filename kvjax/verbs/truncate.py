@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -79,7 +78,7 @@ def rewind(
     group, block = groups[0], pick(tables[0], keep - 1)[None]
     alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & group.childless(block)
     groups[0], gone = withdraw(group, block, ok & (length % size > 0) & alone)
-    state, removed = windows.forget_all(dataclasses.replace(state, groups=tuple(groups)), gone)
+    state, removed = windows.forget_all(state.replace(groups=tuple(groups)), gone)
     retention = row.retention
     if retention is not None:  # what comes after the cut is generated, whatever was said of the prompt there
         kept = np.arange(retention.shape[0], dtype=np.int32) * size < length
