@@ -195,19 +195,19 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
             asks("swap_in", seq=rows),
         ]
 
-    def life(request: Request, seq: int, kept: list[bool]) -> list[Request]:
-        """A sequence from its prompt to its end, or parts of it."""
+    def life(request: Request, seq: int, twin: int, kept: list[bool]) -> list[Request]:
+        """A sequence from its prompt to its end, perhaps forked and swapped, or parts of it."""
         written = {"verb": "commit", "num_tokens": [longest] * spec.max_seqs, "tokens": [[]] * spec.max_seqs}
         written |= {"extra_ids": written["tokens"]} if spec.extra_ids else {}
-        ends: list[Request] = [{"verb": "release", "seq": seq}]
-        ends = [{"verb": "swap_out", "seq": seq}, {"verb": "complete", "ok": True}, *ends] if spec.has_host else ends
-        parts = [request | {"seq": seq}, written, *ends]
+        rest: list[Request] = [{"verb": "swap_out", "seq": seq}, {"verb": "complete", "ok": True}]
+        rest = [*rest, {"verb": "swap_in", "seq": seq}, {"verb": "complete", "ok": True}] if spec.has_host else []
+        fork, end = {"verb": "fork", "src": seq, "dst": twin}, {"verb": "release", "seq": seq}
+        parts = [request | {"seq": seq}, written, fork, *rest, end]
         return [part for part, keep in zip(parts, kept, strict=False) if keep]
 
     mostly = st.sampled_from((False, True, True, True))  # shrinks to nothing
-    lives = st.builds(
-        life, admit.map(extra), st.integers(0, spec.max_seqs - 1), st.lists(mostly, min_size=5, max_size=5)
-    )
+    known = st.integers(0, spec.max_seqs - 1)
+    lives = st.builds(life, admit.map(extra), known, known, st.lists(mostly, min_size=8, max_size=8))
     part = st.one_of(st.one_of(kinds).map(lambda request: [request]), lives)
     # Lists of lists are longer on the average, and shrink as well.
     lists = st.lists(st.lists(part).map(_joined)).map(_joined)

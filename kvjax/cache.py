@@ -322,11 +322,11 @@ class TieredCache:
     def _settle(self, state: CacheState, events: Events) -> TieredCache:
         """Makes the moves and the copies, in this order, and says so to the state."""
         pools, host, failure = self.pools, self.host, None
-        assert events.transfer is not None
-        try:
-            pools, host = move(pools, host, events.transfer)
-        except TransferError as error:
-            pools, host, failure = error.pools, error.host, error
+        if events.transfer is not None:
+            try:
+                pools, host = move(pools, host, events.transfer)
+            except TransferError as error:
+                pools, host, failure = error.pools, error.host, error
         cache, done = _finish(Cache(state, pools), events, np.bool_(failure is None))
         if failure is None:
             return TieredCache(cache, host)

@@ -284,7 +284,7 @@ def test_one_trace_a_shape(verb):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("run", [bookkeeping.steps, pytest.param(bookkeeping.admissions, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [bookkeeping.steps, bookkeeping.admissions])
 def test_scanned_steps_copy_nothing_of_the_pools_size(run):
     blocks = {None: 60_000, 256: 61_000, 512: 62_000}
     spec = kvjax.make_spec(

@@ -184,7 +184,8 @@ def admit_row(
         ((need > least) | fixed, Status.NO_BLOCKS),
     )
     refcounts, missing = [group.blocks.refcount for group in state.groups], need - least
-    refcounts, found, status, need, shared, missing = fence(refcounts, found, status, need, shared, missing)
+    decided = fence(refcounts, found, status, target, need, whole, shared, missing)
+    refcounts, found, status, target, need, whole, shared, missing = decided
     need = jnp.where(status == Status.OK, need, 0)
     worth = priorities(state, now) if "host" in tiers else None
     groups, taken, sources = [], [], []
