@@ -203,6 +203,21 @@ class Group(Pytree):
     shadow: jax.Array | None = None
     host: Host | None = None
 
+    @property
+    def windowed(self) -> bool:
+        """Whether this is the group of a window; the first group is not, and holds the prefix tree of all."""
+        return self.anchor is not None
+
+    @property
+    def ids(self) -> jax.Array:
+        """i32[B]; all block ids, of both tiers."""
+        return jnp.arange(self.blocks.fill.shape[0], dtype=jnp.int32)
+
+    @property
+    def available(self) -> jax.Array:
+        """i32[]; blocks that can be had: empty ones and cached ones."""
+        return self.num_empty + self.num_cached
+
     def pool_row(self, ids: jax.Array) -> jax.Array:
         """i32[...]; the pool rows of blocks ids i32[...]."""
         return ids if self.host is None else pick(self.host.slot, ids)
@@ -215,9 +230,18 @@ class Group(Pytree):
         """bool[...]; whether the K/V of blocks ids i32[...] are where the blocks are."""
         return ids >= 0 if self.host is None else (ids >= 0) & (pick(self.host.arriving, ids) == 0)
 
+    def moving(self, ids: jax.Array) -> jax.Array:
+        """bool[...]; whether blocks ids i32[...] are on the move between the tiers."""
+        return (ids >= 0) & ~self.arrived(ids)
+
     def reachable(self, ids: jax.Array, tiers: tuple[str, ...]) -> jax.Array:
         """bool[...]; whether blocks ids i32[...] are in these tiers, with their K/V."""
         return self.arrived(ids) if "host" in tiers else self.arrived(ids) & self.on_device(ids)
+
+    def evictable(self, ids: jax.Array) -> jax.Array:
+        """bool[...]; whether cached blocks ids i32[...] are where a loop can evict them: see `Host.stuck`."""
+        here = self.arrived(ids) & self.on_device(ids)
+        return here if self.host is None else here & ~pick(self.host.stuck, ids)
 
     def childless(self, ids: jax.Array) -> jax.Array:
         """bool[...]; whether no findable block follows the findable blocks ids i32[...]."""
@@ -227,6 +251,10 @@ class Group(Pytree):
     def beside(self, ids: jax.Array) -> jax.Array:
         """i32[...]; the blocks with the same prefixes as blocks ids i32[...] of the first group, or NO_BLOCK."""
         return ids if self.shadow is None else jnp.where(ids >= 0, pick(self.shadow, ids), NO_BLOCK)
+
+    def anchors(self, ids: jax.Array) -> jax.Array:
+        """i32[...]; the way back: the first group's blocks with the same prefixes as blocks ids i32[...]."""
+        return ids if self.anchor is None else pick(self.anchor, ids)
 
 
 class Sequences(Pytree):

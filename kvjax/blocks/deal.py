@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax._arrays import Pytree, add, compact, count, pick, put, rank
-from kvjax.blocks import index
-from kvjax.blocks.take import Taken, available
+from kvjax.blocks.publish import children_first, descendants, leave_index
 from kvjax.blocks.tiers import find_stuck, led_to, next_move
-from kvjax.blocks.victims import claim
+from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import EventKind, record
 from kvjax.events.transfer import moves
 from kvjax.policies.retention import tell_time
-from kvjax.state import DEFAULT_PRIORITY, NO_BLOCK, Blocks, EvictionPolicy, Group, Host
+from kvjax.state import DEFAULT_PRIORITY, NO_BLOCK, EvictionPolicy, Group, Host
 
 
 class Leaving(Pytree, static=("held",)):
@@ -48,39 +46,23 @@ class Leaving(Pytree, static=("held",)):
 
 def take_over_tiers(
     group: Group,
+    number: int,
     policy: EvictionPolicy,
     need: jax.Array,
     size: int,
     now: jax.Array,
-    *,
-    value: jax.Array,
-    least: int,
-    number: int = 0,
-    back: jax.Array | None = None,
-    extra: jax.Array | int = 0,
+    priorities: jax.Array,
+    min_priority: int,
+    back: jax.Array,
+    extra: jax.Array | int,
 ) -> Taken:
-    """Takes `need` blocks for one holder each and brings blocks back, offloading what has to leave for it.
-
-    Args:
-      group: the group; untouched unless all can be done.
-      policy: chooses who leaves the device, and who the host.
-      need: i32[].
-      size: static; the most blocks that need, back and extra may be together.
-      now: i32[] ms.
-      value: i32[B]; from `worth`.
-      least: blocks worth less are removed, not offloaded.
-      number: the group's number.
-      back: i32[size]; different findable blocks on the host that are to come to the device, packed; NO_BLOCK is
-        padding.
-      extra: i32[]; blocks that are to be emptied beyond that.
-    """
+    """Takes `need` blocks for one holder each and brings blocks back, offloading what has to leave; see `take`."""
     host, before = group.host, group.blocks
     assert host is not None
-    back = jnp.full((size,), NO_BLOCK, jnp.int32) if back is None else back
     rows = group.empty.shape[0]
     total = need + count(back >= 0) + extra
     popped = jnp.minimum(need + count(back >= 0), group.num_empty)
-    wanted = jnp.where(total <= available(group), total - popped, 0)
+    wanted = jnp.where(total <= group.available, total - popped, 0)
 
     moving = led_to(group, host.arriving != 0, host.slot < rows)
 
@@ -91,8 +73,8 @@ def take_over_tiers(
     ids, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
     where = (jnp.arange(size, dtype=jnp.int32) < wanted) & eligible(ids)
     blocks, claimed = claim(before, ids, where)
-    fits = (total <= available(group)) & (count(claimed) == wanted)
-    out = Leaving(ids, claimed, claimed & (pick(value, ids) >= least))
+    fits = (total <= group.available) & (count(claimed) == wanted)
+    out = Leaving(ids, claimed, claimed & (pick(priorities, ids) >= min_priority))
     moved = deal(group.replace(blocks=blocks, policy=pstate), policy, out, back, need, popped, now,
                  number)  # fmt: skip
     ok = fits & moved.ok
@@ -138,20 +120,21 @@ def deal(
     lasting, followers, losers, host, ok = _who_goes(group, host, policy, out, back, now)
     passing = out.where & out.stay & ~lasting
     removed = jnp.concatenate([jnp.where(out.where & ~lasting, out.ids, NO_BLOCK), followers, losers])
-    removed = pick(removed, jnp.argsort(-jnp.where(removed >= 0, pick(blocks.depth, removed), -1)))  # children first
+    removed = children_first(blocks, removed, removed >= 0)
     dealt = _deal_rows(group, host, out, lasting, jnp.concatenate([followers, losers]), back, popped)
     slot, free, place = dealt.slot, dealt.free, jnp.arange(dealt.free.shape[0], dtype=jnp.int32)
     moved = jnp.concatenate([jnp.where(lasting, out.ids, NO_BLOCK), back])
 
-    def tell(kind: EventKind, ids: jax.Array, where: jax.Array, level: jax.Array | int = 0) -> jax.Array:
+    def tell(ids: jax.Array, where: jax.Array, level: jax.Array | int) -> jax.Array:
         priority = DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, ids)[:, 0]
         generation = pick(blocks.generation, ids)
-        return record(kind, where, group=number, block=ids, generation=generation, level=level, priority=priority)
+        known = {"group": number, "block": ids, "generation": generation, "priority": priority}
+        return record(EventKind.UPDATED, where, **known, level=level)
 
     findable = (moved >= 0) & (pick(blocks.fill, moved) > 0)
     to_host = (jnp.arange(moved.shape[0], dtype=jnp.int32) < lasting.shape[0]).astype(jnp.int32)
-    updated = tell(EventKind.UPDATED, moved, findable, to_host)
-    records = [tell(EventKind.UPDATED, out.ids, passing, 1), tell(EventKind.REMOVED, removed, removed >= 0)]
+    updated = tell(moved, findable, to_host)
+    passed = tell(out.ids, passing, 1)
     ordered = moves(
         moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.slot, moved),
         target=pick(slot, moved),
@@ -163,7 +146,6 @@ def deal(
     refcount = put(refcount, out.ids, 1 if out.held else 0, lasting)
     blocks = blocks.replace(
         refcount=put(refcount, free, 1, place < need),
-        fill=put(blocks.fill, removed, 0, removed >= 0),
         children=put(add(blocks.children, above, 1, under, unique=False), removed, 0, removed >= 0),
     )
     blocks = tell_time(blocks, now, (need > 0) | jnp.any(moved >= 0))
@@ -180,23 +162,18 @@ def deal(
         num_empty=host.num_empty - dealt.taken + count(on_host),
         policy=far_pstate,
     )
-    links, shadow = group.links, group.shadow
-    if group.anchor is None or shadow is None:
-        links = index.remove(links, blocks.fill, removed, removed >= 0)
-    else:
-        shadow = put(shadow, pick(group.anchor, removed), NO_BLOCK, removed >= 0)
     group = group.replace(
         blocks=blocks,
         host=host,
-        links=links,
-        shadow=shadow,
         empty=put(group.empty, group.num_empty - popped + rank(on_stack), free, on_stack),
         num_empty=group.num_empty - popped + count(on_stack),
         num_cached=group.num_cached - (0 if out.held else count(out.where)) + count(idle),
-        policy=policy.touched(pstate, blocks, jnp.where(idle, back, NO_BLOCK), now),
     )
+    group, gone = leave_index(group, number, removed, removed >= 0, counted=False)
+    pstate = policy.touched(pstate, group.blocks, jnp.where(idle, back, NO_BLOCK), now)
+    group = find_stuck(group.replace(policy=pstate))
     ids = jnp.where(place < need, free, NO_BLOCK)
-    return Taken(find_stuck(group), ids, ok, jnp.concatenate(records), updated, ordered)
+    return Taken(group, ids, ok, jnp.concatenate([passed, gone]), updated, ordered)
 
 
 def _who_goes(
@@ -215,7 +192,8 @@ def _who_goes(
     host = host.replace(below=add(host.below, parent, 1, goes & stored, unique=False))
 
     # Whatever follows a removed block goes with it, and is on the host, for the device loses leaves.
-    doomed = _followers(blocks, out.ids, out.where & ~out.stay, host.below)
+    removed = out.where & ~out.stay
+    doomed = descendants(blocks, _mark(num_ids, out.ids, removed), jnp.any(removed & (pick(host.below, out.ids) > 0)))
     mine = _mark(num_ids, out.ids, out.where)
     ok = ~jnp.any(doomed & ~mine & ((blocks.refcount > 0) | (host.arriving != 0)))
     followers = _where(doomed & ~mine, size)
@@ -303,21 +281,6 @@ def _host_victims(
     ids, pstate = policy.chosen(pstate, seen, eligible, overflow, now, size)
     seen, claimed = claim(seen, ids, (jnp.arange(size, dtype=jnp.int32) < overflow) & eligible(ids))
     return jnp.where(claimed, ids, NO_BLOCK), host.replace(below=seen.children, policy=pstate)
-
-
-def _followers(blocks: Blocks, ids: jax.Array, where: jax.Array, below: jax.Array) -> jax.Array:
-    """bool[B]; blocks ids i32[K], where bool[K], and all findable blocks that follow those of them with any below."""
-    parent = blocks.parent[:, 0]
-
-    def following(marked: jax.Array) -> jax.Array:
-        return (blocks.fill > 0) & (parent >= 0) & pick(marked, parent)
-
-    some = jnp.any(where & (pick(below, ids) > 0))
-    return lax.while_loop(
-        lambda marked: some & jnp.any(following(marked) & ~marked),
-        lambda marked: marked | following(marked),
-        _mark(blocks.fill.shape[0], ids, where),
-    )
 
 
 def _mark(size: int, ids: jax.Array, where: jax.Array) -> jax.Array:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from kvjax._arrays import add, count, pick, put, rank
-from kvjax.blocks import index
+from kvjax._arrays import add, count, fence, pick, put, rank
+from kvjax.blocks import index, tiers, windows
+from kvjax.blocks.holders import push_empty
 from kvjax.events.records import EventKind, record
-from kvjax.state import DEFAULT_PRIORITY, Group
+from kvjax.state import DEFAULT_PRIORITY, Blocks, CacheState, EvictionPolicy, Group
 
 
 def publish(
@@ -58,18 +60,74 @@ def publish(
     return group.replace(blocks=blocks, links=index.insert(group.links, blocks, ids, where)), stored
 
 
-def withdraw(group: Group, ids: jax.Array, where: jax.Array) -> tuple[Group, jax.Array]:
-    """Makes findable blocks ids i32[K] without findable children outside the set unfindable; records, removed."""
-    blocks = group.blocks
-    parent, generation = pick(blocks.parent, ids)[:, 0], pick(blocks.generation, ids)
-    here, host = group.on_device(ids), group.host
-    blocks = blocks.replace(
-        fill=put(blocks.fill, ids, 0, where),
-        children=add(blocks.children, parent, -1, where & here & (parent >= 0), unique=False),
+def leave_index(
+    group: Group, number: int, ids: jax.Array, where: jax.Array, *, counted: bool = True
+) -> tuple[Group, jax.Array]:
+    """Takes findable blocks out of the index, each without findable children or together with all of them.
+
+    Args:
+      group: the group.
+      number: its number.
+      ids: i32[K]; all different.
+      where: bool[K]; those that leave.
+      counted: whether their parents still count them as children; `claim` has seen to that already.
+
+    Returns:
+      The group and records i32[K, 9], removed.
+    """
+    blocks, on_device = group.blocks, group.on_device(ids)
+    generations, generation = fence(blocks.generation, pick(blocks.generation, ids))
+    removed = record(EventKind.REMOVED, where, group=number, block=ids, generation=generation)
+    group = group.replace(blocks=blocks.replace(fill=put(blocks.fill, ids, 0, where), generation=generations))
+    if group.windowed:
+        return windows.let_go_of_anchors(group, ids, where), removed
+    if counted:
+        group = tiers.count_children(group, pick(blocks.parent, ids)[:, 0], -1, where, on_device)
+    return group.replace(links=index.remove(group.links, group.blocks.fill, ids, where)), removed
+
+
+def remove(
+    group: Group, number: int, policy: EvictionPolicy, ids: jax.Array, where: jax.Array
+) -> tuple[Group, jax.Array]:
+    """Takes blocks out of the index, as `leave_index` does, and empties those that nobody holds."""
+    idle, on_device = where & (pick(group.blocks.refcount, ids) == 0), group.on_device(ids)
+    group, idle, on_device = fence(group, idle, on_device)
+    group, removed = leave_index(group, number, ids, where)
+    group = group.replace(num_cached=group.num_cached - count(idle & on_device))
+    return push_empty(group, policy, ids, idle), removed
+
+
+def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Array]:
+    """Removes a window group's blocks whose anchors the records removed i32[K, 9] are about; records i32[K, 9]."""
+    own = group.beside(removed[:, 2])
+    return remove(group, number, windows.POLICY, own, (removed[:, 0] == EventKind.REMOVED) & (own >= 0))
+
+
+def forget_all(state: CacheState, removed: jax.Array) -> tuple[CacheState, list[jax.Array]]:
+    """The state without the window groups' blocks beside those of the first group's records `removed` i32[K, 9].
+
+    Returns:
+      The state; and for each group records, removed.
+    """
+    groups, records = [state.groups[0]], [removed]
+    for number, group in enumerate(state.groups[1:], 1):
+        group, gone = forget(group, number, removed)
+        groups, records = [*groups, group], [gone, *records]
+    return state.replace(groups=tuple(groups)), records
+
+
+def descendants(blocks: Blocks, marked: jax.Array, when: jax.Array | bool = True) -> jax.Array:
+    """bool[B]; marked bool[B] and, when bool[], all findable blocks that follow them; a pass over all a level."""
+    parent = blocks.parent[:, 0]
+
+    def following(marked: jax.Array) -> jax.Array:
+        return (blocks.fill > 0) & (parent >= 0) & pick(marked, parent)
+
+    return lax.while_loop(
+        lambda marked: when & jnp.any(following(marked) & ~marked), lambda marked: marked | following(marked), marked
     )
-    if host is not None:
-        below = add(host.below, parent, -1, where & ~here & (parent >= 0), unique=False)
-        host = host.replace(below=below)
-    removed = record(EventKind.REMOVED, where, block=ids, generation=generation)
-    links = index.remove(group.links, blocks.fill, ids, where)
-    return group.replace(blocks=blocks, host=host, links=links), removed
+
+
+def children_first(blocks: Blocks, ids: jax.Array, where: jax.Array) -> jax.Array:
+    """i32[K]; the findable blocks ids i32[K] with children before their parents, and those behind where not bool[K]."""
+    return pick(ids, jnp.argsort(-jnp.where(where, pick(blocks.depth, ids), -1)))

@@ -7,97 +7,70 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import Pytree, count, fence, pick, put
-from kvjax.blocks import index
-from kvjax.blocks.victims import claim, unclaim
-from kvjax.events.records import EventKind, record
+from kvjax._arrays import count, fence, pick, put
+from kvjax.blocks.deal import take_over_tiers
+from kvjax.blocks.publish import leave_index
+from kvjax.blocks.victims import Taken, claim, unclaim
 from kvjax.policies.retention import tell_time
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
 
-def available(group: Group) -> jax.Array:
-    """i32[]; blocks that can be had: empty ones and cached ones."""
-    return group.num_empty + group.num_cached
-
-
-class Taken(Pytree):
-    """What `take` did.
-
-    Attributes:
-      group: the group after it.
-      ids: i32[.]; the blocks, NO_BLOCK beyond those asked for.
-      ok: bool[]; whether they were had; if not, nothing has changed.
-      removed: records i32[., 9] of blocks that are findable no longer.
-      updated: records i32[., 9] of those that changed tier.
-      moves: i32[., 5]; the moves for that, as in `Transfer`.
-    """
-
-    group: Group
-    ids: jax.Array
-    ok: jax.Array
-    removed: jax.Array
-    updated: jax.Array
-    moves: jax.Array
-
-
 def take(
     group: Group,
+    number: int,
     policy: EvictionPolicy,
     need: jax.Array,
     size: int,
     now: jax.Array,
-    number: int = 0,
+    *,
+    priorities: jax.Array | None = None,
+    min_priority: int = 0,
+    back: jax.Array | None = None,
+    extra: jax.Array | int = 0,
 ) -> Taken:
-    """Takes `need` blocks for one holder each: empty ones, then victims of the policy.
+    """Takes `need` blocks for one holder each, all or none: empty ones, then victims of the policy.
+
+    With `priorities`, between loops, victims are offloaded to the host and blocks come back from there (`deal.py`).
+    Without, the host is never touched, and a device block with descendants there is not evicted.
 
     Args:
       group: the group; untouched unless all of `need` can be had.
+      number: its number.
       policy: chooses the victims.
       need: i32[], at most `size`.
-      size: the most that can be asked for.
+      size: static; the most blocks that need, back and extra may be together.
       now: i32[] ms.
-      number: the group's number.
-
-    Never touches the host. A device block with descendants on the host is not evicted.
+      priorities: i32[B]; what each block is worth, or None; see `tiers.priorities`.
+      min_priority: blocks of less are removed, not offloaded.
+      back: i32[size]; different findable blocks on the host that are to come to the device, packed; NO_BLOCK is
+        padding; None for none.
+      extra: i32[]; blocks that are to be emptied beyond that.
     """
+    if priorities is not None:
+        back = jnp.full((size,), NO_BLOCK, jnp.int32) if back is None else back
+        return take_over_tiers(group, number, policy, need, size, now, priorities, min_priority, back, extra)
     slot = np.arange(size, dtype=np.int32)
     from_stack = jnp.minimum(need, group.num_empty)
-    wanted = jnp.where(need <= available(group), need - from_stack, 0)
+    wanted = jnp.where(need <= group.available, need - from_stack, 0)
     before = group.blocks
 
     def eligible(ids: jax.Array) -> jax.Array:
-        here = group.arrived(ids) & group.on_device(ids)
-        if group.host is not None:
-            here = here & ~pick(group.host.stuck, ids)
-        return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
+        return group.evictable(ids) & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
     victims, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
-    claimed, generation = (slot < wanted) & eligible(victims), pick(before.generation, victims)
-    (refcount, fill, count_), victims, claimed, generation = fence(
-        (before.refcount, before.fill, before.generation), victims, claimed, generation
-    )
-    blocks = before.replace(refcount=refcount, fill=fill, generation=count_)
-    blocks, claimed = claim(blocks, victims, claimed)
-    ok = (need <= available(group)) & (count(claimed) == wanted)
+    claimed = (slot < wanted) & eligible(victims)
+    (refcount, fill), victims, claimed = fence((before.refcount, before.fill), victims, claimed)
+    blocks, claimed = claim(before.replace(refcount=refcount, fill=fill), victims, claimed)
+    ok = (need <= group.available) & (count(claimed) == wanted)
     blocks = unclaim(blocks, victims, claimed & ~ok)
-    evicted = claimed & ok
-    removed = record(EventKind.REMOVED, evicted, group=number, block=victims, generation=generation)
-    fill = put(blocks.fill, victims, 0, evicted)
-    links, shadow = group.links, group.shadow
-    if group.anchor is None or shadow is None:
-        links = index.remove(links, fill, victims, evicted)
-    else:
-        shadow = put(shadow, pick(group.anchor, victims), NO_BLOCK, evicted)
+    group, removed = leave_index(group.replace(blocks=blocks), number, victims, claimed & ok, counted=False)
     stacked = pick(group.empty, group.num_empty - 1 - slot)
     empty, stacked = fence(group.empty, stacked)
     from_empty = ok & (slot < from_stack)
     ids = jnp.where(from_empty, stacked, pick(victims, slot - from_stack))
-    blocks = blocks.replace(fill=fill, refcount=put(blocks.refcount, ids, 1, from_empty))
-    blocks = tell_time(blocks, now, ok & (need > 0))
+    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, from_empty))
     group = group.replace(
-        blocks=blocks,
-        links=links,
-        shadow=shadow,
+        blocks=tell_time(blocks, now, ok & (need > 0)),
         empty=empty,
         num_empty=group.num_empty - jnp.where(ok, from_stack, 0),
         num_cached=group.num_cached - jnp.where(ok, wanted, 0),

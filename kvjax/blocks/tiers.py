@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -82,15 +84,33 @@ def take_over(
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
 
-def priorities(state: CacheState, now: jax.Array) -> list[jax.Array]:
-    """i32[B] for each group; what its blocks are worth at `now`; in a window group, as much as their anchors."""
+def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("device", "host")) -> list[Any]:
+    """For each group i32[B], what its blocks are worth at `now`; in a window group, as much as their anchors.
+
+    None where blocks stay on their tier: the group has but one, or `tiers` says so.
+    """
     blocks = state.groups[0].blocks
-    if blocks.retention is None:
-        return [jnp.full_like(group.blocks.fill, DEFAULT_PRIORITY) for group in state.groups]
-    values = priority_at(blocks, now)
-    return [values if group.anchor is None else pick(values, group.anchor) for group in state.groups]
+    known = None if blocks.retention is None or "host" not in tiers else priority_at(blocks, now)
+
+    def of(group: Group) -> jax.Array | None:
+        if group.host is None or "host" not in tiers:
+            return None
+        if known is None:
+            return jnp.full_like(group.blocks.fill, DEFAULT_PRIORITY)
+        return known if group.anchor is None else pick(known, group.anchor)
+
+    return [of(group) for group in state.groups]
 
 
 def next_move(host: Host) -> jax.Array:
     """i32[]; the number of the next move: 0, which means none, is left out when they wrap."""
     return jnp.where(host.moves == -1, 1, host.moves + 1)
+
+
+def count_children(group: Group, parent: jax.Array, by: int, where: jax.Array, on_device: jax.Array) -> Group:
+    """Adds `by` to the children counted at each parent i32[K], where bool[K], on the tier where the child is."""
+    blocks, host, where = group.blocks, group.host, where & (parent >= 0)
+    blocks = blocks.replace(children=add(blocks.children, parent, by, where & on_device, unique=False))
+    if host is not None:
+        host = host.replace(below=add(host.below, parent, by, where & ~on_device, unique=False))
+    return group.replace(blocks=blocks, host=host)

@@ -7,8 +7,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import add, pick, put
-from kvjax.state import Blocks
+from kvjax._arrays import Pytree, add, pick, put
+from kvjax.state import Blocks, Group
+
+
+class Taken(Pytree):
+    """What `take` did.
+
+    Attributes:
+      group: the group after it.
+      ids: i32[.]; the blocks, NO_BLOCK beyond those asked for.
+      ok: bool[]; whether they were had; if not, nothing has changed.
+      removed: records i32[., 9] of blocks that are findable no longer.
+      updated: records i32[., 9] of those that changed tier.
+      moves: i32[., 5]; the moves for that, as in `Transfer`.
+    """
+
+    group: Group
+    ids: jax.Array
+    ok: jax.Array
+    removed: jax.Array
+    updated: jax.Array
+    moves: jax.Array
 
 
 def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:

@@ -19,14 +19,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import add, count, fence, pick, put, runs
-from kvjax.blocks.holders import give_back_shared, merge, push_empty
+from kvjax._arrays import add, fence, pick, put, runs
+from kvjax.blocks.holders import give_back_shared, merge
 from kvjax.blocks.tiers import take_over
 from kvjax.blocks.twins import Resolution
 from kvjax.events.records import EventKind, record
 from kvjax.policies.ring import lru
 from kvjax.spec import GroupSpec
-from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group
+from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy, Group
 
 POLICY = lru()  # of all window groups
 
@@ -95,35 +95,10 @@ def follow(
     return group.replace(table=table), stored, updated
 
 
-def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Array]:
-    """Takes blocks out of the index whose anchors the records removed i32[K, 9] are about; records i32[K, 9]."""
+def let_go_of_anchors(group: Group, ids: jax.Array, where: jax.Array) -> Group:
+    """The anchors of blocks ids i32[K], where bool[K], have no block in this group any more."""
     assert group.shadow is not None
-    blocks, anchors = group.blocks, removed[:, 2]
-    own = pick(group.shadow, anchors)
-    where = (removed[:, 0] == EventKind.REMOVED) & (own >= 0)
-    idle, here = where & (pick(blocks.refcount, own) == 0), group.on_device(own)
-    records = record(EventKind.REMOVED, where, group=number, block=own, generation=pick(blocks.generation, own))
-    group, own, where, idle, here, records = fence(group, own, where, idle, here, records)
-    assert group.shadow is not None
-    group = group.replace(
-        blocks=group.blocks.replace(fill=put(group.blocks.fill, own, 0, where)),
-        shadow=put(group.shadow, anchors, NO_BLOCK, where),
-        num_cached=group.num_cached - count(idle & here),
-    )
-    return push_empty(group, POLICY, own, idle), records
-
-
-def forget_all(state: CacheState, removed: jax.Array) -> tuple[CacheState, list[jax.Array]]:
-    """The state without the window groups' blocks beside those of the first group's records `removed` i32[K, 9].
-
-    Returns:
-      The state; and for each group records, removed.
-    """
-    groups, records = [state.groups[0]], [removed]
-    for number, group in enumerate(state.groups[1:], 1):
-        group, gone = forget(group, number, removed)
-        groups, records = [*groups, group], [gone, *records]
-    return state.replace(groups=tuple(groups)), records
+    return group.replace(shadow=put(group.shadow, group.anchors(ids), NO_BLOCK, where))
 
 
 def slide(

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import add, count, pick, put, repeated
 from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
-from kvjax.blocks.holders import give_back, push_empty
-from kvjax.blocks.publish import withdraw
+from kvjax.blocks.holders import give_back
+from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.tiers import find_stuck
 from kvjax.events.records import EventKind, Events, Status, record
 from kvjax.state import NO_BLOCK, CacheState, Group
@@ -95,7 +94,7 @@ def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
     parent = state.groups[0].blocks.parent[:, 0]
     alone = jnp.any((pins[0] > 0) & (parent >= 0) & (pick(pins[0], parent) <= 0))
     for group, mine in zip(state.groups[1:], pins[1:], strict=True):
-        alone = alone | jnp.any((mine > 0) & (pick(pins[0], group.anchor) <= 0))
+        alone = alone | jnp.any((mine > 0) & (pick(pins[0], group.anchors(group.ids)) <= 0))
     return ~alone
 
 
@@ -122,29 +121,15 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     named = ids != NO_BLOCK
     unknown = jnp.any(named & ((ids < 0) | (ids >= num_ids)))
     doomed = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & ~unknown, unique=False) & (known.fill > 0)
-    parent = known.parent[:, 0]
-
-    def following(marked: jax.Array) -> jax.Array:
-        return (known.fill > 0) & (parent >= 0) & pick(marked, parent)
-
-    doomed = lax.while_loop(
-        lambda marked: jnp.any(following(marked) & ~marked), lambda marked: marked | following(marked), doomed
-    )
+    doomed = descendants(known, doomed)
     total = count(doomed)
     over = jnp.maximum(total - most, 0)
     held = jnp.any(doomed & (known.refcount > 0)) | jnp.any(named & (pick(known.refcount, ids) > 0))
-    if group.host is not None:
-        held = held | jnp.any(doomed & (group.host.arriving != 0))
+    held = held | jnp.any(doomed & group.moving(group.ids))
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
-    # Children were stored after their parents, so the youngest go first.
-    age = jnp.where(doomed, known.clock - known.stored, jnp.iinfo(jnp.int32).max)
-    order = jnp.argsort(age)[:most].astype(jnp.int32)
-    leaves = pick(doomed, order) & (status == Status.OK)
-    here = group.on_device(order)
-    group, removed = withdraw(group, order, leaves)
-    group = group.replace(num_cached=group.num_cached - count(leaves & here))
-    group = find_stuck(push_empty(group, state.policy, order, leaves))
-    state, gone = windows.forget_all(replace_group(state, 0, group), removed)
+    order = children_first(known, group.ids, doomed)[:most]
+    group, removed = remove(group, 0, state.policy, order, pick(doomed, order) & (status == Status.OK))
+    state, gone = forget_all(replace_group(state, 0, find_stuck(group)), removed)
     return state, assemble(state, status, removed=gone, shortfall=over)
 
 
@@ -184,4 +169,4 @@ def _is_held(group: Group) -> jax.Array:
     held = group.num_blocks > group.num_empty + group.num_cached
     if group.host is None:
         return held
-    return held | jnp.any(group.host.arriving != 0) | jnp.any(group.blocks.refcount > 0)
+    return held | jnp.any(group.moving(group.ids)) | jnp.any(group.blocks.refcount > 0)

@@ -14,9 +14,9 @@ from kvjax._arrays import Pytree, count, pick, put, rank, runs
 from kvjax._checks import each_row, integers, on_state, row_mask, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.copy_on_write import settle, unshare
-from kvjax.blocks.deal import take_over_tiers
+from kvjax.blocks.publish import forget
 from kvjax.blocks.rows import copy_tokens, table_entry
-from kvjax.blocks.take import available, take
+from kvjax.blocks.take import take
 from kvjax.blocks.tiers import priorities
 from kvjax.events.records import EventKind, Events, Status, record
 from kvjax.policies.retention import apply_retention
@@ -103,22 +103,19 @@ def grow(
 
     shared = [unshare(group, table_entry(group, rows, first), inside) for group in state.groups]
     new = [beyond.at[:, 0].set(beyond[:, 0] | shares.copies) for _, shares in shared]
-    lacks = [count(n) - available(group) for n, (group, _) in zip(new, shared, strict=True)]
+    lacks = [count(n) - group.available for n, (group, _) in zip(new, shared, strict=True)]
     had = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
-    worth = priorities(state, now) if "host" in tiers else None
+    worth = priorities(state, now, tiers)
     groups, removed, copied, taken = [], [], [], []
     for number, (of, (group, shares), wanted) in enumerate(zip(spec.groups, shared, new, strict=True)):
         policy = windows.policy_of(number, state.policy)
         if taken:  # what the first group has lost is not findable in the others either
-            group, forgotten = windows.forget(group, number, taken[0].removed)
+            group, forgotten = forget(group, number, taken[0].removed)
             removed.insert(0, forgotten)
         need, most = jnp.where(had, count(wanted), 0), min(wanted.size, of.num_blocks)
-        if worth is None or group.host is None:
-            new = take(group, policy, need, most, now, number=number)
-        else:
-            new = take_over_tiers(
-                group, policy, need, most, now, value=worth[number], least=spec.offload_min_priority, number=number
-            )
+        new = take(
+            group, number, policy, need, most, now, priorities=worth[number], min_priority=spec.offload_min_priority
+        )
         had = had & new.ok
         taken.append(new)
         group = settle(new.group, policy, shares, had, now)

@@ -23,19 +23,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import add, compact, count, fence, pick, put, repeated
 from kvjax._checks import integers, on_state, static_int
-from kvjax.blocks import index, windows
-from kvjax.blocks.deal import Leaving, deal, take_over_tiers
-from kvjax.blocks.holders import give_back, push_empty
+from kvjax.blocks import windows
+from kvjax.blocks.deal import Leaving, deal
+from kvjax.blocks.holders import give_back
+from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.rows import Row, read_row
-from kvjax.blocks.take import Taken
+from kvjax.blocks.take import take
 from kvjax.blocks.tiers import find_stuck, priorities
-from kvjax.blocks.victims import claim
-from kvjax.events.records import EventKind, Events, Status, record
+from kvjax.blocks.victims import Taken, claim
+from kvjax.events.records import Events, Status
 from kvjax.events.transfer import Transfer
 from kvjax.state import LOST, NO_BLOCK, CacheState, EvictionPolicy, Group
 from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
@@ -60,9 +60,9 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     known, named = mine.blocks, ids != NO_BLOCK
     there = (ids >= 0) & (ids < known.fill.shape[0]) & (pick(known.fill, ids) > 0) & mine.on_device(ids)
     bad = jnp.any(named & (~there | repeated(ids)))
-    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) != 0)))
+    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | mine.moving(ids)))
     good = ~bad & ~held
-    ids = pick(ids, jnp.argsort(-jnp.where(named & there, pick(known.depth, ids), -1)))  # children first
+    ids = children_first(known, ids, named & there)
     out, claimed = claim(known, ids, good & (ids >= 0))
     open_ = good & (count(claimed) == count(named))
     leaving = Leaving(ids, claimed, claimed)
@@ -91,9 +91,9 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     there = (ids >= 0) & (ids < num_ids) & (pick(known.fill, ids) > 0) & ~mine.on_device(ids)
     parent = pick(known.parent, ids)[:, 0]
     coming = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & there, unique=False)
-    led = (parent < 0) | (mine.on_device(parent) & (pick(mine.host.arriving, parent) == 0)) | pick(coming, parent)
+    led = (parent < 0) | (mine.on_device(parent) & mine.arrived(parent)) | pick(coming, parent)
     bad = jnp.any(named & (~there | repeated(ids) | ~led))
-    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | (pick(mine.host.arriving, ids) != 0)))
+    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | mine.moving(ids)))
     status = first_failure((held, Status.HELD), (bad, Status.BAD_REQUEST))
     # Parents that are on the device already must not leave it for their children.
     good = named & there & (status == Status.OK)
@@ -103,8 +103,7 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     idle = count((keep >= 0) & (pick(known.refcount, keep) == 0))
     kept = mine.replace(blocks=blocks, num_cached=mine.num_cached - idle)
     back, _ = compact(jnp.where(good, ids, NO_BLOCK))
-    least = state.spec.offload_min_priority
-    new = _take(state, kept, ids.shape[0], now, group, back=back, least=least)
+    new = _take(state, group, kept, ids.shape[0], now, back=back)
     policy = windows.policy_of(group, state.policy)
     new = new.replace(group=give_back(new.group, policy, keep, keep >= 0, now))
     return _finish(state, group, new, jnp.where((status == Status.OK) & ~new.ok, jnp.int32(Status.NO_BLOCKS), status))
@@ -133,7 +132,7 @@ def watermark(
     mine, empty, now = _of(state, group), integers("empty", empty, ()), integers("now", now, ())
     most = static_int("most", most, 1)
     extra = jnp.minimum(jnp.clip(empty - mine.num_empty, 0, most), mine.num_cached)
-    new = _take(state, mine, most, now, group, extra=extra, least=state.spec.offload_min_priority)
+    new = _take(state, group, mine, most, now, extra=extra)
     return _finish(state, group, new, first_failure((~new.ok, Status.NO_BLOCKS)))
 
 
@@ -195,7 +194,7 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
         group, table = after.groups[number], row.tables[number]
         away = ~bad & ~moving & (table >= 0) & ~group.on_device(table)
         back, _ = compact(jnp.where(away, table, NO_BLOCK))
-        return _take(after, group, table.shape[0], now, number, back=back, least=state.spec.offload_min_priority)
+        return _take(after, number, group, table.shape[0], now, back=back)
 
     return _swap(state, seq, come, False, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
 
@@ -240,7 +239,7 @@ def complete(
         group = find_stuck(group)
         after, records = replace_group(state, number, group), [gone]
         if number == 0:
-            after, records = windows.forget_all(after, gone)
+            after, records = forget_all(after, gone)
         state = _mark_lost(state, after)
         removed += records
     return state, assemble(state, jnp.where(hurt, Status.HELD, Status.OK).astype(jnp.int32), removed=removed)
@@ -257,34 +256,10 @@ def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
 
 def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, most: int) -> tuple[Group, jax.Array]:
     """Takes the findable ones of lost bool[B], and all that follow them, out of the index; records i32[most, 9]."""
-    blocks, host = group.blocks, group.host
-    assert host is not None
-    parent = blocks.parent[:, 0]
-
-    def following(marked: jax.Array) -> jax.Array:
-        return (blocks.fill > 0) & (parent >= 0) & pick(marked, parent)
-
-    lost = lost & (blocks.fill > 0)
-    marked = lax.while_loop(lambda m: jnp.any(following(m) & ~m), lambda m: m | following(m), lost)
-    order = jnp.argsort(-jnp.where(marked, blocks.depth, -1))[:most].astype(jnp.int32)  # children first
-    where = pick(marked, order)
-    here, idle = group.on_device(order), where & (pick(blocks.refcount, order) == 0)
-    removed = record(EventKind.REMOVED, where, group=number, block=order, generation=pick(blocks.generation, order))
-    up = pick(blocks.parent, order)[:, 0]
-    fill = put(blocks.fill, order, 0, where)
-    children = add(blocks.children, up, -1, where & here & (up >= 0), unique=False)
-    below = add(host.below, up, -1, where & ~here & (up >= 0), unique=False)
-    group = group.replace(
-        blocks=blocks.replace(fill=fill, children=children),
-        host=host.replace(below=below),
-        num_cached=group.num_cached - count(idle & here),
-    )
-    if group.anchor is None:
-        group = group.replace(links=index.remove(group.links, fill, order, where))
-    elif group.shadow is not None:
-        shadow = put(group.shadow, pick(group.anchor, order), NO_BLOCK, where)
-        group = group.replace(shadow=shadow)
-    return push_empty(group, policy, order, idle), removed
+    blocks = group.blocks
+    marked = descendants(blocks, lost & (blocks.fill > 0))
+    order = children_first(blocks, group.ids, marked)[:most]
+    return remove(group, number, policy, order, pick(marked, order))
 
 
 def _of(state: CacheState, number: int) -> Any:
@@ -298,19 +273,15 @@ def _of(state: CacheState, number: int) -> Any:
 def _moving(state: CacheState, row: Row) -> jax.Array:
     """bool[]; whether a block of the row is on the move."""
     pairs = zip(state.groups, row.tables, strict=True)
-    on = [
-        jnp.any((table >= 0) & (pick(group.host.arriving, table) != 0))
-        for group, table in pairs
-        if group.host is not None
-    ]
+    on = [jnp.any(group.moving(table)) for group, table in pairs]
     return functools.reduce(jnp.logical_or, on, jnp.bool_(False))
 
 
-def _take(state: CacheState, group: Group, size: int, now: jax.Array, number: int, *, least: int = 0, **what) -> Taken:
-    """`tiers.take` for no new holders, with the state's policy."""
-    return take_over_tiers(
-        group, windows.policy_of(number, state.policy), jnp.int32(0), size, now,
-        value=priorities(state, now)[number], least=least, number=number, **what,
+def _take(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **what: jax.Array) -> Taken:
+    """`take` for no new holders, with the state's policy."""
+    return take(
+        group, number, windows.policy_of(number, state.policy), jnp.int32(0), size, now,
+        priorities=priorities(state, now)[number], min_priority=state.spec.offload_min_priority, **what,
     )  # fmt: skip
 
 
@@ -331,7 +302,7 @@ def _put(state: CacheState, number: int, new: Taken) -> tuple[CacheState, tuple[
     state = replace_group(state, number, new.group)
     if number > 0:
         return state, ([new.removed], new)
-    state, removed = windows.forget_all(state, new.removed)
+    state, removed = forget_all(state, new.removed)
     return state, (removed, new)
 
 

@@ -14,7 +14,7 @@ from kvjax._arrays import pick
 from kvjax._checks import each_row, integers, on_state, one_or_more
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back, hold
-from kvjax.blocks.publish import withdraw
+from kvjax.blocks.publish import forget_all, leave_index
 from kvjax.blocks.rows import Row, read_row, write_row
 from kvjax.events.records import Events, Status
 from kvjax.state import NO_BLOCK, CacheState
@@ -77,8 +77,8 @@ def rewind(
         tables.append(jnp.where(dropped, NO_BLOCK, table))
     group, block = groups[0], pick(tables[0], keep - 1)[None]
     alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & group.childless(block)
-    groups[0], gone = withdraw(group, block, ok & (length % size > 0) & alone)
-    state, removed = windows.forget_all(state.replace(groups=tuple(groups)), gone)
+    groups[0], gone = leave_index(group, 0, block, ok & (length % size > 0) & alone)
+    state, removed = forget_all(state.replace(groups=tuple(groups)), gone)
     retention = row.retention
     if retention is not None:  # what comes after the cut is generated, whatever was said of the prompt there
         kept = np.arange(retention.shape[0], dtype=np.int32) * size < length

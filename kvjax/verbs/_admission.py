@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admitting one row: decide, take the blocks, place the copy, fill the tables."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import Pytree, compact, count, fence, pick, put
+from kvjax.blocks import windows
+from kvjax.blocks.holders import hold, hold_source, let_go_of_sources
+from kvjax.blocks.match import longest_match
+from kvjax.blocks.publish import forget
+from kvjax.blocks.rows import Prompt, fit, read_row, write_prompt, write_row
+from kvjax.blocks.take import take
+from kvjax.blocks.tiers import next_move, priorities
+from kvjax.blocks.victims import Taken
+from kvjax.events.records import EventKind, Events, Status, record
+from kvjax.events.transfer import moves
+from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_place
+from kvjax.spec import GroupSpec
+from kvjax.state import COPYING, NO_BLOCK, CacheState, Group
+from kvjax.verbs._request import all_or_nothing, assemble, first_failure
+
+
+class Found(Pytree):
+    """What one group has of a prompt.
+
+    Attributes:
+      blocks: i32[F]; its blocks of the cached prefix.
+      hits: bool[F]; which of them the next token sees.
+      far: bool[F]; which of these are on the host.
+      source: i32[]; the block to copy further tokens from, or NO_BLOCK.
+      idle: bool[]; whether that is on the device and nobody holds it.
+      free: i32[]; blocks that can be had, beside the hits, less those that come from the host.
+      fixed: bool[]; whether a hit would have to come from the host while an earlier row of the call copies from it.
+    """
+
+    blocks: jax.Array
+    hits: jax.Array
+    far: jax.Array
+    source: jax.Array
+    idle: jax.Array
+    free: jax.Array
+    fixed: jax.Array
+
+
+class Decision(Pytree):
+    """What becomes of a request, before anything is taken.
+
+    Attributes:
+      status: i32[].
+      whole: i32[]; whole blocks of the prompt that are cached.
+      shared: i32[]; tokens after them that are copied.
+      target: i32[]; tokens that the row gets room for.
+      need: i32[]; new blocks in each group, 0 unless the status is OK.
+      missing: i32[]; blocks missing in the group that misses most.
+      found: for each group.
+    """
+
+    status: jax.Array
+    whole: jax.Array
+    shared: jax.Array
+    target: jax.Array
+    need: jax.Array
+    missing: jax.Array
+    found: list[Found]
+
+
+def admit_row(
+    state: CacheState,
+    seq: jax.Array,
+    ask: Prompt,
+    retention: Retention | None,
+    now: jax.Array,
+    room: int | None,
+    tiers: tuple[str, ...],
+) -> tuple[CacheState, Events, jax.Array]:
+    """Admits one row; also returns the blocks that it copies from, i32[G], NO_BLOCK if none.
+
+    They stay held (`hold_source`) until the caller lets go of them after the last row of the call. So no later
+    row evicts, moves, empties or overwrites them, and the bytes are still there when the copies are made.
+    """
+    spec, size = state.spec, state.spec.block_size
+    state, plan = _decide(state, seq, ask, room, tiers)
+    worth = priorities(state, now, tiers)
+    groups, taken, sources, status, need = _take(state, plan, worth, now)
+    ok = status == Status.OK
+    copies, cached = ok & (plan.shared > 0), jnp.where(ok, plan.whole * size + plan.shared, 0)
+    sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
+    place = jnp.arange(ask.tokens.shape[0], dtype=jnp.int32) - plan.whole  # in `taken.ids`, of each block of the row
+    fresh = (place >= 0) & (place < need)
+    copied, moved, tables = [], [new.moves for new in taken], []
+    for number, (found, new) in enumerate(zip(plan.found, taken, strict=True)):
+        group, by_copy, by_move = _place_copy(
+            groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, worth[number] is not None
+        )
+        groups[number], copied, moved = group, [*copied, by_copy], [*moved, *by_move]
+        tables.append(jnp.where(found.hits & ok, found.blocks, jnp.where(fresh, pick(new.ids, place), NO_BLOCK)))
+    groups[0] = write_prompt(groups[0], taken[0].ids[:1], copies[None], ask, plan.whole)
+    stated, updated = None, [new.updated for new in taken]
+    if spec.retention:
+        stated = by_place(retention, ask.length, size, spec.max_blocks_per_seq + 1)
+        groups[0], changed = _retain(groups[0], tables[0], stated, plan.found[0].hits & ok, fresh & ok)
+        updated.append(changed)
+    after = write_row(state.replace(groups=tuple(groups)), seq, ok, tables, plan.target, cached, ask.namespace, stated)
+    removed = [new.removed for new in reversed(taken)]
+    after, removed, updated, moved = all_or_nothing(state, after, ok, removed, updated, moved)
+    missing = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan.missing, 1), 0)
+    events = assemble(
+        after, status, removed=removed, updated=updated, copied=copied, queried=jnp.where(ok, ask.length, 0),
+        cached=cached, shortfall=missing, moves=moved,
+    )  # fmt: skip
+    return after, events, sources
+
+
+def _decide(
+    state: CacheState, seq: jax.Array, ask: Prompt, room: int | None, tiers: tuple[str, ...]
+) -> tuple[CacheState, Decision]:
+    """Decides by reading alone; the state comes back because what follows writes, and must not before this has read."""
+    spec, size = state.spec, state.spec.block_size
+    match = longest_match(state, ask.tokens, ask.extra_ids, ask.length, ask.namespace, tiers)
+    place = np.arange(match.blocks.shape[0], dtype=np.int32)
+
+    def plan(whole: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array, list[Found]]:
+        cached, blocks = whole * size + shared, jnp.where(place < whole, match.blocks, NO_BLOCK)
+        target = ask.length if room is None else jnp.minimum(ask.length, cached + room)
+        source = jnp.where(shared > 0, match.source, NO_BLOCK)
+        pairs = zip(state.groups, spec.groups, strict=True)
+        found = [_find(group, of, blocks, source, cached, size) for group, of in pairs]
+        return target, -(-target // size) - whole, found
+
+    # The source of a copy is evicted last: only if its space is needed, and then only whole blocks are reused.
+    _, need, found = plan(match.num_blocks, match.shared)
+    fits = [need + each.idle.astype(jnp.int32) <= each.free for each in found]
+    spared = functools.reduce(jnp.logical_and, fits)
+    whole, shared = jnp.where(spared, match.num_blocks, match.num_uncopied), jnp.where(spared, match.shared, 0)
+    target, need, found = plan(whole, shared)
+    least = functools.reduce(jnp.minimum, [each.free for each in found])
+    fixed = functools.reduce(jnp.logical_or, [each.fixed for each in found])
+    row = read_row(state, seq)
+    status = first_failure(
+        (~row.exists | ~ask.valid, Status.BAD_REQUEST),
+        (row.length > 0, Status.HELD),
+        (whole + need > spec.max_blocks_per_seq, Status.ROW_FULL),
+        ((need > least) | fixed, Status.NO_BLOCKS),
+    )
+    refcounts = [group.blocks.refcount for group in state.groups]
+    decision = Decision(status, whole, shared, target, need, need - least, found)
+    refcounts, decision = fence(refcounts, decision)
+    groups = [
+        group.replace(blocks=group.blocks.replace(refcount=refcount))
+        for group, refcount in zip(state.groups, refcounts, strict=True)
+    ]
+    need = jnp.where(decision.status == Status.OK, decision.need, 0)
+    return state.replace(groups=tuple(groups)), decision.replace(need=need)
+
+
+def _take(
+    state: CacheState, plan: Decision, worth: list[Any], now: jax.Array
+) -> tuple[list[Group], list[Taken], list[jax.Array], jax.Array, jax.Array]:
+    """Holds what was found and takes the rest, group by group.
+
+    Returns:
+      The groups; what was taken of each; the sources that are held, i32[] each; the status, which may be NO_BLOCKS now;
+      and the blocks taken in each group.
+    """
+    status, need, groups, taken, sources = plan.status, plan.need, [], [], []
+    for number, (group, found) in enumerate(zip(state.groups, plan.found, strict=True)):
+        forgotten = []
+        if number > 0:  # what the first group has lost is not findable in the others either
+            group, gone = forget(group, number, taken[0].removed)
+            forgotten.append(gone)
+        good, policy = status == Status.OK, windows.policy_of(number, state.policy)
+        group = hold(group, found.blocks, found.hits & good)
+        source = jnp.where(good, found.source, NO_BLOCK)
+        group = hold_source(group, source)
+        back = None
+        if worth[number] is not None:
+            back = compact(jnp.where(found.far & good, found.blocks, NO_BLOCK))[0]
+        new = take(
+            group, number, policy, need, found.blocks.shape[0], now, priorities=worth[number],
+            min_priority=state.spec.offload_min_priority, back=back,
+        )  # fmt: skip
+        group = hold(new.group, found.blocks, found.hits & good & ~new.ok, by=-1)
+        groups.append(let_go_of_sources(group, jnp.where(new.ok, NO_BLOCK, source)[None]))
+        sources.append(jnp.where(new.ok, source, NO_BLOCK))
+        taken.append(new.replace(removed=jnp.concatenate([*forgotten, new.removed])))
+        status, need = jnp.where(new.ok, status, Status.NO_BLOCKS), jnp.where(new.ok, need, 0)
+    return groups, taken, sources, status, need
+
+
+def _place_copy(
+    group: Group,
+    number: int,
+    found: Found,
+    block: jax.Array,
+    source: jax.Array,
+    copies: jax.Array,
+    num_tokens: jax.Array,
+    over_tiers: bool,
+) -> tuple[Group, jax.Array, list[jax.Array]]:
+    """Orders the copy of `num_tokens` i32[] tokens from source i32[] to block i32[1], where bool[].
+
+    Returns:
+      The group; records i32[1, 9], copied; and what moves for it, where the source is on the host.
+    """
+    on_device, row = copies & group.on_device(source), group.pool_row(source)
+    copied = record(
+        EventKind.COPIED, on_device[None], group=number, block=group.pool_row(block), source=row, num_tokens=num_tokens
+    )
+    host = group.host
+    if host is None or not over_tiers:
+        return group, copied, []
+    where, move = (copies & ~on_device)[None], next_move(host)
+    moved = moves(where, group=number, block=block, number=move, source=row, target=group.pool_row(block))
+    host = host.replace(
+        arriving=put(host.arriving, block, move, where),
+        moves=jnp.where(where[0], move, host.moves),
+        stuck=put(host.stuck, found.blocks, True, found.hits & where[0]),
+    )
+    return group.replace(host=host), copied, [moved]
+
+
+def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
+    """What the group has beside blocks ids i32[F] and source i32[] of the first group, for `cached` i32[] tokens."""
+    blocks, source = group.beside(ids), group.beside(source)
+    hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0], dtype=np.int32), cached, size)
+    refcount, far = pick(group.blocks.refcount, blocks), hits & ~group.on_device(blocks)
+    idle = (source >= 0) & group.on_device(source) & (pick(group.blocks.refcount, source) == 0)
+    free = group.available - count(hits & (far | (refcount == 0)))
+    return Found(blocks, hits, far, source, idle, free, jnp.any(far & (refcount >= COPYING)))
+
+
+def _retain(
+    group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, fresh: jax.Array
+) -> tuple[Group, jax.Array]:
+    """Gives a new row's blocks table i32[F] what is stated i32[M, 2] of them; found ones keep what is not stated.
+
+    Returns:
+      The group and records i32[F, 9], updated.
+    """
+    blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
+    assert blocks.retention is not None
+    again = hit & (stated[:, 0] >= 0)
+    before = pick(blocks.retention, table)[:, 0]
+    retention, before = fence(blocks.retention, before)
+    blocks = apply_retention(blocks.replace(retention=retention), table, stated, again | fresh)
+    changed = again & (before != stated[:, 0])
+    updated = record(
+        EventKind.UPDATED, changed, block=table, generation=pick(blocks.generation, table), priority=stated[:, 0]
+    )
+    return group.replace(blocks=blocks), updated
