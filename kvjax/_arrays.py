@@ -38,6 +38,11 @@ def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -
     return x.at[index].add(values, mode="drop", wrap_negative_indices=False, unique_indices=unique)
 
 
+def either[T](where: jax.Array, new: T, old: T) -> T:
+    """One of two trees, by where bool[]; what is the same array in both costs nothing."""
+    return jax.tree.map(lambda n, o: n if n is o else jnp.where(where, n, o), new, old)
+
+
 def rank(where: jax.Array) -> jax.Array:
     """i32[K]; how many entries before this one hold."""
     return jnp.cumsum(where, dtype=jnp.int32) - where.astype(jnp.int32)

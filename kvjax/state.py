@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import Pytree, pick
+from kvjax._arrays import Pytree, either, pick
 from kvjax.spec import CacheSpec
 
 DEFAULT_PRIORITY = 35
@@ -75,6 +75,10 @@ class Blocks(Pytree):
     retention: jax.Array | None = None
     expiry: jax.Array | None = None
     time: jax.Array | None = None
+
+    def stated_priority(self, ids: jax.Array) -> jax.Array | int:
+        """i32[...]; the priority that was stated for blocks ids i32[...], or the default of all."""
+        return DEFAULT_PRIORITY if self.retention is None else pick(self.retention, ids)[:, 0]
 
 
 class Links(Pytree):
@@ -171,7 +175,7 @@ class EvictionPolicy(NamedTuple):
     def _where(self, asked: Callable[[], jax.Array], new: Any, old: Any) -> Any:
         if self.idle:
             return new
-        return jax.tree.map(lambda n, o: n if n is o else jnp.where(asked(), n, o), new, old)
+        return either(asked(), new, old)
 
 
 class Group(Pytree):

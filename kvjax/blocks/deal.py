@@ -18,14 +18,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import Pytree, add, compact, count, pick, put, rank
+from kvjax._arrays import Pytree, add, compact, count, either, pick, put, rank
 from kvjax.blocks.publish import children_first, descendants, leave_index
 from kvjax.blocks.tiers import find_stuck, led_to, next_move
 from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import EventKind, record
 from kvjax.events.transfer import moves
 from kvjax.policies.retention import tell_time
-from kvjax.state import DEFAULT_PRIORITY, NO_BLOCK, EvictionPolicy, Group, Host
+from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
 
 
 class Leaving(Pytree, static=("held",)):
@@ -79,7 +79,7 @@ def take_over_tiers(
                  number)  # fmt: skip
     ok = fits & moved.ok
     return Taken(
-        group=jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved.group, group),
+        group=either(ok, moved.group, group),
         ids=jnp.where(ok, moved.ids, NO_BLOCK)[:size],
         ok=ok,
         removed=jnp.where(ok, moved.removed, 0),
@@ -126,9 +126,8 @@ def deal(
     moved = jnp.concatenate([jnp.where(lasting, out.ids, NO_BLOCK), back])
 
     def tell(ids: jax.Array, where: jax.Array, level: jax.Array | int) -> jax.Array:
-        priority = DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, ids)[:, 0]
         generation = pick(blocks.generation, ids)
-        known = {"group": number, "block": ids, "generation": generation, "priority": priority}
+        known = {"group": number, "block": ids, "generation": generation, "priority": blocks.stated_priority(ids)}
         return record(EventKind.UPDATED, where, **known, level=level)
 
     findable = (moved >= 0) & (pick(blocks.fill, moved) > 0)

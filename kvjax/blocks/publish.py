@@ -11,7 +11,7 @@ from kvjax._arrays import add, count, fence, pick, put, rank
 from kvjax.blocks import index, tiers, windows
 from kvjax.blocks.holders import push_empty
 from kvjax.events.records import EventKind, record
-from kvjax.state import DEFAULT_PRIORITY, Blocks, CacheState, EvictionPolicy, Group
+from kvjax.state import Blocks, CacheState, EvictionPolicy, Group
 
 
 def publish(
@@ -55,7 +55,7 @@ def publish(
     stored = record(
         EventKind.STORED, where, block=ids, generation=pick(generation, ids), source=parent[:, 0],
         source_generation=parent[:, 1], num_tokens=fill,
-        priority=DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, ids)[:, 0],
+        priority=blocks.stated_priority(ids),
     )  # fmt: skip
     return group.replace(blocks=blocks, links=index.insert(group.links, blocks, ids, where)), stored
 

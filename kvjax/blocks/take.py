@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import count, fence, pick, put
+from kvjax._arrays import count, either, fence, pick, put
 from kvjax.blocks.deal import take_over_tiers
 from kvjax.blocks.publish import leave_index
 from kvjax.blocks.victims import Taken, claim, unclaim
@@ -74,7 +74,7 @@ def take(
         empty=empty,
         num_empty=group.num_empty - jnp.where(ok, from_stack, 0),
         num_cached=group.num_cached - jnp.where(ok, wanted, 0),
-        policy=jax.tree.map(lambda new, old: old if new is old else jnp.where(ok, new, old), pstate, group.policy),
+        policy=either(ok, pstate, group.policy),
     )
     return Taken(
         group, jnp.where(ok & (slot < need), ids, NO_BLOCK), ok, removed,

@@ -69,7 +69,7 @@ def take_over(
     idle = where & (pick(blocks.refcount, target) == 0)
     updated = record(
         EventKind.UPDATED, where, group=number, block=target, generation=pick(blocks.generation, target),
-        priority=DEFAULT_PRIORITY if blocks.retention is None else pick(blocks.retention, target)[:, 0],
+        priority=blocks.stated_priority(target),
     )  # fmt: skip
     (slot, arriving), near, far, idle, updated = fence((host.slot, host.arriving), near, far, idle, updated)
     up = where & (parent >= 0)

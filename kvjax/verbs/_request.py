@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax._arrays import pick
+from kvjax._arrays import either, pick
 from kvjax._checks import integers
 from kvjax.blocks.rows import Prompt
 from kvjax.events.records import Events, Status
@@ -97,10 +97,7 @@ def assemble(
     status = jnp.atleast_1d(status)
     blocks = state.groups[0].blocks
     before, after = [*removed, *updated], [*copied, *other]
-    ids = [
-        r[:, 2] if group.anchor is None else pick(group.anchor, r[:, 2])
-        for r, group in zip(stored, state.groups, strict=False)
-    ]
+    ids = [group.anchors(r[:, 2]) for r, group in zip(stored, state.groups, strict=False)]
 
     def contents(of: jax.Array) -> jax.Array:
         parts = [jnp.zeros((sum(map(len, before)), state.spec.block_size), jnp.int32), *(pick(of, i) for i in ids)]
@@ -139,7 +136,7 @@ def all_or_nothing(
     """
     if not before.spec.has_host or len(before.groups) == 1:
         return after, *records
-    state = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
+    state = either(ok, after, before)
     return state, *([jnp.where(ok, r, NO_BLOCK if r.shape[-1] == 5 else 0) for r in rows] for rows in records)
 
 

@@ -70,7 +70,7 @@ def commit(
     state = state.replace(groups=(group, *state.groups[1:]))
     state, stored, updated = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
     groups = [
-        group if group.anchor is None else windows.slide(group, of, rows, start, end, most, size, now)
+        windows.slide(group, of, rows, start, end, most, size, now) if group.windowed else group
         for group, of in zip(state.groups, spec.groups, strict=True)
     ]
     committed = put(state.seqs.committed, rows, end, exists & ~bad)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvjax._arrays import add, count, pick, put, repeated
+from kvjax._arrays import add, count, either, pick, put, repeated
 from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
@@ -158,7 +158,7 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
         if fresh.host is not None and group.host is not None:
             host = fresh.host.replace(policy=policy.forgot(group.host.policy, ids))
             fresh = fresh.replace(host=host)
-        groups.append(jax.tree.map(lambda new, old: jnp.where(held, old, new), fresh, group))
+        groups.append(either(held, group, fresh))
         cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
     state = state.replace(groups=tuple(groups))
     return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)

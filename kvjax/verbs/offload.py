@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvjax._arrays import add, compact, count, fence, pick, put, repeated
+from kvjax._arrays import add, compact, count, either, fence, pick, put, repeated
 from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.deal import Leaving, deal
@@ -311,7 +311,7 @@ def _report(
 ) -> tuple[CacheState, Events]:
     """One of the two states, by status i32[]; and the events."""
     ok = status == Status.OK
-    state = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
+    state = either(ok, after, before)
     return state, assemble(
         state,
         status,
