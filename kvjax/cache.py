@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
+from kvjax._methods import check_alive, face
 from kvjax.debug.text import one_line, page
 from kvjax.events.records import Events, Status
 from kvjax.model import Model, check_model, forward
@@ -26,39 +25,14 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
+from kvjax.verbs.complete import complete
 from kvjax.verbs.control import evict, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.init import init
-from kvjax.verbs.offload import complete, offload, onboard, swap_in, swap_out, watermark
+from kvjax.verbs.offload import offload, onboard, swap_in, swap_out, watermark
 from kvjax.verbs.release import release
 from kvjax.verbs.truncate import truncate
-
-
-def alive(tree: Any) -> bool:
-    """Whether no array of it has been donated."""
-    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
-    return not any(x.is_deleted() for x in arrays)
-
-
-def check_alive(*trees: Any) -> None:
-    """Raises a ValueError if an array of a cache has been donated."""
-    if not alive(trees):
-        raise ValueError("cache: was donated to an earlier call: go on with what that call returned")
-
-
-def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **given: Any) -> Any:
-    """The method with the name, the docstring and the parameters of the verb on states that it calls with `given`."""
-    signature = inspect.signature(functools.partial(verb, **given))
-    (name, state), *rest = signature.parameters.items()
-    assert name == "state"
-    returns = signature.return_annotation.replace("CacheState", owner)
-    method = functools.update_wrapper(method, verb)
-    vars(method)["__signature__"] = signature.replace(
-        parameters=[state.replace(name="self", annotation=state.empty), *(parameter for _, parameter in rest)],
-        return_annotation=returns,
-    )
-    return method
 
 
 def _method[**P](

@@ -29,11 +29,12 @@ from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
+from kvjax.verbs.complete import complete
 from kvjax.verbs.control import evict, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import fork
 from kvjax.verbs.init import init
-from kvjax.verbs.offload import complete, offload, onboard, swap_in, swap_out, watermark
+from kvjax.verbs.offload import offload, onboard, swap_in, swap_out, watermark
 from kvjax.verbs.release import release
 from kvjax.verbs.truncate import truncate
 

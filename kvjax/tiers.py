@@ -4,7 +4,8 @@
 from kvjax.cache import FailedTransfer, TieredCache
 from kvjax.events.transfer import Transfer
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
-from kvjax.verbs.offload import complete, offload, onboard, swap_in, swap_out, watermark
+from kvjax.verbs.complete import complete
+from kvjax.verbs.offload import offload, onboard, swap_in, swap_out, watermark
 
 __all__ = [
     "FailedTransfer",

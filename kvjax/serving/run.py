@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Cache, FailedTransfer, TieredCache, alive, check_alive
+from kvjax._methods import alive, check_alive
+from kvjax.cache import Cache, FailedTransfer, TieredCache
 from kvjax.events.mirror import to_list
 from kvjax.events.records import Events, Status
 from kvjax.model import Model, check_model

@@ -25,19 +25,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvjax._arrays import add, compact, count, either, fence, pick, put, repeated
+from kvjax._arrays import add, compact, count, either, pick, put, repeated
 from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.deal import Leaving, deal
 from kvjax.blocks.holders import give_back
-from kvjax.blocks.publish import children_first, descendants, forget_all, remove
+from kvjax.blocks.publish import children_first, forget_all
 from kvjax.blocks.rows import Row, read_row
 from kvjax.blocks.take import take
-from kvjax.blocks.tiers import find_stuck, priorities
+from kvjax.blocks.tiers import priorities
 from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import Events, Status
-from kvjax.events.transfer import Transfer
-from kvjax.state import LOST, NO_BLOCK, CacheState, EvictionPolicy, Group
+from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
 
 
@@ -197,69 +196,6 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
         return _take(after, number, group, table.shape[0], now, back=back)
 
     return _swap(state, seq, come, False, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
-
-
-@on_state
-def complete(
-    state: CacheState, transfer: Transfer | None, ok: ArrayLike, *, max_removed: int | None = None
-) -> tuple[CacheState, Events]:
-    """Says that moves have been made, so that the blocks can be found at their new level; or that they have failed.
-
-    Blocks whose move has failed are removed with everything that follows them, wherever that is; rows that hold one of
-    them have lost K/V and must be released. Nothing of what they have lost is ever stored.
-
-    Args:
-      state: the cache.
-      transfer: of the events that ordered the moves; None is allowed, there is nothing to do.
-      ok: bool[]; whether all have been made.
-      max_removed: static; the most blocks that a failure may remove in a group, None for N + H. What does not fit
-        stays in the index, so give a number only where `ok` is always True.
-
-    Returns:
-      The cache; and events, E = max_removed a group: removed. Status i32[S] HELD for the rows that must be released.
-    """
-    hurt = jnp.zeros((state.spec.max_seqs,), jnp.bool_)
-    if transfer is None:
-        return state, assemble(state, hurt.astype(jnp.int32))
-    ok, removed = jnp.asarray(ok, jnp.bool_), []
-    for number in range(len(state.groups)):
-        group, host = state.groups[number], state.groups[number].host
-        if host is None:
-            continue
-        ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
-        came = (ids >= 0) & (transfer.number == pick(host.arriving, ids))
-        arriving, came = fence(host.arriving, came)
-        # A block whose move has failed stays on the move until it is empty, so that what its row writes is not stored.
-        host = host.replace(arriving=put(arriving, ids, 0, came & ok, unique=False))
-        lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, came & ~ok, unique=False)
-        hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
-        most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
-        policy = windows.policy_of(number, state.policy)
-        group, gone = _lose(group.replace(host=host), number, policy, lost, most)
-        group = find_stuck(group)
-        after, records = replace_group(state, number, group), [gone]
-        if number == 0:
-            after, records = forget_all(after, gone)
-        state = _mark_lost(state, after)
-        removed += records
-    return state, assemble(state, jnp.where(hurt, Status.HELD, Status.OK).astype(jnp.int32), removed=removed)
-
-
-def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
-    """The state after, where held blocks that have left the index say so: their pins outlast their place in it."""
-    for number, (old, new) in enumerate(zip(before.groups, after.groups, strict=True)):
-        lost = (old.blocks.fill > 0) & (new.blocks.fill == 0) & (new.blocks.refcount > 0)
-        blocks = new.blocks.replace(hits=jnp.where(lost, LOST, new.blocks.hits))
-        after = replace_group(after, number, new.replace(blocks=blocks))
-    return after
-
-
-def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, most: int) -> tuple[Group, jax.Array]:
-    """Takes the findable ones of lost bool[B], and all that follow them, out of the index; records i32[most, 9]."""
-    blocks = group.blocks
-    marked = descendants(blocks, lost & (blocks.fill > 0))
-    order = children_first(blocks, group.ids, marked)[:most]
-    return remove(group, number, policy, order, pick(marked, order))
 
 
 def _of(state: CacheState, number: int) -> Any:

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verbs on states as methods of what has a state: what a method shows of its verb, and whether its arrays are alive."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+
+def alive(tree: Any) -> bool:
+    """Whether no array of it has been donated."""
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
+    return not any(x.is_deleted() for x in arrays)
+
+
+def check_alive(*trees: Any) -> None:
+    """Raises a ValueError if an array of a cache has been donated."""
+    if not alive(trees):
+        raise ValueError("cache: was donated to an earlier call: go on with what that call returned")
+
+
+def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **given: Any) -> Any:
+    """The method with the name, the docstring and the parameters of the verb on states that it calls with `given`."""
+    signature = inspect.signature(functools.partial(verb, **given))
+    (name, state), *rest = signature.parameters.items()
+    assert name == "state"
+    returns = signature.return_annotation.replace("CacheState", owner)
+    method = functools.update_wrapper(method, verb)
+    vars(method)["__signature__"] = signature.replace(
+        parameters=[state.replace(name="self", annotation=state.empty), *(parameter for _, parameter in rest)],
+        return_annotation=returns,
+    )
+    return method
