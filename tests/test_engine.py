@@ -266,7 +266,7 @@ def raises(message, model, cache, *args, **options):
 def test_wrong_arguments_are_named_before_anything_is_donated():
     cache = empty_cache()
     raises(r"^cache: got a CacheState, wanted a Cache\(state, pools\) or a TieredCache", model(), cache.state, PROMPTS)
-    raises(r"^model: got a Cache, wanted a kvjax\.Model; the cache comes after it", cache, model(), PROMPTS)
+    raises(r"^model: got a Cache, wanted a kvjax\.serving\.Model; the cache comes after it", cache, model(), PROMPTS)
     raises(
         r"^model: got <lambda>.*wrap a function as jax\.tree_util\.Partial\(fn\)",
         lambda *a, **k: None,
