@@ -30,8 +30,6 @@ import numpy as np
 import kvjax
 from kvjax import Cache, CacheSpec, Status
 from kvjax._arrays import Pytree
-
-# FIXME
 from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
 from kvjax.state import NO_BLOCK

@@ -14,8 +14,6 @@ from kvjax import LayerSpec, make_spec
 from kvjax.events import Totals
 from tests import drive
 
-# FIXME
-
 WIDTH = 24
 STATIC = {"extend": "num_tokens"}
 VERBS = {

@@ -15,8 +15,6 @@ import pytest
 import kvjax
 from kvjax.testing import SMALL, Trial, random_requests
 
-# FIXME
-
 EXTRA = dataclasses.replace(SMALL, extra_ids=True)
 
 

@@ -14,8 +14,6 @@ from kvjax import LayerSpec, Status
 from kvjax.testing import SMALL, jitted_verbs
 from tests import drive
 
-# FIXME
-
 EXTRA = dataclasses.replace(SMALL, extra_ids=True)
 
 

@@ -15,8 +15,6 @@ import kvjax
 from kvjax.state import EvictionPolicy
 from kvjax.testing import SMALL, check_policy, jitted_verbs
 
-# FIXME
-
 STEPS = 150
 NOTHING = jnp.int32(0)
 

@@ -12,8 +12,6 @@ import kvjax
 from kvjax import LayerSpec
 from kvjax.testing import SMALL, Trial, jitted_verbs, requests
 
-# FIXME
-
 OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4}
 TIERS = kvjax.make_spec(num_host_blocks=4, **OPTIONS)
 SPECS = {
