@@ -6,6 +6,7 @@ use local memory, and no program may copy a pool.
 """
 
 import functools
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -40,8 +41,11 @@ ALL = [
 ]  # fmt: skip
 TRITON, MOSAIC = ["__gpu$xla.gpu.triton"], ["mosaic_gpu_v2"]
 
-NO_COMPILER = "no CUDA compiler (scripts/gpu_toolchain.sh)"
-pytestmark = pytest.mark.skipif(not (TOOLCHAIN / ".installed").exists(), reason=NO_COMPILER)
+INSTALLED = TOOLCHAIN / ".installed"  # says for which jaxlib
+pytestmark = pytest.mark.skipif(
+    not INSTALLED.exists() or INSTALLED.read_text().strip() != importlib.metadata.version("jaxlib"),
+    reason="no CUDA compiler for this jaxlib (scripts/gpu_toolchain.sh)",
+)
 
 
 @functools.cache
