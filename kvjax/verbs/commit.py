@@ -74,8 +74,7 @@ def commit(
         for group, of in zip(state.groups, spec.groups, strict=True)
     ]
     committed = put(state.seqs.committed, rows, end, exists & ~bad)
-    seqs_ = state.seqs.replace(committed=committed)
-    state = state.replace(groups=tuple(groups), seqs=seqs_)
+    state = state.replace(groups=tuple(groups), seqs=state.seqs.replace(committed=committed))
     return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
 
 

@@ -63,10 +63,10 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     good = ~bad & ~held
     ids = children_first(known, ids, named & there)
     out, claimed = claim(known, ids, good & (ids >= 0))
-    open_ = good & (count(claimed) == count(named))
+    alone = good & (count(claimed) == count(named))
     leaving = Leaving(ids, claimed, claimed)
     new = _deal(state, mine.replace(blocks=out), leaving, now, group)
-    status = first_failure((held, Status.HELD), (~open_, Status.BAD_REQUEST), (~new.ok, Status.NO_BLOCKS))
+    status = first_failure((held, Status.HELD), (~alone, Status.BAD_REQUEST), (~new.ok, Status.NO_BLOCKS))
     return _finish(state, group, new, status)
 
 
