@@ -63,6 +63,7 @@ def test_a_copy_from_the_host_that_failed_is_not_stored_when_its_row_is_released
     assert_happened(life.tally, "copied from the host", "failed", "lost")
 
 
+@pytest.mark.long
 def test_quantised_bytes_under_windows():
     assert_happened(live(CONFIGS["fast windows"], seed=0, steps=400).tally, "hit", "partial hit", "merged", "slid")
 

@@ -17,7 +17,12 @@ def _marks(name):
     return [] if name in ALWAYS else pytest.mark.long if name in LONG else pytest.mark.slow
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+LARGE = "trt_manager_beams"  # for plain Python
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=pytest.mark.long if path.stem == LARGE else [], id=path.stem) for path in FILES]
+)
 def test_scenario_on_the_oracle(path):
     result, why = scenarios.run_file(path, "oracle")
     assert result == "pass", why
