@@ -2,6 +2,7 @@
 """What the project promises about itself: what it needs, who imports whom, and how its environment is made."""
 
 import ast
+import os
 import pathlib
 import re
 import shutil
@@ -108,11 +109,21 @@ def test_kernels_are_imported_while_a_call_is_traced():
 
 @pytest.mark.long
 def test_importing_the_library_takes_little_more_than_importing_jax():
-    """CPU time, best of five: at most 1.3 times that of what everybody imports anyway."""
+    """CPU time, best of five: at most 1.25 times that of what everybody imports anyway.
+
+    Both come from byte code, as they do for a user: jax's was compiled when it was installed, the library's when it is
+    first imported here.
+    """
     code = "import time, jax, numpy; t = time.process_time(); import kvjax; print(t, time.process_time())"
-    ran = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True) for _ in range(5)]
-    without, with_ = (min(times) for times in zip(*(map(float, one.stdout.split()) for one in ran), strict=True))
-    assert with_ <= 1.3 * without
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+    def times() -> list[float]:
+        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, check=True)
+        return [float(number) for number in ran.stdout.split()]
+
+    times()
+    without, with_ = (min(column) for column in zip(*(times() for _ in range(5)), strict=True))
+    assert with_ <= 1.25 * without
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
