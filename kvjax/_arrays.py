@@ -13,23 +13,34 @@ import numpy as np
 from jax import lax
 
 
-def pick(x: jax.Array, index: Any) -> jax.Array:
-    """x[index] for an index, or a tuple of them for the leading axes; out of range it reads some element: mask it."""
-    return x.at[index].get(mode="clip", wrap_negative_indices=False)
+def pick[T](x: T, index: Any) -> T:
+    """x[index] of an array, or of each array of a tree.
+
+    An index out of range reads some element: mask it.
+
+    Args:
+      x: an array, or a tree of them.
+      index: i32[...], or a tuple of them for the leading axes.
+    """
+    return jax.tree.map(lambda array: array.at[index].get(mode="clip", wrap_negative_indices=False), x)
 
 
-def put(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -> jax.Array:
+def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -> T:
     """Writes `values` at `index` where `where` holds, in place under donation.
 
     Args:
-      x: the array to write into.
+      x: the array to write into, or a tree of them.
       index: i32[K], or a tuple of them for the leading axes.
-      values: what to write; a scalar, or [K, ...].
+      values: what to write; a scalar, or [K, ...]; one for each array of a tree.
       where: bool[K]; entries to write, all of them in range.
       unique: that no two written entries share an index; if they do, one of them is written.
     """
-    index, values = _entries(x, index, values, where)
-    return x.at[index].set(values, mode="drop", wrap_negative_indices=False, unique_indices=unique)
+
+    def write(array: jax.Array, value: Any) -> jax.Array:
+        at, value = _entries(array, index, value, where)
+        return array.at[at].set(value, mode="drop", wrap_negative_indices=False, unique_indices=unique)
+
+    return jax.tree.map(write, x, values)
 
 
 def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -> jax.Array:

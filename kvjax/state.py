@@ -22,6 +22,8 @@ heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,13 +38,29 @@ NO_BLOCK = -1
 LOST = -1  # `Blocks.hits` of a held block that has left the index because a move failed, until it is published again
 
 
+class Text(Pytree):
+    """Tokens with their extra ids.
+
+    Attributes:
+      tokens: i32[..., P].
+      extra_ids: i32[..., P]; likewise, or None where the spec asks for none.
+    """
+
+    tokens: jax.Array
+    extra_ids: jax.Array | None
+
+    def equals(self, other: Text) -> jax.Array:
+        """bool[..., P]; which tokens are equal, extra ids included."""
+        same = jax.tree.map(operator.eq, self, other)
+        return functools.reduce(operator.and_, jax.tree.leaves(same))
+
+
 class Blocks(Pytree):
     """What is known of each block.
 
     Attributes:
       refcount: i32[B]; rows and pins that hold the block; within a transition copies in progress too.
-      tokens: i32[B, P]; token ids whose K/V the block holds.
-      extra_ids: i32[B, P]; the tokens' extra ids, or None where the spec asks for none.
+      text: i32[B, P]; the tokens whose K/V the block holds, and their extra ids.
       fill: i32[B]; tokens of a findable block, 0 for every other.
       key: u32[B, 2]; hash of the prefix that ends in this block (`blocks/keys.py`); a hint, never trusted.
       generation: i32[B]; how often the block was published; compared for equality only, so wrapping is harmless.
@@ -60,8 +78,7 @@ class Blocks(Pytree):
     """
 
     refcount: jax.Array
-    tokens: jax.Array
-    extra_ids: jax.Array | None
+    text: Text
     fill: jax.Array
     key: jax.Array
     generation: jax.Array
@@ -75,6 +92,16 @@ class Blocks(Pytree):
     retention: jax.Array | None = None
     expiry: jax.Array | None = None
     time: jax.Array | None = None
+
+    @property
+    def tokens(self) -> jax.Array:
+        """i32[B, P]; the token ids of `text`."""
+        return self.text.tokens
+
+    @property
+    def extra_ids(self) -> jax.Array | None:
+        """i32[B, P]; the extra ids of `text`, or None."""
+        return self.text.extra_ids
 
     def stated_priority(self, ids: jax.Array) -> jax.Array | int:
         """i32[...]; the priority that was stated for blocks ids i32[...], or the default of all."""
@@ -213,6 +240,11 @@ class Group(Pytree):
         return self.anchor is not None
 
     @property
+    def tiered(self) -> bool:
+        """Whether its blocks can be on the host too."""
+        return self.host is not None
+
+    @property
     def ids(self) -> jax.Array:
         """i32[B]; all block ids, of both tiers."""
         return jnp.arange(self.blocks.fill.shape[0], dtype=jnp.int32)
@@ -278,6 +310,11 @@ class Sequences(Pytree):
     namespace: jax.Array
     retention: jax.Array | None = None
     swapped: jax.Array | None = None
+
+    @property
+    def rests(self) -> jax.Array:
+        """bool[S]; which rows rest: all or some of their blocks are on the host."""
+        return jnp.zeros(self.length.shape, jnp.bool_) if self.swapped is None else self.swapped
 
 
 class CacheState(Pytree, static=("spec", "policy")):

@@ -11,7 +11,8 @@ from jax import lax
 
 import kvjax
 from kvjax.events.log import append, init_log
-from kvjax.events.records import COLUMNS, EventKind, Events, record
+from kvjax.events.records import COLUMNS, EventKind, Events, joined, record
+from kvjax.state import Text
 
 SPEC = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=16, block_size=4)
 A = {"kind": "stored", "group": 0, "block": 2, "generation": 5, "parent": None, "namespace": 7,
@@ -23,7 +24,7 @@ B = {"kind": "stored", "group": 0, "block": 3, "generation": 1, "parent": (2, 5)
 def made(*records, tokens):
     """Events of single records."""
     none = jnp.zeros((1,), jnp.int32)
-    return Events(jnp.concatenate(records), jnp.array(tokens, jnp.int32), None, none, none, none, none[0])
+    return Events(joined(*records).records, Text(jnp.array(tokens, jnp.int32), None), none, none, none, none[0])
 
 
 def one(kind, **columns):
@@ -57,7 +58,7 @@ DECODED = [
 def test_decoding_drops_padding_and_names_everything():
     assert kvjax.to_list(SOME) == DECODED
     extra = jnp.arange(32, dtype=jnp.int32).reshape(8, 4)
-    decoded = kvjax.to_list(dataclasses.replace(SOME, extra_ids=extra))
+    decoded = kvjax.to_list(dataclasses.replace(SOME, text=SOME.text.replace(extra_ids=extra)))
     assert [event.get("extra_ids") for event in decoded[1:3]] == [[8, 9, 10, 11], [12]]
     for name, column in zip(COLUMNS, SOME.records.T, strict=True):
         np.testing.assert_array_equal(getattr(SOME, name), column)

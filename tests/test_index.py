@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.blocks import index, keys
-from kvjax.state import Blocks
+from kvjax.state import Blocks, Text
 
 NUM, SIZE, BATCH = 24, 4, 8
 
@@ -49,14 +49,14 @@ class Table:
     def insert(self, ids, *, tokens, parent, fill=None, extra_ids=None):
         """Gives the blocks `ids` contents and distinct keys, and links them in one batch, in this order."""
         ids = np.asarray(ids, np.int32)
-        fields = {name: np.array(getattr(self.blocks, name)) for name in ("tokens", "parent", "fill", "key")}
-        fields["tokens"][ids], fields["parent"][ids] = tokens, parent
+        fields = {name: np.array(getattr(self.blocks, name)) for name in ("parent", "fill", "key")}
+        text = jax.tree.map(np.array, self.blocks.text)
+        text.tokens[ids], fields["parent"][ids] = tokens, parent
         fields["fill"][ids] = SIZE if fill is None else fill
         fields["key"][ids] = np.stack([ids * 7919 + 1, np.full(len(ids), len(self.inside))], axis=1)
         if extra_ids is not None:
-            fields["extra_ids"] = np.array(self.blocks.extra_ids)
-            fields["extra_ids"][ids] = extra_ids
-        self.blocks = dataclasses.replace(self.blocks, **fields)
+            text.extra_ids[ids] = extra_ids
+        self.blocks = dataclasses.replace(self.blocks, text=text, **fields)
         self.links = self.insert_(self.links, self.blocks, *batch(ids))
         self.inside += ids.tolist()
         self.verify()
@@ -88,7 +88,7 @@ class Table:
     def longest(self, parent, tokens, limit, extra_ids=None):
         """(block, tokens shared), and the same by trying all."""
         wanted = [np.asarray(tokens, np.int32), None if extra_ids is None else np.asarray(extra_ids, np.int32)]
-        got = self.longest_(self.blocks, self.links, np.array(parent, np.int32), *wanted, jnp.int32(limit))
+        got = self.longest_(self.blocks, self.links, np.array(parent, np.int32), Text(*wanted), jnp.int32(limit))
         best, shared = -1, 0
         for block in reversed(self.inside):
             if self.blocks.parent[block].tolist() == list(parent):

@@ -12,6 +12,7 @@ import pytest
 from kvjax._arrays import mix
 from kvjax.blocks import keys
 from kvjax.blocks.keys import Namespaces, prefix_keys, root_key
+from kvjax.state import Text
 
 SIZE = 4
 
@@ -34,7 +35,7 @@ def test_namespaces_tell_pairs_apart_and_remember_them():
 @functools.partial(jax.jit, static_argnames="with_extra")
 def chain(namespace, tokens, extra_ids=None, fill=SIZE, *, with_extra=False):
     depth = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    return prefix_keys(root_key(namespace), tokens, extra_ids if with_extra else None, fill, depth)
+    return prefix_keys(root_key(namespace), Text(tokens, extra_ids if with_extra else None), fill, depth)
 
 
 def key_of(tokens, namespace=0, extra_ids=None):
@@ -54,7 +55,7 @@ def test_a_key_follows_from_its_parents():
     at_once = chain(jnp.int32(3), tokens)
     key = root_key(jnp.int32(3))
     for depth in range(6):
-        key = prefix_keys(key, tokens[depth][None], None, SIZE, jnp.array([depth], jnp.int32))[0]
+        key = prefix_keys(key, Text(tokens[depth][None], None), SIZE, jnp.array([depth], jnp.int32))[0]
         np.testing.assert_array_equal(key, at_once[depth])
 
 

@@ -16,10 +16,11 @@ from jax import lax
 import kvjax
 import pallas_kernels
 from kvjax import LayerSpec, make_spec
-from kvjax.events.records import EventKind, Events, record
+from kvjax.events.records import EventKind, Events, Records, joined, record
 from kvjax.pools.attention import attend
 from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.views import View, ragged, view
+from kvjax.state import Text
 from tests.test_attention import oracle
 
 SPEC = make_spec(
@@ -40,7 +41,8 @@ def hand_made_state(committed=COMMITTED, table=TABLE):
 
 def no_events(records):
     none = jnp.zeros(1, jnp.int32)
-    return Events(records, jnp.zeros((records.shape[0], SPEC.block_size), jnp.int32), None, none, none, none, none[0])
+    text = Text(jnp.zeros((records.shape[0], SPEC.block_size), jnp.int32), None)
+    return Events(records, text, none, none, none, none[0])
 
 
 def copied(sources, targets, group=0):
@@ -50,7 +52,7 @@ def copied(sources, targets, group=0):
         source=jnp.asarray(sources), block=jnp.asarray(targets), group=group, num_tokens=2,
     )  # fmt: skip
     other = record(EventKind.REMOVED, jnp.asarray([True, False]), block=jnp.asarray([1, 0]))
-    return jnp.concatenate([other, *(jnp.concatenate([row[None], other]) for row in real)])
+    return joined(other, *(joined(line, other) for line in map(Records, real.records[:, None]))).records
 
 
 def filled_pools(seed=0):

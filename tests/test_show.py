@@ -159,7 +159,7 @@ def test_broken_states_can_be_drawn(story):
         table=jnp.full_like(story.state.groups[0].table, 77),
         refcount=blocks.refcount.at[3].set(1000).at[2].set(-5),
         fill=blocks.fill.at[0].set(99),
-        tokens=blocks.tokens.at[0].set(-(2**31)),
+        text=blocks.text.replace(tokens=blocks.tokens.at[0].set(-(2**31))),
     )
     assert "blocks 77 77 77" in show(wild)
     assert "1000 holders" in show(wild)

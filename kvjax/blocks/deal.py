@@ -22,7 +22,7 @@ from kvjax._arrays import Pytree, add, compact, count, either, pick, put, rank
 from kvjax.blocks.publish import children_first, descendants, leave_index
 from kvjax.blocks.tiers import find_stuck, led_to, next_move
 from kvjax.blocks.victims import Taken, claim
-from kvjax.events.records import EventKind, record
+from kvjax.events.records import EventKind, Records, joined, record
 from kvjax.events.transfer import moves
 from kvjax.policies.retention import tell_time
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
@@ -82,9 +82,9 @@ def take_over_tiers(
         group=either(ok, moved.group, group),
         ids=jnp.where(ok, moved.ids, NO_BLOCK)[:size],
         ok=ok,
-        removed=jnp.where(ok, moved.removed, 0),
-        updated=jnp.where(ok, moved.updated, 0),
-        moves=jnp.where(ok, moved.moves, NO_BLOCK),
+        removed=moved.removed.only(ok),
+        updated=moved.updated.only(ok),
+        moves=moved.moves.only(ok),
     )
 
 
@@ -125,7 +125,7 @@ def deal(
     slot, free, place = dealt.slot, dealt.free, jnp.arange(dealt.free.shape[0], dtype=jnp.int32)
     moved = jnp.concatenate([jnp.where(lasting, out.ids, NO_BLOCK), back])
 
-    def tell(ids: jax.Array, where: jax.Array, level: jax.Array | int) -> jax.Array:
+    def tell(ids: jax.Array, where: jax.Array, level: jax.Array | int) -> Records:
         generation = pick(blocks.generation, ids)
         known = {"group": number, "block": ids, "generation": generation, "priority": blocks.stated_priority(ids)}
         return record(EventKind.UPDATED, where, **known, level=level)
@@ -172,7 +172,7 @@ def deal(
     pstate = policy.touched(pstate, group.blocks, jnp.where(idle, back, NO_BLOCK), now)
     group = find_stuck(group.replace(policy=pstate))
     ids = jnp.where(place < need, free, NO_BLOCK)
-    return Taken(group, ids, ok, jnp.concatenate([passed, gone]), updated, ordered)
+    return Taken(group, ids, ok, joined(passed, gone), updated, ordered)
 
 
 def _who_goes(

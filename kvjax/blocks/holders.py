@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import add, count, fence, pick, put, rank
-from kvjax.policies.retention import later, tell_time, time_at
+from kvjax.blocks.tiers import push_empty, touch_host
+from kvjax.policies.retention import set_expiry
 from kvjax.state import COPYING, NO_BLOCK, Blocks, EvictionPolicy, Group
 
 
@@ -69,44 +70,18 @@ def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.A
 
     A block without holders stays cached if it is findable and becomes empty if not.
     """
-    blocks, host = group.blocks, group.host
+    blocks = group.blocks
     freed = where & (pick(blocks.refcount, ids) == 1)
     cached = freed & (pick(blocks.fill, ids) > 0)
-    here = group.on_device(ids)
-    refcount, freed, cached, here = fence(blocks.refcount, freed, cached, here)
-    emptied = freed & ~cached
+    on_device = group.on_device(ids)
+    refcount, freed, cached, on_device = fence(blocks.refcount, freed, cached, on_device)
     blocks = blocks.replace(refcount=add(refcount, ids, -1, where))
     blocks = stamp_release(blocks, ids, cached, now)
-    if host is not None:
-        away = jnp.where(cached & ~here, ids, NO_BLOCK)
-        host = host.replace(policy=policy.touched(host.policy, blocks, away, now))
-        cached = cached & here
-    group = push_empty(group.replace(blocks=blocks, host=host), policy, ids, emptied)
+    group = touch_host(group.replace(blocks=blocks), policy, ids, cached & ~on_device, now)
+    group, cached = push_empty(group, policy, ids, freed & ~cached), cached & on_device
     return group.replace(
         num_cached=group.num_cached + count(cached),
-        policy=policy.touched(group.policy, blocks, jnp.where(cached, ids, NO_BLOCK), now),
-    )
-
-
-def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array) -> Group:
-    """Puts blocks ids i32[K] without holders and contents, where bool[K], on the stack of their tier."""
-    host = group.host
-    if host is not None:
-        here = group.on_device(ids)
-        away, here = where & ~here, where & here
-        (stack, pstate), ids, away, where, here = fence((host.empty, host.policy), ids, away, where, here)
-        host = host.replace(
-            empty=put(stack, host.num_empty + rank(away), ids, away),
-            num_empty=host.num_empty + count(away),
-            arriving=put(host.arriving, ids, 0, where),  # what still arrives there is nobody's
-            stuck=put(host.stuck, ids, False, where),
-            policy=policy.forgot(pstate, jnp.where(away, ids, NO_BLOCK)),
-        )
-        where = here
-    return group.replace(
-        empty=put(group.empty, group.num_empty + rank(where), ids, where),
-        num_empty=group.num_empty + count(where),
-        host=host,
+        policy=policy.touched(group.policy, group.blocks, jnp.where(cached, ids, NO_BLOCK), now),
     )
 
 
@@ -140,8 +115,4 @@ def stamp_release(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Arr
         released=put(blocks.released, ids, blocks.clock + rank(where), where),
         clock=blocks.clock + count(where),
     )
-    if blocks.retention is None or blocks.expiry is None:
-        return blocks
-    expiry = later(time_at(blocks, now), pick(blocks.retention, ids)[:, 1])
-    blocks = blocks.replace(expiry=put(blocks.expiry, ids, expiry, where))
-    return tell_time(blocks, now, jnp.any(where))
+    return set_expiry(blocks, ids, where, now)

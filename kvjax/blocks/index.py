@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import count, fence, mix, pick, put
-from kvjax.state import NO_BLOCK, Blocks, Links
+from kvjax.state import NO_BLOCK, Blocks, Links, Text
 
 
 def init_links(num_ids: int) -> Links:
@@ -47,36 +47,30 @@ def longest_child(
     blocks: Blocks,
     links: Links,
     parent: jax.Array,
-    tokens: jax.Array,
-    extra_ids: jax.Array | None,
+    text: Text,
     limit: jax.Array,
     usable: Callable[[jax.Array], jax.Array] = lambda block: block >= 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The findable block after `parent` that shares the longest prefix, of at least one token, with `tokens`.
+    """The findable block after `parent` that shares the longest prefix, of at least one token, with `text`.
 
     Args:
       blocks: what is known of each block.
       links: the child index.
       parent: i32[2]; (block, generation), or (NO_BLOCK, namespace).
-      tokens: i32[P]; what is wanted.
-      extra_ids: i32[P] or None.
+      text: i32[P]; what is wanted.
       limit: i32[]; tokens that count.
       usable: from a block i32[] to whether it may be the one.
 
     Returns:
       i32[] block, NO_BLOCK if none shares a token; and i32[] the tokens shared.
     """
-    num_ids = blocks.refcount.shape[0]
-    size = tokens.shape[0]
-    extra = None if extra_ids is None else extra_ids[:1]
-    first = pick(links.next, child_bucket(links, parent[None], tokens[:1], extra)[0])
+    num_ids, size = blocks.tokens.shape
+    first = pick(links.next, child_bucket(links, parent, pick(text, 0)))
 
     def step(carry):
         node, best, shared = carry
         block = node - num_ids
-        same = pick(blocks.tokens, block) == tokens
-        if extra_ids is not None and blocks.extra_ids is not None:
-            same = same & (pick(blocks.extra_ids, block) == extra_ids)
+        same = pick(blocks.text, block).equals(text)
         same = same & (np.arange(size, dtype=np.int32) < jnp.minimum(pick(blocks.fill, block), limit))
         mine = jnp.all(pick(blocks.parent, block) == parent) & usable(block)
         length = jnp.where(mine, jnp.sum(jnp.cumprod(same, dtype=jnp.int32), dtype=jnp.int32), 0)
@@ -92,9 +86,8 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
     """Links the blocks ids i32[K] (where bool[K]) into both tables, by the key, parent and first token they have."""
     num_ids = blocks.refcount.shape[0]
     ids, where = ids[::-1], where[::-1]  # of equally good blocks, `longest_child` shall meet the newest first
-    parent, first = pick(blocks.parent, ids), pick(blocks.tokens, ids)[:, 0]
-    extra = None if blocks.extra_ids is None else pick(blocks.extra_ids, ids)[:, 0]
-    buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, parent, first, extra)]
+    first = pick(blocks.text, (ids, 0))
+    buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, pick(blocks.parent, ids), first)]
     nowhere = np.iinfo(np.int32).max
     bucket, node = lax.sort(
         (
@@ -162,13 +155,13 @@ def key_bucket(links: Links, keys: jax.Array) -> jax.Array:
     return num_handles + (mix(keys[..., 0] ^ mix(keys[..., 1])) & np.uint32(buckets - 1)).astype(jnp.int32)
 
 
-def child_bucket(links: Links, parent: jax.Array, token: jax.Array, extra_id: jax.Array | None) -> jax.Array:
-    """i32[...]; where the chain of the blocks after parent i32[..., 2] that start with this token begins."""
+def child_bucket(links: Links, parent: jax.Array, first: Text) -> jax.Array:
+    """i32[...]; where the chain of the blocks after parent i32[..., 2] begins whose first token is `first` i32[...]."""
     num_handles, buckets = _sizes(links)
     words = parent.astype(jnp.uint32)
-    mixed = mix(mix(words[..., 0] * np.uint32(0x9E3779B1) + words[..., 1]) + token.astype(jnp.uint32))
-    if extra_id is not None:
-        mixed = mix(mixed + extra_id.astype(jnp.uint32) * np.uint32(0xCC9E2D51))
+    mixed = mix(mix(words[..., 0] * np.uint32(0x9E3779B1) + words[..., 1]) + first.tokens.astype(jnp.uint32))
+    if first.extra_ids is not None:
+        mixed = mix(mixed + first.extra_ids.astype(jnp.uint32) * np.uint32(0xCC9E2D51))
     return num_handles + buckets + (mixed & np.uint32(buckets - 1)).astype(jnp.int32)
 
 

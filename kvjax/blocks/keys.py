@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import mix
+from kvjax.state import Text
 
 _LANES = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
 
@@ -22,25 +23,24 @@ def root_key(namespace: jax.Array) -> jax.Array:
     return mix(namespace.astype(jnp.uint32)[..., None] + _last_axes(_LANES, namespace.ndim + 1))
 
 
-def prefix_keys(start: jax.Array, tokens: jax.Array, extra_ids: jax.Array | None, fill, depth: jax.Array) -> jax.Array:
+def prefix_keys(start: jax.Array, text: Text, fill, depth: jax.Array) -> jax.Array:
     """The keys of consecutive blocks.
 
     Args:
       start: u32[..., 2]; key of the prefix before the first block.
-      tokens: i32[..., F, P]; contents.
-      extra_ids: the same of the extra ids, or None.
+      text: i32[..., F, P]; contents.
       fill: i32 or i32[..., F]; tokens that count, the rest of a block is ignored.
       depth: i32[..., F]; which block of its sequence each is.
 
     Returns:
       u32[..., F, 2].
     """
-    size, ndim = tokens.shape[-1], tokens.ndim
+    size, ndim = text.tokens.shape[-1], text.tokens.ndim
     lane = np.arange(size, dtype=np.uint32)[:, None] * np.uint32(0x9E3779B1) + _LANES
-    words = tokens.astype(jnp.uint32)[..., None] * np.uint32(0xCC9E2D51)
-    if extra_ids is not None:
-        words = words + mix(extra_ids.astype(jnp.uint32))[..., None]
-    fill = jnp.broadcast_to(jnp.asarray(fill, jnp.int32), tokens.shape[:-1])
+    words = text.tokens.astype(jnp.uint32)[..., None] * np.uint32(0xCC9E2D51)
+    if text.extra_ids is not None:
+        words = words + mix(text.extra_ids.astype(jnp.uint32))[..., None]
+    fill = jnp.broadcast_to(jnp.asarray(fill, jnp.int32), text.tokens.shape[:-1])
     counts = _last_axes(np.arange(size, dtype=np.int32), ndim) < fill[..., None]
     words = jnp.where(counts[..., None], mix(words + _last_axes(lane, ndim + 1)), np.uint32(0))
     content = jnp.sum(words, axis=-2, dtype=jnp.uint32)

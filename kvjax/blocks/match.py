@@ -15,13 +15,12 @@ from kvjax.blocks import index
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.blocks.twins import link, same_content
 from kvjax.spec import GroupSpec
-from kvjax.state import NO_BLOCK, CacheState, Group, Match
+from kvjax.state import NO_BLOCK, CacheState, Group, Match, Text
 
 
 def longest_match(
     state: CacheState,
-    tokens: jax.Array,
-    extra_ids: jax.Array | None,
+    text: Text,
     length: jax.Array,
     namespace: jax.Array,
     tiers: tuple[str, ...],
@@ -33,21 +32,20 @@ def longest_match(
 
     Args:
       state: where to look; not changed.
-      tokens: i32[F, P]; the prompt in blocks.
-      extra_ids: i32[F, P] or None.
+      text: i32[F, P]; the prompt in blocks.
       length: i32[]; tokens of the prompt.
       namespace: i32[].
       tiers: static; "device", "host" or both.
 
     Source: TensorRT-LLM's reuse tree, which compares tokens; here the tree is flat arrays and the walk one gather.
     """
-    group, windows, (num, size) = state.groups[0], state.groups[1:], tokens.shape
+    group, windows, (num, size) = state.groups[0], state.groups[1:], text.tokens.shape
     blocks = group.blocks
-    keys = prefix_keys(root_key(namespace), tokens, extra_ids, size, jnp.arange(num, dtype=jnp.int32))
+    keys = prefix_keys(root_key(namespace), text, size, jnp.arange(num, dtype=jnp.int32))
     ids = index.find(blocks, group.links, keys)
     parents = link(blocks, jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), ids[:-1]]), namespace)
     matches = (
-        same_content(blocks, ids, tokens, extra_ids)
+        same_content(blocks, ids, text)
         & jnp.all(pick(blocks.parent, ids) == parents, axis=-1)
         & (np.arange(num, dtype=np.int32) < (length - 1) // size)
         & group.reachable(ids, tiers)
@@ -57,9 +55,8 @@ def longest_match(
     def child(whole: jax.Array) -> tuple[jax.Array, jax.Array]:
         last = jnp.where(whole > 0, pick(ids, whole - 1), NO_BLOCK)
         rest = jnp.clip(length - 1 - whole * size, 0, size)
-        extra = None if extra_ids is None else pick(extra_ids, whole)
         return index.longest_child(
-            blocks, group.links, link(blocks, last, namespace), pick(tokens, whole), extra, rest,
+            blocks, group.links, link(blocks, last, namespace), pick(text, whole), rest,
             usable=lambda block: functools.reduce(
                 jnp.logical_and, [g.reachable(g.beside(block), tiers) for g in state.groups]
             ),

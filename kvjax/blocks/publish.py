@@ -9,8 +9,7 @@ from jax import lax
 
 from kvjax._arrays import add, count, fence, pick, put, rank
 from kvjax.blocks import index, tiers, windows
-from kvjax.blocks.holders import push_empty
-from kvjax.events.records import EventKind, record
+from kvjax.events.records import EventKind, Records, record
 from kvjax.state import Blocks, CacheState, EvictionPolicy, Group
 
 
@@ -22,8 +21,8 @@ def publish(
     parent: jax.Array,
     depth: jax.Array,
     fill: jax.Array | int,
-) -> tuple[Group, jax.Array]:
-    """Makes blocks findable by what `blocks.tokens` says they hold; a parent may be among them.
+) -> tuple[Group, Records]:
+    """Makes blocks findable by what `blocks.text` says they hold; a parent may be among them.
 
     Args:
       group: the group.
@@ -35,7 +34,7 @@ def publish(
       fill: i32[] or i32[K]; tokens that each holds.
 
     Returns:
-      The group and records i32[K, 9], stored.
+      The group and K records, stored.
     """
     blocks = group.blocks
     generation = add(blocks.generation, ids, 1, where)
@@ -62,7 +61,7 @@ def publish(
 
 def leave_index(
     group: Group, number: int, ids: jax.Array, where: jax.Array, *, counted: bool = True
-) -> tuple[Group, jax.Array]:
+) -> tuple[Group, Records]:
     """Takes findable blocks out of the index, each without findable children or together with all of them.
 
     Args:
@@ -73,7 +72,7 @@ def leave_index(
       counted: whether their parents still count them as children; `claim` has seen to that already.
 
     Returns:
-      The group and records i32[K, 9], removed.
+      The group and K records, removed.
     """
     blocks, on_device = group.blocks, group.on_device(ids)
     generations, generation = fence(blocks.generation, pick(blocks.generation, ids))
@@ -88,30 +87,34 @@ def leave_index(
 
 def remove(
     group: Group, number: int, policy: EvictionPolicy, ids: jax.Array, where: jax.Array
-) -> tuple[Group, jax.Array]:
+) -> tuple[Group, Records]:
     """Takes blocks out of the index, as `leave_index` does, and empties those that nobody holds."""
     idle, on_device = where & (pick(group.blocks.refcount, ids) == 0), group.on_device(ids)
     group, idle, on_device = fence(group, idle, on_device)
     group, removed = leave_index(group, number, ids, where)
     group = group.replace(num_cached=group.num_cached - count(idle & on_device))
-    return push_empty(group, policy, ids, idle), removed
+    return tiers.push_empty(group, policy, ids, idle), removed
 
 
-def forget(group: Group, number: int, removed: jax.Array) -> tuple[Group, jax.Array]:
-    """Removes a window group's blocks whose anchors the records removed i32[K, 9] are about; records i32[K, 9]."""
-    own = group.beside(removed[:, 2])
-    return remove(group, number, windows.POLICY, own, (removed[:, 0] == EventKind.REMOVED) & (own >= 0))
+def forget(group: Group, number: int, removed: Records) -> tuple[Group, Records]:
+    """Removes a window group's blocks whose anchors `removed` is about; also returns as many records, removed."""
+    own = group.beside(removed.block)
+    return remove(group, number, windows.POLICY, own, (removed.kind == EventKind.REMOVED) & (own >= 0))
 
 
-def forget_all(state: CacheState, removed: jax.Array) -> tuple[CacheState, list[jax.Array]]:
-    """The state without the window groups' blocks beside those of the first group's records `removed` i32[K, 9].
+def forget_all(state: CacheState, number: int, removed: Records) -> tuple[CacheState, list[Records]]:
+    """The state without what window groups have beside the blocks that group `number` has `removed`.
+
+    Only the first group has blocks beside its own.
 
     Returns:
-      The state; and for each group records, removed.
+      The state; and records, removed: these, and before them those of the window groups.
     """
+    if number > 0:
+        return state, [removed]
     groups, records = [state.groups[0]], [removed]
-    for number, group in enumerate(state.groups[1:], 1):
-        group, gone = forget(group, number, removed)
+    for other, group in enumerate(state.groups[1:], 1):
+        group, gone = forget(group, other, removed)
         groups, records = [*groups, group], [gone, *records]
     return state.replace(groups=tuple(groups)), records
 

@@ -10,75 +10,57 @@ import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, pick, put, runs
-from kvjax.state import NO_BLOCK, CacheState, Group
+from kvjax.state import NO_BLOCK, CacheState, Group, Sequences, Text
 
 
 class Prompt(NamedTuple):
-    """A checked prompt: tokens and extra ids in blocks i32[F, P], length i32[], and whether its values are in range."""
+    """A checked prompt: text in blocks i32[F, P], length and namespace i32[], and whether its values are in range."""
 
-    tokens: jax.Array
-    extra_ids: jax.Array | None
+    text: Text
     length: jax.Array
     namespace: jax.Array
     valid: jax.Array
 
 
 class Row(Pytree):
-    """One row: `exists` bool[] whether its number is in range; the others as in `Sequences`, tables i32[M] a group."""
+    """One row.
+
+    Attributes:
+      exists: bool[]; whether its number is in range.
+      known: what `Sequences` knows of it, without the axis S.
+      tables: i32[M]; its blocks in each group.
+    """
 
     exists: jax.Array
-    length: jax.Array
-    committed: jax.Array
-    namespace: jax.Array
+    known: Sequences
     tables: tuple[jax.Array, ...]
-    retention: jax.Array | None
-    swapped: jax.Array
+
+    length = property(lambda self: self.known.length)
+    committed = property(lambda self: self.known.committed)
+    namespace = property(lambda self: self.known.namespace)
+    rests = property(lambda self: self.known.rests)
 
 
 def read_row(state: CacheState, seq: jax.Array) -> Row:
     """Row `seq` i32[]; out of range it reads as some row with `exists` false."""
-    seqs = state.seqs
     return Row(
         exists=(seq >= 0) & (seq < state.spec.max_seqs),
-        length=pick(seqs.length, seq),
-        committed=pick(seqs.committed, seq),
-        namespace=pick(seqs.namespace, seq),
+        known=pick(state.seqs, seq),
         tables=tuple(pick(group.table, seq) for group in state.groups),
-        retention=None if seqs.retention is None else pick(seqs.retention, seq),
-        swapped=jnp.bool_(False) if seqs.swapped is None else pick(seqs.swapped, seq),
     )
 
 
 def write_row(
-    state: CacheState,
-    seq: jax.Array,
-    ok: jax.Array,
-    tables: Sequence[jax.Array],
-    length: jax.Array | int,
-    committed: jax.Array | int,
-    namespace: jax.Array | int,
-    retention: jax.Array | None = None,
+    state: CacheState, seq: jax.Array, ok: jax.Array, known: Sequences, tables: Sequence[jax.Array]
 ) -> CacheState:
-    """The state, where `ok` bool[], with a new row `seq`; tables i32[...], one a group, are cut or padded to M.
-
-    Of retention i32[M + 1, 2] None leaves what there is.
-    """
-    seq, ok = jnp.atleast_1d(seq), jnp.atleast_1d(ok)
-    stated, width = state.seqs.retention, state.spec.max_blocks_per_seq
-    if stated is not None and retention is not None:
-        stated = put(stated, seq, retention[None], ok)
-    seqs = state.seqs.replace(
-        length=put(state.seqs.length, seq, length, ok),
-        committed=put(state.seqs.committed, seq, committed, ok),
-        namespace=put(state.seqs.namespace, seq, namespace, ok),
-        retention=stated,
-        swapped=None if state.seqs.swapped is None else put(state.seqs.swapped, seq, False, ok),
-    )
+    """The state, where `ok` bool[], with a new row `seq`; tables i32[...], one a group, are cut or padded to M."""
+    seq, ok, width = jnp.atleast_1d(seq), jnp.atleast_1d(ok), state.spec.max_blocks_per_seq
+    known = jax.tree.map(lambda x: jnp.asarray(x)[None], known)
     groups = [
         group.replace(table=put(group.table, seq, fit(table, width, NO_BLOCK)[None], ok))
         for group, table in zip(state.groups, tables, strict=True)
     ]
-    return state.replace(groups=tuple(groups), seqs=seqs)
+    return state.replace(groups=tuple(groups), seqs=put(state.seqs, seq, known, ok))
 
 
 def fit(x: jax.Array, size: int, fill: int) -> jax.Array:
@@ -95,35 +77,20 @@ def table_entry(group: Group, rows, place: jax.Array) -> jax.Array:
 
 def write_prompt(group: Group, block: jax.Array, where: jax.Array, ask: Prompt, place: jax.Array) -> Group:
     """Notes in `block` i32[1], where bool[1], the tokens of the prompt's block at `place` i32[]."""
-    blocks = group.blocks
-    tokens = put(blocks.tokens, block, pick(ask.tokens, place)[None], where)
-    extra = blocks.extra_ids
-    if extra is not None and ask.extra_ids is not None:
-        extra = put(extra, block, pick(ask.extra_ids, place)[None], where)
-    return group.replace(blocks=blocks.replace(tokens=tokens, extra_ids=extra))
+    text = put(group.blocks.text, block, pick(ask.text, place[None]), where)
+    return group.replace(blocks=group.blocks.replace(text=text))
 
 
-def copy_tokens(group: Group, block: jax.Array, source: jax.Array, where: jax.Array) -> Group:
+def copy_text(group: Group, block: jax.Array, source: jax.Array, where: jax.Array) -> Group:
     """Notes in each block i32[K], where bool[K], the tokens that its source holds."""
-    blocks = group.blocks
-    tokens = put(blocks.tokens, block, pick(blocks.tokens, source), where)
-    extra = blocks.extra_ids
-    if extra is not None:
-        extra = put(extra, block, pick(extra, source), where)
-    return group.replace(blocks=blocks.replace(tokens=tokens, extra_ids=extra))
+    text = group.blocks.text
+    return group.replace(blocks=group.blocks.replace(text=put(text, block, pick(text, source), where)))
 
 
-def note_tokens(
-    group: Group, rows, start: jax.Array, end: jax.Array, tokens: jax.Array, extra_ids: jax.Array | None
-) -> Group:
-    """Notes tokens i32[R, T] in the rows' blocks at positions start..end-1 i32[R]."""
+def write_text(group: Group, rows, start: jax.Array, end: jax.Array, text: Text) -> Group:
+    """Notes text i32[R, T] in the rows' blocks at positions start..end-1 i32[R]."""
     size = group.blocks.tokens.shape[1]
-    position = runs(start, tokens.shape[1])
+    position = runs(start, text.tokens.shape[1])
     where = position < end[:, None]
     at = (table_entry(group, rows[:, None], position // size), position % size)
-    blocks = group.blocks
-    noted = put(blocks.tokens, at, tokens, where)
-    extra = blocks.extra_ids
-    if extra is not None and extra_ids is not None:
-        extra = put(extra, at, extra_ids, where)
-    return group.replace(blocks=blocks.replace(tokens=noted, extra_ids=extra))
+    return group.replace(blocks=group.blocks.replace(text=put(group.blocks.text, at, text, where)))

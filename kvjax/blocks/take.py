@@ -11,6 +11,8 @@ from kvjax._arrays import count, either, fence, pick, put
 from kvjax.blocks.deal import take_over_tiers
 from kvjax.blocks.publish import leave_index
 from kvjax.blocks.victims import Taken, claim, unclaim
+from kvjax.events.records import no_records
+from kvjax.events.transfer import no_moves
 from kvjax.policies.retention import tell_time
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
@@ -77,6 +79,5 @@ def take(
         policy=either(ok, pstate, group.policy),
     )
     return Taken(
-        group, jnp.where(ok & (slot < need), ids, NO_BLOCK), ok, removed,
-        updated=jnp.zeros((0, 9), jnp.int32), moves=jnp.zeros((0, 5), jnp.int32),
+        group, jnp.where(ok & (slot < need), ids, NO_BLOCK), ok, removed, updated=no_records(), moves=no_moves()
     )  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import add, count, fence, pick, put
-from kvjax.events.records import COLUMNS, EventKind, record
+from kvjax._arrays import add, count, fence, pick, put, rank
+from kvjax.events.records import EventKind, Records, no_records, record
 from kvjax.policies.retention import priority_at
 from kvjax.state import DEFAULT_PRIORITY, NO_BLOCK, CacheState, EvictionPolicy, Group, Host
 
@@ -52,18 +52,18 @@ def _stick(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> j
 
 def take_over(
     group: Group, number: int, policy: EvictionPolicy, own: jax.Array, target: jax.Array, where: jax.Array
-) -> tuple[Group, jax.Array]:
+) -> tuple[Group, Records]:
     """Blocks target i32[K] on the host, where bool[K], take the device rows of equal blocks own i32[K], all different.
 
     Before `merge`: what has just been computed is there already, and need not come from the host. Children that stay
     on the host keep the block, and all that it follows, from being evicted inside a loop.
 
     Returns:
-      The group and records i32[K, 9], updated; none without a host tier.
+      The group and K records, updated; none without a host tier.
     """
     blocks, host = group.blocks, group.host
     if host is None:
-        return group, jnp.zeros((0, len(COLUMNS)), jnp.int32)
+        return group, no_records()
     where = where & ~group.on_device(target)
     near, far, parent = pick(host.slot, own), pick(host.slot, target), pick(blocks.parent, target)[:, 0]
     idle = where & (pick(blocks.refcount, target) == 0)
@@ -82,6 +82,37 @@ def take_over(
     host = host.replace(stuck=_stick(host, blocks.parent[:, 0], target, where & (pick(host.below, target) > 0)))
     blocks = blocks.replace(children=add(blocks.children, parent, 1, up, unique=False))
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
+
+
+def touch_host(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
+    """Tells the host's policy that blocks ids i32[K] on the host, where bool[K], have lost their last holder."""
+    host = group.host
+    if host is None:
+        return group
+    pstate = policy.touched(host.policy, group.blocks, jnp.where(where, ids, NO_BLOCK), now)
+    return group.replace(host=host.replace(policy=pstate))
+
+
+def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array) -> Group:
+    """Puts blocks ids i32[K] without holders and contents, where bool[K], on the stack of their tier."""
+    host = group.host
+    if host is not None:
+        here = group.on_device(ids)
+        away, here = where & ~here, where & here
+        (stack, pstate), ids, away, where, here = fence((host.empty, host.policy), ids, away, where, here)
+        host = host.replace(
+            empty=put(stack, host.num_empty + rank(away), ids, away),
+            num_empty=host.num_empty + count(away),
+            arriving=put(host.arriving, ids, 0, where),  # what still arrives there is nobody's
+            stuck=put(host.stuck, ids, False, where),
+            policy=policy.forgot(pstate, jnp.where(away, ids, NO_BLOCK)),
+        )
+        where = here
+    return group.replace(
+        empty=put(group.empty, group.num_empty + rank(where), ids, where),
+        num_empty=group.num_empty + count(where),
+        host=host,
+    )
 
 
 def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("device", "host")) -> list[Any]:

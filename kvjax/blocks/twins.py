@@ -11,7 +11,7 @@ from jax import lax
 from kvjax._arrays import Pytree, mix, pick, put, runs
 from kvjax.blocks import index
 from kvjax.blocks.keys import prefix_keys, root_key
-from kvjax.state import NO_BLOCK, Blocks, Group, Sequences
+from kvjax.state import NO_BLOCK, Blocks, Group, Sequences, Text
 
 
 def link(blocks: Blocks, block: jax.Array, namespace: jax.Array) -> jax.Array:
@@ -19,20 +19,12 @@ def link(blocks: Blocks, block: jax.Array, namespace: jax.Array) -> jax.Array:
     return jnp.stack([block, jnp.where(block >= 0, pick(blocks.generation, block), namespace)], axis=-1)
 
 
-def same_content(
-    blocks: Blocks, ids: jax.Array, tokens: jax.Array, extra_ids: jax.Array | None, fill: jax.Array | None = None
-) -> jax.Array:
-    """bool[...]; whether ids are findable blocks that hold just these tokens i32[..., P], or just the first `fill`."""
-    size = tokens.shape[-1]
-
-    def equal(known: jax.Array, wanted: jax.Array) -> jax.Array:
-        same = pick(known, ids) == wanted
-        return jnp.all(same if fill is None else same | (np.arange(size, dtype=np.int32) >= fill), axis=-1)
-
-    same = (ids >= 0) & (pick(blocks.fill, ids) == (size if fill is None else fill)) & equal(blocks.tokens, tokens)
-    if extra_ids is not None and blocks.extra_ids is not None:
-        same = same & equal(blocks.extra_ids, extra_ids)
-    return same
+def same_content(blocks: Blocks, ids: jax.Array, text: Text, fill: jax.Array | None = None) -> jax.Array:
+    """bool[...]; whether ids are findable blocks that hold just this text i32[..., P], or just its first `fill`."""
+    size, same = text.tokens.shape[-1], pick(blocks.text, ids).equals(text)
+    if fill is not None:
+        same = same | (np.arange(size, dtype=np.int32) >= fill)
+    return (ids >= 0) & (pick(blocks.fill, ids) == (size if fill is None else fill)) & jnp.all(same, axis=-1)
 
 
 class Resolution(Pytree):
@@ -64,7 +56,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     a collision: then the row publishes nothing of this call, which can cost a hit later and never gives a wrong one.
 
     Args:
-      group: the group, `blocks.tokens` up to date.
+      group: the group, `blocks.text` up to date.
       seqs: the rows' namespaces.
       rows: i32[R]; the rows.
       first: i32[R]; each row's first table index that may have been filled.
@@ -73,8 +65,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     blocks, num = group.blocks, filled.shape[1]
     depth = runs(first, num)
     own = group.table.at[rows[:, None], depth].get(mode="clip", wrap_negative_indices=False)
-    tokens = pick(blocks.tokens, own)
-    extra = None if blocks.extra_ids is None else pick(blocks.extra_ids, own)
+    text = pick(blocks.text, own)
     before = group.table.at[rows, first - 1].get(mode="clip", wrap_negative_indices=False)
     before = jnp.where(first > 0, before, NO_BLOCK)
     filled = filled & ((before < 0) | (pick(blocks.fill, before) > 0))[:, None]  # no children of unpublished blocks
@@ -82,7 +73,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
         filled = filled & (jnp.cumsum(filled & ~group.arrived(own), axis=1, dtype=jnp.int32) == 0)
     namespace = pick(seqs.namespace, rows)
     start = jnp.where((before >= 0)[:, None], pick(blocks.key, before), root_key(namespace))
-    key = prefix_keys(start, tokens, extra, tokens.shape[-1], depth).reshape(-1, 2)
+    key = prefix_keys(start, text, blocks.tokens.shape[1], depth).reshape(-1, 2)
 
     found = index.find(blocks, group.links, key).reshape(filled.shape)
     earliest = _earliest(key, filled.reshape(-1)).reshape(filled.shape)
@@ -93,13 +84,12 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     # Equal keys were taken for equal contents so far; now compare.
     findable_parent = (parent < 0) | (pick(blocks.fill, parent) > 0)
     same_parent = jnp.all(pick(blocks.parent, found) == link(blocks, parent, namespace[:, None]), axis=-1)
-    as_found = same_content(blocks, found, tokens, extra) & findable_parent & same_parent
+    as_found = same_content(blocks, found, text) & findable_parent & same_parent
     twin = jnp.all(key == pick(key, earliest.reshape(-1)), axis=-1).reshape(filled.shape)
-    twin = twin & jnp.all(tokens == pick(tokens.reshape(-1, tokens.shape[-1]), earliest), axis=-1)
+    flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), text)
+    twin = twin & jnp.all(text.equals(pick(flat, earliest)), axis=-1)
     twin = twin & (parent == pick(parent.reshape(-1), earliest))
     twin = twin & (namespace[:, None] == pick(namespace, earliest // num))
-    if extra is not None:
-        twin = twin & jnp.all(extra == pick(extra.reshape(-1, extra.shape[-1]), earliest), axis=-1)
     sound = jnp.where(found >= 0, as_found, twin)
     broken = jnp.any(filled & ~sound, axis=1)
     broken = lax.while_loop(  # a row that leans on a broken row is broken

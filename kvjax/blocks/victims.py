@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import Pytree, add, pick, put
+from kvjax.events.records import Records
+from kvjax.events.transfer import Transfer
 from kvjax.state import Blocks, Group
 
 
@@ -18,17 +20,17 @@ class Taken(Pytree):
       group: the group after it.
       ids: i32[.]; the blocks, NO_BLOCK beyond those asked for.
       ok: bool[]; whether they were had; if not, nothing has changed.
-      removed: records i32[., 9] of blocks that are findable no longer.
-      updated: records i32[., 9] of those that changed tier.
-      moves: i32[., 5]; the moves for that, as in `Transfer`.
+      removed: records of blocks that are findable no longer.
+      updated: records of those that changed tier.
+      moves: the moves for that.
     """
 
     group: Group
     ids: jax.Array
     ok: jax.Array
-    removed: jax.Array
-    updated: jax.Array
-    moves: jax.Array
+    removed: Records
+    updated: Records
+    moves: Transfer
 
 
 def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:

@@ -23,7 +23,7 @@ from kvjax._arrays import add, fence, pick, put, runs
 from kvjax.blocks.holders import give_back_shared, merge
 from kvjax.blocks.tiers import take_over
 from kvjax.blocks.twins import Resolution
-from kvjax.events.records import EventKind, record
+from kvjax.events.records import EventKind, Records, record
 from kvjax.policies.ring import lru
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy, Group
@@ -38,7 +38,7 @@ def policy_of(number: int, policy: EvictionPolicy) -> EvictionPolicy:
 
 def anchor_blocks(
     group: Group, number: int, tree: Blocks, own: jax.Array, target: jax.Array, where: jax.Array, fill: jax.Array | int
-) -> tuple[Group, jax.Array]:
+) -> tuple[Group, Records]:
     """Makes blocks own i32[K] findable beside the blocks target i32[K] of the first group, all different.
 
     Args:
@@ -51,7 +51,7 @@ def anchor_blocks(
       fill: i32[] or i32[K]; tokens that each holds.
 
     Returns:
-      The group and records i32[K, 9], stored.
+      The group and K records, stored.
     """
     assert group.anchor is not None and group.shadow is not None
     blocks = group.blocks
@@ -72,11 +72,11 @@ def anchor_blocks(
 
 def follow(
     group: Group, number: int, tree: Blocks, news: Resolution, rows: jax.Array, place: jax.Array, now: jax.Array
-) -> tuple[Group, jax.Array, jax.Array]:
+) -> tuple[Group, Records, Records]:
     """Does with rows' blocks at place i32[R, F] what the first group has just done with theirs, by news [R * F].
 
     Returns:
-      The group, records i32[R * F, 9], stored, and records i32[., 9], updated.
+      The group; R * F records, stored; and records, updated.
     """
     assert group.shadow is not None
     where = (jnp.broadcast_to(rows[:, None], place.shape), place)

@@ -155,8 +155,8 @@ def _check_tree(group: Any) -> list[str]:
     above, below = parent[known], findable[known]
     here = _on_device(group)
     held_below_unheld = (blocks.refcount[below] > 0) & (blocks.refcount[above] == 0)
-    contents = [blocks.tokens] if blocks.extra_ids is None else [blocks.tokens, blocks.extra_ids]
-    prefixes = {(*blocks.parent[b], *(x for part in contents for x in part[b, : blocks.fill[b]])) for b in findable}
+    text = np.stack(jax.tree.leaves(blocks.text))
+    prefixes = {(*blocks.parent[b], *text[:, b, : blocks.fill[b]].reshape(-1).tolist()) for b in findable}
     return _failures(
         parents_are_whole_and_findable=[*(parent < num_ids), *(blocks.fill[above] == blocks.tokens.shape[1])],
         parent_links_are_of_this_generation=blocks.generation[above] == generation[known],
@@ -195,10 +195,9 @@ def _check_links(group: Any) -> list[str]:
             before, node = node, links.next[node]
         consistent &= bool(node == -1)
     findable = np.flatnonzero(blocks.fill > 0)
-    extra = None if blocks.extra_ids is None else blocks.extra_ids[findable, 0]
     wanted = [
         index.key_bucket(links, blocks.key[findable]),
-        index.child_bucket(links, blocks.parent[findable], blocks.tokens[findable, 0], extra),
+        index.child_bucket(links, blocks.parent[findable], jax.tree.map(lambda x: x[findable, 0], blocks.text)),
     ]
     by_key, by_parent = ([chain.get(int(b) + offset, -1) for b in findable] for offset in (0, num_ids))
     return _failures(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 
 from kvjax._arrays import Pytree
 from kvjax.events.transfer import Transfer
-from kvjax.state import DEFAULT_PRIORITY
+from kvjax.state import DEFAULT_PRIORITY, Text
 
 
 class EventKind(enum.IntEnum):
@@ -41,18 +42,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class Events(Pytree):
-    """The events of one transition, in the order removed, updated, stored, copied.
+class Records(Pytree):
+    """What happened to blocks, a line of numbers each.
 
     Attributes:
-      records: i32[E, 9]; the columns below, one event a row, rows of kind NONE are padding.
-      tokens: i32[E, P]; the contents of stored blocks.
-      extra_ids: i32[E, P]; likewise, or None.
-      status: i32[R]; a `Status` for each row of the request.
-      queried: i32[R]; prompt tokens that were looked up.
-      cached: i32[R]; those of them that were found.
-      shortfall: i32[]; blocks that were missing.
-      transfer: moves between tiers to be executed before anything else; None where there can be none.
+      records: i32[E, 9]; the columns below, lines of kind NONE are padding.
 
     Columns, each also a property of this class:
       kind: an `EventKind`.
@@ -66,18 +60,6 @@ class Events(Pytree):
     """
 
     records: jax.Array
-    tokens: jax.Array
-    extra_ids: jax.Array | None
-    status: jax.Array
-    queried: jax.Array
-    cached: jax.Array
-    shortfall: jax.Array
-    transfer: Transfer | None = None
-
-    @property
-    def ok(self) -> jax.Array:
-        """bool[]; whether every row of the request was done."""
-        return jnp.all(self.status == Status.OK)
 
     kind = property(lambda self: self.records[..., 0])
     group = property(lambda self: self.records[..., 1])
@@ -89,10 +71,51 @@ class Events(Pytree):
     level = property(lambda self: self.records[..., 7])
     priority = property(lambda self: self.records[..., 8])
 
+    def only(self, where: jax.Array) -> Self:
+        """These where bool[], or padding."""
+        return self.replace(records=jnp.where(where, self.records, 0))
 
-def record(kind: EventKind, where: jax.Array, **columns: jax.Array | int) -> jax.Array:
-    """i32[K, 9]; one row for each entry of where bool[K], of kind NONE where it does not hold."""
+
+class Events(Records):
+    """The events of one transition, in the order removed, updated, stored, copied.
+
+    Attributes:
+      text: i32[E, P]; the contents of stored blocks.
+      status: i32[R]; a `Status` for each row of the request.
+      queried: i32[R]; prompt tokens that were looked up.
+      cached: i32[R]; those of them that were found.
+      shortfall: i32[]; blocks that were missing.
+      transfer: moves between tiers to be executed before anything else; None where there can be none.
+    """
+
+    text: Text
+    status: jax.Array
+    queried: jax.Array
+    cached: jax.Array
+    shortfall: jax.Array
+    transfer: Transfer | None = None
+
+    @property
+    def ok(self) -> jax.Array:
+        """bool[]; whether every row of the request was done."""
+        return jnp.all(self.status == Status.OK)
+
+    tokens = property(lambda self: self.text.tokens)
+    extra_ids = property(lambda self: self.text.extra_ids)
+
+
+def record(kind: EventKind, where: jax.Array, **columns: jax.Array | int) -> Records:
+    """One record for each entry of where bool[K], of kind NONE where it does not hold."""
     values = {"kind": jnp.where(where, np.int32(kind), 0), "priority": DEFAULT_PRIORITY, **columns}
-    return jnp.stack(
-        [jnp.broadcast_to(jnp.asarray(values.get(c, 0), jnp.int32), where.shape) for c in COLUMNS], axis=-1
-    )
+    lines = [jnp.broadcast_to(jnp.asarray(values.get(c, 0), jnp.int32), where.shape) for c in COLUMNS]
+    return Records(jnp.stack(lines, axis=-1))
+
+
+def joined(*parts: Records) -> Records:
+    """The records of all parts, in this order."""
+    return Records(jnp.concatenate([part.records for part in parts]))
+
+
+def no_records() -> Records:
+    """No record, where there is nothing to tell."""
+    return Records(jnp.zeros((0, len(COLUMNS)), jnp.int32))

@@ -15,7 +15,7 @@ from kvjax.events.records import EventKind, Events
 
 def counts(events: Events | EventLog) -> dict[str, jax.Array]:
     """How many events of each kind, as i32[] scalars; works under `jit`."""
-    kinds = events.records[..., 0]
+    kinds = events.kind
     return {k.name.lower(): jnp.sum(kinds == k.value, dtype=jnp.int32) for k in EventKind if k}
 
 
@@ -51,7 +51,7 @@ class Totals:
     def add(self, events: Events | EventLog) -> Totals:
         """These totals and `events`, which may have leading axes (of a scan, of a vmap)."""
         events = jax.device_get(events)
-        kinds = events.records[..., 0]
+        kinds = events.kind
         rows = {} if isinstance(events, EventLog) else {
             "queried_tokens": np.sum(events.queried), "reused_tokens": np.sum(events.cached),
             "refused": np.sum(events.status != 0),

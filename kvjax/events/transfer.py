@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import Pytree
+from kvjax.state import NO_BLOCK
 
 COLUMNS = ("group", "block", "number", "source", "target")
 
@@ -32,8 +35,17 @@ class Transfer(Pytree):
     source = property(lambda self: self.records[..., 3])
     target = property(lambda self: self.records[..., 4])
 
+    def only(self, where: jax.Array) -> Self:
+        """These where bool[], or padding."""
+        return self.replace(records=jnp.where(where, self.records, NO_BLOCK))
 
-def moves(where: jax.Array, **columns: jax.Array | int) -> jax.Array:
-    """i32[K, 5]; one record for each entry of where bool[K], padding where it does not hold."""
+
+def moves(where: jax.Array, **columns: jax.Array | int) -> Transfer:
+    """One move for each entry of where bool[K], padding where it does not hold."""
     values = [jnp.broadcast_to(jnp.asarray(columns.get(c, 0), jnp.int32), where.shape) for c in COLUMNS]
-    return jnp.where(where[:, None], jnp.stack(values, axis=-1), -1)
+    return Transfer(jnp.where(where[:, None], jnp.stack(values, axis=-1), NO_BLOCK))
+
+
+def no_moves() -> Transfer:
+    """A transfer without moves, of a group that has one tier."""
+    return Transfer(jnp.zeros((0, len(COLUMNS)), jnp.int32))

@@ -128,9 +128,25 @@ def by_place(asked: Retention | None, length: jax.Array, size: int, places: int)
     return jnp.where((first < length)[:, None], stated, jnp.asarray(asked.decode, jnp.int32)[None])
 
 
-def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array, where: jax.Array) -> Blocks:
-    """Gives blocks ids i32[K], where bool[K], the priority and ttl stated i32[K, 2], for UNSTATED ones the default."""
-    if blocks.retention is None:
+def cut_off(stated: jax.Array | None, length: jax.Array, size: int) -> jax.Array | None:
+    """What is stated i32[M + 1, 2] of a row cut to length i32[]: the blocks after the cut are generated ones.
+
+    None where the spec asks for no retention.
+    """
+
+    def cut(stated: jax.Array) -> jax.Array:
+        kept = np.arange(stated.shape[0], dtype=np.int32) * size < length
+        return jnp.where(kept[:, None], stated, stated[-1:])
+
+    return jax.tree.map(cut, stated)
+
+
+def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array | None, where: jax.Array) -> Blocks:
+    """Gives blocks ids i32[K], where bool[K], the priority and ttl stated i32[K, 2], for UNSTATED ones the default.
+
+    None where the spec asks for no retention: then there is nothing to do.
+    """
+    if stated is None:
         return blocks
     default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), stated.shape)
     stated = jnp.where(stated[..., :1] < 0, default, stated)
@@ -159,6 +175,14 @@ def later(time: jax.Array, ms: jax.Array) -> jax.Array:
     low = before + ms
     carry = (low < before).astype(jnp.int32) - (ms < 0).astype(jnp.int32)
     return jnp.stack([time[..., 0] + carry, low], axis=-1)
+
+
+def set_expiry(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:
+    """The time to live of blocks ids i32[K], all different, where bool[K], begins now."""
+    if blocks.retention is None:
+        return blocks
+    expiry = later(time_at(blocks, now), pick(blocks.retention, ids)[:, 1])
+    return tell_time(blocks.replace(expiry=put(blocks.expiry, ids, expiry, where)), now, jnp.any(where))
 
 
 def tell_time(blocks: Blocks, now: jax.Array, where: jax.Array) -> Blocks:

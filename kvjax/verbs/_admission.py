@@ -19,11 +19,11 @@ from kvjax.blocks.rows import Prompt, fit, read_row, write_prompt, write_row
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import next_move, priorities
 from kvjax.blocks.victims import Taken
-from kvjax.events.records import EventKind, Events, Status, record
-from kvjax.events.transfer import moves
+from kvjax.events.records import EventKind, Events, Records, Status, joined, record
+from kvjax.events.transfer import Transfer, moves
 from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_place
 from kvjax.spec import GroupSpec
-from kvjax.state import COPYING, NO_BLOCK, CacheState, Group
+from kvjax.state import COPYING, NO_BLOCK, CacheState, Group, Sequences
 from kvjax.verbs._request import all_or_nothing, assemble, first_failure
 
 
@@ -92,22 +92,23 @@ def admit_row(
     ok = status == Status.OK
     copies, cached = ok & (plan.shared > 0), jnp.where(ok, plan.whole * size + plan.shared, 0)
     sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
-    place = jnp.arange(ask.tokens.shape[0], dtype=jnp.int32) - plan.whole  # in `taken.ids`, of each block of the row
-    fresh = (place >= 0) & (place < need)
+    index = jnp.arange(ask.text.tokens.shape[0], dtype=jnp.int32) - plan.whole  # in `Taken.ids`, of the row's blocks
+    fresh = (index >= 0) & (index < need)
     copied, moved, tables = [], [new.moves for new in taken], []
     for number, (found, new) in enumerate(zip(plan.found, taken, strict=True)):
         group, by_copy, by_move = _place_copy(
             groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, worth[number] is not None
         )
         groups[number], copied, moved = group, [*copied, by_copy], [*moved, *by_move]
-        tables.append(jnp.where(found.hits & ok, found.blocks, jnp.where(fresh, pick(new.ids, place), NO_BLOCK)))
+        tables.append(jnp.where(found.hits & ok, found.blocks, jnp.where(fresh, pick(new.ids, index), NO_BLOCK)))
     groups[0] = write_prompt(groups[0], taken[0].ids[:1], copies[None], ask, plan.whole)
     stated, updated = None, [new.updated for new in taken]
     if spec.retention:
         stated = by_place(retention, ask.length, size, spec.max_blocks_per_seq + 1)
         groups[0], changed = _retain(groups[0], tables[0], stated, plan.found[0].hits & ok, fresh & ok)
         updated.append(changed)
-    after = write_row(state.replace(groups=tuple(groups)), seq, ok, tables, plan.target, cached, ask.namespace, stated)
+    known = Sequences(plan.target, cached, ask.namespace, stated, read_row(state, seq).known.swapped)
+    after = write_row(state.replace(groups=tuple(groups)), seq, ok, known, tables)
     removed = [new.removed for new in reversed(taken)]
     after, removed, updated, moved = all_or_nothing(state, after, ok, removed, updated, moved)
     missing = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan.missing, 1), 0)
@@ -123,7 +124,7 @@ def _decide(
 ) -> tuple[CacheState, Decision]:
     """Decides by reading alone; the state comes back because what follows writes, and must not before this has read."""
     spec, size = state.spec, state.spec.block_size
-    match = longest_match(state, ask.tokens, ask.extra_ids, ask.length, ask.namespace, tiers)
+    match = longest_match(state, ask.text, ask.length, ask.namespace, tiers)
     place = np.arange(match.blocks.shape[0], dtype=np.int32)
 
     def plan(whole: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array, list[Found]]:
@@ -189,7 +190,7 @@ def _take(
         group = hold(new.group, found.blocks, found.hits & good & ~new.ok, by=-1)
         groups.append(let_go_of_sources(group, jnp.where(new.ok, NO_BLOCK, source)[None]))
         sources.append(jnp.where(new.ok, source, NO_BLOCK))
-        taken.append(new.replace(removed=jnp.concatenate([*forgotten, new.removed])))
+        taken.append(new.replace(removed=joined(*forgotten, new.removed)))
         status, need = jnp.where(new.ok, status, Status.NO_BLOCKS), jnp.where(new.ok, need, 0)
     return groups, taken, sources, status, need
 
@@ -203,11 +204,11 @@ def _place_copy(
     copies: jax.Array,
     num_tokens: jax.Array,
     over_tiers: bool,
-) -> tuple[Group, jax.Array, list[jax.Array]]:
+) -> tuple[Group, Records, list[Transfer]]:
     """Orders the copy of `num_tokens` i32[] tokens from source i32[] to block i32[1], where bool[].
 
     Returns:
-      The group; records i32[1, 9], copied; and what moves for it, where the source is on the host.
+      The group; a record, copied; and what moves for it, where the source is on the host.
     """
     on_device, row = copies & group.on_device(source), group.pool_row(source)
     copied = record(
@@ -238,11 +239,11 @@ def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cach
 
 def _retain(
     group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, fresh: jax.Array
-) -> tuple[Group, jax.Array]:
+) -> tuple[Group, Records]:
     """Gives a new row's blocks table i32[F] what is stated i32[M, 2] of them; found ones keep what is not stated.
 
     Returns:
-      The group and records i32[F, 9], updated.
+      The group and F records, updated.
     """
     blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
     assert blocks.retention is not None

@@ -13,11 +13,11 @@ from jax import lax
 from kvjax._arrays import either, pick
 from kvjax._checks import integers
 from kvjax.blocks.rows import Prompt
-from kvjax.events.records import Events, Status
+from kvjax.events.records import Events, Records, Status, joined, no_records
 from kvjax.events.transfer import Transfer
 from kvjax.policies.ring import lru
 from kvjax.spec import CacheSpec
-from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group
+from kvjax.state import CacheState, EvictionPolicy, Group, Text
 
 
 def known_policy(policy: EvictionPolicy | None) -> EvictionPolicy:
@@ -42,20 +42,19 @@ def known_tiers(tiers: Any) -> tuple[str, ...]:
     return tiers
 
 
-def extra_like(spec: CacheSpec, extra_ids: Any, tokens: jax.Array) -> jax.Array | None:
-    """The extra ids of `tokens`: given exactly where the spec asks for them (absent ones are zeros)."""
-    if not spec.extra_ids:
-        if extra_ids is not None:
-            raise ValueError("extra_ids: got an array, wanted None (the spec was made with extra_ids=False)")
-        return None
-    if extra_ids is None:
-        return jnp.zeros_like(tokens)
-    return integers("extra_ids", extra_ids, tokens.shape)
+def known_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:
+    """The tokens with their extra ids: those given, or zeros, exactly where the spec asks for them."""
+    if not spec.extra_ids and extra_ids is not None:
+        raise ValueError("extra_ids: got an array, wanted None (the spec was made with extra_ids=False)")
+    if spec.extra_ids:
+        given = jnp.zeros_like(tokens) if extra_ids is None else extra_ids
+        extra_ids = integers("extra_ids", given, tokens.shape)
+    return Text(tokens, extra_ids)
 
 
-def prompt(spec: CacheSpec, tokens: jax.Array, length: Any, namespace: Any, extra_ids: jax.Array | None) -> Prompt:
-    """Checks one prompt i32[T] and cuts it into blocks."""
-    size, width = spec.block_size, tokens.shape[0]
+def prompt(text: Text, length: Any, namespace: Any, size: int) -> Prompt:
+    """Checks one prompt i32[T] and cuts it into blocks of `size` tokens."""
+    tokens, width = text.tokens, text.tokens.shape[0]
     if width == 0:
         raise ValueError("tokens: got shape [0], wanted room for at least one token")
     length, namespace = integers("length", length, ()), integers("namespace", namespace, ())
@@ -63,8 +62,7 @@ def prompt(spec: CacheSpec, tokens: jax.Array, length: Any, namespace: Any, extr
     valid = (length >= 1) & (length <= width) & (namespace >= 0) & ~jnp.any(real & (tokens < 0))
     tail = (0, -width % size)
     return Prompt(
-        tokens=jnp.pad(tokens, tail).reshape(-1, size),
-        extra_ids=None if extra_ids is None else jnp.pad(extra_ids, tail).reshape(-1, size),
+        text=jax.tree.map(lambda x: jnp.pad(x, tail).reshape(-1, size), text),
         length=length,
         namespace=namespace,
         valid=valid,
@@ -83,35 +81,34 @@ def assemble(
     state: CacheState,
     status: jax.Array,
     *,
-    removed: Sequence[jax.Array] = (),
-    updated: Sequence[jax.Array] = (),
-    stored: Sequence[jax.Array] = (),
-    copied: Sequence[jax.Array] = (),
-    other: Sequence[jax.Array] = (),
+    removed: Sequence[Records] = (),
+    updated: Sequence[Records] = (),
+    stored: Sequence[Records] = (),
+    copied: Sequence[Records] = (),
+    other: Sequence[Records] = (),
     queried: jax.Array | int = 0,
     cached: jax.Array | int = 0,
     shortfall: jax.Array | int = 0,
-    moves: Sequence[jax.Array] = (),
+    moves: Sequence[Transfer] = (),
 ) -> Events:
-    """Puts a transition's records i32[., 9] together in their order; stored ones, one a group, with their contents."""
+    """Puts a transition's records together in their order; stored ones, one a group, with their contents."""
     status = jnp.atleast_1d(status)
-    blocks = state.groups[0].blocks
     before, after = [*removed, *updated], [*copied, *other]
-    ids = [group.anchors(r[:, 2]) for r, group in zip(stored, state.groups, strict=False)]
+    ids = [group.anchors(of.block) for of, group in zip(stored, state.groups, strict=False)]
 
-    def contents(of: jax.Array) -> jax.Array:
-        parts = [jnp.zeros((sum(map(len, before)), state.spec.block_size), jnp.int32), *(pick(of, i) for i in ids)]
-        return jnp.concatenate([*parts, jnp.zeros((sum(map(len, after)), state.spec.block_size), jnp.int32)])
+    def contents(known: jax.Array) -> jax.Array:
+        heights = [sum(part.block.size for part in parts) for parts in (before, after)]
+        above, below = (jnp.zeros((height, state.spec.block_size), jnp.int32) for height in heights)
+        return jnp.concatenate([above, *(pick(known, of) for of in ids), below])
 
     return Events(
-        records=jnp.concatenate([jnp.zeros((0, 9), jnp.int32), *before, *stored, *after]),
-        tokens=contents(blocks.tokens),
-        extra_ids=None if blocks.extra_ids is None else contents(blocks.extra_ids),
+        records=joined(no_records(), *before, *stored, *after).records,
+        text=jax.tree.map(contents, state.groups[0].blocks.text),
         status=status,
         queried=jnp.broadcast_to(jnp.asarray(queried, jnp.int32), status.shape),
         cached=jnp.broadcast_to(jnp.asarray(cached, jnp.int32), status.shape),
         shortfall=jnp.asarray(shortfall, jnp.int32),
-        transfer=Transfer(jnp.concatenate(moves)) if any(m.size for m in moves) else None,
+        transfer=Transfer(jnp.concatenate([m.records for m in moves])) if any(m.block.size for m in moves) else None,
     )
 
 
@@ -127,17 +124,16 @@ def flatten_rows(events: Events) -> Events:
 
 
 def all_or_nothing(
-    before: CacheState, after: CacheState, ok: jax.Array, *records: list[jax.Array]
-) -> tuple[CacheState, *tuple[list[jax.Array], ...]]:
-    """One of two states, by ok bool[], and the records where it holds.
+    before: CacheState, after: CacheState, ok: jax.Array, *told: list[Any]
+) -> tuple[CacheState, *tuple[list[Any], ...]]:
+    """One of two states, by ok bool[], and what is told of it, lists of records and of moves, where it holds.
 
     A group that fails has changed nothing. That others have, before it, takes several groups and a host tier, where the
     number of cached blocks does not tell how many of them can leave; only then does this cost a pass over the state.
     """
     if not before.spec.has_host or len(before.groups) == 1:
-        return after, *records
-    state = either(ok, after, before)
-    return state, *([jnp.where(ok, r, NO_BLOCK if r.shape[-1] == 5 else 0) for r in rows] for rows in records)
+        return after, *told
+    return either(ok, after, before), *([part.only(ok) for part in parts] for parts in told)
 
 
 def chosen(state: CacheState, group: int) -> Group:

@@ -14,7 +14,7 @@ from kvjax.events.records import Events
 from kvjax.policies.retention import Retention
 from kvjax.state import CacheState, Match
 from kvjax.verbs._admission import admit_row
-from kvjax.verbs._request import extra_like, flatten_rows, known_tiers, prompt
+from kvjax.verbs._request import flatten_rows, known_text, known_tiers, prompt
 
 
 @on_state
@@ -60,13 +60,12 @@ def admit(
     Source: vLLM's KVCacheManager (get_computed_blocks, allocate_slots); partial blocks as in TensorRT-LLM.
     """
     seq, tokens = integers("seq", seq), integers("tokens", tokens)
-    extra_ids, now = extra_like(state.spec, extra_ids, tokens), integers("now", now, ())
-
+    text, now = known_text(state.spec, tokens, extra_ids), integers("now", now, ())
     room, tiers = None if room is None else static_int("room", room, 1), known_tiers(tiers)
 
     def one(state, request):
-        seq, tokens, extra_ids, length, namespace, retention = request
-        ask = prompt(state.spec, tokens, length, namespace, extra_ids)
+        seq, text, length, namespace, retention = request
+        ask = prompt(text, length, namespace, state.spec.block_size)
         state, events, sources = admit_row(state, seq, ask, retention, now, room, tiers)
         return state, (events, sources)
 
@@ -74,7 +73,7 @@ def admit(
     length, namespace = each_row("length", length, rows), each_row("namespace", namespace, rows)
     if retention is not None and not state.spec.retention:
         raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
-    requests = (seq, integers("tokens", tokens, (*rows, "T")), extra_ids, length, namespace, retention)
+    requests = (seq, text, length, namespace, retention)
     state, (events, sources) = lax.scan(one, state, requests) if rows else one(state, requests)
     held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)
     state = state.replace(groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
@@ -105,6 +104,6 @@ def lookup(
       A `Match`; `match.cached_tokens` is the sum over the tiers.
     """
     tokens = integers("tokens", tokens, ("T",))
-    ask = prompt(state.spec, tokens, length, namespace, extra_like(state.spec, extra_ids, tokens))
+    ask = prompt(known_text(state.spec, tokens, extra_ids), length, namespace, state.spec.block_size)
     length = jnp.where(ask.valid, ask.length, 1)
-    return longest_match(state, ask.tokens, ask.extra_ids, length, ask.namespace, known_tiers(tiers))
+    return longest_match(state, ask.text, length, ask.namespace, known_tiers(tiers))

@@ -14,12 +14,12 @@ from kvjax._checks import integers, on_state
 from kvjax.blocks import windows
 from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
-from kvjax.blocks.rows import note_tokens
+from kvjax.blocks.rows import write_text
 from kvjax.blocks.tiers import take_over
 from kvjax.blocks.twins import resolve
-from kvjax.events.records import COLUMNS, Events, Status
+from kvjax.events.records import COLUMNS, Events, Records, Status
 from kvjax.state import CacheState
-from kvjax.verbs._request import assemble, extra_like, first_failure
+from kvjax.verbs._request import assemble, first_failure, known_text
 
 
 @on_state
@@ -56,17 +56,16 @@ def commit(
     rows = integers("seqs", np.arange(spec.max_seqs) if seqs is None else seqs, ("R",))
     tokens = integers("tokens", tokens, (rows.shape[0], "T"))
     asked, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
-    extra_ids = extra_like(spec, extra_ids, tokens)
+    text = known_text(spec, tokens, extra_ids)
     exists = (rows >= 0) & (rows < spec.max_seqs) & ~(repeated(rows) & (asked != 0))
     length, start = pick(state.seqs.length, rows), pick(state.seqs.committed, rows)
     most = tokens.shape[1]
     steps = np.arange(most, dtype=np.int32)[None]
     bad = (~exists & (asked > 0)) | (asked < 0) | (asked > jnp.minimum(length - start, most))
     bad = bad | jnp.any((steps < asked[:, None]) & (tokens < 0), axis=1)
-    if state.seqs.swapped is not None:
-        bad = bad | ((asked > 0) & pick(state.seqs.swapped, rows))
+    bad = bad | ((asked > 0) & pick(state.seqs.rests, rows))
     end = start + jnp.where(bad, 0, asked)
-    group = note_tokens(state.groups[0], rows, start, end, tokens, extra_ids)
+    group = write_text(state.groups[0], rows, start, end, text)
     state = state.replace(groups=(group, *state.groups[1:]))
     state, stored, updated = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
     groups = [
@@ -83,13 +82,13 @@ _BATCH = 32  # rows: about what 256 rows fill in a step with blocks of 16, measu
 
 def publish_filled(
     state: CacheState, rows: jax.Array, first: jax.Array, end: jax.Array, most: int, now: jax.Array
-) -> tuple[CacheState, list[jax.Array], list[jax.Array]]:
+) -> tuple[CacheState, list[Records], list[Records]]:
     """Publishes the blocks that rows have just filled, or merges them with equal ones, in every group.
 
     Goes through the rows that filled any in small batches, so that a step pays for those and not for all rows.
 
     Args:
-      state: the cache, the first group's `blocks.tokens` up to date.
+      state: the cache, the first group's `blocks.text` up to date.
       rows: i32[R]; all different.
       first: i32[R]; table index of the first block that a row filled.
       end: i32[R]; that of the first block it did not.
@@ -97,14 +96,14 @@ def publish_filled(
       now: i32[] ms.
 
     Returns:
-      The cache; for each group records i32[R * most, 9], stored, and for each with a host tier as many, updated.
+      The cache; for each group R * most records, stored, and for each with a host tier as many, updated.
     """
     total = rows.shape[0]
     batch = min(_BATCH, total)
     fills = end > first
     order = put(jnp.zeros((total + batch,), jnp.int32), rank(fills), jnp.arange(total, dtype=jnp.int32), fills)
-    rows_of = [*state.groups, *(group for group in state.groups if group.host is not None)]
-    records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32) for _ in rows_of]
+    lists = len(state.groups) + sum(group.tiered for group in state.groups)  # stored ones, updated ones
+    records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32)] * lists
 
     def step(carry):
         done, (group, *others), records = carry
@@ -128,14 +127,13 @@ def publish_filled(
             other, stored, updated = windows.follow(other, number, group.blocks, news, row, place, now)
             groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
         records = [
-            lax.dynamic_update_slice(r, n.reshape(batch, most, -1), (done, np.int32(0), np.int32(0)))
-            for r, n in zip(records, [*new, *(m for m in moved if m.size)], strict=True)
+            lax.dynamic_update_slice(r, n.records.reshape(batch, most, -1), (done, np.int32(0), np.int32(0)))
+            for r, n in zip(records, [*new, *(m for m in moved if m.block.size)], strict=True)
         ]
         return done + batch, tuple(groups), records
 
     _, groups, records = lax.while_loop(
         lambda carry: carry[0] < count(fills), step, (jnp.int32(0), state.groups, records)
     )
-    records = [r[:total].reshape(total * most, -1) for r in records]
-    state, num = state.replace(groups=groups), len(state.groups)
-    return state, records[:num], records[num:]
+    told = [Records(r[:total].reshape(total * most, -1)) for r in records]
+    return state.replace(groups=groups), told[: len(groups)], told[len(groups) :]

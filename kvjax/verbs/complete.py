@@ -12,7 +12,7 @@ from kvjax._checks import on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.tiers import find_stuck
-from kvjax.events.records import Events, Status
+from kvjax.events.records import Events, Records, Status
 from kvjax.events.transfer import Transfer
 from kvjax.state import LOST, NO_BLOCK, CacheState, EvictionPolicy, Group
 from kvjax.verbs._request import assemble, replace_group
@@ -56,9 +56,7 @@ def complete(
         policy = windows.policy_of(number, state.policy)
         group, gone = _lose(group.replace(host=host), number, policy, lost, most)
         group = find_stuck(group)
-        after, records = replace_group(state, number, group), [gone]
-        if number == 0:
-            after, records = forget_all(after, gone)
+        after, records = forget_all(replace_group(state, number, group), number, gone)
         state = _mark_lost(state, after)
         removed += records
     return state, assemble(state, jnp.where(hurt, Status.HELD, Status.OK).astype(jnp.int32), removed=removed)
@@ -73,8 +71,8 @@ def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
     return after
 
 
-def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, most: int) -> tuple[Group, jax.Array]:
-    """Takes the findable ones of lost bool[B], and all that follow them, out of the index; records i32[most, 9]."""
+def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, most: int) -> tuple[Group, Records]:
+    """Takes the findable ones of lost bool[B], and all that follow them, out of the index; `most` records, removed."""
     blocks = group.blocks
     marked = descendants(blocks, lost & (blocks.fill > 0))
     order = children_first(blocks, group.ids, marked)[:most]

@@ -129,7 +129,7 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
     order = children_first(known, group.ids, doomed)[:most]
     group, removed = remove(group, 0, state.policy, order, pick(doomed, order) & (status == Status.OK))
-    state, gone = forget_all(replace_group(state, 0, find_stuck(group)), removed)
+    state, gone = forget_all(replace_group(state, 0, find_stuck(group)), 0, removed)
     return state, assemble(state, status, removed=gone, shortfall=over)
 
 

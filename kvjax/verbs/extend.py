@@ -15,10 +15,11 @@ from kvjax._checks import each_row, integers, on_state, row_mask, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.copy_on_write import settle, unshare
 from kvjax.blocks.publish import forget
-from kvjax.blocks.rows import copy_tokens, table_entry
+from kvjax.blocks.rows import copy_text, table_entry
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import priorities
-from kvjax.events.records import EventKind, Events, Status, record
+from kvjax.events.records import EventKind, Events, Records, Status, record
+from kvjax.events.transfer import Transfer
 from kvjax.policies.retention import apply_retention
 from kvjax.state import CacheState
 from kvjax.verbs._request import all_or_nothing, assemble, first_failure, known_tiers
@@ -64,7 +65,7 @@ def extend(
     bad = active & ((seqs.length == 0) | (asked < 0) | (asked > max_tokens))
     grown = seqs.length + jnp.where(active & ~bad, asked, 0)
     full = active & (-(-grown // size) > spec.max_blocks_per_seq)
-    away = active & (False if seqs.swapped is None else seqs.swapped)
+    away = active & seqs.rests
     fine = ~jnp.any(bad | away | full)
     state, grew = grow(state, jnp.where(fine, grown, seqs.length), max_tokens, now, known_tiers(tiers))
     status = first_failure(
@@ -82,11 +83,11 @@ class Growth(Pytree):
     """What became of it: whether every row could grow, the records of each group, and blocks missing at most."""
 
     ok: jax.Array
-    removed: list[jax.Array]
-    copied: list[jax.Array]
+    removed: list[Records]
+    copied: list[Records]
     shortfall: jax.Array
-    updated: list[jax.Array]
-    moves: list[jax.Array]
+    updated: list[Records]
+    moves: list[Transfer]
 
 
 def grow(
@@ -124,10 +125,9 @@ def grow(
         copies = shares.copies & had & (written > 0)
         group = group.replace(table=table)
         if number == 0:
-            group = copy_tokens(group, ids[:, 0], shares.block, copies)
-            if seqs.retention is not None:
-                stated = pick(seqs.retention, (rows[:, None], place))
-                group = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted & had))
+            group = copy_text(group, ids[:, 0], shares.block, copies)
+            stated = pick(seqs.retention, (rows[:, None], place))
+            group = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted & had))
         groups.append(group)
         removed.append(new.removed)
         copied.append(

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -40,7 +38,7 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
     if dst.ndim > 0:
         return one_after_the_other(fork, state, src, dst)
     old, new = read_row(state, src), read_row(state, dst)
-    bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst) | old.swapped
+    bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst) | old.rests
     status = first_failure((bad, Status.BAD_REQUEST), (new.length > 0, Status.HELD))
     ok = status == Status.OK
     groups = []
@@ -48,7 +46,7 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
         refcount = add(group.blocks.refcount, table, 1, ok & (table >= 0))
         groups.append(group.replace(blocks=group.blocks.replace(refcount=refcount)))
     state = state.replace(groups=tuple(groups))
-    state = write_row(state, dst, ok, old.tables, old.length, old.committed, old.namespace, old.retention)
+    state = write_row(state, dst, ok, old.known, old.tables)
     return state, assemble(state, status)
 
 
@@ -79,9 +77,7 @@ def beam_step(
     known = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
     length = pick(old.length, seqs)
     bad = ~known | (length == 0) | (length != pick(old.committed, seqs))
-    if old.swapped is not None:
-        bad = bad | pick(old.swapped, seqs)
-    bad = jnp.any(bad | (parents < 0) | (parents >= seqs.shape[0]))
+    bad = jnp.any(bad | pick(old.rests, seqs) | (parents < 0) | (parents >= seqs.shape[0]))
     ok = jnp.broadcast_to(~bad, seqs.shape)
     heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0], dtype=np.int32)[:, None], axis=1, dtype=jnp.int32)
 
@@ -96,10 +92,5 @@ def beam_step(
         policy = windows.policy_of(number, state.policy)
         groups.append(give_back_shared(group, policy, ids, less, (ids >= 0) & ~bad, now))
 
-    kept = {
-        name: put(array, seqs, pick(array, pick(seqs, parents)), ok)
-        for name, array in ((field.name, getattr(old, field.name)) for field in dataclasses.fields(old))
-        if array is not None
-    }
-    state = state.replace(groups=tuple(groups), seqs=old.replace(**kept))
+    state = state.replace(groups=tuple(groups), seqs=put(old, seqs, pick(old, pick(seqs, parents)), ok))
     return state, assemble(state, first_failure((jnp.broadcast_to(bad, seqs.shape), Status.BAD_REQUEST)))

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from kvjax._checks import integers
 from kvjax.blocks import index, windows
 from kvjax.spec import CacheSpec, GroupSpec
-from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host, Sequences
+from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host, Sequences, Text
 from kvjax.verbs._request import known_policy
 
 
@@ -76,7 +76,7 @@ def init_group(
         return jnp.zeros((num_ids, *shape), dtype)
 
     blocks = Blocks(
-        refcount=zeros(), tokens=zeros(size), extra_ids=zeros(size) if spec.extra_ids else None, fill=zeros(),
+        refcount=zeros(), text=Text(zeros(size), zeros(size) if spec.extra_ids else None), fill=zeros(),
         key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=jnp.full((num_ids, 2), NO_BLOCK, jnp.int32),
         children=zeros(), depth=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0),
         retention=zeros(2) if spec.retention and not windowed else None,

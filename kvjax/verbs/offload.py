@@ -35,7 +35,7 @@ from kvjax.blocks.rows import Row, read_row
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import priorities
 from kvjax.blocks.victims import Taken, claim
-from kvjax.events.records import Events, Status
+from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
 
@@ -155,7 +155,7 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
     """
     seq, now = integers("seq", seq, ()), integers("now", now, ())
     row = read_row(state, seq)
-    bad, moving = ~row.exists | (row.length == 0) | row.swapped, _moving(state, row)
+    bad, moving = ~row.exists | (row.length == 0) | row.rests, _moving(state, row)
 
     def leave(after: CacheState, number: int) -> Taken:
         group, ids = after.groups[number], row.tables[number][::-1]
@@ -187,7 +187,7 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
     """
     seq, now = integers("seq", seq, ()), integers("now", now, ())
     row = read_row(state, seq)
-    bad, moving = ~row.exists | ~row.swapped, _moving(state, row)
+    bad, moving = ~row.exists | ~row.rests, _moving(state, row)
 
     def come(after: CacheState, number: int) -> Taken:
         group, table = after.groups[number], row.tables[number]
@@ -233,17 +233,14 @@ def _finish(state: CacheState, number: int, new: Taken, status: jax.Array) -> tu
     return _report(state, after, [report], status)
 
 
-def _put(state: CacheState, number: int, new: Taken) -> tuple[CacheState, tuple[list[jax.Array], Taken]]:
+def _put(state: CacheState, number: int, new: Taken) -> tuple[CacheState, tuple[list[Records], Taken]]:
     """The state after what was done to one group; and the records of what was removed for it, in all groups."""
-    state = replace_group(state, number, new.group)
-    if number > 0:
-        return state, ([new.removed], new)
-    state, removed = forget_all(state, new.removed)
+    state, removed = forget_all(replace_group(state, number, new.group), number, new.removed)
     return state, (removed, new)
 
 
 def _report(
-    before: CacheState, after: CacheState, reports: list[tuple[list[jax.Array], Taken]], status: jax.Array
+    before: CacheState, after: CacheState, reports: list[tuple[list[Records], Taken]], status: jax.Array
 ) -> tuple[CacheState, Events]:
     """One of the two states, by status i32[]; and the events."""
     ok = status == Status.OK
@@ -251,9 +248,9 @@ def _report(
     return state, assemble(
         state,
         status,
-        removed=[jnp.where(ok, removed, 0) for gone, _ in reports for removed in gone],
-        updated=[jnp.where(ok, new.updated, 0) for _, new in reports],
-        moves=[jnp.where(ok, new.moves, NO_BLOCK) for _, new in reports],
+        removed=[removed.only(ok) for gone, _ in reports for removed in gone],
+        updated=[new.updated.only(ok) for _, new in reports],
+        moves=[new.moves.only(ok) for _, new in reports],
     )
 
 

@@ -17,7 +17,7 @@ from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.blocks.publish import publish
 from kvjax.blocks.rows import Row, read_row, write_row
 from kvjax.blocks.twins import link, same_content
-from kvjax.events.records import Events, Status
+from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.verbs._request import assemble, first_failure, one_after_the_other
 
@@ -51,11 +51,12 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
         for g, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))
     ]
     state = state.replace(groups=tuple(groups))
-    state = write_row(state, seq, ok, [jnp.full_like(table, NO_BLOCK) for table in row.tables], 0, 0, 0)
+    free = jax.tree.map(jnp.zeros_like, row.known)
+    state = write_row(state, seq, ok, free, [jnp.full_like(table, NO_BLOCK) for table in row.tables])
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), stored=stored)
 
 
-def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheState, list[jax.Array]]:
+def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheState, list[Records]]:
     """Publishes a row's partly written last block, where bool[], as far as it is written, in every group.
 
     Not if others hold it (their release decides), if it is findable anyway, if its K/V have not arrived, if the row
@@ -63,33 +64,32 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     the groups that lack it get theirs.
 
     Returns:
-      The cache and for each group records i32[1, 9], stored.
+      The cache and for each group a record, stored.
     """
     group = state.groups[0]
     blocks, size = group.blocks, group.blocks.tokens.shape[1]
     whole, fill = row.committed // size, row.committed % size
     tail = pick(row.tables[0], whole)
     before = jnp.where(whole > 0, pick(row.tables[0], whole - 1), NO_BLOCK)
-    tokens = pick(blocks.tokens, tail)
-    extra = None if blocks.extra_ids is None else pick(blocks.extra_ids, tail)
+    text = pick(blocks.text, tail)
     parent = link(blocks, before, row.namespace)
     start = jnp.where(before >= 0, pick(blocks.key, before), root_key(row.namespace))
-    key = prefix_keys(start, tokens[None], None if extra is None else extra[None], fill, whole[None])
+    key = prefix_keys(start, jax.tree.map(lambda x: x[None], text), fill, whole[None])
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
-    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.swapped
+    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.rests
     others = state.groups[1:]
 
     def everywhere(block: jax.Array) -> jax.Array:
         return functools.reduce(jnp.logical_and, [other.beside(block) >= 0 for other in others], block >= 0)
 
-    _, covered = index.longest_child(blocks, group.links, parent, tokens, extra, fill, everywhere)
+    _, covered = index.longest_child(blocks, group.links, parent, text, fill, everywhere)
     twin = index.find(blocks, group.links, key)[0]
     good = where & (fill > 0) & intact & mine & (covered < fill)
     above = jnp.stack([before, row.namespace])[None]
     group, stored = publish(group, tail[None], (good & (twin < 0))[None], key, above, whole[None], fill)
     groups, records = [group], [stored]
     if others:
-        same = same_content(blocks, twin, tokens, extra, fill) & jnp.all(pick(blocks.parent, twin) == parent)
+        same = same_content(blocks, twin, text, fill) & jnp.all(pick(blocks.parent, twin) == parent)
         target, good = jnp.where(same, twin, tail), good & (same | (twin < 0))
     for number, other in enumerate(others, 1):
         last = pick(row.tables[number], whole)

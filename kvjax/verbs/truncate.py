@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import pick
@@ -16,7 +15,8 @@ from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back, hold
 from kvjax.blocks.publish import forget_all, leave_index
 from kvjax.blocks.rows import Row, read_row, write_row
-from kvjax.events.records import Events, Status
+from kvjax.events.records import Events, Records, Status
+from kvjax.policies.retention import cut_off
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.verbs._request import assemble, first_failure, one_after_the_other
 
@@ -46,14 +46,14 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
     if seq.ndim > 0:
         return one_after_the_other(functools.partial(truncate, now=now), state, seq, length)
     row = read_row(state, seq)
-    bad = ~row.exists | (length < 1) | (length > row.length) | row.swapped
+    bad = ~row.exists | (length < 1) | (length > row.length) | row.rests
     state, removed, ok = rewind(state, row, seq, length, ~bad, now)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), removed=removed)
 
 
 def rewind(
     state: CacheState, row: Row, seq: jax.Array, length: jax.Array, ok: jax.Array, now: jax.Array
-) -> tuple[CacheState, list[jax.Array], jax.Array]:
+) -> tuple[CacheState, list[Records], jax.Array]:
     """Cuts row `seq` back to `length` tokens where ok bool[]; also returns records, removed, and whether it was done.
 
     It is not where a window goes back over blocks that have left it and are no longer on the device.
@@ -78,9 +78,6 @@ def rewind(
     group, block = groups[0], pick(tables[0], keep - 1)[None]
     alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & group.childless(block)
     groups[0], gone = leave_index(group, 0, block, ok & (length % size > 0) & alone)
-    state, removed = forget_all(state.replace(groups=tuple(groups)), gone)
-    retention = row.retention
-    if retention is not None:  # what comes after the cut is generated, whatever was said of the prompt there
-        kept = np.arange(retention.shape[0], dtype=np.int32) * size < length
-        retention = jnp.where(kept[:, None], retention, retention[-1:])
-    return write_row(state, seq, ok, tables, length, committed, row.namespace, retention), removed, ok
+    state, removed = forget_all(state.replace(groups=tuple(groups)), 0, gone)
+    known = row.known.replace(length=length, committed=committed, retention=cut_off(row.known.retention, length, size))
+    return write_row(state, seq, ok, known, tables), removed, ok
