@@ -19,10 +19,10 @@ def pick[T](x: T, index: Any) -> T:
     An index out of range reads some element: mask it.
 
     Args:
-      x: an array, or a tree of them.
+      x: an array, of numpy too, or a tree of them.
       index: i32[...], or a tuple of them for the leading axes.
     """
-    return jax.tree.map(lambda array: array.at[index].get(mode="clip", wrap_negative_indices=False), x)
+    return jax.tree.map(lambda a: jnp.asarray(a).at[index].get(mode="clip", wrap_negative_indices=False), x)
 
 
 def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -> T:

@@ -54,6 +54,10 @@ class Text(Pytree):
         same = jax.tree.map(operator.eq, self, other)
         return functools.reduce(operator.and_, jax.tree.leaves(same))
 
+    def parts(self) -> dict[str, jax.Array]:
+        """The arrays that are there, by name."""
+        return {name: array for name, array in vars(self).items() if array is not None}
+
 
 class Blocks(Pytree):
     """What is known of each block.
@@ -103,9 +107,10 @@ class Blocks(Pytree):
         """i32[B, P]; the extra ids of `text`, or None."""
         return self.text.extra_ids
 
-    def stated_priority(self, ids: jax.Array) -> jax.Array | int:
+    def stated_priority(self, ids: jax.Array) -> jax.Array:
         """i32[...]; the priority that was stated for blocks ids i32[...], or the default of all."""
-        return DEFAULT_PRIORITY if self.retention is None else pick(self.retention, ids)[:, 0]
+        default = jnp.full(ids.shape, DEFAULT_PRIORITY, jnp.int32)
+        return default if self.retention is None else pick(self.retention, ids)[..., 0]
 
 
 class Links(Pytree):

@@ -122,7 +122,7 @@ DAMAGE = {
     "only findable blocks have children": [(BLOCKS + "children", lambda b: at(b["empty"], 1))],
     "a held block has a held parent": [(BLOCKS + "refcount", lambda b: at(b["leaf"], 1))],
     "no prefix is stored twice": [
-        (BLOCKS + "tokens", lambda b: at(b["held"], 4)), (BLOCKS + "tokens", lambda b: at(b["other"], 1)),
+        (BLOCKS + "text.tokens", lambda b: at(b["held"], 4)), (BLOCKS + "text.tokens", lambda b: at(b["other"], 1)),
     ],
     "every findable block is linked once": [
         (LINKS + "next", lambda b: lambda x: np.where(x == b["leaf"], -1, x)),
@@ -136,7 +136,7 @@ DAMAGE = {
     "every findable block is found by its key": [
         (BLOCKS + "key", lambda b: at((b["leaf"], 0), 5)), (BLOCKS + "key", lambda b: at((b["root"], 1), 5)),
     ],
-    "every findable block is found by its parent": [(BLOCKS + "tokens", lambda b: at((b["leaf"], 0), 8))],
+    "every findable block is found by its parent": [(BLOCKS + "text.tokens", lambda b: at((b["leaf"], 0), 8))],
     "keys differ": [(BLOCKS + "key", lambda b: lambda x: np.broadcast_to(x[b["root"]], x.shape))],
     "the ring holds at most its size": [
         (RING + "tail", lambda b: lambda x: x + 64), (RING + "head", lambda b: lambda x: x + 64),
@@ -196,7 +196,7 @@ def test_extra_ids_tell_blocks_apart():
     with pytest.raises(AssertionError, match="no prefix is stored twice"):
         kvjax.check(twins)
     with pytest.raises(AssertionError) as caught:  # in the wrong chain, but not twice
-        kvjax.check(changed(twins, BLOCKS + "extra_ids", at((held, 2), 1)))
+        kvjax.check(changed(twins, BLOCKS + "text.extra_ids", at((held, 2), 1)))
     assert str(caught.value).startswith("broken: every findable block is found by its parent\n")
 
 

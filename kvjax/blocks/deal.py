@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, add, compact, count, either, pick, put, rank
 from kvjax.blocks.publish import children_first, descendants, leave_index
-from kvjax.blocks.tiers import find_stuck, led_to, next_move
+from kvjax.blocks.tiers import find_stuck, host_of, led_to, next_move
 from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import EventKind, Records, joined, record
 from kvjax.events.transfer import moves
@@ -57,8 +57,7 @@ def take_over_tiers(
     extra: jax.Array | int,
 ) -> Taken:
     """Takes `need` blocks for one holder each and brings blocks back, offloading what has to leave; see `take`."""
-    host, before = group.host, group.blocks
-    assert host is not None
+    host, before = host_of(group), group.blocks
     rows = group.empty.shape[0]
     total = need + count(back >= 0) + extra
     popped = jnp.minimum(need + count(back >= 0), group.num_empty)
@@ -115,8 +114,7 @@ def deal(
     Returns:
       What was taken, of which nothing counts unless `ok`; removed and updated with rows for all that can happen.
     """
-    blocks, host = group.blocks, group.host
-    assert host is not None
+    blocks, host = group.blocks, host_of(group)
     lasting, followers, losers, host, ok = _who_goes(group, host, policy, out, back, now)
     passing = out.where & out.stay & ~lasting
     removed = jnp.concatenate([jnp.where(out.where & ~lasting, out.ids, NO_BLOCK), followers, losers])

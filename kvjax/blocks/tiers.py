@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from kvjax._arrays import add, count, fence, pick, put, rank
 from kvjax.events.records import EventKind, Records, no_records, record
+from kvjax.events.transfer import Transfer, moves
 from kvjax.policies.retention import priority_at
-from kvjax.state import DEFAULT_PRIORITY, NO_BLOCK, CacheState, EvictionPolicy, Group, Host
+from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group, Host
 
 
 def led_to(group: Group, marked: jax.Array, near: jax.Array) -> jax.Array:
@@ -84,6 +85,13 @@ def take_over(
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
 
+def keep_host_policy(fresh: Group, group: Group, policy: EvictionPolicy) -> Group:
+    """The fresh group with what the group's policy knows on the host, but for what it forgets of the blocks."""
+    if fresh.host is None:
+        return fresh
+    return fresh.replace(host=fresh.host.replace(policy=policy.forgot(host_of(group).policy, group.ids)))
+
+
 def touch_host(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
     """Tells the host's policy that blocks ids i32[K] on the host, where bool[K], have lost their last holder."""
     host = group.host
@@ -120,17 +128,38 @@ def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("dev
 
     None where blocks stay on their tier: the group has but one, or `tiers` says so.
     """
-    blocks = state.groups[0].blocks
-    known = None if blocks.retention is None or "host" not in tiers else priority_at(blocks, now)
+    if "host" not in tiers:
+        return [None] * len(state.groups)
+    blocks, ids = state.groups[0].blocks, state.groups[0].ids
+    known = priority_at(blocks, now) if state.spec.retention else blocks.stated_priority(ids)
+    return [pick(known, group.anchors(group.ids)) if group.tiered else None for group in state.groups]
 
-    def of(group: Group) -> jax.Array | None:
-        if group.host is None or "host" not in tiers:
-            return None
-        if known is None:
-            return jnp.full_like(group.blocks.fill, DEFAULT_PRIORITY)
-        return known if group.anchor is None else pick(known, group.anchor)
 
-    return [of(group) for group in state.groups]
+def host_of(group: Group) -> Host:
+    """The host tier of a group that has one."""
+    assert group.host is not None
+    return group.host
+
+
+def order_copy(
+    group: Group, number: int, source: jax.Array, block: jax.Array, where: jax.Array, prefix: jax.Array
+) -> tuple[Group, Transfer]:
+    """Orders a copy from source i32[] on the host to block i32[1], where bool[], as a move of that block.
+
+    No loop may evict the prefix i32[.] of a block that is on the move.
+    """
+    host = host_of(group)
+    move = next_move(host)
+    ordered = moves(
+        where[None], group=number, block=block, number=move, source=group.pool_row(source),
+        target=group.pool_row(block),
+    )  # fmt: skip
+    host = host.replace(
+        arriving=put(host.arriving, block, move, where[None]),
+        moves=jnp.where(where, move, host.moves),
+        stuck=put(host.stuck, prefix, True, (prefix >= 0) & where),
+    )
+    return group.replace(host=host), ordered
 
 
 def next_move(host: Host) -> jax.Array:

@@ -16,11 +16,13 @@ Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hyb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import add, fence, pick, put, runs
-from kvjax.blocks.holders import give_back_shared, merge
+from kvjax.blocks.holders import give_back_shared, hold, merge
 from kvjax.blocks.tiers import take_over
 from kvjax.blocks.twins import Resolution
 from kvjax.events.records import EventKind, Records, record
@@ -53,8 +55,7 @@ def anchor_blocks(
     Returns:
       The group and K records, stored.
     """
-    assert group.anchor is not None and group.shadow is not None
-    blocks = group.blocks
+    (anchor, shadow), blocks = _ways(group), group.blocks
     generation, parent = add(blocks.generation, own, 1, where), pick(tree.parent, target)
     stored = record(
         EventKind.STORED, where, group=number, block=own, generation=pick(generation, own), source=parent[:, 0],
@@ -64,8 +65,8 @@ def anchor_blocks(
         blocks=blocks.replace(
             generation=generation, fill=put(blocks.fill, own, fill, where), hits=put(blocks.hits, own, 0, where)
         ),
-        anchor=put(group.anchor, own, target, where),
-        shadow=put(group.shadow, target, own, where),
+        anchor=put(anchor, own, target, where),
+        shadow=put(shadow, target, own, where),
     )
     return group, stored
 
@@ -78,15 +79,13 @@ def follow(
     Returns:
       The group; R * F records, stored; and records, updated.
     """
-    assert group.shadow is not None
     where = (jnp.broadcast_to(rows[:, None], place.shape), place)
     own = group.table.at[where].get(mode="clip", wrap_negative_indices=False).reshape(-1)
     good = (news.publish | news.merge) & group.arrived(own)
-    missing = good & news.first & (pick(group.shadow, news.target) < 0)
+    missing = good & news.first & (group.beside(news.target) < 0)
     group, own, missing, good = fence(group, own, missing, good)
     group, stored = anchor_blocks(group, number, tree, own, news.target, missing, tree.tokens.shape[1])
-    assert group.shadow is not None
-    there = pick(group.shadow, news.target)
+    there = group.beside(news.target)
     swap = good & (there >= 0) & (there != own)
     group, there, swap = fence(group, there, swap)
     group, updated = take_over(group, number, POLICY, own, there, swap & news.first)
@@ -97,8 +96,14 @@ def follow(
 
 def let_go_of_anchors(group: Group, ids: jax.Array, where: jax.Array) -> Group:
     """The anchors of blocks ids i32[K], where bool[K], have no block in this group any more."""
-    assert group.shadow is not None
-    return group.replace(shadow=put(group.shadow, group.anchors(ids), NO_BLOCK, where))
+    anchor, shadow = _ways(group)
+    return group.replace(shadow=put(shadow, pick(anchor, ids), NO_BLOCK, where))
+
+
+def _ways(group: Group) -> tuple[jax.Array, jax.Array]:
+    """The anchors of a window group, and the way back."""
+    assert group.anchor is not None and group.shadow is not None
+    return group.anchor, group.shadow
 
 
 def slide(
@@ -125,7 +130,25 @@ def slide(
     return give_back_shared(group, POLICY, ids.reshape(-1), 1, leave.reshape(-1), now)
 
 
-def regain(group: Group, anchors: jax.Array, missing: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks i32[M] beside the first group's blocks anchors i32[M], where missing bool[M]; and whether all are here."""
-    own = jnp.where(missing, group.beside(anchors), NO_BLOCK)
-    return own, ~jnp.any(missing & ~group.reachable(own, ("device",)))
+def regain(
+    groups: Sequence[Group], tables: Sequence[jax.Array], lacking: Sequence[jax.Array], ok: jax.Array
+) -> tuple[jax.Array, list[Group], list[jax.Array]]:
+    """Holds again what has left the windows of a row and is still on the device: all that is lacking, or nothing.
+
+    Args:
+      groups: the window groups.
+      tables: i32[M]; the row's blocks in the first group, and then in each of these.
+      lacking: bool[M]; for each of these groups the columns that the row lacks.
+      ok: bool[]; whether to do it.
+
+    Returns:
+      Whether it was done; the window groups; and the tables of all groups.
+    """
+    own = [
+        jnp.where(columns, group.beside(tables[0]), NO_BLOCK) for group, columns in zip(groups, lacking, strict=True)
+    ]
+    for group, columns, blocks in zip(groups, lacking, own, strict=True):
+        ok = ok & ~jnp.any(columns & ~group.reachable(blocks, ("device",)))
+    held = [hold(group, blocks, ok & (blocks >= 0)) for group, blocks in zip(groups, own, strict=True)]
+    found = [jnp.where(ok & (table < 0), ids, table) for table, ids in zip(tables[1:], own, strict=True)]
+    return ok, held, [tables[0], *found]

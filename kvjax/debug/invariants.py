@@ -61,7 +61,7 @@ def check(state: CacheState) -> None:
         found += _check_tree(group) + _check_links(group) if number == 0 else _check_anchors(host, group)
         if isinstance(group.policy, Ring):
             found += _check_ring(group, group.policy, True)
-            found += [] if group.host is None else _check_ring(group, group.host.policy, False)
+            found += _check_ring(group, group.host.policy, False) if group.tiered else []
         broken += found if len(host.groups) == 1 else [f"{rule} (group {number})" for rule in found]
     if broken:
         raise AssertionError("broken: " + "; ".join(broken) + "\n" + show(state))
@@ -77,7 +77,7 @@ def _check_rows(state: CacheState, number: int) -> list[str]:
     place = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
     inside = (place[None] < held[:, None]) & np.asarray(keeps(place[None], seqs.committed[:, None], size))
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
-    resting = np.zeros_like(held, bool) if seqs.swapped is None else seqs.swapped
+    resting = np.asarray(seqs.rests)
     here = (group.table < 0) | _on_device(group)[_inside(group.table, group.blocks.fill)]
     return _failures(
         committed_lies_within_length=(seqs.committed >= 0) & (seqs.committed <= seqs.length),
@@ -101,7 +101,7 @@ def _inside(ids: np.ndarray, of: np.ndarray) -> np.ndarray:
 
 
 def _on_device(group: Any) -> np.ndarray:
-    return np.ones(len(group.blocks.fill), bool) if group.host is None else group.host.slot < len(group.empty)
+    return np.asarray(group.on_device(np.arange(len(group.blocks.fill), dtype=np.int32)))
 
 
 def _check_counts(state: CacheState, group: Any) -> list[str]:
@@ -118,7 +118,7 @@ def _check_counts(state: CacheState, group: Any) -> list[str]:
         num_cached_counts_cached_blocks=cached.sum() == group.num_cached,
         blocks_out_of_use_are_untouched=(blocks.refcount[unused] == 0) & (blocks.fill[unused] == 0),
         fill_fits_in_a_block=(blocks.fill >= 0) & (blocks.fill <= state.spec.block_size),
-        **({} if group.host is None else _host_rules(group, idle & ~here, unused)),
+        **(_host_rules(group, idle & ~here, unused) if group.tiered else {}),
     )
 
 

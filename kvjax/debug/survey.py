@@ -73,7 +73,7 @@ def survey(state: CacheState, group: int = 0) -> Survey:
     blocks, size = view.blocks, state.spec.block_size
     if blocks.refcount.ndim != 1:
         raise ValueError(f"state: got arrays with batch axes {blocks.refcount.shape[:-1]}, wanted one cache of them")
-    ids, host = np.arange(blocks.refcount.shape[0]), view.host
+    ids = np.arange(blocks.refcount.shape[0], dtype=np.int32)
     known = (view.table >= 0) & (view.table < len(ids))
     entries = view.table[known]
     start = np.arange(view.table.shape[1]) * size
@@ -88,7 +88,7 @@ def survey(state: CacheState, group: int = 0) -> Survey:
         np.maximum.at(far, entries, inside(tokens)[known])
         return far
 
-    here = np.ones(len(ids), bool) if host is None else host.slot < len(view.empty)
+    here = np.asarray(view.on_device(ids))
     condition = np.where(
         blocks.refcount > 0, Condition.ACTIVE, np.where(blocks.fill > 0, Condition.CACHED, Condition.EMPTY)
     )
@@ -98,24 +98,25 @@ def survey(state: CacheState, group: int = 0) -> Survey:
     on_device = known & here[np.where(known, view.table, 0)]
     return Survey(
         condition=condition,
-        moving=np.zeros(len(ids), bool) if host is None else host.arriving != 0,
+        moving=np.asarray(view.moving(ids)),
         refcount=blocks.refcount,
         written=written,
         reserved=np.maximum(reach(seqs.length), written),
         fill=blocks.fill,
-        tokens=blocks.tokens if view.anchor is None else tree.blocks.tokens[_beside(view, tree, known)],
+        tokens=tree.blocks.tokens[_beside(view, tree, known)],
         parent=blocks.parent,
         generation=blocks.generation,
         table=view.table,
         length=seqs.length,
         committed=seqs.committed,
         held=np.sum(np.where(on_device, inside(seqs.committed), 0), axis=1),
-        swapped=np.zeros(len(seqs.length), bool) if seqs.swapped is None else seqs.swapped,
+        swapped=np.asarray(seqs.rests),
     )
 
 
 def _beside(view: Any, tree: Any, known: np.ndarray) -> np.ndarray:
     """i32[B]; the first group's blocks beside a window group's: their anchors, or what the rows have in their place."""
-    beside = np.where(view.blocks.fill > 0, view.anchor, 0)
+    beside = np.asarray(view.anchors(np.arange(len(view.blocks.fill), dtype=np.int32)))
+    beside = np.where(view.blocks.fill > 0, beside, 0)
     beside[view.table[known]] = tree.table[known]
     return np.clip(beside, 0, len(tree.blocks.fill) - 1)

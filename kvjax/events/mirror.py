@@ -13,23 +13,19 @@ import numpy as np
 from kvjax._checks import on_state
 from kvjax.events.log import EventLog
 from kvjax.events.records import COLUMNS, EventKind, Events
-from kvjax.state import DEFAULT_PRIORITY, CacheState
+from kvjax.state import CacheState
 
 
 def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
     """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node."""
-    records = np.asarray(events.records).reshape(-1, len(COLUMNS))
-    size = events.tokens.shape[-1]
-    tokens = np.asarray(events.tokens).reshape(-1, size)
-    extra = None if events.extra_ids is None else np.asarray(events.extra_ids).reshape(-1, size)
+    records, size = np.asarray(events.records).reshape(-1, len(COLUMNS)), events.tokens.shape[-1]
+    text = {name: np.asarray(x).reshape(-1, size) for name, x in events.text.parts().items()}
     limit = int(events.size) if isinstance(events, EventLog) else len(records)
-    return [
-        _decode(records[i], tokens[i], None if extra is None else extra[i]) for i in np.flatnonzero(records[:limit, 0])
-    ]
+    return [_decode(records[i], {name: x[i] for name, x in text.items()}) for i in np.flatnonzero(records[:limit, 0])]
 
 
-def _decode(row: np.ndarray, tokens: np.ndarray, extra_ids: np.ndarray | None) -> dict[str, Any]:
-    named = dict(zip(COLUMNS, row.tolist(), strict=True))
+def _decode(record: np.ndarray, text: dict[str, np.ndarray]) -> dict[str, Any]:
+    named = dict(zip(COLUMNS, record.tolist(), strict=True))
     kind = EventKind(named["kind"])
     event: dict[str, Any] = {"kind": kind.name.lower(), "group": named["group"]}
     if kind in (EventKind.CREATED, EventKind.CLEARED):
@@ -39,13 +35,11 @@ def _decode(row: np.ndarray, tokens: np.ndarray, extra_ids: np.ndarray | None) -
         return event | {"source": named["source"], "num_tokens": named["num_tokens"]}
     event["generation"] = named["generation"]
     if kind is EventKind.STORED:
-        n = named["num_tokens"]
         at_root = named["source"] < 0
         event |= {"parent": None if at_root else (named["source"], named["source_generation"])}
         event |= {"namespace": named["source_generation"]} if at_root else {}
-        event |= {"tokens": tokens[:n].tolist(), "level": named["level"], "priority": named["priority"]}
-        event |= {} if extra_ids is None else {"extra_ids": extra_ids[:n].tolist()}
-    if kind is EventKind.UPDATED:
+        event |= {name: x[: named["num_tokens"]].tolist() for name, x in text.items()}
+    if kind in (EventKind.STORED, EventKind.UPDATED):
         event |= {"level": named["level"], "priority": named["priority"]}
     return event
 
@@ -114,23 +108,21 @@ def _stored(event: dict[str, Any], nodes: dict) -> tuple[int, tuple, int, int]:
 def snapshot(state: CacheState) -> list[dict[str, Any]]:
     """The cache as the events that would build its index, for somebody who joins late: created, then stored."""
     events: list[dict[str, Any]] = []
-    groups = jax.device_get(state.groups)
-    for number, group in enumerate(groups):
+    tree = jax.device_get(state.groups[0].blocks)
+    for number, group in enumerate(state.groups):
         events.append({"kind": "created", "group": number})
-        blocks, tree = group.blocks, groups[0].blocks
+        ids, blocks = group.ids, jax.device_get(group.blocks)
+        known = group.anchors(ids), group.on_device(ids), group.blocks.stated_priority(ids)
+        anchors, on_device, priority = jax.device_get(known)
         findable = np.flatnonzero(blocks.fill > 0)
         age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
         for block in findable[np.argsort(-age, kind="stable")].tolist():
-            anchor = block if group.anchor is None else int(group.anchor[block])
-            n, (above, which) = int(blocks.fill[block]), tree.parent[anchor].tolist()
+            anchor, size = anchors[block], blocks.fill[block]
+            above, which = tree.parent[anchor].tolist()
             event = {"kind": "stored", "group": number, "block": block, "generation": int(blocks.generation[block])}
             event |= {"parent": None, "namespace": which} if above < 0 else {"parent": (above, which)}
-            event |= {"tokens": tree.tokens[anchor, :n].tolist()}
-            event["level"] = 0 if group.host is None else int(group.host.slot[block] >= group.empty.shape[0])
-            event["priority"] = DEFAULT_PRIORITY if blocks.retention is None else int(blocks.retention[block, 0])
-            if tree.extra_ids is not None:
-                event["extra_ids"] = tree.extra_ids[anchor, :n].tolist()
-            events.append(event)
+            event |= {name: x[anchor, :size].tolist() for name, x in tree.text.parts().items()}
+            events.append(event | {"level": int(not on_device[block]), "priority": int(priority[block])})
     return events
 
 

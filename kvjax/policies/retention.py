@@ -155,7 +155,7 @@ def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array | None, wh
 
 
 def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:
-    """i32[B]; what each block is worth at `now`: the stated priority, or 35 when its time is over."""
+    """i32[B]; each block's priority at `now`: the stated one, or 35 when its time is over."""
     if blocks.retention is None or blocks.expiry is None:
         raise ValueError("retention: the spec was made with retention=False, so blocks have no priorities")
     (high, low), expiry = time_at(blocks, now), blocks.expiry

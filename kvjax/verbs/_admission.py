@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import Pytree, compact, count, fence, pick, put
+from kvjax._arrays import Pytree, compact, count, fence, pick
 from kvjax.blocks import windows
 from kvjax.blocks.holders import hold, hold_source, let_go_of_sources
 from kvjax.blocks.match import longest_match
 from kvjax.blocks.publish import forget
 from kvjax.blocks.rows import Prompt, fit, read_row, write_prompt, write_row
 from kvjax.blocks.take import take
-from kvjax.blocks.tiers import next_move, priorities
+from kvjax.blocks.tiers import order_copy, priorities
 from kvjax.blocks.victims import Taken
 from kvjax.events.records import EventKind, Events, Records, Status, joined, record
-from kvjax.events.transfer import Transfer, moves
+from kvjax.events.transfer import Transfer, no_moves
 from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_place
 from kvjax.spec import GroupSpec
-from kvjax.state import COPYING, NO_BLOCK, CacheState, Group, Sequences
+from kvjax.state import COPYING, NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import all_or_nothing, assemble, first_failure
 
 
@@ -97,18 +97,18 @@ def admit_row(
     copied, moved, tables = [], [new.moves for new in taken], []
     for number, (found, new) in enumerate(zip(plan.found, taken, strict=True)):
         group, by_copy, by_move = _place_copy(
-            groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, worth[number] is not None
+            groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, worth[number]
         )
-        groups[number], copied, moved = group, [*copied, by_copy], [*moved, *by_move]
+        groups[number], copied, moved = group, [*copied, by_copy], [*moved, by_move]
         tables.append(jnp.where(found.hits & ok, found.blocks, jnp.where(fresh, pick(new.ids, index), NO_BLOCK)))
     groups[0] = write_prompt(groups[0], taken[0].ids[:1], copies[None], ask, plan.whole)
-    stated, updated = None, [new.updated for new in taken]
+    row, updated = read_row(state, seq).known, [new.updated for new in taken]
     if spec.retention:
         stated = by_place(retention, ask.length, size, spec.max_blocks_per_seq + 1)
         groups[0], changed = _retain(groups[0], tables[0], stated, plan.found[0].hits & ok, fresh & ok)
-        updated.append(changed)
-    known = Sequences(plan.target, cached, ask.namespace, stated, read_row(state, seq).known.swapped)
-    after = write_row(state.replace(groups=tuple(groups)), seq, ok, known, tables)
+        row, updated = row.replace(retention=stated), [*updated, changed]
+    row = row.replace(length=plan.target, committed=cached, namespace=ask.namespace)
+    after = write_row(state.replace(groups=tuple(groups)), seq, ok, row, tables)
     removed = [new.removed for new in reversed(taken)]
     after, removed, updated, moved = all_or_nothing(state, after, ok, removed, updated, moved)
     missing = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan.missing, 1), 0)
@@ -180,9 +180,7 @@ def _take(
         group = hold(group, found.blocks, found.hits & good)
         source = jnp.where(good, found.source, NO_BLOCK)
         group = hold_source(group, source)
-        back = None
-        if worth[number] is not None:
-            back = compact(jnp.where(found.far & good, found.blocks, NO_BLOCK))[0]
+        back, _ = compact(jnp.where(found.far & good, found.blocks, NO_BLOCK))
         new = take(
             group, number, policy, need, found.blocks.shape[0], now, priorities=worth[number],
             min_priority=state.spec.offload_min_priority, back=back,
@@ -203,28 +201,23 @@ def _place_copy(
     source: jax.Array,
     copies: jax.Array,
     num_tokens: jax.Array,
-    over_tiers: bool,
-) -> tuple[Group, Records, list[Transfer]]:
-    """Orders the copy of `num_tokens` i32[] tokens from source i32[] to block i32[1], where bool[].
+    priorities: jax.Array | None,
+) -> tuple[Group, Records, Transfer]:
+    """Orders the copy of `num_tokens` i32[] tokens from source i32[] to block i32[1], where copies bool[].
 
     Returns:
       The group; a record, copied; and what moves for it, where the source is on the host.
     """
-    on_device, row = copies & group.on_device(source), group.pool_row(source)
+    on_device = copies & group.on_device(source)
     copied = record(
-        EventKind.COPIED, on_device[None], group=number, block=group.pool_row(block), source=row, num_tokens=num_tokens
-    )
-    host = group.host
-    if host is None or not over_tiers:
-        return group, copied, []
-    where, move = (copies & ~on_device)[None], next_move(host)
-    moved = moves(where, group=number, block=block, number=move, source=row, target=group.pool_row(block))
-    host = host.replace(
-        arriving=put(host.arriving, block, move, where),
-        moves=jnp.where(where[0], move, host.moves),
-        stuck=put(host.stuck, found.blocks, True, found.hits & where[0]),
-    )
-    return group.replace(host=host), copied, [moved]
+        EventKind.COPIED, on_device[None], group=number, block=group.pool_row(block), source=group.pool_row(source),
+        num_tokens=num_tokens,
+    )  # fmt: skip
+    if priorities is None:
+        return group, copied, no_moves()
+    prefix = jnp.where(found.hits, found.blocks, NO_BLOCK)
+    group, moved = order_copy(group, number, source, block, copies & ~on_device, prefix)
+    return group, copied, moved
 
 
 def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
@@ -246,9 +239,7 @@ def _retain(
       The group and F records, updated.
     """
     blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
-    assert blocks.retention is not None
-    again = hit & (stated[:, 0] >= 0)
-    before = pick(blocks.retention, table)[:, 0]
+    again, before = hit & (stated[:, 0] >= 0), blocks.stated_priority(table)
     retention, before = fence(blocks.retention, before)
     blocks = apply_retention(blocks.replace(retention=retention), table, stated, again | fresh)
     changed = again & (before != stated[:, 0])

@@ -73,6 +73,7 @@ def admit(
     length, namespace = each_row("length", length, rows), each_row("namespace", namespace, rows)
     if retention is not None and not state.spec.retention:
         raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
+    integers("tokens", tokens, (*rows, "T"))
     requests = (seq, text, length, namespace, retention)
     state, (events, sources) = lax.scan(one, state, requests) if rows else one(state, requests)
     held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)

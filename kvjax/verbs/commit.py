@@ -68,12 +68,12 @@ def commit(
     group = write_text(state.groups[0], rows, start, end, text)
     state = state.replace(groups=(group, *state.groups[1:]))
     state, stored, updated = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
-    groups = [
-        windows.slide(group, of, rows, start, end, most, size, now) if group.windowed else group
-        for group, of in zip(state.groups, spec.groups, strict=True)
+    slid = [
+        windows.slide(group, of, rows, start, end, most, size, now)
+        for group, of in zip(state.groups[1:], spec.groups[1:], strict=True)
     ]
     committed = put(state.seqs.committed, rows, end, exists & ~bad)
-    state = state.replace(groups=tuple(groups), seqs=state.seqs.replace(committed=committed))
+    state = state.replace(groups=(state.groups[0], *slid), seqs=state.seqs.replace(committed=committed))
     return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
 
 

@@ -11,11 +11,11 @@ from kvjax._arrays import fence, pick, put
 from kvjax._checks import on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
-from kvjax.blocks.tiers import find_stuck
+from kvjax.blocks.tiers import find_stuck, host_of
 from kvjax.events.records import Events, Records, Status
 from kvjax.events.transfer import Transfer
 from kvjax.state import LOST, NO_BLOCK, CacheState, EvictionPolicy, Group
-from kvjax.verbs._request import assemble, replace_group
+from kvjax.verbs._request import assemble, replace_group, tiered_groups
 
 
 @on_state
@@ -41,10 +41,8 @@ def complete(
     if transfer is None:
         return state, assemble(state, hurt.astype(jnp.int32))
     ok, removed = jnp.asarray(ok, jnp.bool_), []
-    for number in range(len(state.groups)):
-        group, host = state.groups[number], state.groups[number].host
-        if host is None:
-            continue
+    for number in tiered_groups(state):
+        group, host = state.groups[number], host_of(state.groups[number])
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
         came = (ids >= 0) & (transfer.number == pick(host.arriving, ids))
         arriving, came = fence(host.arriving, came)

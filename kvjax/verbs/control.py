@@ -12,7 +12,7 @@ from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
-from kvjax.blocks.tiers import find_stuck
+from kvjax.blocks.tiers import find_stuck, keep_host_policy
 from kvjax.events.records import EventKind, Events, Status, record
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
@@ -151,13 +151,10 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
     groups, cleared = [], []
     for number, group in enumerate(state.groups):
         policy = windows.policy_of(number, state.policy)
-        fresh = init_group(state.spec, number, policy, group.num_blocks)
-        known, ids = group.blocks, jnp.arange(group.blocks.fill.shape[0], dtype=jnp.int32)
+        fresh, known = init_group(state.spec, number, policy, group.num_blocks), group.blocks
         kept = fresh.blocks.replace(generation=known.generation, clock=known.clock, time=known.time)
-        fresh = fresh.replace(blocks=kept, policy=policy.forgot(group.policy, ids))
-        if fresh.host is not None and group.host is not None:
-            host = fresh.host.replace(policy=policy.forgot(group.host.policy, ids))
-            fresh = fresh.replace(host=host)
+        fresh = fresh.replace(blocks=kept, policy=policy.forgot(group.policy, group.ids))
+        fresh = keep_host_policy(fresh, group, policy)
         groups.append(either(held, group, fresh))
         cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
     state = state.replace(groups=tuple(groups))
@@ -166,7 +163,4 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
 
 def _is_held(group: Group) -> jax.Array:
     """bool[]; whether a row, a pin or a move holds a block of the group."""
-    held = group.num_blocks > group.num_empty + group.num_cached
-    if group.host is None:
-        return held
-    return held | jnp.any(group.moving(group.ids)) | jnp.any(group.blocks.refcount > 0)
+    return jnp.any(group.moving(group.ids)) | jnp.any(group.blocks.refcount > 0)

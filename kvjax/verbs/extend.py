@@ -107,7 +107,7 @@ def grow(
     lacks = [count(n) - group.available for n, (group, _) in zip(new, shared, strict=True)]
     had = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
     worth = priorities(state, now, tiers)
-    groups, removed, copied, taken = [], [], [], []
+    groups, removed, copied, taken, fresh = [], [], [], [], []
     for number, (of, (group, shares), wanted) in enumerate(zip(spec.groups, shared, new, strict=True)):
         policy = windows.policy_of(number, state.policy)
         if taken:  # what the first group has lost is not findable in the others either
@@ -124,16 +124,17 @@ def grow(
         table = put(group.table, (jnp.broadcast_to(rows[:, None], wanted.shape), place), ids, wanted & had)
         copies = shares.copies & had & (written > 0)
         group = group.replace(table=table)
-        if number == 0:
-            group = copy_text(group, ids[:, 0], shares.block, copies)
-            stated = pick(seqs.retention, (rows[:, None], place))
-            group = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted & had))
         groups.append(group)
+        fresh.append((ids, shares.block, copies, wanted & had))
         removed.append(new.removed)
         copied.append(
             record(EventKind.COPIED, copies, group=number, block=group.pool_row(ids[:, 0]),
                    source=group.pool_row(shares.block), num_tokens=written)
         )  # fmt: skip
+    ids, block, copies, wanted = fresh[0]
+    group = copy_text(groups[0], ids[:, 0], block, copies)
+    stated = pick(seqs.retention, (rows[:, None], place))
+    groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted))
     shortfall = jnp.where(had, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
     state, removed, updated, moves = all_or_nothing(
         state, state.replace(groups=tuple(groups)), had, removed, [new.updated for new in taken],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -39,14 +40,13 @@ def init(
       ValueError: if `num_blocks` is a number outside 1..N, `policy` is none, or `policy_state` does not have the
         structure, shapes and dtypes of what the policy's `init` makes.
     """
-    policy = known_policy(policy)
-    groups = []
-    for number, group in enumerate(spec.groups):
-        given = group.num_blocks if num_blocks is None or (spec.bare and number == 0) else num_blocks
-        wanted = None if number else policy_state
-        groups.append(
-            init_group(spec, number, windows.policy_of(number, policy), _in_range(given, group.num_blocks), wanted)
-        )
+    policy, sizes = known_policy(policy), [group.num_blocks for group in spec.groups]
+    if num_blocks is not None:
+        sizes = [*sizes[:1], *[num_blocks] * (len(sizes) - 1)] if spec.bare else [num_blocks] * len(sizes)
+    groups = [
+        init_group(spec, number, policy, _in_range(size, group.num_blocks), policy_state)
+        for number, (size, group) in enumerate(zip(sizes, spec.groups, strict=True))
+    ]
     seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
     if spec.retention:
         seqs = seqs.replace(retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq + 1, 2), jnp.int32))
@@ -69,33 +69,43 @@ def init_group(
     spec: CacheSpec, number: int, policy: EvictionPolicy, num_blocks: jax.Array, policy_state: Any = None
 ) -> Group:
     """Group `number`, its first `num_blocks` i32[] device blocks empty and the others out of use; see `init`."""
-    group, windowed = spec.groups[number], number > 0
-    num_ids, size = group.num_ids, 0 if windowed else spec.block_size
-
-    def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
-        return jnp.zeros((num_ids, *shape), dtype)
-
-    blocks = Blocks(
-        refcount=zeros(), text=Text(zeros(size), zeros(size) if spec.extra_ids else None), fill=zeros(),
-        key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=jnp.full((num_ids, 2), NO_BLOCK, jnp.int32),
-        children=zeros(), depth=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0),
-        retention=zeros(2) if spec.retention and not windowed else None,
-        expiry=zeros(2) if spec.retention and not windowed else None,
-        time=jnp.zeros((2,), jnp.int32) if spec.retention and not windowed else None,
-    )  # fmt: skip
+    group, num_ids = spec.groups[number], spec.groups[number].num_ids
+    if number == 0:
+        blocks, links, beside = _init_blocks(num_ids, spec.block_size, spec), index.init_links(num_ids), {}
+    else:  # the first group has the contents and the index of all
+        blocks = _init_blocks(num_ids, 0, dataclasses.replace(spec, retention=False))
+        links, policy, policy_state = index.init_links(1), windows.POLICY, None
+        beside = {"anchor": _none(num_ids), "shadow": _none(spec.groups[0].num_ids)}
     return Group(
         blocks=blocks,
-        links=index.init_links(1 if windowed else num_ids),
+        links=links,
         empty=num_blocks - 1 - jnp.arange(group.num_blocks, dtype=jnp.int32),
         num_empty=jnp.array(num_blocks),
         num_cached=jnp.int32(0),
         num_blocks=jnp.array(num_blocks),
-        table=jnp.full((spec.max_seqs, spec.max_blocks_per_seq), NO_BLOCK, jnp.int32),
+        table=_none(spec.max_seqs, spec.max_blocks_per_seq),
         policy=_init_policy(policy, num_ids, policy_state),
-        anchor=jnp.full((num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
-        shadow=jnp.full((spec.groups[0].num_ids,), NO_BLOCK, jnp.int32) if windowed else None,
         host=_init_host(group, policy, policy_state) if group.num_host_blocks else None,
+        **beside,
     )
+
+
+def _none(*shape: int) -> jax.Array:
+    return jnp.full(shape, NO_BLOCK, jnp.int32)
+
+
+def _init_blocks(num_ids: int, size: int, spec: CacheSpec) -> Blocks:
+    """Blocks of `size` tokens of which nothing is known."""
+
+    def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
+        return jnp.zeros((num_ids, *shape), dtype)
+
+    kept = {"retention": zeros(2), "expiry": zeros(2), "time": jnp.zeros((2,), jnp.int32)} if spec.retention else {}
+    return Blocks(
+        refcount=zeros(), text=Text(zeros(size), zeros(size) if spec.extra_ids else None), fill=zeros(),
+        key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=_none(num_ids, 2), children=zeros(),
+        depth=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0), **kept,
+    )  # fmt: skip
 
 
 def _init_policy(policy: EvictionPolicy, num_ids: int, given: Any) -> Any:

@@ -37,7 +37,7 @@ from kvjax.blocks.tiers import priorities
 from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState, Group
-from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
+from kvjax.verbs._request import assemble, chosen, first_failure, replace_group, tiered_groups
 
 
 @on_state
@@ -201,7 +201,7 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
 def _of(state: CacheState, number: int) -> Any:
     """The group, which must have a host tier."""
     group = chosen(state, number)
-    if group.host is None:
+    if not group.tiered:
         raise ValueError(f"group: got {number}, which has no host tier (num_host_blocks)")
     return group
 
@@ -261,12 +261,10 @@ def _swap(
     if not state.spec.has_host:
         raise ValueError("state: got a cache without a host tier, wanted num_host_blocks above 0")
     after, reports = state, []
-    for number, group in enumerate(state.groups):
-        if group.host is not None:
-            after, report = _put(after, number, do(after, number))
-            reports.append(report)
+    for number in tiered_groups(state):
+        after, report = _put(after, number, do(after, number))
+        reports.append(report)
     room = functools.reduce(jnp.logical_and, [new.ok for _, new in reports])
-    assert after.seqs.swapped is not None
-    swapped = put(after.seqs.swapped, seq[None], out, jnp.ones((1,), jnp.bool_))
+    swapped = put(after.seqs.rests, seq[None], out, jnp.ones((1,), jnp.bool_))
     after = after.replace(seqs=after.seqs.replace(swapped=swapped))
     return _report(state, after, reports, first_failure(*causes, (~room, Status.NO_BLOCKS)))

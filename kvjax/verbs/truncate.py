@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from kvjax._arrays import pick
 from kvjax._checks import each_row, integers, on_state, one_or_more
 from kvjax.blocks import windows
-from kvjax.blocks.holders import give_back, hold
+from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import forget_all, leave_index
 from kvjax.blocks.rows import Row, read_row, write_row
 from kvjax.events.records import Events, Records, Status
@@ -60,17 +60,13 @@ def rewind(
     """
     size, place = state.spec.block_size, jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
     keep, committed = -(-length // size), jnp.minimum(row.committed, length)
-    again = [
-        windows.regain(group, row.tables[0], (place < keep) & of.keeps(place, committed, size) & (table < 0))
-        for group, of, table in zip(state.groups[1:], state.spec.groups[1:], row.tables[1:], strict=True)
+    lacking = [
+        (place < keep) & of.keeps(place, committed, size) & (table < 0)
+        for of, table in zip(state.spec.groups[1:], row.tables[1:], strict=True)
     ]
-    ok = functools.reduce(jnp.logical_and, [there for _, there in again], ok)
+    ok, regained, full = windows.regain(state.groups[1:], row.tables, lacking, ok)
     groups, tables = [], []
-    for number, (group, table) in enumerate(zip(state.groups, row.tables, strict=True)):
-        if number > 0:
-            blocks = again[number - 1][0]
-            group = hold(group, blocks, ok & (blocks >= 0))
-            table = jnp.where(ok & (table < 0), blocks, table)
+    for number, (group, table) in enumerate(zip((state.groups[0], *regained), full, strict=True)):
         dropped = ok & (place >= keep) & (table >= 0)
         policy = windows.policy_of(number, state.policy)
         groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
