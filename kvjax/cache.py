@@ -3,34 +3,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
 from kvjax._methods import check_alive, face
 from kvjax.debug.text import one_line, page
-from kvjax.events.records import Events, Status
-from kvjax.model import Model, check_model, forward
+from kvjax.events.records import Events
+from kvjax.model import Model, forward
 from kvjax.pools.device import Pools, apply, init_pools
-from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.views import ragged, view
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
-from kvjax.verbs.complete import complete
 from kvjax.verbs.control import evict, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.init import init
-from kvjax.verbs.offload import offload, onboard, swap_in, swap_out, watermark
 from kvjax.verbs.release import release
 from kvjax.verbs.truncate import truncate
 
@@ -124,188 +118,3 @@ class Cache(Pytree):
         computed, pools = forward(model, tokens, self.pools, self.view(count, tokens.shape[1], seqs), last)
         after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, now=now)
         return after, computed, events
-
-
-_release = jax.jit(release, donate_argnums=0)
-_step = jax.jit(Cache.step, donate_argnums=0, static_argnames="logits")
-
-
-def _finish(cache: Cache, events: Events, ok: ArrayLike) -> tuple[Cache, Events]:
-    """What follows a verb and its moves: says to the state whether they were made, and makes the copies."""
-    state, done = complete(cache.state, events.transfer, ok)
-    return Cache(state, apply(cache.pools, events)), done
-
-
-_finish = jax.jit(_finish, donate_argnums=0)
-
-
-class FailedTransfer(RuntimeError):
-    """Moves that failed. Nothing is findable with wrong bytes; rows that had lost K/V have been released.
-
-    Attributes:
-      tiered: the cache to go on with.
-      lost: the rows that were released for it.
-      events: of the verb, which was done but for these rows.
-      removed: events of what has left the index for it.
-    """
-
-    def __init__(self, message: str, tiered: TieredCache, lost: list[int], events: Events, removed: Events):
-        super().__init__(message)
-        self.tiered, self.lost, self.events, self.removed = tiered, lost, events, removed
-
-
-def _tiered_method[**P](
-    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str, **given: Any
-) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
-    """A verb on states as a method, jitted, that also makes the moves and copies that it orders."""
-    jitted = jax.jit(functools.partial(verb, **given), donate_argnums=0, static_argnames=static)
-    compiled: set[Any] = set()  # for which shapes
-
-    def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
-        check_alive(self.cache, self.host)
-        shapes = jax.tree.structure((self.cache, args, kwargs)), *map(np.shape, jax.tree.leaves((args, kwargs)))
-        if shapes not in compiled:
-            # An error while compiling loses nothing: what follows the verb is compiled before it takes the state.
-            state, events = jitted.lower(self.state, *args, **kwargs).compile().out_info
-            _finish.lower(Cache(state, self.pools), events, np.bool_(True)).compile()
-            compiled.add(shapes)
-        state, events = jitted(self.state, *args, **kwargs)
-        return self._settle(state, events), events
-
-    return face(method, verb, "TieredCache", **given)
-
-
-def _resting_method[**P](
-    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str
-) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
-    """A verb on states as a method, jitted, that orders neither moves nor copies."""
-    jitted = jax.jit(verb, donate_argnums=0, static_argnames=static)
-
-    def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
-        check_alive(self.cache, self.host)
-        state, events = jitted(self.state, *args, **kwargs)
-        return self.replace(Cache(state, self.pools)), events
-
-    return face(method, verb, "TieredCache")
-
-
-def _tiered_reader[**P, R](
-    verb: Callable[Concatenate[CacheState, P], R], called: Callable[..., R] | None = None
-) -> Callable[Concatenate[TieredCache, P], R]:
-    """A question about a state as a method; `called` is the same, jitted."""
-
-    def method(self: TieredCache, *args: Any, **kwargs: Any) -> R:
-        check_alive(self.state)
-        return (called or verb)(self.state, *args, **kwargs)
-
-    return face(method, verb, "TieredCache")
-
-
-@dataclasses.dataclass(frozen=True)
-class TieredCache:
-    """A cache and its host tier, with the verbs of both as methods; for host code, between loops.
-
-    Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;
-    what is computed later waits for them where it must. A loop takes `cache`; put back what it returns with `replace`.
-
-    Attributes:
-      cache: the state and the device's pools; this is what a jitted loop takes.
-      host: the host's pools.
-    """
-
-    cache: Cache
-    host: HostPools
-
-    @classmethod
-    def create(
-        cls,
-        spec: CacheSpec,
-        policy: EvictionPolicy | None = None,
-        num_blocks: ArrayLike | None = None,
-        *,
-        policy_state: Any = None,
-    ) -> TieredCache:
-        """An empty cache with pools of zeros and host pools; see `init` for the arguments.
-
-        Raises:
-          ValueError: if the spec has no host tier.
-        """
-        if not spec.has_host:
-            raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
-        empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state)
-        pools, host = init_host_pools(empty.pools)
-        state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), empty.state)  # as moves leave the pools
-        return cls(Cache(state, pools), host)
-
-    def replace(self, cache: Cache) -> TieredCache:
-        """This with another cache, such as a loop returned."""
-        return TieredCache(cache, self.host)
-
-    @property
-    def state(self) -> CacheState:
-        """The metadata, of both tiers."""
-        return self.cache.state
-
-    @property
-    def pools(self) -> Pools:
-        """The device's K/V."""
-        return self.cache.pools
-
-    admit = _tiered_method(admit, "room", "tiers", tiers=("device", "host"))
-    extend = _tiered_method(extend, "max_tokens", "tiers", tiers=("device", "host"))
-    commit = _resting_method(commit)
-    fork = _resting_method(fork)
-    truncate = _resting_method(truncate)
-    release = _resting_method(release)
-    beam_step = _resting_method(beam_step)
-    evict = _resting_method(evict, "max_removed")
-    pin = _resting_method(pin, "group")
-    unpin = _resting_method(unpin, "group")
-    reset = _resting_method(reset)
-    offload = _tiered_method(offload, "group")
-    onboard = _tiered_method(onboard, "group")
-    watermark = _tiered_method(watermark, "most", "group")
-    swap_out = _tiered_method(swap_out)
-    swap_in = _tiered_method(swap_in)
-    lookup = _tiered_reader(lookup, jax.jit(lookup, static_argnames="tiers"))
-    view = _tiered_reader(view)
-    ragged = _tiered_reader(ragged)
-
-    def __repr__(self) -> str:
-        return one_line(self)
-
-    def _repr_html_(self) -> str:
-        return page(self)
-
-    def step(
-        self,
-        model: Model,
-        tokens: jax.Array,
-        count: jax.Array,
-        seqs: jax.Array | None = None,
-        *,
-        now: Any = 0,
-        logits: Literal["last", "all"] = "last",
-    ) -> tuple[TieredCache, jax.Array, Events]:
-        """See `kvjax.step`; jitted already."""
-        check_alive(self.cache, self.host)
-        check_model(model)
-        cache, computed, events = _step(self.cache, model, tokens, count, seqs, now=now, logits=logits)
-        return self.replace(cache), computed, events
-
-    def _settle(self, state: CacheState, events: Events) -> TieredCache:
-        """Makes the moves and the copies, in this order, and says so to the state."""
-        pools, host, failure = self.pools, self.host, None
-        if events.transfer is not None:
-            try:
-                pools, host = move(pools, host, events.transfer)
-            except TransferError as error:
-                pools, host, failure = error.pools, error.host, error
-        cache, done = _finish(Cache(state, pools), events, np.bool_(failure is None))
-        if failure is None:
-            return TieredCache(cache, host)
-        lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
-        for row in lost:
-            state, _ = _release(cache.state, np.int32(row))  # stores nothing: what it held is not in the index
-            cache = Cache(state, cache.pools)
-        raise FailedTransfer(str(failure), TieredCache(cache, host), lost, events, done) from failure

@@ -22,8 +22,6 @@ heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,32 +29,13 @@ import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, either, pick
+from kvjax._parts import Host, Links, Text
 from kvjax.spec import CacheSpec
 
 DEFAULT_PRIORITY = 35
 NO_BLOCK = -1
 LOST = -1  # `Blocks.hits` of a held block that has left the index because a move failed, until it is published again
-
-
-class Text(Pytree):
-    """Tokens with their extra ids.
-
-    Attributes:
-      tokens: i32[..., P].
-      extra_ids: i32[..., P]; likewise, or None where the spec asks for none.
-    """
-
-    tokens: jax.Array
-    extra_ids: jax.Array | None
-
-    def equals(self, other: Text) -> jax.Array:
-        """bool[..., P]; which tokens are equal, extra ids included."""
-        same = jax.tree.map(operator.eq, self, other)
-        return functools.reduce(operator.and_, jax.tree.leaves(same))
-
-    def parts(self) -> dict[str, jax.Array]:
-        """The arrays that are there, by name."""
-        return {name: array for name, array in vars(self).items() if array is not None}
+COPYING = 1 << 20  # what a copy in progress adds to the refcount of its source: more than there are holders
 
 
 class Blocks(Pytree):
@@ -97,15 +76,8 @@ class Blocks(Pytree):
     expiry: jax.Array | None = None
     time: jax.Array | None = None
 
-    @property
-    def tokens(self) -> jax.Array:
-        """i32[B, P]; the token ids of `text`."""
-        return self.text.tokens
-
-    @property
-    def extra_ids(self) -> jax.Array | None:
-        """i32[B, P]; the extra ids of `text`, or None."""
-        return self.text.extra_ids
+    tokens = property(lambda self: self.text.tokens)
+    extra_ids = property(lambda self: self.text.extra_ids)
 
     def stated_priority(self, ids: jax.Array) -> jax.Array:
         """i32[...]; the priority that was stated for blocks ids i32[...], or the default of all."""
@@ -113,52 +85,7 @@ class Blocks(Pytree):
         return default if self.retention is None else pick(self.retention, ids)[..., 0]
 
 
-class Links(Pytree):
-    """The prefix index and the child index: chained hash tables over one pair of link arrays (`blocks/index.py`).
-
-    Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). From 2B on
-    come the buckets of the first table, then those of the second.
-
-    Attributes:
-      next: i32[2B + 2 * buckets]; the handle that follows, -1 at the end of a chain.
-      prev: i32[2B]; the handle or bucket before.
-    """
-
-    next: jax.Array
-    prev: jax.Array
-
-
-class Host(Pytree):
-    """Where the blocks of a group with a host tier are. A block keeps its number when it moves; its row changes.
-
-    Attributes:
-      slot: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
-      below: i32[B]; findable children on the host; then `Blocks.children` counts those on the device.
-      arriving: i32[B]; number of the move that brings the K/V to the block's row, where it cannot be found yet; or 0.
-        If the move fails the block keeps it until it is empty: what should have come is never stored.
-      moves: i32[]; the number of the last transition that moved something.
-      stuck: bool[B]; as of the last move: device blocks that cannot be evicted inside a loop, because something that
-        follows them is on the host or on the move.
-      empty: i32[H]; stack of empty blocks on the host.
-      num_empty: i32[]; height of that stack.
-      policy: the eviction policy's state for blocks on the host.
-    """
-
-    slot: jax.Array
-    below: jax.Array
-    arriving: jax.Array
-    moves: jax.Array
-    stuck: jax.Array
-    empty: jax.Array
-    num_empty: jax.Array
-    policy: Any
-
-
 Eligible = Callable[[jax.Array], jax.Array]
-
-# What a copy in progress adds to the refcount of its source, more than holders can: see `holders.hold_source`.
-COPYING = 1 << 20
-
 
 class EvictionPolicy(NamedTuple):
     """A policy: a few pure functions over a state of its own.
@@ -200,14 +127,11 @@ class EvictionPolicy(NamedTuple):
 
     def forgot(self, pstate: Any, ids: jax.Array) -> Any:
         """The policy's state after `forget`; the old one if no id is named."""
-        if self.forget is None:
-            return pstate
-        return self._where(lambda: jnp.any(ids >= 0), self.forget(pstate, ids), pstate)
+        new = pstate if self.forget is None else self.forget(pstate, ids)
+        return self._where(lambda: jnp.any(ids >= 0), new, pstate)
 
     def _where(self, asked: Callable[[], jax.Array], new: Any, old: Any) -> Any:
-        if self.idle:
-            return new
-        return either(asked(), new, old)
+        return new if self.idle else either(asked(), new, old)
 
 
 class Group(Pytree):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host tier: all that its users import."""
 
-from kvjax.cache import FailedTransfer, TieredCache
 from kvjax.events.transfer import Transfer
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
+from kvjax.tiered import FailedTransfer, TieredCache
 from kvjax.verbs.complete import complete
 from kvjax.verbs.offload import offload, onboard, swap_in, swap_out, watermark
 

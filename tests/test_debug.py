@@ -192,7 +192,7 @@ def test_check_ends_where_links_do_not(target):
 def test_extra_ids_tell_blocks_apart():
     state = story(EXTRA).state
     held = known(state)["held"]
-    twins = changed(state, BLOCKS + "tokens", at(held, 4))
+    twins = changed(state, BLOCKS + "text.tokens", at(held, 4))
     with pytest.raises(AssertionError, match="no prefix is stored twice"):
         kvjax.check(twins)
     with pytest.raises(AssertionError) as caught:  # in the wrong chain, but not twice

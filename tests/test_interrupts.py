@@ -98,7 +98,7 @@ class Calls:
         ]
         places += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
-            places += [(kvjax.cache, "_finish"), (host_pool, "_copy")]
+            places += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
         for where, name in places:
             monkeypatch.setattr(where, name, self.wrap(getattr(where, name)))
 
@@ -235,7 +235,7 @@ def test_a_call_that_dies_on_the_device_leaves_no_cache(monkeypatch):
 
 def test_an_error_while_compiling_what_follows_a_verb_loses_nothing(monkeypatch):
     cache = kvjax.tiers.TieredCache.create(make_spec("plain", host=True))
-    monkeypatch.setattr(kvjax.cache, "_finish", jax.jit(lambda *_: fail(), donate_argnums=0))
+    monkeypatch.setattr(kvjax.tiered, "_finish", jax.jit(lambda *_: fail(), donate_argnums=0))
     for _ in range(2):
         with pytest.raises(MemoryError, match="no memory"):
             cache.admit(0, np.zeros(4, np.int32), 3)

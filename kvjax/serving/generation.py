@@ -8,12 +8,13 @@ import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from kvjax.cache import Cache, TieredCache
+from kvjax.cache import Cache
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
 from kvjax.serving.loops import LogitsFn
 from kvjax.serving.run import Output, Run
 from kvjax.serving.sampling import Sampling
+from kvjax.tiered import TieredCache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,12 +12,13 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, put
-from kvjax.cache import Cache, TieredCache
+from kvjax.cache import Cache
 from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.records import Events
 from kvjax.model import Model
 from kvjax.serving.sampling import Sampling, sample
 from kvjax.spec import CacheSpec
+from kvjax.tiered import TieredCache
 
 LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._methods import alive, check_alive
-from kvjax.cache import Cache, FailedTransfer, TieredCache
+from kvjax.cache import Cache
 from kvjax.events.mirror import to_list
 from kvjax.events.records import Events, Status
 from kvjax.model import Model, check_model
@@ -23,6 +23,7 @@ from kvjax.serving.asked import bucket, integers, of_each, prompt_ids, retention
 from kvjax.serving.interrupt import CtrlC, GenerationInterrupted
 from kvjax.serving.loops import LogitsFn, Rows, check_cache, decode, decode_log, prefill, prefill_log, step
 from kvjax.serving.sampling import Sampling
+from kvjax.tiered import FailedTransfer, TieredCache
 from kvjax.verbs.release import release
 
 _STATIC = ("sampling", "logits_fn")

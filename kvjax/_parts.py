@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a group: what blocks hold, how they are linked, and where they are."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import jax
+
+from kvjax._arrays import Pytree
+
+
+class Text(Pytree):
+    """Tokens with their extra ids.
+
+    Attributes:
+      tokens: i32[..., P].
+      extra_ids: i32[..., P]; likewise, or None where the spec asks for none.
+    """
+
+    tokens: jax.Array
+    extra_ids: jax.Array | None
+
+    def equals(self, other: Text) -> jax.Array:
+        """bool[..., P]; which tokens are equal, extra ids included."""
+        same = jax.tree.map(operator.eq, self, other)
+        return functools.reduce(operator.and_, jax.tree.leaves(same))
+
+    def parts(self) -> dict[str, jax.Array]:
+        """The arrays that are there, by name."""
+        return {name: array for name, array in vars(self).items() if array is not None}
+
+
+class Links(Pytree):
+    """The prefix index and the child index: chained hash tables over one pair of link arrays (`blocks/index.py`).
+
+    Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). From 2B on
+    come the buckets of the first table, then those of the second.
+
+    Attributes:
+      next: i32[2B + 2 * buckets]; the handle that follows, -1 at the end of a chain.
+      prev: i32[2B]; the handle or bucket before.
+    """
+
+    next: jax.Array
+    prev: jax.Array
+
+
+class Host(Pytree):
+    """Where the blocks of a group with a host tier are. A block keeps its number when it moves; its row changes.
+
+    Attributes:
+      slot: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
+      below: i32[B]; findable children on the host; then `Blocks.children` counts those on the device.
+      arriving: i32[B]; number of the move that brings the K/V to the block's row, where it cannot be found yet; or 0.
+        If the move fails the block keeps it until it is empty: what should have come is never stored.
+      moves: i32[]; the number of the last transition that moved something.
+      stuck: bool[B]; as of the last move: device blocks that cannot be evicted inside a loop, because something that
+        follows them is on the host or on the move.
+      empty: i32[H]; stack of empty blocks on the host.
+      num_empty: i32[]; height of that stack.
+      policy: the eviction policy's state for blocks on the host.
+    """
+
+    slot: jax.Array
+    below: jax.Array
+    arriving: jax.Array
+    moves: jax.Array
+    stuck: jax.Array
+    empty: jax.Array
+    num_empty: jax.Array
+    policy: Any
