@@ -12,7 +12,7 @@ HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
     "_arrays", "_methods", "spec", "state", "_checks", "events", "policies", "blocks", "verbs", "pools", "model",
-    "ledger", "debug", "cache", "sizing", "serving", "_workload", "testing", "tiers", "__init__",
+    "ledger", "debug", "cache", "sizing", "serving", "testing", "tiers", "__init__",
 )  # fmt: skip
 # What a value shows of itself is drawn where the drawing is; imported when it is asked for.
 LATE = {("kvjax.state", "kvjax.debug.text")}
