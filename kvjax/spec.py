@@ -204,10 +204,54 @@ def make_spec(
     _positive("block_size", block_size)
     _positive("max_length", max_length)
     _positive("max_seqs", max_seqs)
+    max_blocks = -(-max_length // block_size)
+    groups = _groups(layers, _dtype_name(dtype), num_blocks, num_host_blocks, most_held=max_seqs * max_blocks)
+    return CacheSpec(
+        groups=groups,
+        block_size=block_size,
+        max_seqs=max_seqs,
+        max_blocks_per_seq=max_blocks,
+        extra_ids=extra_ids,
+        partial_reuse=partial_reuse,
+        retention=retention,
+        offload_min_priority=offload_min_priority,
+    )
+
+
+def _dtype_name(dtype: jax.typing.DTypeLike) -> str:
     try:
-        name = np.dtype(dtype).name
+        return np.dtype(dtype).name
     except TypeError:
         raise ValueError(f"dtype: got {dtype!r}, wanted the name or type of a number format") from None
+
+
+def _groups(
+    layers: Sequence[LayerSpec],
+    dtype: str,
+    num_blocks: int | Mapping[int | None, int],
+    num_host_blocks: int | Mapping[int | None, int],
+    most_held: int,
+) -> tuple[GroupSpec, ...]:
+    """The groups of a model's layers, the full one first and then from small windows to large.
+
+    A bare first group has `most_held` blocks, as many as all rows can hold, and those of the other groups.
+    """
+    shapes = _shapes(layers)
+
+    def group(pools: Mapping[tuple[int, int], list[int]], window: int | None = None, sink_tokens: int = 0) -> GroupSpec:
+        blocks = _of_window("num_blocks", num_blocks, window)
+        host = _of_window("num_host_blocks", num_host_blocks, window)
+        return GroupSpec(blocks, _pools(pools, dtype), window, host, sink_tokens)
+
+    full = shapes.pop((None, 0), {})
+    windows = [group(pools, window, sinks) for (window, sinks), pools in sorted(shapes.items())]
+    if windows and not full:
+        return GroupSpec(most_held + sum(one.num_ids for one in windows)), *windows
+    return group(full), *windows
+
+
+def _shapes(layers: Sequence[LayerSpec]) -> dict[tuple[int | None, int], dict[tuple[int, int], list[int]]]:
+    """The numbers of a model's layers: {(window, sink tokens): {(kv heads, head width): layer numbers}}."""
     shapes: dict[tuple[int | None, int], dict[tuple[int, int], list[int]]] = {}
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers: got {layers!r}, wanted one LayerSpec for each attention layer")
@@ -218,38 +262,15 @@ def make_spec(
             raise ValueError(f"layers[{number}].sink_tokens: got {layer.sink_tokens} without a window, wanted 0")
         group = shapes.setdefault((layer.window, layer.sink_tokens), {})
         group.setdefault((layer.kv_heads, layer.head_dim), []).append(number)
+    return shapes
 
-    def count(argument: str, given: int | Mapping[int | None, int], window: int | None) -> int:
-        if not isinstance(given, Mapping):
-            return given
-        if window not in given:
-            raise ValueError(f"{argument}: got {dict(given)}, wanted a number for window {window}")
-        return given[window]
 
-    full = shapes.pop((None, 0), {} if shapes else None)
-    windows = [
-        GroupSpec(
-            count("num_blocks", num_blocks, window), _pools(group, name), window,
-            count("num_host_blocks", num_host_blocks, window), sinks,
-        )
-        for (window, sinks), group in sorted(shapes.items())
-    ]  # fmt: skip
-    max_blocks = -(-max_length // block_size)
-    if full == {}:
-        first = GroupSpec(max_seqs * max_blocks + sum(group.num_ids for group in windows))
-    else:
-        blocks, host = count("num_blocks", num_blocks, None), count("num_host_blocks", num_host_blocks, None)
-        first = GroupSpec(blocks, _pools(full or {}, name), num_host_blocks=host)
-    return CacheSpec(
-        groups=(first, *windows),
-        block_size=block_size,
-        max_seqs=max_seqs,
-        max_blocks_per_seq=max_blocks,
-        extra_ids=extra_ids,
-        partial_reuse=partial_reuse,
-        retention=retention,
-        offload_min_priority=offload_min_priority,
-    )
+def _of_window(argument: str, given: int | Mapping[int | None, int], window: int | None) -> int:
+    if not isinstance(given, Mapping):
+        return given
+    if window not in given:
+        raise ValueError(f"{argument}: got {dict(given)}, wanted a number for window {window}")
+    return given[window]
 
 
 def _pools(shapes: Mapping[tuple[int, int], list[int]], dtype: str) -> tuple[PoolSpec, ...]:

@@ -87,6 +87,7 @@ class Blocks(Pytree):
 
 Eligible = Callable[[jax.Array], jax.Array]
 
+
 class EvictionPolicy(NamedTuple):
     """A policy: a few pure functions over a state of its own.
 

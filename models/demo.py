@@ -11,7 +11,7 @@ import collections
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,36 @@ class Session:
         return new
 
 
+class Parts(NamedTuple):
+    """The demo's sessions.
+
+    Attributes:
+      without: the questions, nothing shared.
+      first: the first question, to an empty cache; the following five go on with its cache.
+      repeat: the other questions.
+      forks: one row forked into four.
+      pressure: questions to other documents, for which blocks are evicted.
+      again: questions to the first document.
+      small: a question to every document, to a cache that cannot hold them all.
+      small_again: the same, to that cache.
+      large: the same, to a cache with a host tier.
+      large_again: the same, to that cache.
+      blocks: a drawing of the cache after `repeat`.
+    """
+
+    without: Session
+    first: Session
+    repeat: Session
+    forks: Session
+    pressure: Session
+    again: Session
+    small: Session
+    small_again: Session
+    large: Session
+    large_again: Session
+    blocks: str
+
+
 def forked(session: Session, document: recall.Document, people: Sequence[str]) -> None:
     """Computes the document and the start of a question once, forks the row, and asks a different person in each."""
     prompt = document.ids + recall.encode("where is")
@@ -143,68 +173,83 @@ def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
     asked = questions(document, [people[i] for i in rng.permutation(FACTS)[:QUESTIONS]])
     console.print(f"A document of {FACTS} facts ({len(document.ids)} tokens): {document.text[:80]}...")
     console.print(f"Each question is the document and 4 more tokens, such as: ... {recall.question(people[0])}\n")
+    parts = play(model, document, others, asked)
+    console.print(table(parts))
+    tiers = parts.large_again.cache.cache.state
+    console.print("[bold]Blocks after the questions[/bold]")
+    console.print(parts.blocks, highlight=False)
+    console.print("\n[bold]Blocks at the end[/bold]")
+    console.print(kvjax.show(parts.again.cache.state), highlight=False)
+    console.print("\n[bold]Blocks of the cache with a host tier[/bold]")
+    console.print(kvjax.show(tiers), highlight=False)
+    events = replay(console, parts)
+    return events, parts.again.cache
 
+
+def play(model: Any, document: recall.Document, others: Sequence[recall.Document], asked: Sequence[Question]) -> Parts:
+    """Puts all questions."""
     Session(model).ask(asked[:2]).ask(asked[:1], reuse=False)  # compiles
     without = Session(model).ask(asked, reuse=False)
     first = Session(model).ask(asked[:1])
     repeat = first.part().ask(asked[1:])
-    before = kvjax.show(repeat.cache.state)
+    blocks = kvjax.show(repeat.cache.state)
     forks = repeat.part()
-    forked(forks, document, people[:4])
+    forked(forks, document, list(document.facts)[:4])
     pressure = forks.part().ask([q for other in others for q in questions(other, list(other.facts)[:2])])
     again = pressure.part().ask(asked[:4])
 
     every = [questions(one, list(one.facts)[:1])[0] for one in (document, *others)]
     small, large = Session(model).ask(every), Session(model, HOST_BLOCKS).ask(every)
     small_again, large_again = small.part().ask(every), large.part().ask(every)
+    return Parts(
+        without, first, repeat, forks, pressure, again, small, small_again, large, large_again, blocks
+    )  # fmt: skip
 
-    table = rich.table.Table(title="What the cache did")
+
+def table(parts: Parts) -> rich.table.Table:
+    """What went through the cache, a line for each session."""
+    drawn = rich.table.Table(title="What the cache did")
     counts = (
-        "prompted",
-        "reused",
-        "computed",
-        "first token",
-        "right",
-        "stored",
-        "removed",
-        "copied",
-        "to host",
-        "back",
-    )
+        "prompted", "reused", "computed", "first token", "right", "stored", "removed", "copied", "to host", "back",
+    )  # fmt: skip
     for name in ("", *counts):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_row(*without.row("nothing shared"), end_section=True)
-    table.add_row(*first.row("a document's first question"))
-    table.add_row(*repeat.row("its other questions"))
-    table.add_row(*forks.row("one row forked into four"))
-    table.add_row(*pressure.row(f"{OTHERS} other documents"))
-    table.add_row(*again.row("the first document again"), end_section=True)
-    table.add_row(*small.row(f"{1 + OTHERS} documents, {BLOCKS} blocks"))
-    table.add_row(*small_again.row("all of them again"), end_section=True)
-    table.add_row(*large.row(f"and {HOST_BLOCKS} blocks on the host"))
-    table.add_row(*large_again.row("all of them again"))
-    console.print(table)
-    console.print("[bold]Blocks after the questions[/bold]")
-    console.print(before, highlight=False)
-    console.print("\n[bold]Blocks at the end[/bold]")
-    console.print(kvjax.show(again.cache.state), highlight=False)
-    tiers = large_again.cache.cache.state
-    console.print("\n[bold]Blocks of the cache with a host tier[/bold]")
-    console.print(kvjax.show(tiers), highlight=False)
+        drawn.add_column(name, justify="left" if not name else "right")
+    drawn.add_row(*parts.without.row("nothing shared"), end_section=True)
+    drawn.add_row(*parts.first.row("a document's first question"))
+    drawn.add_row(*parts.repeat.row("its other questions"))
+    drawn.add_row(*parts.forks.row("one row forked into four"))
+    drawn.add_row(*parts.pressure.row(f"{OTHERS} other documents"))
+    drawn.add_row(*parts.again.row("the first document again"), end_section=True)
+    drawn.add_row(*parts.small.row(f"{1 + OTHERS} documents, {BLOCKS} blocks"))
+    drawn.add_row(*parts.small_again.row("all of them again"), end_section=True)
+    drawn.add_row(*parts.large.row(f"and {HOST_BLOCKS} blocks on the host"))
+    drawn.add_row(*parts.large_again.row("all of them again"))
+    return drawn
 
-    events = [e for part in (first, repeat, forks, pressure, again) for e in part.events]
-    index_agrees = kvjax.fold(events).index == kvjax.events.index_of(again.cache.state)
-    index_agrees &= kvjax.fold([*large.events, *large_again.events]).index == kvjax.events.index_of(tiers)
-    kvjax.check(again.cache.state)
-    kvjax.check(tiers)
+
+def replay(console: rich.console.Console, parts: Parts) -> list[dict[str, Any]]:
+    """Verifies answers, caches, and that the events give their indexes; returns those of the cache without a host tier.
+
+    Raises:
+      SystemExit: if the demo failed.
+    """
+    course = [parts.first, parts.repeat, parts.forks, parts.pressure, parts.again]
+    tiered = [parts.large, parts.large_again]
+    cache, tiers = parts.again.cache, parts.large_again.cache.cache
+    events = [e for part in course for e in part.events]
+    index_agrees = kvjax.fold(events).index == kvjax.events.index_of(cache.state)
+    index_agrees &= kvjax.fold([e for part in tiered for e in part.events]).index == kvjax.events.index_of(tiers.state)
+    kvjax.check(cache.state)
+    kvjax.check(tiers.state)
     console.print(f"\n{len(events):,} events replayed: the index they give is the cache's: {index_agrees}")
-    total = [first, repeat, forks, pressure, again, small, small_again, large, large_again]
+    total = [*course, parts.small, parts.small_again, *tiered]
     share = sum(p.right for p in total) / sum(p.asked for p in total)
-    alone = without.right / without.asked
-    computed = large_again.prompted - large_again.reused
-    if not index_agrees or share < 0.98 or first.right + repeat.right != without.right or computed > BLOCK * len(every):
+    alone = parts.without.right / parts.without.asked
+    computed = parts.large_again.prompted - parts.large_again.reused
+    right = parts.first.right + parts.repeat.right == parts.without.right
+    if not index_agrees or share < 0.98 or not right or computed > BLOCK * (1 + OTHERS):
         raise SystemExit(f"demo failed: {share:.1%} right with reuse, {alone:.1%} without; {computed} computed again")
-    return events, again.cache
+    return events
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ Source: the roles and the turns are those of FlashAttention-3 (Shah et al., 2024
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,35 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_worker import ROWS, Piece, Static, attend_tiles
 from pallas_kernels.schedule import Work
 from pallas_kernels.tuning import Tiles
-
-ROWS = 64  # of a worker's products: what wgmma takes
-_LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
-_LOG2E = np.float32(math.log2(math.e))
-_LN2 = np.float32(math.log(2))
-
-
-class _Static(NamedTuple):
-    """What a kernel is made for."""
-
-    pool: tuple[int, ...]  # [N + 1, L, 2, K, P, D]
-    tiles: Tiles
-    group: int  # G
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    has_sinks: bool
-
-
-class _Piece(NamedTuple):
-    """A piece of work: its first query's position, its slots, how many tiles they take, whether its row's first."""
-
-    first: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    tiles: jax.Array
-    is_first: jax.Array
 
 
 def attend(
@@ -84,7 +56,7 @@ def attend(
     """
     pieces, kv_heads, rows, width = q.shape
     size, packed = pool.shape[4], tiles.workers * ROWS
-    static = _Static(pool.shape, tiles, group, scale, window, soft_cap, sinks is not None)
+    static = Static(pool.shape, tiles, group, scale, window, soft_cap, sinks is not None)
     if sinks is None:
         sinks = jnp.zeros((kv_heads, packed), jnp.float32)
     else:  # as the rows are
@@ -158,17 +130,17 @@ def _kernel(
     sinks_ref,  # f32[K, workers * 64]
     out_ref,  # [W, K, X, D]
     lse_ref,  # f32[W, K, X]
-    *, static: _Static, **scratch,
+    *, static: Static, **scratch,
 ):  # fmt: skip
     head, number, warpgroup = lax.axis_index("head"), lax.axis_index("piece"), lax.axis_index("warpgroup")
     slots, workers, window = static.tiles.slots, static.tiles.workers, static.window
 
-    def piece() -> _Piece:
+    def piece() -> Piece:
         """For each role anew, so that no register is held for both."""
         first, begin, end = position_ref[number], begin_ref[number], end_ref[number]
         start = 0 if window is None else jnp.maximum(first - (window - 1), 0) // slots * slots
         is_first, begin = begin <= start, jnp.maximum(begin, start)
-        return _Piece(first, begin, end, lax.div(jnp.maximum(end - begin, 0) + (slots - 1), np.int32(slots)), is_first)
+        return Piece(first, begin, end, lax.div(jnp.maximum(end - begin, 0) + (slots - 1), np.int32(slots)), is_first)
 
     @pl.when((count_ref[number] > 0) & (warpgroup == workers))
     def _():
@@ -181,13 +153,13 @@ def _kernel(
         if workers > 1:
             plgpu.set_max_registers(232, action="increase")
         refs = q_ref.at[number, head], sinks_ref.at[head], out_ref.at[number, head], lse_ref.at[number, head]
-        _work(*refs, warpgroup, piece(), static, **scratch)
+        attend_tiles(*refs, warpgroup, piece(), static, **scratch)
 
 
 def _load(
     kv_ref,  # [.., run, D]
     table_ref,  # i32[M]
-    head, layer, piece: _Piece, static: _Static,
+    head, layer, piece: Piece, static: Static,
     *, k_smem, v_smem, k_full, v_full, k_free, v_free, **_,
 ):  # fmt: skip
     """The loader: brings the piece's tiles of K and V as stages become free."""
@@ -210,125 +182,3 @@ def _load(
                 plgpu.copy_gmem_to_smem(kv_ref.at[place + offset], smem.at[stage, pl.ds(i * run, run)], full)
 
     lax.fori_loop(0, piece.tiles, bring, None)
-
-
-def _work(
-    q_ref,  # [X, D]
-    sinks_ref,  # f32[workers * 64]
-    out_ref,  # [X, D]
-    lse_ref,  # f32[X]
-    worker, piece: _Piece, static: _Static,
-    *, q_smem, k_smem, v_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn, out_smem=None, p_smem=None,
-):  # fmt: skip
-    """A worker: attention of its rows of Q over the tiles that the loader brings."""
-    (slots, stages, workers), window = static.tiles, static.window
-    first, begin, end, by_row = piece.first, piece.begin, piece.end, plgpu.Layout.WGMMA.reduce(1)
-    mine = pl.ds(worker * ROWS, min(q_ref.shape[0], ROWS))
-    q, stored = q_smem.at[worker], pl.ds(0, mine.size)
-    plgpu.copy_gmem_to_smem(q_ref.at[mine], q.at[stored], q_full.at[worker])
-    plgpu.barrier_wait(q_full.at[worker])
-    row = worker * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=by_row)
-    position = first + row // static.group
-
-    def take_turns():
-        if workers > 1:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
-
-    def step(number, carry, masked):
-        mixed, highest, total = carry
-        stage, slot = lax.rem(number, np.int32(stages)), begin + number * slots
-        plgpu.barrier_wait(k_full.at[stage])
-
-        def product(score_ref):
-            plgpu.wgmma(score_ref, q, k_smem.at[stage].transpose((1, 0)))
-            take_turns()
-            return score_ref[...]
-
-        score = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, slots), jnp.float32))
-        plgpu.barrier_arrive(k_free.at[stage])
-        factor = np.float32(static.scale) * _LOG2E
-        if static.soft_cap is not None:  # cap * tanh(score / cap); the hardware's own tanh is too coarse
-            score = 1 - 2 / (jnp.exp2(score * np.float32(2 * static.scale / static.soft_cap * _LOG2E)) + 1)
-            factor = np.float32(static.soft_cap) * _LOG2E
-        if masked:
-            low = None if window is None else position - window - slot
-            score = _mask(score, low, jnp.minimum(position, end - 1) - slot)
-        new = jnp.maximum(highest, jnp.max(score, axis=1) * factor)
-        shrink = jnp.exp2(highest - new)
-        weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))
-        mixed *= lax.broadcast_in_dim(shrink, mixed.shape, [0])
-        total = total * shrink + jnp.sum(weight, axis=1)
-        weight = weight.astype(q.dtype)
-        plgpu.barrier_wait(v_full.at[stage])
-        take_turns()
-        if masked:
-            low, high = 0 if window is None else first - (window - 1) - slot, end - slot
-            # The second worker's turn comes after the first one's.
-            unseen = (worker == 0) & ((low > 0) | (high < slots))
-            pl.when(unseen)(functools.partial(_clean, v_smem.at[stage], low, high))
-        mixed = _accumulate(mixed, weight, v_smem.at[stage], None if p_smem is None else p_smem.at[worker])
-        plgpu.barrier_arrive(v_free.at[stage])
-        return mixed, new, total
-
-    highest = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST), by_row)
-    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row)
-    if static.has_sinks:  # in the part that begins the row's K/V: one more score, whose value is zero
-        sink = plgpu.load(sinks_ref.at[pl.ds(worker * ROWS, ROWS)], layout=by_row) * _LOG2E
-        highest, total = jnp.where(piece.is_first, sink, highest), jnp.where(piece.is_first, 1.0, total)
-    carry = plgpu.layout_cast(jnp.zeros(q.shape, jnp.float32), plgpu.Layout.WGMMA), highest, total
-    whole = 0
-    pl.when(worker == 1)(take_turns)
-    if window is None:  # tiles that every query sees whole
-        whole = jnp.clip((jnp.minimum(first + 1, end) - begin) // slots, 0, piece.tiles)
-        carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
-    mixed, highest, total = lax.fori_loop(whole, piece.tiles, functools.partial(step, masked=True), carry)
-    pl.when(worker == 0)(take_turns)
-
-    some = jnp.where(total > 0, total, 1.0)
-    out = q if out_smem is None else out_smem.at[worker]
-    out[...] = (mixed / lax.broadcast_in_dim(some, mixed.shape, [0])).astype(out.dtype)
-    lse_smem[worker] = jnp.where(total > 0, highest * _LN2 + jnp.log(some), -jnp.inf)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out.at[stored], out_ref.at[mine])
-    plgpu.copy_smem_to_gmem(lse_smem.at[worker, stored], lse_ref.at[mine])
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _mask(score, low, high):
-    """Scores [64, slots] with -inf for all columns but those after low[row], if there is a low, up to high[row]."""
-    column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
-    seen = column <= lax.broadcast_in_dim(high, score.shape, [0])
-    if low is not None:
-        seen &= column > lax.broadcast_in_dim(low, score.shape, [0])
-    return jnp.where(seen, score, -jnp.inf)
-
-
-def _accumulate(mixed, weight, v_ref, p_ref):
-    """What was mixed so far and weight @ V; through p_ref in the simulator, which takes no operand from registers."""
-    if p_ref is None:
-
-        def product(mixed_ref):
-            plgpu.wgmma(mixed_ref, weight, v_ref)
-
-        return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(mixed))
-
-    def product_of_refs(update_ref):
-        plgpu.wgmma(update_ref, p_ref, v_ref)
-        return update_ref[...]
-
-    p_ref[...] = weight
-    plgpu.commit_smem()
-    return mixed + pl.run_scoped(product_of_refs, plgpu.WGMMAAccumulatorRef(mixed.shape, jnp.float32))
-
-
-def _clean(v_ref, low, high):
-    """Zeroes all rows of a V tile but those from `low` to `high`: nobody sees them, they may be NaN, 0 * NaN is NaN."""
-    slots, width = v_ref.shape
-    columns = 64 if width % 64 == 0 else width  # at a time: registers are scarce here
-    for i, j in itertools.product(range(0, slots, ROWS), range(0, width, columns)):
-        part = v_ref.at[pl.ds(i, ROWS), pl.ds(j, columns)]
-        values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA) + i
-        part[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros((), values.dtype))
-    plgpu.commit_smem()

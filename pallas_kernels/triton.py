@@ -3,7 +3,7 @@
 
 The functions and shapes are those of `pallas_kernels.xla`. Each takes `interpret=True` beside: it then runs as plain
 JAX on any platform, which is how the tests compare it. Triton in Pallas is deprecated; everything that depends on it
-is in this file and in `triton_attention.py`.
+is in this file, in `triton_attention.py` and in `triton_merge.py`.
 """
 
 from __future__ import annotations

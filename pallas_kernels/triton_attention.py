@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,45 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels import tuning
 from pallas_kernels.quantise import largest
 from pallas_kernels.schedule import Work, query_tiles, split_lengths
+from pallas_kernels.triton_merge import merge
 from pallas_kernels.tuning import Programs
 
 _LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
 _LOG2E = np.float32(math.log2(math.e))
 _LN2 = np.float32(math.log(2))
 _WIDEST = 2048  # bytes of a head, filled up to a power of two, whose tiles find room in shared memory
+
+
+class _Static(NamedTuple):
+    """What a kernel is made for."""
+
+    shape: tuple[int, ...]  # of the pool, [N + 1, L, 2, K, P, D]
+    width: int  # D
+    padded: int  # D, filled up to a power of two
+    group: int  # G
+    queries: int  # of a piece of work, at most
+    tile: int  # slots
+    by_part: bool  # whether results are placed by piece, not by token
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    has_scales: bool
+    interpret: bool
+
+    @property
+    def is_padded(self) -> bool:
+        return self.padded > self.width
+
+
+class _Rows(NamedTuple):
+    """The X rows of a program's products: row i is query i // G in head i % G of the group."""
+
+    query: jax.Array  # i32[X]
+    head: jax.Array  # i32[X]; of q's Q
+    live: jax.Array  # bool[X]; whether there is such a query
+    column: jax.Array  # i32[padded]
+    inside: jax.Array  # bool[X, padded]; what is live and narrower than D
 
 
 def decode_attention(
@@ -43,7 +77,7 @@ def decode_attention(
     dtype = q.dtype if parts == rows else jnp.float32
     out, lse = _attend(q, pool, layer, tables, work, 1, parts, dtype, tiles, None, sinks, scales, **options)
     if parts > rows:
-        out, lse = _merge(out, lse, starts, q.dtype, interpret)
+        out, lse = merge(out, lse, starts, q.dtype, interpret)
     return (out, lse) if return_lse else out
 
 
@@ -78,17 +112,16 @@ def _attend(
     padded = pl.next_power_of_2(width)
     if padded * q.dtype.itemsize > _WIDEST:
         raise NotImplementedError(f"triton: heads are {width} wide; wanted {_WIDEST // q.dtype.itemsize} at most")
-    kernel = functools.partial(
-        _kernel, shape=pool.shape, width=width, padded=padded, group=heads // kv_heads, queries=queries,
-        tile=tiles.slots, by_part=blank is None, scale=scale, window=window, soft_cap=soft_cap,
-        has_sinks=sinks is not None, has_scales=scales is not None, interpret=interpret,
+    static = _Static(
+        pool.shape, width, padded, heads // kv_heads, queries, tiles.slots, blank is None, scale, window, soft_cap,
+        sinks is not None, scales is not None, interpret,
     )  # fmt: skip
     sinks = jnp.zeros((heads,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     operands = [*work, jnp.full((1,), layer, jnp.int32), q, pool.reshape(-1, width), tables, sinks]
     operands += [] if scales is None else [scales.reshape(-1)]
     aliases = {len(operands) + i: i for i in range(2)} if blank else {}
     return pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, static=static),
         out_shape=(
             jax.ShapeDtypeStruct((places, heads, width), dtype),
             jax.ShapeDtypeStruct((places, heads), jnp.float32),
@@ -115,77 +148,118 @@ def _kernel(
     tables_ref,  # i32[R, M]
     sinks_ref,  # f32[Q]
     *refs,  # scales f32[(N + 1) L 2 K P], if any; what the results are aliased with; out [X, Q, D]; lse f32[X, Q]
-    shape, width, padded, group, queries, tile, by_part, scale, window, soft_cap, has_sinks, has_scales, interpret,
+    static: _Static,
 ):  # fmt: skip
-    scales_ref, (out_ref, lse_ref) = refs[0] if has_scales else None, refs[-2:]
-    _, layers, _, kv_heads, size, _ = shape
+    scales_ref, (out_ref, lse_ref) = refs[0] if static.has_scales else None, refs[-2:]
+    _, _, _, kv_heads, size, _ = static.shape
     item, head = pl.program_id(0), pl.program_id(1)
     row, count, first, end = row_ref[item], count_ref[item], position_ref[item], end_ref[item]
     begin = begin_ref[item]
-    if window is not None:
-        begin = jnp.maximum(begin, jnp.maximum(first - (window - 1), 0) // tile * tile)
-
-    # Row i of the products is query i // G in head i % G of the group.
-    packed = jnp.arange(max(pl.next_power_of_2(queries * group), 16), dtype=jnp.int32)
-    query, heads = packed // group, head * group + packed % group
-    live, column = query < count, jnp.arange(padded, dtype=jnp.int32)
-    here = (live[:, None] & (column < width)[None, :]) if padded > width else jnp.broadcast_to(
-        live[:, None], (packed.size, padded)
-    )  # fmt: skip
-    q = plt.load(q_ref.at[(token_ref[item] + query)[:, None], heads[:, None], column[None, :]], mask=here, other=0.0)
-    dtype = jnp.float32 if q.dtype == jnp.float32 else q.dtype
-    # As exact as float32 by three products of tf32, which only GPUs have.
-    exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    precision = exact if dtype == jnp.float32 else None
-    position = first + query
+    if static.window is not None:
+        begin = jnp.maximum(begin, _first_slot(first, static))
+    rows = _pack(head, count, static)
+    index = (token_ref[item] + rows.query)[:, None], rows.head[:, None], rows.column[None, :]
+    q = plt.load(q_ref.at[index], mask=rows.inside, other=0.0)
+    position = first + rows.query
+    product = functools.partial(plt.dot, precision=_precision(q.dtype, static.interpret))
     # A weight times V's scale can be too small for float16; times this it is as large as the weight times V.
-    unit = np.float32(2.0 ** math.ceil(math.log2(largest(kv_ref.dtype))) if has_scales else 1)
+    unit = np.float32(2.0 ** math.ceil(math.log2(largest(kv_ref.dtype))) if static.has_scales else 1)
 
     def step(number, carry, masked):
         highest, total, mixed = carry
-        slot = begin + number * tile + jnp.arange(tile, dtype=jnp.int32)
-        inside = slot < end
-        if window is not None:
-            inside = inside & (slot > first - window)
-        block = plt.load(tables_ref.at[row, slot // size], mask=inside, other=0)
-        at = (((block * layers + layer_ref[0]) * 2) * kv_heads + head) * size + slot % size
-        mask = inside[:, None] & (column < width)[None, :] if masked or padded > width else None
-        fetch = functools.partial(_fetch, kv_ref, scales_ref, column, mask, inside if masked else None, dtype)
+        slot = begin + number * static.tile + jnp.arange(static.tile, dtype=jnp.int32)
+        inside, at = _find(tables_ref, layer_ref, row, head, slot, first, end, static)
+        mask = inside[:, None] & (rows.column < static.width)[None, :] if masked or static.is_padded else None
+        fetch = functools.partial(_fetch, kv_ref, scales_ref, rows.column, mask, inside if masked else None, q.dtype)
         k, k_scale = fetch(at)
-        score = plt.dot(q, k, trans_b=True, precision=precision) * (k_scale * np.float32(scale))
-        if soft_cap is not None:
-            score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
-        score = score * _LOG2E
+        score = _score(product(q, k, trans_b=True), k_scale, static)
         if masked:
-            seen = (slot[None, :] <= position[:, None]) & inside[None, :]
-            if window is not None:
-                seen = seen & (slot[None, :] > position[:, None] - window)
-            score = jnp.where(seen, score, -jnp.inf)
+            score = _mask(score, slot, inside, position, static.window)
         new = jnp.maximum(highest, jnp.max(score, axis=1))
         shrink, weight = jnp.exp2(highest - new), jnp.exp2(score - new[:, None])
         v, v_scale = fetch(at + kv_heads * size)
-        update = plt.dot((weight * (v_scale * unit)).astype(dtype), v, precision=precision)
+        update = product((weight * (v_scale * unit)).astype(q.dtype), v)
         return new, total * shrink + jnp.sum(weight, axis=1), mixed * shrink[:, None] + update
 
-    highest, total = jnp.full(packed.shape, _LOWEST), jnp.zeros(packed.shape, jnp.float32)
-    if has_sinks:  # in the part that begins the row's K/V: one more score, whose value is zero
-        sink = plt.load(sinks_ref.at[heads], mask=live, other=0.0) * _LOG2E
-        is_first = begin_ref[item] <= _first_slot(first, window, tile)
-        highest, total = jnp.where(is_first, sink, highest), jnp.where(is_first, 1.0, total)
-    carry = highest, total, jnp.zeros((packed.size, padded), jnp.float32)
-    last = lax.div(jnp.maximum(end - begin, 0) + (tile - 1), np.int32(tile))
-    if window is None:  # tiles that every query sees whole
-        whole = jnp.clip((jnp.minimum(first + 1, end) - begin) // tile, 0, last)
-        carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
-    else:
-        whole = 0
-    highest, total, mixed = lax.fori_loop(whole, last, functools.partial(step, masked=True), carry)
+    carry = _begin(sinks_ref, begin_ref, item, first, rows, static)
+    carry = _over_tiles(step, carry, first, begin, end, static)
+    _write(out_ref, lse_ref, token_ref, item, rows, carry, unit, static)
 
+
+def _pack(head, count, static: _Static) -> _Rows:
+    """The rows of the products of a kv head and `count` queries."""
+    packed = jnp.arange(max(pl.next_power_of_2(static.queries * static.group), 16), dtype=jnp.int32)
+    query, heads = packed // static.group, head * static.group + packed % static.group
+    live, column = query < count, jnp.arange(static.padded, dtype=jnp.int32)
+    if static.is_padded:
+        inside = live[:, None] & (column < static.width)[None, :]
+    else:
+        inside = jnp.broadcast_to(live[:, None], (packed.size, static.padded))
+    return _Rows(query, heads, live, column, inside)
+
+
+def _precision(dtype, interpret: bool):
+    """Products of float32 are as exact as float32, by three products of tf32, which only GPUs have."""
+    exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return exact if dtype == jnp.float32 else None
+
+
+def _begin(sinks_ref, begin_ref, item, first, rows: _Rows, static: _Static):
+    """The running softmax of no scores at all: highest f32[X], total f32[X], mixed f32[X, padded]."""
+    shape = rows.query.shape
+    highest, total = jnp.full(shape, _LOWEST), jnp.zeros(shape, jnp.float32)
+    if static.has_sinks:  # in the part that begins the row's K/V: one more score, whose value is zero
+        sink = plt.load(sinks_ref.at[rows.head], mask=rows.live, other=0.0) * _LOG2E
+        is_first = begin_ref[item] <= _first_slot(first, static)
+        highest, total = jnp.where(is_first, sink, highest), jnp.where(is_first, 1.0, total)
+    return highest, total, jnp.zeros((*shape, static.padded), jnp.float32)
+
+
+def _over_tiles(step, carry, first, begin, end, static: _Static):
+    """Calls step(number, carry, masked) for every tile from `begin` to `end`; masks are for tiles at an edge."""
+    last = lax.div(jnp.maximum(end - begin, 0) + (static.tile - 1), np.int32(static.tile))
+    whole = 0
+    if static.window is None:  # tiles that every query sees whole
+        whole = jnp.clip((jnp.minimum(first + 1, end) - begin) // static.tile, 0, last)
+        carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
+    return lax.fori_loop(whole, last, functools.partial(step, masked=True), carry)
+
+
+def _find(tables_ref, layer_ref, row, head, slot, first, end, static: _Static):
+    """Of a tile's slots i32[tile]: which ones the piece may see, bool[tile], and the rows of kv_ref with their K."""
+    _, layers, _, kv_heads, size, _ = static.shape
+    inside = slot < end
+    if static.window is not None:
+        inside = inside & (slot > first - static.window)
+    block = plt.load(tables_ref.at[row, slot // size], mask=inside, other=0)
+    return inside, (((block * layers + layer_ref[0]) * 2) * kv_heads + head) * size + slot % size
+
+
+def _score(product, k_scale, static: _Static):
+    """Scores f32[X, tile] in base 2, from the products of q and K."""
+    score = product * (k_scale * np.float32(static.scale))
+    if static.soft_cap is not None:
+        score = np.float32(static.soft_cap) * jnp.tanh(score / np.float32(static.soft_cap))
+    return score * _LOG2E
+
+
+def _mask(score, slot, inside, position, window: int | None):
+    """Scores f32[X, tile] with -inf for the slots that a row, by its position, does not see."""
+    seen = (slot[None, :] <= position[:, None]) & inside[None, :]
+    if window is not None:
+        seen = seen & (slot[None, :] > position[:, None] - window)
+    return jnp.where(seen, score, -jnp.inf)
+
+
+def _write(out_ref, lse_ref, token_ref, item, rows: _Rows, carry, unit, static: _Static) -> None:
+    """Writes what the running softmax has come to: the results of the live rows, and their log-sum-exp."""
+    highest, total, mixed = carry
     out = mixed / jnp.where(total > 0, total * unit, 1.0)[:, None]
-    place = (item if by_part else token_ref[item]) + query
-    plt.store(out_ref.at[place[:, None], heads[:, None], column[None, :]], out.astype(out_ref.dtype), mask=here)
+    place = (item if static.by_part else token_ref[item]) + rows.query
+    index = place[:, None], rows.head[:, None], rows.column[None, :]
+    plt.store(out_ref.at[index], out.astype(out_ref.dtype), mask=rows.inside)
     lse = jnp.where(total > 0, (highest + jnp.log2(jnp.where(total > 0, total, 1.0))) * _LN2, -jnp.inf)
-    plt.store(lse_ref.at[place, heads], lse, mask=live)
+    plt.store(lse_ref.at[place, rows.head], lse, mask=rows.live)
 
 
 def _fetch(kv_ref, scales_ref, column, mask, inside, dtype, at):
@@ -212,48 +286,8 @@ def _by_bits(x):
     return lax.bitcast_convert_type(bits & np.int16(~0x4000), jnp.float16) * np.float16(256)
 
 
-def _first_slot(first, window, tile):
-    return 0 if window is None else jnp.maximum(first - (window - 1), 0) // tile * tile
-
-
-def _merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Puts rows together from parts f32[W, Q, D] and their lse f32[W, Q]; row r's are starts[r] to starts[r + 1]."""
-    _, heads, width = parts.shape
-    rows, padded = starts.shape[0] - 1, pl.next_power_of_2(width)
-
-    def kernel(
-        parts_ref,  # f32[W, Q, D]
-        lse_ref,  # f32[W, Q]
-        starts_ref,  # i32[R + 1]
-        out_ref,  # [R, Q, D]
-        total_ref,  # f32[R, Q]
-    ):
-        row, head = pl.program_id(0), pl.program_id(1)
-        column = jnp.arange(padded, dtype=jnp.int32)
-        there = column < width
-
-        def step(part, carry):
-            highest, total, mixed = carry
-            score = lse_ref[part, head]
-            new = jnp.maximum(highest, score)
-            shrink, weight = jnp.exp(highest - new), jnp.exp(score - new)
-            more = plt.load(parts_ref.at[part, head, column], mask=there, other=0.0)
-            return new, total * shrink + weight, mixed * shrink + weight * more
-
-        start = _LOWEST, np.float32(0.0), jnp.zeros((padded,), jnp.float32)
-        highest, total, mixed = lax.fori_loop(starts_ref[row], starts_ref[row + 1], step, start)
-        some = total > 0
-        plt.store(out_ref.at[row, head, column], (mixed / jnp.where(some, total, 1.0)).astype(dtype), mask=there)
-        total_ref[row, head] = jnp.where(some, highest + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-
-    return pl.pallas_call(
-        kernel,
-        out_shape=(
-            jax.ShapeDtypeStruct((rows, heads, width), dtype),
-            jax.ShapeDtypeStruct((rows, heads), jnp.float32),
-        ),
-        grid=(rows, heads),
-        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
-        interpret=interpret,
-        name="merge_attention",
-    )(parts, lse, starts)
+def _first_slot(first, static: _Static):
+    """Where the K/V begin of which the piece's first query sees any: the first slot of a tile."""
+    if static.window is None:
+        return 0
+    return jnp.maximum(first - (static.window - 1), 0) // static.tile * static.tile

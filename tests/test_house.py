@@ -6,13 +6,15 @@ import graphlib
 import pathlib
 import types
 
+import pytest
+
 import kvjax
 
 HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
     "_arrays", "_methods", "_parts", "spec", "state", "_checks", "events", "policies", "blocks", "verbs", "pools",
-    "model", "ledger", "debug", "cache", "tiered", "sizing", "serving", "_workload", "testing", "tiers", "__init__",
+    "model", "ledger", "debug", "cache", "tiered", "sizing", "serving", "testing", "tiers", "__init__",
 )  # fmt: skip
 # What a value shows of itself is drawn where the drawing is; imported when it is asked for.
 LATE = {("kvjax.state", "kvjax.debug.text")}
@@ -64,3 +66,25 @@ def test_a_verbs_file_has_its_name():
     for path in (HOUSE / "verbs").glob("[a-z]*.py"):
         name = path.stem
         assert name == "control" or callable(getattr(kvjax, name, None) or getattr(kvjax.tiers, name))
+
+
+def lines_of_code(function, lines):
+    """From `def` to the end, without blank lines, comments and the docstring."""
+    text = function.body[0] if ast.get_docstring(function) else None
+    documented = range(text.lineno, text.end_lineno + 1) if text else ()
+    numbers = set(range(function.lineno, function.end_lineno + 1)) - set(documented)
+    return sum(bool(line) and not line.startswith("#") for line in (lines[n - 1].strip() for n in numbers))
+
+
+@pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels", "benchmarks"])
+def test_no_file_is_over_300_lines_and_no_function_over_60_of_code(folder):
+    lengths = {}
+    for path in sorted((HOUSE.parent / folder).rglob("*.py")):
+        name, text = str(path.relative_to(HOUSE.parent)), path.read_text()
+        lines = text.splitlines()
+        lengths[name] = len(lines), 300
+        for node in ast.walk(ast.parse(text)) if folder != "benchmarks" else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths[f"{name}:{node.lineno} {node.name}"] = lines_of_code(node, lines), 60
+    assert lengths
+    assert not {name: length for name, (length, most) in lengths.items() if length > most}

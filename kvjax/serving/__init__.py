@@ -5,7 +5,7 @@ from kvjax.model import Model
 from kvjax.serving.generation import Progress, generate, stream
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.loops import step
-from kvjax.serving.run import Output
+from kvjax.serving.output import Output
 from kvjax.serving.sampling import Sampling
 
 __all__ = [

@@ -12,7 +12,8 @@ from kvjax.cache import Cache
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
 from kvjax.serving.loops import LogitsFn
-from kvjax.serving.run import Output, Run
+from kvjax.serving.output import Output
+from kvjax.serving.run import Run
 from kvjax.serving.sampling import Sampling
 from kvjax.tiered import TieredCache
 

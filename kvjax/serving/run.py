@@ -4,63 +4,36 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._methods import alive, check_alive
+from kvjax._methods import alive
 from kvjax.cache import Cache
-from kvjax.events.mirror import to_list
 from kvjax.events.records import Events, Status
 from kvjax.model import Model, check_model
 from kvjax.policies.retention import Retention
 from kvjax.serving.asked import bucket, integers, of_each, prompt_ids, retentions
-from kvjax.serving.interrupt import CtrlC, GenerationInterrupted
+from kvjax.serving.held import Held
+from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.loops import LogitsFn, Rows, check_cache, decode, decode_log, prefill, prefill_log, step
+from kvjax.serving.output import Output
 from kvjax.serving.sampling import Sampling
-from kvjax.tiered import FailedTransfer, TieredCache
-from kvjax.verbs.release import release
+from kvjax.tiered import TieredCache
 
 _STATIC = ("sampling", "logits_fn")
 _admit = jax.jit(Cache.admit, static_argnames="room", donate_argnums=0)
 _release = jax.jit(Cache.release, donate_argnums=0)
-_let_go = jax.jit(release)
 _step = jax.jit(step)
 _prefill = jax.jit(prefill, static_argnames=(*_STATIC, "chunk"), donate_argnames=("cache", "log"))
 _decode = jax.jit(decode, static_argnames=(*_STATIC, "steps"), donate_argnames=("cache", "log"))
 
 
-@dataclasses.dataclass
-class Output:
-    """One prompt's result.
-
-    Attributes:
-      tokens: what was generated, the stop token included.
-      logprobs: their log-probabilities.
-      prompt_tokens: tokens of the prompt.
-      cached_tokens: those that were found in the cache and not computed, when it was first admitted.
-      finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks" or "bad_request"; None
-        while it goes on, and if the generation was interrupted.
-    """
-
-    prompt_tokens: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    cached_tokens: int = 0
-    finish: str | None = None
-
-
-class Run[C: (Cache, TieredCache)]:
-    """One generation, from its prompts to their outputs, turn by turn.
-
-    At every moment between two jitted calls `cache` and `host` are what the last one returned: a Ctrl-C that falls
-    elsewhere waits (`ctrl_c`), so that none comes between a call that takes the cache and the place where it is kept.
-    """
+class Run[C: (Cache, TieredCache)](Held[C]):
+    """One generation, from its prompts to their outputs, turn by turn."""
 
     def __init__(
         self,
@@ -84,11 +57,9 @@ class Run[C: (Cache, TieredCache)]:
                 raise ValueError(f"{name}: got {value}, wanted at least 1")
         check_model(model)
         check_cache(cache)
-        self.host = cache.host if isinstance(cache, TieredCache) else None
-        self.cache: Cache = cache.cache if isinstance(cache, TieredCache) else cache
-        check_alive(self.cache, self.host)
-        self.model, self.spec, self.prompts = model, self.cache.state.spec, prompt_ids(prompts)
-        self.max_new, self.chunk, self.steps, self.log_events = max_new_tokens, chunk, steps, log_events
+        super().__init__(cache, clock, log_events)
+        self.model, self.prompts = model, prompt_ids(prompts)
+        self.max_new, self.chunk, self.steps = max_new_tokens, chunk, steps
         self.static = {"sampling": sampling or Sampling(), "logits_fn": logits_fn}
         number = len(self.prompts)
         self.stop = integers("stop_tokens", stop_tokens, np.int32, "a list of token ids").tolist()
@@ -96,17 +67,13 @@ class Run[C: (Cache, TieredCache)]:
         spaces = [0] * number if namespaces is None else namespaces
         self.namespaces = of_each("namespaces", spaces, number, np.int32, "a number, as kvjax.Namespaces gives,")
         self.retention = retentions(retention, number, self.spec.retention)
-        self.clock, self.time = clock, np.int32(0)
         self.outputs = [Output(len(prompt)) for prompt in self.prompts]
         self.live: dict[int, int] = {}  # row -> prompt, in order of admission
         self.again: set[int] = set()  # prompts that had to be put back
         self.full = False  # whether one was put back since a row was released
-        self.own = np.asarray(self.cache.state.seqs.length) == 0  # rows that this generation may use
         self.free = np.flatnonzero(self.own).tolist()
         self.new: dict[int, list[int]] = collections.defaultdict(list)
-        self.events: list[dict[str, Any]] = []
         self.closing: list[dict[str, Any]] = []
-        self.ctrl_c = CtrlC()
         self.waiting = self._admissible()
 
     def _admissible(self) -> collections.deque[int]:
@@ -123,11 +90,6 @@ class Run[C: (Cache, TieredCache)]:
         if waiting and not self.free:
             raise ValueError("cache: got one without a free row")
         return waiting
-
-    @property
-    def result(self) -> C:
-        """The cache as it is now, of the kind that was given."""
-        return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
 
     def turn(self) -> bool:
         """Admits what there is room for, computes it, and decodes for some steps; whether there is more to do."""
@@ -157,20 +119,6 @@ class Run[C: (Cache, TieredCache)]:
             self.events = self.closing
             with self.ctrl_c:
                 self._let_go()
-
-    def _let_go(self) -> None:
-        """Releases all rows of this generation, whatever it was at. Donates nothing, so nothing can be lost here.
-
-        The time is the last reading of the clock, which may be what has failed.
-        """
-        state = self.cache.state
-        rows = self.own & (np.asarray(state.seqs.length) > 0)
-        if rows.any():
-            seqs = np.where(rows, np.arange(rows.size, dtype=np.int32), -1)
-            with jax.ensure_compile_time_eval():  # where garbage is collected, something may be traced
-                state, events = _let_go(state, seqs, now=self.time)
-                self.cache = Cache(state, self.cache.pools)
-                self._hear(events)
 
     def _admit(self) -> None:
         """Admits waiting prompts into free rows and computes them."""
@@ -206,24 +154,6 @@ class Run[C: (Cache, TieredCache)]:
         self.cache, events = _admit(self.cache, *prompts, now=self._next(), **options)
         self._hear(events)
         return events, []
-
-    def _tiered(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
-        """Calls a verb that moves blocks; the events, and rows that lost K/V by moves that failed, with a warning.
-
-        These are released: their prompts wait, and find less the next time.
-        """
-        assert self.host is not None
-        lost, removed = [], None
-        try:
-            tiered, events = verb(TieredCache(self.cache, self.host), *args, now=self._next(), **options)
-        except FailedTransfer as failure:
-            tiered, events, lost, removed = failure.tiered, failure.events, failure.lost, failure.removed
-            warnings.warn(f"what was lost is computed again: {failure}", RuntimeWarning, stacklevel=2)
-        self.cache, self.host = tiered.cache, tiered.host
-        self._hear(events)
-        if removed is not None:
-            self._hear(removed)
-        return events, lost
 
     def _keep_room(self, rows: int, tokens: int) -> None:
         """Offloads what a loop over rows would evict for so many tokens of each.
@@ -327,15 +257,6 @@ class Run[C: (Cache, TieredCache)]:
         self._hear(events)
         self.free += rows
 
-    def _next(self) -> np.int32:
-        """Between two jitted calls: acts on Ctrl-C, and reads the clock for the next one.
-
-        Only differences of readings count, so they may be of any size.
-        """
-        self.ctrl_c.act()
-        self.time = np.uint32(0 if self.clock is None else self.clock() & 0xFFFFFFFF).view(np.int32)
-        return self.time
-
     def _take(self, number: int, token: int, logprob: float) -> None:
         output = self.outputs[number]
         output.tokens.append(token)
@@ -347,7 +268,3 @@ class Run[C: (Cache, TieredCache)]:
             output.finish = "length"
         elif output.prompt_tokens + len(output.tokens) > self.spec.max_length:
             output.finish = "row_full"
-
-    def _hear(self, events: Any) -> None:
-        if self.log_events:
-            self.events += to_list(events)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache that a generation holds, what it tells of itself, and how it is given back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from kvjax._methods import check_alive
+from kvjax.cache import Cache
+from kvjax.events.mirror import to_list
+from kvjax.events.records import Events
+from kvjax.serving.interrupt import CtrlC
+from kvjax.tiered import FailedTransfer, TieredCache
+from kvjax.verbs.release import release
+
+_let_go = jax.jit(release)
+
+
+class Held[C: (Cache, TieredCache)]:
+    """The cache of a generation.
+
+    At every moment between two jitted calls `cache` and `host` are what the last one returned: a Ctrl-C that falls
+    elsewhere waits (`ctrl_c`), so that none comes between a call that takes the cache and the place where it is kept.
+    """
+
+    def __init__(self, cache: C, clock: Callable[[], int] | None, log_events: bool):
+        self.host = cache.host if isinstance(cache, TieredCache) else None
+        self.cache: Cache = cache.cache if isinstance(cache, TieredCache) else cache
+        check_alive(self.cache, self.host)
+        self.spec = self.cache.state.spec
+        self.own = np.asarray(self.cache.state.seqs.length) == 0  # rows that this generation may use
+        self.clock, self.time = clock, np.int32(0)
+        self.log_events = log_events
+        self.events: list[dict[str, Any]] = []
+        self.ctrl_c = CtrlC()
+
+    @property
+    def result(self) -> C:
+        """The cache as it is now, of the kind that was given."""
+        return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
+
+    def _next(self) -> np.int32:
+        """Between two jitted calls: acts on Ctrl-C, and reads the clock for the next one.
+
+        Only differences of readings count, so they may be of any size.
+        """
+        self.ctrl_c.act()
+        self.time = np.uint32(0 if self.clock is None else self.clock() & 0xFFFFFFFF).view(np.int32)
+        return self.time
+
+    def _hear(self, events: Any) -> None:
+        if self.log_events:
+            self.events += to_list(events)
+
+    def _tiered(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
+        """Calls a verb that moves blocks; the events, and rows that lost K/V by moves that failed, with a warning.
+
+        These are released: their prompts wait, and find less the next time.
+        """
+        assert self.host is not None
+        lost, removed = [], None
+        try:
+            tiered, events = verb(TieredCache(self.cache, self.host), *args, now=self._next(), **options)
+        except FailedTransfer as failure:
+            tiered, events, lost, removed = failure.tiered, failure.events, failure.lost, failure.removed
+            warnings.warn(f"what was lost is computed again: {failure}", RuntimeWarning, stacklevel=2)
+        self.cache, self.host = tiered.cache, tiered.host
+        self._hear(events)
+        if removed is not None:
+            self._hear(removed)
+        return events, lost
+
+    def _let_go(self) -> None:
+        """Releases all rows of this generation, whatever it was at. Donates nothing, so nothing can be lost here.
+
+        The time is the last reading of the clock, which may be what has failed.
+        """
+        state = self.cache.state
+        rows = self.own & (np.asarray(state.seqs.length) > 0)
+        if rows.any():
+            seqs = np.where(rows, np.arange(rows.size, dtype=np.int32), -1)
+            with jax.ensure_compile_time_eval():  # where garbage is collected, something may be traced
+                state, events = _let_go(state, seqs, now=self.time)
+                self.cache = Cache(state, self.cache.pools)
+                self._hear(events)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes of a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class Output:
+    """One prompt's result.
+
+    Attributes:
+      tokens: what was generated, the stop token included.
+      logprobs: their log-probabilities.
+      prompt_tokens: tokens of the prompt.
+      cached_tokens: those that were found in the cache and not computed, when it was first admitted.
+      finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks" or "bad_request"; None
+        while it goes on, and if the generation was interrupted.
+    """
+
+    prompt_tokens: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+    finish: str | None = None

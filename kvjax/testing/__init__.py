@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conformance kit: requests, and a cache that verifies itself after each of them.
+
+    from kvjax.testing import check_policy
+    check_policy(kvjax.by_score(lambda blocks: blocks.fill))
+
+A failure is an AssertionError that names the step and its request; the same seed gives the same requests again. Only
+`requests`, a strategy for property tests of your own, needs Hypothesis.
+"""
+
+from kvjax.testing.policy import check_policy
+from kvjax.testing.programs import jitted_verbs
+from kvjax.testing.strategy import requests
+from kvjax.testing.trial import Trial
+from kvjax.testing.workload import SMALL, Request, random_requests
+
+__all__ = ["SMALL", "Request", "Trial", "check_policy", "jitted_verbs", "random_requests", "requests"]

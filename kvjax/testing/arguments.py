@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request to the arguments of its verb."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.spec import CacheSpec
+from kvjax.state import NO_BLOCK, CacheState
+from kvjax.testing.known import Known, pool_rows
+from kvjax.testing.workload import MOST, Request
+
+_NAMES = 4  # blocks that one `offload` or `onboard` names, at most
+_WHOLE = ("fork", "truncate", "pin", "swap_out", "swap_in")  # asked of no row that has lost K/V
+
+
+def arguments_of(request: Request, state: CacheState, known: Known) -> dict[str, Any] | None:
+    """The arguments but for the state; None if a request asks for nothing (no row to extend, no pin).
+
+    A "complete" takes the oldest of the moves that are known.
+    """
+    verb, spec = request["verb"], state.spec
+    if verb in _WHOLE and known.is_lost(request["src" if verb == "fork" else "seq"]):
+        return None
+    match verb:
+        case "admit":
+            return _admit(request, spec)
+        case "extend":
+            return _extend(request, known)
+        case "commit":
+            return _commit(request, spec, known)
+        case "fork":
+            return {"src": np.int32(request["src"]), "dst": np.int32(request["dst"])}
+        case "truncate":
+            row = known.rows.get(request["seq"])
+            length = (row.length if row else 1) - request["drop"]
+            return {"seq": np.int32(request["seq"]), "length": np.int32(length)}
+        case "release" | "swap_out" | "swap_in":
+            return {"seq": np.int32(request["seq"])}
+        case "evict":
+            return {"blocks": np.array([request["block"]], np.int32)}
+        case "pin":
+            return _pin(request, state)
+        case "unpin":
+            return {"blocks": known.pins[request["which"] % len(known.pins)]} if known.pins else None
+        case "reset":
+            return {}
+        case "offload" | "onboard":
+            return _name(request, state, on_host=verb == "onboard")
+        case "watermark":
+            return {"empty": np.int32(request["empty"]), "most": _NAMES, "group": request["group"]}
+        case "complete":
+            return _complete(request, known)
+    raise ValueError(f"verb: got {verb!r}, wanted one of those of `random_requests`")
+
+
+def _admit(request: Request, spec: CacheSpec) -> dict[str, Any]:
+    width = spec.max_length + 1
+    extra = {"extra_ids": _padded(request["extra_ids"], width)} if spec.extra_ids else {}
+    return {
+        "seq": np.int32(request["seq"]), "tokens": _padded(request["tokens"], width),
+        "length": np.int32(len(request["tokens"])), "namespace": np.int32(request["namespace"]), **extra,
+        **_tiers(request),
+    }  # fmt: skip
+
+
+def _extend(request: Request, known: Known) -> dict[str, Any] | None:
+    grows = [seq for seq, row in known.rows.items() if not row.rests and not row.lost]
+    counts = np.array([n if seq in grows else 0 for seq, n in enumerate(request["num_tokens"])], np.int32)
+    if not counts.any():
+        return None
+    return {"active": counts > 0, "num_tokens": counts, "max_tokens": MOST, **_tiers(request)}
+
+
+def _commit(request: Request, spec: CacheSpec, known: Known) -> dict[str, Any] | None:
+    new = known.written(request)
+    columns = [np.stack([_padded([item[i] for item in line], spec.max_length) for line in new]) for i in range(2)]
+    extra = {"extra_ids": columns[1]} if spec.extra_ids else {}
+    counts = np.array([len(line) for line in new], np.int32)
+    return {"tokens": columns[0], "num_tokens": counts, **extra} if counts.any() else None
+
+
+def _pin(request: Request, state: CacheState) -> dict[str, Any]:
+    """The first blocks of a row, those that are findable."""
+    table = np.asarray(state.groups[0].table)[min(request["seq"], state.spec.max_seqs - 1)]
+    findable = (np.asarray(state.groups[0].blocks.fill)[table] > 0) & (table >= 0)
+    return {"blocks": np.where(findable & (np.arange(len(table)) < request["num_blocks"]), table, NO_BLOCK)}
+
+
+def _name(request: Request, state: CacheState, on_host: bool) -> dict[str, Any]:
+    """Some of a tier's first blocks that could go."""
+    group = jax.device_get(state.groups[request["group"]])
+    in_tier = (pool_rows(group) >= len(group.empty)) == on_host
+    blocks = np.flatnonzero(in_tier & (group.blocks.fill > 0) & (group.blocks.refcount == 0))[:_NAMES]
+    named = [block for i, block in enumerate(blocks.tolist()) if request["which"] >> i & 1]
+    return {"blocks": np.array([*named, *[NO_BLOCK] * (_NAMES - len(named))], np.int32), "group": request["group"]}
+
+
+def _complete(request: Request, known: Known) -> dict[str, Any] | None:
+    if not known.moves:
+        return None
+    transfer, is_last = known.moves.popleft()
+    return {"transfer": transfer, "ok": np.bool_(request["ok"] or not is_last)}
+
+
+def _tiers(request: Request) -> dict[str, Any]:
+    return {"tiers": ("device", "host")} if request.get("host") else {}
+
+
+def _padded(values: Sequence[int], width: int) -> np.ndarray:
+    return np.array([*values, *[0] * (width - len(values))], np.int32)

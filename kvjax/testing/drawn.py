@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests drawn by Hypothesis, one kind at a time; `strategy` puts them together, and alone imports this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from kvjax.spec import CacheSpec
+from kvjax.testing.workload import MOST, Request
+
+
+def admits(spec: CacheSpec, num_namespaces: int) -> SearchStrategy[Request]:
+    """Prompts."""
+    namespaces = st.integers(0, num_namespaces - 1)
+    fields = {"seq": _rows(spec), "tokens": _texts(spec), "namespace": namespaces, **_tiers(spec)}
+    return _with_extra_ids(spec, "admit", fields)
+
+
+def commits(spec: CacheSpec) -> SearchStrategy[Request]:
+    """Commits of any number of tokens in each row."""
+    longest = spec.max_length
+    counts = _per_row(spec, st.sampled_from((longest, longest, 0, 1, spec.block_size)))
+    full_texts = _texts(spec).map(lambda tokens: [*tokens, *[0] * longest][:longest])
+    return _with_extra_ids(spec, "commit", {"num_tokens": counts, "tokens": _per_row(spec, full_texts)})
+
+
+def others(spec: CacheSpec) -> list[SearchStrategy[Request]]:
+    """Requests of every cache but for prompts and commits."""
+    rows = _rows(spec)
+    return [
+        _ask("extend", num_tokens=_per_row(spec, st.integers(0, MOST)), **_tiers(spec)),
+        *[_ask("release", seq=rows)] * 2,
+        _ask("fork", src=rows, dst=rows),
+        _ask("truncate", seq=rows, drop=st.integers(1, 2 * spec.block_size)),
+        _ask("evict", block=st.integers(0, spec.groups[0].num_ids - 1)),
+        _ask("pin", seq=rows, num_blocks=st.integers(1, spec.max_blocks_per_seq)),
+        _ask("unpin", which=st.integers(0, 3)),
+        _ask("reset"),
+    ]
+
+
+def of_the_host_tier(spec: CacheSpec) -> list[SearchStrategy[Request]]:
+    """Requests of caches with a host tier."""
+    group = st.sampled_from([number for number, group in enumerate(spec.groups) if group.num_host_blocks])
+    return [
+        *[_ask("complete", ok=st.sampled_from((True, True, True, False)))] * 2,
+        _ask("offload", which=st.integers(1, 15), group=group),
+        _ask("onboard", which=st.integers(1, 15), group=group),
+        _ask("watermark", empty=st.integers(0, spec.groups[-1].num_blocks), group=group),
+        _ask("swap_out", seq=_rows(spec)),
+        _ask("swap_in", seq=_rows(spec)),
+    ]
+
+
+def lives(spec: CacheSpec, admit: SearchStrategy[Request]) -> SearchStrategy[list[Request]]:
+    """Sequences from their prompt to their end, perhaps forked and swapped, or parts of it."""
+
+    def life(request: Request, seq: int, twin: int, kept: list[bool]) -> list[Request]:
+        written = {"verb": "commit", "num_tokens": [spec.max_length] * spec.max_seqs, "tokens": [[]] * spec.max_seqs}
+        written |= {"extra_ids": written["tokens"]} if spec.extra_ids else {}
+        rest: list[Request] = [{"verb": "swap_out", "seq": seq}, {"verb": "complete", "ok": True}]
+        rest = [*rest, {"verb": "swap_in", "seq": seq}, {"verb": "complete", "ok": True}] if spec.has_host else []
+        fork, end = {"verb": "fork", "src": seq, "dst": twin}, {"verb": "release", "seq": seq}
+        parts = [request | {"seq": seq}, written, fork, *rest, end]
+        return [part for part, keep in zip(parts, kept, strict=False) if keep]
+
+    mostly = st.sampled_from((False, True, True, True))  # shrinks to nothing
+    known = st.integers(0, spec.max_seqs - 1)
+    return st.builds(life, admit, known, known, st.lists(mostly, min_size=8, max_size=8))
+
+
+def _with_extra_ids(spec: CacheSpec, verb: str, fields: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Request]:
+    """Requests with extra ids for their tokens where the spec has them, by bits that are drawn for them."""
+
+    def extra(request: Request) -> Request:
+        bits, tokens = request.pop("bits"), request["tokens"]
+
+        def ids(line: list[int]) -> list[int]:
+            return [bits >> i & 1 if token == 2 else 0 for i, token in enumerate(line)]
+
+        if not spec.extra_ids:
+            return request
+        return request | {"extra_ids": [ids(line) for line in tokens] if verb == "commit" else ids(tokens)}
+
+    bits = st.integers(0, 2**spec.max_length - 1) if spec.extra_ids else st.just(0)
+    return _ask(verb, **fields, bits=bits).map(extra)
+
+
+def _ask(verb: str, **fields: SearchStrategy[Any]) -> SearchStrategy[Request]:
+    return st.fixed_dictionaries({"verb": st.just(verb), **fields})
+
+
+def _rows(spec: CacheSpec) -> SearchStrategy[int]:
+    """One of them is unknown."""
+    return st.integers(0, spec.max_seqs)
+
+
+def _per_row(spec: CacheSpec, values: SearchStrategy[Any]) -> SearchStrategy[list[Any]]:
+    return st.lists(values, min_size=spec.max_seqs, max_size=spec.max_seqs)
+
+
+def _tiers(spec: CacheSpec) -> dict[str, SearchStrategy[bool]]:
+    """The field of a request that may ask both tiers."""
+    return {"host": st.booleans()} if spec.has_host else {}
+
+
+def _texts(spec: CacheSpec) -> SearchStrategy[list[int]]:
+    """One token again and again, and then others; at most one more than a row can hold."""
+
+    def text(first: int, kept: int, rest: list[int]) -> list[int]:
+        return [*[first] * kept, *rest][: spec.max_length + 1]
+
+    token = st.integers(0, 2)
+    return st.builds(text, token, st.integers(0, spec.max_length), st.lists(token, max_size=spec.block_size))

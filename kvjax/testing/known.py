@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trial knows of its cache, in plain Python: the text of each row, the pins, and what every slot holds."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.events.mirror import to_list
+from kvjax.events.records import Events, Status
+from kvjax.events.transfer import Transfer
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+from kvjax.testing.workload import Request
+
+NOTHING = -1  # in a slot that nobody has written, or whose move failed
+Item = tuple[int, int]  # a token and its extra id
+
+
+@dataclasses.dataclass
+class Row:
+    """What a sequence should hold: `items` are written, of `length` that it has room for.
+
+    A row that rests is on the host; one that is lost has lost K/V to a failed move, and can only be released.
+    """
+
+    namespace: int
+    prompt: list[Item]
+    items: list[Item]
+    length: int
+    rests: bool = False
+    lost: bool = False
+
+
+class Known:
+    """What a cache should be like after the requests that were done.
+
+    K/V depend on all tokens up to their own, so a slot's contents are named by (namespace, path).
+
+    Attributes:
+      spec: of the cache.
+      rows: those in use.
+      pins: the blocks of each pin that lasts.
+      slots: per group the names of what the slots of the pools of both tiers hold, [N + H, P].
+      moves: those ordered and not completed, each with whether nothing else was done since.
+    """
+
+    def __init__(self, spec: CacheSpec):
+        self.spec = spec
+        self.rows: dict[int, Row] = {}
+        self.pins: list[np.ndarray] = []
+        self.slots = [np.full((group.num_ids, spec.block_size), NOTHING) for group in spec.groups]
+        self.moves: collections.deque[tuple[Transfer, bool]] = collections.deque()
+        self._names: dict[tuple[int, tuple[Item, ...]], int] = {}
+
+    def is_lost(self, seq: int) -> bool:
+        """Whether a row can only be released."""
+        return seq in self.rows and self.rows[seq].lost
+
+    def written(self, request: Request) -> list[list[Item]]:
+        """What each row writes: the rest of its prompt, then the request's tokens, as far as there is room."""
+        new: list[list[Item]] = [[] for _ in range(self.spec.max_seqs)]
+        for seq, row in self.rows.items():
+            if row.rests or row.lost:
+                continue
+            extra = request["extra_ids"][seq] if self.spec.extra_ids else itertools.repeat(0)
+            rest = row.prompt[len(row.items) :] + list(zip(request["tokens"][seq], extra, strict=False))
+            new[seq] = rest[: min(request["num_tokens"][seq], row.length - len(row.items))]
+        return new
+
+    def path(self, namespace: int, items: Sequence[Item]) -> list[int]:
+        """Names of the K/V at each position of a text."""
+        items = tuple(items)
+        return [self._names.setdefault((namespace, items[: i + 1]), len(self._names)) for i in range(len(items))]
+
+    def place(self, group: Any, seq: int, positions: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """Where in a group's slots those of a row's positions are that it still has; and bool[.], which these are."""
+        size = self.spec.block_size
+        blocks = group.table[seq][positions // size]
+        seen = blocks >= 0
+        return (pool_rows(group)[blocks[seen]], positions[seen] % size), seen
+
+    def note(self, request: Request, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
+        """Brings rows, slots and pins up to date with a request that was done."""
+        seq = request.get("seq", 0)
+        match request["verb"]:
+            case "commit":
+                self._commit(request, events, before)
+            case "admit":
+                extra = request.get("extra_ids", [0] * len(request["tokens"]))
+                prompt = list(zip(request["tokens"], extra, strict=True))
+                self.rows[seq] = Row(request["namespace"], prompt, prompt[: int(events.cached[0])], len(prompt))
+            case "extend":
+                for at in np.flatnonzero(arguments["active"]).tolist():
+                    self.rows[at].length += int(arguments["num_tokens"][at])
+            case "fork":
+                self.rows[request["dst"]] = dataclasses.replace(self.rows[request["src"]])
+            case "truncate":
+                row, length = self.rows[seq], int(arguments["length"])
+                self.rows[seq] = Row(row.namespace, row.prompt[:length], row.items[:length], length)
+            case "release":
+                del self.rows[seq]
+            case "pin":
+                self.pins.append(arguments["blocks"])
+            case "unpin":
+                self.pins.pop(request["which"] % len(self.pins))
+            case "swap_out" | "swap_in" as verb:
+                self.rows[seq].rests = verb == "swap_out"
+            case "complete":
+                self._fail(arguments, events, before)
+        self._move(events)
+
+    def _commit(self, request: Request, events: Events, before: CacheState) -> None:
+        """Writes the K/V of what each row commits."""
+        for seq, (line, status) in enumerate(zip(self.written(request), events.status, strict=True)):
+            assert status == Status.OK, f"row {seq} may not commit {len(line)} tokens: {Status(status).name}"
+            if line:
+                row, start = self.rows[seq], len(self.rows[seq].items)
+                row.items = row.items + line
+                path = np.array(self.path(row.namespace, row.items)[start:])
+                for number, group in enumerate(before.groups):
+                    index, seen = self.place(group, seq, np.arange(start, len(row.items)))
+                    self.slots[number][index] = path[seen]
+
+    def _move(self, events: Events) -> None:
+        """Does with the slots what a transition ordered: moves between tiers, then copies."""
+        self.moves = collections.deque((transfer, False) for transfer, _ in self.moves)
+        moves = [] if events.transfer is None else [m for m in events.transfer.records.tolist() if m[1] >= 0]
+        sources = [self.slots[number][source].copy() for number, _, _, source, _ in moves]
+        for (number, _, _, _, target), slots in zip(moves, sources, strict=True):
+            self.slots[number][target] = slots
+        if moves:
+            orders: Any = np.array(moves + [[-1] * 5] * (-len(moves) % 64), np.int32)  # one program for all
+            self.moves.append((Transfer(orders), True))
+        for event in to_list(events):
+            if event["kind"] == "copied":
+                slots, n = self.slots[event["group"]], event["num_tokens"]
+                slots[event["block"], :n] = slots[event["source"], :n]
+
+    def _fail(self, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
+        """Takes the K/V from where failed moves should have brought them."""
+        for number, block, which, _, target in arguments["transfer"].records.tolist() if not arguments["ok"] else ():
+            host = before.groups[number].host if block >= 0 else None
+            if host is not None and host.arriving[block] == which:
+                self.slots[number][target] = NOTHING
+        for seq in np.flatnonzero(events.status == Status.HELD).tolist():
+            self.rows[seq].lost = True
+
+
+def pool_rows(group: Any) -> np.ndarray:
+    """i32[B]; the pool row of each block."""
+    return np.arange(len(group.blocks.fill)) if group.host is None else np.asarray(group.host.slot)

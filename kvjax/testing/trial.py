@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache on trial: it carries out requests and verifies itself after each."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.debug.invariants import check
+from kvjax.events.mirror import Mirror, fold, index_of, to_list
+from kvjax.events.records import Events, Status
+from kvjax.state import CacheState
+from kvjax.testing.arguments import arguments_of
+from kvjax.testing.known import Known, Row, pool_rows
+from kvjax.testing.programs import jitted_verbs
+from kvjax.testing.workload import Request
+
+
+class Trial:
+    """A cache that carries out requests and verifies itself after each.
+
+    Beside the cache it keeps, in plain Python, the text of each row and what each slot of the pools of both tiers would
+    hold: K/V depend on all tokens up to their own, so a slot's contents are named by (namespace, path). A row that
+    would read anything but its own text, and a findable block that does not hold what it claims, are failures; so is a
+    block with other holders than the rows and pins there are.
+
+    Attributes:
+      state: the cache.
+      mirror: the index by the events alone.
+      tally: how often each verb was done ("admit"), each status came ("NO_BLOCKS") and each event ("removed").
+    """
+
+    def __init__(
+        self,
+        state: CacheState,
+        *,
+        delivers: bool = False,
+        verbs: dict[str, Callable[..., Any]] | None = None,
+    ):
+        """Begins with an empty cache.
+
+        Args:
+          state: from `init`.
+          delivers: whether to demand that a prompt which fits by the free count is admitted; not for caches with
+            windows or a host tier, where the count does not tell.
+          verbs: jitted verbs by name, None for the library's.
+
+        Raises:
+          ValueError: for `delivers` with such a cache.
+        """
+        if delivers and (len(state.spec.groups) > 1 or state.spec.has_host):
+            raise ValueError("delivers: got True, wanted False for a cache with windows or a host tier")
+        self.state, self.delivers = state, delivers
+        self.verbs = jitted_verbs() if verbs is None else verbs
+        self.mirror = Mirror()
+        self.tally: collections.Counter[str] = collections.Counter()
+        self._known = Known(state.spec)
+
+    def do(self, request: Request) -> Events | None:
+        """Carries out one request as in `random_requests`; None if it asks for nothing (no row to extend, no pin).
+
+        Raises:
+          AssertionError: if the cache is not as it should be afterwards.
+        """
+        verb = request["verb"]
+        arguments = arguments_of(request, self.state, self._known)
+        if arguments is None:
+            return None
+        before, mirror = jax.device_get(self.state), self.mirror
+        wanted = self._fits(arguments) if verb == "admit" and self.delivers else False
+        self.state, events = self.verbs[verb](self.state, **arguments)
+        events = jax.device_get(events)
+        status = [Status(s) for s in events.status.tolist()]
+        heard = to_list(events)
+        self.tally.update(s.name for s in status if s)
+        self.tally.update([verb] * all(s == Status.OK for s in status) + [event["kind"] for event in heard])
+        assert not wanted or status == [Status.OK], f"{status[0].name}, though there are blocks enough"
+        if verb != "complete" and (Status.OK not in status or (verb == "extend" and any(status))):
+            assert_equal(before, jax.device_get(self.state), f"refused with {[s.name for s in status]}")
+        self._hear(heard, before, verb)
+        self.mirror = fold(heard, mirror)
+        if verb in ("commit", "complete") or all(s == Status.OK for s in status):
+            self._known.note(request, arguments, events, before)
+        self.verify()
+        return events
+
+    def verify(self) -> None:
+        """Compares the cache with all that is known of it."""
+        self.sound()
+        state = jax.device_get(self.state)
+        assert index_of(self.state) == self.mirror.index, "the events do not give the index"
+        self._verify_rows(state)
+        self._verify_cached(state)
+        self._verify_holders(state)
+
+    def _verify_rows(self, state: CacheState) -> None:
+        """Each row has the length that it should, and would read its own text."""
+        for seq in range(state.spec.max_seqs):
+            row = self._known.rows.get(seq, Row(0, [], [], 0))
+            found = tuple(int(x[seq]) for x in (state.seqs.length, state.seqs.committed, state.seqs.namespace))
+            assert found == (row.length, len(row.items), row.namespace), f"row {seq} has {found}"
+            path = np.array(self._known.path(row.namespace, row.items), int)
+            for number, group in enumerate(state.groups if not row.lost else ()):
+                index, seen = self._known.place(group, seq, np.arange(len(row.items)))
+                assert np.array_equal(self._known.slots[number][index], path[seen]), (
+                    f"row {seq} would read what is not its own"
+                )
+
+    def _verify_cached(self, state: CacheState) -> None:
+        """Each block that can be found holds what the events said of it."""
+        size = state.spec.block_size
+        for (number, block, _), (namespace, path, *_) in self.mirror.nodes.items():
+            items = path if state.spec.extra_ids else [(token, 0) for token in path]
+            start = (len(items) - 1) // size * size
+            held = self._known.slots[number][pool_rows(state.groups[number])[block], : len(items) - start]
+            names = self._known.path(namespace, items)[start:]
+            assert held.tolist() == names, f"block {block} does not hold what it claims"
+
+    def _verify_holders(self, state: CacheState) -> None:
+        """The holders of a block are rows and pins."""
+        for number, group in enumerate(state.groups):
+            pins = self._known.pins if number == 0 else []
+            holders = np.concatenate([group.table.reshape(-1), *pins])
+            counts = np.bincount(holders[holders >= 0], minlength=len(group.blocks.refcount))
+            assert np.array_equal(group.blocks.refcount, counts), "a block has other holders than rows and pins"
+
+    def sound(self) -> None:
+        """Verifies the state on its own; for a subclass that must be more lenient."""
+        check(self.state)
+
+    def _fits(self, arguments: dict[str, Any]) -> bool:
+        """Whether a prompt is sound, its row free, and empty and cached blocks enough for what is not found of it."""
+        spec, group, length = self.state.spec, jax.device_get(self.state.groups[0]), int(arguments["length"])
+        seq, tokens = int(arguments["seq"]), arguments["tokens"][:length]
+        if seq in self._known.rows or seq >= spec.max_seqs or not 1 <= length <= spec.max_length or tokens.min() < 0:
+            return False
+        asked = {name: value for name, value in arguments.items() if name != "seq"}
+        match = jax.device_get(self.verbs["lookup"](self.state, **asked))
+        whole = match.blocks[match.blocks >= 0]
+        idle = int(np.sum(group.blocks.refcount[whole] == 0))
+        return -(-length // spec.block_size) - len(whole) <= int(group.num_empty) + int(group.num_cached) - idle
+
+    def _hear(self, heard: Sequence[dict[str, Any]], before: CacheState, verb: str) -> None:
+        """Verifies what was removed: nothing that is held, unless a move failed, and no parent before its children."""
+        size, left = self.state.spec.block_size, dict(self.mirror.nodes)
+        for event in heard:
+            if event["kind"] != "removed":
+                continue
+            number, block = event["group"], event["block"]
+            most = 1 if verb == "truncate" else 0
+            holders = int(before.groups[number].blocks.refcount[block])
+            assert holders <= most or verb == "complete", f"block {block} was removed, which {holders} hold"
+            namespace, path, *_ = left.pop((number, block, event["generation"]))
+            for (other, *_), (ns, longer, *_) in left.items() if number == 0 else ():
+                below = len(path) % size == 0 and len(longer) > len(path) and longer[: len(path)] == path
+                assert (other, ns) != (0, namespace) or not below, f"block {block} was removed before its child"
+
+
+def assert_equal(old: Any, new: Any, why: str) -> None:
+    """That two pytrees have equal leaves; `why` begins what the error says."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
+        assert np.array_equal(a, b), f"{why}, yet changed {jax.tree_util.keystr(path)}"

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to ask of a cache on trial (`Trial`): random requests without end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kvjax.spec import CacheSpec, make_spec
+
+SMALL = make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4)
+MOST = 6  # tokens that one `extend` asks for, per row
+_VERBS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
+          "evict": 2, "reset": 1}  # fmt: skip
+Request = dict[str, Any]
+
+
+def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int = 2) -> Iterator[Request]:
+    """Yields requests without end, as plain data that JSON can hold; the same seed gives the same requests.
+
+    Prompts begin like one of a few documents, so that prefixes are shared. One request in 25 has a flaw: an unknown
+    row, no tokens, a negative token, or more tokens than a row can hold.
+
+    Each request is a dict with "verb" and:
+
+    | verb | fields |
+    |---|---|
+    | admit | seq; tokens; extra_ids (where the spec has them); namespace |
+    | extend | num_tokens, one per row, 0 for a row that does not grow; rows that are free are left out |
+    | commit | num_tokens, one per row, cut to the row's room; tokens, extra_ids: lists, used after the prompt |
+    | fork | src; dst |
+    | truncate | seq; drop: how many tokens to cut off |
+    | release | seq |
+    | evict | block |
+    | pin | seq; num_blocks: how many of the row's first blocks, those that are findable |
+    | unpin | which: number of the pin among those that last, modulo how many these are |
+    | reset | |
+
+    `requests` draws these too, for caches with a host tier; there "admit" and "extend" have "host", whether both tiers
+    are asked:
+
+    | verb | fields |
+    |---|---|
+    | offload, onboard | which: a bit for each of the first blocks that could go, in order; group |
+    | watermark | empty; group |
+    | swap_out, swap_in | seq |
+    | complete | ok: of the oldest moves; they fail only if nothing else was done since they were ordered |
+
+    Args:
+      seed: of numpy's generator.
+      spec: of the cache that will be asked.
+      num_namespaces: tenants.
+    """
+    rng = np.random.default_rng(seed)
+    documents = rng.integers(0, 3, (3, spec.max_length + 1))
+    verbs, weights = list(_VERBS), np.array(list(_VERBS.values())) / sum(_VERBS.values())
+
+    used: set[int] = set()  # as far as can be told without the cache
+
+    def row(free: bool = False) -> int:
+        rows = [r for r in range(spec.max_seqs) if (r in used) != free]
+        return int(rng.choice(rows)) if rows and rng.random() < 0.9 else int(rng.integers(spec.max_seqs))
+
+    def text(length: int) -> list[int]:
+        kept = int(rng.integers(length + 1)) if rng.random() < 0.7 else length
+        return [*documents[rng.integers(3)][:kept].tolist(), *rng.integers(0, 3, length - kept).tolist()]
+
+    def extra(tokens: list[int]) -> list[int]:
+        return [int(t == 2 and rng.random() < 0.5) for t in tokens]
+
+    make: dict[str, Callable[[], Request]] = {
+        "admit": lambda: {
+            "seq": row(free=True), "tokens": text(int(rng.integers(1, spec.max_length + 1))),
+            "namespace": int(rng.integers(num_namespaces)),
+        },
+        "extend": lambda: {"num_tokens": _per_row(spec, lambda: int(rng.integers(MOST + 1) * rng.integers(2)))},
+        "commit": lambda: {
+            "num_tokens": _per_row(spec, lambda: spec.max_length if rng.random() < 0.6 else int(rng.integers(6))),
+            "tokens": _per_row(spec, lambda: text(spec.max_length)),
+        },
+        "fork": lambda: {"src": row(), "dst": row(free=True)},
+        "truncate": lambda: {"seq": row(), "drop": int(rng.integers(1, 2 * spec.block_size))},
+        "release": lambda: {"seq": row()},
+        "evict": lambda: {"block": int(rng.integers(spec.groups[0].num_ids))},
+        "pin": lambda: {"seq": row(), "num_blocks": int(rng.integers(1, spec.max_blocks_per_seq + 1))},
+        "unpin": lambda: {"which": int(rng.integers(1000))},
+        "reset": dict,
+    }  # fmt: skip
+    while True:
+        request: dict[str, Any] = {"verb": str(rng.choice(verbs, p=weights))}
+        request |= make[request["verb"]]()
+        if rng.random() < 0.04:
+            request |= _flaw(request, int(rng.integers(3)), spec)
+        if spec.extra_ids and request["verb"] == "admit":
+            request["extra_ids"] = extra(request["tokens"])
+        if spec.extra_ids and request["verb"] == "commit":
+            request["extra_ids"] = [extra(line) for line in request["tokens"]]
+        used |= {request[name] for name in ("seq", "dst") if request["verb"] in ("admit", "fork") and name in request}
+        used -= {request["seq"]} if request["verb"] == "release" else set()
+        yield request
+
+
+def _per_row(spec: CacheSpec, make: Callable[[], Any]) -> list[Any]:
+    return [make() for _ in range(spec.max_seqs)]
+
+
+def _flaw(request: Request, which: int, spec: CacheSpec) -> Request:
+    if "seq" in request and which == 0:
+        return {"seq": spec.max_seqs}
+    if request["verb"] == "admit":
+        return {"tokens": [[], [-1, 0], [0] * (spec.max_length + 1)][which]}
+    return {"src": -1} if request["verb"] == "fork" else {}

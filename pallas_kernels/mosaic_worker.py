@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers of the Mosaic GPU kernel of paged attention; `mosaic_attention` describes both roles and has the loader.
+
+A worker is a warpgroup with 64 rows of Q: for each tile of K/V a product, a step of the running softmax in base 2, and
+another product.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tuning import Tiles
+
+ROWS = 64  # of a worker's products: what wgmma takes
+_LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
+_LOG2E = np.float32(math.log2(math.e))
+_LN2 = np.float32(math.log(2))
+_BY_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+class Static(NamedTuple):
+    """What a kernel is made for."""
+
+    pool: tuple[int, ...]  # [N + 1, L, 2, K, P, D]
+    tiles: Tiles
+    group: int  # G
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+
+
+class Piece(NamedTuple):
+    """A piece of work: its first query's position, its slots, how many tiles they take, whether its row's first."""
+
+    first: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    tiles: jax.Array
+    is_first: jax.Array
+
+
+def attend_tiles(
+    q_ref,  # [X, D]
+    sinks_ref,  # f32[workers * 64]
+    out_ref,  # [X, D]
+    lse_ref,  # f32[X]
+    worker, piece: Piece, static: Static,
+    *, q_smem, k_smem, v_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn, out_smem=None, p_smem=None,
+):  # fmt: skip
+    """A worker: attention of its rows of Q over the tiles that the loader brings."""
+    slots, stages, workers = static.tiles
+    q, rows = q_smem.at[worker], pl.ds(worker * ROWS, min(q_ref.shape[0], ROWS))
+    _load_queries(q_ref.at[rows], q.at[pl.ds(0, rows.size)], q_full.at[worker])
+    row = worker * ROWS + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_BY_ROW)
+    position = piece.first + row // static.group
+
+    def take_turns():
+        if workers > 1:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+    def step(number, carry, masked):
+        mixed, highest, total = carry
+        stage, slot = lax.rem(number, np.int32(stages)), piece.begin + number * slots
+        plgpu.barrier_wait(k_full.at[stage])
+        score = _products(q, k_smem.at[stage], take_turns)
+        plgpu.barrier_arrive(k_free.at[stage])
+        score, factor = _cap(score, static)
+        if masked:
+            low = None if static.window is None else position - static.window - slot
+            score = _mask(score, low, jnp.minimum(position, piece.end - 1) - slot)
+        new = jnp.maximum(highest, jnp.max(score, axis=1) * factor)
+        shrink = jnp.exp2(highest - new)
+        weight = jnp.exp2(score * factor - lax.broadcast_in_dim(new, score.shape, [0]))
+        mixed *= lax.broadcast_in_dim(shrink, mixed.shape, [0])
+        total = total * shrink + jnp.sum(weight, axis=1)
+        weight = weight.astype(q.dtype)
+        plgpu.barrier_wait(v_full.at[stage])
+        take_turns()
+        if masked:
+            _clean_edges(v_smem.at[stage], worker, slot, piece, static)
+        mixed = _accumulate(mixed, weight, v_smem.at[stage], None if p_smem is None else p_smem.at[worker])
+        plgpu.barrier_arrive(v_free.at[stage])
+        return mixed, new, total
+
+    carry = _begin(sinks_ref, worker, q.shape, piece, static)
+    pl.when(worker == 1)(take_turns)
+    carry = _over_tiles(step, carry, piece, static)
+    pl.when(worker == 0)(take_turns)
+    out = q if out_smem is None else out_smem.at[worker]  # in place of Q, if it is of the same type
+    _write(out_ref.at[rows], lse_ref.at[rows], out, lse_smem, worker, carry)
+
+
+def _load_queries(q_ref, q_smem, full) -> None:
+    """Brings a worker's rows of Q."""
+    plgpu.copy_gmem_to_smem(q_ref, q_smem, full)
+    plgpu.barrier_wait(full)
+
+
+def _begin(sinks_ref, worker, shape: tuple[int, int], piece: Piece, static: Static):
+    """The running softmax of no scores at all: mixed f32[64, D], highest f32[64], total f32[64]."""
+    highest = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST), _BY_ROW)
+    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _BY_ROW)
+    if static.has_sinks:  # in the part that begins the row's K/V: one more score, whose value is zero
+        sink = plgpu.load(sinks_ref.at[pl.ds(worker * ROWS, ROWS)], layout=_BY_ROW) * _LOG2E
+        highest, total = jnp.where(piece.is_first, sink, highest), jnp.where(piece.is_first, 1.0, total)
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA), highest, total
+
+
+def _over_tiles(step, carry, piece: Piece, static: Static):
+    """Calls step(number, carry, masked) for all tiles of the piece; masks are for tiles at an edge."""
+    whole, slots = 0, static.tiles.slots
+    if static.window is None:  # tiles that every query sees whole
+        whole = jnp.clip((jnp.minimum(piece.first + 1, piece.end) - piece.begin) // slots, 0, piece.tiles)
+        carry = lax.fori_loop(0, whole, functools.partial(step, masked=False), carry)
+    return lax.fori_loop(whole, piece.tiles, functools.partial(step, masked=True), carry)
+
+
+def _products(q_ref, k_ref, take_turns):
+    """Q K', f32[64, slots]; the turn ends when the product has begun."""
+
+    def product(score_ref):
+        plgpu.wgmma(score_ref, q_ref, k_ref.transpose((1, 0)))
+        take_turns()
+        return score_ref[...]
+
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, k_ref.shape[0]), jnp.float32))
+
+
+def _cap(score, static: Static):
+    """Scores from products, and the factor that takes them to base 2."""
+    if static.soft_cap is None:
+        return score, np.float32(static.scale) * _LOG2E
+    # cap * tanh(score / cap); the hardware's own tanh is too coarse
+    score = 1 - 2 / (jnp.exp2(score * np.float32(2 * static.scale / static.soft_cap * _LOG2E)) + 1)
+    return score, np.float32(static.soft_cap) * _LOG2E
+
+
+def _mask(score, low, high):
+    """Scores [64, slots] with -inf for all columns but those after low[row], if there is a low, up to high[row]."""
+    column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
+    seen = column <= lax.broadcast_in_dim(high, score.shape, [0])
+    if low is not None:
+        seen &= column > lax.broadcast_in_dim(low, score.shape, [0])
+    return jnp.where(seen, score, -jnp.inf)
+
+
+def _accumulate(mixed, weight, v_ref, p_ref):
+    """What was mixed so far and weight @ V; through p_ref in the simulator, which takes no operand from registers."""
+    if p_ref is None:
+
+        def product(mixed_ref):
+            plgpu.wgmma(mixed_ref, weight, v_ref)
+
+        return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(mixed))
+
+    def product_of_refs(update_ref):
+        plgpu.wgmma(update_ref, p_ref, v_ref)
+        return update_ref[...]
+
+    p_ref[...] = weight
+    plgpu.commit_smem()
+    return mixed + pl.run_scoped(product_of_refs, plgpu.WGMMAAccumulatorRef(mixed.shape, jnp.float32))
+
+
+def _clean_edges(v_ref, worker, slot, piece: Piece, static: Static) -> None:
+    """Zeroes what no query of the piece sees of the V tile that begins at `slot`."""
+    low = 0 if static.window is None else piece.first - (static.window - 1) - slot
+    high = piece.end - slot
+    # The second worker's turn comes after the first one's.
+    unseen = (worker == 0) & ((low > 0) | (high < v_ref.shape[0]))
+    pl.when(unseen)(functools.partial(_clean, v_ref, low, high))
+
+
+def _clean(v_ref, low, high):
+    """Zeroes all rows of a V tile but those from `low` to `high`: nobody sees them, they may be NaN, 0 * NaN is NaN."""
+    slots, width = v_ref.shape
+    columns = 64 if width % 64 == 0 else width  # at a time: registers are scarce here
+    for i, j in itertools.product(range(0, slots, ROWS), range(0, width, columns)):
+        part = v_ref.at[pl.ds(i, ROWS), pl.ds(j, columns)]
+        values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA) + i
+        part[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros((), values.dtype))
+    plgpu.commit_smem()
+
+
+def _write(out_ref, lse_ref, out_smem, lse_smem, worker, carry) -> None:
+    """Writes what the running softmax has come to: the results of a worker's rows, and their log-sum-exp."""
+    mixed, highest, total = carry
+    some = jnp.where(total > 0, total, 1.0)
+    out_smem[...] = (mixed / lax.broadcast_in_dim(some, mixed.shape, [0])).astype(out_smem.dtype)
+    lse_smem[worker] = jnp.where(total > 0, highest * _LN2 + jnp.log(some), -jnp.inf)
+    plgpu.commit_smem()
+    stored = pl.ds(0, out_ref.shape[0])
+    plgpu.copy_smem_to_gmem(out_smem.at[stored], out_ref)
+    plgpu.copy_smem_to_gmem(lse_smem.at[worker, stored], lse_ref)
+    plgpu.wait_smem_to_gmem(0)
