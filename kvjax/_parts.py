@@ -52,7 +52,7 @@ class Host(Pytree):
     """Where the blocks of a group with a host tier are. A block keeps its number when it moves; its row changes.
 
     Attributes:
-      slot: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
+      pool_row: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
       below: i32[B]; findable children on the host; then `Blocks.children` counts those on the device.
       arriving: i32[B]; number of the move that brings the K/V to the block's row, where it cannot be found yet; or 0.
         If the move fails the block keeps it until it is empty: what should have come is never stored.
@@ -64,7 +64,7 @@ class Host(Pytree):
       policy: the eviction policy's state for blocks on the host.
     """
 
-    slot: jax.Array
+    pool_row: jax.Array
     below: jax.Array
     arriving: jax.Array
     moves: jax.Array

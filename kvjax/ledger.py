@@ -130,11 +130,11 @@ def make_ledger(
 def _pools(spec: CacheSpec, num_blocks: Sequence[int]) -> list[Entry]:
     """One entry for each pool of so many blocks in each group."""
     entries = []
-    for group, number in zip(spec.groups, num_blocks, strict=True):
-        for pool in group.pools if number else ():
+    for group, blocks in zip(spec.groups, num_blocks, strict=True):
+        for pool in group.pools if blocks else ():
             block, layers = pool.block_bytes(spec.block_size), _plural(len(pool.layers), "layer")
             name = f"K/V, {layers} x {_plural(pool.kv_heads, 'head')} x {pool.head_dim} {pool.dtype}{_window(group)}"
-            entries.append(Entry(name, number * block, f"{number:,} x {block:,}"))
+            entries.append(Entry(name, blocks * block, f"{blocks:,} x {block:,}"))
     return entries
 
 

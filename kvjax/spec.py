@@ -140,7 +140,12 @@ class CacheSpec:
     @property
     def has_host(self) -> bool:
         """Whether a group has blocks on the host."""
-        return any(group.num_host_blocks for group in self.groups)
+        return bool(self.host_groups)
+
+    @property
+    def host_groups(self) -> tuple[int, ...]:
+        """The numbers of the groups that have blocks on the host."""
+        return tuple(number for number, group in enumerate(self.groups) if group.num_host_blocks)
 
     @property
     def bare(self) -> bool:

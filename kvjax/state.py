@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax._arrays import Pytree, either, pick
 from kvjax._parts import Host, Links, Text
@@ -43,9 +44,9 @@ class Blocks(Pytree):
 
     Attributes:
       refcount: i32[B]; rows and pins that hold the block; within a transition copies in progress too.
-      text: i32[B, P]; the tokens whose K/V the block holds, and their extra ids.
+      text: i32[B, P]; the tokens whose K/V the block holds, and their extra ids; None in a window group.
       fill: i32[B]; tokens of a findable block, 0 for every other.
-      key: u32[B, 2]; hash of the prefix that ends in this block (`blocks/keys.py`); a hint, never trusted.
+      key: u32[B, 2]; hash of the prefix that ends in this block (`blocks/keys.py`): a hint, never trusted; likewise.
       generation: i32[B]; how often the block was published; compared for equality only, so wrapping is harmless.
       parent: i32[B, 2]; the prefix before this block as (block, generation), or (NO_BLOCK, namespace) at a root.
       children: i32[B]; findable blocks whose parent this is.
@@ -55,8 +56,7 @@ class Blocks(Pytree):
       released: i32[B]; reading of `clock` when the last holder let go.
       clock: i32[]; counts publications and releases; read by difference to the present reading.
       retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever); None where the spec asks for none.
-      expiry: i32[B, 2]; when the time to live of a released block is over, in ms of 64 bits: upper and lower word;
-        likewise.
+      expiry: i32[B, 2]; when the time to live of a released block ends, in ms of 64 bits (high, low); likewise.
       time: i32[2]; the latest `now` that a verb was done at, in 64 bits; likewise.
     """
 
@@ -140,7 +140,7 @@ class Group(Pytree):
 
     Attributes:
       blocks: what is known of each block.
-      links: the prefix index and the child index.
+      links: the prefix index and the child index; None in a window group.
       empty: i32[N]; stack of empty blocks on the device.
       num_empty: i32[]; height of that stack.
       num_cached: i32[]; findable blocks on the device that nobody holds.
@@ -165,11 +165,6 @@ class Group(Pytree):
     host: Host | None = None
 
     @property
-    def windowed(self) -> bool:
-        """Whether this is the group of a window; the first group is not, and holds the prefix tree of all."""
-        return self.anchor is not None
-
-    @property
     def tiered(self) -> bool:
         """Whether its blocks can be on the host too."""
         return self.host is not None
@@ -184,17 +179,25 @@ class Group(Pytree):
         """i32[]; blocks that can be had: empty ones and cached ones."""
         return self.num_empty + self.num_cached
 
+    def _on_host(self, name: str, ids: jax.Array, otherwise: Any) -> Any:
+        """What the host tier's array of this name has of blocks ids i32[...]; without a host tier, `otherwise`."""
+        return pick(getattr(self.host, name), ids) if self.tiered else otherwise
+
     def pool_row(self, ids: jax.Array) -> jax.Array:
         """i32[...]; the pool rows of blocks ids i32[...]."""
-        return ids if self.host is None else pick(self.host.slot, ids)
+        return self._on_host("pool_row", ids, ids)
 
     def on_device(self, ids: jax.Array) -> jax.Array:
         """bool[...]; whether blocks ids i32[...] have a row on the device."""
         return self.pool_row(ids) < self.empty.shape[0]
 
+    def arrival(self, ids: jax.Array) -> jax.Array:
+        """i32[...]; numbers of the moves that bring the K/V of blocks ids i32[...] to where the blocks are, or 0."""
+        return self._on_host("arriving", ids, np.int32(0))
+
     def arrived(self, ids: jax.Array) -> jax.Array:
         """bool[...]; whether the K/V of blocks ids i32[...] are where the blocks are."""
-        return ids >= 0 if self.host is None else (ids >= 0) & (pick(self.host.arriving, ids) == 0)
+        return (ids >= 0) & (self.arrival(ids) == 0)
 
     def moving(self, ids: jax.Array) -> jax.Array:
         """bool[...]; whether blocks ids i32[...] are on the move between the tiers."""
@@ -206,13 +209,11 @@ class Group(Pytree):
 
     def evictable(self, ids: jax.Array) -> jax.Array:
         """bool[...]; whether cached blocks ids i32[...] are where a loop can evict them: see `Host.stuck`."""
-        here = self.arrived(ids) & self.on_device(ids)
-        return here if self.host is None else here & ~pick(self.host.stuck, ids)
+        return self.arrived(ids) & self.on_device(ids) & ~self._on_host("stuck", ids, np.bool_(False))
 
     def childless(self, ids: jax.Array) -> jax.Array:
         """bool[...]; whether no findable block follows the findable blocks ids i32[...]."""
-        none = pick(self.blocks.children, ids) == 0
-        return none if self.host is None else none & (pick(self.host.below, ids) == 0)
+        return (pick(self.blocks.children, ids) == 0) & (self._on_host("below", ids, np.int32(0)) == 0)
 
     def beside(self, ids: jax.Array) -> jax.Array:
         """i32[...]; the blocks with the same prefixes as blocks ids i32[...] of the first group, or NO_BLOCK."""
@@ -230,8 +231,7 @@ class Sequences(Pytree):
       length: i32[S]; tokens that the row has room for, 0 for a free row.
       committed: i32[S]; tokens whose K/V are written, at most `length`.
       namespace: i32[S]; number of the row's (salt, LoRA), see `keys.Namespaces`.
-      retention: i32[S, M + 1, 2]; what each of the row's blocks is to have of it, and last what a generated one is to
-        have; or None.
+      retention: i32[S, M + 1, 2]; what is stated of each of the row's blocks, last of generated ones; or None.
       swapped: bool[S]; rows whose blocks are on the host, all or some; None without a host tier.
     """
 

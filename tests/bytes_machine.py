@@ -328,7 +328,7 @@ class Life:
         """For each group: names i32[N + H, P] that its slots must have, -1 for none; and who wants which rows."""
         found = []
         for g, (group, spec) in enumerate(zip(self.state.groups, self.spec.groups, strict=True)):
-            slot = np.arange(spec.num_ids) if group.host is None else group.host.slot
+            slot = np.arange(spec.num_ids) if group.host is None else group.host.pool_row
             demand, owners = np.full((spec.num_ids, SIZE), -1, np.int32), []
 
             def want(who, rows, at, names, demand=demand, owners=owners):
@@ -594,7 +594,7 @@ class Life:
         group, n = self.state.groups[number], self.spec.groups[number].num_blocks
         idle = (group.blocks.fill > 0) & (group.blocks.refcount == 0)
         if host is not None:
-            idle &= (group.host.slot >= n) == host
+            idle &= (group.host.pool_row >= n) == host
         depth = (group.blocks if group.anchor is None else self.state.groups[0].blocks).depth
         depth = depth if group.anchor is None else depth[group.anchor]
         return sorted(np.flatnonzero(idle).tolist(), key=lambda b: -depth[b])

@@ -29,7 +29,7 @@ def known(state):
     names = {}
     for number, group in enumerate(jax.device_get(state.groups)):
         fill, idle = group.blocks.fill, group.blocks.refcount == 0
-        away = group.host.slot >= len(group.empty)
+        away = group.host.pool_row >= len(group.empty)
         more = {
             "first": group.table[0, 0], "second": group.table[0, 1], "last": group.table[0, 4],
             "resting": group.table[2, 0], "swapped end": group.table[2, 4], "moving": group.table[3, 0],
@@ -75,9 +75,9 @@ DAMAGE = {
         (1, "groups.1.host.empty", lambda b: at(0, b[1, "far"])),
     ],
     "every pool row belongs to one block": [
-        (0, "groups.0.host.slot", lambda b: at(b[0, "first"], 3)),
-        (1, "groups.1.host.slot", lambda b: at(b[1, "first"], 20)),
-        (1, "groups.1.host.slot", lambda b: at(b[1, "far"], -1)),
+        (0, "groups.0.host.pool_row", lambda b: at(b[0, "first"], 3)),
+        (1, "groups.1.host.pool_row", lambda b: at(b[1, "first"], 20)),
+        (1, "groups.1.host.pool_row", lambda b: at(b[1, "far"], -1)),
     ],
     "children on the host are counted": [
         (0, "groups.0.host.below", lambda b: at(b[0, "resting"], 2)),
@@ -86,8 +86,8 @@ DAMAGE = {
     ],
     "children are counted": [(0, "groups.0.blocks.children", lambda b: at(b[0, "resting"], 1))],
     "a device block has its parent on the device": [
-        (0, "groups.0.host.slot", lambda b: swap(b[0, "first"], b[0, "empty far"])),
-        (0, "groups.0.host.slot", lambda b: swap(b[0, "second"], b[0, "resting"])),
+        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "first"], b[0, "empty far"])),
+        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "second"], b[0, "resting"])),
     ],
     "only blocks with contents are on the move": [
         (0, "groups.0.host.arriving", lambda b: at(b[0, "empty"], 1)),
@@ -160,13 +160,13 @@ def test_the_number_of_moves_may_have_wrapped(state):
 def test_blocks_out_of_use_keep_their_pool_rows():
     state = kvjax.init(stories.TIERS, num_blocks=9)
     kvjax.check(state)
-    broken = changed(state, "groups.1.host.slot", swap(3, 11))
+    broken = changed(state, "groups.1.host.pool_row", swap(3, 11))
     with pytest.raises(AssertionError, match=r"^broken: blocks out of use keep their pool rows \(group 1\)\n"):
         kvjax.check(broken)
 
 
 @pytest.mark.parametrize(
-    "path", ["anchor", "shadow", "table", "host.slot", "blocks.fill", "blocks.parent", "host.empty"]
+    "path", ["anchor", "shadow", "table", "host.pool_row", "blocks.fill", "blocks.parent", "host.empty"]
 )
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("value", [-5, 99])

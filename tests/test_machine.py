@@ -413,7 +413,7 @@ class CacheMachine(RuleBasedStateMachine):
         group = self.state.groups[of]
         pairs = [
             pair for pair in sorted(self.pairing(of).items())
-            if not group.blocks.refcount[pair[0]] and (group.host.slot[pair[0]] >= len(group.empty)) == far
+            if not group.blocks.refcount[pair[0]] and (group.host.pool_row[pair[0]] >= len(group.empty)) == far
         ]  # fmt: skip
         chosen = [pair for i, pair in enumerate(pairs[:4]) if which >> i & 1] if which else pairs[:4]
         ours = np.asarray([a for a, _ in chosen] + [kvjax.state.NO_BLOCK] * (4 - len(chosen)), np.int32)
@@ -483,7 +483,7 @@ class CacheMachine(RuleBasedStateMachine):
                     block.hits if block.node else 0,
                 )
                 if group.host is not None:
-                    far, moving = group.host.slot[ours] >= len(group.empty), group.host.arriving[ours] != 0
+                    far, moving = group.host.pool_row[ours] >= len(group.empty), group.host.arriving[ours] != 0
                     assert (bool(far), bool(moving)) == (block.host, block.move > 0)
                 if group.blocks.retention is not None:
                     assert group.blocks.retention[ours].tolist() == [

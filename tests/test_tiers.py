@@ -51,13 +51,13 @@ def assert_true_bytes(tiered, texts):
         for block in np.flatnonzero((group.blocks.fill > 0) & (group.host.arriving == 0)):
             anchor = block if group.anchor is None else group.anchor[block]
             tokens = tree.blocks.tokens[anchor, : group.blocks.fill[block]].tolist()
-            assert holds(tiered, g, group.host.slot[block], tokens), f"group {g}, block {block}"
+            assert holds(tiered, g, group.host.pool_row[block], tokens), f"group {g}, block {block}"
         for seq, text in texts.items():
             written = text[: host.seqs.committed[seq]]
             for place, block in enumerate(group.table[seq]):
                 part = written[place * SIZE : (place + 1) * SIZE]
                 if block >= 0 and part:
-                    assert holds(tiered, g, group.host.slot[block], part), f"row {seq}, place {place}"
+                    assert holds(tiered, g, group.host.pool_row[block], part), f"row {seq}, place {place}"
 
 
 class Life:

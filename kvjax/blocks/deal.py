@@ -25,7 +25,7 @@ from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import EventKind, Records, joined, record
 from kvjax.events.transfer import moves
 from kvjax.policies.retention import tell_time
-from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
+from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy, Group, Host
 
 
 class Leaving(Pytree, static=("held",)):
@@ -63,10 +63,10 @@ def take_over_tiers(
     popped = jnp.minimum(need + count(back >= 0), group.num_empty)
     wanted = jnp.where(total <= group.available, total - popped, 0)
 
-    moving = led_to(group, host.arriving != 0, host.slot < rows)
+    moving = led_to(group, host.arriving != 0, host.pool_row < rows)
 
     def eligible(ids: jax.Array) -> jax.Array:
-        here = (ids >= 0) & (pick(host.slot, ids) < rows) & ~pick(moving, ids)
+        here = (ids >= 0) & (pick(host.pool_row, ids) < rows) & ~pick(moving, ids)
         return here & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
     ids, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
@@ -120,21 +120,14 @@ def deal(
     removed = jnp.concatenate([jnp.where(out.where & ~lasting, out.ids, NO_BLOCK), followers, losers])
     removed = children_first(blocks, removed, removed >= 0)
     dealt = _deal_rows(group, host, out, lasting, jnp.concatenate([followers, losers]), back, popped)
-    slot, free, place = dealt.slot, dealt.free, jnp.arange(dealt.free.shape[0], dtype=jnp.int32)
+    free, place = dealt.free, jnp.arange(dealt.free.shape[0], dtype=jnp.int32)
     moved = jnp.concatenate([jnp.where(lasting, out.ids, NO_BLOCK), back])
-
-    def tell(ids: jax.Array, where: jax.Array, level: jax.Array | int) -> Records:
-        generation = pick(blocks.generation, ids)
-        known = {"group": number, "block": ids, "generation": generation, "priority": blocks.stated_priority(ids)}
-        return record(EventKind.UPDATED, where, **known, level=level)
-
-    findable = (moved >= 0) & (pick(blocks.fill, moved) > 0)
     to_host = (jnp.arange(moved.shape[0], dtype=jnp.int32) < lasting.shape[0]).astype(jnp.int32)
-    updated = tell(moved, findable, to_host)
-    passed = tell(out.ids, passing, 1)
+    updated = _updated(blocks, number, moved, (moved >= 0) & (pick(blocks.fill, moved) > 0), to_host)
+    passed = _updated(blocks, number, out.ids, passing, 1)
     ordered = moves(
-        moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.slot, moved),
-        target=pick(slot, moved),
+        moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.pool_row, moved),
+        target=pick(dealt.pool_row, moved),
     )  # fmt: skip
 
     above, idle = pick(blocks.parent, back)[:, 0], (back >= 0) & (pick(blocks.refcount, back) == 0)
@@ -151,7 +144,7 @@ def deal(
     pstate = policy.forgot(group.policy, jnp.where(out.where, out.ids, NO_BLOCK))
     far_pstate = policy.forgot(host.policy, jnp.concatenate([back, removed]))
     host = host.replace(
-        slot=slot,
+        pool_row=dealt.pool_row,
         below=put(add(host.below, above, -1, under, unique=False), removed, 0, removed >= 0),
         arriving=put(host.arriving, moved, next_move(host), moved >= 0),
         moves=jnp.where(jnp.any(moved >= 0), next_move(host), host.moves),
@@ -171,6 +164,14 @@ def deal(
     group = find_stuck(group.replace(policy=pstate))
     ids = jnp.where(place < need, free, NO_BLOCK)
     return Taken(group, ids, ok, joined(passed, gone), updated, ordered)
+
+
+def _updated(blocks: Blocks, number: int, ids: jax.Array, where: jax.Array, level: jax.Array | int) -> Records:
+    """Records of blocks ids i32[K] of group `number` that come to a level, where bool[K]."""
+    return record(
+        EventKind.UPDATED, where, group=number, block=ids, generation=pick(blocks.generation, ids),
+        priority=blocks.stated_priority(ids), level=level,
+    )  # fmt: skip
 
 
 def _who_goes(
@@ -210,14 +211,14 @@ class Dealt(Pytree):
     """Who has which row now.
 
     Attributes:
-      slot: i32[B]; as in `Host`.
+      pool_row: i32[B]; as in `Host`.
       free: i32[.]; blocks that are nobody's, packed: first those with rows on the device.
       near: i32[]; how many these are.
       count: i32[]; how many blocks are free.
       taken: i32[]; how many of them were on the host's stack.
     """
 
-    slot: jax.Array
+    pool_row: jax.Array
     free: jax.Array
     near: jax.Array
     count: jax.Array
@@ -231,22 +232,22 @@ def _deal_rows(
 
     Rows on the device go to `back`, then to free blocks; rows on the host to what lasts there, then to free blocks.
     """
-    slot, size, came, stay = host.slot, max(out.ids.shape[0], back.shape[0]), count(back >= 0), count(lasting)
+    pool_row, size, came, stay = host.pool_row, max(out.ids.shape[0], back.shape[0]), count(back >= 0), count(lasting)
     place = jnp.arange(size, dtype=jnp.int32)
     taken = jnp.maximum(stay - came - count(old >= 0), 0)
     from_stack = jnp.where(place < popped, pick(group.empty, group.num_empty - 1 - place), NO_BLOCK)
     from_host = jnp.where(place < taken, pick(host.empty, host.num_empty - 1 - place), NO_BLOCK)
     leaves = jnp.where(out.where, out.ids, NO_BLOCK)
-    device_rows = pick(slot, compact(from_stack, leaves)[0])
-    host_rows = pick(slot, compact(back, old, from_host)[0])
+    device_rows = pick(pool_row, compact(from_stack, leaves)[0])
+    host_rows = pick(pool_row, compact(back, old, from_host)[0])
     free, total = compact(from_stack, jnp.where(lasting, NO_BLOCK, leaves), old, from_host)
     place = jnp.arange(free.shape[0], dtype=jnp.int32)
     near = popped + count(out.where) - came
     rows = jnp.where(place < near, pick(device_rows, came + place), pick(host_rows, stay + place - near))
-    slot = put(slot, free, rows, place < total)
-    slot = put(slot, out.ids, pick(host_rows, rank(lasting)), lasting)
-    slot = put(slot, back, pick(device_rows, rank(back >= 0)), back >= 0)
-    return Dealt(slot, free, near, total, taken)
+    pool_row = put(pool_row, free, rows, place < total)
+    pool_row = put(pool_row, out.ids, pick(host_rows, rank(lasting)), lasting)
+    pool_row = put(pool_row, back, pick(device_rows, rank(back >= 0)), back >= 0)
+    return Dealt(pool_row, free, near, total, taken)
 
 
 def _host_victims(
@@ -267,11 +268,11 @@ def _host_victims(
     refcount = put(blocks.refcount, out.ids, 0, lasting & (not out.held))
     # As the policy is to see them: with the host's children, those of a block on the host.
     seen = blocks.replace(refcount=refcount, children=host.below)
-    moving = led_to(group, host.arriving != 0, (host.slot < group.empty.shape[0]) & ~coming)
+    moving = led_to(group, host.arriving != 0, (host.pool_row < group.empty.shape[0]) & ~coming)
     pstate = policy.touched(host.policy, seen, jnp.where(lasting & (not out.held), out.ids, NO_BLOCK), now)
 
     def eligible(ids: jax.Array) -> jax.Array:
-        there = (ids >= 0) & ((pick(host.slot, ids) >= group.empty.shape[0]) | pick(coming, ids))
+        there = (ids >= 0) & ((pick(host.pool_row, ids) >= group.empty.shape[0]) | pick(coming, ids))
         there = there & ~pick(moving, ids) & ~pick(staying, ids)
         return there & (pick(refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import count, fence, mix, pick, put
+from kvjax.blocks.keys import token_words
 from kvjax.state import NO_BLOCK, Blocks, Links, Text
 
 
@@ -159,9 +160,7 @@ def child_bucket(links: Links, parent: jax.Array, first: Text) -> jax.Array:
     """i32[...]; where the chain of the blocks after parent i32[..., 2] begins whose first token is `first` i32[...]."""
     num_handles, buckets = _sizes(links)
     words = parent.astype(jnp.uint32)
-    mixed = mix(mix(words[..., 0] * np.uint32(0x9E3779B1) + words[..., 1]) + first.tokens.astype(jnp.uint32))
-    if first.extra_ids is not None:
-        mixed = mix(mixed + first.extra_ids.astype(jnp.uint32) * np.uint32(0xCC9E2D51))
+    mixed = mix(mix(words[..., 0] * np.uint32(0x9E3779B1) + words[..., 1]) + token_words(first))
     return num_handles + buckets + (mixed & np.uint32(buckets - 1)).astype(jnp.int32)
 
 

@@ -23,6 +23,12 @@ def root_key(namespace: jax.Array) -> jax.Array:
     return mix(namespace.astype(jnp.uint32)[..., None] + _last_axes(_LANES, namespace.ndim + 1))
 
 
+def token_words(text: Text) -> jax.Array:
+    """u32[...]; a word for each token i32[...] and its extra id."""
+    words = text.tokens.astype(jnp.uint32) * np.uint32(0xCC9E2D51)
+    return words if text.extra_ids is None else words + mix(text.extra_ids.astype(jnp.uint32))
+
+
 def prefix_keys(start: jax.Array, text: Text, fill, depth: jax.Array) -> jax.Array:
     """The keys of consecutive blocks.
 
@@ -37,9 +43,7 @@ def prefix_keys(start: jax.Array, text: Text, fill, depth: jax.Array) -> jax.Arr
     """
     size, ndim = text.tokens.shape[-1], text.tokens.ndim
     lane = np.arange(size, dtype=np.uint32)[:, None] * np.uint32(0x9E3779B1) + _LANES
-    words = text.tokens.astype(jnp.uint32)[..., None] * np.uint32(0xCC9E2D51)
-    if text.extra_ids is not None:
-        words = words + mix(text.extra_ids.astype(jnp.uint32))[..., None]
+    words = token_words(text)[..., None]
     fill = jnp.broadcast_to(jnp.asarray(fill, jnp.int32), text.tokens.shape[:-1])
     counts = _last_axes(np.arange(size, dtype=np.int32), ndim) < fill[..., None]
     words = jnp.where(counts[..., None], mix(words + _last_axes(lane, ndim + 1)), np.uint32(0))

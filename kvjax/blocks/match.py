@@ -82,11 +82,9 @@ def longest_match(
     elif state.spec.partial_reuse:
         source, shared = child(whole)
     found = jnp.where(np.arange(num, dtype=np.int32) < whole, ids, NO_BLOCK)
-    far = jnp.int32(0)
-    if state.spec.has_host:
-        away = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])
-        source_away = functools.reduce(jnp.logical_or, [_on_host(group, source) for group in state.groups])
-        far = count(away) * size + jnp.where(source_away, shared, 0)
+    away = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])
+    source_away = functools.reduce(jnp.logical_or, [_on_host(group, source) for group in state.groups])
+    far = count(away) * size + jnp.where(source_away, shared, 0)
     return Match(found, whole, uncopied, source, shared, device_tokens=whole * size + shared - far, host_tokens=far)
 
 

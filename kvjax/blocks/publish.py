@@ -78,7 +78,7 @@ def leave_index(
     generations, generation = fence(blocks.generation, pick(blocks.generation, ids))
     removed = record(EventKind.REMOVED, where, group=number, block=ids, generation=generation)
     group = group.replace(blocks=blocks.replace(fill=put(blocks.fill, ids, 0, where), generation=generations))
-    if group.windowed:
+    if number > 0:
         return windows.let_go_of_anchors(group, ids, where), removed
     if counted:
         group = tiers.count_children(group, pick(blocks.parent, ids)[:, 0], -1, where, on_device)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,12 +30,12 @@ def led_to(group: Group, marked: jax.Array, near: jax.Array) -> jax.Array:
 
 def find_stuck(group: Group) -> Group:
     """The group with `Host.stuck` up to date; a pass over all blocks for each level of the longest chain."""
-    host = group.host
-    if host is None:
-        return group
-    near = host.slot < group.empty.shape[0]
-    stuck = led_to(group, (host.arriving != 0) | (near & (host.below > 0)), near)
-    return group.replace(host=host.replace(stuck=stuck))
+
+    def find(host: Host) -> Host:
+        near = host.pool_row < group.empty.shape[0]
+        return host.replace(stuck=led_to(group, (host.arriving != 0) | (near & (host.below > 0)), near))
+
+    return with_host(group, find)
 
 
 def _stick(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
@@ -66,16 +67,16 @@ def take_over(
     if host is None:
         return group, no_records()
     where = where & ~group.on_device(target)
-    near, far, parent = pick(host.slot, own), pick(host.slot, target), pick(blocks.parent, target)[:, 0]
+    near, far, parent = pick(host.pool_row, own), pick(host.pool_row, target), pick(blocks.parent, target)[:, 0]
     idle = where & (pick(blocks.refcount, target) == 0)
     updated = record(
         EventKind.UPDATED, where, group=number, block=target, generation=pick(blocks.generation, target),
         priority=blocks.stated_priority(target),
     )  # fmt: skip
-    (slot, arriving), near, far, idle, updated = fence((host.slot, host.arriving), near, far, idle, updated)
+    (pool_row, arriving), near, far, idle, updated = fence((host.pool_row, host.arriving), near, far, idle, updated)
     up = where & (parent >= 0)
     host = host.replace(
-        slot=put(put(slot, own, far, where), target, near, where),
+        pool_row=put(put(pool_row, own, far, where), target, near, where),
         arriving=put(arriving, target, 0, where),
         below=add(host.below, parent, -1, up, unique=False),
         policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
@@ -87,39 +88,33 @@ def take_over(
 
 def keep_host_policy(fresh: Group, group: Group, policy: EvictionPolicy) -> Group:
     """The fresh group with what the group's policy knows on the host, but for what it forgets of the blocks."""
-    if fresh.host is None:
-        return fresh
-    return fresh.replace(host=fresh.host.replace(policy=policy.forgot(host_of(group).policy, group.ids)))
+    return with_host(fresh, lambda host: host.replace(policy=policy.forgot(host_of(group).policy, group.ids)))
 
 
 def touch_host(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
     """Tells the host's policy that blocks ids i32[K] on the host, where bool[K], have lost their last holder."""
-    host = group.host
-    if host is None:
-        return group
-    pstate = policy.touched(host.policy, group.blocks, jnp.where(where, ids, NO_BLOCK), now)
-    return group.replace(host=host.replace(policy=pstate))
+    ids = jnp.where(where, ids, NO_BLOCK)
+    return with_host(group, lambda host: host.replace(policy=policy.touched(host.policy, group.blocks, ids, now)))
 
 
 def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array) -> Group:
     """Puts blocks ids i32[K] without holders and contents, where bool[K], on the stack of their tier."""
-    host = group.host
-    if host is not None:
-        here = group.on_device(ids)
-        away, here = where & ~here, where & here
-        (stack, pstate), ids, away, where, here = fence((host.empty, host.policy), ids, away, where, here)
-        host = host.replace(
-            empty=put(stack, host.num_empty + rank(away), ids, away),
-            num_empty=host.num_empty + count(away),
-            arriving=put(host.arriving, ids, 0, where),  # what still arrives there is nobody's
-            stuck=put(host.stuck, ids, False, where),
-            policy=policy.forgot(pstate, jnp.where(away, ids, NO_BLOCK)),
+    here = group.on_device(ids)
+    away, here = where & ~here, where & here
+
+    def push(host: Host) -> Host:
+        (stack, pstate), block, gone, leaves = fence((host.empty, host.policy), ids, away, where)
+        return host.replace(
+            empty=put(stack, host.num_empty + rank(gone), block, gone),
+            num_empty=host.num_empty + count(gone),
+            arriving=put(host.arriving, block, 0, leaves),  # what still arrives there is nobody's
+            stuck=put(host.stuck, block, False, leaves),
+            policy=policy.forgot(pstate, jnp.where(gone, block, NO_BLOCK)),
         )
-        where = here
+
+    group = with_host(group, push)
     return group.replace(
-        empty=put(group.empty, group.num_empty + rank(where), ids, where),
-        num_empty=group.num_empty + count(where),
-        host=host,
+        empty=put(group.empty, group.num_empty + rank(here), ids, here), num_empty=group.num_empty + count(here)
     )
 
 
@@ -133,6 +128,11 @@ def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("dev
     blocks, ids = state.groups[0].blocks, state.groups[0].ids
     known = priority_at(blocks, now) if state.spec.retention else blocks.stated_priority(ids)
     return [pick(known, group.anchors(group.ids)) if group.tiered else None for group in state.groups]
+
+
+def with_host(group: Group, change: Callable[[Host], Host]) -> Group:
+    """The group with its host tier changed, if it has one."""
+    return group if group.host is None else group.replace(host=change(group.host))
 
 
 def host_of(group: Group) -> Host:
@@ -169,8 +169,10 @@ def next_move(host: Host) -> jax.Array:
 
 def count_children(group: Group, parent: jax.Array, by: int, where: jax.Array, on_device: jax.Array) -> Group:
     """Adds `by` to the children counted at each parent i32[K], where bool[K], on the tier where the child is."""
-    blocks, host, where = group.blocks, group.host, where & (parent >= 0)
+    blocks, where = group.blocks, where & (parent >= 0)
     blocks = blocks.replace(children=add(blocks.children, parent, by, where & on_device, unique=False))
-    if host is not None:
-        host = host.replace(below=add(host.below, parent, by, where & ~on_device, unique=False))
-    return group.replace(blocks=blocks, host=host)
+
+    def below(host: Host) -> Host:
+        return host.replace(below=add(host.below, parent, by, where & ~on_device, unique=False))
+
+    return with_host(group.replace(blocks=blocks), below)

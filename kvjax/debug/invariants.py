@@ -55,10 +55,11 @@ def check(state: CacheState) -> None:
     """
     host = jax.device_get(state)
     broken = []
-    for number, group in enumerate(host.groups):
+    own_rules = [_check_prefixes, *[_check_anchors] * (len(host.groups) - 1)]
+    for number, (group, check_own) in enumerate(zip(host.groups, own_rules, strict=True)):
         found = ["num_blocks out of range"] if group.num_blocks == 0 else []
         found += _check_rows(host, number) + _check_counts(host, group)
-        found += _check_tree(group) + _check_links(group) if number == 0 else _check_anchors(host, group)
+        found += check_own(host, group)
         if isinstance(group.policy, Ring):
             found += _check_ring(group, group.policy, True)
             found += _check_ring(group, group.host.policy, False) if group.tiered else []
@@ -133,18 +134,23 @@ def _is_stack(stack: np.ndarray, height: int, wanted: np.ndarray) -> bool:
 
 
 def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, Any]:
-    blocks, host, ids = group.blocks, group.host, np.arange(len(group.host.slot))
+    blocks, host, ids = group.blocks, group.host, np.arange(len(group.host.pool_row))
     away, above, findable = ~_on_device(group), blocks.parent[:, 0], blocks.fill > 0
     child = np.flatnonzero(findable & (above >= 0) & (above < len(ids)))
     return {
-        "every_pool_row_belongs_to_one_block": sorted(host.slot.tolist()) == ids.tolist(),
-        "blocks_out_of_use_keep_their_pool_rows": host.slot[unused] == ids[unused],
+        "every_pool_row_belongs_to_one_block": sorted(host.pool_row.tolist()) == ids.tolist(),
+        "blocks_out_of_use_keep_their_pool_rows": host.pool_row[unused] == ids[unused],
         "the_stack_of_the_host_is_its_empty_blocks": _is_stack(host.empty, host.num_empty, empty),
         "children_on_the_host_are_counted": np.bincount(above[child[away[child]]], minlength=len(ids)) == host.below,
         "a_device_block_has_its_parent_on_the_device": away[child] | ~away[above[child]],
         "only_blocks_with_contents_are_on_the_move": (host.arriving == 0) | findable | (blocks.refcount > 0),
         "moves_were_ordered": (host.arriving == 0) | (_after(host.moves, host.arriving) >= 0),
     }
+
+
+def _check_prefixes(state: CacheState, group: Any) -> list[str]:
+    """What holds of the first group alone."""
+    return _check_tree(group) + _check_links(group)
 
 
 def _check_tree(group: Any) -> list[str]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import Pytree
-from kvjax.events.transfer import Transfer
+from kvjax.events.transfer import Transfer, no_moves
 from kvjax.state import DEFAULT_PRIORITY, Text
 
 
@@ -99,6 +99,11 @@ class Events(Records):
     def ok(self) -> jax.Array:
         """bool[]; whether every row of the request was done."""
         return jnp.all(self.status == Status.OK)
+
+    @property
+    def moves(self) -> Transfer:
+        """The moves between tiers: those of `transfer`, or none."""
+        return no_moves() if self.transfer is None else self.transfer
 
     tokens = property(lambda self: self.text.tokens)
     extra_ids = property(lambda self: self.text.extra_ids)

@@ -61,8 +61,8 @@ class Totals:
             "removed_blocks": np.sum(kinds == EventKind.REMOVED),
             "copied_blocks": np.sum(kinds == EventKind.COPIED),
         }
-        if not isinstance(events, EventLog) and events.transfer is not None:
-            moves = events.transfer  # between tiers, so that the greater row is on the host
+        if not isinstance(events, EventLog):
+            moves = events.moves  # between tiers, so that the greater row is on the host
             new["offloaded_blocks"] = np.sum((moves.block >= 0) & (moves.target > moves.source))
             new["onboarded_blocks"] = np.sum((moves.block >= 0) & (moves.target < moves.source))
         new |= rows

@@ -144,29 +144,29 @@ def cut_off(stated: jax.Array | None, length: jax.Array, size: int) -> jax.Array
 def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array | None, where: jax.Array) -> Blocks:
     """Gives blocks ids i32[K], where bool[K], the priority and ttl stated i32[K, 2], for UNSTATED ones the default.
 
-    None where the spec asks for no retention: then there is nothing to do.
+    Without retention both are None, and nothing is done.
     """
-    if stated is None:
-        return blocks
-    default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), stated.shape)
-    stated = jnp.where(stated[..., :1] < 0, default, stated)
+
+    def give(retention: jax.Array, stated: jax.Array) -> jax.Array:
+        default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), stated.shape)
+        return put(retention, ids, jnp.where(stated[..., :1] < 0, default, stated), where)
+
     retention, expiry = fence(blocks.retention, blocks.expiry)  # which may have been computed from it just now
-    return blocks.replace(retention=put(retention, ids, stated, where), expiry=expiry)
+    return blocks.replace(retention=jax.tree.map(give, retention, stated), expiry=expiry)
 
 
 def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:
     """i32[B]; each block's priority at `now`: the stated one, or 35 when its time is over."""
-    if blocks.retention is None or blocks.expiry is None:
+    if blocks.retention is None or blocks.expiry is None or blocks.time is None:
         raise ValueError("retention: the spec was made with retention=False, so blocks have no priorities")
-    (high, low), expiry = time_at(blocks, now), blocks.expiry
+    (high, low), expiry = time_at(blocks.time, now), blocks.expiry
     reached = (high > expiry[:, 0]) | ((high == expiry[:, 0]) & (low >= expiry[:, 1]))
     return jnp.where(reached & (blocks.retention[:, 1] >= 0), DEFAULT_PRIORITY, blocks.retention[:, 0])
 
 
-def time_at(blocks: Blocks, now: jax.Array) -> jax.Array:
-    """i32[2]; `now` i32[] in 64 bits: what lies nearest to the latest time that the blocks know of."""
-    assert blocks.time is not None
-    return later(blocks.time, now - blocks.time[1])
+def time_at(latest: jax.Array, now: jax.Array) -> jax.Array:
+    """i32[2]; `now` i32[] in 64 bits: what lies nearest to the latest time i32[2] that is known."""
+    return later(latest, now - latest[1])
 
 
 def later(time: jax.Array, ms: jax.Array) -> jax.Array:
@@ -178,16 +178,19 @@ def later(time: jax.Array, ms: jax.Array) -> jax.Array:
 
 
 def set_expiry(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:
-    """The time to live of blocks ids i32[K], all different, where bool[K], begins now."""
-    if blocks.retention is None:
-        return blocks
-    expiry = later(time_at(blocks, now), pick(blocks.retention, ids)[:, 1])
-    return tell_time(blocks.replace(expiry=put(blocks.expiry, ids, expiry, where)), now, jnp.any(where))
+    """The time to live of blocks ids i32[K], all different, where bool[K], begins now; see `apply_retention`."""
+
+    def begin(expiry: jax.Array, retention: jax.Array, time: jax.Array) -> jax.Array:
+        return put(expiry, ids, later(time_at(time, now), pick(retention, ids)[:, 1]), where)
+
+    expiry = jax.tree.map(begin, blocks.expiry, blocks.retention, blocks.time)
+    return tell_time(blocks.replace(expiry=expiry), now, jnp.any(where))
 
 
 def tell_time(blocks: Blocks, now: jax.Array, where: jax.Array) -> Blocks:
     """The blocks, which know, where bool[], that it has been `now`; an earlier time than the latest is no news."""
-    if blocks.time is None:
-        return blocks
-    news = where & (now - blocks.time[1] > 0)
-    return blocks.replace(time=jnp.where(news, time_at(blocks, now), blocks.time))
+
+    def tell(time: jax.Array) -> jax.Array:
+        return jnp.where(where & (now - time[1] > 0), time_at(time, now), time)
+
+    return blocks.replace(time=jax.tree.map(tell, blocks.time))

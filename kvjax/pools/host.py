@@ -17,6 +17,7 @@ Why so (`benchmarks.offload` measures it, tests/test_host_pool.py compiles it fo
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -77,13 +78,11 @@ def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
     """
     pools = jax.tree.map(lambda x: jax.device_put(x, x.sharding), pools)
 
-    def each(rows: Any) -> Any:
-        return tuple(
-            jax.tree.map(lambda x, num_blocks=group.num_host_blocks: _allocate(x, num_blocks), row)
-            for row, group in zip(rows, pools.spec.groups, strict=True)
-        )
-
-    return pools, HostPools(each(pools.arrays), pools.spec, None if pools.scales is None else each(pools.scales))
+    host = HostPools(pools.arrays, pools.spec, pools.scales)
+    for number, group in enumerate(pools.spec.groups):
+        allocate = functools.partial(_allocate, num_blocks=group.num_host_blocks)
+        host = _with(host, number, jax.tree.map(allocate, _of(pools, number)))
+    return pools, host
 
 
 def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, HostPools]:

@@ -62,10 +62,9 @@ class Held[C: (Cache, TieredCache)]:
 
         These are released: their prompts wait, and find less the next time.
         """
-        assert self.host is not None
         lost, removed = [], None
         try:
-            tiered, events = verb(TieredCache(self.cache, self.host), *args, now=self._next(), **options)
+            tiered, events = verb(self.result, *args, now=self._next(), **options)
         except FailedTransfer as failure:
             tiered, events, lost, removed = failure.tiered, failure.events, failure.lost, failure.removed
             warnings.warn(f"what was lost is computed again: {failure}", RuntimeWarning, stacklevel=2)

@@ -134,18 +134,15 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         seqs = np.asarray([*self.free[: len(batch)], *[-1] * (count - len(batch))], np.int32)
         pad = (0, count - len(batch))
         spaces, seeds = np.pad(self.namespaces[batch], pad), np.pad(self.seeds[batch], pad)
-        asked = None
-        if self.retention is not None:
-            ranges, decode = self.retention.ranges[batch], self.retention.decode[batch]
-            asked = Retention(np.pad(ranges, (pad, (0, 0), (0, 0))), np.pad(decode, (pad, (0, 0))))
+        asked = jax.tree.map(lambda x: np.pad(x[batch], (pad, *[(0, 0)] * (x.ndim - 1))), self.retention)
         # Without windows all of a prompt has to stay: it is reserved at once, and nobody stops halfway.
         windows = len(self.spec.groups) > 1
-        room = self.chunk if windows else None
+        room, ends = (self.chunk, lengths) if windows else (None, None)
         events, lost = self._reserve(seqs, tokens, lengths, namespace=spaces, retention=asked, room=room)
         status = np.where(np.isin(seqs, lost), Status.NO_BLOCKS, np.asarray(events.status))
         self._enter(batch, seqs, status, np.asarray(events.cached), bool(lost))
         seqs = np.where(status == Status.OK, seqs, -1)
-        self._prefill(batch, seqs, tokens, seeds, lengths if windows else None)
+        self._prefill(batch, seqs, tokens, seeds, ends)
 
     def _reserve(self, *prompts: Any, **options: Any) -> tuple[Events, list[int]]:
         """Admits prompts, from both tiers if there are two; the events, and the rows that moves have failed for."""

@@ -60,12 +60,16 @@ def arguments_of(request: Request, state: CacheState, known: Known) -> dict[str,
 
 def _admit(request: Request, spec: CacheSpec) -> dict[str, Any]:
     width = spec.max_length + 1
-    extra = {"extra_ids": _padded(request["extra_ids"], width)} if spec.extra_ids else {}
+    tokens = _padded(request["tokens"], width)
+    extra = _padded(request.get("extra_ids", []), width)
     return {
-        "seq": np.int32(request["seq"]), "tokens": _padded(request["tokens"], width),
-        "length": np.int32(len(request["tokens"])), "namespace": np.int32(request["namespace"]), **extra,
-        **_tiers(request),
+        "seq": np.int32(request["seq"]), "length": np.int32(len(request["tokens"])),
+        "namespace": np.int32(request["namespace"]), **_text(spec, tokens, extra), **_tiers(request),
     }  # fmt: skip
+
+
+def _text(spec: CacheSpec, tokens: np.ndarray, extra_ids: np.ndarray) -> dict[str, np.ndarray]:
+    return {"tokens": tokens, "extra_ids": extra_ids} if spec.extra_ids else {"tokens": tokens}
 
 
 def _extend(request: Request, known: Known) -> dict[str, Any] | None:
@@ -79,9 +83,8 @@ def _extend(request: Request, known: Known) -> dict[str, Any] | None:
 def _commit(request: Request, spec: CacheSpec, known: Known) -> dict[str, Any] | None:
     new = known.written(request)
     columns = [np.stack([_padded([item[i] for item in line], spec.max_length) for line in new]) for i in range(2)]
-    extra = {"extra_ids": columns[1]} if spec.extra_ids else {}
     counts = np.array([len(line) for line in new], np.int32)
-    return {"tokens": columns[0], "num_tokens": counts, **extra} if counts.any() else None
+    return {**_text(spec, *columns), "num_tokens": counts} if counts.any() else None
 
 
 def _pin(request: Request, state: CacheState) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def others(spec: CacheSpec) -> list[SearchStrategy[Request]]:
 
 def of_the_host_tier(spec: CacheSpec) -> list[SearchStrategy[Request]]:
     """Requests of caches with a host tier."""
-    group = st.sampled_from([number for number, group in enumerate(spec.groups) if group.num_host_blocks])
+    group = st.sampled_from(spec.host_groups)
     return [
         *[_ask("complete", ok=st.sampled_from((True, True, True, False)))] * 2,
         _ask("offload", which=st.integers(1, 15), group=group),
@@ -81,12 +81,11 @@ def _with_extra_ids(spec: CacheSpec, verb: str, fields: dict[str, SearchStrategy
         def ids(line: list[int]) -> list[int]:
             return [bits >> i & 1 if token == 2 else 0 for i, token in enumerate(line)]
 
-        if not spec.extra_ids:
-            return request
         return request | {"extra_ids": [ids(line) for line in tokens] if verb == "commit" else ids(tokens)}
 
-    bits = st.integers(0, 2**spec.max_length - 1) if spec.extra_ids else st.just(0)
-    return _ask(verb, **fields, bits=bits).map(extra)
+    if not spec.extra_ids:
+        return _ask(verb, **fields)
+    return _ask(verb, **fields, bits=st.integers(0, 2**spec.max_length - 1)).map(extra)
 
 
 def _ask(verb: str, **fields: SearchStrategy[Any]) -> SearchStrategy[Request]:

@@ -130,7 +130,7 @@ class Known:
     def _move(self, events: Events) -> None:
         """Does with the slots what a transition ordered: moves between tiers, then copies."""
         self.moves = collections.deque((transfer, False) for transfer, _ in self.moves)
-        moves = [] if events.transfer is None else [m for m in events.transfer.records.tolist() if m[1] >= 0]
+        moves = [m for m in events.moves.records.tolist() if m[1] >= 0]
         sources = [self.slots[number][source].copy() for number, _, _, source, _ in moves]
         for (number, _, _, _, target), slots in zip(moves, sources, strict=True):
             self.slots[number][target] = slots
@@ -145,8 +145,7 @@ class Known:
     def _fail(self, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
         """Takes the K/V from where failed moves should have brought them."""
         for number, block, which, _, target in arguments["transfer"].records.tolist() if not arguments["ok"] else ():
-            host = before.groups[number].host if block >= 0 else None
-            if host is not None and host.arriving[block] == which:
+            if block >= 0 and before.groups[number].arrival(np.int32(block)) == which:
                 self.slots[number][target] = NOTHING
         for seq in np.flatnonzero(events.status == Status.HELD).tolist():
             self.rows[seq].lost = True
@@ -154,4 +153,4 @@ class Known:
 
 def pool_rows(group: Any) -> np.ndarray:
     """i32[B]; the pool row of each block."""
-    return np.arange(len(group.blocks.fill)) if group.host is None else np.asarray(group.host.slot)
+    return np.asarray(group.pool_row(np.arange(len(group.blocks.fill), dtype=np.int32)))

@@ -122,8 +122,8 @@ class Trial:
 
     def _verify_holders(self, state: CacheState) -> None:
         """The holders of a block are rows and pins."""
-        for number, group in enumerate(state.groups):
-            pins = self._known.pins if number == 0 else []
+        pinned = [self._known.pins, *[[]] * (len(state.groups) - 1)]  # blocks of the first group alone
+        for group, pins in zip(state.groups, pinned, strict=True):
             holders = np.concatenate([group.table.reshape(-1), *pins])
             counts = np.bincount(holders[holders >= 0], minlength=len(group.blocks.refcount))
             assert np.array_equal(group.blocks.refcount, counts), "a block has other holders than rows and pins"
@@ -155,9 +155,10 @@ class Trial:
             holders = int(before.groups[number].blocks.refcount[block])
             assert holders <= most or verb == "complete", f"block {block} was removed, which {holders} hold"
             namespace, path, *_ = left.pop((number, block, event["generation"]))
-            for (other, *_), (ns, longer, *_) in left.items() if number == 0 else ():
+            for (other, *_), (ns, longer, *_) in left.items():
                 below = len(path) % size == 0 and len(longer) > len(path) and longer[: len(path)] == path
-                assert (other, ns) != (0, namespace) or not below, f"block {block} was removed before its child"
+                parent = (number, other, ns) == (0, 0, namespace) and below
+                assert not parent, f"block {block} was removed before its child"
 
 
 def assert_equal(old: Any, new: Any, why: str) -> None:

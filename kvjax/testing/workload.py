@@ -93,10 +93,9 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
         request |= make[request["verb"]]()
         if rng.random() < 0.04:
             request |= _flaw(request, int(rng.integers(3)), spec)
-        if spec.extra_ids and request["verb"] == "admit":
-            request["extra_ids"] = extra(request["tokens"])
-        if spec.extra_ids and request["verb"] == "commit":
-            request["extra_ids"] = [extra(line) for line in request["tokens"]]
+        if spec.extra_ids and "tokens" in request:
+            tokens = request["tokens"]
+            request["extra_ids"] = extra(tokens) if request["verb"] == "admit" else [extra(line) for line in tokens]
         used |= {request[name] for name in ("seq", "dst") if request["verb"] in ("admit", "fork") and name in request}
         used -= {request["seq"]} if request["verb"] == "release" else set()
         yield request

@@ -143,11 +143,6 @@ def chosen(state: CacheState, group: int) -> Group:
     return state.groups[group]
 
 
-def tiered_groups(state: CacheState) -> list[int]:
-    """The numbers of the groups that have a host tier."""
-    return [number for number, group in enumerate(state.groups) if group.tiered]
-
-
 def replace_group(state: CacheState, number: int, group: Group) -> CacheState:
     """The state with another group in one place."""
     groups = (*state.groups[:number], group, *state.groups[number + 1 :])

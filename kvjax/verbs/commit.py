@@ -102,7 +102,7 @@ def publish_filled(
     batch = min(_BATCH, total)
     fills = end > first
     order = put(jnp.zeros((total + batch,), jnp.int32), rank(fills), jnp.arange(total, dtype=jnp.int32), fills)
-    lists = len(state.groups) + sum(group.tiered for group in state.groups)  # stored ones, updated ones
+    lists = len(state.groups) + len(state.spec.host_groups)  # stored ones, updated ones
     records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32)] * lists
 
     def step(carry):

@@ -15,7 +15,7 @@ from kvjax.blocks.tiers import find_stuck, host_of
 from kvjax.events.records import Events, Records, Status
 from kvjax.events.transfer import Transfer
 from kvjax.state import LOST, NO_BLOCK, CacheState, EvictionPolicy, Group
-from kvjax.verbs._request import assemble, replace_group, tiered_groups
+from kvjax.verbs._request import assemble, replace_group
 
 
 @on_state
@@ -41,7 +41,7 @@ def complete(
     if transfer is None:
         return state, assemble(state, hurt.astype(jnp.int32))
     ok, removed = jnp.asarray(ok, jnp.bool_), []
-    for number in tiered_groups(state):
+    for number in state.spec.host_groups:
         group, host = state.groups[number], host_of(state.groups[number])
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
         came = (ids >= 0) & (transfer.number == pick(host.arriving, ids))

@@ -71,14 +71,13 @@ def init_group(
     """Group `number`, its first `num_blocks` i32[] device blocks empty and the others out of use; see `init`."""
     group, num_ids = spec.groups[number], spec.groups[number].num_ids
     if number == 0:
-        blocks, links, beside = _init_blocks(num_ids, spec.block_size, spec), index.init_links(num_ids), {}
-    else:  # the first group has the contents and the index of all
-        blocks = _init_blocks(num_ids, 0, dataclasses.replace(spec, retention=False))
-        links, policy, policy_state = index.init_links(1), windows.POLICY, None
-        beside = {"anchor": _none(num_ids), "shadow": _none(spec.groups[0].num_ids)}
+        blocks, own = _init_blocks(num_ids, spec), dict[str, Any](links=index.init_links(num_ids))
+    else:  # what blocks hold, and the index, are in the first group for all
+        blocks = _init_blocks(num_ids, dataclasses.replace(spec, retention=False)).replace(text=None, key=None)
+        policy, policy_state = windows.POLICY, None
+        own = dict[str, Any](links=None, anchor=_none(num_ids), shadow=_none(spec.groups[0].num_ids))
     return Group(
         blocks=blocks,
-        links=links,
         empty=num_blocks - 1 - jnp.arange(group.num_blocks, dtype=jnp.int32),
         num_empty=jnp.array(num_blocks),
         num_cached=jnp.int32(0),
@@ -86,7 +85,7 @@ def init_group(
         table=_none(spec.max_seqs, spec.max_blocks_per_seq),
         policy=_init_policy(policy, num_ids, policy_state),
         host=_init_host(group, policy, policy_state) if group.num_host_blocks else None,
-        **beside,
+        **own,
     )
 
 
@@ -94,15 +93,16 @@ def _none(*shape: int) -> jax.Array:
     return jnp.full(shape, NO_BLOCK, jnp.int32)
 
 
-def _init_blocks(num_ids: int, size: int, spec: CacheSpec) -> Blocks:
-    """Blocks of `size` tokens of which nothing is known."""
+def _init_blocks(num_ids: int, spec: CacheSpec) -> Blocks:
+    """Blocks of which nothing is known."""
 
     def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
         return jnp.zeros((num_ids, *shape), dtype)
 
+    text = Text(zeros(spec.block_size), zeros(spec.block_size) if spec.extra_ids else None)
     kept = {"retention": zeros(2), "expiry": zeros(2), "time": jnp.zeros((2,), jnp.int32)} if spec.retention else {}
     return Blocks(
-        refcount=zeros(), text=Text(zeros(size), zeros(size) if spec.extra_ids else None), fill=zeros(),
+        refcount=zeros(), text=text, fill=zeros(),
         key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=_none(num_ids, 2), children=zeros(),
         depth=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0), **kept,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def _init_policy(policy: EvictionPolicy, num_ids: int, given: Any) -> Any:
 def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any) -> Host:
     ids = jnp.arange(group.num_ids, dtype=jnp.int32)
     return Host(
-        slot=ids,
+        pool_row=ids,
         below=jnp.zeros_like(ids),
         arriving=jnp.zeros_like(ids),
         moves=jnp.int32(0),

@@ -37,7 +37,7 @@ from kvjax.blocks.tiers import priorities
 from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState, Group
-from kvjax.verbs._request import assemble, chosen, first_failure, replace_group, tiered_groups
+from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
 
 
 @on_state
@@ -261,7 +261,7 @@ def _swap(
     if not state.spec.has_host:
         raise ValueError("state: got a cache without a host tier, wanted num_host_blocks above 0")
     after, reports = state, []
-    for number in tiered_groups(state):
+    for number in state.spec.host_groups:
         after, report = _put(after, number, do(after, number))
         reports.append(report)
     room = functools.reduce(jnp.logical_and, [new.ok for _, new in reports])
