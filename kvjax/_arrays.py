@@ -54,6 +54,25 @@ def either[T](where: jax.Array, new: T, old: T) -> T:
     return jax.tree.map(lambda n, o: n if n is o else jnp.where(where, n, o), new, old)
 
 
+def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Finds the last occurrence of each id, where an id may occur several times.
+
+    Each occurrence writes a negative number of its own into the counts, the last one the smallest; the occurrence that
+    reads itself back is the last.
+
+    Args:
+      counts: i32[B]; none negative at the ids; they come back with marks, -1 - k of entry k, which the caller overwrites.
+      ids: i32[K].
+      where: bool[K]; the entries that count.
+
+    Returns:
+      The counts with the marks, and bool[K], which entries are the last of their ids.
+    """
+    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)
+    marked = counts.at[jnp.where(where, ids, counts.shape[0])].min(mark, mode="drop")
+    return fence(marked, where & (pick(marked, ids) == mark))
+
+
 def rank(where: jax.Array) -> jax.Array:
     """i32[K]; how many entries before this one hold."""
     return jnp.cumsum(where, dtype=jnp.int32) - where.astype(jnp.int32)

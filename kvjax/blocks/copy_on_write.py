@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kvjax._arrays import Pytree, add, count, fence, pick, put
+from kvjax._arrays import Pytree, add, count, fence, last_of_each, pick, put
 from kvjax.blocks.holders import stamp_release
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
@@ -37,17 +36,13 @@ def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, W
 
     The group comes back in between: `settle` must follow. Meanwhile no block at issue looks unheld.
     """
-    row = np.arange(block.shape[0], dtype=np.int32)
     before = pick(group.blocks.refcount, block)
     findable = pick(group.blocks.fill, block) > 0
     shared = writes & ((before > 1) | findable)
     refcount, before, shared, findable = fence(group.blocks.refcount, before, shared, findable)
     refcount = add(refcount, block, -1, shared, unique=False)
     left = pick(refcount, block)
-    alone = shared & (left == 0)
-    # The highest row of those that empty a block: written into its refcount for a moment, and read back.
-    refcount = refcount.at[jnp.where(alone, block, refcount.shape[0])].max(row + 1, mode="drop")
-    refcount, last = fence(refcount, alone & (pick(refcount, block) == row + 1))
+    refcount, last = last_of_each(refcount, block, shared & (left == 0))
     shares = Writers(block, shared, before, left, last, copies=shared & ~(last & ~findable))
     return group.replace(blocks=group.blocks.replace(refcount=refcount)), shares
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import add, count, fence, pick, put, rank
+from kvjax._arrays import add, count, fence, last_of_each, pick, put, rank
 from kvjax.blocks.tiers import push_empty, touch_host
 from kvjax.policies.retention import set_expiry
 from kvjax.state import COPYING, NO_BLOCK, Blocks, EvictionPolicy, Group
@@ -54,13 +54,8 @@ def give_back_shared(
 ) -> Group:
     """Takes `less` i32[K] holders from each of ids i32[K], where bool[K]; an id may be there several times."""
     refcount = add(group.blocks.refcount, ids, -less, where, unique=False)
-    # Of a block's places here one lets go of its last holder: which one, its refcount tells for a moment.
-    free = where & (pick(refcount, ids) == 0)
-    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)
-    refcount, free = fence(refcount, free)
-    refcount = put(refcount, ids, mark, free, unique=False)
-    last = free & (pick(refcount, ids) == mark)
-    refcount, last = fence(refcount, last)
+    refcount, freed = fence(refcount, where & (pick(refcount, ids) == 0))
+    refcount, last = last_of_each(refcount, ids, freed)
     blocks = group.blocks.replace(refcount=put(refcount, ids, 1, last))
     return give_back(group.replace(blocks=blocks), policy, ids, last, now)
 

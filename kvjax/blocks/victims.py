@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import Pytree, add, pick, put
+from kvjax._arrays import Pytree, add, last_of_each, pick, put
 from kvjax.events.records import Records
 from kvjax.events.transfer import Transfer
 from kvjax.state import Blocks, Group
@@ -38,12 +38,11 @@ def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax
 
     Whatever a policy names, what is claimed are different blocks, each behind all its findable children.
     """
-    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)  # for a moment the refcount tells the place in `ids`
-    refcount = put(blocks.refcount, ids, mark, where, unique=False)
-    named = where & (pick(refcount, ids) == mark)
+    refcount, named = last_of_each(blocks.refcount, ids, where)
     parent = pick(blocks.parent, ids)[:, 0]
     above = jnp.where(parent >= 0, pick(refcount, parent), 0)
-    in_order = named & ((above >= 0) | (above < mark))
+    # A parent among the victims has a mark, which is smaller than its child's if it is named later.
+    in_order = named & ((above >= 0) | (above < -1 - np.arange(ids.shape[0], dtype=np.int32)))
     children = add(blocks.children, parent, -1, in_order & (parent >= 0), unique=False)
 
     def reject(carry):
