@@ -13,34 +13,21 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.testing import SMALL, Trial, random_requests
-
-EXTRA = dataclasses.replace(SMALL, extra_ids=True)
+from kvjax.testing import Trial, random_requests
+from tests.drive import EXTRA, PLAIN, TIMEOUT, VERBS, Driver
 
 
 @functools.cache
-def story(spec=SMALL):
+def story(spec=PLAIN):
     """Two rows that share a prompt, one of them still to be written, and cached blocks; two blocks are out of use."""
-    trial = Trial(kvjax.init(spec, num_blocks=10))
-    extra = spec.extra_ids
-
-    def admit(seq, tokens):
-        trial.do({"verb": "admit", "seq": seq, "tokens": tokens, "extra_ids": [0] * len(tokens), "namespace": 0})
-
-    def write():
-        more = {"extra_ids": [[]] * 4} if extra else {}
-        trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4, **more})
-
-    admit(0, [1, 1, 1, 1, 2, 2, 2, 2, 3])
-    write()
-    admit(1, [1, 1, 1, 1, 4, 4, 4, 4, 5, 5, 5, 5])
-    write()
-    admit(2, [7, 7, 7, 7, 8])
-    write()
-    trial.do({"verb": "release", "seq": 1})
-    trial.do({"verb": "release", "seq": 2})
-    admit(1, [1, 1, 1, 1, 6, 6])
-    return trial
+    driver = Driver(kvjax.init(spec, num_blocks=10))
+    driver.start(0, [1, 1, 1, 1, 2, 2, 2, 2, 3])
+    driver.start(1, [1, 1, 1, 1, 4, 4, 4, 4, 5, 5, 5, 5])
+    driver.start(2, [7, 7, 7, 7, 8])
+    driver.do("release", 1)
+    driver.do("release", 2)
+    assert driver.admit(1, [1, 1, 1, 1, 6, 6]) == ["OK"]
+    return driver
 
 
 def changed(state, path, change):
@@ -185,7 +172,7 @@ def endless(target):
 def test_check_ends_where_links_do_not(target):
     """In a process of its own: compiled code that never ends cannot be interrupted."""
     code = f"from tests.unit.debug.test_debug import *\nkvjax.check(endless({target}))"
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT, capture_output=True, text=True, check=False)
     assert "AssertionError: broken: " in done.stderr and "link" in done.stderr.split("broken: ")[-1].split("\n")[0]
 
 
@@ -229,7 +216,7 @@ def test_index_of_is_what_the_rows_and_the_released_rows_left():
     assert kvjax.events.index_of(story().state) == {(0, 0, path): (0, 35) for path in paths}
     with_extra = kvjax.events.index_of(story(EXTRA).state)
     assert with_extra == {(0, 0, tuple((t, 0) for t in path)): (0, 35) for path in paths}
-    assert kvjax.events.index_of(kvjax.init(SMALL)) == {}
+    assert kvjax.events.index_of(kvjax.init(PLAIN)) == {}
 
 
 def test_a_snapshot_begins_with_created_and_has_parents_first():
@@ -241,7 +228,7 @@ def test_a_snapshot_begins_with_created_and_has_parents_first():
 
 @pytest.mark.parametrize("moment", [10, 40, 80])
 def test_whoever_joins_late_knows_the_same(moment):
-    trial = Trial(kvjax.init(SMALL))
+    trial = Trial(kvjax.init(PLAIN), verbs=VERBS)
     requests = random_requests(21)
     for request in itertools.islice(requests, moment):
         trial.do(request)

@@ -12,6 +12,7 @@ from kvjax.debug import Stats, stats
 from kvjax.debug.survey import survey
 from kvjax.events import Totals
 from kvjax.events.transfer import Transfer
+from tests.drive import TIERS, VERBS, Driver
 from tests.unit.debug import stories
 from tests.unit.debug.test_debug import at, changed
 from tests.unit.debug.test_show import has_colour, pixels
@@ -158,7 +159,7 @@ def test_the_number_of_moves_may_have_wrapped(state):
 
 
 def test_blocks_out_of_use_keep_their_pool_rows():
-    state = kvjax.init(stories.TIERS, num_blocks=9)
+    state = kvjax.init(TIERS, num_blocks=9)
     kvjax.check(state)
     broken = changed(state, "groups.1.host.slot", swap(3, 11))
     with pytest.raises(AssertionError, match=r"^broken: blocks out of use keep their pool rows \(group 1\)\n"):
@@ -221,7 +222,7 @@ def test_stats_count_each_group_by_tiers(state):
 
 
 def test_a_forked_window_is_shared_by_two():
-    story = stories.Story(stories.TIERS)
+    story = Driver(kvjax.init(TIERS))
     story.start(0, list(range(11, 30)))
     story.do("fork", 0, 2)
     for number, written in ((0, 19), (1, 11)):
@@ -244,7 +245,7 @@ def test_totals_count_moves():
     totals = stories.tiers().totals
     assert (totals.offloaded_blocks, totals.onboarded_blocks) == (5 + 3 + 4 + 4, 0)
     assert totals.reused_tokens == 12
-    refused = stories.VERBS["release"](kvjax.init(stories.TIERS), 1)[1]
+    refused = VERBS["release"](kvjax.init(TIERS), 1)[1]
     rows = np.array([[0, 1, 1, 3, 14], [-1] * 5, [1, 2, 1, 15, 2], [0, 4, 1, 4, 13]], np.int32)
     moved = dataclasses.replace(refused, transfer=Transfer(rows))
     assert (Totals().add(moved).offloaded_blocks, Totals().add(moved).onboarded_blocks) == (2, 1)

@@ -15,12 +15,13 @@ from kvjax.debug import Stats, stats
 from kvjax.debug.plots import plot_blocks
 from kvjax.debug.text import show
 from kvjax.spec import make_spec
+from tests.drive import PLAIN as SPEC
+from tests.drive import TIERS, VERBS, Driver
 from tests.unit.debug import stories
-from tests.unit.debug.stories import PLAIN as SPEC
 
 
 @pytest.fixture(scope="module")
-def story() -> stories.Story:
+def story() -> Driver:
     return stories.plain()
 
 
@@ -74,14 +75,14 @@ def test_totals_add_up_the_events(story):
     assert totals.reused_tokens == 4 + 4
     assert totals.reused_share == pytest.approx(8 / 26)
     assert (totals.stored_blocks, totals.removed_blocks, totals.copied_blocks, totals.refused) == (4, 0, 1, 0)
-    _, refusal = stories.VERBS["release"](cache.init(SPEC), 1)
+    _, refusal = VERBS["release"](cache.init(SPEC), 1)
     assert totals.add(refusal).refused == 1
 
 
 def test_show_draws_the_whole_of_a_small_cache(story):
     assert show(story.state) == "\n".join(
         [
-            "blocks of 4 tokens, rows of up to 6 blocks",
+            "blocks of 4 tokens, rows of up to 5 blocks",
             "12 blocks: 7 active, 2 cached, 3 empty; 20 of 48 slots filled; 4 of 4 rows in use",
             "",
             "seq 0  9 tokens (6 written)  blocks 0 7 8",
@@ -220,7 +221,7 @@ CACHE = make_spec([kvjax.LayerSpec(2, 4)], num_blocks=4, max_seqs=2, max_length=
 
 
 def test_a_cache_in_one_line(story):
-    shape = "blocks of 4 tokens, 4 rows of up to 6 blocks"
+    shape = "blocks of 4 tokens, 4 rows of up to 5 blocks"
     assert repr(story.state) == f"CacheState({shape}; {stats(story.state)})" == str(story.state)
     shape = "blocks of 4 tokens, 2 rows of up to 2 blocks, 1.2 KiB of K/V"
     empty = "4 blocks: 0 active, 0 cached, 4 empty; 0 of 16 slots filled; 0 of 2 rows in use"
@@ -230,7 +231,7 @@ def test_a_cache_in_one_line(story):
     tiered = repr(kvjax.tiers.TieredCache.create(dataclasses.replace(CACHE, groups=(group,))))
     assert tiered.startswith(f"TieredCache({shape}, 2.0 KiB on the host; 4 blocks: 0 active")
     assert "on the host 8 blocks: 0 active, 0 cached, 8 empty" in tiered
-    windows = repr(cache.init(stories.TIERS))
+    windows = repr(cache.init(TIERS))
     assert windows.count("\n") == 0 and "; group 1, window of 8 and the first 2: 12 blocks: " in windows
 
 

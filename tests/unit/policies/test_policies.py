@@ -13,7 +13,8 @@ from jax import lax
 
 import kvjax
 from kvjax.state import EvictionPolicy
-from kvjax.testing import SMALL, check_policy, jitted_verbs
+from kvjax.testing import check_policy
+from tests.drive import BOTH, PLAIN, RETENTION, Driver
 
 STEPS = 150
 NOTHING = jnp.int32(0)
@@ -114,32 +115,18 @@ def test_whatever_the_score_there_are_victims(name):
     ],
 )
 def test_the_librarys_policies_conform(policy):
-    spec = dataclasses.replace(SMALL, retention=policy is kvjax.policies.trt_leaf)
+    spec = RETENTION if policy is kvjax.policies.trt_leaf else PLAIN
     assert check_policy(policy(), seed=3, steps=500, spec=spec)["removed"] > 50
 
 
 def three_documents(policy):
     """Documents 1, 2 and 3 of two blocks each, all cached, and an empty block; 1 was used twice, 2 three times."""
     spec = kvjax.make_spec(num_blocks=7, max_seqs=1, max_length=16, block_size=4, partial_reuse=False)
-    state = kvjax.init(spec, policy)
+    cache = Driver(kvjax.init(spec, policy))
     for document in (1, 2, 3, 2, 2, 1):
-        state = use(state, document)
-    return state
-
-
-def use(state, document):
-    """Admits two whole blocks and a token more, writes them and releases."""
-    tokens = np.array([document] * 8 + [9] * 8, np.int32)
-    state, events = VERBS["admit"](state, 0, tokens, 9)
-    done = int(events.cached[0])
-    state, _ = VERBS["commit"](state, np.roll(tokens, -done)[None], np.array([9 - done], np.int32))
-    return VERBS["release"](state, 0)[0]
-
-
-VERBS = {
-    name: jax.jit(getattr(kvjax, name), compiler_options={"xla_backend_optimization_level": 0})
-    for name in ("admit", "commit", "release")
-}
+        cache.start(0, [document] * 8 + [9])
+        cache.do("release", 0)
+    return cache.state
 
 
 @pytest.mark.long
@@ -168,7 +155,7 @@ def test_who_leaves_first(policy, order):
     assert np.asarray(group.blocks.children)[left].tolist() == [0, 1] * 3  # tails before heads
 
 
-def blocks_of(spec=SMALL):
+def blocks_of(spec=PLAIN):
     """Eight cached blocks without parents, for a policy called by hand."""
     blocks = kvjax.init(spec).groups[0].blocks
     first = jnp.arange(blocks.fill.shape[0]) < 8
@@ -268,55 +255,51 @@ def counting():
     return EvictionPolicy(lambda num_ids: jnp.zeros(3, jnp.int32), touch, victims, forget)
 
 
-LINE, LINES = np.arange(1, 21, dtype=np.int32), np.ones((4, 20), np.int32)
+LINE, LINES = np.arange(1, 22, dtype=np.int32), np.ones((4, 20), np.int32)
 REFUSED = {
-    "admit": (np.int32(9), LINE, np.int32(4)),  # no such row
+    "admit": (9, LINE, 4),  # no such row
     "extend": (np.eye(4, dtype=bool)[1],),  # a free one
     "commit": (LINES, np.full(4, -1, np.int32)),
-    "release": (np.int32(1),),
-    "fork": (np.int32(0), np.int32(0)),
-    "truncate": (np.int32(1), np.int32(1)),
+    "release": (1,),
+    "fork": (0, 0),
+    "truncate": (1, 1),
     "pin": (np.full(5, 7, np.int32),),
     "unpin": (np.full(5, 7, np.int32),),
     "evict": (np.array([99], np.int32),),
     "reset": (),  # row 0 is in use
     "offload": (np.array([99, -1, -1, -1], np.int32),),
     "onboard": (np.array([99, -1, -1, -1], np.int32),),
-    "swap_out": (np.int32(1),),
-    "swap_in": (np.int32(1),),
+    "swap_out": (1,),
+    "swap_in": (1,),
 }
-TIERED = dataclasses.replace(SMALL, groups=(dataclasses.replace(SMALL.groups[0], num_host_blocks=4),))
+TIERED = dataclasses.replace(PLAIN, groups=(dataclasses.replace(PLAIN.groups[0], num_host_blocks=4),))
 
 
 def a_row_and_something_cached(state):
-    verbs = jitted_verbs()
+    cache = Driver(state)
     for row, first in ((0, 1), (1, 5)):
-        tokens = np.roll(LINE, -first)
-        state, _ = verbs["admit"](state, np.int32(row), tokens, np.int32(6))
-        state, _ = verbs["commit"](state, np.tile(tokens, (4, 1)), np.where(np.arange(4) == row, 6, 0))
-    return verbs["release"](state, np.int32(1))[0]
+        cache.start(row, range(first, first + 6))
+    cache.do("release", 1)
+    return cache
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("spec", "verbs"),
     [
-        (SMALL, ("admit", "extend", "commit", "release")),
+        (PLAIN, ("admit", "extend", "commit", "release")),
         pytest.param(TIERED, REFUSED, marks=pytest.mark.slow),
-        pytest.param(SMALL, list(REFUSED)[:-4], marks=pytest.mark.slow),
+        pytest.param(PLAIN, list(REFUSED)[:-4], marks=pytest.mark.slow),
     ],
 )
 def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):
-    state = a_row_and_something_cached(kvjax.init(spec, counting()))
-    assert state.groups[0].policy.tolist() == [1, 0, 0]  # the release; all else was asked for nothing
-    for verb in verbs:
-        after, events = jitted_verbs()[verb](state, *REFUSED[verb])
-        assert np.any(events.status != 0), verb
-        jax.tree.map(np.testing.assert_array_equal, after, state)
-    if spec.has_host:
-        after, events = jitted_verbs()["admit"](state, *REFUSED["admit"], tiers=("device", "host"))
-        assert np.all(events.status != 0)
-        jax.tree.map(np.testing.assert_array_equal, after, state)
+    cache = a_row_and_something_cached(kvjax.init(spec, counting()))
+    before = cache.state
+    assert before.groups[0].policy.tolist() == [1, 0, 0]  # the release; all else was asked for nothing
+    asked = [(verb, {"namespace": 0} if verb == "admit" else {}) for verb in verbs]
+    for verb, options in [*asked, *[("admit", {"namespace": 0, "tiers": BOTH})] * spec.has_host]:
+        assert set(cache.status(verb, *REFUSED[verb], **options)) != {"OK"}, verb
+        jax.tree.map(np.testing.assert_array_equal, cache.state, before)
 
 
 def test_a_policy_that_is_not_as_idle_as_it_says_is_found_out():
@@ -367,7 +350,7 @@ def test_a_learned_score_begins_with_its_weights():
     (group,) = state.groups
     assert group.policy["w"].tolist() == group.host.policy["w"].tolist() == [1, -5]
     kvjax.check(jax.jit(lambda x: x, donate_argnums=0)(state))  # no array is there twice
-    state = kvjax.Cache.create(SMALL, learned(), policy_state=weights).state
+    state = kvjax.Cache.create(PLAIN, learned(), policy_state=weights).state
     blocks = kvjax.state.Blocks(**{**vars(blocks_of()), "depth": jnp.arange(12, dtype=jnp.int32)})
     eligible = lambda ids: (ids >= 0) & (blocks.fill[ids] > 0)  # noqa: E731
     pstate = state.groups[0].policy
@@ -382,7 +365,7 @@ def test_a_learned_score_begins_with_its_weights():
 )
 def test_a_policys_state_of_the_wrong_shape_is_named(given):
     with pytest.raises(ValueError, match=r"^policy_state: got .*, wanted \{'w': 'int32\[2\]'\}"):
-        kvjax.init(SMALL, learned(), policy_state=given)
+        kvjax.init(PLAIN, learned(), policy_state=given)
 
 
 def test_a_touch_without_a_state_is_named():

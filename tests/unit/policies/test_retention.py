@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Priorities and times to live: what a request may say, what it does to blocks, and who is evicted for it."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,9 +8,7 @@ import pytest
 import kvjax
 import kvjax.testing
 from kvjax.policies.retention import later, priority_at
-
-SPEC = kvjax.make_spec(num_blocks=4, max_seqs=3, max_length=16, block_size=4, retention=True)
-VERBS = {name: jax.jit(getattr(kvjax, name)) for name in ("admit", "commit", "release")}
+from tests.drive import RETENTION, Driver
 
 
 @pytest.mark.parametrize(
@@ -41,86 +38,80 @@ def test_a_spec_without_retention_takes_none():
         kvjax.admit(kvjax.init(state.spec, kvjax.policies.priority()), 0, np.zeros(4, np.int32), 4)
 
 
-def run(state, seq, tokens, retention=None, now=0):
-    """One request from admit to release; its events and the cache after it."""
-    tokens = np.asarray(tokens, np.int32)
-    state, admitted = VERBS["admit"](state, seq, tokens, len(tokens), retention=retention, now=np.int32(now))
-    assert admitted.ok
-    rest = np.zeros((3, len(tokens)), np.int32)
-    cached = int(admitted.cached[0])
-    rest[seq, : len(tokens) - cached] = tokens[cached:]
-    state, committed = VERBS["commit"](state, rest, np.where(np.arange(3) == seq, len(tokens) - cached, 0))
-    state, released = VERBS["release"](state, seq, now=np.int32(now))
-    return state, [e for events in (admitted, committed, released) for e in kvjax.to_list(events)]
+def cache_of(num_blocks):
+    return Driver(kvjax.init(RETENTION, kvjax.policies.priority(), num_blocks=num_blocks))
 
 
-def priorities(state):
+def serve(cache, seq, tokens, retention=None, now=0):
+    """One request from admit to release; what its events say."""
+    before = len(cache.heard)
+    cache.start(seq, tokens, retention=retention, now=now)
+    cache.do("release", seq, now=now)
+    return cache.heard[before:]
+
+
+def stated(*ranges, **options):
+    return kvjax.Retention.of(ranges, max_ranges=2, **options)
+
+
+def priorities(cache):
     """{last token of a findable block: its stated priority}."""
-    return {path[-1]: priority for (_, _, path), (_, priority) in kvjax.events.index_of(state).items()}
+    return {path[-1]: priority for (_, _, path), (_, priority) in kvjax.events.index_of(cache.state).items()}
 
 
 def test_a_found_block_takes_the_new_priority_and_says_so():
-    state = kvjax.init(SPEC, kvjax.policies.priority())
-    prompt = np.repeat([1, 2, 3], 4)[:9]
-    state, events = run(state, 0, prompt, kvjax.Retention.of([(0, 4, 80)], max_ranges=2))
-    mirror = kvjax.fold(events)
-    assert priorities(state) == {1: 80, 2: 35, 3: 35}
-    again = kvjax.Retention.of([(0, 4, 80), (4, 8, 10)], max_ranges=2)
-    state, events = run(state, 1, prompt, again)
+    cache, prompt = cache_of(4), np.repeat([1, 2, 3], 4)[:9]
+    serve(cache, 0, prompt, stated((0, 4, 80)))
+    assert priorities(cache) == {1: 80, 2: 35, 3: 35}
+    events = serve(cache, 1, prompt, stated((0, 4, 80), (4, 8, 10)))
     assert [(e["kind"], e["priority"]) for e in events if e["kind"] == "updated"] == [("updated", 10)]
-    assert priorities(state) == {1: 80, 2: 10, 3: 35}
-    assert kvjax.fold(events, mirror).index == kvjax.events.index_of(state)
-    state, events = run(state, 1, prompt)  # nothing said, nothing changed
-    assert priorities(state) == {1: 80, 2: 10, 3: 35} and not [e for e in events if e["kind"] == "updated"]
+    assert priorities(cache) == {1: 80, 2: 10, 3: 35}
+    events = serve(cache, 1, prompt)  # nothing said, nothing changed
+    assert priorities(cache) == {1: 80, 2: 10, 3: 35} and not [e for e in events if e["kind"] == "updated"]
 
 
 @pytest.mark.long
 def test_what_follows_a_cut_is_generated():
-    state = kvjax.init(SPEC, kvjax.policies.priority())
-    stated = kvjax.Retention.of([(0, 5, 20), (5, None, 60)], decode_priority=80)
-    state, _ = VERBS["admit"](state, 0, jnp.arange(12, dtype=jnp.int32), 12, retention=stated)
-    rest = np.broadcast_to(np.arange(12, dtype=np.int32), (3, 12))
-    state, _ = VERBS["commit"](state, rest, np.asarray([12, 0, 0]))
-    state, _ = kvjax.truncate(state, 0, 4)
-    state, _ = kvjax.extend(state, np.asarray([True, False, False]), 4)
-    state, _ = VERBS["commit"](state, rest + 20, np.asarray([4, 0, 0]))
-    assert priorities(state) == {3: 20, 7: 20, 11: 60, 23: 80}
+    cache = cache_of(4)
+    cache.start(0, range(12), retention=stated((0, 5, 20), (5, None, 60), decode_priority=80))
+    cache.do("truncate", 0, 4)
+    assert cache.grow(4, 0, 0, 0) == cache.write({0: range(20, 24)}) == ["OK"] * 4
+    assert priorities(cache) == {3: 20, 7: 20, 11: 60, 23: 80}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("now", "left"), [(9, {1}), (10, {2})])
 def test_a_time_to_live_ends(now, left):
     """Worth 90 for 10 ms after its release, then no more than any other, and older than the other."""
-    state = kvjax.init(SPEC, kvjax.policies.priority(), num_blocks=2)
-    state, _ = run(state, 0, [1] * 4, kvjax.Retention.of([(0, None, 90, 10)]))
-    state, _ = run(state, 0, [2] * 4, kvjax.Retention.of([(0, None, 35)]))
-    state, _ = VERBS["admit"](
-        state, 1, jnp.full(4, 3, jnp.int32), 4, retention=kvjax.Retention.of([(0, None, 0)]), now=np.int32(now)
-    )
-    assert set(priorities(state)) == left
+    cache = cache_of(2)
+    serve(cache, 0, [1] * 4, stated((0, None, 90, 10)))
+    serve(cache, 0, [2] * 4, stated((0, None, 35)))
+    assert cache.admit(1, [3] * 4, retention=stated((0, None, 0)), now=now) == ["OK"]
+    assert set(priorities(cache)) == left
 
 
 def test_a_time_to_live_that_ended_stays_over():
     """2^31 ms are 24 days: by the difference alone it would begin anew from day 25 to 49."""
     day = 24 * 60 * 60 * 1000
-    state, ms = kvjax.init(SPEC, kvjax.policies.priority(), num_blocks=3), 2**31 - 2 * day
-    state, _ = run(state, 0, [1] * 4, kvjax.Retention.of([(0, None, 90, 10)]), now=wrapped(ms))
-    worth, blocks = [], np.asarray(state.groups[0].blocks.fill) > 0
+    cache, ms = cache_of(3), 2**31 - 2 * day
+    serve(cache, 0, [1] * 4, stated((0, None, 90, 10)), now=wrapped(ms))
+    worth, known = [], np.asarray(cache.state.groups[0].blocks.fill) > 0
     for _ in range(12):
         ms += 10 * day
-        state, _ = run(state, 1, [2] * 4, now=wrapped(ms))
-        (block,) = np.flatnonzero(blocks & (np.asarray(state.groups[0].blocks.tokens)[:, 0] == 1))
-        worth.append(int(priority_at(state.groups[0].blocks, jnp.int32(wrapped(ms)))[block]))
+        serve(cache, 1, [2] * 4, now=wrapped(ms))
+        blocks = cache.state.groups[0].blocks
+        (block,) = np.flatnonzero(known & (np.asarray(blocks.tokens)[:, 0] == 1))
+        worth.append(int(priority_at(blocks, jnp.int32(wrapped(ms)))[block]))
     assert worth == [35] * 12
 
 
 def test_an_earlier_time_is_no_news():
     """A verb that is not told the time (it is 0 by default) neither ends a time to live nor prolongs one."""
     for start in (1000, 2**31 + 1000, 3 * 2**30):
-        state = kvjax.init(SPEC, kvjax.policies.priority(), num_blocks=3)
-        state, _ = run(state, 0, [1] * 4, kvjax.Retention.of([(0, None, 90, 10)]), now=wrapped(start))
-        state, _ = run(state, 1, [2] * 4)
-        blocks = state.groups[0].blocks
+        cache = cache_of(3)
+        serve(cache, 0, [1] * 4, stated((0, None, 90, 10)), now=wrapped(start))
+        serve(cache, 1, [2] * 4)
+        blocks = cache.state.groups[0].blocks
         for after, wanted in ((9, 90), (10, 35), (2**30, 35)):
             assert int(priority_at(blocks, jnp.int32(wrapped(start + after)))[blocks.tokens[:, 0] == 1][0]) == wanted
 
@@ -140,8 +131,5 @@ def wrapped(ms):
 
 @pytest.mark.slow
 def test_priorities_pass_the_conformance_kit():
-    tally = kvjax.testing.check_policy(kvjax.policies.priority(), spec=SMALL, steps=120)
+    tally = kvjax.testing.check_policy(kvjax.policies.priority(), spec=RETENTION, steps=120)
     assert tally["removed"] > 10
-
-
-SMALL = kvjax.make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4, retention=True)

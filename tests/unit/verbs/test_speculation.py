@@ -16,12 +16,13 @@ from flax import nnx
 import kvjax
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
+from tests.drive import Driver, lines
 
 K, NEW, MARGIN, BRANCHES, WIDEST = 3, 24, 2e-3, 3, 8
 PROMPT = np.array([5, 3, 7, 1, 2, 9, 4], np.int32)
 
 
-class Speaker:
+class Speaker(Driver):
     """A model with a cache of one row, whose text is all that is committed."""
 
     def __init__(self, layers, width, seed, alike=None, rows=1):
@@ -35,10 +36,8 @@ class Speaker:
             self.model.layer_specs(), num_blocks=24, max_seqs=rows, max_length=48, block_size=4, dtype="float32",
             partial_reuse=rows == 1,
         )  # fmt: skip
-        self.cache = kvjax.Cache.create(spec)
+        super().__init__(kvjax.Cache.create(spec))
         self.compute = jax.jit(self._compute, static_argnames="width")
-        self.extend = jax.jit(kvjax.Cache.extend, static_argnames="max_tokens")
-        self.commit, self.truncate = jax.jit(kvjax.Cache.commit), jax.jit(kvjax.Cache.truncate)
 
     @staticmethod
     def _compute(model, cache, tokens, count, width):
@@ -54,21 +53,12 @@ class Speaker:
 
     def keep(self, tokens):
         """Commits tokens and gives up what room there is beyond them."""
-        tokens = np.asarray(tokens, np.int32)[None]
-        self.cache, events = self.commit(self.cache, tokens, np.array([tokens.shape[1]], np.int32))
-        assert events.ok
-        self.cache, events = self.truncate(self.cache, np.int32(0), self.cache.state.seqs.committed[0])
-        assert events.ok
-        kvjax.check(self.cache.state)
-
-    def room(self, count):
-        self.cache, events = self.extend(self.cache, np.array([True]), np.array([count], np.int32), max_tokens=K + 1)
-        assert events.ok
+        assert self.write({0: tokens}) == ["OK"]
+        self.do("truncate", 0, self.state.seqs.committed[0])
 
     def begin(self):
         """Reads the prompt; the logits after it."""
-        self.cache, events = self.cache.admit(0, PROMPT, len(PROMPT))
-        assert events.ok
+        assert self.admit(0, PROMPT) == ["OK"]
         logits = self.read(PROMPT)
         self.keep(PROMPT)
         return logits[-1]
@@ -81,7 +71,7 @@ def plain(speaker):
         second, best = np.partition(logits, -2)[-2:]
         text.append(int(np.argmax(logits)))
         clear.append(bool(best - second > MARGIN))
-        speaker.room(1)
+        assert speaker.grow(1) == ["OK"]
         logits = speaker.read(text[-1:])[-1]
         speaker.keep(text[-1:])
     return text, clear
@@ -93,23 +83,22 @@ def speculative(target, draft):
     draft.begin()
     while len(text) < NEW:
         known, guesses = len(text), []
-        behind = text[int(draft.cache.state.seqs.committed[0]) - len(PROMPT) :]  # what the draft has not read yet
+        behind = text[int(draft.state.seqs.committed[0]) - len(PROMPT) :]  # what the draft has not read yet
         for _ in range(K):
-            draft.room(len(behind))
+            assert draft.grow(len(behind)) == ["OK"]
             guesses.append(int(np.argmax(draft.read(behind)[-1])))
             draft.keep(behind)
             behind = guesses[-1:]
         asked = [text[-1], *guesses]
-        target.room(len(asked))
+        assert target.grow(len(asked)) == ["OK"]
         chosen = np.argmax(target.read(asked), axis=-1)
         accepted = int(np.sum(np.cumprod(chosen[:K] == guesses)))
         target.keep(asked[: accepted + 1])
         text += [*guesses[:accepted], int(chosen[accepted])]
         right.append(accepted)
         # Of its own guesses the draft keeps what the target took.
-        read = min(known + accepted, int(draft.cache.state.seqs.committed[0]) - len(PROMPT))
-        draft.cache, events = draft.truncate(draft.cache, np.int32(0), np.int32(len(PROMPT) + read))
-        assert events.ok
+        read = min(known + accepted, int(draft.state.seqs.committed[0]) - len(PROMPT))
+        draft.do("truncate", 0, len(PROMPT) + read)
     return text[:NEW], right
 
 
@@ -120,7 +109,7 @@ def test_the_output_is_that_of_plain_greedy_decoding():
     certain = clear.index(False) if False in clear else NEW
     assert certain > NEW // 2 and got[:certain] == wanted[:certain]
     assert 0 < sum(right) < K * len(right)  # some guesses were right, some were not
-    seqs = target.cache.state.seqs
+    seqs = target.state.seqs
     assert int(seqs.length[0]) == int(seqs.committed[0]) >= len(PROMPT) + NEW - 1
 
 
@@ -132,103 +121,61 @@ def test_what_is_rejected_leaves_no_trace_in_the_index():
     length = min(i for i in range(NEW + 1) if wanted[:i] != got[:i]) - 1 if wanted != got else NEW - 1
     paths = []
     for speaker in (alone, target):
-        found = {path for _, _, path in kvjax.events.index_of(speaker.cache.state)}
+        found = {path for _, _, path in kvjax.events.index_of(speaker.state)}
         paths.append({path for path in found if len(path) <= len(PROMPT) + length})
     assert paths[0] == paths[1] and paths[0]
 
 
-class Tree:
+class Tree(Driver):
     """The rows of one text and its branches: the bookkeeping of a tree of guesses.
 
     Without partial reuse, so that a dropped branch does not leave its copy of the text's last block in the cache.
 
     Attributes:
-      cache: a `Cache` or a state: they have the same verbs.
       row: where the text is between two rounds.
     """
 
-    def __init__(self, cache, verbs):
-        self.cache, self.verbs, self.row = cache, verbs, 0
-        self.events = []
-
-    def do(self, verb, *args, **options):
-        self.cache, events = self.verbs[verb](self.cache, *args, **options)
-        assert events.ok, (verb, events.status)
-        self.events += kvjax.to_list(events)
-        return events
-
-    def begin(self, prompt):
-        """Makes room for a prompt."""
-        self.do("admit", np.int32(self.row), prompt, np.int32(len(prompt)))
+    row = 0
 
     def branch(self, width):
         """Makes every row a branch with room for `width` tokens."""
         for other in range(BRANCHES):
             if other != self.row:
-                self.do("fork", np.int32(self.row), np.int32(other))
-        return self.room(range(BRANCHES), width)
+                self.do("fork", self.row, other)
+        self.room(range(BRANCHES), width)
 
     def room(self, rows, width):
-        active = np.isin(np.arange(BRANCHES), list(rows))
-        return self.do("extend", active, np.full(BRANCHES, width, np.int32), max_tokens=K + 1)
+        assert self.grow(*[width * (row in rows) for row in range(BRANCHES)]) == ["OK"] * BRANCHES
 
     def commit(self, tokens):
         """Commits tokens {row: list}."""
-        self.do("commit", *padded(tokens))
+        assert self.write(tokens) == ["OK"] * BRANCHES
 
     def choose(self, row, length):
         """Goes on in this branch with so many tokens; the other branches are dropped."""
         self.row = row
-        self.do("truncate", np.int32(row), np.int32(length))
+        self.do("truncate", row, length)
         for other in range(BRANCHES):
             if other != row:
-                self.do("release", np.int32(other))
+                self.do("release", other)
 
 
-def padded(tokens):
-    """Tokens {row: list} as arrays, and how many they are."""
-    table, count = np.zeros((BRANCHES, WIDEST), np.int32), np.zeros(BRANCHES, np.int32)
-    for row, new in tokens.items():
-        table[row, : len(new)], count[row] = new, len(new)
-    return table, count
-
-
-def state_of(cache):
-    return cache.state if isinstance(cache, kvjax.Cache) else cache
-
-
-def committed(cache):
-    return np.asarray(state_of(cache).seqs.committed)
+def committed(driver):
+    return np.asarray(driver.state.seqs.committed)
 
 
 def check_tree(tree, text):
     """One row holds just this text, in blocks of its own, and of what was guessed nothing is left."""
-    state = state_of(tree.cache)
-    kvjax.check(state)
+    state = tree.state
     group, size = state.groups[0], state.spec.block_size
-    assert np.asarray(state.seqs.length).tolist() == committed(state).tolist()
-    assert np.flatnonzero(committed(state)).tolist() == [tree.row] and committed(state)[tree.row] == len(text)
+    assert np.asarray(state.seqs.length).tolist() == committed(tree).tolist()
+    assert np.flatnonzero(committed(tree)).tolist() == [tree.row] and committed(tree)[tree.row] == len(text)
     held = -(-len(text) // size)
     refcount = np.asarray(group.blocks.refcount)
     assert refcount[np.asarray(group.table)[tree.row, :held]].tolist() == [1] * held and refcount.sum() == held
     assert int(group.num_empty) + held == refcount.size  # nothing is cached that is not the text
     whole = {tuple(text[:end]) for end in range(size, len(text) + 1, size)}
     assert {path for _, _, path in kvjax.events.index_of(state)} == whole
-    assert kvjax.fold(tree.events).index == kvjax.events.index_of(state)
-
-
-VERBS = ("admit", "fork", "extend", "commit", "truncate", "release")
-
-
-def jitted(owner):
-    """The verbs of states (`kvjax`) or of caches (`kvjax.Cache`)."""
-    quick = {"xla_backend_optimization_level": 0}
-    return {
-        name: jax.jit(
-            getattr(owner, name), static_argnames="max_tokens" if name == "extend" else None, compiler_options=quick
-        )
-        for name in VERBS
-    }
 
 
 @pytest.mark.long
@@ -236,17 +183,16 @@ def test_branches_leave_behind_what_plain_decoding_does():
     """Rounds of a text that is known: any branch may win, with none to all of its guesses."""
     rng = np.random.default_rng(0)
     spec = kvjax.make_spec(num_blocks=16, max_seqs=BRANCHES, max_length=48, block_size=4, partial_reuse=False)
-    tree = Tree(kvjax.init(spec), jitted(kvjax))
-    tree.begin(PROMPT)
+    tree = Tree(kvjax.init(spec))
     text = PROMPT.tolist()
-    tree.commit({0: text})
+    tree.start(0, text)
     while len(text) + K + 1 <= 48:
         whole, inside = divmod(len(text), 4)
-        before = np.asarray(tree.cache.groups[0].table)[tree.row, :whole]
-        copies = [e for e in kvjax.to_list(tree.branch(K + 1)) if e["kind"] == "copied"]
+        before = np.asarray(tree.state.groups[0].table)[tree.row, :whole]
+        tree.branch(K + 1)
+        copies = [event for event in kvjax.to_list(tree.events) if event["kind"] == "copied"]
         assert len(copies) == (BRANCHES - 1 if inside else 0)  # of a last block that is not full; one row keeps it
-        assert np.asarray(tree.cache.groups[0].blocks.refcount)[before].tolist() == [BRANCHES] * whole
-        kvjax.check(tree.cache)
+        assert np.asarray(tree.state.groups[0].blocks.refcount)[before].tolist() == [BRANCHES] * whole
         winner, tokens = int(rng.integers(BRANCHES)), rng.integers(0, 24, int(rng.integers(1, K + 2))).tolist()
         text += tokens
         tree.commit({winner: tokens})
@@ -259,12 +205,12 @@ class Grove(Tree):
 
     def __init__(self, layers, **options):
         speaker = Speaker(layers, 32, rows=BRANCHES, **options)
-        super().__init__(speaker.cache, jitted(kvjax.Cache))
+        super().__init__(speaker.cache)
         self.model, self.compute = speaker.model, speaker.compute
 
     def read(self, tokens):
         """Logits [BRANCHES, WIDEST, V] after each of the next tokens {row: list}, which have room."""
-        logits, self.cache = self.compute(self.model, self.cache, *padded(tokens), width=WIDEST)
+        logits, self.cache = self.compute(self.model, self.cache, *lines(tokens, BRANCHES, WIDEST), width=WIDEST)
         return np.asarray(logits)
 
     def write(self, tokens):
@@ -289,8 +235,7 @@ def guess(draft, text):
 
 def tree_speculative(target, draft):
     """Tokens, and which branch won each round with how many right guesses."""
-    target.begin(PROMPT)
-    draft.begin(PROMPT[:-1])
+    assert target.admit(0, PROMPT) == draft.admit(0, PROMPT[:-1]) == ["OK"]
     draft.write({0: PROMPT[:-1].tolist()})
     text, rounds = PROMPT.tolist(), []
     text.append(int(np.argmax(target.write({0: text})[0])))
@@ -306,7 +251,6 @@ def tree_speculative(target, draft):
         draft.choose(winner, len(text) + min(len(new), K - 1))
         text += [*new, int(chosen[winner, len(new)])]
         check_tree(target, text[:-1])
-        kvjax.check(draft.cache.state)
         rounds.append((winner, len(new)))
     return text[len(PROMPT) :][:NEW], rounds
 
