@@ -132,7 +132,8 @@ class Driver:
     def hear(self, events: Events) -> None:
         heard = kvjax.to_list(events)
         self.mirror, self.totals = kvjax.fold(heard, self.mirror), self.totals.add(events)
-        self.events, self.heard = events, [*self.heard, *heard]
+        self.events = events
+        self.heard += heard
 
     def verify(self, verb: str, before: Any) -> None:
         """Verifies what the last verb, called on a cache in the state `before`, has left."""

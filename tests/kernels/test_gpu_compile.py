@@ -9,17 +9,15 @@ import functools
 import importlib.metadata
 import json
 import os
-import pathlib
-import subprocess
 import sys
 
 import pytest
 
+from tests.drive import DATA, ROOT, output_of
 from tests.kernels import gpu_compile
 
-ROOT = pathlib.Path(__file__).parents[2]
 TOOLCHAIN = ROOT / ".gpu-toolchain"
-BUDGETS = json.loads((ROOT / "tests" / "data" / "gpu_budgets.json").read_text())
+BUDGETS = json.loads((DATA / "gpu_budgets.json").read_text())
 CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
@@ -51,11 +49,10 @@ pytestmark = pytest.mark.skipif(
 @functools.cache
 def result_of(target, case, **more):
     """What came of one compile, in a process of its own: bad parameters can abort it."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{TOOLCHAIN}{os.pathsep}{ROOT}", **more}
-    command = [sys.executable, "-m", "tests.kernels.gpu_compile", target, case]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return json.loads(done.stdout)
+    path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
+    return json.loads(
+        output_of(sys.executable, "-m", "tests.kernels.gpu_compile", target, case, PYTHONPATH=path, **more)
+    )
 
 
 @pytest.mark.slow

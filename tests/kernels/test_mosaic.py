@@ -3,9 +3,6 @@
 
 import functools
 import json
-import os
-import pathlib
-import subprocess
 import sys
 
 import jax
@@ -13,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import mosaic, tuning
+from tests.drive import output_of
 from tests.kernels import simulate_mosaic
 
-ROOT = pathlib.Path(__file__).parents[2]
 USUAL = ["decode_all", "prefill_plain", "prefill_all", "long"]
 SLOW = [case for case in simulate_mosaic.CASES if case not in USUAL and case != "broken"]
 
@@ -26,11 +23,8 @@ simulated = pytest.mark.long
 def results(*cases):
     """What came of cases, from a process of their own."""
     # The simulator blocks a thread of XLA's for each warpgroup, and XLA has as many as there are cores.
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "8"}
-    command = [sys.executable, "-m", "tests.kernels.simulate_mosaic", *cases]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return {result["case"]: result["error"] for result in map(json.loads, done.stdout.splitlines())}
+    printed = output_of(sys.executable, "-m", "tests.kernels.simulate_mosaic", *cases, NPROC="8")
+    return {result["case"]: result["error"] for result in map(json.loads, printed.splitlines())}
 
 
 @simulated

@@ -14,8 +14,9 @@ from flax import nnx
 import kvjax
 from models import Decoder, LayerConfig, ModelConfig, Rope, load, recall, save, train, verify
 from models.golden import read_golden
+from tests.drive import DATA
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
+GOLDENS = DATA / "goldens"
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "gemma3_options", "gemma4", "gemma4_options")
 SMALL = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import kvjax
 from tests import drive
 from tests.oracle.cache import NO_BLOCK, Oracle, Result, Retention, Worth
 
@@ -157,53 +160,48 @@ class LibraryBackend:
     """The library, jitted; arrays are padded so that scenarios share programs."""
 
     def __init__(self, size: Size):
-        from kvjax import Namespaces
-
-        self.verbs, self.groups = _verbs(), size.groups
-        self.spec = _spec(size)
-        self.value = _with_host_blocks(_init()(self.spec, np.int32(size.num_blocks)), size.num_host_blocks)
-        self.namespaces = Namespaces()
+        self.spec, self.groups, self.namespaces = _spec(size), size.groups, kvjax.Namespaces()
+        state = _with_host_blocks(_init()(self.spec, np.int32(size.num_blocks)), size.num_host_blocks)
+        self.driver = drive.Driver(state, verified=False)  # large pools; the scenario says what to verify
 
     def admit(self, row: int, prompt: Prompt, now: int, retention: dict[str, Any]) -> Outcome:
-        from kvjax import Retention
-
         tokens, length, options = self._request(prompt)
         if self.spec.retention:
             ranges = [(r["start"], r["end"], r["priority"], r.get("ttl")) for r in retention.get("ranges", ())]
             decode = {name: retention[name] for name in ("decode_priority", "decode_ttl") if name in retention}
-            options["retention"] = Retention.of(ranges, max_ranges=8, **decode)
-        return self._do("admit", np.int32(row), tokens, length, now=np.int32(now), **options)
+            options["retention"] = kvjax.Retention.of(ranges, max_ranges=8, **decode)
+        return self._do("admit", row, tokens, length, now=now, **options)
 
     def compute(self, row: int, prompt: Prompt, now: int) -> Outcome:
         width = self.spec.max_length
-        tokens, num_tokens = self._at(row, _padded(prompt.tokens, width)), self._at(row, len(prompt.tokens))
-        extra = {"extra_ids": self._at(row, _padded(prompt.extra_ids, width))} if self.spec.extra_ids else {}
-        return self._do("commit", tokens, num_tokens, now=np.int32(now), **extra)
+        tokens, num_tokens = drive.lines({row: prompt.tokens}, self.spec.max_seqs, width)
+        extra = {"extra_ids": self._at(row, drive.padded(prompt.extra_ids, width))} if self.spec.extra_ids else {}
+        return self._do("commit", tokens, num_tokens, now=now, **extra)
 
     def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
         active, count = self._at(row, True), self._at(row, len(prompt.tokens))
         most = 8 if len(prompt.tokens) <= 8 else self.spec.max_length  # a step of a few tokens, or anything
-        extended = self._do("extend", active, count, max_tokens=most, now=np.int32(now))
+        extended = self._do("extend", active, count, max_tokens=most, now=now)
         return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
 
     def release(self, row: int, now: int) -> Outcome:
-        return self._do("release", np.int32(row), now=np.int32(now))
+        return self._do("release", row, now=now)
 
     def fork(self, row: int, new: int) -> Outcome:
-        return self._do("fork", np.int32(row), np.int32(new))
+        return self._do("fork", row, new)
 
     def truncate(self, row: int, length: int) -> Outcome:
-        return self._do("truncate", np.int32(row), np.int32(length))
+        return self._do("truncate", row, length)
 
     def pin(self, blocks: Sequence[int]) -> Outcome:
         return self._do("pin", self._list(blocks))
 
     def unpin(self, blocks: Sequence[int], now: int) -> Outcome:
-        return self._do("unpin", self._list(blocks), now=np.int32(now))
+        return self._do("unpin", self._list(blocks), now=now)
 
     def lookup(self, prompt: Prompt) -> Outcome:
         tokens, length, options = self._request(prompt)
-        return done(int(self.verbs["lookup"](self.value, tokens, length, **options).cached_tokens))
+        return done(int(drive.VERBS["lookup"](self.value, tokens, length, **options).cached_tokens))
 
     def reset(self) -> Outcome:
         return self._do("reset")
@@ -229,27 +227,25 @@ class LibraryBackend:
         return self.value  # nothing is donated here, so it stays valid
 
     def is_state(self, before: Any) -> bool:
-        import jax
-
         pairs = zip(jax.tree.leaves(self.value), jax.tree.leaves(before), strict=True)
         return all(np.array_equal(np.asarray(new), np.asarray(old)) for new, old in pairs)
 
+    @property
+    def value(self) -> Any:
+        return self.driver.state
+
     def _do(self, verb: str, *args: Any, **kwargs: Any) -> Outcome:
         if verb in ("admit", "extend") and self.spec.has_host:
-            kwargs["tiers"] = ("device", "host")
-        self.value, events = self.verbs[verb](self.value, *args, **kwargs)
-        if events.transfer is not None:
-            self.value, _ = self.verbs["complete"](self.value, events.transfer, True)
-        known = np.isin(np.asarray(events.group), self.groups)
-        kinds = collections.Counter(self.verbs["kind"](kind).name.lower() for kind in np.asarray(events.kind)[known])
-        del kinds["none"]
+            kwargs["tiers"] = drive.BOTH
+        events = self.driver.ask(verb, *args, **kwargs)
+        kinds = collections.Counter(e["kind"] for e in kvjax.to_list(events) if e["group"] in self.groups)
         return Outcome(bool(events.ok), int(np.sum(np.asarray(events.cached))) if verb == "admit" else None, kinds)
 
     def _request(self, prompt: Prompt) -> tuple[np.ndarray, np.int32, dict[str, Any]]:
         options: dict[str, Any] = {"namespace": np.int32(self.namespaces(salt=prompt.salt, lora=prompt.lora))}
         if self.spec.extra_ids:
-            options["extra_ids"] = _padded(prompt.extra_ids, self.spec.max_length)
-        return _padded(prompt.tokens, self.spec.max_length), np.int32(len(prompt.tokens)), options
+            options["extra_ids"] = drive.padded(prompt.extra_ids, self.spec.max_length)
+        return drive.padded(prompt.tokens, self.spec.max_length), np.int32(len(prompt.tokens)), options
 
     def _at(self, row: int, value: Any) -> np.ndarray:
         """An array of one entry per row, zero but at `row`."""
@@ -259,8 +255,7 @@ class LibraryBackend:
         return rows
 
     def _list(self, blocks: Sequence[int]) -> np.ndarray:
-        padding = self.spec.max_blocks_per_seq - len(blocks)
-        return np.array([*blocks, *[NO_BLOCK] * padding], np.int32)
+        return drive.padded(blocks, self.spec.max_blocks_per_seq, NO_BLOCK)
 
 
 BACKENDS = {"library": LibraryBackend, "oracle": OracleBackend}
@@ -268,10 +263,8 @@ BACKENDS = {"library": LibraryBackend, "oracle": OracleBackend}
 
 @functools.cache
 def _spec(size: Size) -> Any:
-    from kvjax import LayerSpec, make_spec
-
-    layers = [LayerSpec(1, 1, window) for window in size.windows] if size.windows != (None,) else []
-    return make_spec(
+    layers = [kvjax.LayerSpec(1, 1, window) for window in size.windows] if size.windows != (None,) else []
+    return kvjax.make_spec(
         layers,
         num_blocks=_power_of_two(size.num_blocks, 1024),
         max_seqs=_power_of_two(size.rows, 32),
@@ -287,8 +280,6 @@ def _spec(size: Size) -> Any:
 
 def _with_host_blocks(state: Any, number: int) -> Any:
     """A state that knows of only so many empty blocks on the host."""
-    import jax.numpy as jnp
-
     groups = [
         group if group.host is None else replace(group, host=replace(group.host, num_empty=jnp.int32(number)))
         for group in state.groups
@@ -298,28 +289,10 @@ def _with_host_blocks(state: Any, number: int) -> Any:
 
 @functools.cache
 def _init() -> Any:
-    import jax
-
-    import kvjax
-
     def init(spec, num_blocks):
         return kvjax.init(spec, kvjax.policies.priority() if spec.retention else kvjax.lru(), num_blocks)
 
     return jax.jit(init, static_argnums=0)
-
-
-@functools.cache
-def _verbs() -> dict[str, Any]:
-    import jax
-
-    import kvjax
-
-    names = ("complete", "commit", "release", "fork", "truncate", "pin", "unpin", "lookup", "reset")
-    jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves compile time
-    verbs = {name: jit(drive.verb(name)) for name in names}
-    verbs["admit"] = jit(kvjax.admit, static_argnames="tiers")
-    verbs["extend"] = jit(kvjax.extend, static_argnames=("max_tokens", "tiers"))
-    return verbs | {"kind": kvjax.events.EventKind}
 
 
 def _then(first: Outcome, second: Outcome) -> Outcome:
@@ -328,7 +301,3 @@ def _then(first: Outcome, second: Outcome) -> Outcome:
 
 def _power_of_two(value: int, least: int) -> int:
     return max(least, 1 << (value - 1).bit_length())
-
-
-def _padded(values: Sequence[int], width: int) -> np.ndarray:
-    return np.array([*values, *[0] * (width - len(values))], np.int32)

@@ -35,10 +35,10 @@ from kvjax.pools import host as host_pool
 from kvjax.state import NO_BLOCK
 from kvjax.tiers import FailedTransfer, TieredCache
 from tests import drive
+from tests.drive import BOTH
 
 SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
 AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of an admit, tokens of an extend, blocks of an offload, watermark
-BOTH = ("device", "host")
 
 Path = tuple[Any, ...]
 Request = dict[str, Any]
@@ -170,12 +170,6 @@ class Faults:
         return function(*args)
 
 
-_STATIC = {
-    "admit": ("room", "tiers"), "extend": ("max_tokens", "tiers"), "pin": "group", "unpin": "group", "offload": "group",
-    "onboard": "group", "watermark": ("group", "most"),
-}  # fmt: skip
-
-
 def compute(cache: Cache, model: Any, tokens: Any, counts: Any, extra_ids: Any) -> tuple[Cache, kvjax.Events]:
     if extra_ids is None:
         cache, _, events = kvjax.step(model, cache, tokens, counts)
@@ -192,11 +186,11 @@ _ON_STATES = ("admit", "extend", "offload", "onboard", "watermark", "swap_out", 
 def programs() -> dict[str, Callable[..., Any]]:
     """Jitted: methods of `Cache` as "Cache.admit", verbs on states as "admit"; all donate what they are called on."""
 
-    def jit(function, static=None):
-        return jax.jit(function, donate_argnums=0, static_argnames=static)
+    def jit(function, name=None):
+        return jax.jit(function, donate_argnums=0, static_argnames=drive.STATIC.get(name))
 
-    found = {f"Cache.{name}": jit(getattr(Cache, name), _STATIC.get(name)) for name in _ON_CACHES}
-    found |= {name: jit(drive.verb(name), _STATIC.get(name)) for name in (*_ON_STATES, "complete")}
+    found = {f"Cache.{name}": jit(getattr(Cache, name), name) for name in _ON_CACHES}
+    found |= {name: jit(drive.verb(name), name) for name in (*_ON_STATES, "complete")}
     return found | {
         "apply": jit(kvjax.apply), "compute": jit(compute), "view": jax.jit(kvjax.view, static_argnums=1),
     }  # fmt: skip
@@ -679,7 +673,7 @@ def extras(tokens: Any) -> list[int]:
 
 
 def padded(values: Any) -> np.ndarray:
-    return np.array([*values, *[0] * (WIDTH - len(values))], np.int32)
+    return drive.padded(values, WIDTH)
 
 
 def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:

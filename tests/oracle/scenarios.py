@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests import drive
 from tests.oracle.backends import BACKENDS, Outcome, Prompt, Size, done
 from tests.oracle.cache import NO_BLOCK
 
-DATA = Path(__file__).parents[1] / "data" / "scenarios"
+DATA = drive.DATA / "scenarios"
 OPS = (
     "admit", "compute", "append", "release", "fork", "truncate", "pin", "unpin", "lookup", "expect", "tick", "reset",
 )  # fmt: skip

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import kvjax
 from tests import drive
+from tests.drive import BOTH, VERBS
 from tests.oracle.cache import NO_BLOCK, Block, Oracle, Retention, Worth, lru
 
 ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
@@ -41,22 +42,8 @@ POLICIES = {
     "lru": (kvjax.lru(), lru), "fifo": (kvjax.policies.fifo(), lambda block: block.stored),
     "priority": (kvjax.policies.priority(), None),
 }  # fmt: skip
-STATIC = {
-    "admit": ("room", "tiers"), "extend": ("max_tokens", "tiers"), "pin": "group", "unpin": "group", "offload": "group",
-    "onboard": "group", "watermark": ("group", "most"), "lookup": "tiers",
-}  # fmt: skip
 TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step", "offload", "onboard", "watermark",
          "swap_out", "swap_in")  # fmt: skip
-VERBS = {
-    name: jax.jit(
-        drive.verb(name), static_argnames=STATIC.get(name), compiler_options={"xla_backend_optimization_level": 0}
-    )
-    for name in (
-        "admit", "extend", "commit", "fork", "truncate", "release", "lookup", "pin", "unpin", "evict", "reset",
-        "beam_step", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete",
-    )
-}  # fmt: skip
-BOTH = ("device", "host")
 
 
 def nearly_wrapped(state):
@@ -85,8 +72,8 @@ worths = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None
 retentions = st.tuples(st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0, 1, 2))), worths, worths, worths)
 
 
-def padded(tokens, width=WIDTH):
-    return np.asarray([*tokens, *([9] * (width - len(tokens)))], np.int32)
+def padded(tokens):
+    return drive.padded(tokens, WIDTH, 9)
 
 
 def joined(results):
@@ -398,7 +385,7 @@ class CacheMachine(RuleBasedStateMachine):
         pairs = sorted(self.pairing().items())
         if pairs:
             ours, theirs = data.draw(st.sampled_from(pairs))
-            self.both("evict", self.oracle.evict([theirs]), padded([ours], 1))
+            self.both("evict", self.oracle.evict([theirs]), np.asarray([ours], np.int32))
 
     @rule(chance=st.integers(0, 15))
     def reset(self, chance):

@@ -2,7 +2,6 @@
 """The command lines: errors of one line, text and JSON as they come, Ctrl-C, times told apart, compiled programs."""
 
 import json
-import subprocess
 import sys
 import time
 import types
@@ -17,6 +16,7 @@ import kvjax
 from models import Decoder, ModelConfig, commands, demo, generate, save, train, verify
 from models.speech import Speech
 from models.stopwatch import Stopwatch
+from tests.drive import output_of
 
 FIELDS = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -252,6 +252,4 @@ def test_help_has_the_name_that_the_command_was_started_by(capsys, command):
 
 @pytest.mark.long
 def test_the_demo_is_a_command():
-    command = [sys.executable, "-m", "models.demo", "--help"]
-    ran = subprocess.run(command, cwd=commands.__file__.rpartition("/models/")[0], capture_output=True, check=True)
-    assert b"usage: python -m models.demo" in ran.stdout
+    assert "usage: python -m models.demo" in output_of(sys.executable, "-m", "models.demo", "--help")

@@ -13,8 +13,8 @@ import tomllib
 import pytest
 
 import kvjax
+from tests.drive import ROOT, TIMEOUT, output_of
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCES = sorted(
     path
@@ -68,8 +68,7 @@ def test_imports_go_one_way(package):
 
 def test_importing_the_library_imports_no_extra():
     code = "import sys, kvjax, pallas_kernels; print(*sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = ran.stdout.split()
+    loaded = output_of(sys.executable, "-c", code).split()
     packages = {module.split(".")[0] for module in loaded}
     assert not packages & {
         "hypothesis",
@@ -104,7 +103,7 @@ assert double._cache_size() == 1, "what was compiled before was compiled again"
 
 
 def test_kernels_are_imported_while_a_call_is_traced():
-    subprocess.run([sys.executable, "-c", IMPORTS_KERNELS], cwd=ROOT, check=True, timeout=100)
+    output_of(sys.executable, "-c", IMPORTS_KERNELS)
 
 
 @pytest.mark.long
@@ -118,7 +117,9 @@ def test_importing_the_library_takes_little_more_than_importing_jax():
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
     def times() -> list[float]:
-        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, check=True)
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, check=True, timeout=TIMEOUT
+        )
         return [float(number) for number in ran.stdout.split()]
 
     times()
@@ -151,7 +152,7 @@ def sandbox(tmp_path: pathlib.Path, **commands: str) -> tuple[pathlib.Path, dict
 
 def setup(tree: pathlib.Path, env: dict[str, str], *args: str) -> subprocess.CompletedProcess:
     command = [shutil.which("bash") or "bash", "scripts/setup.sh", *args]
-    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT)
 
 
 # Stands for a Python: `-m venv DIR` makes DIR with itself inside, all else succeeds and is noted.

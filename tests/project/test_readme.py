@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README's code runs as it stands there, and a Linen module takes the cache in the same way."""
 
-import pathlib
 import re
 
 import flax.linen as nn
@@ -10,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
+from tests.drive import ROOT
 
-README = pathlib.Path(__file__).parents[2] / "README.md"
+README = ROOT / "README.md"
 
 
 @pytest.mark.long

@@ -8,10 +8,10 @@ import pytest
 
 import kvjax
 from kvjax.blocks.keys import prefix_keys
+from tests import drive
 
 pytestmark = pytest.mark.long
 P, S, LENGTH = 2, 3, 8
-FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}
 
 
 @pytest.fixture(params=[0, 1, 7])
@@ -24,22 +24,18 @@ def verbs(request, monkeypatch):
 
     for module in (kvjax.blocks.match, kvjax.blocks.twins, kvjax.verbs.release):
         monkeypatch.setattr(module, "prefix_keys", colliding)
-    names = ("admit", "commit", "extend", "release", "lookup")
     # Functions of their own: jit would find programs traced with good keys.
-    return {n: jax.jit(lambda *a, n=n, **k: getattr(kvjax, n)(*a, **k), **FAST) for n in names}
+    return drive.Verbs(lambda name: lambda *args, **options: drive.verb(name)(*args, **options))
 
 
 def test_what_is_reused_is_what_was_asked_for(verbs):
     """A model of the slots says what K/V each block really holds: (namespace, prefix) of every written token."""
     spec = kvjax.make_spec(num_blocks=10, max_seqs=S, max_length=LENGTH, block_size=P)
-    state, mirror = kvjax.init(spec), kvjax.events.Mirror()
+    cache = drive.Driver(kvjax.init(spec), verbs)
     rng, slots, rows, reused = np.random.default_rng(0), {}, set(), 0
 
-    def hear(events):
-        nonlocal mirror
-        heard = kvjax.to_list(events)
-        mirror = kvjax.fold(heard, mirror)
-        for event in heard:
+    def copy():
+        for event in kvjax.to_list(cache.events):
             if event["kind"] == "copied":
                 for i in range(event["num_tokens"]):
                     slots[event["block"], i] = slots[event["source"], i]
@@ -47,29 +43,24 @@ def test_what_is_reused_is_what_was_asked_for(verbs):
     for _ in range(100):
         seq = int(rng.integers(S))
         if seq in rows:
-            state, events = verbs["release"](state, seq)
-            hear(events)
+            cache.do("release", seq)
+            copy()
             rows.remove(seq)
         else:
             tokens, length = rng.integers(0, 2, LENGTH), int(rng.integers(1, LENGTH + 1))
             namespace = int(rng.integers(2))
-            state, events = verbs["admit"](state, seq, tokens, length, namespace=namespace)
-            if events.ok:
-                hear(events)
-                cached = int(events.cached[0])
+            if cache.admit(seq, tokens[:length], namespace=namespace) == ["OK"]:
+                copy()
+                cached = int(cache.events.cached[0])
                 reused += cached
-                table = np.asarray(state.groups[0].table[seq])
+                table = np.asarray(cache.state.groups[0].table[seq])
                 for i in range(cached):
                     assert slots[table[i // P], i % P] == (namespace, *tokens[: i + 1])
                 for i in range(cached, length):
                     slots[table[i // P], i % P] = (namespace, *tokens[: i + 1])
-                given, count = np.zeros((S, LENGTH), np.int32), np.zeros(S, np.int32)
-                given[seq, : length - cached], count[seq] = tokens[cached:length], length - cached
-                state, events = verbs["commit"](state, given, count)
-                hear(events)
+                cache.write({seq: tokens[cached:length]})
+                copy()
                 rows.add(seq)
-        kvjax.check(state)
-        assert kvjax.events.index_of(state) == mirror.index
     assert reused > 0
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -23,7 +22,8 @@ from kvjax.events.transfer import Transfer
 from kvjax.pools import host as host_pool
 from kvjax.pools.device import init_pools
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
-from tests.kernels.test_gpu_compile import ROOT, TOOLCHAIN
+from tests.drive import ROOT, output_of
+from tests.kernels.test_gpu_compile import TOOLCHAIN
 
 N, H = (7, 5), (6, 8)  # device and host blocks of the two groups
 FLOAT = PoolSpec((0, 1), 2, 4, "float32"), PoolSpec((2,), 1, 8, "bfloat16"), PoolSpec((3, 4), 3, 2, "float32")
@@ -287,22 +287,16 @@ t.assert_same(t.rows(pools, host), t.moved(model, moves))
 """
 
 
-def run(*command, **environment):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.long
 def test_pools_may_be_divided_among_devices():
-    run(sys.executable, "-c", SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=4", PYTHONPATH=str(ROOT))
+    output_of(sys.executable, "-c", SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=4", PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not (TOOLCHAIN / ".installed").exists(), reason="no CUDA compiler (scripts/gpu_toolchain.sh)")
 def test_on_a_gpu_both_pools_are_updated_in_place():
-    found = run(sys.executable, "-m", "tests.unit.pools.test_host_pool", PYTHONPATH=f"{TOOLCHAIN}{os.pathsep}{ROOT}")
+    path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
+    found = output_of(sys.executable, "-m", "tests.unit.pools.test_host_pool", PYTHONPATH=path)
     for line in found.splitlines():
         result = json.loads(line)
         assert result["aliased"] == result["target"], result

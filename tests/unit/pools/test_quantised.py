@@ -2,7 +2,6 @@
 """int8 and fp8 pools: the K/V come back nearly as they were, and their scales go wherever they go."""
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 
 import kvjax
 from models import load, recall, train, verify
+from tests.drive import DATA
 
 DTYPES = {"int8": 0.01, "float8_e4m3fn": 0.06}  # relative error of attention
 EACH = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
@@ -108,7 +108,7 @@ def accuracy(dtype):
 
 @pytest.mark.slow
 def test_verify_reports_the_error_of_the_logits(capsys):
-    folder = pathlib.Path(__file__).parents[2] / "data" / "goldens" / "llama"
+    folder = DATA / "goldens" / "llama"
     assert verify.main(["--kv-dtype", "int8", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "not judged: largest logit error" in out and "e-01" in out

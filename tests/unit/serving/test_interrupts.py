@@ -17,6 +17,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
+from tests.drive import VERBS, padded
 
 VOCAB, BEFORE = 1000, 7
 LAYERS = {"plain": [None], "windows": [None, 6]}
@@ -55,9 +56,6 @@ def make_spec(kind, host):
     )  # fmt: skip
 
 
-LOOKUP = jax.jit(kvjax.lookup)
-
-
 def start(kind="plain", host=False):
     """A cache with a row in use, which is not the generation's."""
     cache = (kvjax.tiers.TieredCache if host else kvjax.Cache).create(make_spec(kind, host))
@@ -81,7 +79,7 @@ def assert_whole(cache, events, prompts=(), outputs=()):
         assert output.tokens == list(range(prompt[-1] + 1, prompt[-1] + 1 + len(output.tokens)))
         if output.tokens:
             text = [*prompt, *output.tokens]
-            found = LOOKUP(state, np.asarray(text + [0] * (32 - len(text)), np.int32), np.int32(len(text)))
+            found = VERBS["lookup"](state, padded(text, 32), np.int32(len(text)))
             assert int(found.cached_tokens) == len(text) - 1  # the last token is chosen and not computed
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 import kvjax
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
+from tests.drive import Driver, lines
 
 WIDTH, STEPS, PROMPT = 3, 11, [5, 3, 7, 1, 2, 9]
 CONFIG = ModelConfig("llama", 24, 32, 64, 4, (LayerConfig(2, 16),) * 2)
@@ -43,26 +44,25 @@ def cached(model, size):
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=24, max_seqs=WIDTH, max_length=20, block_size=size, dtype="float32"
     )
-    cache, rows = kvjax.Cache.create(spec), np.arange(WIDTH, dtype=np.int32)
-    step, extend, beam = jax.jit(kvjax.step), jax.jit(kvjax.Cache.extend), jax.jit(kvjax.Cache.beam_step)
-    cache, _ = cache.admit(0, np.asarray(PROMPT, np.int32), len(PROMPT))
-    chunk = np.zeros((WIDTH, len(PROMPT)), np.int32)
-    chunk[0] = PROMPT
-    cache, logits, _ = step(model, cache, chunk, np.array([len(PROMPT), 0, 0], np.int32))
+    cache, rows, jitted = Driver(kvjax.Cache.create(spec)), np.arange(WIDTH, dtype=np.int32), jax.jit(kvjax.step)
+
+    def step(tokens, count):
+        cache.cache, logits, events = jitted(model, cache.cache, tokens, count)
+        cache.hear(events)
+        return logits
+
+    assert cache.admit(0, PROMPT) == ["OK"]
+    logits = step(*lines({0: PROMPT}, WIDTH, len(PROMPT)))
     for row in rows[1:]:
-        cache, _ = cache.fork(0, row)
+        cache.do("fork", 0, row)
     scores, _, tokens = best(np.zeros(1), logits[:1])
     texts, copies = [[*PROMPT, int(t)] for t in tokens], []
     history = [texts]
     for _ in range(STEPS - 1):
-        cache, events = extend(cache, np.ones(WIDTH, bool))
-        assert events.ok
-        copies.append(int(kvjax.events.counts(events)["copied"]))
-        cache, logits, _ = step(model, cache, tokens[:, None], np.ones(WIDTH, np.int32))
+        copies.append(int(kvjax.events.counts(cache.do("extend", np.ones(WIDTH, bool)))["copied"]))
+        logits = step(tokens[:, None], np.ones(WIDTH, np.int32))
         scores, parents, tokens = best(scores, logits)
-        cache, events = beam(cache, rows, parents)
-        assert events.ok
-        kvjax.check(cache.state)
+        cache.do("beam_step", rows, parents)
         texts = [texts[p] + [int(t)] for p, t in zip(parents, tokens, strict=True)]
         history.append(texts)
     return history, copies
@@ -81,9 +81,8 @@ def test_equal_to_a_search_that_computes_everything_anew(size):
 
 
 def test_a_beam_of_rows_that_cannot_be_one_is_refused():
-    cache = kvjax.Cache.create(kvjax.make_spec(num_blocks=4, max_seqs=3, max_length=8, block_size=4))
-    cache, _ = cache.admit(0, np.arange(4, dtype=np.int32), 4)
+    cache = Driver(kvjax.init(kvjax.make_spec(num_blocks=4, max_seqs=3, max_length=8, block_size=4)))
+    assert cache.admit(0, range(4)) == ["OK"]
     for seqs, parents in [([0, 1], [0, 0]), ([0, 0], [0, 0]), ([0], [0]), ([0], [1]), ([3], [0])]:
-        after, events = cache.beam_step(np.asarray(seqs, np.int32), np.asarray(parents, np.int32))
-        assert events.status.tolist() == [kvjax.Status.BAD_REQUEST] * len(seqs)
-        jax.tree.map(np.testing.assert_array_equal, after, cache)
+        refused = cache.status("beam_step", np.asarray(seqs, np.int32), np.asarray(parents, np.int32))
+        assert refused == ["BAD_REQUEST"] * len(seqs)

@@ -213,7 +213,7 @@ class Grove(Tree):
         logits, self.cache = self.compute(self.model, self.cache, *lines(tokens, BRANCHES, WIDEST), width=WIDEST)
         return np.asarray(logits)
 
-    def write(self, tokens):
+    def tell(self, tokens):
         """Reads and commits tokens {row: list}; the logits [V] after the last one of each row, {row: logits}."""
         logits = self.read(tokens)
         self.commit(tokens)
@@ -224,11 +224,11 @@ def guess(draft, text):
     """BRANCHES lists of K guesses after a text: the likeliest tokens, and what seems to follow each of them."""
     behind = text[committed(draft.cache)[draft.row] :]
     draft.room([draft.row], len(behind))
-    logits = draft.write({draft.row: behind})[draft.row]
+    logits = draft.tell({draft.row: behind})[draft.row]
     guesses = [[int(token)] for token in np.argsort(-logits)[:BRANCHES]]
     draft.branch(K - 1)
     for _ in range(K - 1):
-        for row, logits in draft.write({row: line[-1:] for row, line in enumerate(guesses)}).items():
+        for row, logits in draft.tell({row: line[-1:] for row, line in enumerate(guesses)}).items():
             guesses[row].append(int(np.argmax(logits)))
     return guesses
 
@@ -236,9 +236,9 @@ def guess(draft, text):
 def tree_speculative(target, draft):
     """Tokens, and which branch won each round with how many right guesses."""
     assert target.admit(0, PROMPT) == draft.admit(0, PROMPT[:-1]) == ["OK"]
-    draft.write({0: PROMPT[:-1].tolist()})
+    draft.tell({0: PROMPT[:-1].tolist()})
     text, rounds = PROMPT.tolist(), []
-    text.append(int(np.argmax(target.write({0: text})[0])))
+    text.append(int(np.argmax(target.tell({0: text})[0])))
     while len(text) < len(PROMPT) + NEW:
         guesses = guess(draft, text)
         target.branch(K + 1)
