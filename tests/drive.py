@@ -46,7 +46,7 @@ def verb(name: str) -> Callable[..., Any]:
 
 
 class Verbs(dict[str, Callable[..., Any]]):
-    """Jitted verbs by name, each made when it is first asked for; compiled in half the time, for slow programs.
+    """Jitted verbs by name, each made when it is first asked for. They compile in half the time, and run slowly.
 
     Attributes:
       find: the function with a name.
@@ -120,6 +120,8 @@ class Driver:
         if complete and events.transfer is not None and self.cache is self.state:
             self.cache, done = self.verbs["complete"](self.cache, events.transfer, True)
             self.hear(done)
+            if self.verified:
+                self.verify("complete", before)
             self.events = events
         return events
 
@@ -179,7 +181,8 @@ class Driver:
     def found(self, tokens: Sequence[int], **options: Any) -> int:
         """Tokens that `admit` would find."""
         text, length = padded(tokens, self.state.spec.max_length + 1, tokens), np.int32(len(tokens))
-        return int(VERBS["lookup"](self.state, text, length, namespace=np.int32(0), **options).cached_tokens)
+        cache = self.cache if self.verbs is METHODS else self.state
+        return int(self.verbs["lookup"](cache, text, length, namespace=np.int32(0), **options).cached_tokens)
 
 
 def names(events: Events) -> list[str]:

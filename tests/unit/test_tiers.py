@@ -88,10 +88,10 @@ class Life(Fed):
         self.texts, self.failures = {}, 0
         self.documents = self.rng.integers(1, 50, (3, WIDTH)).tolist()
 
-    def done(self, verb, *args, **options):
-        """A verb that moves; False if it was refused or its moves have failed."""
+    def done(self, request, *args, **options):
+        """Whether a request that moves was done: neither refused, nor have its moves failed."""
         try:
-            return bool(self.ask(verb, *args, **options).ok)
+            return set(request(*args, **options)) == {"OK"}
         except kvjax.tiers.FailedTransfer as error:
             self.cache, self.failures = error.tiered, self.failures + 1
             self.hear(error.events)
@@ -107,7 +107,7 @@ class Life(Fed):
         if kind == "start" and free:
             kept = int(rng.integers(1, WIDTH - 2))
             text = [*self.documents[rng.integers(3)][:kept], *rng.integers(1, 50, int(rng.integers(0, 3))).tolist()]
-            if self.done("admit", free[0], padded(text, WIDTH), len(text)):
+            if self.done(self.admit, free[0], text):
                 self.texts[free[0]] = text
                 self.feed(free[0], text)
         elif kind == "end" and rows:
@@ -116,20 +116,19 @@ class Life(Fed):
             del self.texts[row]
         elif kind == "grow" and rows:
             row = int(rng.choice(rows))
-            mask = np.arange(ROWS) == row
-            if len(self.texts[row]) < WIDTH and self.done("extend", mask):
+            if len(self.texts[row]) < WIDTH and self.done(self.grow, *(np.arange(ROWS) == row)):
                 self.texts[row] = [*self.texts[row], int(rng.integers(1, 50))]
                 self.feed(row, self.texts[row])
         elif kind == "swap" and rows:
             row = int(rng.choice(rows))
-            self.done("swap_in" if self.state.seqs.swapped[row] else "swap_out", row)
+            self.done(self.status, "swap_in" if self.state.seqs.swapped[row] else "swap_out", row)
         elif kind == "shift":
             group = int(rng.integers(2))
             block = np.full(2, kvjax.state.NO_BLOCK, np.int32)
             block[0] = rng.integers(14)
-            self.done(str(rng.choice(["offload", "onboard"])), block, group=group)
+            self.done(self.status, str(rng.choice(["offload", "onboard"])), block, group=group)
         elif kind == "watermark":
-            self.done("watermark", int(rng.integers(6)), most=4, group=int(rng.integers(2)))
+            self.done(self.status, "watermark", int(rng.integers(6)), most=4, group=int(rng.integers(2)))
 
 
 @pytest.mark.long
@@ -212,7 +211,7 @@ def test_a_sequence_goes_and_comes_back():
     cache.serve(0, [900 + t for t in range(22)])  # uses the room
     cache.do("swap_in", 1)
     assert_true_bytes(cache.cache, {1: text})
-    cache.do("extend", np.asarray([False, True, False]))
+    assert cache.grow(0, 1, 0) == ["OK"] * ROWS
 
 
 @pytest.mark.slow

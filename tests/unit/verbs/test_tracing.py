@@ -13,6 +13,7 @@ from jax import lax
 import kvjax
 from benchmarks import bookkeeping
 from kvjax._arrays import add, put
+from tests.drive import PLAIN, Driver
 
 S, P = 3, 4
 SPEC = kvjax.make_spec(num_blocks=12, max_seqs=S, max_length=16, block_size=P)
@@ -68,9 +69,9 @@ def test_jit_scan_and_vmap_do_what_separate_calls_do():
 def test_hit_and_release_in_a_scan_outlives_the_ring():
     """Found by a program that hung: the number of cycles goes far beyond what the queue of releases holds."""
     prompt = np.array([5] * 4 + [6] * 4 + [7] + [0] * 7, np.int32)
-    state, _ = kvjax.admit(kvjax.init(SPEC), 0, prompt, 9)
-    state, _ = kvjax.commit(state, np.tile(prompt, (S, 1)), np.array([9, 0, 0]))
-    state, _ = kvjax.release(state, 0)
+    cache = Driver(kvjax.init(PLAIN))
+    cache.start(0, prompt[:9])
+    cache.do("release", 0)
 
     def cycle(carry, _):
         state, prompt, length = carry
@@ -78,7 +79,8 @@ def test_hit_and_release_in_a_scan_outlives_the_ring():
         state, released = kvjax.release(state, 0)
         return (state, prompt, length), (admitted.ok & released.ok, admitted.cached[0])
 
-    (state, *_), (ok, cached) = jax.jit(lambda *carry: lax.scan(cycle, carry, length=500))(state, prompt, jnp.int32(9))
+    scan = jax.jit(lambda *carry: lax.scan(cycle, carry, length=500))
+    (state, *_), (ok, cached) = scan(cache.state, prompt, jnp.int32(9))
     assert bool(jnp.all(ok))
     assert bool(jnp.all(cached == 8))
     kvjax.check(state)
