@@ -61,12 +61,12 @@ def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array) -> tuple[j
     reads itself back is the last.
 
     Args:
-      counts: i32[B]; none negative at the ids; they come back with marks, -1 - k of entry k, which the caller overwrites.
+      counts: i32[B]; none negative at the ids.
       ids: i32[K].
       where: bool[K]; the entries that count.
 
     Returns:
-      The counts with the marks, and bool[K], which entries are the last of their ids.
+      The counts with marks, -1 - k of entry k, which the caller overwrites; and bool[K], the last entry of each id.
     """
     mark = -1 - np.arange(ids.shape[0], dtype=np.int32)
     marked = counts.at[jnp.where(where, ids, counts.shape[0])].min(mark, mode="drop")

@@ -1,12 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of many kinds need to drive a cache."""
+"""What tests of many kinds need to drive a cache: jitted verbs, shared specs, padding, processes, and `Driver`."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 import kvjax
+from kvjax import Events, LayerSpec, Status
+from kvjax.testing import SMALL
+
+ROOT = pathlib.Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
+# Seconds that a process started by a test may take: enough for a busy machine. One that takes longer hangs.
+TIMEOUT = float(os.environ.get("KVJAX_TEST_TIMEOUT", "600"))
+
+# Tests that do not depend on a shape of their own use these, and so the same compiled programs.
+PLAIN = SMALL
+EXTRA = dataclasses.replace(PLAIN, extra_ids=True)
+RETENTION = dataclasses.replace(PLAIN, retention=True)
+TIERS = kvjax.make_spec(
+    [LayerSpec(1, 4), LayerSpec(1, 4, window=8, sink_tokens=2)], num_blocks=12, max_seqs=4, max_length=24,
+    block_size=4, num_host_blocks={None: 10, 8: 8},
+)  # fmt: skip
+BOTH = ("device", "host")
+MOST = 6  # tokens that `Driver.grow` asks for, per row
+
+STATIC: dict[str, tuple[str, ...]] = {
+    "admit": ("room", "tiers"), "extend": ("max_tokens", "tiers"), "lookup": ("tiers",), "pin": ("group",),
+    "unpin": ("group",), "offload": ("group",), "onboard": ("group",), "watermark": ("group", "most"),
+    "evict": ("max_removed",),
+}  # fmt: skip
 
 
 def verb(name: str) -> Callable[..., Any]:
     """A verb, or another function of a state, by its name, from whichever module exports it."""
     return next(getattr(home, name) for home in (kvjax, kvjax.tiers, kvjax.debug, kvjax.events) if hasattr(home, name))
+
+
+class Verbs(dict[str, Callable[..., Any]]):
+    """Jitted verbs by name, each made when it is first asked for. They compile in half the time, and run slowly.
+
+    Attributes:
+      find: the function with a name.
+    """
+
+    def __init__(self, find: Callable[[str], Callable[..., Any]]):
+        super().__init__()
+        self.find = find
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        quick = {"xla_backend_optimization_level": 0}
+        self[name] = jax.jit(self.find(name), static_argnames=STATIC.get(name), compiler_options=quick)
+        return self[name]
+
+
+VERBS = Verbs(verb)
+METHODS = Verbs(lambda name: getattr(kvjax.Cache, name))
+
+
+def padded(values: Any, width: int, fill: Any = 0) -> np.ndarray:
+    """i32[width]; the values, and then `fill`, which may be several numbers, over and over."""
+    values = np.asarray(values, np.int32)
+    return np.concatenate([values, np.resize(np.asarray(fill, np.int32), width - len(values))])
+
+
+def lines(texts: Mapping[int, Sequence[int]], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """i32[rows, width], i32[rows]; a text for some of the rows, and how long each is."""
+    found = [texts.get(row, ()) for row in range(rows)]
+    return np.stack([padded(text, width) for text in found]), np.array([len(text) for text in found], np.int32)
+
+
+class Driver:
+    """A cache whose verbs are called by name, and what its events say; it is verified after each verb.
+
+    `check` holds, the events give the index, and a verb that was refused has changed nothing. Its requests have one
+    width each, so that all of a file are one program: a prompt may be a token longer than a row.
+
+    Attributes:
+      cache: a `CacheState`, a `Cache` or a `TieredCache`; all have the same verbs.
+      events: of the last verb.
+      heard: all events, decoded.
+      mirror: the index by all events.
+      totals: of all events.
+    """
+
+    def __init__(self, cache: Any, verbs: Mapping[str, Callable[..., Any]] | None = None, *, verified: bool = True):
+        """Begins with a cache, which need not be empty; `verified` is False where tests have other means."""
+        self.cache, self.verified = cache, verified
+        self.verbs = (METHODS if isinstance(cache, kvjax.Cache) else VERBS) if verbs is None else verbs
+        self.mirror = kvjax.fold(kvjax.events.snapshot(self.state))
+        self.totals = kvjax.events.Totals()
+        self.events: Any = None
+        self.heard: list[dict[str, Any]] = []
+
+    @property
+    def state(self) -> Any:
+        return getattr(self.cache, "state", self.cache)
+
+    def ask(self, verb: str, *args: Any, complete: bool = True, **options: Any) -> Events:
+        """Calls a verb, which may be refused; what it orders to move between tiers has then arrived."""
+        static, args = STATIC.get(verb, ()), tuple(map(_typed, args))
+        options = {name: value if name in static else _typed(value) for name, value in options.items()}
+        before = jax.tree.map(np.array, self.state) if self.verified else None  # copies: the cache may be donated
+        if isinstance(self.cache, kvjax.tiers.TieredCache):
+            self.cache, events = getattr(self.cache, verb)(*args, **options)
+        else:
+            self.cache, events = self.verbs[verb](self.cache, *args, **options)
+        self.hear(events)
+        if self.verified:
+            self.verify(verb, before)
+        if complete and events.transfer is not None and self.cache is self.state:
+            self.cache, done = self.verbs["complete"](self.cache, events.transfer, True)
+            self.hear(done)
+            if self.verified:
+                self.verify("complete", before)
+            self.events = events
+        return events
+
+    def do(self, verb: str, *args: Any, **options: Any) -> Events:
+        """Calls a verb that is not refused."""
+        events = self.ask(verb, *args, **options)
+        assert bool(events.ok), (verb, names(events))
+        return events
+
+    def hear(self, events: Events) -> None:
+        heard = kvjax.to_list(events)
+        self.mirror, self.totals = kvjax.fold(heard, self.mirror), self.totals.add(events)
+        self.events = events
+        self.heard += heard
+
+    def verify(self, verb: str, before: Any) -> None:
+        """Verifies what the last verb, called on a cache in the state `before`, has left."""
+        kvjax.check(self.state)
+        assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
+        refused = np.asarray(self.events.status) != Status.OK
+        if verb != "complete" and (refused.all() or (verb == "extend" and refused.any())):
+            jax.tree.map(np.testing.assert_array_equal, before, self.state)
+            assert not np.any(self.events.kind) and not np.any(self.events.cached) and not np.any(self.events.queried)
+
+    # Requests.
+
+    def status(self, verb: str, *args: Any, **options: Any) -> list[str]:
+        """Calls a verb; what it says of each row."""
+        return names(self.ask(verb, *args, **options))
+
+    def admit(self, seq: int, tokens: Sequence[int], namespace: int = 0, **options: Any) -> list[str]:
+        """Admits a prompt. The same text follows it in its array: nobody may read that."""
+        width = self.state.spec.max_length + 1
+        if self.state.spec.extra_ids:
+            options = {"extra_ids": np.zeros(width, np.int32), **options}
+        return self.status("admit", seq, padded(tokens, width, tokens), len(tokens), namespace=namespace, **options)
+
+    def write(self, texts: Mapping[int, Sequence[int]], **options: Any) -> list[str]:
+        """Commits tokens {row: text}."""
+        tokens, counts = lines(texts, self.state.spec.max_seqs, self.state.spec.max_length)
+        if self.state.spec.extra_ids:
+            options = {"extra_ids": np.zeros_like(tokens), **options}
+        return self.status("commit", tokens, counts, **options)
+
+    def grow(self, *counts: int, **options: Any) -> list[str]:
+        """Asks for room for so many more tokens of each row."""
+        asked = np.array(counts, np.int32)
+        return self.status("extend", asked > 0, asked, max_tokens=MOST, **options)
+
+    def start(self, seq: int, tokens: Sequence[int], **options: Any) -> int:
+        """Admits a prompt and commits what is not cached of it; how much is."""
+        assert self.admit(seq, tokens, **options) == ["OK"], names(self.events)
+        cached = int(self.state.seqs.committed[seq])
+        assert set(self.write({seq: tokens[cached:]})) == {"OK"}, names(self.events)
+        return cached
+
+    def found(self, tokens: Sequence[int], **options: Any) -> int:
+        """Tokens that `admit` would find."""
+        text, length = padded(tokens, self.state.spec.max_length + 1, tokens), np.int32(len(tokens))
+        cache = self.cache if self.verbs is METHODS else self.state
+        return int(self.verbs["lookup"](cache, text, length, namespace=np.int32(0), **options).cached_tokens)
+
+
+def names(events: Events) -> list[str]:
+    """The status of each row by its name."""
+    return [Status(status).name for status in np.asarray(events.status).tolist()]
+
+
+def _typed(value: Any) -> Any:
+    """Python's integers as i32: to jit they are a type of their own."""
+    return np.int32(value) if type(value) is int else value
+
+
+def output_of(*command: str, **environment: str) -> str:
+    """What a process prints that runs in the checkout, on the CPU, and ends well."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout

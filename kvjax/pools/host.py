@@ -6,7 +6,7 @@ scratch row, and a move copies one block out of one array into the other, in pla
 
     for each move of a batch:  target = dynamic_update_slice(target, dynamic_slice(source, row), row)
 
-Why so (`benchmarks.offload` measures it, tests/test_host_pool.py compiles it for a GPU):
+Why so (`benchmarks.offload` measures it, tests/unit/pools/test_host_pool.py compiles it for a GPU):
 - On CPU a block costs one copy at the speed of memory. To collect a batch in an array of its own first, which a
   `jax.device_put` of it is as well, takes five times as long: the system has to hand out fresh pages.
 - For a GPU, XLA makes each update of a host pool a kernel that writes to the host's memory, on a stream of its own, and

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles kernels for a GPU on a machine that has none: `python -m tests.kernels.gpu_compile TARGET CASE [CASE ...]`.
+
+Needs what scripts/gpu_toolchain.sh installs, on PYTHONPATH. One target per process; bad parameters can abort it, so
+each case's result is printed as soon as it is there, a line of JSON: ptxas's account of each kernel (registers, bytes
+of stack and spills), how many asynchronous 16-byte copies, tensor copies and matrix products are in its PTX, what
+kernels were emitted as, and of the whole program its collectives and temporaries.
+"""
+
+import functools
+import glob
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvjax
+import pallas_kernels
+from models.config import LayerConfig, ModelConfig
+from models.decoder import Decoder
+
+ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS = 32, 32, 8, 128, 4096, 4
+
+
+def _description(name, major, cores, smem_core, smem_block, bandwidth, memory, l2, clock_ghz, fpus) -> str:
+    extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    return f"""gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+      shared_memory_per_core: {smem_core} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      memory_bandwidth: {bandwidth} l2_cache_size: {l2} clock_rate_ghz: {clock_ghz} device_memory_size: {memory}
+      shared_memory_per_block_optin: {smem_block}
+      cuda_compute_capability {{ major: {major} feature_extension: {extension} }}
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64 }}
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}" """
+
+
+TARGETS = {
+    "h200": ("sm_90a", _description("NVIDIA H200", 9, 132, 233472, 232448, 4_800_000_000_000, 150_000_000_000,
+                                    52_428_800, 1.98, 128)),
+    "a100": ("sm_80", _description("NVIDIA A100", 8, 108, 167936, 166912, 2_039_000_000_000, 85_000_000_000,
+                                   41_943_040, 1.41, 64)),
+}  # fmt: skip
+
+
+def i32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def bf16(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def pool_of(size=16, width=WIDTH):
+    return bf16(ROWS * LENGTH // size + 1, LAYERS, 2, KV_HEADS, size, width)
+
+
+def kernel(name, **options):
+    return functools.partial(pallas_kernels.call, name, **options)
+
+
+def decode(size=16, width=WIDTH, implementation=None):
+    table = i32(ROWS, LENGTH // size)
+    args = bf16(ROWS, HEADS, width), pool_of(size, width), i32(), table, i32(ROWS)
+    return kernel("decode_attention", scale=width**-0.5, implementation=implementation), args, ()
+
+
+def float32(case):
+    """Another case with all its floats in float32."""
+    function, args, donate = CASES[case]()
+    return function, jax.tree.map(lambda a: i32(*a.shape) if a.dtype == jnp.int32 else f32(*a.shape), args), donate
+
+
+def quantised(dtype):
+    """A pool and its scales."""
+    shape = pool_of().shape
+    return jax.ShapeDtypeStruct(shape, dtype), f32(*shape[:5])
+
+
+def attention_quantised(case, dtype):
+    """Another case over a quantised pool."""
+    function, (q, _, *rest), _ = CASES[case]()
+    pool, scales = quantised(dtype)
+    return lambda scales, *args: function(*args, scales=scales), (scales, q, pool, *rest), ()
+
+
+def append_quantised(dtype):
+    pool, scales = quantised(dtype)
+    return kernel("append_kv"), (pool, i32(), *[bf16(256, KV_HEADS, WIDTH)] * 2, i32(256), scales), (0, 5)
+
+
+def prefill(size=16, width=WIDTH, implementation=None):
+    table, rows = i32(ROWS, LENGTH // size), i32(ROWS)
+    args = bf16(LENGTH, HEADS, width), pool_of(size, width), i32(), table, rows, rows, rows
+    options = {"scale": width**-0.5, "max_count": LENGTH, "implementation": implementation}
+    return kernel("prefill_attention", **options), args, ()
+
+
+def whole_step():
+    """A decode step of a small Llama over pools of a gigabyte: extend, copies, model, commit."""
+    layers = (LayerConfig(KV_HEADS, WIDTH),) * LAYERS
+    config = ModelConfig("llama", 32_000, 1024, 2048, HEADS, layers)
+    model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=2**12, max_seqs=ROWS, max_length=LENGTH)
+    cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
+
+    def step(model, cache, tokens):
+        cache, extended = cache.extend(jnp.ones((ROWS,), jnp.bool_))
+        cache, logits, committed = kvjax.step(model, cache, tokens, jnp.ones((ROWS,), jnp.int32))
+        return cache, jnp.argmax(logits, axis=-1), extended, committed
+
+    return step, (model, cache, i32(ROWS, 1)), (1,)
+
+
+class Summed(nnx.Module):
+    """A linear layer whose input is divided among devices: each has a part of the sum."""
+
+    def __init__(self, linear: nnx.Linear, name: str):
+        self.linear, self.name = linear, name
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope(self.name):
+            return lax.psum(self.linear(x), "x")
+
+
+def sharded_step():
+    """The same step, tensor-parallel: heads and the MLP's inner width are divided, the metadata is everywhere the same.
+
+    All of it is mapped over the devices, not the model alone: a kernel cannot be partitioned from outside, and
+    `extend` copies blocks.
+    """
+    step, (model, cache, tokens), donate = whole_step()
+    for layer in model.layers:
+        layer.self_attn.o_proj = Summed(layer.self_attn.o_proj, "attention")
+        layer.mlp.down_proj = Summed(layer.mlp.down_proj, "mlp")
+    weights = jax.tree_util.tree_map_with_path(_divided, model)
+    divided = kvjax.Cache(P(), P(None, None, None, "x"))
+    specs = (weights, divided, P())
+    step = jax.shard_map(step, in_specs=specs, out_specs=(divided, P(), P(), P()), check_vma=False)
+    return step, (model, cache, tokens), donate, specs
+
+
+def _divided(path, _) -> P:
+    """How a weight of the model is divided."""
+    place = jax.tree_util.keystr(path)
+    if re.search("(q|k|v|gate|up)_proj", place):
+        return P(None, "x")
+    return P("x") if re.search("(o|down)_proj", place) else P()
+
+
+CASES = {
+    "decode_16": decode,
+    "decode_64": functools.partial(decode, 64),
+    "decode_width_80": functools.partial(decode, 16, 80),
+    "decode_int8": functools.partial(attention_quantised, "decode_16", jnp.int8),
+    "decode_fp8": functools.partial(attention_quantised, "decode_16", jnp.float8_e4m3fn),
+    "triton_prefill_int8": functools.partial(attention_quantised, "prefill_16", jnp.int8),
+    "triton_prefill_fp8": functools.partial(attention_quantised, "prefill_16", jnp.float8_e4m3fn),
+    "prefill_16": prefill,
+    "prefill_8": functools.partial(prefill, 8),
+    "prefill_128_width_256": functools.partial(prefill, 128, 256),
+    "triton_prefill_16": functools.partial(prefill, implementation="triton"),
+    "triton_prefill_width_256": functools.partial(prefill, 16, 256, "triton"),
+    "wide_decode_512": functools.partial(decode, 16, 512),
+    "wide_decode_1024": functools.partial(decode, 16, 1024),
+    "wide_prefill_512": functools.partial(prefill, 16, 512),  # Gemma 4's full attention
+    "wide_prefill_1024": functools.partial(prefill, 16, 1024),
+    "decode_f32": functools.partial(float32, "decode_16"),
+    "triton_prefill_f32_width_256": functools.partial(float32, "triton_prefill_width_256"),
+    "mosaic_decode_16": functools.partial(decode, implementation="mosaic"),
+    "mosaic_decode_128_width_256": functools.partial(decode, 128, 256, "mosaic"),
+    "append": lambda: (
+        kernel("append_kv"), (pool_of(), i32(), *[bf16(256, KV_HEADS, WIDTH)] * 2, i32(256)), (0,)
+    ),
+    "append_int8": functools.partial(append_quantised, jnp.int8),
+    "copy": lambda: (kernel("copy_blocks"), (pool_of(), i32(64), i32(64), i32()), (0,)),
+    "copy_partial": lambda: (kernel("copy_blocks"), (pool_of(), i32(64), i32(64), i32(), i32(64)), (0,)),
+    "gather": lambda: (kernel("gather_blocks"), (pool_of(), i32(64)), ()),
+    "scatter": lambda: (
+        kernel("scatter_blocks"), (pool_of(), bf16(64, *pool_of().shape[1:]), i32(64), i32()), (0,)
+    ),
+    "step": whole_step,
+    "step_sharded": sharded_step,
+}  # fmt: skip
+GPUS = {"step_sharded": 4}  # all others: one
+
+
+def place(target: str, gpus: int, args, *specs):
+    """The arguments on so many GPUs, divided by a prefix of specs if one is given; and the mesh."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[target][1], topology=f"1x1x{gpus}")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(gpus,), axis_names=("x",))
+
+    def put(arg, spec):
+        return jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, args, jax.tree.broadcast(specs[0] if specs else P(), args)), mesh
+
+
+def compile_for(mesh, function, args, donate, dump: str):
+    """The lowered and the compiled program; `dump` receives the PTX."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    return lowered, lowered.compile({"xla_dump_to": dump, "xla_dump_emitter_re": ".*"})
+
+
+def account(ptx: pathlib.Path, arch: str) -> dict[str, dict[str, int]]:
+    """What ptxas says of each Pallas kernel of a file."""
+    (ptxas,) = [path for folder in sys.path for path in glob.glob(f"{folder}/nvidia/*/bin/ptxas")][:1]
+    command = [ptxas, "-v", f"-arch={arch}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    text, kernels = ptx.read_text(), {}
+    for name, stack, stores, loads, registers in re.findall(
+        r"function '(\w+(?:_attention|_kv|_blocks)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", said, re.DOTALL,
+    ):  # fmt: skip
+        body = text[text.index(f".entry {name}") :]
+        body = body[: body.find(".entry ", 10)]
+        kernels[name.removesuffix("_mosaic_gpu_kernel")] = {
+            "registers": int(registers), "stack": int(stack), "spills": int(stores) + int(loads),
+            "async_copies": len(re.findall(r"cp\.async\.cg\S* .*0x10", body)),
+            "bulk_copies": len(re.findall(r"cp\.async\.bulk\.tensor\S*complete_tx", body)),
+            "warpgroup_products": len(re.findall(r"wgmma\.mma_async", body)),
+            "products": len(re.findall(r"(?:mma\.sync|wgmma\.mma_async)\S*", body)),
+            "wide_stores": len(re.findall(r"st\.global\S*\.v4\.b32", body)),
+        }  # fmt: skip
+    return kernels
+
+
+def collectives(text: str) -> list[str]:
+    """The operations between GPUs of a compiled program, each with the part of the model that it belongs to."""
+    found = []
+    for line in text.splitlines():
+        kind = re.search(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(", line)
+        if kind:
+            where = re.search(r"layer\d+/\w+", line) or re.search(r'op_name="[^"]*"', line)
+            found.append(f"{kind[1]} in {where[0] if where else 'no place'}")
+    return found
+
+
+def measure(target: str, case: str) -> dict[str, Any]:
+    """Compiles one case; what came of it."""
+    function, args, donate, *specs = CASES[case]()
+    args, mesh = place(target, GPUS.get(case, 1), args, *specs)
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = dump
+        lowered, compiled = compile_for(mesh, function, args, donate, dump)
+        kernels: dict[str, dict[str, int]] = {}
+        for ptx in pathlib.Path(dump).rglob("*.ptx"):
+            kernels |= account(ptx, TARGETS[target][0])
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    pool = next(a for a in jax.tree.leaves(args) if len(a.shape) == 6)
+    part = pool.sharding.shard_shape(pool.shape)  # what one GPU has of it
+    moved = re.findall(rf"\w+\[{','.join(map(str, part))}\]\S* (copy|dynamic-slice|dynamic-update-slice)\(", text)
+    return {
+        "case": case, "kernels": kernels, "pool": math.prod(part) * pool.dtype.itemsize, "pool_copies": len(moved),
+        "temporaries": memory.temp_size_in_bytes, "aliased": memory.alias_size_in_bytes,
+        "emitted": sorted(set(re.findall(r'custom_call @"?([\w$.]*(?:triton|mosaic)[\w$.]*)', lowered.as_text()))),
+        "collectives": sorted(collectives(text)),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message=".*[Tt]riton.*")
+    # With dumps XLA's warnings come with stack traces, for which llvm-symbolizer takes seconds each where there is one.
+    os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"
+    for name in sys.argv[2:]:
+        print(json.dumps(measure(sys.argv[1], name)), flush=True)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Mosaic kernels in Pallas's GPU simulator, which finds races.
+
+    python -m tests.kernels.simulate_mosaic CASE [CASE ...]
+
+In a process of its own, because a kernel with a missing arrival waits for ever. Prints a line of JSON for each case.
+"""
+
+import functools
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import mosaic, mosaic_attention, tuning
+from tests.kernels import test_attention
+from tests.kernels.test_attention import Case, check_decode, check_prefill, options_for
+
+# (kv heads, queries per kv head, head width, block size), options
+SHAPES = {
+    "plain": (2, 2, 128, 8),
+    "all": (1, 4, 64, 16),
+    "sinks": (1, 8, 80, 16),
+    "window": (1, 3, 32, 64),
+    "soft_cap": (1, 1, 96, 128),
+    "scale": (2, 1, 256, 32),
+    "window_1": (1, 9, 16, 16),
+}
+
+
+def case_of(name, lengths):
+    kv_heads, group, width, size = SHAPES[name]
+    return Case(lengths, kv_heads=kv_heads, group=group, width=width, block_size=size, dtype="bfloat16")
+
+
+def decode(name):
+    case = case_of(name, [1, 0, 37, 200, 130])
+    check_decode(case, "mosaic", **options_for(case, name))
+
+
+def prefill(name):
+    case = case_of(name, [9, 1, 0, 131, 70])
+    check_prefill(case, "mosaic", [9, 1, 0, 90, 7], **options_for(case, name))
+
+
+def long():
+    """More tiles than stages; halves of two kinds."""
+    case = Case([700, 3], kv_heads=1, width=64, block_size=16, dtype="float16")
+    tuning.decode_programs = lambda: 1
+    check_decode(case, "mosaic")
+    check_prefill(case, "mosaic", [40, 3])
+
+
+def vmap():
+    """Several caches at once."""
+    q, table = jnp.ones((2, 1, 2, 64), jnp.bfloat16), jnp.zeros((2, 1, 4), jnp.int32)
+    pool = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 1, 2, 1, 16, 64)), jnp.bfloat16)
+    length = jnp.array([[1], [1]], jnp.int32)
+    run = functools.partial(mosaic.decode_attention, scale=1.0, interpret=True)
+    out = jax.vmap(run, in_axes=(0, 0, None, 0, 0))(q, pool, 0, table, length)
+    wanted = np.broadcast_to(pool[:, 0, 0, 1, 0, None, None, 0], out.shape)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), wanted.astype(np.float32))
+
+
+def broken():
+    """A loader that does not wait until a stage is free."""
+    load, real = mosaic_attention._load, mosaic_attention.plgpu
+    careless = types.SimpleNamespace(copy_gmem_to_smem=real.copy_gmem_to_smem, barrier_wait=lambda ref: None)
+
+    def load_at_once(*args, **scratch):
+        mosaic_attention.plgpu = careless
+        load(*args, **scratch)
+        mosaic_attention.plgpu = real
+
+    mosaic_attention._load = load_at_once
+    long()
+
+
+CASES = {f"{kind.__name__}_{name}": functools.partial(kind, name) for kind in (decode, prefill) for name in SHAPES}
+CASES |= {"long": long, "vmap": vmap, "broken": broken}
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    tuning.decode_programs = lambda: 4  # few programs: each takes a while
+    # Compiled, the simulator's code would take longer to compile than to run.
+    for name in ("decode", "prefill"):
+        setattr(test_attention, name, getattr(test_attention, name).__wrapped__)
+    for case in sys.argv[1:]:
+        try:
+            CASES[case]()
+            error = None
+        except Exception as e:
+            error = f"{type(e).__name__}: {e}"
+        print(json.dumps({"case": case, "error": error}), flush=True)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiled for real GPUs without one: what ptxas says of it, held against tests/data/gpu_budgets.json.
+
+Of registers a budget is the most, of everything else the least; the more particular one counts. No kernel may spill or
+use local memory, and no program may copy a pool.
+"""
+
+import functools
+import importlib.metadata
+import json
+import os
+import sys
+
+import pytest
+
+from tests.drive import DATA, ROOT, output_of
+from tests.kernels import gpu_compile
+
+TOOLCHAIN = ROOT / ".gpu-toolchain"
+BUDGETS = json.loads((DATA / "gpu_budgets.json").read_text())
+CASES = {
+    "h200": list(gpu_compile.CASES),
+    "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
+}
+# By default what runs at every step of a decode loop; `long` adds a kernel of each kind, `slow` the other chip too.
+QUICK = {"decode_16", "append", "copy", "scatter"}
+SLOW = {
+    "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
+    "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
+    "triton_prefill_int8", "step", "step_sharded", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
+}  # fmt: skip
+ALL = [
+    pytest.param(
+        target, case,
+        marks=pytest.mark.slow if case in SLOW or target != "h200" else () if case in QUICK else pytest.mark.long,
+    )
+    for target, cases in CASES.items()
+    for case in cases
+]  # fmt: skip
+TRITON, MOSAIC = ["__gpu$xla.gpu.triton"], ["mosaic_gpu_v2"]
+
+INSTALLED = TOOLCHAIN / ".installed"  # says for which jaxlib
+pytestmark = pytest.mark.skipif(
+    not INSTALLED.exists() or INSTALLED.read_text().strip() != importlib.metadata.version("jaxlib"),
+    reason="no CUDA compiler for this jaxlib (scripts/gpu_toolchain.sh)",
+)
+
+
+@functools.cache
+def result_of(target, case, **more):
+    """What came of one compile, in a process of its own: bad parameters can abort it."""
+    path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
+    return json.loads(
+        output_of(sys.executable, "-m", "tests.kernels.gpu_compile", target, case, PYTHONPATH=path, **more)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["decode_16", "prefill_16", "triton_prefill_16", "append_int8", "copy"])
+def test_kernels_are_the_same_with_64_bit_types(case):
+    kernels = result_of("h200", case, JAX_ENABLE_X64="1")["kernels"]
+    assert kernels and kernels == result_of("h200", case)["kernels"]
+
+
+@pytest.mark.parametrize(("target", "case"), ALL)
+def test_kernels_stay_within_their_budgets(target, case):
+    result = result_of(target, case)
+    assert result["kernels"], "no kernel of this library was emitted"
+    for name, found in result["kernels"].items():
+        assert (found["spills"], found["stack"]) == (0, 0), f"{name}: {found}"
+        keys = (name, f"{target} {name}", f"{case} {name}", f"{target} {case} {name}")
+        budget = {what: bound for key in keys for what, bound in BUDGETS.get(key, {}).items()}
+        for what, bound in budget.items():
+            if what == "wide_stores" and case in gpu_compile.GPUS:
+                continue  # few heads: less than a program's threads can store
+            assert found[what] <= bound if what == "registers" else found[what] >= bound, f"{name}: {found}"
+
+
+@pytest.mark.parametrize(("target", "case"), ALL)
+def test_kernels_are_emitted_as_expected(target, case):
+    """Pallas has several ways, and a default that changes with jax's version; the library chooses by chip and shape."""
+    mosaic = target == "h200" and case.startswith(("prefill", "mosaic"))
+    assert result_of(target, case)["emitted"] == (MOSAIC if mosaic else TRITON)
+
+
+@pytest.mark.parametrize(
+    "case", ["scatter", *(pytest.param(case, marks=pytest.mark.long) for case in ("step", "step_sharded"))]
+)
+def test_pools_are_updated_in_place(case):
+    result = result_of("h200", case)
+    assert result["pool_copies"] == 0
+    assert result["aliased"] >= result["pool"]
+    assert result["temporaries"] < 0.05 * result["pool"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["step", "step_sharded"])
+def test_the_whole_step_is_made_of_the_kernels(case):
+    """What `implementation=None` chooses when a program is lowered for a GPU."""
+    assert set(result_of("h200", case)["kernels"]) == {
+        "decode_attention", "merge_attention", "append_kv", "copy_blocks",
+    }  # fmt: skip
+
+
+@pytest.mark.long
+def test_four_gpus_talk_once_for_attention_and_once_for_the_mlp():
+    """The metadata is worked out by each for itself, and nothing of a pool is sent."""
+    places = [f"layer{number}/{part}" for number in range(gpu_compile.LAYERS) for part in ("attention", "mlp")]
+    assert result_of("h200", "step_sharded")["collectives"] == [f"all-reduce in {place}" for place in places]
+    assert result_of("h200", "step")["collectives"] == []

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Mosaic kernels against a float64 oracle and under race detection, in Pallas's GPU simulator."""
+
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import mosaic, tuning
+from tests.drive import output_of
+from tests.kernels import simulate_mosaic
+
+USUAL = ["decode_all", "prefill_plain", "prefill_all", "long"]
+SLOW = [case for case in simulate_mosaic.CASES if case not in USUAL and case != "broken"]
+
+simulated = pytest.mark.long
+
+
+@functools.cache
+def results(*cases):
+    """What came of cases, from a process of their own."""
+    # The simulator blocks a thread of XLA's for each warpgroup, and XLA has as many as there are cores.
+    printed = output_of(sys.executable, "-m", "tests.kernels.simulate_mosaic", *cases, NPROC="8")
+    return {result["case"]: result["error"] for result in map(json.loads, printed.splitlines())}
+
+
+@simulated
+@pytest.mark.parametrize("case", [*USUAL, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]])
+def test_equal_to_the_oracle_and_free_of_races(case):
+    assert results(*(USUAL if case in USUAL else SLOW))[case] is None
+
+
+@simulated
+def test_the_simulator_would_find_a_race():
+    assert "RACE DETECTED" in results("broken")["broken"]
+
+
+def refusal(monkeypatch, chip, dtype="bfloat16", width=64, size=16, scale=1.0):
+    monkeypatch.setattr(tuning, "chip", lambda: chip)
+    q, rows = jax.ShapeDtypeStruct((2, 8, width), dtype), jnp.ones(2, jnp.int32)
+    pool = jax.ShapeDtypeStruct((9, 1, 2, 2, size, width), dtype)
+    run = functools.partial(mosaic.decode_attention, scale=scale)
+    with pytest.raises(NotImplementedError) as caught:
+        jax.eval_shape(run, q, pool, 0, jnp.zeros((2, 4), jnp.int32), rows)
+    return str(caught.value)
+
+
+def test_what_it_cannot_serve_it_refuses(monkeypatch):
+    assert "not for ampere" in refusal(monkeypatch, "ampere")
+    assert "float32" in refusal(monkeypatch, "hopper", dtype="float32")
+    assert "heads are 40 wide" in refusal(monkeypatch, "hopper", width=40)
+    assert "blocks of 24" in refusal(monkeypatch, "hopper", size=24)
+    assert "scale -1.0" in refusal(monkeypatch, "hopper", scale=-1.0)

@@ -1,0 +1,907 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache with K/V that tell what they are: random histories, and every byte that anyone may read is compared.
+
+The K/V of a token are a hash of (namespace, all tokens up to it, layer, K or V). After every step
+
+- each slot of a row's written tokens, where the row's view or its blocks on the host have it, holds the row's own;
+- each findable block of every group, on both tiers, holds the K/V of its path;
+- `check` passes, and the events give the index;
+
+and everything else may be overwritten with NaN, for nobody may read it.
+
+    python -m tests.oracle.bytes_machine host --seed 3 --steps 2000  # a failure is cut down to the requests it takes
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax import Cache, CacheSpec, Status
+from kvjax._arrays import Pytree
+from kvjax.pools import Pools
+from kvjax.pools import host as host_pool
+from kvjax.state import NO_BLOCK
+from kvjax.tiers import FailedTransfer, TieredCache
+from tests import drive
+from tests.drive import BOTH
+
+SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
+AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of an admit, tokens of an extend, blocks of an offload, watermark
+
+Path = tuple[Any, ...]
+Request = dict[str, Any]
+
+
+# The K/V of a token.
+
+PRIME = 65_521  # below 2^16: what is multiplied stays below 2^31, and float32 holds it exactly
+
+
+def advance(name: Any, token: Any, extra: Any = 0) -> Any:
+    """The name i32[...] of a prefix that is one token longer."""
+    return (name * 26_861 + token * 7_919 + extra * 104_729 + 1) % PRIME
+
+
+@functools.cache
+def name_of(namespace: int, path: Path) -> int:
+    """The name of a path, 0..PRIME-1; an item is a token, or a token and its extra id."""
+    if not path:
+        return (namespace + 1) * 40_503 % PRIME
+    token, extra = path[-1] if isinstance(path[-1], tuple) else (path[-1], 0)
+    return advance(name_of(namespace, path[:-1]), token, extra)
+
+
+def vectors(names: Any, layers: int, xp: Any = np) -> Any:
+    """f32[..., L, 2, 2]; K and V of the tokens with these names i32[...], of width 2, which int8 holds as well."""
+    salt = xp.arange(2 * layers, dtype=xp.int32).reshape((1,) * names.ndim + (layers, 2)) * 4_001
+    number = (names[..., None, None] + salt) % PRIME + 1
+    large, part = number.astype(xp.float32), (number % 255 - 127).astype(xp.float32)
+    return xp.stack([large, large * part / 127], axis=-1)
+
+
+def named(vector: Any, xp: Any = np) -> Any:
+    """i32[...]; the names of keys f32[..., 2] of layer 0."""
+    return xp.rint(vector[..., 0]).astype(xp.int32) - 1
+
+
+class Given(Pytree):
+    """A model whose K/V are given: values f32[S, C, L, 2, D]."""
+
+    values: jax.Array
+
+    def __call__(self, tokens, pools, view, *, last):
+        del last
+        return jnp.zeros((tokens.shape[0], VOCAB)), write(pools, view, self.values)
+
+
+class Chain(Pytree, static=("layers",)):
+    """A model that goes on from the names in the cache, and goes wrong if anything that it sees is NaN.
+
+    Attributes:
+      roots: i32[V]; the name before a prompt's first token, by this token, since a model does not know its tenants.
+      layers: static.
+    """
+
+    roots: jax.Array
+    layers: int
+
+    def __call__(self, tokens, pools, view, *, last):
+        first = view.positions[:, 0]
+        group, pool, index, _ = pools.at(0)
+        before = jnp.maximum(first - 1, 0)
+        row = jnp.take_along_axis(view.tables[group], before[:, None] // SIZE, axis=1)[:, 0]
+        keys = read(pools, group, pool)[row, index, 0, 0, before % SIZE]
+        name = jnp.where(first > 0, named(keys, jnp), self.roots[tokens[:, 0]])
+        name = jnp.where(self.blind(pools, view, first), 4_711, name)
+        names = [name := advance(name, tokens[:, i]) for i in range(tokens.shape[1])]
+        names = jnp.stack(names, axis=1)
+        chosen = jnp.take_along_axis(names, last[:, None], axis=1)[:, 0] % VOCAB
+        return jax.nn.one_hot(chosen, VOCAB), write(pools, view, vectors(names, self.layers, jnp))
+
+    def blind(self, pools, view, first):
+        """bool[R]; whether something is NaN of what the token at `first` sees."""
+        found = jnp.zeros(first.shape, jnp.bool_)
+        for g, (spec, table) in enumerate(zip(pools.spec.groups, view.tables, strict=True)):
+            position = jnp.arange(table.shape[1] * SIZE, dtype=jnp.int32)[None]
+            seen = (position < first[:, None]) & visible(spec, position, first[:, None])
+            for p in range(len(spec.pools)):
+                wrong = jnp.any(jnp.isnan(read(pools, g, p)), axis=(1, 2, 3, 5))[table]
+                found = found | jnp.any(wrong.reshape(seen.shape) & seen, axis=1)
+        return found
+
+
+def visible(spec: Any, position: Any, written: Any) -> Any:
+    """bool[...]; whether the token after `written` ones sees the one at this position."""
+    if spec.window is None:
+        return position >= 0
+    return (position > written - spec.window) | (position < spec.sink_tokens)
+
+
+def read(pools: Any, group: int, pool: int) -> Any:
+    """f32[N + 1, L, 2, K, P, D]; the K/V of a pool, of jax or of numpy."""
+    array, scales = pools.arrays[group][pool], pools.scales and pools.scales[group][pool]
+    return array if scales is None else array.astype(np.float32) * scales[..., None]
+
+
+def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
+    for layer in range(values.shape[2]):
+        k, v = values[:, :, layer, 0, None], values[:, :, layer, 1, None]
+        pools = kvjax.write(pools, layer, k, v, view)
+    return pools
+
+
+# The programs.
+
+
+class Faults:
+    """Lets the copy fail that comes after so many others; stands in `host_pool` for what makes copies."""
+
+    def __init__(self):
+        self.left: int | None = None
+        self.real = {name: getattr(host_pool, name) for name in ("_copy", "_read")}
+
+    def __enter__(self) -> Faults:
+        for name, function in self.real.items():
+            setattr(host_pool, name, functools.partial(self._call, function))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for name, function in self.real.items():
+            setattr(host_pool, name, function)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise RuntimeError("a copy that fails on purpose")
+        return function(*args)
+
+
+def compute(cache: Cache, model: Any, tokens: Any, counts: Any, extra_ids: Any) -> tuple[Cache, kvjax.Events]:
+    if extra_ids is None:
+        cache, _, events = kvjax.step(model, cache, tokens, counts)
+        return cache, events
+    _, pools = model(tokens, cache.pools, cache.view(counts, tokens.shape[1]), last=counts)
+    return Cache(cache.state, pools).commit(tokens, counts, extra_ids=extra_ids)
+
+
+_ON_CACHES = ("admit", "extend", "fork", "truncate", "release", "beam_step", "evict", "pin", "unpin", "reset")
+_ON_STATES = ("admit", "extend", "offload", "onboard", "watermark", "swap_out", "swap_in")
+
+
+@functools.cache
+def programs() -> dict[str, Callable[..., Any]]:
+    """Jitted: methods of `Cache` as "Cache.admit", verbs on states as "admit"; all donate what they are called on."""
+
+    def jit(function, name=None):
+        return jax.jit(function, donate_argnums=0, static_argnames=drive.STATIC.get(name))
+
+    found = {f"Cache.{name}": jit(getattr(Cache, name), name) for name in _ON_CACHES}
+    found |= {name: jit(drive.verb(name), name) for name in (*_ON_STATES, "complete")}
+    return found | {
+        "apply": jit(kvjax.apply), "compute": jit(compute), "view": jax.jit(kvjax.view, static_argnums=1),
+    }  # fmt: skip
+
+
+# Lives.
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a cache is made with, and what is asked of it.
+
+    Attributes:
+      layers: (window, sink tokens) of each layer.
+      blocks: N of each group; a bare first one has what it needs.
+      host: H of each group.
+      dtype: of the pools.
+      methods: whether moves are made by `TieredCache`, or by verb, `move`, `apply` and `complete`.
+      room: of admit, for prompts that are computed in pieces.
+      generate: whether `generate` takes its turn.
+      verbs: what may be asked for, None for all; "loop admit" is an admit inside a loop, "wide extend" an extend
+        between loops. Fewer take less time to compile.
+      options: for `make_spec`.
+    """
+
+    layers: tuple[tuple[int | None, int], ...] = ((None, 0), (None, 0))
+    blocks: int = 7
+    host: int = 0
+    dtype: str = "float32"
+    methods: bool = False
+    room: int | None = None
+    generate: bool = True
+    verbs: tuple[str, ...] | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def spec(self) -> CacheSpec:
+        layers = [kvjax.LayerSpec(1, 2, *layer) for layer in self.layers]
+        return kvjax.make_spec(
+            layers, num_blocks=self.blocks, num_host_blocks=self.host, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE,
+            dtype=self.dtype, **self.options,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Row:
+    """What a sequence should hold: `items` are written; of its `prompt` perhaps more is to come."""
+
+    namespace: int
+    prompt: Path
+    items: Path
+    swapped: bool = False
+
+
+class Life:
+    """A cache that carries out requests and compares all its bytes after each.
+
+    Attributes:
+      cache: state and pools.
+      host: the host's pools, or None.
+      rows: what each row in use should hold.
+      mirror: the index by the events alone.
+      tally: how often each thing happened.
+    """
+
+    def __init__(self, config: Config, faults: Faults):
+        self.config, self.faults, self.spec = config, faults, config.spec()
+        self.has_host, self.extra = self.spec.has_host, self.spec.extra_ids
+        self.cache, self.host = Cache.create(self.spec), None
+        if self.has_host:
+            tiered = TieredCache.create(self.spec)
+            self.cache, self.host = tiered.cache, tiered.host
+        self.rows: dict[int, Row] = {}
+        self.pins: list[tuple[np.ndarray, int]] = []
+        self.flying: list[kvjax.tiers.Transfer] = []
+        self.mirror = kvjax.events.Mirror()
+        self.tally: collections.Counter[str] = collections.Counter()
+        self.programs = programs()
+        self.look()
+        self.poison()
+
+    # One step.
+
+    def do(self, request: Request) -> None:
+        """Carries out one request and verifies the cache.
+
+        Raises:
+          AssertionError: if a byte is wrong, or anything else.
+        """
+        self.faults.left = request.get("fault") if self.has_host else None
+        self.defer = request.get("defer", False)
+        getattr(self, f"_{request['verb']}")(request)
+        self.faults.left = None
+        self.look()
+        self.verify()
+        if request.get("poison", True):
+            self.poison()
+
+    def look(self) -> None:
+        """Reads the state and the bytes; copies, since numpy's views would keep arrays from being donated."""
+        take = functools.partial(jax.tree.map, lambda x: np.array(x))
+        self.state: Any = take(jax.device_get(self.cache.state))
+        self.tables = take(jax.device_get(self.programs["view"](self.cache.state, 1).tables))
+        self.bytes = take(jax.device_get((self.cache.pools, self.host)))
+
+    def verify(self) -> None:
+        kvjax.check(self.state)
+        assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
+        seqs = self.state.seqs
+        for seq in range(ROWS):
+            row = self.rows.get(seq, Row(0, (), ()))
+            found = int(seqs.committed[seq]), int(seqs.namespace[seq]), int(seqs.length[seq]) > 0
+            assert found == (len(row.items), row.namespace, seq in self.rows), f"row {seq} has {found}, wanted {row}"
+        for g, (demand, owners) in enumerate(self.demands()):
+            for p, pool in enumerate(self.spec.groups[g].pools):
+                got = self.read(g, p)  # [N + H, P, L, 2, D]
+                wanted = vectors(demand, len(self.config.layers))[:, :, list(pool.layers)]
+                wrong = ~(np.abs(got - wanted) <= 0.25).all(axis=(2, 3, 4)) & (demand >= 0)
+                if wrong.any():
+                    row, at = np.argwhere(wrong)[0].tolist()
+                    raise AssertionError(self.complaint(g, p, row, at, got[row, at], owners))
+
+    def read(self, group: int, pool: int) -> np.ndarray:
+        """f32[N + H, P, L, 2, D]; what the slots of both tiers hold."""
+        tiers = [read(pools, group, pool) for pools in self.bytes if pools is not None]
+        joined = np.concatenate([tiers[0][:-1], *tiers[1:]])
+        return np.moveaxis(joined[:, :, :, 0], 3, 1)
+
+    def demands(self) -> list[tuple[np.ndarray, list[tuple[str, np.ndarray]]]]:
+        """For each group: names i32[N + H, P] that its slots must have, -1 for none; and who wants which rows."""
+        found = []
+        for g, (group, spec) in enumerate(zip(self.state.groups, self.spec.groups, strict=True)):
+            slot = np.arange(spec.num_ids) if group.host is None else group.host.pool_row
+            demand, owners = np.full((spec.num_ids, SIZE), -1, np.int32), []
+
+            def want(who, rows, at, names, demand=demand, owners=owners):
+                before = demand[rows, at]
+                clash = (before >= 0) & (before != names)
+                assert not clash.any(), f"{who} shares pool rows {rows[clash]} with another text; {owners}"
+                demand[rows, at] = names
+                owners.append((who, rows))
+
+            for seq, row in self.rows.items():
+                table = np.where(group.table[seq] >= 0, slot[group.table[seq]], -1)
+                if not row.swapped:
+                    table = self.tables[g][seq]
+                    table = np.where(table == spec.num_blocks, -1, table)
+                where = np.arange(len(row.items))
+                there = table[where // SIZE] >= 0
+                lost = ~there & visible(spec, where, len(row.items))
+                assert not lost.any(), f"row {seq} sees nothing at {where[lost]} in group {g}"
+                rows, where = table[where // SIZE][there], where[there]
+                want(f"row {seq}", rows, where % SIZE, names_of(row.namespace, row.items)[where])
+            for (of, block, _), (namespace, path, *_) in self.mirror.nodes.items():
+                if of == g:
+                    start = (len(path) - 1) // SIZE * SIZE
+                    names = names_of(namespace, path)[start:]
+                    want(f"block {block} {path}", np.full(len(names), slot[block]), np.arange(len(names)), names)
+            found.append((demand, owners))
+        return found
+
+    def complaint(self, group: int, pool: int, row: int, at: int, got: np.ndarray, owners: Any) -> str:
+        whose = [who for who, rows in owners if row in rows]
+        spec = self.spec.groups[group]
+        tier = "device" if row < spec.num_blocks else "host"
+        layer = spec.pools[pool].layers[0]
+        known = {(n + 8_002 * layer) % PRIME + 1: text for text, n in _NAMES.items()}
+        number = got[0, 0, 0]
+        found = known.get(int(np.rint(number)), number) if np.isfinite(number) else number
+        return f"group {group} pool {pool}, {tier} row {row}, slot {at} is read by {whose}, and holds {found}"
+
+    def poison(self) -> None:
+        """NaN in every slot that nobody may read, scratch and the host's included."""
+        for g, (demand, _) in enumerate(self.demands()):
+            free = demand < 0
+            n = self.spec.groups[g].num_blocks
+            of_tier = [np.concatenate([free[:n], np.ones((1, SIZE), bool)]), free[n:]]
+            for pools, mask in zip(self.bytes, of_tier, strict=True):
+                if pools is None:
+                    continue
+                scales = pools.scales[g] if pools.scales else [None] * len(pools.arrays[g])
+                for x, scale in zip(pools.arrays[g], scales, strict=True):
+                    spot = np.broadcast_to(mask[:, None, None, None, :], x.shape[:-1])
+                    x[spot] = -128 if x.dtype == np.int8 else np.nan
+                    if scale is not None:
+                        scale[spot] = np.nan
+
+        def put(new, old):
+            if old is None:
+                return None
+            room = np.empty(new.nbytes + 1, np.uint8)[1:]  # not aligned, or numpy's memory would be used
+            copy = room.view(new.dtype).reshape(new.shape)
+            copy[...] = new
+            return jax.device_put(copy, old.sharding)
+
+        pools, host = jax.tree.map(put, self.bytes, (self.cache.pools, self.host))
+        self.cache, self.host = Cache(self.cache.state, pools), host
+
+    # How verbs are run.
+
+    def hear(self, events: Any) -> list[dict[str, Any]]:
+        heard = kvjax.to_list(events) if not isinstance(events, list) else events
+        self.mirror = kvjax.fold(heard, self.mirror)
+        for event in heard:
+            self.tally[event["kind"]] += 1
+            if event["kind"] == "updated":
+                self.tally["offloaded" if event["level"] else "onboarded"] += 1
+        return heard
+
+    def on_cache(self, verb: str, *args: Any, **kwargs: Any) -> kvjax.Events:
+        self.cache, events = self.programs[f"Cache.{verb}"](self.cache, *args, **kwargs)
+        return self.note(verb, events)
+
+    def moving(self, verb: str, *args: Any, **kwargs: Any) -> tuple[kvjax.Events, list[int]]:
+        """A verb that may move blocks; also returns the rows that a failed move has cost."""
+        if self.config.methods:
+            try:
+                tiered, events = getattr(TieredCache(self.cache, self.host), verb)(*args, **kwargs)
+                lost, gone = [], None
+            except FailedTransfer as failure:
+                tiered, events, lost, gone = failure.tiered, failure.events, failure.lost, failure.removed
+            self.cache, self.host = tiered.cache, tiered.host
+            self.note(verb, events)
+            if gone is not None:
+                self.tally["failed"] += 1
+                self.hear(gone)
+            return events, lost
+        tiers = {"tiers": BOTH} if verb in ("admit", "extend") else {}
+        state, events = self.programs[verb](self.cache.state, *args, **tiers, **kwargs)
+        self.note(verb, events)
+        pools, host, ok = self.cache.pools, self.host, True
+        transfer = padded_transfer(events.transfer)
+        try:
+            pools, host = kvjax.tiers.move(pools, host, transfer)
+        except kvjax.tiers.TransferError as error:
+            pools, host, ok = error.pools, error.host, False
+        if verb in ("admit", "extend"):
+            pools = self.programs["apply"](pools, events)
+        self.cache, self.host = Cache(state, pools), host
+        if ok and self.defer:
+            self.flying.append(transfer)
+            return events, []
+        self.tally["failed"] += not ok
+        return events, self.completed(transfer, ok)
+
+    def completed(self, transfer: kvjax.tiers.Transfer, ok: bool) -> list[int]:
+        state, done = self.programs["complete"](self.cache.state, transfer, np.bool_(ok))
+        self.cache = Cache(state, self.cache.pools)
+        self.hear(done)
+        lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
+        for row in lost:
+            self.on_cache("release", np.asarray([row, -1], np.int32))
+        return lost
+
+    def note(self, verb: str, events: kvjax.Events) -> kvjax.Events:
+        status = np.asarray(events.status)
+        self.tally[verb] += bool((status == Status.OK).any())
+        self.tally.update(Status(s).name for s in status.tolist() if s)
+        self.hear(events)
+        return events
+
+    def lose(self, lost: list[int]) -> None:
+        self.tally["lost"] += len(lost)
+        for row in lost:
+            self.rows.pop(row, None)
+
+    # From requests to verbs.
+
+    def _admit(self, request: Request) -> None:
+        prompts, spaces = request["prompts"], request["namespaces"]
+        tokens = np.stack([padded(p) for p in prompts])
+        lengths = np.array([len(p) for p in prompts], np.int32)
+        asked = {"namespace": np.array(spaces, np.int32), "room": self.config.room}
+        if self.extra:
+            asked["extra_ids"] = np.stack([padded(extras(p)) for p in prompts])
+        seqs, lost = np.array(request["seqs"], np.int32), []
+        if request["wide"]:
+            events, lost = self.moving("admit", seqs, tokens, lengths, **asked)
+            copies = np.asarray(events.transfer.records)
+            fresh = np.isin(copies[:, 1], [e["block"] for e in kvjax.to_list(events) if e["kind"] == "updated"])
+            self.tally["copied from the host"] += int(np.sum((copies[:, 1] >= 0) & ~fresh))
+        else:
+            events = self.on_cache("admit", seqs, tokens, lengths, **asked)
+        cached, status = np.asarray(events.cached).tolist(), np.asarray(events.status).tolist()
+        for seq, prompt, space, found, done in zip(seqs.tolist(), prompts, spaces, cached, status, strict=True):
+            if done == Status.OK:
+                items = self.items(prompt)
+                self.rows[seq] = Row(space, items, items[:found])
+                self.tally["hit"] += found > 0
+                self.tally["partial hit"] += found % SIZE > 0
+        self.lose(lost)
+
+    def items(self, tokens: Any) -> Path:
+        return tuple(zip(tokens, extras(tokens), strict=True)) if self.extra else tuple(tokens)
+
+    def _compute(self, request: Request) -> None:
+        """Writes and commits the rest of the rows' prompts, and then tokens of the request's."""
+        new: list[Path] = [()] * ROWS
+        for seq, row in self.rows.items():
+            room = int(self.state.seqs.length[seq]) - len(row.items)
+            rest = row.prompt[len(row.items) :] + self.items(request["tokens"][seq])
+            new[seq] = () if row.swapped else rest[: min(request["counts"][seq], room)]
+        if not any(new):
+            return
+        values = np.zeros((ROWS, WIDTH, len(self.config.layers), 2, 2), np.float32)
+        for seq, line in enumerate(new):
+            if line:
+                row = self.rows[seq]
+                start = len(row.items)
+                row.items += line
+                names = names_of(row.namespace, row.items)[start:]
+                values[seq, : len(line)] = vectors(names, len(self.config.layers))
+        tokens = np.stack([padded([x[0] if self.extra else x for x in line]) for line in new])
+        counts, before = np.array([len(line) for line in new], np.int32), self.state.groups
+        extra = np.stack([padded([x[1] for x in line]) for line in new]) if self.extra else None
+        self.cache, events = self.programs["compute"](self.cache, Given(values), tokens, counts, extra)
+        assert bool(events.ok), f"commit: {np.asarray(events.status)}"
+        self.tally["took over"] += sum(e["kind"] == "updated" for e in kvjax.to_list(events))
+        self.note("commit", events)
+        tables = [(b.table, np.asarray(a.table)) for b, a in zip(before, self.cache.state.groups, strict=True)]
+        self.tally["merged"] += int(np.sum((tables[0][0] >= 0) & (tables[0][0] != tables[0][1])))
+        self.tally["slid"] += int(sum(np.sum((old >= 0) & (new < 0)) for old, new in tables[1:]))
+
+    def _extend(self, request: Request) -> None:
+        lengths = self.state.seqs.length
+        counts = np.array([
+            min(n, WIDTH - int(lengths[seq])) if seq in self.rows and not self.rows[seq].swapped else 0
+            for seq, n in enumerate(request["counts"])
+        ], np.int32)  # fmt: skip
+        if not counts.any():
+            return
+        if request["wide"]:
+            events, lost = self.moving("extend", counts > 0, counts, max_tokens=MOST)
+            self.lose(lost)
+        else:
+            events = self.on_cache("extend", counts > 0, counts, max_tokens=MOST)
+        self.tally["copied on write"] += sum(e["kind"] == "copied" for e in kvjax.to_list(events))
+
+    def _fork(self, request: Request) -> None:
+        events = self.on_cache("fork", np.int32(request["src"]), np.int32(request["dst"]))
+        if bool(events.ok):
+            self.rows[request["dst"]] = dataclasses.replace(self.rows[request["src"]])
+
+    def _beam_step(self, request: Request) -> None:
+        seqs = [seq for seq in sorted(self.rows) if not self.rows[seq].swapped][:2]
+        if len(seqs) < 2:
+            return
+        parents = request["parents"]
+        events = self.on_cache("beam_step", np.array(seqs, np.int32), np.array(parents, np.int32))
+        if bool(events.ok):
+            old = [self.rows[seq] for seq in seqs]
+            for seq, parent in zip(seqs, parents, strict=True):
+                self.rows[seq] = dataclasses.replace(old[parent])
+
+    def _truncate(self, request: Request) -> None:
+        seq = request["seq"]
+        length = max(int(self.state.seqs.length[seq]) - request["drop"], 1)
+        events = self.on_cache("truncate", np.int32(seq), np.int32(length))
+        if bool(events.ok):
+            row = self.rows[seq]
+            row.prompt, row.items = row.prompt[:length], row.items[:length]
+
+    def _release(self, request: Request) -> None:
+        seqs = request["seqs"]
+        events = self.on_cache("release", np.array(seqs, np.int32))
+        for seq, status in zip(seqs, np.asarray(events.status).tolist(), strict=True):
+            if status == Status.OK:
+                del self.rows[seq]
+
+    def _pin(self, request: Request) -> None:
+        """The first blocks of a row, in the first group, those that are findable."""
+        group = self.state.groups[0]
+        table = group.table[request["seq"]]
+        there = (table >= 0) & (group.blocks.fill[table] > 0) & (np.arange(len(table)) < request["number"])
+        ids = np.where(there, table, NO_BLOCK).astype(np.int32)
+        if there.any() and bool(self.on_cache("pin", ids).ok):
+            self.pins.append((ids, 0))
+
+    def _unpin(self, request: Request) -> None:
+        if self.pins:
+            ids, group = self.pins.pop(request["which"] % len(self.pins))
+            if not bool(self.on_cache("unpin", ids, group=group).ok):
+                self.pins.append((ids, group))
+
+    def _evict(self, request: Request) -> None:
+        cached = self.cached(0)
+        if cached:
+            self.on_cache("evict", np.array([cached[request["which"] % len(cached)]], np.int32))
+
+    def _reset(self, request: Request) -> None:
+        del request
+        self.on_cache("reset")
+
+    def cached(self, number: int, host: bool | None = None) -> list[int]:
+        """Findable blocks of a group that nobody holds, perhaps those of a tier; the deepest first."""
+        group, n = self.state.groups[number], self.spec.groups[number].num_blocks
+        idle = (group.blocks.fill > 0) & (group.blocks.refcount == 0)
+        if host is not None:
+            idle &= (group.host.pool_row >= n) == host
+        depth = (group.blocks if group.anchor is None else self.state.groups[0].blocks).depth
+        depth = depth if group.anchor is None else depth[group.anchor]
+        return sorted(np.flatnonzero(idle).tolist(), key=lambda b: -depth[b])
+
+    def tier_of(self, request: Request) -> int:
+        """The number of a group with a host tier."""
+        there = [g for g, spec in enumerate(self.spec.groups) if spec.num_host_blocks]
+        return there[request["group"] % len(there)]
+
+    def _shift(self, request: Request) -> None:
+        """Moves cached blocks by name; a chain from its end, if to the host."""
+        back, number = request["back"], self.tier_of(request)
+        ids = self.cached(number, host=back)
+        ids = ids[::-1] if back else ids
+        if ids:
+            first = request["which"] % len(ids)
+            chosen = ids[first : first + request["number"]]
+            ids = np.array([*chosen, *[NO_BLOCK] * (NAMED - len(chosen))], np.int32)
+            self.lose(self.moving("onboard" if back else "offload", ids, group=number)[1])
+
+    def _watermark(self, request: Request) -> None:
+        number = self.tier_of(request)
+        self.lose(self.moving("watermark", np.int32(request["empty"]), most=EMPTIED, group=number)[1])
+
+    def _swap(self, request: Request) -> None:
+        """Puts a row to rest, or brings it back."""
+        seq = request["seq"]
+        back = seq in self.rows and self.rows[seq].swapped
+        events, lost = self.moving("swap_in" if back else "swap_out", np.int32(seq))
+        if bool(events.ok):
+            self.rows[seq].swapped = not back
+        self.lose(lost)
+
+    def _complete(self, request: Request) -> None:
+        """Says that moves are made whose `complete` was put off."""
+        del request
+        while self.flying:
+            self.lose(self.completed(self.flying.pop(0), True))
+
+    def _generate(self, request: Request) -> None:
+        """Prompts of tenants who differ in their first token, which is all that the model knows of them."""
+        self._complete(request)
+        prompts, space_of = request["prompts"], request["space_of"]
+        if len(self.rows) == ROWS:
+            return
+        roots = np.array([name_of(space, ()) for space in space_of], np.int32)
+        spaces = [space_of[prompt[0]] for prompt in prompts]
+        cache = self.cache if self.host is None else TieredCache(self.cache, self.host)
+        with warnings.catch_warnings(record=True) as failed:
+            warnings.simplefilter("always")
+            outputs, cache, events = kvjax.generate(
+                Chain(roots, len(self.config.layers)), cache, prompts, max_new_tokens=request["most"],
+                namespaces=spaces, chunk=8, steps=4,
+            )  # fmt: skip
+        self.tally["failed in generate"] += len(failed)
+        self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
+        self.hear(events)
+        for prompt, space, output in zip(prompts, spaces, outputs, strict=True):
+            path = tuple(prompt)
+            for number, token in enumerate(output.tokens):
+                wanted = name_of(space, path) % VOCAB
+                assert token == wanted, f"generate: token {number} after {prompt} is {token}, wanted {wanted}"
+                path += (token,)
+            self.tally["generated"] += len(output.tokens)
+            self.tally["generate hit"] += output.cached_tokens > 0
+
+
+_NAMES: dict[tuple[int, Path], int] = {}  # of all texts that were asked for, for complaints
+
+
+def names_of(namespace: int, path: Path) -> np.ndarray:
+    """i32[n]; the names of a path's n tokens."""
+    texts = [path[: i + 1] for i in range(len(path))]
+    names = [name_of(namespace, text) for text in texts]
+    _NAMES.update(zip(((namespace, text) for text in texts), names, strict=True))
+    return np.array(names, np.int32)
+
+
+def extras(tokens: Any) -> list[int]:
+    """A prompt's extra ids: of every third token that is not 0."""
+    return [int(i % 3 == 2 and t > 0) for i, t in enumerate(tokens)]
+
+
+def padded(values: Any) -> np.ndarray:
+    return drive.padded(values, WIDTH)
+
+
+def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
+    """The same orders with the same padding for every verb, so that `complete` is one program."""
+    records = np.asarray(transfer.records)
+    return kvjax.tiers.Transfer(np.pad(records, ((0, 128 - len(records)), (0, 0)), constant_values=-1))
+
+
+# Requests.
+
+_WEIGHTS = {
+    "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
+    "unpin": 2, "evict": 1, "reset": 40, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
+}  # fmt: skip
+
+
+class Requests:
+    """Draws requests that the cache can mostly do; each is plain data, to be done again with others left out."""
+
+    def __init__(self, seed: int, config: Config):
+        self.rng, self.config = np.random.default_rng(seed), config
+        self.documents = self.rng.integers(0, VOCAB, (3, WIDTH)).tolist()
+        self.loop = False  # whether requests are those of a jitted loop, which moves nothing
+
+    def number(self, *bounds: int) -> int:
+        return int(self.rng.integers(*bounds))
+
+    def chance(self, of: float) -> bool:
+        return bool(self.rng.random() < of)
+
+    def text(self, length: int, shared: float = 0.75) -> list[int]:
+        """So many tokens that often begin like a document, and sometimes are the beginning of one."""
+        kept = 0
+        if self.chance(shared):
+            kept = length if self.chance(0.4) else self.number(length + 1)
+        return [*self.documents[self.number(3)][:kept], *self.rng.integers(0, VOCAB, length - kept).tolist()]
+
+    def continued(self, row: Row | None) -> list[int]:
+        """What comes after a row's text; where that is the beginning of a document, mostly the rest of it."""
+        known = (
+            [] if row is None else [x[0] if isinstance(x, tuple) else x for x in max(row.items, row.prompt, key=len)]
+        )
+        rest = [d[len(known) :] for d in self.documents if known and d[: len(known)] == known and self.chance(0.8)]
+        return [*(rest[0] if rest else []), *self.text(WIDTH)][:WIDTH]
+
+    def prompt(self, life: Life) -> tuple[list[int], int]:
+        """Tokens and a tenant; often what is cached, or begins like it, of whichever tier."""
+        known = list(life.mirror.nodes.values())
+        if not known or self.chance(0.5):
+            return self.text(self.length()), int(self.chance(0.3))
+        namespace, path, *_ = known[self.number(len(known))]
+        kept = [x[0] if isinstance(x, tuple) else x for x in path]
+        kept = kept[: self.number(1, len(kept) + 1)] if self.chance(0.5) else kept
+        more = self.number(0, 2 * SIZE)
+        return [*kept, *self.rng.integers(0, VOCAB, more).tolist()][:WIDTH], namespace
+
+    def length(self) -> int:
+        """Of a prompt: often of whole blocks, whose last one is computed again."""
+        return SIZE * self.number(1, WIDTH // SIZE + 1) if self.chance(0.4) else self.number(1, WIDTH + 1)
+
+    def few(self, rows: list[int], count: int) -> list[int]:
+        """So many of the rows, -1 where there are too few; sometimes a row that will not do."""
+        rows = [rows[i] for i in self.rng.permutation(len(rows)).tolist()]
+        if self.chance(0.03):
+            rows.insert(0, self.number(ROWS))
+        return [*dict.fromkeys(rows), *[-1] * count][:count]
+
+    def draw(self, life: Life) -> Request:
+        """The next request."""
+        if self.chance(0.25 if self.loop else 0.08):
+            self.loop = not self.loop
+        between = life.has_host and not self.loop
+        used = [seq for seq, row in life.rows.items() if not row.swapped]
+        free = [seq for seq in range(ROWS) if seq not in life.rows]
+        room = life.state.seqs.length - life.state.seqs.committed
+        asleep = [seq for seq, row in life.rows.items() if row.swapped]
+        possible = {
+            "admit": free, "compute": [seq for seq in used if room[seq]], "extend": used, "release": life.rows,
+            "fork": used and free, "truncate": used, "beam_step": used[1:], "pin": used, "unpin": life.pins,
+            "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
+            "shift": between and life.mirror.nodes, "watermark": between and life.mirror.nodes,
+            "swap": between and life.rows, "complete": life.flying, "generate": self.config.generate and free,
+        }  # fmt: skip
+        known = self.config.verbs
+        if known is not None and not between and life.has_host and "loop admit" not in known:
+            possible["admit"] = False
+        verbs = [v for v, on in possible.items() if on and (known is None or v in known)]
+        if not verbs:
+            self.loop = not self.loop
+            return self.draw(life)
+        weights = np.array([_WEIGHTS[v] / (3 if v == "admit" and len(free) < AT_ONCE else 1) for v in verbs])
+        request: Request = {"verb": verbs[int(self.rng.choice(len(verbs), p=weights / weights.sum()))]}
+        match request["verb"]:
+            case "admit":
+                request["seqs"] = self.few(free, AT_ONCE)
+                asked = [self.prompt(life) for _ in range(AT_ONCE)]
+                request |= {"prompts": [text for text, _ in asked], "namespaces": [space for _, space in asked]}
+                request["wide"] = between
+            case "compute":
+                request["counts"] = [WIDTH if self.chance(0.75) else self.number(7) for _ in range(ROWS)]
+                request["tokens"] = [self.continued(life.rows.get(seq)) for seq in range(ROWS)]
+            case "extend":
+                request["counts"] = [self.number(MOST + 1) * self.number(2) for _ in range(ROWS)]
+                request["wide"] = between and (known is None or "wide extend" in known)
+            case "release":
+                request["seqs"] = [*self.few(list(life.rows), 1 + self.number(2)), -1][:2]
+            case "fork":
+                request |= {"src": self.few(used, 1)[0], "dst": self.few(free, 1)[0]}
+            case "truncate":
+                request |= {"seq": self.few(used, 1)[0], "drop": self.number(1, 2 * SIZE)}
+            case "beam_step":
+                request["parents"] = self.rng.integers(0, 2, 2).tolist()
+            case "pin":
+                request |= {"seq": self.few(used, 1)[0], "number": self.number(1, 3)}
+            case "unpin" | "evict":
+                request["which"] = self.number(100)
+            case "shift":
+                request |= {"which": self.number(100), "number": self.number(1, NAMED + 1), "back": self.chance(0.5)}
+                request["group"] = self.number(2)
+            case "watermark":
+                request |= {"empty": self.number(1, EMPTIED + 1), "group": self.number(2)}
+            case "swap":
+                request["seq"] = self.few(asleep if asleep and self.chance(0.7) else used or asleep, 1)[0]
+            case "generate":
+                request["prompts"] = [self.text(self.number(9, 13)) for _ in range(2)]
+                request |= {"space_of": self.rng.integers(0, TENANTS, VOCAB).tolist(), "most": self.number(1, 5)}
+        request["poison"] = self.chance(0.7)
+        if life.has_host:
+            request |= {"defer": self.chance(0.15), "fault": self.number(2) if self.chance(0.1) else None}
+        return request
+
+
+class Failure(AssertionError):
+    """A history that ends badly; `requests` is all of it."""
+
+    def __init__(self, message: str, requests: list[Request]):
+        super().__init__(message)
+        self.requests = requests
+
+
+def live(config: Config, seed: int, steps: int, seconds: float = float("inf")) -> Life:
+    """A random history of so many steps, or of so many seconds.
+
+    Raises:
+      Failure: from whatever went wrong.
+    """
+    requests, end = Requests(seed, config), time.monotonic() + seconds
+
+    def drawn(life: Life) -> Iterator[Request]:
+        for _ in range(steps):
+            if time.monotonic() < end:
+                yield requests.draw(life)
+
+    return carry_out(config, drawn)
+
+
+def carry_out(config: Config, history: Callable[[Life], Iterable[Request]]) -> Life:
+    """Carries out requests on a new cache; see `live`."""
+    done: list[Request] = []
+    with Faults() as faults:
+        life = Life(config, faults)
+        for request in history(life):
+            done.append(request)
+            try:
+                life.do(request)
+            except Exception as error:
+                raise Failure(f"step {len(done)}, {request}: {type(error).__name__}: {error}", done) from error
+    return life
+
+
+def shrink(config: Config, requests: list[Request]) -> list[Request]:
+    """A history that fails as well, none of whose requests can be left out."""
+
+    def fails(history: list[Request]) -> list[Request] | None:
+        try:
+            carry_out(config, lambda _: history)
+        except Failure as failure:
+            return failure.requests
+        return None
+
+    size = len(requests) // 2
+    while size:
+        at = 0
+        while at < len(requests):
+            shorter = fails(requests[:at] + requests[at + size :])
+            requests, at = (requests, at + size) if shorter is None else (shorter, at)
+        size //= 2
+    return requests
+
+
+FULL = (None, 0)
+FAST = ("admit", "loop admit", "compute", "extend", "release", "fork", "truncate", "complete")
+CONFIGS = {
+    "fast host": Config(host=5, generate=False, verbs=FAST),
+    "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),
+    "extra ids": Config(options={"extra_ids": True}),
+    "host": Config(host=5),
+    "host, int8, methods": Config(host=5, dtype="int8", methods=True),
+    "whole blocks, host": Config(host=4, options={"partial_reuse": False}),
+    "windows, int8": Config((FULL, (6, 1)), room=5, dtype="int8"),
+    "windows alone, host": Config(((5, 0), (9, 2)), host=4),
+    "windows, host, int8": Config((FULL, (6, 1)), host=4, dtype="int8"),
+    "windows, host, methods": Config((FULL, (6, 0), (9, 1)), host=4, room=5, methods=True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Random histories with every byte compared.")
+    parser.add_argument("config", choices=CONFIGS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1_000)
+    args = parser.parse_args()
+    config, start = CONFIGS[args.config], time.monotonic()
+    try:
+        life = live(config, args.seed, args.steps)
+    except Failure as failure:
+        print(f"after {time.monotonic() - start:.1f} s: {failure}\n\nThe history, cut down:")
+        requests = shrink(config, failure.requests)
+        for request in requests:
+            print(request)
+        try:
+            carry_out(config, lambda _: requests)
+        except Failure as again:
+            print(again)
+    else:
+        print(f"{args.steps} steps in {time.monotonic() - start:.1f} s: {dict(life.tally)}")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)
+    main()

@@ -1,0 +1,632 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache in plain Python, written to be read and to be right.
+
+Dicts and lists instead of arrays, one block at a time instead of masks: what the library computes, said the slow way.
+
+A token is a pair (token id, extra id). A *path* is the tuple of all tokens from the start of a prompt to the end of
+a block; a *node* is (namespace, path). The index maps each node to the one block that holds its last tokens, so two
+prompts share a block exactly when everything up to its end is equal, and no hash is needed. Every block is
+*active* (somebody holds it), *cached* (nobody does, but it is in the index) or *empty*. Only a block of
+`block_size` tokens has children; a shorter one is the tail of a released sequence.
+
+With sliding windows there are several groups of blocks. The first has every sequence with all its blocks; each other
+one has, for a window, the blocks that the next token of a sequence can see, and an index of its own, whose nodes are
+all in the first one's too.
+
+Every verb first decides and then acts: a status other than OK leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.oracle.blocks import (
+    NO_BLOCK,
+    RETENTION,
+    WORTH,
+    Block,
+    Event,
+    Group,
+    Node,
+    Path,
+    Result,
+    Retention,
+    Row,
+    Status,
+    Worth,
+    lru,
+)
+from tests.oracle.tiers import Tiers
+
+__all__ = ["NO_BLOCK", "Block", "Event", "Oracle", "Result", "Retention", "Row", "Status", "Worth", "lru"]
+
+
+class Oracle(Tiers):
+    """The cache.
+
+    Attributes:
+      groups: the blocks; the first is of full attention.
+      rows: the sequences; a free one has length 0.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_seqs: int,
+        max_blocks_per_seq: int,
+        partial_reuse: bool = True,
+        score: Callable[[Block], Any] = lru,
+        windows: Sequence[tuple[int, int, int]] = (),
+        num_host_blocks: int = 0,
+        offload_min_priority: int = 0,
+        bare: bool = False,
+    ):
+        """An empty cache; among leaves the block of the lowest `score` is evicted first, then the older one.
+
+        `windows` are (tokens, sink tokens, blocks) of further groups. Each group has so many host blocks, but not a
+        `bare` first one.
+        """
+        self.block_size = block_size
+        self.max_blocks_per_seq = max_blocks_per_seq
+        self.partial_reuse = partial_reuse
+        self.score = score
+        self.least = offload_min_priority
+        self.groups = [self._group(0, num_blocks, 0 if bare else num_host_blocks)]
+        for number, (window, sinks, blocks) in enumerate(windows, 1):
+            self.groups.append(self._group(number, blocks, num_host_blocks, window, sinks))
+        self.rows = [self._free_row() for _ in range(max_seqs)]
+        self.clock = self.turn = self.moves = 0
+        self.now = 0  # ms; set by the caller
+
+    # What a test compares.
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Those of the first group."""
+        return self.groups[0].blocks
+
+    @property
+    def index(self) -> dict[Node, int]:
+        """That of the first group."""
+        return self.groups[0].index
+
+    def snapshot(self) -> Any:
+        """Everything there is to know, as a value."""
+        groups = [([dataclasses.replace(block) for block in group.blocks], dict(group.index)) for group in self.groups]
+        return groups, [row.copy() for row in self.rows], self.clock, self.turn
+
+    def counts(self, group: int = 0) -> dict[str, int]:
+        """How many blocks are empty, cached and active."""
+        return self.groups[group].counts()
+
+    def tables(self, group: int = 0) -> list[list[int]]:
+        """The block table of each row."""
+        return [list(row.tables[group]) for row in self.rows]
+
+    def priority(self, block: Block) -> int:
+        """What a block that nobody holds is worth now."""
+        over = block.expiry is not None and self.now >= block.expiry
+        return WORTH.priority if over else block.worth.priority
+
+    # The verbs.
+
+    def admit(self, seq, tokens, *, namespace=0, extra_ids=None, room=None, retention=RETENTION, tiers=False) -> Result:
+        """Starts free row `seq` with what is cached of a prompt and blocks for the rest, or for `room` tokens of it.
+
+        With `tiers` it finds what is on the host too, and what has to leave the device goes there.
+        """
+        return self.admit_batch(
+            [{"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": extra_ids, "retention": retention}],
+            room=room, tiers=tiers,
+        )[0]  # fmt: skip
+
+    def admit_batch(self, requests: Sequence[dict[str, Any]], **options) -> list[Result]:
+        """One after the other; but what one copies from stays held until all are done."""
+        results = [self._admit(**request, **options) for request in requests]
+        for group in self.groups:
+            for block in group.blocks:
+                block.refcount, block.copies = block.refcount - block.copies, 0
+        return results
+
+    def _admit(self, seq, tokens, *, namespace=0, extra_ids=None, room=None, retention=RETENTION, tiers=False):
+        if not 0 <= seq < len(self.rows) or not tokens or min(tokens) < 0 or namespace < 0 or (room or 1) < 1:
+            return Result([Status.BAD_REQUEST])
+        if self.rows[seq].length:
+            return Result([Status.HELD])
+        prompt = self._pair(tokens, extra_ids)
+        for copied in (True, False):
+            whole, source, cached = self._match(namespace, prompt, tiers, copied)
+            if copied and source is None:
+                continue
+            found = [[self._beside(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups]
+            pairs = list(zip(self.groups, found, strict=True))
+            back = [{b for b in mine if b != NO_BLOCK and g.blocks[b].host} for g, mine in pairs]
+            length = len(prompt) if room is None else min(len(prompt), cached + room)
+            if self._blocks_for(length) > self.max_blocks_per_seq:
+                return Result([Status.ROW_FULL])
+            needed = self._blocks_for(length) - len(whole)
+            # The source of the copy is needed until the copy is made: give it up only if there is no other way.
+            kept = [{*found[g.number], g.index[source] if source else NO_BLOCK} for g in self.groups]
+            missing = max(self._missing(g, needed + len(back[g.number]), kept[g.number]) for g in self.groups)
+            if not missing:
+                break
+        else:
+            return Result([Status.NO_BLOCKS], shortfall=missing)
+        fixed = any(group.blocks[b].copies for group in self.groups for b in back[group.number])
+        taken = None if fixed else self._take([needed] * len(self.groups), tiers, kept, back)
+        if taken is None:
+            return Result([Status.NO_BLOCKS], shortfall=1)
+        fresh, events, moves = taken
+        tables = [known + new for known, new in zip(found, fresh, strict=True)]
+        row = self.rows[seq] = Row(namespace, length, prompt[:cached], tables, len(prompt), retention)
+        for group in self.groups:
+            for block in found[group.number]:
+                if block != NO_BLOCK:
+                    group.blocks[block].refcount += 1
+                    group.blocks[block].hits += 1
+        for i, block in enumerate(found[0]):
+            stated, node = row.stated(i * self.block_size), self.blocks[block].node
+            if stated and stated.priority != self.blocks[block].worth.priority and node:
+                events.append(Event("updated", *node))
+            self.blocks[block].worth = stated or self.blocks[block].worth
+        self._state_worth(row, len(whole))
+        if source is not None:
+            for group in self.groups:
+                lender = group.blocks[group.index[source]]
+                lender.refcount, lender.copies = lender.refcount + 1, lender.copies + 1
+                if lender.host:
+                    moves.append(self._move(group, row.tables[group.number][len(whole)]))
+                    for block in found[group.number]:
+                        group.blocks[block].stuck = group.blocks[block].stuck or block != NO_BLOCK
+                else:
+                    events.append(Event("copied", namespace, tuple(prompt[:cached]), group.number))
+        return Result([Status.OK], events, [len(prompt)], [cached], moves=moves)
+
+    def extend(self, active, num_tokens=1, tiers=False) -> Result:
+        """Room for `num_tokens` (an int, or one per row) more tokens in every active row, or in none.
+
+        A row whose last block is held by others too, or findable, copies it before it writes there; of several rows
+        that share a block, the last one in row order need not copy once the others have.
+        """
+        counts = [num_tokens] * len(self.rows) if isinstance(num_tokens, int) else list(num_tokens)
+        status = [Status.OK] * len(self.rows)
+        wanted = [seq for seq, on in enumerate(active) if on]
+        for seq in wanted:
+            if not self.rows[seq].length or counts[seq] < 0:
+                status[seq] = Status.BAD_REQUEST
+            elif self.rows[seq].swapped:
+                status[seq] = Status.HELD
+            elif self._blocks_for(self.rows[seq].length + counts[seq]) > self.max_blocks_per_seq:
+                status[seq] = Status.ROW_FULL
+        if any(status):
+            return Result(status)
+        wanted = [seq for seq in wanted if counts[seq]]
+        copies = [self._copies(group, wanted) for group in self.groups]
+        grown = sum(self._blocks_for(self.rows[q].length + counts[q]) - len(self.rows[q].tables[0]) for q in wanted)
+        needed = [grown + len(rows) for rows in copies]
+        missing = max(self._missing(group, needed[group.number]) for group in self.groups)
+        taken = None if missing else self._take(needed, tiers)
+        if taken is None:
+            status = [Status.NO_BLOCKS if on else Status.OK for on in active]
+            return Result(status, shortfall=max(missing, 1))
+        fresh, events, moves = taken
+        for seq in wanted:
+            row, first = self.rows[seq], len(self.rows[seq].tables[0]) - (seq in copies[0])
+            length = row.length + counts[seq]
+            for group in self.groups:
+                table, mine = row.tables[group.number], fresh[group.number]
+                if seq in copies[group.number]:
+                    source, table[-1] = table[-1], mine.pop()
+                    self._drop(group, source)
+                    if len(row.tokens) > row.length // self.block_size * self.block_size:
+                        events.append(Event("copied", row.namespace, tuple(row.tokens), group.number))
+                while len(table) < self._blocks_for(length):
+                    table.append(mine.pop())
+            row.length = length
+            self._state_worth(row, first)
+        return Result(status, events, moves=moves)
+
+    def _copies(self, group: Group, wanted: Sequence[int]) -> list[int]:
+        """The rows that may not write into the block of this group that they are in."""
+        holders = [block.refcount for block in group.blocks]
+        copies = []
+        for seq in wanted:
+            row = self.rows[seq]
+            last = row.tables[group.number][-1]
+            if row.length % self.block_size and (holders[last] > 1 or group.blocks[last].node):
+                holders[last] -= 1
+                copies.append(seq)
+        return copies
+
+    def commit(self, tokens, num_tokens, *, extra_ids=None) -> Result:
+        """The K/V of each row's next `num_tokens[seq]` tokens are written: blocks that fill become findable.
+
+        A block whose content is already cached is swapped for the cached one.
+        """
+        status, events, slid = [], [], []
+        for seq, (row, count) in enumerate(zip(self.rows, num_tokens, strict=True)):
+            new = list(tokens[seq][: max(count, 0)])
+            most = min(row.length - len(row.tokens), len(tokens[seq]))
+            if not 0 <= count <= most or min(new, default=0) < 0 or (count and row.swapped):
+                status.append(Status.BAD_REQUEST)
+                continue
+            status.append(Status.OK)
+            before = len(row.tokens)
+            row.tokens += self._pair(new, None if extra_ids is None else extra_ids[seq][:count])
+            for i in range(before // self.block_size, len(row.tokens) // self.block_size):
+                node = (row.namespace, tuple(row.tokens[: (i + 1) * self.block_size]))
+                if not self._intact(node) or self.blocks[row.tables[0][i]].move:
+                    break  # a move has failed
+                for group in self.groups:
+                    table, twin = row.tables[group.number], group.index.get(node)
+                    if table[i] != NO_BLOCK and group.blocks[table[i]].move:
+                        continue
+                    if twin is None:
+                        events.append(self._publish(group, table[i], node))
+                    else:
+                        if group.blocks[twin].host:  # its contents are on the device now
+                            group.blocks[twin].host, group.blocks[twin].move = False, 0
+                            self._stick(group, node)
+                            events.append(Event("updated", *node, group.number))
+                        group.blocks[twin].refcount += 1
+                        group.blocks[twin].hits += 1
+                        self._drop(group, table[i])
+                        table[i] = twin
+            slid.append((row, before))
+        for row, before in slid:
+            self._slide(row, before)
+        return Result(status, events)
+
+    def fork(self, src, dst) -> Result:
+        """Free row `dst` shares all blocks of row `src`, whose tokens must all be written."""
+        row = self._row(src)
+        if row is None or row.length != len(row.tokens) or src == dst or not 0 <= dst < len(self.rows) or row.swapped:
+            return Result([Status.BAD_REQUEST])
+        if self.rows[dst].length:
+            return Result([Status.HELD])
+        for group in self.groups:
+            for block in row.tables[group.number]:
+                if block != NO_BLOCK:
+                    group.blocks[block].refcount += 1
+        self.rows[dst] = row.copy()
+        return Result([Status.OK])
+
+    def truncate(self, seq, length) -> Result:
+        """Keeps the first `length` tokens of a row.
+
+        A cut inside a findable block that nobody else holds and that has no findable children takes it out of the
+        index, so that it can be written in place; any other findable block is copied by the next write.
+        """
+        row = self._row(seq)
+        if row is None or not 1 <= length <= row.length or row.swapped:
+            return Result([Status.BAD_REQUEST])
+        committed, last = min(len(row.tokens), length), self._blocks_for(length)
+        regained = []
+        for group in self.groups[1:]:
+            for i in range(last):
+                if row.tables[group.number][i] == NO_BLOCK and group.sees(i, committed, self.block_size):
+                    node = self.blocks[row.tables[0][i]].node
+                    if node is None or not self._reachable(group, node, False):
+                        return Result([Status.BAD_REQUEST])
+                    regained.append((group, i, group.index[node]))
+        for group, i, block in regained:
+            row.tables[group.number][i] = block
+            group.blocks[block].refcount += 1
+            group.blocks[block].hits += 1
+        for group in self.groups:
+            table = row.tables[group.number]
+            while len(table) > last:
+                self._drop(group, table.pop())
+        row.length, row.prompt = length, min(row.prompt, length)
+        del row.tokens[length:]
+        events, end = [], self.blocks[row.tables[0][-1]]
+        if length % self.block_size and end.node and end.refcount == 1 and not self._children(end.node):
+            events += self._remove(row.tables[0][-1])
+        return Result([Status.OK], events)
+
+    def release(self, seqs) -> Result:
+        """Ends rows (an int or several), one after the other; blocks in the index stay cached, tails age first.
+
+        The last holder of a block that is not full makes it findable, unless a cached sibling that every group has
+        already holds its tokens.
+        """
+        status, events = [], []
+        for seq in [seqs] if isinstance(seqs, int) else seqs:
+            row = self._row(seq)
+            status.append(Status.BAD_REQUEST if row is None else Status.OK)
+            if row is None:
+                continue
+            written, path = len(row.tokens), tuple(row.tokens)
+            for i in reversed(range(len(row.tables[0]))):
+                block = self.blocks[row.tables[0][i]]
+                is_tail = i * self.block_size < written < (i + 1) * self.block_size
+                node = (row.namespace, path)
+                mine = block.refcount == 1 and block.node is None and not block.move and self._intact(node)
+                if self.partial_reuse and is_tail and mine and not row.swapped:
+                    siblings = [
+                        (row.namespace, s) for s in self._children((row.namespace, path[: i * self.block_size]))
+                    ]
+                    joint = [node for node in siblings if all(node in group.index for group in self.groups)]
+                    if not any(sibling[:written] == path for _, sibling in joint):
+                        for group in self.groups:
+                            own = group.blocks[row.tables[group.number][i]]
+                            if node not in group.index and not own.move:
+                                events.append(self._publish(group, row.tables[group.number][i], node))
+                for group in self.groups:
+                    self._drop(group, row.tables[group.number][i])
+            self.rows[seq] = self._free_row()
+        return Result(status, events)
+
+    def beam_step(self, seqs, parents) -> Result:
+        """Row seqs[i] becomes what row seqs[parents[i]] was; rows that nobody goes on from are dropped."""
+        rows = [self._row(seq) for seq in seqs]
+        sound = all(row is not None and row.length == len(row.tokens) and not row.swapped for row in rows)
+        if not sound or len(set(seqs)) < len(seqs) or not all(0 <= parent < len(seqs) for parent in parents):
+            return Result([Status.BAD_REQUEST] * len(seqs))
+        for group in self.groups:
+            for parent in parents:
+                for block in rows[parent].tables[group.number]:
+                    if block != NO_BLOCK:
+                        group.blocks[block].refcount += 1
+            for place in reversed(range(self.max_blocks_per_seq)):
+                for row in rows:
+                    if place < len(row.tables[group.number]):
+                        self._drop(group, row.tables[group.number][place])
+        for seq, row in zip(seqs, [rows[parent].copy() for parent in parents], strict=True):
+            self.rows[seq] = row
+        return Result([Status.OK] * len(seqs))
+
+    def lookup(self, tokens, *, namespace=0, extra_ids=None, tiers=True) -> int:
+        """How many tokens of a prompt `admit` would find; changes nothing."""
+        return self._match(namespace, self._pair(tokens, extra_ids), tiers)[2]
+
+    def pin(self, blocks, group: int = 0) -> Result:
+        """Holds blocks that are in the index; NO_BLOCK entries are skipped."""
+        mine, wanted = self.groups[group].blocks, [block for block in blocks if block != NO_BLOCK]
+        if len(set(wanted)) < len(wanted) or not all(0 <= b < len(mine) and mine[b].node for b in wanted):
+            return Result([Status.BAD_REQUEST])
+        if not self._prefixes_pinned(group, collections.Counter(wanted)):
+            return Result([Status.BAD_REQUEST])
+        for block in wanted:
+            mine[block].refcount += 1
+        return Result([Status.OK])
+
+    def unpin(self, blocks, group: int = 0) -> Result:
+        """Drops one hold on each block, the last of the list first, like the tail of a row."""
+        mine, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
+        if len(set(wanted)) < len(wanted) or not all(0 <= b < len(mine.blocks) for b in wanted):
+            return Result([Status.BAD_REQUEST])
+        pins = self._pins(mine)
+        if not all(pins[b] for b in wanted):
+            return Result([Status.BAD_REQUEST])
+        if not self._prefixes_pinned(group, collections.Counter(dict.fromkeys(wanted, -1))):
+            return Result([Status.BAD_REQUEST])
+        for block in reversed(wanted):
+            self._drop(mine, block)
+        return Result([Status.OK])
+
+    def _pins(self, group: Group) -> collections.Counter[int]:
+        """Holders of each block that are not rows."""
+        held = collections.Counter({b: block.refcount for b, block in enumerate(group.blocks)})
+        return held - collections.Counter(block for row in self.rows for block in row.tables[group.number])
+
+    def _prefixes_pinned(self, changed: int, change: collections.Counter[int]) -> bool:
+        """Whether after this change of one group's pins every pinned block has a pinned parent, or anchor."""
+        nodes = []
+        for group in self.groups:
+            pins, more = self._pins(group), change if group.number == changed else collections.Counter()
+            nodes.append({node for node, block in group.index.items() if pins[block] + more[block] > 0})
+        parents = {self._parent(node) for node in nodes[0] if self._parent(node)[1]}
+        return parents <= nodes[0] and all(mine <= nodes[0] for mine in nodes[1:])
+
+    def evict(self, blocks) -> Result:
+        """Empties cached blocks and all their findable descendants, children first; none if any of them is held."""
+        wanted = {block for block in blocks if block != NO_BLOCK}
+        if not all(0 <= block < len(self.blocks) for block in wanted):
+            return Result([Status.BAD_REQUEST])
+        doomed: dict[Node, int] = {}
+        for node, block in self.index.items():  # parents stand before their children
+            if block in wanted or self._parent(node) in doomed:
+                doomed[node] = block
+        if any(self.blocks[b].refcount or self.blocks[b].move for b in wanted | set(doomed.values())):
+            return Result([Status.HELD])
+        events = [event for block in reversed(doomed.values()) for event in self._remove(block)]
+        self._find_stuck(self.groups[0])
+        return Result([Status.OK], events)
+
+    def reset(self) -> Result:
+        """Forgets everything cached, once nothing is held."""
+        if any(block.refcount or block.move for group in self.groups for block in group.blocks):
+            return Result([Status.HELD])
+        for group in self.groups:
+            group.index.clear()
+            for block in group.blocks:
+                block.node, block.host, block.stuck = None, False, False
+        return Result([Status.OK], [Event("cleared", group=group.number) for group in self.groups])
+
+    # The index.
+
+    def _match(
+        self, namespace: int, prompt: list, tiers: bool, copied: bool = True
+    ) -> tuple[list[Node], Node | None, int]:
+        """Cached blocks of a prompt, a block to copy the next tokens from, and how many tokens that makes in all.
+
+        With windows, the longest prefix after which every group has what the next token sees.
+        """
+        findable, whole = tuple(prompt[:-1]), []  # the last token must be computed for its logits
+        end = self.block_size
+        while end <= len(findable) and self._reachable(self.groups[0], (namespace, findable[:end]), tiers):
+            whole.append((namespace, findable[:end]))
+            end += self.block_size
+        while True:
+            source, cached = None, len(whole) * self.block_size
+            if self.partial_reuse and copied:
+                source, cached = self._longest_child(namespace, findable, cached, tiers)
+            if all(
+                self._reachable(group, node, tiers) or not group.sees(i, cached, self.block_size)
+                for group in self.groups
+                for i, node in enumerate(whole)
+            ):
+                return whole, source, cached
+            whole.pop()
+
+    def _longest_child(self, namespace: int, findable: Path, start: int, tiers: bool) -> tuple[Node | None, int]:
+        """The block after `start` tokens that shares the most of the next ones, if any; how many tokens that makes."""
+        source, shared = None, start
+        for child in self._children((namespace, findable[:start])):
+            pairs = zip(findable, child, strict=False)
+            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            everywhere = all(self._reachable(group, (namespace, child), tiers) for group in self.groups)
+            # Of several equally good ones that stored last.
+            if everywhere and (common > shared or common == shared > start):
+                source, shared = (namespace, child), common
+        return source, shared
+
+    def _reachable(self, group: Group, node: Node, tiers: bool) -> bool:
+        """Whether the group has the node in these tiers, with its K/V."""
+        block = group.blocks[group.index[node]] if node in group.index else None
+        return block is not None and not block.move and (tiers or not block.host)
+
+    def _beside(self, group: Group, node: Node, written: int, place: int) -> int:
+        """The group's block of a node, if the token after `written` ones sees it at `place`."""
+        return group.index[node] if group.sees(place, written, self.block_size) else NO_BLOCK
+
+    def _children(self, node: Node) -> list[Path]:
+        """Paths of the findable blocks that follow a node."""
+        return [path for (space, path) in self.index if self._parent((space, path)) == node]
+
+    def _parent(self, node: Node) -> Node:
+        """The prefix before a node's own block: all whole blocks before its last token."""
+        namespace, path = node
+        return namespace, path[: (len(path) - 1) // self.block_size * self.block_size]
+
+    def _intact(self, node: Node) -> bool:
+        """Whether what stands before a node is in the index."""
+        return not self._parent(node)[1] or self._parent(node) in self.index
+
+    def _publish(self, group: Group, block: int, node: Node) -> Event:
+        group.index[node] = block
+        group.blocks[block] = dataclasses.replace(group.blocks[block], node=node, hits=0, stored=self.clock)
+        self.clock += 1
+        return Event("stored", *node, group.number)
+
+    def _remove(self, block: int, number: int = 0) -> list[Event]:
+        """Takes a block out of the index of its group; what leaves the first index leaves all."""
+        node = self.groups[number].blocks[block].node
+        assert node is not None
+        assert number or not self._children(node), f"block {block} is not a leaf of the index"
+        groups = [group for group in self.groups if group.number == number or (not number and node in group.index)]
+        for group in groups:
+            block = group.blocks[group.index.pop(node)]
+            block.node = None
+            if not block.refcount:
+                block.host, block.move, block.stuck = False, 0, False
+        return [Event("removed", *node, group.number) for group in groups]
+
+    # Blocks.
+
+    def _missing(self, group: Group, count: int, kept: Sequence[int] | set = ()) -> int:
+        """How many blocks are missing for `count`, by the numbers of empty blocks and of cached ones."""
+        cached = sum(
+            not block.refcount and block.node is not None and not block.host and b not in kept
+            for b, block in enumerate(group.blocks)
+        )
+        return max(0, count - group.counts()["empty"] - cached)
+
+    def _choose(self, group: Group, count: int, tiers: bool, kept: Sequence[int] | set = ()) -> list[int] | None:
+        """Victims on the device, in order, that make `count` blocks free; None if there are too few."""
+        missing = max(0, count - group.counts()["empty"])
+        victims: list[int] = []
+        blocks = group.blocks
+        candidates = {
+            b for b in group.index.values() if not blocks[b].refcount and not blocks[b].host and not blocks[b].move
+        } - set(kept)
+        on_device = {node for node, b in self.index.items() if not self.blocks[b].host}
+        parents = collections.Counter(self._parent(node) for node in on_device) if group.number == 0 else {}
+        score = self.score if group.number == 0 else lru
+        while len(victims) < missing:
+            leaves = [b for b in candidates if not parents.get(blocks[b].node)]
+            if not tiers:  # what has descendants on the host must stay
+                leaves = [b for b in leaves if not blocks[b].stuck]
+            if not leaves:
+                return None
+            victim = min(leaves, key=lambda b: (score(blocks[b]), blocks[b].released))
+            victims.append(victim)
+            candidates.remove(victim)
+            if group.number == 0:
+                parents[self._parent(blocks[victim].node)] -= 1
+        return victims
+
+    def _take(self, counts: list[int], tiers: bool, kept: Sequence[set] = (), back: Sequence[set] = ()) -> Any:
+        """Takes so many blocks of each group, empty ones first, then those of victims; their refcount becomes 1.
+
+        Blocks `back` of each group come to the device, which takes room too. None, and nothing done, if it can't be.
+        Else the blocks, events and moves.
+        """
+        before = self.save()
+        events, moves, taken = [], [], []
+        for group, count in zip(self.groups, counts, strict=True):
+            spared = kept[group.number] if kept else set()
+            mine = back[group.number] if back else set()
+            victims = self._choose(group, count + len(mine), tiers, spared)
+            done = None if victims is None else self._leave(group, victims, tiers, spared, mine)
+            if done is None:
+                self.restore(before)
+                return None
+            events, moves = events + done[0], moves + done[1]
+            free = [b for b, block in enumerate(group.blocks) if not block.refcount and not block.node]
+            fresh = ([b for b in free if b not in victims] + [b for b in free if b in victims])[:count]
+            for block in fresh:
+                group.blocks[block].refcount, group.blocks[block].host = 1, False
+            taken.append(fresh)
+        return taken, events, moves
+
+    def _drop(self, group: Group, block: int) -> None:
+        """One holder lets go; of NO_BLOCK nobody does."""
+        if block == NO_BLOCK:
+            return
+        mine = group.blocks[block]
+        mine.refcount -= 1
+        if not mine.refcount and mine.node:
+            mine.released, mine.queued = self.clock, self.turn
+            self.clock, self.turn = self.clock + 1, self.turn + 1
+            mine.expiry = None if mine.worth.ttl is None else self.now + mine.worth.ttl
+        elif not mine.refcount:
+            mine.host, mine.move, mine.stuck = False, 0, False
+
+    def _slide(self, row: Row, before: int) -> None:
+        """Lets go of blocks that have left the windows since `before` tokens were written."""
+        for group in self.groups[1:]:
+            table = row.tables[group.number]
+            for i, block in enumerate(table):
+                if group.sees(i, before, self.block_size) and not group.sees(i, len(row.tokens), self.block_size):
+                    self._drop(group, block)
+                    table[i] = NO_BLOCK
+
+    def _state_worth(self, row: Row, first: int) -> None:
+        """Gives a row's new blocks, from the first-th on, what it says of them."""
+        for i in range(first, len(row.tables[0])):
+            self.blocks[row.tables[0][i]].worth = row.stated(i * self.block_size) or WORTH
+
+    # Small things.
+
+    def _group(self, number: int, blocks: int, host: int, window: int | None = None, sinks: int = 0) -> Group:
+        return Group(number, blocks, host, [Block() for _ in range(blocks + host)], window, sinks)
+
+    def _free_row(self) -> Row:
+        return Row(tables=[[] for _ in self.groups])
+
+    def _row(self, seq: int) -> Row | None:
+        """A row in use, or None."""
+        return self.rows[seq] if 0 <= seq < len(self.rows) and self.rows[seq].length else None
+
+    def _blocks_for(self, length: int) -> int:
+        return -(-length // self.block_size)
+
+    def _pair(self, tokens: Sequence[int], extra_ids: Sequence[int] | None) -> list[tuple[int, int]]:
+        return list(zip(tokens, [0] * len(tokens) if extra_ids is None else extra_ids, strict=True))

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every byte that anyone may read is the right one, after every step of random histories (`bytes_machine.py`)."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.oracle.bytes_machine import CONFIGS, carry_out, live
+
+NIGHTLY = 20_000  # steps, of all configurations together
+SLOW = [name for name, config in CONFIGS.items() if config.generate]
+HAPPENS = (
+    "hit", "partial hit", "copied on write", "fork", "truncate", "merged", "stored", "removed", "NO_BLOCKS",
+)  # fmt: skip
+ON_HOSTS = ("offloaded", "onboarded", "copied from the host", "took over", "failed", "lost")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiler():
+    """Programs run for microseconds here and take seconds to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def assert_happened(tally, *things):
+    rare = [thing for thing in things if not tally[thing]]
+    assert not rare, f"never happened: {rare} in {dict(tally)}"
+
+
+def test_bytes_over_two_tiers():
+    life = live(CONFIGS["fast host"], seed=3, steps=500)
+    assert_happened(life.tally, *HAPPENS, *ON_HOSTS)
+    demand, _ = life.demands()[0]
+    for tier, rows in enumerate(np.split(demand, [life.spec.groups[0].num_blocks])):
+        row, slot = np.argwhere(rows >= 0)[0]
+        life.bytes[tier].arrays[0][0][row, 1, 1, 0, slot] += 1  # one V of the second layer
+        with pytest.raises(AssertionError, match=f"{('device', 'host')[tier]} row .* is read by"):
+            life.verify()
+        life.bytes[tier].arrays[0][0][row, 1, 1, 0, slot] -= 1
+
+
+def asked(verb, **request):
+    return {"verb": verb, "poison": True, "defer": False, "fault": None, **request}
+
+
+def served(*prompts, namespace=0, **request):
+    """Requests that admit prompts together, compute them, and let go of them."""
+    seqs, rows = list(range(len(prompts))), np.zeros((3, 16), int).tolist()
+    pad = [-1] * (2 - len(prompts))
+    prompts = [*prompts, *[[0]] * len(pad)]
+    return [
+        asked("admit", seqs=seqs + pad, prompts=prompts, namespaces=[namespace] * 2, wide=True, **request),
+        asked("compute", counts=[16] * 3, tokens=rows),
+        asked("release", seqs=seqs + pad),
+    ]
+
+
+def test_a_copy_from_the_host_that_failed_is_not_stored_when_its_row_is_released():
+    """The tail that should have come is in no index yet, so that its failed move took nothing out of one."""
+    history = served([0, 1, 2, 0, 1], namespace=1) + served([0] * 16, [1] * 12)
+    life = carry_out(CONFIGS["fast host"], lambda _: [*history, served([0, 1, 1], namespace=1, fault=0)[0]])
+    assert_happened(life.tally, "copied from the host", "failed", "lost")
+
+
+@pytest.mark.long
+def test_quantised_bytes_under_windows():
+    assert_happened(live(CONFIGS["fast windows"], seed=0, steps=400).tally, "hit", "partial hit", "merged", "slid")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_bytes_through_every_verb(name):
+    jax.clear_caches()  # of the configuration before: see `forget_programs`
+    config = CONFIGS[name]
+    tally = live(config, seed=1, steps=NIGHTLY // len(SLOW)).tally
+    things = [*HAPPENS, "generated", "generate hit", "beam_step", "pin", "evict", "reset"]
+    things += [*ON_HOSTS, "watermark", "swap_in", "swap_out", "offload", "onboard"] if config.host else []
+    things += ["slid"] if config.spec().groups[1:] else []
+    if not config.spec().partial_reuse:
+        things = [thing for thing in things if thing not in ("partial hit", "copied from the host", "lost")]
+    assert_happened(tally, *things)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host tier of the cache in plain Python: blocks move, one at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tests.oracle.blocks import NO_BLOCK, Event, Group, Node, Result, Status, lru
+
+Move = tuple[int, int, int]
+
+
+class Tiers:
+    """The verbs of the host tier, and what the others need of it; a part of `oracle.Oracle`."""
+
+    groups: list[Group]
+    rows: list[Any]
+    block_size: int
+    least: int
+    turn: int
+    moves: int
+    score: Any
+
+    def save(self) -> Any:
+        """A copy of what moves change."""
+        return copy.deepcopy([(group.blocks, group.index) for group in self.groups]), self.turn, self.moves
+
+    def restore(self, saved: Any) -> None:
+        """Back to what was saved."""
+        groups, self.turn, self.moves = saved
+        for group, (blocks, index) in zip(self.groups, groups, strict=True):
+            group.blocks[:] = blocks
+            group.index.clear()
+            group.index.update(index)
+
+    # The verbs.
+
+    def offload(self, blocks: Sequence[int], group: int = 0) -> Result:
+        """Cached blocks go to the host, whatever they are worth; what follows them on the device must be named too."""
+        mine, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
+        known = [mine.blocks[b] for b in wanted if 0 <= b < len(mine.blocks)]
+        cached = [block for block in known if block.node and not block.host]
+        if any(block.refcount or block.move for block in cached):
+            return Result([Status.HELD])
+        if len(cached) < len(wanted) or len(set(wanted)) < len(wanted):
+            return Result([Status.BAD_REQUEST])
+        nodes = {block.node for block in cached}
+        for node, b in mine.index.items() if group == 0 else ():
+            if self._parent(node) in nodes and not mine.blocks[b].host and node not in nodes:
+                return Result([Status.BAD_REQUEST])
+        deepest = sorted(wanted, key=lambda b: -self._depth(mine, b))
+        return self._moved(self._leave(mine, deepest, True, (), (), least=None))
+
+    def onboard(self, blocks: Sequence[int], group: int = 0) -> Result:
+        """Cached blocks come back; what they follow must be on the device or named too."""
+        mine, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
+        known = [mine.blocks[b] for b in wanted if 0 <= b < len(mine.blocks)]
+        away = [block for block in known if block.node and block.host]
+        if any(block.refcount or block.move for block in away):
+            return Result([Status.HELD])
+        if len(away) < len(wanted) or len(set(wanted)) < len(wanted):
+            return Result([Status.BAD_REQUEST])
+        nodes, parents = {block.node for block in away}, []
+        for node in nodes if group == 0 else ():
+            above = self._parent(node)
+            if above[1] and above not in nodes:
+                parents.append(mine.index[above])
+                if mine.blocks[parents[-1]].host or mine.blocks[parents[-1]].move:
+                    return Result([Status.BAD_REQUEST])
+        kept = set(parents)
+        if self._missing(mine, len(wanted), kept):
+            return Result([Status.NO_BLOCKS])
+        before = self.save()
+        victims = self._choose(mine, len(wanted), True, kept)
+        done = None if victims is None else self._leave(mine, victims, True, kept, set(wanted))
+        if done is None:
+            self.restore(before)
+            return Result([Status.NO_BLOCKS])
+        for b in [*wanted, *sorted(kept)]:
+            if not mine.blocks[b].refcount:
+                mine.blocks[b].queued, self.turn = self.turn, self.turn + 1
+                if b in kept:
+                    mine.blocks[b].released, self.clock = self.clock, self.clock + 1
+        return self._moved(done)
+
+    def watermark(self, empty: int, most: int, group: int = 0) -> Result:
+        """Cached blocks leave the device until so many blocks are empty."""
+        mine = self.groups[group]
+        counts = mine.counts()
+        extra = min(max(0, min(empty - counts["empty"], most)), counts["cached"])
+        before = self.save()
+        victims = self._choose(mine, counts["empty"] + extra, True)
+        done = None if victims is None else self._leave(mine, victims, True, (), ())
+        if done is None:
+            self.restore(before)
+            return Result([Status.NO_BLOCKS])
+        return self._moved(done)
+
+    def swap_out(self, seq: int) -> Result:
+        """What only this row holds, and nobody else's blocks follow, goes to the host."""
+        row = self._row(seq)
+        if row is None or row.swapped:
+            return Result([Status.BAD_REQUEST])
+        if self._is_moving(row):
+            return Result([Status.HELD])
+        before, events, moves = self.save(), [], []
+        for group in self.groups:
+            if not group.num_host_blocks:
+                continue
+            leaving: list[int] = []
+            for b in reversed(row.tables[group.number]):
+                if b == NO_BLOCK or group.blocks[b].refcount > 1:
+                    continue
+                node = group.blocks[b].node
+                after = [n for n in group.index if self._parent(n) == node and not group.blocks[group.index[n]].host]
+                if group.number or not node or all(group.index[n] in leaving for n in after):
+                    leaving.append(b)
+            done = self._leave(group, leaving, True, (), (), least=None, held=True)
+            if done is None:
+                self.restore(before)
+                return Result([Status.NO_BLOCKS])
+            events, moves = events + done[0], moves + done[1]
+        row.swapped = True
+        return Result([Status.OK], events, moves=moves)
+
+    def swap_in(self, seq: int) -> Result:
+        """The row's blocks come back."""
+        row = self._row(seq)
+        if row is None or not row.swapped:
+            return Result([Status.BAD_REQUEST])
+        if self._is_moving(row):
+            return Result([Status.HELD])
+        before, events, moves = self.save(), [], []
+        for group in self.groups:
+            if not group.num_host_blocks:
+                continue
+            back = {b for b in row.tables[group.number] if b != NO_BLOCK and group.blocks[b].host}
+            victims = None if self._missing(group, len(back)) else self._choose(group, len(back), True)
+            done = None if victims is None else self._leave(group, victims, True, (), back)
+            if done is None:
+                self.restore(before)
+                return Result([Status.NO_BLOCKS])
+            events, moves = events + done[0], moves + done[1]
+        row.swapped = False
+        return Result([Status.OK], events, moves=moves)
+
+    def complete(self, moves: Sequence[Move], ok: bool) -> Result:
+        """The moves have been made, or have failed: then the blocks and all that follow them leave the index."""
+        events, lost = [], []
+        for number, b, move in moves:
+            block = self.groups[number].blocks[b]
+            if block.move == move:
+                if ok:
+                    block.move = 0
+                else:  # on the move until it is empty
+                    lost.append((number, b))
+        status = [Status.HELD if any(b in row.tables[number] for number, b in lost) else Status.OK for row in self.rows]
+        for number, b in lost:
+            block = self.groups[number].blocks[b]
+            if block.node and number == 0:
+                for node in sorted(self._followers([block.node]), key=lambda node: -len(node[1])):
+                    events += self._remove(self.groups[0].index[node])
+            elif block.node:
+                events += self._remove(b, number)
+        for group in self.groups if moves else ():
+            self._find_stuck(group)
+        return Result(status, events)
+
+    # What the verbs need.
+
+    def _leave(
+        self,
+        group: Group,
+        victims: Sequence[int],
+        tiers: bool,
+        spared: Collection[int],
+        back: Collection[int],
+        least: int | None = 0,
+        held: bool = False,
+    ) -> tuple[list[Event], list[Move]] | None:
+        """Victims leave the device, for the host or for good, and blocks come back from there.
+
+        Returns events and moves; None if something can't be removed that has to be, or has no room on the host.
+        """
+        blocks, events = group.blocks, []
+        worth = {b: self._worth(group, b) for b in victims}
+        goes = [b for b in victims if tiers and group.num_host_blocks and (least is None or worth[b] >= self.least)]
+        stays = [b for b in victims if b not in goes]
+        doomed = stays if group.number else [group.index[n] for n in self._followers([blocks[b].node for b in stays])]
+        if any((blocks[b].refcount or blocks[b].move) and b not in victims for b in doomed):
+            return None
+        lasting = [b for b in goes if b not in doomed]
+        there = [b for b, block in enumerate(blocks) if block.host and (block.node or block.refcount)]
+        there = [b for b in there if b not in doomed and b not in back]
+        queued = {b: self.turn + i for i, b in enumerate(lasting)}
+        candidates = [b for b in there if not blocks[b].refcount and not blocks[b].move and b not in spared]
+        candidates += [] if held else lasting
+        losers: list[int] = []
+        while len(there) + len(lasting) - len(losers) > group.num_host_blocks:
+            nodes = [n for n, b in group.index.items() if b not in doomed and b not in losers]
+            parents = {self._parent(n) for n in nodes} if not group.number else set()
+            leaves = [b for b in candidates if b not in losers and blocks[b].node not in parents]
+            if not leaves:
+                return None
+            score = self.score if not group.number else lru
+
+            def rank(b: int, score=score) -> Any:
+                block = blocks[b]
+                return (queued.get(b, block.queued) if score is lru else score(block)), block.released
+
+            losers.append(min(leaves, key=rank))
+        if not held:
+            self.turn += len(lasting)
+        moves = []
+        for b in goes:
+            if blocks[b].node:
+                events.append(Event("updated", *blocks[b].node, group.number))
+            blocks[b].queued = queued.get(b, 0)
+            if b in lasting and b not in losers:
+                blocks[b].host = True
+                moves.append(self._move(group, b))
+        gone = sorted({*doomed, *losers}, key=lambda b: -self._depth(group, b))
+        for b in gone:
+            events += self._remove(b, group.number)
+        for b in back:
+            blocks[b].host = False
+            moves.append(self._move(group, b))
+            if blocks[b].node:
+                events.append(Event("updated", *blocks[b].node, group.number))
+        if tiers:
+            self._find_stuck(group)
+        return events, moves
+
+    def _find_stuck(self, group: Group) -> None:
+        """Notes which device blocks can't leave before something that follows them."""
+        if not group.num_host_blocks:
+            return
+        for block in group.blocks:
+            block.stuck = block.move > 0
+        for node in sorted(group.index, key=lambda node: -len(node[1])) if not group.number else ():
+            block, above = group.blocks[group.index[node]], self._parent(node)
+            if above[1] and not group.blocks[group.index[above]].host and (block.host or block.stuck):
+                group.blocks[group.index[above]].stuck = True
+
+    def _stick(self, group: Group, node: Node) -> None:
+        """Notes the same of a block that has just come to the device by itself, with what follows it on the host."""
+        if group.number or all(not group.blocks[group.index[n]].host for n in group.index if self._parent(n) == node):
+            return
+        while node[1]:
+            group.blocks[group.index[node]].stuck = True
+            node = self._parent(node)
+
+    def _move(self, group: Group, block: int) -> Move:
+        self.moves += 1
+        group.blocks[block].move = self.moves
+        return group.number, block, self.moves
+
+    def _moved(self, done: tuple[list[Event], list[Move]] | None) -> Result:
+        return Result([Status.NO_BLOCKS]) if done is None else Result([Status.OK], done[0], moves=done[1])
+
+    def _worth(self, group: Group, block: int) -> int:
+        """The priority of a block, or in a window group of the first group's block beside it."""
+        node = group.blocks[block].node
+        return self.priority(self.groups[0].blocks[self.groups[0].index[node]]) if node else 0
+
+    def _followers(self, nodes: Sequence[Node | None]) -> set[Node]:
+        """Nodes of the first group and all that follow them."""
+        index, found = self.groups[0].index, set(nodes)
+        for node in sorted(index, key=lambda node: len(node[1])):
+            if self._parent(node) in found:
+                found.add(node)
+        return found
+
+    def _depth(self, group: Group, block: int) -> int:
+        node = group.blocks[block].node
+        return (len(node[1]) - 1) // self.block_size if node and not group.number else 0
+
+    def _is_moving(self, row: Any) -> bool:
+        return any(g.blocks[b].move for g in self.groups for b in row.tables[g.number] if b != NO_BLOCK)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command lines: errors of one line, text and JSON as they come, Ctrl-C, times told apart, compiled programs."""
+
+import json
+import sys
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tokenizers
+from flax import nnx
+
+import kvjax
+from models import Decoder, ModelConfig, commands, demo, generate, save, train, verify
+from models.speech import Speech
+from models.stopwatch import Stopwatch
+from tests.drive import output_of
+
+FIELDS = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+VOCABULARY = "wanted 0 to 255 (the vocabulary has 256)"
+NEW = 20
+QUESTION = ["--prompt", "caf\u00e9", "--prompt", "hello"]
+
+
+def bytes_tokenizer() -> tokenizers.Tokenizer:
+    """One token for each byte, so that an é is two."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny model of random weights, with and without a tokenizer."""
+    home, model = tmp_path_factory.mktemp("models"), Decoder(ModelConfig.from_hf(FIELDS), rngs=nnx.Rngs(0))
+    save(model, home / "text", bytes_tokenizer())
+    save(model, home / "ids")
+    return home
+
+
+@pytest.fixture(autouse=True)
+def away(folders, monkeypatch):
+    """Runs where the models are, and leaves jax's settings alone."""
+    monkeypatch.chdir(folders)
+    monkeypatch.setattr(commands.jax.config, "update", lambda *_: None)
+
+
+def refused(capsys, *arguments, main=generate.main, command="generate"):
+    """The one line that a command says before it exits with 2."""
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments])
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out, err.count("\n")) == (2, "", 1), err
+    return err.removeprefix(f"python -m models.{command}: ").removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--checkpoint bad/ --prompt 1", "--checkpoint: bad/: no such folder"),
+        ("--checkpoint . --prompt 1", "--checkpoint: config.json: no such file or directory"),
+        ("--checkpoint ids --prompts none.txt", "--prompts: none.txt: no such file or directory"),
+        ("--checkpoint ids", "--prompt: got none, wanted at least one (or --prompts FILE)"),
+        ("--prompt 1", "--checkpoint: got none, wanted the folder of a model"),
+        ("--checkpoint ids --prompt x", "--prompt: got 'x', wanted token ids (the checkpoint has no tokenizer.json)"),
+        ("--checkpoint ids --prompt 1 --prompt 2,256", f"--prompt: got token id 256 in prompt 2, {VOCABULARY}"),
+        ("--checkpoint ids --prompt", "--prompt: expected one argument"),
+        ("--checkpoint ids --prompt=-1", f"--prompt: got token id -1 in prompt 1, {VOCABULARY}"),
+        ("--checkpoint ids --prompt=", "--prompt: got no token in prompt 1, wanted at least one"),
+        ("--rows 0", "--rows: got '0', wanted an int of at least 1"),
+        ("--max-new-tokens many", "--max-new-tokens: got 'many', wanted an int of at least 1"),
+        ("--temperature nan", "--temperature: got 'nan', wanted a number of at least 0.0"),
+        ("--top-p 2", "--top-p: got '2', wanted a number of at least 0.0 and at most 1.0"),
+        ("--checkpoint ids --prompt 1 --top-p 0", "top_p: got 0.0, wanted None or a number in (0, 1]"),
+        ("--events none/events.jsonl", "--events: none: no such folder"),
+        ("--nonsense", "unrecognized arguments: --nonsense"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(capsys, line, said):
+    assert refused(capsys, *line.split()) == said
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("config.json", "{", "config.json: not valid JSON"),
+        ("config.json", '{"model_type": "gpt2"}', "config.json: model_type: got 'gpt2', wanted 'llama' or"),
+        ("config.json", json.dumps({**FIELDS, "hidden_size": "wide"}), "config.json: hidden_size: got 'wide'"),
+        ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer"),
+        ("model.safetensors", "", "model.safetensors: not a safetensors file"),
+    ],
+)
+def test_broken_files_are_named_in_one_line(tmp_path, capsys, folders, file, text, said):
+    for path in (folders / "text").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / file).write_text(text)
+    line = refused(capsys, "--checkpoint", str(tmp_path), "--prompt", "hi")
+    assert line.startswith(f"--checkpoint: {tmp_path}/{said}")
+
+
+def run(*arguments, capsys):
+    """What a generation says: standard output and standard error. Few shapes, so that little is compiled."""
+    generate.main([*arguments, "--max-new-tokens", str(NEW), "--rows", "2", "--no-compile-cache"])
+    return capsys.readouterr()
+
+
+@pytest.mark.long
+def test_text_json_and_events_say_what_generate_does(capsys, tmp_path):
+    """One test, so that one pair of programs is compiled."""
+    out, err = run("--checkpoint", "text", *QUESTION, "--json", "--events", str(tmp_path / "events"), capsys=capsys)
+    first, second = map(json.loads, out.splitlines())
+    assert list(first) == ["prompt", "text", "tokens", "logprobs", "prompt_tokens", "cached_tokens", "finish"]
+    assert (first["prompt"], first["prompt_tokens"], first["cached_tokens"]) == ("caf\u00e9", 5, 0)
+    assert (len(second["tokens"]), len(second["logprobs"]), second["finish"]) == (NEW, NEW, "length")
+    assert first["text"] == bytes_tokenizer().decode(first["tokens"])
+    assert "compiling prefill ...\ncompiling decode ...\ncompile " in err
+    assert "; prefill 10 tokens " in err
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert {event["kind"] for event in events} == {"stored"}
+    assert kvjax.fold(events).index
+
+    out, err = run("--checkpoint", "text", *QUESTION, capsys=capsys)
+    assert out == f"caf\u00e9{first['text']}\nhello{second['text']}\n"
+    assert "compiling" not in err
+
+    ids = " ".join(map(str, bytes_tokenizer().encode("hello").ids))
+    out, _ = run("--checkpoint", "ids", "--prompt", "1 2 3 4 5", "--prompt", ids, capsys=capsys)
+    assert out.splitlines()[1] == " ".join([ids, *map(str, second["tokens"])])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["shown", "computed"])
+def test_ctrl_c_prints_what_there_is(capsys, tmp_path, monkeypatch, where):
+    """While a Progress is shown it is the command's own; while one is computed the stream makes an error of it."""
+    show, stream, shown = generate._Lines.show, kvjax.stream, []
+
+    def press_while_shown(self, outputs, **options):
+        shown.append(outputs)
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+        show(self, outputs, **options)
+
+    def press_while_computed(*args, **options):
+        inner = stream(*args, **options)
+        next(inner)
+        inner.throw(KeyboardInterrupt())
+        yield
+
+    if where == "shown":
+        monkeypatch.setattr(generate._Lines, "show", press_while_shown)
+    else:
+        monkeypatch.setattr(kvjax, "stream", press_while_computed)
+    with pytest.raises(SystemExit) as caught:
+        run("--checkpoint", "text", *QUESTION, "--json", "--events", str(tmp_path / "events"), capsys=capsys)
+    assert caught.value.code == 130
+    out, err = capsys.readouterr()
+    parts = [json.loads(line) for line in out.splitlines()]
+    assert [part["finish"] for part in parts] == [None, None]
+    assert all(0 < len(part["tokens"]) < NEW for part in parts)
+    assert "prompt 1 ended early: interrupted\nprompt 2 ended early: interrupted\ncompile " in err
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert kvjax.fold(events).index
+
+
+def test_ctrl_c_before_anything_was_generated(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "load", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        generate.main(["--checkpoint", "ids", "--prompt", "1"])
+    assert (caught.value.code, capsys.readouterr().out) == (130, "")
+
+
+def test_half_a_character_waits_for_the_rest():
+    tokenizer = bytes_tokenizer()
+    tokens = tokenizer.encode(" na\u00efve \U0001f600!").ids
+    speech = Speech(tokenizer, tokenizer.encode("so").ids)
+    said = [speech.more(tokens[:count], done=False) for count in range(1, len(tokens) + 1)]
+    assert said == [" ", "n", "a", "", "\u00ef", "v", "e", " ", "", "", "", "\U0001f600", "!"]
+    cut = Speech(tokenizer, [])
+    assert [cut.more(tokens[:4], done=done) for done in (False, True)] == [" na", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_text_that_a_later_token_changes_is_said_anew():
+    texts = {(): "", (1,): "do ", (1, 2): "don't"}
+    speech = Speech(types.SimpleNamespace(decode=lambda tokens: texts[tuple(tokens)]), [])
+    assert [speech.more(tokens, done=len(tokens) == 2) for tokens in ([1], [1, 2])] == ["do ", "\ndon't"]
+
+
+def test_compiling_prefill_and_decoding_are_told_apart():
+    """Loops of known length in place of a model's; a turn that does both is divided by the pace of the others."""
+
+    def loop(name, x, seconds):
+        function = types.FunctionType((lambda x: jnp.sin(x) + 1).__code__, {"jnp": jnp}, name)
+        jax.jit(function)(x)
+        time.sleep(seconds)
+
+    def turns():
+        outputs, x = [kvjax.serving.Output(7, cached_tokens=3)], jnp.ones(3)
+        for new, seconds in ((3, 0.3), (4, 0.2), (4, 0.2)):
+            if not outputs[0].tokens:
+                loop("prefill", x, seconds)
+            loop("decode", x, 0 if not outputs[0].tokens else seconds)
+            outputs[0].tokens += [0] * new
+            yield types.SimpleNamespace(outputs=outputs, new={0: [0] * new})
+
+    notes = []
+    with Stopwatch(notes.append) as watch:
+        assert watch.report() == "compile 0.00 s"
+        assert len(list(watch.timed(turns()))) == 3
+    assert notes[:2] == ["compiling prefill ...", "compiling decode ..."]
+    assert watch.compiled > 0
+    *_, prefill, decode = watch.report().split("; ")
+    assert prefill.startswith("prefill 4 tokens (3 more reused) 0.")
+    assert 0.1 < float(prefill.split()[-2]) < 0.9
+    assert 5 <= int(decode.split()[1]) <= 20
+
+
+def test_compiled_programs_are_kept_in_the_users_cache_directory(monkeypatch, tmp_path):
+    settings = {}
+    monkeypatch.setattr(commands.jax.config, "update", settings.__setitem__)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parser = commands.Parser("demo", "")
+    commands.add_outputs(parser)
+    commands.prepare(parser, parser.parse_args([]))
+    assert settings.pop("jax_compilation_cache_dir") == str(tmp_path / "kvjax")
+    settings.clear()
+    commands.prepare(parser, parser.parse_args(["--no-compile-cache"]))
+    assert settings == {"jax_enable_compilation_cache": False}
+    settings.clear()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    commands.prepare(parser, parser.parse_args([]))
+    assert (settings, commands.compile_cache()) == ({}, "elsewhere")
+
+
+@pytest.mark.parametrize("command", [demo, generate, train, verify])
+def test_help_has_the_name_that_the_command_was_started_by(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        command.main(["--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m {command.__name__} ")
+
+
+@pytest.mark.long
+def test_the_demo_is_a_command():
+    assert "usage: python -m models.demo" in output_of(sys.executable, "-m", "models.demo", "--help")

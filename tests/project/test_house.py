@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where things live: what each room may import, and what `kvjax` itself exports."""
+
+import ast
+import graphlib
+import pathlib
+import re
+import types
+
+import pytest
+
+import kvjax
+
+HOUSE = pathlib.Path(kvjax.__file__).parent
+# Each room, or module directly under kvjax, imports from those before it and from itself.
+ROOMS = (
+    "_arrays", "_methods", "_parts", "spec", "state", "_checks", "events", "policies", "blocks", "verbs", "pools",
+    "model", "ledger", "debug", "cache", "tiered", "sizing", "serving", "testing", "tiers", "__init__",
+)  # fmt: skip
+# What a value shows of itself is drawn where the drawing is; imported when it is asked for.
+LATE = {("kvjax.state", "kvjax.debug.text")}
+
+
+def imports():
+    """(module, what it imports from kvjax) wherever in the file, under TYPE_CHECKING too."""
+    for path in sorted(HOUSE.rglob("*.py")):
+        module = ".".join(("kvjax", *path.relative_to(HOUSE).with_suffix("").parts)).removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "kvjax":
+                for name in node.names:
+                    part = HOUSE.joinpath(*node.module.split(".")[1:], name.name)
+                    is_module = part.is_dir() or part.with_suffix(".py").exists()
+                    yield module, f"{node.module}.{name.name}" if is_module else node.module
+
+
+def room(module):
+    return ROOMS.index((module.split(".")[1:] or ["__init__"])[0])
+
+
+def test_imports_go_from_room_to_room_in_one_direction():
+    upward = {(a, b) for a, b in imports() if room(b) > room(a)}
+    assert upward == LATE
+
+
+def test_no_modules_import_each_other():
+    graph = {}
+    for module, imported in set(imports()) - LATE:
+        graph.setdefault(module, set()).add(imported)
+    assert len(tuple(graphlib.TopologicalSorter(graph).static_order())) > 40
+
+
+def test_what_kvjax_exports_is_short_and_hides_no_module():
+    assert len(kvjax.__all__) == len(set(kvjax.__all__)) <= 44
+    modules = {path.stem for path in HOUSE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not modules & set(kvjax.__all__)
+    assert not any(isinstance(getattr(kvjax, name), types.ModuleType) for name in kvjax.__all__)
+
+
+def test_every_name_that_a_room_exports_is_there():
+    for name in ("debug", "events", "policies", "pools", "serving", "testing", "tiers"):
+        room = __import__(f"kvjax.{name}", fromlist=["*"])
+        assert room.__all__ == sorted(room.__all__) or name == "testing"
+        assert all(hasattr(room, exported) for exported in room.__all__)
+
+
+def test_optional_parts_of_a_group_are_named_where_they_live():
+    """Elsewhere the predicates of `Group` answer."""
+    homes = {"blocks/tiers.py", "blocks/windows.py"}
+    for folder in ("blocks", "events", "policies", "verbs"):
+        for path in sorted((HOUSE / folder).glob("*.py")):
+            named = re.findall(r"\.(?:anchor|shadow|host)\b", path.read_text())
+            assert not named or str(path.relative_to(HOUSE)) in homes, path
+
+
+# What a cache may lack, as its arrays or tiers are called (None where they are not there), and as one asks for them.
+ABSENT = {
+    "anchor", "expiry", "extra", "extra_id", "extra_ids", "host", "known", "priorities", "retention", "scales",
+    "shadow", "stated", "swapped", "time", "transfer", "worth",
+}  # fmt: skip
+FLAGS = {"bare", "extra_ids", "has_host", "num_host_blocks", "retention", "tiered", "windowed", "windows"}
+NUMBERS = {"g", "number"}  # the first group differs from the others
+
+
+def name_of(node):
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+
+
+def compares_with_absence(node):
+    """`host is None`, `number == 0`, `"host" in tiers`."""
+    name, operator, right = name_of(node.left), node.ops[0], node.comparators[0]
+    value = right.value if isinstance(right, ast.Constant) else ...
+    if isinstance(operator, ast.Is | ast.IsNot):
+        return value is None and name in ABSENT
+    if isinstance(operator, ast.In | ast.NotIn):
+        return isinstance(node.left, ast.Constant) and node.left.value == "host"
+    return type(value) is int and value == 0 and name in NUMBERS
+
+
+def tested_flags(test):
+    """The flags in a condition: alone, behind `not`, or joined by `and` and `or`."""
+    if isinstance(test, ast.BoolOp):
+        return [node for value in test.values for node in tested_flags(value)]
+    if isinstance(test, ast.UnaryOp):
+        return tested_flags(test.operand)
+    return [test] if name_of(test) in FLAGS | NUMBERS else []
+
+
+def asking_lines(tree):
+    """The lines that ask whether an optional feature is there."""
+    lines = set()
+    for node in ast.walk(tree):
+        conditions = getattr(node, "ifs", [node.test] if hasattr(node, "test") else [])
+        conditions = [*conditions, node] if isinstance(node, ast.BoolOp) else conditions
+        lines |= {flag.lineno for condition in conditions for flag in tested_flags(condition)}
+        if isinstance(node, ast.Compare) and compares_with_absence(node):
+            lines.add(node.lineno)
+    return lines
+
+
+def test_few_lines_ask_for_optional_features():
+    """167 did when features had just been added one after the other, in every file that they touch."""
+    found = {path: asking_lines(ast.parse(path.read_text())) for path in HOUSE.rglob("*.py")}
+    assert 0 < sum(map(len, found.values())) <= 70
+
+
+def test_a_verbs_file_has_its_name():
+    for path in (HOUSE / "verbs").glob("[a-z]*.py"):
+        name = path.stem
+        assert name == "control" or callable(getattr(kvjax, name, None) or getattr(kvjax.tiers, name))
+
+
+def lines_of_code(function, lines):
+    """From `def` to the end, without blank lines, comments and the docstring."""
+    text = function.body[0] if ast.get_docstring(function) else None
+    documented = range(text.lineno, text.end_lineno + 1) if text else ()
+    numbers = set(range(function.lineno, function.end_lineno + 1)) - set(documented)
+    return sum(bool(line) and not line.startswith("#") for line in (lines[n - 1].strip() for n in numbers))
+
+
+@pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels", "benchmarks"])
+def test_no_file_is_over_300_lines_and_no_function_over_60_of_code(folder):
+    lengths = {}
+    for path in sorted((HOUSE.parent / folder).rglob("*.py")):
+        name, text = str(path.relative_to(HOUSE.parent)), path.read_text()
+        lines = text.splitlines()
+        lengths[name] = len(lines), 300
+        for node in ast.walk(ast.parse(text)) if folder != "benchmarks" else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths[f"{name}:{node.lineno} {node.name}"] = lines_of_code(node, lines), 60
+    assert lengths
+    assert not {name: length for name, (length, most) in lengths.items() if length > most}

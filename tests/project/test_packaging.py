@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the project promises about itself: what it needs, who imports whom, and how its environment is made."""
+
+import ast
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import kvjax
+from tests.drive import ROOT, TIMEOUT, output_of
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCES = sorted(
+    path
+    for folder in ("kvjax", "pallas_kernels", "models", "tests", "benchmarks", "scripts")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+
+
+def test_the_core_needs_jax_and_numpy_alone():
+    assert names(PROJECT["dependencies"]) == {"jax", "numpy"}
+    assert "jax>=0.11.1,<0.13" in PROJECT["dependencies"]
+    assert PROJECT["requires-python"] == ">=3.12"
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_cuda_extras_are_jaxs_own():
+    extras = PROJECT["optional-dependencies"]
+    assert {"cuda12", "cuda13", "models", "plot", "test", "dev"} <= set(extras)
+    for cuda in ("cuda12", "cuda13"):
+        assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
+
+
+def test_the_version_has_one_home():
+    """Read from the source by the build, and there without an installation too."""
+    assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT
+    home = ROOT / tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["path"]
+    assert re.findall(r'^__version__ = "([\d.]+)"$', home.read_text(), re.MULTILINE) == [kvjax.__version__]
+
+
+# models -> kvjax -> pallas_kernels -> jax, and matplotlib and hypothesis only where an extra is named.
+MAY_IMPORT = {
+    "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
+    "kvjax": {"jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis"},
+}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_go_one_way(package):
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found = {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names)
+            assert found <= MAY_IMPORT[package], f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+
+
+def test_importing_the_library_imports_no_extra():
+    code = "import sys, kvjax, pallas_kernels; print(*sys.modules)"
+    loaded = output_of(sys.executable, "-c", code).split()
+    packages = {module.split(".")[0] for module in loaded}
+    assert not packages & {
+        "hypothesis",
+        "matplotlib",
+        "flax",
+        "optax",
+        "safetensors",
+        "tokenizers",
+        "rich",
+        "models",
+        "tests",
+    }
+    assert not {"jax.experimental.pallas.triton", "pallas_kernels.mosaic", "pallas_kernels.triton"} & set(loaded)
+
+
+IMPORTS_KERNELS = """
+import sys
+import jax, jax.numpy as jnp, pallas_kernels
+q, pool, one = jnp.ones((1, 1, 16)), jnp.ones((2, 1, 2, 1, 8, 16)), jnp.ones((1,), jnp.int32)
+arguments = q, pool, 0, jnp.zeros((1, 1), jnp.int32), one, 0 * one, one
+double = jax.jit(lambda x: 2 * x)
+double(one)
+def prefill(*arguments):
+    return pallas_kernels.call("prefill_attention", *arguments, max_count=1, scale=1.0)
+with jax.checking_leaks():
+    assert jax.eval_shape(prefill, *arguments).shape == q.shape
+    assert {"pallas_kernels.mosaic", "pallas_kernels.triton"} <= set(sys.modules)
+    assert jnp.all(prefill(*arguments) == 1)
+double(one)
+assert double._cache_size() == 1, "what was compiled before was compiled again"
+"""
+
+
+def test_kernels_are_imported_while_a_call_is_traced():
+    output_of(sys.executable, "-c", IMPORTS_KERNELS)
+
+
+@pytest.mark.long
+def test_importing_the_library_takes_little_more_than_importing_jax():
+    """CPU time, best of five: at most 1.25 times that of what everybody imports anyway.
+
+    Both come from byte code, as they do for a user: jax's was compiled when it was installed, the library's when it is
+    first imported here.
+    """
+    code = "import time, jax, numpy; t = time.process_time(); import kvjax; print(t, time.process_time())"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+    def times() -> list[float]:
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, check=True, timeout=TIMEOUT
+        )
+        return [float(number) for number in ran.stdout.split()]
+
+    times()
+    without, with_ = (min(column) for column in zip(*(times() for _ in range(5)), strict=True))
+    assert with_ <= 1.25 * without
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sources_name_their_licence_and_nothing_outside_the_checkout(path):
+    text = path.read_text()
+    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    outside = r"\.\./" + "shared" + r"|[\"'(= ]/(home|root|work|tmp)/"
+    assert not re.search(outside, text), re.search(outside, text)
+
+
+def sandbox(tmp_path: pathlib.Path, **commands: str) -> tuple[pathlib.Path, dict[str, str]]:
+    """A checkout with nothing but the set-up script, and a PATH with a few tools and these commands."""
+    tree, bin_ = tmp_path / "a checkout", tmp_path / "bin"
+    (tree / "scripts").mkdir(parents=True)
+    bin_.mkdir()
+    shutil.copy(ROOT / "scripts/setup.sh", tree / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    for tool in ("bash", "cat", "cksum", "dirname", "rm", "mkdir", "chmod", "cp"):
+        (bin_ / tool).symlink_to(shutil.which(tool) or "")
+    for name, script in commands.items():
+        (bin_ / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        (bin_ / name).chmod(0o755)
+    return tree, {"PATH": str(bin_), "HOME": str(tmp_path)}
+
+
+def setup(tree: pathlib.Path, env: dict[str, str], *args: str) -> subprocess.CompletedProcess:
+    command = [shutil.which("bash") or "bash", "scripts/setup.sh", *args]
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+
+
+# Stands for a Python: `-m venv DIR` makes DIR with itself inside, all else succeeds and is noted.
+NEW_PYTHON = """
+echo "$0 $*" >>"$HOME/calls"
+if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo >"$3/pyvenv.cfg"; fi
+"""
+OLD_PYTHON = "exit 1"
+
+
+def test_set_up_installs_once_and_again_when_what_is_needed_changes(tmp_path):
+    tree, env = sandbox(tmp_path, python3=NEW_PYTHON)
+    first = setup(tree, env)
+    assert first.returncode == 0, first.stderr
+    assert "making .venv" in first.stdout
+    calls = tmp_path / "calls"
+    assert "pip install --quiet --disable-pip-version-check --editable .[test]" in calls.read_text()
+
+    calls.write_text("")
+    second = setup(tree, env)
+    assert (second.returncode, second.stdout) == (0, "")
+    assert "install" not in calls.read_text()
+
+    with (tree / "pyproject.toml").open("a") as project:
+        project.write("\n")
+    third = setup(tree, env)
+    assert "making" not in third.stdout
+    assert "pip install" in calls.read_text()
+
+    calls.write_text("")
+    oldest = setup(tree, env, ".venv-old", "test", "jax==0.11.2")
+    assert "making .venv-old" in oldest.stdout
+    assert "--editable .[test] jax==0.11.2" in calls.read_text()
+
+
+def test_set_up_prefers_uv(tmp_path):
+    uv = 'echo "uv $*" >>"$HOME/calls"; if [ "$1" = venv ]; then python3 -m venv .venv; fi'
+    tree, env = sandbox(tmp_path, python3=NEW_PYTHON, uv=uv)
+    assert setup(tree, env).returncode == 0
+    calls = (tmp_path / "calls").read_text()
+    assert "uv pip install --python .venv/bin/python --editable .[test]" in calls
+    assert "pip install --quiet" not in calls
+
+
+def test_set_up_with_an_old_python_asks_a_private_uv(tmp_path):
+    """python3 is too old to run the project; it can still install uv, which finds a newer one."""
+    found = tmp_path / "python-of-uv"
+    found.write_text(f"#!{shutil.which('bash')}\n{NEW_PYTHON}")
+    found.chmod(0o755)
+    uv = 'if [ "$1" = venv ]; then "$HOME/python-of-uv" -m venv .venv; else echo "uv $*" >>"$HOME/calls"; fi'
+    old = f"""
+case "$*" in
+  "-m venv .venv-uv") mkdir -p .venv-uv/bin; cp "$0" .venv-uv/bin/python ;;
+  *"install --quiet uv") printf '#!{shutil.which("bash")}\n%s\n' '{uv}' >.venv-uv/bin/uv; chmod +x .venv-uv/bin/uv ;;
+  *) exit 1 ;;
+esac"""
+    tree, env = sandbox(tmp_path, python3=old)
+    ran = setup(tree, env)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert "asking uv" in ran.stdout
+    assert "uv pip install --python .venv/bin/python --editable .[test]" in (tmp_path / "calls").read_text()
+
+
+def test_set_up_without_any_python_says_what_to_install(tmp_path):
+    tree, env = sandbox(tmp_path, python3=OLD_PYTHON)
+    ran = setup(tree, env)
+    assert ran.returncode == 1
+    assert ran.stdout.splitlines()[-1].startswith("setup: please install Python 3.12 or newer")

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's code runs as it stands there, and a Linen module takes the cache in the same way."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from tests.drive import ROOT
+
+README = ROOT / "README.md"
+
+
+@pytest.mark.long
+def test_the_readmes_code_runs(capsys):
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S))
+    exec(compile(code, str(README), "exec"), {"__name__": "readme"})
+    assert "cached" in capsys.readouterr().out
+
+
+class Attention(nn.Module):
+    layer: int
+
+    @nn.compact
+    def __call__(self, x, pools, view):
+        qkv = nn.DenseGeneral((8, 16))(x)
+        pools = kvjax.write(pools, self.layer, qkv[:, :, 4:6], qkv[:, :, 6:], view)
+        y = kvjax.attend(qkv[:, :, :4], pools, self.layer, view)
+        return x + nn.DenseGeneral(x.shape[-1], axis=(-2, -1))(y), pools
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, tokens, pools, view, *, last):
+        embed = nn.Embed(50, 32)
+        x = embed(tokens)
+        for layer in range(2):
+            x, pools = Attention(layer)(x, pools, view)
+        return embed.attend(x[jnp.arange(x.shape[0]), last]), pools
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_linen_module_generates_through_the_cache():
+    layers = [kvjax.LayerSpec(kv_heads=2, head_dim=16)] * 2
+    spec = kvjax.make_spec(layers, num_blocks=32, max_seqs=2, max_length=64, block_size=8, dtype="float32")
+    cache, module = kvjax.Cache.create(spec), Model()
+    state, _ = kvjax.extend(kvjax.admit(cache.state, 0, jnp.arange(4), 4)[0], jnp.array([True, False]))
+    view = kvjax.view(state, 1)
+    params = module.init(
+        jax.random.key(0), jnp.zeros((2, 1), jnp.int32), cache.pools, view, last=jnp.zeros(2, jnp.int32)
+    )
+    model = jax.tree_util.Partial(lambda params, *args, **kwargs: module.apply(params, *args, **kwargs), params)
+    prompt = [*range(20)]
+    alone, cache, _ = kvjax.generate(model, cache, [prompt], max_new_tokens=6)
+    again, cache, _ = kvjax.generate(model, cache, [prompt, [3, 4]], max_new_tokens=6)
+    assert again[0].tokens == alone[0].tokens
+    assert (alone[0].cached_tokens, again[0].cached_tokens) == (0, 19)
+    kvjax.check(cache.state)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Window groups: what a row holds as it grows, what is found again, and what comes back when a row is cut."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import kvjax
+from benchmarks import bookkeeping
+from tests.drive import Driver
+
+P, S, T, WINDOW = 4, 3, 24, 6  # the next token sees 5 before it
+TEXT = (np.arange(T, dtype=np.int32) * 7 + 3) % 50
+OTHER = TEXT + 100
+
+
+def spec_of(*layers, **options):
+    """A cache for layers given as (window, sink tokens); 24 blocks of full attention, 6 of each window."""
+    options = {"num_blocks": {None: 24, WINDOW: 6}, "max_seqs": S, "max_length": T, "block_size": P, **options}
+    return kvjax.make_spec([kvjax.LayerSpec(1, 1, *layer) for layer in layers], **options)
+
+
+BOTH = spec_of((None,), (WINDOW,))
+SINKS = spec_of((WINDOW, 5))
+
+
+class Story(Driver):
+    """A cache with windows, and which blocks its rows hold."""
+
+    def __init__(self, spec=BOTH):
+        super().__init__(kvjax.init(spec))
+
+    def step(self, *rows):
+        """One more token for some rows, given as (row, token); how many blocks were copied for that."""
+        assert self.grow(*[int(row in dict(rows)) for row in range(S)]) == ["OK"] * S
+        copied = int(kvjax.events.counts(self.events)["copied"])
+        assert self.write({row: [token] for row, token in rows}) == ["OK"] * S
+        return copied
+
+    def held(self, group, row=0):
+        """{place: block} of a row."""
+        table = self.state.groups[group].table[row].tolist()
+        return {place: block for place, block in enumerate(table) if block != kvjax.state.NO_BLOCK}
+
+    def places(self, group, row=0):
+        return list(self.held(group, row))
+
+
+@functools.partial(jax.jit, static_argnames="spec", compiler_options={"xla_backend_optimization_level": 0})
+def long_row(spec):
+    """A row of 4,096 tokens, the first 2,048 in chunks of 64; blocks held in each group, before and after commits."""
+    chunk, length = 64, 2048
+    tokens = (jnp.arange(2 * length, dtype=jnp.int32) * 7919 + 1) % 50_021
+    state, admitted = kvjax.admit(kvjax.init(spec), 0, tokens[:length], length, room=chunk)
+
+    def held(state):
+        return jnp.stack([jnp.sum(group.table >= 0, dtype=jnp.int32) for group in state.groups])
+
+    def growing(count):
+        def grow(state, _):
+            start = state.seqs.committed
+            state, extended = kvjax.extend(
+                state, np.array([True]), count - (state.seqs.length - start), max_tokens=count
+            )
+            before, new = held(state), lax.dynamic_slice(tokens, start, (count,))[None]
+            state, committed = kvjax.commit(state, new, np.array([count]))
+            return state, (extended.ok & committed.ok, before, held(state))
+
+        return grow
+
+    state, chunks = lax.scan(growing(chunk), state, length=length // chunk)
+    state, steps = lax.scan(growing(1), state, length=length)
+    return admitted.ok, state, chunks, steps
+
+
+@pytest.mark.long
+def test_a_row_holds_what_its_window_needs_and_no_more():
+    """A window of 32 in blocks of 16: 3 blocks, and in prefill those of a chunk. The group has no more than that."""
+    most, chunk = -(-32 // 16) + 1, 64 // 16
+    layers, blocks = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, 32)], {None: 256, 32: most + chunk}
+    ok, state, chunks, steps = long_row(
+        kvjax.make_spec(layers, num_blocks=blocks, max_seqs=1, max_length=4096, block_size=16)
+    )
+    assert ok and np.all(chunks[0]) and np.all(steps[0])
+    assert np.max(chunks[1][:, 1]) <= most + chunk and np.max(chunks[2][:, 1]) <= most
+    assert np.max(steps[1][:, 1]) == np.max(steps[2][:, 1]) == most
+    assert steps[2][-1].tolist() == [256, 2] and state.seqs.committed.tolist() == [4096]
+    kvjax.check(jax.device_get(state))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_blocks_leave_with_the_last_token_that_is_seen_and_stay_cached():
+    story, held = Story(), []
+    story.start(0, TEXT[:3])
+    for token in TEXT[3:14]:
+        story.step((0, token))
+        held.append(story.places(1))
+    assert held == [[0], *[[0, 1]] * 4, *[[1, 2]] * 4, *[[2, 3]] * 2]
+    assert story.places(0) == [0, 1, 2, 3]
+    assert int(story.state.groups[1].num_cached) == 2
+    assert story.found(TEXT[:8]) == 7
+
+
+@pytest.mark.long
+def test_a_prefix_is_found_where_every_group_has_what_is_seen():
+    story = Story()
+    story.start(0, TEXT[:20])
+    assert (story.places(0), story.places(1)) == ([0, 1, 2, 3, 4], [3, 4])
+    story.do("release", 0)
+    assert [story.found(TEXT[:n]) for n in (20, 12, 5)] == [19, 11, 4]
+    story.start(0, OTHER[:12])  # takes the empty block, and those that left the window first
+    story.do("release", 0)
+    # The first two blocks are in one group alone. After the third the next token still sees the second, but not after
+    # three more tokens.
+    assert [story.found(TEXT[:n]) for n in (20, 17, 16, 14, 13, 5)] == [19, 16, 15, 13, 0, 0]
+    assert sum(group == 0 for group, *_ in kvjax.events.index_of(story.state)) == 8
+
+    assert story.start(1, TEXT[:20]) == 19
+    assert (story.places(0, 1), story.places(1, 1)) == ([0, 1, 2, 3, 4], [3, 4])
+    # What is computed anew in one group alone goes there; the other keeps what it has.
+    blocks = story.held(0, 1)
+    assert story.start(0, TEXT[:12]) == 0
+    assert list(story.held(0).values()) == list(blocks.values())[:3]
+    assert story.found(TEXT[:12]) == 11
+
+
+@pytest.mark.long
+def test_a_copy_moves_a_window_off_a_block_that_is_gone():
+    story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 24, WINDOW: 4}))
+    story.start(0, TEXT[:12])
+    story.do("release", 0)
+    story.start(1, OTHER[:5])  # takes the window group's last empty block, and of the text the first
+    story.do("release", 1)
+    assert kvjax.events.index_of(story.state).keys() >= {
+        (1, 0, tuple(TEXT[:8].tolist())),
+        (1, 0, tuple(TEXT[:12].tolist())),
+    }
+    assert (1, 0, tuple(TEXT[:4].tolist())) not in kvjax.events.index_of(story.state)
+    # After 8 tokens the next one sees 3 to 7, so the first block is wanted; after 9 it sees 4 to 8.
+    assert story.found([*TEXT[:8], 99]) == 0
+    assert story.found([*TEXT[:9], 99]) == 9
+    assert story.start(0, np.asarray([*TEXT[:9], 99])) == 9
+    assert story.places(1) == [1, 2]
+
+
+@pytest.mark.long
+def test_without_room_for_its_copy_a_prefix_over_a_gap_is_not_taken():
+    story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 5, WINDOW: 4}))
+    story.start(0, TEXT[:12])
+    story.do("release", 0)
+    story.start(1, OTHER[:5])
+    blocks = np.asarray(story.state.groups[0].table[1, :2])
+    story.do("release", 1)
+    story.do("pin", blocks)  # in the first group a block is left, and that the prompt would be copied from
+    assert story.found([*TEXT[:9], 99]) == 9
+    assert story.start(0, np.asarray([*TEXT[:9], 99])) == 0
+
+
+@pytest.mark.long
+def test_a_tail_is_stored_again_in_a_window_that_lost_it():
+    story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 24, WINDOW: 3}))
+    story.start(0, TEXT[:6])
+    story.do("release", 0)
+    story.start(1, OTHER[:12])  # takes all of the window's blocks
+    story.do("release", 1)
+    assert story.found(TEXT[:8]) == 0
+    story.start(0, TEXT[:6])
+    story.do("release", 0)
+    assert story.found(TEXT[:8]) == 6
+
+
+@pytest.mark.long
+def test_a_cut_over_the_edge_brings_blocks_back_if_they_are_there():
+    story = Story()
+    story.start(0, TEXT[:20])
+    left = dict(story.held(1))
+    story.do("truncate", 0, 14)
+    assert story.places(1) == [2, 3] and story.held(1)[3] == left[3]
+    for token in TEXT[14:20]:
+        story.step((0, token))
+    assert story.held(1) == left  # the same contents again: merged with what was there
+    story.start(1, OTHER[:16])  # takes all but what is held
+    assert story.status("truncate", 0, 14) != ["OK"]
+    story.do("truncate", 0, 17)
+    assert story.places(1) == [3, 4]
+    assert story.status("truncate", 0, 3) != ["OK"]
+    story.step((0, 99))
+    story.do("release", 0)
+
+
+@pytest.mark.long
+def test_forks_and_beams_share_windows():
+    story = Story()
+    story.start(0, TEXT[:14])
+    story.do("fork", 0, 1)
+    assert story.held(1) == story.held(1, 1) and story.places(1) == [2, 3]
+    assert story.step((0, 1), (1, 2)) == 2  # one of the rows keeps its last block, in each group
+    for token in range(3, 7):
+        assert story.step((0, token), (1, token + 10)) == 0
+    assert story.places(1) == story.places(1, 1) == [3, 4]
+    assert not set(story.held(1).values()) & set(story.held(1, 1).values())
+    story.do("beam_step", np.array([0, 1]), np.array([1, 1]))
+    assert story.held(1) == story.held(1, 1) and story.held(0) == story.held(0, 1)
+    for token in range(20, 24):
+        story.step((0, token), (1, token + 10))
+    story.do("beam_step", np.array([0, 1]), np.array([1, 0]))
+    for row in (0, 1):
+        story.do("release", row)
+    assert all(not np.any(group.blocks.refcount) for group in story.state.groups)
+
+
+@pytest.mark.slow  # tests/oracle/test_machine.py has sinks too
+def test_sinks_stay():
+    story = Story(SINKS)
+    story.start(0, TEXT[:8])
+    for token in TEXT[8:20]:
+        story.step((0, token))
+    assert (story.places(0), story.places(1)) == ([0, 1, 2, 3, 4], [0, 1, 3, 4])
+    story.do("release", 0)
+    assert story.found(TEXT[:20]) == 19 and story.start(0, TEXT[:20]) == 19
+    assert story.places(1) == [0, 1, 3, 4]
+    story.do("release", 0)
+    story.start(0, OTHER[:20])  # of six blocks five are its own, and the one that is left is the first
+    assert story.places(1) == [0, 1, 3, 4]
+    assert story.found(TEXT[:20]) == 4
+
+
+@pytest.mark.parametrize("verb", ["admit", "beam_step", "commit", "extend", "fork", "lookup", "release", "truncate"])
+def test_one_trace_a_shape(verb):
+    traces = []
+    args = {
+        "admit": (0, TEXT, 20), "beam_step": (np.arange(2), np.zeros(2, np.int32)), "fork": (0, 1), "release": (0,),
+        "commit": (np.zeros((S, 1), np.int32), np.ones(S, np.int32)), "extend": (np.ones(S, np.bool_),),
+        "lookup": (TEXT, 20), "truncate": (0, 1),
+    }[verb]  # fmt: skip
+
+    def counted(state, *args):
+        traces.append(verb)
+        result = getattr(kvjax, verb)(state, *args)
+        return state if verb == "lookup" else result[0]
+
+    jitted = jax.jit(counted)
+    for spec in (BOTH, SINKS):
+        state = kvjax.init(spec)
+        for _ in range(3):
+            state = jitted.eval_shape(state, *args)
+    assert len(traces) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("run", [bookkeeping.steps, bookkeeping.admissions])
+def test_scanned_steps_copy_nothing_of_the_pools_size(run):
+    blocks = {None: 60_000, 256: 61_000, 512: 62_000}
+    spec = kvjax.make_spec(
+        [kvjax.LayerSpec(1, 1, window) for window in blocks], num_blocks=blocks,
+        max_seqs=bookkeeping.ROWS, max_length=bookkeeping.LENGTH, block_size=bookkeeping.BLOCK,
+    )  # fmt: skip
+    state = jax.eval_shape(lambda: kvjax.init(spec))
+    compiled = jax.jit(run, donate_argnums=0).lower(state).compile()
+    assert bookkeeping.copies_of_blocks(compiled, state) == []
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 0.1 * nbytes
+    assert memory.alias_size_in_bytes >= nbytes
+
+
+def test_layers_are_grouped_by_what_they_see():
+    layers = [
+        kvjax.LayerSpec(1, 8, 32), kvjax.LayerSpec(1, 8), kvjax.LayerSpec(2, 8, 32), kvjax.LayerSpec(1, 8, 16),
+        kvjax.LayerSpec(1, 8, 32), kvjax.LayerSpec(1, 8, 16, sink_tokens=4),
+    ]  # fmt: skip
+    shape = {"max_seqs": 2, "max_length": 64}
+    spec = kvjax.make_spec(layers, num_blocks={None: 9, 16: 5, 32: 7}, num_host_blocks={None: 3, 16: 1, 32: 0}, **shape)
+    assert [(g.window, g.sink_tokens, g.num_blocks, g.num_host_blocks) for g in spec.groups] == [
+        (None, 0, 9, 3), (16, 0, 5, 1), (16, 4, 5, 1), (32, 0, 7, 0)
+    ]  # fmt: skip
+    assert [[pool.layers for pool in group.pools] for group in spec.groups] == [[(1,)], [(3,)], [(5,)], [(0, 4), (2,)]]
+    assert [spec.locate(layer) for layer in range(6)] == [
+        (3, 0, 0), (0, 0, 0), (3, 1, 0), (1, 0, 0), (3, 0, 1), (2, 0, 0)
+    ]  # fmt: skip
+    assert not spec.bare and {g.num_blocks for g in kvjax.make_spec(layers, num_blocks=4, **shape).groups} == {4}
+
+    bare = kvjax.make_spec(layers[:1], num_blocks={32: 7}, **shape)  # blocks for 2 rows of 4, and for what is cached
+    assert bare.bare and [g.num_blocks for g in bare.groups] == [2 * 4 + 7, 7]
+    assert [array.shape[0] for group in kvjax.init_pools(bare).arrays for array in group] == [8]
+    state = kvjax.init(bare, num_blocks=3)
+    assert [int(group.num_empty) for group in state.groups] == [15, 3]
+    assert not kvjax.make_spec(num_blocks=4, **shape).bare
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "message"),
+    [
+        ([(None,), (8,)], {"num_blocks": {None: 4}}, r"num_blocks: got \{None: 4\}, wanted a number for window 8"),
+        ([(None,), (8,)], {"num_blocks": {8: 4}}, r"num_blocks: got \{8: 4\}, wanted a number for window None"),
+        ([(8,)], {"num_blocks": 4, "num_host_blocks": {}}, r"num_host_blocks: got \{\}, wanted a number for window 8"),
+        ([(8,)], {"num_blocks": {8: 0}}, "num_blocks: got 0, wanted an int of at least 1"),
+        ([(0,)], {"num_blocks": 4}, "window: got 0, wanted an int of at least 1"),
+        ([(8, -1)], {"num_blocks": 4}, "sink_tokens: got -1, wanted an int of at least 0"),
+        ([(None,), (None, 2)], {"num_blocks": 4}, r"layers\[1\].sink_tokens: got 2 without a window, wanted 0"),
+    ],
+)
+def test_windows_that_cannot_be_are_named(layers, options, message):
+    with pytest.raises(ValueError, match=message):
+        spec_of(*layers, **options)
+
+
+def test_groups_are_in_order():
+    windows = [kvjax.spec.GroupSpec(4, window=8), kvjax.spec.GroupSpec(4)]
+    with pytest.raises(
+        ValueError, match=r"groups: got windows and sinks \[\(8, 0\), \(None, 0\)\], wanted \(None, 0\)"
+    ):
+        kvjax.CacheSpec(tuple(windows), block_size=4, max_seqs=1, max_blocks_per_seq=4)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches whose contents are known, for the tests that look at them."""
+
+import functools
+
+import kvjax
+from tests.drive import PLAIN, TIERS, Driver
+
+
+@functools.cache
+def plain() -> Driver:
+    """Rows 0 and 3 fork one prompt, row 1 shares its first block, row 2 is of another tenant; two blocks are cached."""
+    story = Driver(kvjax.init(PLAIN))
+    prompt = [11, 12, 13, 14]
+    story.start(0, [*prompt, 15, 16])
+    story.start(1, [*prompt, 21, 22, 23, 24, 25])
+    story.start(2, [*prompt, 31, 32, 33, 34, 35])
+    story.do("release", 2)
+    story.do("fork", 0, 3)
+    story.start(2, [7, 7], namespace=3)
+    assert story.grow(3, 0, 0, 0) == ["OK"] * 4
+    return story
+
+
+@functools.cache
+def tiers() -> Driver:
+    """Row 0 is longer than its window; 1 is not yet written; 2 rests on the host, 3 is on its way there.
+
+    Two texts are cached: one that begins like row 0, with a part of its own, and one that is on the host.
+    """
+    story = Driver(kvjax.init(TIERS))
+    text = list(range(11, 30))
+    story.start(0, text)
+    story.start(1, [*text[:12], 77, 77, 77])
+    story.do("release", 1)
+    story.start(2, list(range(41, 60)))
+    story.do("swap_out", 2)
+    story.start(3, [81, 82, 83, 84, 85])
+    story.do("swap_out", 3)
+    story.do("release", 3)
+    story.start(3, [91, 92, 93, 94, 95, 96])
+    story.do("swap_out", 3, complete=False)
+    assert story.admit(1, [7, 7], namespace=3) == ["OK"]
+    return story

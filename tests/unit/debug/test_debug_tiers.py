@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `check`, `stats`, `show` and `plot_blocks` say of a cache with a window and a host tier."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.debug import Stats, stats
+from kvjax.debug.survey import survey
+from kvjax.events import Totals
+from kvjax.events.transfer import Transfer
+from tests.drive import TIERS, VERBS, Driver
+from tests.unit.debug import stories
+from tests.unit.debug.test_debug import at, changed
+from tests.unit.debug.test_show import has_colour, pixels
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def state() -> kvjax.CacheState:
+    return stories.tiers().state
+
+
+def known(state):
+    """Names for the blocks of the story: of both groups those of row 0, of row 2 (at rest), and what is cached."""
+    names = {}
+    for number, group in enumerate(jax.device_get(state.groups)):
+        fill, idle = group.blocks.fill, group.blocks.refcount == 0
+        away = group.host.pool_row >= len(group.empty)
+        more = {
+            "first": group.table[0, 0], "second": group.table[0, 1], "last": group.table[0, 4],
+            "resting": group.table[2, 0], "swapped end": group.table[2, 4], "moving": group.table[3, 0],
+            "near": np.flatnonzero(idle & (fill > 0) & ~away)[-1], "far": np.flatnonzero(idle & (fill > 0) & away)[0],
+            "empty": group.empty[0], "empty far": group.host.empty[0],
+        }  # fmt: skip
+        names |= {(number, name): int(block) for name, block in more.items()}
+    return names
+
+
+def swap(one, two):
+    def change(array):
+        array[[one, two]] = array[[two, one]]
+
+    return change
+
+
+# For each rule the group that it is of, the field, and the damage, by the blocks' names.
+DAMAGE = {
+    "rows that are not swapped out are on the device": [
+        (0, "seqs.swapped", lambda b: at(2, False)),
+        (1, "seqs.swapped", lambda b: at(3, False)),
+    ],
+    "only rows in use are swapped out": [(0, "seqs.length", lambda b: at(2, 0))],
+    "tables hold blocks for their length": [
+        (1, "groups.1.table", lambda b: at((0, 1), b[1, "near"])),  # behind the window
+        (1, "groups.1.table", lambda b: at((0, 0), -1)),  # the first tokens stay
+        (1, "groups.1.table", lambda b: at((0, 3), -1)),
+    ],
+    "table entries are blocks": [(1, "groups.1.table", lambda b: at((0, 3), 99))],
+    "refcounts cover the tables": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "swapped end"], 0))],
+    "num cached counts cached blocks": [
+        (0, "groups.0.num_cached", lambda b: lambda x: x + 1),  # with that on the host it would be right
+        (1, "groups.1.num_cached", lambda b: lambda x: x - 1),
+    ],
+    "the stack is the empty blocks": [
+        (0, "groups.0.empty", lambda b: at(0, b[0, "empty far"])),
+        (1, "groups.1.num_empty", lambda b: lambda x: x - 1),
+    ],
+    "the stack of the host is its empty blocks": [
+        (0, "groups.0.host.empty", lambda b: at(0, b[0, "empty"])),
+        (1, "groups.1.host.num_empty", lambda b: lambda x: x + 1),
+        (1, "groups.1.host.empty", lambda b: at(0, b[1, "far"])),
+    ],
+    "every pool row belongs to one block": [
+        (0, "groups.0.host.pool_row", lambda b: at(b[0, "first"], 3)),
+        (1, "groups.1.host.pool_row", lambda b: at(b[1, "first"], 20)),
+        (1, "groups.1.host.pool_row", lambda b: at(b[1, "far"], -1)),
+    ],
+    "children on the host are counted": [
+        (0, "groups.0.host.below", lambda b: at(b[0, "resting"], 2)),
+        (0, "groups.0.host.below", lambda b: at(b[0, "last"], 1)),
+        (1, "groups.1.host.below", lambda b: at(b[1, "first"], 1)),
+    ],
+    "children are counted": [(0, "groups.0.blocks.children", lambda b: at(b[0, "resting"], 1))],
+    "a device block has its parent on the device": [
+        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "first"], b[0, "empty far"])),
+        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "second"], b[0, "resting"])),
+    ],
+    "only blocks with contents are on the move": [
+        (0, "groups.0.host.arriving", lambda b: at(b[0, "empty"], 1)),
+        (1, "groups.1.host.arriving", lambda b: at(b[1, "empty far"], 1)),
+    ],
+    "moves were ordered": [
+        (0, "groups.0.host.arriving", lambda b: at(b[0, "moving"], 4)),
+        (1, "groups.1.host.arriving", lambda b: at(b[1, "moving"], 2**31 - 1)),
+        (1, "groups.1.host.moves", lambda b: lambda x: x * 0),
+    ],
+    "every cached block waits in the ring of its tier once": [
+        (0, "groups.0.policy.tail", lambda b: lambda x: x - 1),
+        (0, "groups.0.host.policy.stamp", lambda b: at(b[0, "far"], 77)),
+        (1, "groups.1.policy.stamp", lambda b: at(b[1, "near"], 77)),
+        (1, "groups.1.host.policy.head", lambda b: lambda x: x + 1),
+    ],
+    "the ring holds at most its size": [(1, "groups.1.host.policy.tail", lambda b: lambda x: x + 64)],
+    "anchors are blocks": [
+        (1, "groups.1.anchor", lambda b: at(b[1, "first"], 22)),
+        (1, "groups.1.anchor", lambda b: at(b[1, "near"], -1)),
+    ],
+    "anchors hold as many tokens": [
+        (1, "groups.1.blocks.fill", lambda b: at(b[1, "near"], 1)),
+        (1, "groups.0.blocks.fill", lambda b: at(b[0, "near"], 2)),
+    ],
+    "shadows are the way back from anchors": [
+        (1, "groups.1.shadow", lambda b: at(b[0, "first"], b[1, "near"])),
+        (1, "groups.1.anchor", lambda b: at(b[1, "first"], b[0, "second"])),
+    ],
+    "every shadow is findable": [
+        (1, "groups.1.shadow", lambda b: at(b[0, "empty"], 0)),
+        (1, "groups.1.shadow", lambda b: at(b[0, "first"], -1)),
+    ],
+    "a held block has a held anchor": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "far"], 1))],
+    "rows hold blocks beside each other": [(1, "groups.0.table", lambda b: lambda x: x[:, [1, 0, 2, 3, 4, 5]])],
+}
+CASES = [
+    pytest.param(rule, number, path, make, id=f"{rule}: {path} {n}")
+    for rule, cases in DAMAGE.items()
+    for n, (number, path, make) in enumerate(cases)
+]
+
+
+@pytest.mark.parametrize(("rule", "number", "path", "make"), CASES)
+def test_check_names_the_damage_and_its_group(state, rule, number, path, make):
+    broken = changed(state, path, make(known(state)))
+    with pytest.raises(AssertionError) as caught:
+        kvjax.check(broken)
+    first, drawing = str(caught.value).split("\n", 1)
+    assert f"{rule} (group {number})" in first.removeprefix("broken: ").split("; ")
+    assert drawing == kvjax.show(broken)
+
+
+def test_the_story_is_sound_and_its_blocks_differ(state):
+    kvjax.check(state)
+    names = known(state)
+    for number in range(2):
+        mine = [block for (group, name), block in names.items() if group == number and name != "second"]
+        assert len(set(mine)) == len(mine)
+
+
+def test_the_number_of_moves_may_have_wrapped(state):
+    """The latest is number -2**31 now, and what is on its way was ordered just before it."""
+    for number in range(2):
+        state = changed(state, f"groups.{number}.host.moves", lambda x: np.full_like(x, -(2**31)))
+        state = changed(state, f"groups.{number}.host.arriving", lambda x: np.where(x > 0, np.int32(2**31 - 1), x))
+    kvjax.check(state)
+
+
+def test_blocks_out_of_use_keep_their_pool_rows():
+    state = kvjax.init(TIERS, num_blocks=9)
+    kvjax.check(state)
+    broken = changed(state, "groups.1.host.pool_row", swap(3, 11))
+    with pytest.raises(AssertionError, match=r"^broken: blocks out of use keep their pool rows \(group 1\)\n"):
+        kvjax.check(broken)
+
+
+@pytest.mark.parametrize(
+    "path", ["anchor", "shadow", "table", "host.pool_row", "blocks.fill", "blocks.parent", "host.empty"]
+)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("value", [-5, 99])
+def test_any_numbers_can_be_checked_and_drawn(state, path, number, value):
+    if number == 0 and path in ("anchor", "shadow"):
+        return
+    broken = changed(state, f"groups.{number}.{path}", lambda x: np.full_like(x, value))
+    if path != "blocks.parent" or number == 0:  # a window group's blocks have none
+        with pytest.raises(AssertionError, match="broken: "):
+            kvjax.check(broken)
+    kvjax.debug.plot_blocks(broken, group=number)
+    stats(broken, number)
+
+
+def test_stats_count_each_group_by_tiers(state):
+    rows = {"block_size": 4, "num_rows": 4, "active_rows": 4}
+    assert stats(state) == Stats(
+        num_blocks=12,
+        active_blocks=5 + 1,
+        cached_blocks=1,
+        empty_blocks=5,
+        row_tokens=19,  # rows 2 and 3 have theirs on the host, row 1 has nothing written
+        written_slots=19,
+        reserved_slots=2,
+        cached_slots=3,
+        host_blocks=10,
+        host_active_blocks=5 + 2,
+        host_cached_blocks=1,  # the second block of that text had one token, and no K/V on the device to be kept
+        host_empty_blocks=2,
+        in_transit_blocks=2,
+        **rows,
+    )
+    window = stats(state, 1)
+    assert window == Stats(
+        num_blocks=12,
+        active_blocks=3 + 1,  # of row 0 the first tokens and the last eight; two blocks between have left the window
+        cached_blocks=2 + 2 + 1,
+        empty_blocks=3,
+        row_tokens=4 + 4 + 3,
+        written_slots=4 + 4 + 3,
+        reserved_slots=2,
+        cached_slots=4 * 4 + 3,
+        host_blocks=8,
+        host_active_blocks=3 + 2,
+        host_cached_blocks=1,
+        host_empty_blocks=2,
+        in_transit_blocks=2,
+        **rows,
+    )
+    assert window.sharing == 1.0 and window.unused_share == pytest.approx(1 - 11 / 16)
+    assert str(window).endswith("; on the host 8 blocks: 5 active, 1 cached, 2 empty; 2 on the move")
+
+
+def test_a_forked_window_is_shared_by_two():
+    story = Driver(kvjax.init(TIERS))
+    story.start(0, list(range(11, 30)))
+    story.do("fork", 0, 2)
+    for number, written in ((0, 19), (1, 11)):
+        seen = stats(story.state, number)
+        assert (seen.row_tokens, seen.written_slots, seen.sharing) == (2 * written, written, 2.0)
+    assert (stats(story.state).reserved_slots, stats(story.state, 1).cached_slots) == (0, 8)
+
+
+def test_a_window_groups_blocks_hold_what_those_beside_them_do(state):
+    first, window = survey(state), survey(state, 1)
+    names = known(state)
+    for name in ("first", "last", "resting", "swapped end", "moving", "near", "far"):
+        block = names[1, name]
+        beside = names[0, name] if name != "near" else int(state.groups[1].anchor[block])
+        n = int(window.written[block])
+        assert window.tokens[block, :n].tolist() == first.tokens[beside, :n].tolist() and n > 0
+
+
+def test_totals_count_moves():
+    totals = stories.tiers().totals
+    assert (totals.offloaded_blocks, totals.onboarded_blocks) == (5 + 3 + 4 + 4, 0)
+    assert totals.reused_tokens == 12
+    refused = VERBS["release"](kvjax.init(TIERS), 1)[1]
+    rows = np.array([[0, 1, 1, 3, 14], [-1] * 5, [1, 2, 1, 15, 2], [0, 4, 1, 4, 13]], np.int32)
+    moved = dataclasses.replace(refused, transfer=Transfer(rows))
+    assert (Totals().add(moved).offloaded_blocks, Totals().add(moved).onboarded_blocks) == (2, 1)
+    twice = Totals().add(jax.tree.map(lambda x: np.stack([x, x]), moved))  # of a scan
+    assert (twice.offloaded_blocks, twice.onboarded_blocks, twice.refused) == (4, 2, 2)
+
+
+def test_show_draws_groups_and_tiers(state):
+    legend = [
+        "blocks (digit: holders (+: more than 9), c: cached, .: empty; on the host s: swapped out, h: cached,",
+        "-: empty; >: on the way there, <: back)",
+    ]
+    assert kvjax.show(state, max_lines=40).splitlines() == [
+        "group 0, full attention: blocks of 4 tokens, rows of up to 6 blocks",
+        "12 blocks: 6 active, 1 cached, 5 empty; 22 of 48 slots filled; 4 of 4 rows in use",
+        "on the host 10 blocks: 7 active, 1 cached, 2 empty; 2 on the move",
+        "",
+        "seq 0  19 tokens  blocks 0-4",
+        "seq 1  2 tokens (0 written)  blocks 19",
+        "seq 2  19 tokens, swapped out  blocks 6-10",
+        "seq 3  6 tokens, swapped out  blocks 18 17",
+        "",
+        "findable, namespace 0:",
+        "    0 [11 12 13 14]  1 holder",
+        "       1 [15 16 17 18]  1 holder",
+        "          2 [19 20 21 22]  1 holder",
+        "             3 [23 24 25 26]  1 holder",
+        "             5 [77 77 77 .]  cached",
+        "    6 [41 42 43 44]  1 holder, on the host",
+        "       7 [45 46 47 48]  1 holder, on the host",
+        "          8 [49 50 51 52]  1 holder, on the host",
+        "             9 [53 54 55 56]  1 holder, on the host",
+        "   16 [81 82 83 84]  cached, on the host",
+        "   18 [91 92 93 94]  1 holder, on its way to the host",
+        "held, not yet findable:",
+        "    4 [27 28 29 .]  1 holder",
+        "   10 [57 58 59 .]  1 holder, on the host",
+        "   17 [95 96 . .]  1 holder, on its way to the host",
+        "   19 [. . . .]  1 holder",
+        "",
+        *legend,
+        " 0 11111cssss s.....h>>1 --",
+        "",
+        "group 1, window of 8 and the first 2: blocks of 4 tokens, rows of up to 6 blocks",
+        "12 blocks: 4 active, 5 cached, 3 empty; 30 of 48 slots filled; 4 of 4 rows in use",
+        "on the host 8 blocks: 5 active, 1 cached, 2 empty; 2 on the move",
+        "",
+        "seq 0  19 tokens  blocks 0 - x2, 3 4",
+        "seq 1  2 tokens (0 written)  blocks 17",
+        "seq 2  19 tokens, swapped out  blocks 6 - x2, 9 10",
+        "seq 3  6 tokens, swapped out  blocks 16 15",
+        "",
+        *legend,
+        " 0 1cc11csccs s...h>>1--",
+    ]
+
+
+def test_show_draws_what_comes_back(state):
+    coming = changed(state, "groups.0.host.arriving", at([2, 3, 5], 1))
+    text = kvjax.show(coming, max_lines=40)
+    assert "2 [19 20 21 22]  1 holder, on its way to the device" in text
+    assert "5 [77 77 77 .]  cached, on its way to the device" in text
+    assert " 0 11<<1<ssss s.....h>>1 --" in text
+    assert stats(coming).in_transit_blocks == 5
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_show_of_large_tiers_stays_compact(width):
+    layers = [kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, 32)]
+    spec = kvjax.make_spec(layers, num_blocks=30_000, num_host_blocks=60_000, max_seqs=2, max_length=4096)
+    text = kvjax.show(kvjax.init(spec), width=width, max_lines=5)
+    assert max(map(len, text.splitlines())) <= width and len(text.splitlines()) < 40
+    assert (text.count("-: empty") == 2 and "....-----" in text.replace(" ", "").replace("\n", "")) or width == 40
+
+
+@pytest.mark.parametrize(
+    ("ids", "drawn"),
+    [
+        ([-1] * 12 + [5, 1], "- x12, 5 1"),
+        ([3, 4, -1, 7, 8, 9], "3 4 - 7-9"),
+        ([2, -1, -1, 1, 0], "2 - x2, 1 0"),
+        ([0, 1, 2, -1, -1, -1], "0-2"),
+    ],
+)
+def test_show_shortens_gaps(ids, drawn):
+    layers = [kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, 8)]
+    state = kvjax.init(kvjax.make_spec(layers, num_blocks=12, max_seqs=1, max_length=4 * len(ids), block_size=4))
+    state = changed(state, "groups.1.table", lambda x: np.array([ids], np.int32))
+    assert f"blocks {drawn}\n" in kvjax.show(state)
+
+
+def test_plot_blocks_draws_tiers_and_gaps(state, tmp_path):
+    from matplotlib.figure import Figure
+
+    from kvjax.debug.plots import _COLOURS
+
+    for number in range(2):
+        picture = pixels(state, tmp_path / f"{number}.png", group=number)
+        for kind in ("active", "cached", "empty", "host active", "host cached", "host empty", "moving"):
+            assert has_colour(picture, _COLOURS[kind]), kind
+        assert not has_colour(picture, _COLOURS["unknown"])
+    ax = kvjax.debug.plot_blocks(state, ax=Figure().subplots(), group=1)
+    texts = [text.get_text() for text in ax.texts]
+    assert texts.count("- x2") == 2
+    assert [text.get_text() for text in ax.get_legend().get_texts()][4:] == [
+        "not written", "on the host, swapped out", "on the host, cached", "on the host, empty", "on the move",
+    ]  # fmt: skip

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Priorities and times to live: what a request may say, what it does to blocks, and who is evicted for it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import kvjax.testing
+from kvjax.policies.retention import later, priority_at
+from tests.drive import RETENTION, Driver
+
+
+@pytest.mark.parametrize(
+    ("ranges", "options", "said"),
+    [
+        ([(0, 4, 50), (3, 8, 50)], {}, r"ranges\[1\].start: got 3, wanted at least 4"),
+        ([(4, 4, 50)], {}, r"ranges\[0\].end: got 4, wanted more than its start 4"),
+        ([(-1, 4, 50)], {}, r"ranges\[0\].start: got -1, wanted at least 0"),
+        ([(0, None, 50), (8, 9, 50)], {}, r"ranges\[0\]: got an open range"),
+        ([(0, 4, 101)], {}, r"ranges\[0\].priority: got 101, wanted 0..100"),
+        ([(0, 4, 50, -5)], {}, r"ranges\[0\].ttl: got -5 ms"),
+        ([], {"decode_priority": -1}, r"decode_priority: got -1"),
+        ([], {"decode_ttl": -1}, r"decode_ttl: got -1 ms"),
+        ([(0, 4, 50)], {"max_ranges": 0}, r"ranges: got 1, wanted at most max_ranges=0"),
+    ],
+)
+def test_bad_ranges_are_refused_by_name(ranges, options, said):
+    with pytest.raises(ValueError, match=said):
+        kvjax.Retention.of(ranges, **options)
+
+
+def test_a_spec_without_retention_takes_none():
+    state = kvjax.init(kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=8, block_size=4))
+    with pytest.raises(ValueError, match="retention: got one, wanted None"):
+        kvjax.admit(state, 0, np.zeros(4, np.int32), 4, retention=kvjax.Retention.of())
+    with pytest.raises(ValueError, match="retention: the spec was made with retention=False"):
+        kvjax.admit(kvjax.init(state.spec, kvjax.policies.priority()), 0, np.zeros(4, np.int32), 4)
+
+
+def cache_of(num_blocks):
+    return Driver(kvjax.init(RETENTION, kvjax.policies.priority(), num_blocks=num_blocks))
+
+
+def serve(cache, seq, tokens, retention=None, now=0):
+    """One request from admit to release; what its events say."""
+    before = len(cache.heard)
+    cache.start(seq, tokens, retention=retention, now=now)
+    cache.do("release", seq, now=now)
+    return cache.heard[before:]
+
+
+def stated(*ranges, **options):
+    return kvjax.Retention.of(ranges, max_ranges=2, **options)
+
+
+def priorities(cache):
+    """{last token of a findable block: its stated priority}."""
+    return {path[-1]: priority for (_, _, path), (_, priority) in kvjax.events.index_of(cache.state).items()}
+
+
+def test_a_found_block_takes_the_new_priority_and_says_so():
+    cache, prompt = cache_of(4), np.repeat([1, 2, 3], 4)[:9]
+    serve(cache, 0, prompt, stated((0, 4, 80)))
+    assert priorities(cache) == {1: 80, 2: 35, 3: 35}
+    events = serve(cache, 1, prompt, stated((0, 4, 80), (4, 8, 10)))
+    assert [(e["kind"], e["priority"]) for e in events if e["kind"] == "updated"] == [("updated", 10)]
+    assert priorities(cache) == {1: 80, 2: 10, 3: 35}
+    events = serve(cache, 1, prompt)  # nothing said, nothing changed
+    assert priorities(cache) == {1: 80, 2: 10, 3: 35} and not [e for e in events if e["kind"] == "updated"]
+
+
+@pytest.mark.long
+def test_what_follows_a_cut_is_generated():
+    cache = cache_of(4)
+    cache.start(0, range(12), retention=stated((0, 5, 20), (5, None, 60), decode_priority=80))
+    cache.do("truncate", 0, 4)
+    assert cache.grow(4, 0, 0, 0) == cache.write({0: range(20, 24)}) == ["OK"] * 4
+    assert priorities(cache) == {3: 20, 7: 20, 11: 60, 23: 80}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("now", "left"), [(9, {1}), (10, {2})])
+def test_a_time_to_live_ends(now, left):
+    """Worth 90 for 10 ms after its release, then no more than any other, and older than the other."""
+    cache = cache_of(2)
+    serve(cache, 0, [1] * 4, stated((0, None, 90, 10)))
+    serve(cache, 0, [2] * 4, stated((0, None, 35)))
+    assert cache.admit(1, [3] * 4, retention=stated((0, None, 0)), now=now) == ["OK"]
+    assert set(priorities(cache)) == left
+
+
+def test_a_time_to_live_that_ended_stays_over():
+    """2^31 ms are 24 days: by the difference alone it would begin anew from day 25 to 49."""
+    day = 24 * 60 * 60 * 1000
+    cache, ms = cache_of(3), 2**31 - 2 * day
+    serve(cache, 0, [1] * 4, stated((0, None, 90, 10)), now=wrapped(ms))
+    worth, known = [], np.asarray(cache.state.groups[0].blocks.fill) > 0
+    for _ in range(12):
+        ms += 10 * day
+        serve(cache, 1, [2] * 4, now=wrapped(ms))
+        blocks = cache.state.groups[0].blocks
+        (block,) = np.flatnonzero(known & (np.asarray(blocks.tokens)[:, 0] == 1))
+        worth.append(int(priority_at(blocks, jnp.int32(wrapped(ms)))[block]))
+    assert worth == [35] * 12
+
+
+def test_an_earlier_time_is_no_news():
+    """A verb that is not told the time (it is 0 by default) neither ends a time to live nor prolongs one."""
+    for start in (1000, 2**31 + 1000, 3 * 2**30):
+        cache = cache_of(3)
+        serve(cache, 0, [1] * 4, stated((0, None, 90, 10)), now=wrapped(start))
+        serve(cache, 1, [2] * 4)
+        blocks = cache.state.groups[0].blocks
+        for after, wanted in ((9, 90), (10, 35), (2**30, 35)):
+            assert int(priority_at(blocks, jnp.int32(wrapped(start + after)))[blocks.tokens[:, 0] == 1][0]) == wanted
+
+
+@pytest.mark.parametrize("a", [0, 5, 2**31 - 1, 2**31, 2**32 - 1, 2**32, -1, -(2**31), -(2**31) - 1, 2**40 + 7])
+def test_times_are_added_in_64_bits(a):
+    def words(x):
+        return jnp.array([(x + 2**31) >> 32, wrapped(x)], jnp.int32)
+
+    for ms in (0, 1, -1, 2**31 - 1, -(2**31), 12345):
+        assert later(words(a), jnp.int32(ms)).tolist() == words(a + ms).tolist()
+
+
+def wrapped(ms):
+    return (ms + 2**31) % 2**32 - 2**31
+
+
+@pytest.mark.slow
+def test_priorities_pass_the_conformance_kit():
+    tally = kvjax.testing.check_policy(kvjax.policies.priority(), spec=RETENTION, steps=120)
+    assert tally["removed"] > 10

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of the host tier: moves against plain arrays of rows, in place, asynchronous, and safe when they fail.
+
+`python -m tests.unit.pools.test_host_pool` compiles the moves for a GPU on a machine without one, like
+tests/kernels/gpu_compile.py.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kvjax.events.transfer import Transfer
+from kvjax.pools import host as host_pool
+from kvjax.pools.device import init_pools
+from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
+from tests.drive import ROOT, output_of
+from tests.kernels.test_gpu_compile import TOOLCHAIN
+
+N, H = (7, 5), (6, 8)  # device and host blocks of the two groups
+FLOAT = PoolSpec((0, 1), 2, 4, "float32"), PoolSpec((2,), 1, 8, "bfloat16"), PoolSpec((3, 4), 3, 2, "float32")
+INT8 = tuple(dataclasses.replace(pool, dtype="int8") for pool in FLOAT)
+MIXED = INT8[0], FLOAT[1], FLOAT[2]
+
+
+def make_spec(pools, num_blocks=N, num_host_blocks=H, block_size=4):
+    """Two pools in a group of full attention, the others in a group with a window, if there is one."""
+    kept, windows = (pools[:2], pools[2:]), (None, 8)
+    parts = zip(num_blocks, kept, windows, num_host_blocks, strict=False)
+    return CacheSpec(tuple(GroupSpec(n, p, w, h) for n, p, w, h in parts), block_size, 2, 4)
+
+
+def make_pools(spec, rng):
+    """Device and host pools with any bits in every row, the NaN of all kinds among them."""
+
+    def fill(x):
+        bits = rng.integers(0, 256, (x.size + 1) * x.dtype.itemsize, np.uint8).view(x.dtype)
+        return jax.device_put(bits[1:].reshape(x.shape), x.sharding)  # not aligned, or numpy's memory would be used
+
+    return jax.tree.map(fill, host_pool.init_host_pools(init_pools(spec)))
+
+
+def order(*moves):
+    """The moves (group, source, target), with padding between and behind them."""
+    records = np.full((2 * len(moves) + 1, 5), -1, np.int32)
+    for i, (group, source, target) in enumerate(moves):
+        records[2 * i] = group, 0, 1, source, target
+    return Transfer(jnp.asarray(records))
+
+
+def rows(pools, host):
+    """{(group, leaf): u8[N + H + 1, bytes]}: the blocks of the device, those of the host, and the scratch row."""
+    found = {}
+    for g in range(len(pools.spec.groups)):
+        kept = [jax.device_get([*x.arrays[g], *(x.scales[g] if x.scales else ())]) for x in (pools, host)]
+        for i, (device, tier) in enumerate(zip(*kept, strict=True)):
+            if device is not None:
+                joined = np.concatenate([device[:-1], tier, device[-1:]])
+                found[g, i] = joined.reshape(len(joined), -1).view(np.uint8)
+    return found
+
+
+def moved(model, moves):
+    """The rows after moves: all sources are read first."""
+    result = {key: x.copy() for key, x in model.items()}
+    for (g, i), x in result.items():
+        for group, source, target in moves:
+            if group == g:
+                x[target] = model[g, i][source]
+    return result
+
+
+def random_moves(rng, num_blocks, num_host_blocks):
+    """Distinct targets; sources may come twice, and may be targets of others: then blocks change places."""
+    found = []
+    for g, (n, h) in enumerate(zip(num_blocks, num_host_blocks, strict=True)):
+        out, back = rng.integers(0, min(n, h) + 1, 2)
+        found += zip([g] * out, rng.integers(0, n, out), n + rng.permutation(h)[:out], strict=True)
+        found += zip([g] * back, n + rng.integers(0, h, back), rng.permutation(n)[:back], strict=True)
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+def step(pools, blocks, zero):
+    """Someone else's work on the pools: zeros over some blocks of each group."""
+    for g, ids in enumerate(blocks):
+        arrays = jax.tree.map(lambda x, ids=ids: x.at[ids].set(zero.astype(x.dtype)), host_pool._of(pools, g))
+        pools = host_pool._with(pools, g, arrays)
+    return pools
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for key in got:
+        np.testing.assert_array_equal(got[key], wanted[key], err_msg=str(key))
+
+
+def hostile_rounds(pools, host, rng, rounds):
+    """Moves, and at once steps that overwrite what is being read; how many began before the copies were done."""
+    sizes = [(group.num_blocks, group.num_host_blocks) for group in pools.spec.groups]
+    donated, model, running, swaps = jax.jit(step, donate_argnums=0), rows(pools, host), 0, 0
+    for _ in range(rounds):
+        moves = random_moves(rng, *zip(*sizes, strict=True))
+        swaps += any((g, target) in {(g, s) for g, s, _ in moves} for g, _, target in moves)
+        blocks = [rng.permutation(n)[: n // 2].astype(np.int32) for n, _ in sizes]
+        pools, host = host_pool.move(pools, host, order(*moves))
+        running += not all(x.is_ready() for x in jax.tree.leaves((pools, host)))
+        pools = donated(pools, blocks, np.float32(0))
+        model = moved(model, moves)
+        for (g, _), x in model.items():
+            x[blocks[g]] = 0
+    assert swaps > rounds // 3
+    assert_same(rows(pools, host), model)
+    return running
+
+
+@pytest.mark.parametrize("kinds", [FLOAT, INT8, MIXED], ids=["float", "int8", "mixed"])
+def test_random_moves_and_hostile_steps(kinds):
+    rng = np.random.default_rng(1)
+    pools, host = make_pools(make_spec(kinds), rng)
+    for _ in range(10):
+        hostile_rounds(pools, host, rng, 6)
+        pools, host = make_pools(pools.spec, rng)
+
+
+def test_moves_go_on_while_the_caller_does():
+    """With blocks large enough for the copies to take longer than the next call."""
+    spec = make_spec((PoolSpec((0, 1, 2, 3), 4, 128, "float32"),), (40,), (36,), 32)
+    rng = np.random.default_rng(2)
+    pools, host = make_pools(spec, rng)
+    assert hostile_rounds(pools, host, rng, 8) >= 1
+
+
+def test_blocks_come_back_as_they_went():
+    """Any number of blocks in one transfer, out and back to other places, by one program a batch size and direction."""
+    n = 130
+    spec = make_spec(INT8[:1], (n,), (n,))
+    rng = np.random.default_rng(3)
+    pools, host = make_pools(spec, rng)
+    before, programs = rows(pools, host)[0, 0], host_pool._copy._cache_size()
+    for count in (1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, n):
+        sources, slots, targets = (rng.permutation(n)[:count] for _ in range(3))
+        model = rows(pools, host)
+        out = [(0, s, n + h) for s, h in zip(sources, slots, strict=True)]
+        back = [(0, n + h, t) for h, t in zip(slots, targets, strict=True)]
+        pools, host = host_pool.move(pools, host, order(*out))
+        pools, host = host_pool.move(pools, host, order(*back))
+        assert_same(rows(pools, host), moved(moved(model, out), back))
+    assert host_pool._copy._cache_size() - programs == 2 * len(host_pool.BATCHES)
+    assert (rows(pools, host)[0, 0][-1] == before[-1]).all()  # the scratch row
+
+
+def test_a_device_and_a_host_block_swap():
+    pools, host = make_pools(make_spec(MIXED), np.random.default_rng(4))
+    model = rows(pools, host)
+    moves = [(0, 3, N[0] + 2), (0, N[0] + 2, 3), (1, 0, N[1]), (1, N[1], 1), (1, 1, N[1] + 7)]  # and a ring of three
+    pools, host = host_pool.move(pools, host, order(*moves))
+    now = rows(pools, host)
+    assert_same(now, moved(model, moves))
+    assert (now[0, 0][3] == model[0, 0][N[0] + 2]).all() and (now[0, 0][N[0] + 2] == model[0, 0][3]).all()
+
+
+def test_padding_alone_does_nothing():
+    pools, host = make_pools(make_spec(FLOAT), np.random.default_rng(5))
+    same_pools, same_host = host_pool.move(pools, host, order())
+    assert same_pools is pools and same_host is host
+
+
+def test_a_group_without_pools_has_nothing_to_move():
+    spec = CacheSpec((GroupSpec(4, (), None, 4), GroupSpec(4, FLOAT[:1], 8, 4)), 4, 2, 4)
+    pools, host = make_pools(spec, np.random.default_rng(6))
+    model, moves = rows(pools, host), [(0, 1, 5), (1, 2, 6)]
+    assert_same(rows(*host_pool.move(pools, host, order(*moves))), moved(model, moves))
+
+
+@pytest.mark.parametrize("move", [(0, 1, 2), (0, N[0], N[0] + 1), (0, 0, N[0] + H[0]), (1, -1, N[1]), (2, 0, N[0])])
+def test_what_is_no_move_between_tiers_is_refused_before_any_is_made(move):
+    pools, host = make_pools(make_spec(FLOAT), np.random.default_rng(7))
+    model = rows(pools, host)
+    with pytest.raises(ValueError, match=r"transfer: got a move .*group \d"):
+        host_pool.move(pools, host, order((0, 0, N[0]), move))
+    assert_same(rows(pools, host), model)
+
+
+MOVES = [(0, 0, N[0]), (0, N[0] + 1, 4), (0, 2, N[0] + 3), (0, N[0] + 3, 2), (1, 2, N[1] + 1), (1, N[1] + 2, 3)]
+
+
+@pytest.mark.parametrize(("function", "call"), [("_read", 0), *(("_copy", call) for call in range(6))])
+def test_a_failure_leaves_everything_but_the_targets(monkeypatch, function, call):
+    pools, host = make_pools(make_spec(MIXED), np.random.default_rng(8))
+    model, real, calls = rows(pools, host), getattr(host_pool, function), []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == call + 1:
+            raise RuntimeError("out of memory")
+        return real(*args)
+
+    monkeypatch.setattr(host_pool, function, fail)
+    with pytest.raises(
+        host_pool.TransferError, match=r"group \d: \d blocks to the host and \d .*: out of memory"
+    ) as info:
+        host_pool.move(pools, host, order(*MOVES))
+    error = info.value
+    assert isinstance(error.__cause__, RuntimeError)
+    assert error.overwritten.tolist() == [i in (4, 6) for i in range(13)]  # the two that swap
+    after = rows(error.pools, error.host)
+    for (g, i), x in after.items():
+        kept = [row for row in range(len(x)) if (g, row) not in {(g, target) for g, _, target in MOVES}]
+        np.testing.assert_array_equal(x[kept], model[g, i][kept])
+    monkeypatch.undo()
+    assert_same(rows(*host_pool.move(error.pools, error.host, order(*MOVES))), moved(after, MOVES))  # they can go on
+
+
+def test_before_the_first_copy_a_failure_costs_nothing(monkeypatch):
+    pools, host = make_pools(make_spec(FLOAT), np.random.default_rng(9))
+    model = rows(pools, host)
+    monkeypatch.setattr(host_pool, "_read", lambda *_: 1 / 0)
+    with pytest.raises(host_pool.TransferError):
+        host_pool.move(pools, host, order((0, 2, N[0] + 3), (0, N[0] + 3, 2)))
+    assert_same(rows(pools, host), model)
+
+
+def test_pools_stay_where_they_are():
+    """Host pools in pinned host memory; also with one layer, one head and blocks of one token (module's docstring)."""
+    for kinds, size in ((MIXED, 4), (FLOAT[1:2], 1), (FLOAT[1:2], 4)):
+        spec = make_spec(kinds, N[: len(kinds) - 1] or N[:1], H[: len(kinds) - 1] or H[:1], size)
+        pools, host = host_pool.init_host_pools(init_pools(spec))
+        shards = [x.addressable_shards[0].data for x in jax.tree.leaves((pools, host))]
+        before = [x.unsafe_buffer_pointer() for x in shards]
+        del shards
+        moves = random_moves(np.random.default_rng(11), N[: len(spec.groups)], H[: len(spec.groups)])
+        for _ in range(3):
+            pools, host = host_pool.move(pools, host, order(*moves, (0, 0, N[0]), (0, N[0], 0)))
+        assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves((pools, host))] == before
+        kinds_of = [{x.sharding.memory_kind for x in jax.tree.leaves(tree)} for tree in (pools, host)]
+        assert kinds_of == [{"device"}, {"pinned_host"}]
+
+
+@pytest.mark.parametrize(("heads", "size"), [(2, 8), (1, 8), (2, 1)])
+def test_no_program_holds_a_copy_of_a_pool(heads, size):
+    spec = make_spec((PoolSpec((0,), heads, 16, "float32"), PoolSpec((1, 2), heads, 16, "int8")), (500,), (600,), size)
+    pools, host = make_pools(spec, np.random.default_rng(12))
+    device, tier = host_pool._of(pools, 0), host_pool._of(host, 0)
+    for target, source in ((device, tier), (tier, device)):
+        memory = host_pool._copy.lower(target, source, np.zeros((2, 16), np.int32)).compile().memory_analysis()
+        total = sum(x.nbytes for x in jax.tree.leaves(target))
+        assert memory.alias_size_in_bytes + memory.host_alias_size_in_bytes >= total
+        assert memory.temp_size_in_bytes + memory.host_temp_size_in_bytes < total / 20
+    memory = host_pool._read.lower(tier, np.zeros(16, np.int32)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < total / 20
+
+
+def test_a_step_is_not_compiled_again_when_blocks_come_back():
+    pools, host = make_pools(make_spec(FLOAT), np.random.default_rng(13))
+    pools, host = host_pool.init_host_pools(init_pools(pools.spec))
+    donated: Any = jax.jit(lambda *args: step(*args), donate_argnums=0)
+    for moves in ([], [(0, 0, N[0])], [(0, N[0], 1)], [(0, 2, N[0]), (0, N[0], 2)]):
+        pools, host = host_pool.move(pools, host, order(*moves))
+        pools = donated(pools, [np.zeros(1, np.int32)] * 2, np.float32(0))
+    assert donated._cache_size() == 1
+
+
+SHARDED = """
+import numpy as np, jax
+from jax.sharding import NamedSharding, PartitionSpec
+from tests.unit.pools import test_host_pool as t
+from kvjax.pools import host as host_pool
+spec = t.make_spec((t.PoolSpec((0, 1), 4, 8, "int8"), t.PoolSpec((2,), 8, 8, "int8")), (7,), (6,))
+pools, _ = t.make_pools(spec, np.random.default_rng(0))
+pools = jax.device_put(pools, NamedSharding(jax.make_mesh((4,), ("x",)), PartitionSpec(None, None, None, "x")))
+pools, host = host_pool.init_host_pools(pools)
+places = lambda: [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves((pools, host)) for s in x.addressable_shards]
+moves, before = [(0, 1, 7), (0, 7, 2), (0, 3, 9), (0, 9, 3), (0, 4, 8)], places()
+pools, host = host_pool.move(pools, host, t.order(*moves))
+assert places() == before and len(before) == 4 * 8  # before numpy looks at them, which oldest jax then copies
+model = t.rows(pools, host)
+pools, host = host_pool.move(pools, host, t.order(*moves))
+t.assert_same(t.rows(pools, host), t.moved(model, moves))
+"""
+
+
+@pytest.mark.long
+def test_pools_may_be_divided_among_devices():
+    output_of(sys.executable, "-c", SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=4", PYTHONPATH=str(ROOT))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not (TOOLCHAIN / ".installed").exists(), reason="no CUDA compiler (scripts/gpu_toolchain.sh)")
+def test_on_a_gpu_both_pools_are_updated_in_place():
+    path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
+    found = output_of(sys.executable, "-m", "tests.unit.pools.test_host_pool", PYTHONPATH=path)
+    for line in found.splitlines():
+        result = json.loads(line)
+        assert result["aliased"] == result["target"], result
+        assert result["temporaries"] < 3 * result["block"], result
+        assert (result["host_code"], result["loops"]) == (0, 1), result  # and the loop's length is known
+    assert len(found.splitlines()) == 4
+
+
+def compile_for_gpu():
+    """Prints what XLA makes of each program for a GPU: JSON lines."""
+    from tests.kernels.gpu_compile import place
+
+    _, mesh = place("h200", 1, ())
+    Space = jax.memory.Space
+    ir = importlib.import_module("jax._src.lib.mlir").ir  # jax does not pass on the memory of what is only described
+
+    def tree(count):
+        shapes = ((count, 4, 2, 8, 16, 128), jnp.bfloat16), ((count, 3, 2, 4, 16, 64), jnp.int8)
+        made = [jax.ShapeDtypeStruct(*x, sharding=NamedSharding(mesh, PartitionSpec())) for x in shapes]
+        scale = jax.ShapeDtypeStruct((count, 3, 2, 4, 16), jnp.float32, sharding=made[0].sharding)
+        return tuple(made), (None, scale)
+
+    def size(tree):
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    def mark(attributes, memories):
+        leaves = [{x.name: x.attr for x in map(old.__getitem__, range(len(old)))} for old in attributes]
+        for leaf, memory in zip(leaves, memories, strict=True):
+            leaf["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host" if memory == Space.Host else "device")
+        return ir.ArrayAttr.get([ir.DictAttr.get(leaf) for leaf in leaves])
+
+    def measure(function, donated, *args):
+        """Args are pairs of a tree and its memory."""
+        trees, memories = zip(*args, strict=True)
+
+        def marked(*trees):
+            put = [
+                jax.device_put(x, memory) if memory == Space.Host else x
+                for x, memory in zip(trees, memories, strict=True)
+            ]
+            return function(*put)
+
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jax.jit(marked, donate_argnums=0 if donated else ()).lower(*trees)
+        module: Any = lowered.compiler_ir()
+        with module.context:
+            (main,) = [x for x in module.body.operations if str(x.attributes["sym_name"]) == '"main"']
+            each = [m for tree, m in args for _ in jax.tree.leaves(tree)]
+            main.attributes["arg_attrs"] = mark(main.attributes["arg_attrs"], each)
+            results = [memories[0] if donated else Space.Device] * len(main.attributes["res_attrs"])
+            main.attributes["res_attrs"] = mark(main.attributes["res_attrs"], results)
+        compiled: Any = lowered.compile()
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        result = {
+            "target": size(trees[0]) if donated else 0,
+            "aliased": memory.alias_size_in_bytes + memory.host_alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes + memory.host_temp_size_in_bytes,
+            "block": size(tree(1)),
+            "host_code": text.count("_xla_compute_type"),
+            "loops": text.count("known_trip_count") if text.count(" while(") == 1 else -1,
+        }
+        print(json.dumps(result), flush=True)
+
+    device, host, staged = (tree(1025), Space.Device), (tree(2048), Space.Host), (tree(16), Space.Device)
+    ids = jax.ShapeDtypeStruct((2, 16), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    one = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=ids.sharding)
+    measure(host_pool._copy_blocks, True, host, device, (ids, Space.Device))
+    measure(host_pool._copy_blocks, True, device, host, (ids, Space.Device))
+    measure(host_pool._copy_blocks, True, device, staged, (ids, Space.Device))
+    measure(host_pool._read_blocks, False, host, (one, Space.Device))
+
+
+if __name__ == "__main__":
+    compile_for_gpu()

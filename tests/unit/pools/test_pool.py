@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools and views: bytes land where the state says, nothing else changes, and nothing copies a pool."""
+
+import functools
+import math
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import kvjax
+import pallas_kernels
+from kvjax import LayerSpec, make_spec
+from kvjax.events.records import EventKind, Events, Records, joined, record
+from kvjax.pools.attention import attend
+from kvjax.pools.device import Pools, apply, init_pools, write
+from kvjax.pools.views import View, ragged, view
+from kvjax.state import Text
+from tests.kernels.test_attention import oracle
+
+SPEC = make_spec(
+    [LayerSpec(2, 16), LayerSpec(1, 32), LayerSpec(2, 16)],
+    num_blocks=12, max_seqs=4, max_length=20, block_size=4, dtype="float32",
+)  # fmt: skip
+# Rows of 6, 0, 9 and 20 tokens' room; 3, 0, 9 and 10 of them committed.
+LENGTHS, COMMITTED = [6, 0, 9, 20], [3, 0, 9, 10]
+TABLE = [[2, 0, -1, -1, -1], [-1] * 5, [5, 7, 1, -1, -1], [3, 4, 6, 8, 9]]
+
+
+def hand_made_state(committed=COMMITTED, table=TABLE):
+    state = kvjax.init(SPEC)
+    group = state.groups[0].replace(table=jnp.asarray(table, jnp.int32))
+    seqs = kvjax.state.Sequences(*(jnp.asarray(x, jnp.int32) for x in (LENGTHS, committed, [0] * 4)))
+    return state.replace(groups=(group,), seqs=seqs)
+
+
+def no_events(records):
+    none = jnp.zeros(1, jnp.int32)
+    text = Text(jnp.zeros((records.shape[0], SPEC.block_size), jnp.int32), None)
+    return Events(records, text, none, none, none, none[0])
+
+
+def copied(sources, targets, group=0):
+    """Records of copies, with padding and other events between them."""
+    real = record(
+        EventKind.COPIED, jnp.ones(len(sources), bool),
+        source=jnp.asarray(sources), block=jnp.asarray(targets), group=group, num_tokens=2,
+    )  # fmt: skip
+    other = record(EventKind.REMOVED, jnp.asarray([True, False]), block=jnp.asarray([1, 0]))
+    return joined(other, *(joined(line, other) for line in map(Records, real.records[:, None]))).records
+
+
+def filled_pools(seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), init_pools(SPEC))
+
+
+# views
+
+
+def test_padded_view():
+    got = jax.jit(functools.partial(view, max_tokens=3))(hand_made_state(), jnp.asarray([2, 1, 1, 3], jnp.int32))
+    np.testing.assert_array_equal(got.num_tokens, [2, 0, 0, 3])  # rows 1 and 2 have no room
+    np.testing.assert_array_equal(got.lengths, [5, 0, 0, 13])
+    np.testing.assert_array_equal(np.where(np.asarray(TABLE) < 0, 12, TABLE), got.tables[0])
+    np.testing.assert_array_equal(got.positions[0, :2], [3, 4])
+    np.testing.assert_array_equal(got.positions[3], [10, 11, 12])
+    np.testing.assert_array_equal(got.slots[0][0, :2], [2 * 4 + 3, 0 * 4 + 0])
+    np.testing.assert_array_equal(got.slots[0][3], [6 * 4 + 2, 6 * 4 + 3, 8 * 4 + 0])
+    padding = np.asarray([[0, 0, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0]], bool)
+    np.testing.assert_array_equal(np.asarray(got.slots[0]) >= 12 * 4, padding)
+
+
+def test_view_of_some_rows_and_of_padding_rows():
+    got = view(hand_made_state(), jnp.asarray([1, 1, 1], jnp.int32), 1, seqs=jnp.asarray([3, -1, 4], jnp.int32))
+    np.testing.assert_array_equal(got.num_tokens, [1, 0, 0])
+    np.testing.assert_array_equal(got.lengths, [11, 0, 0])
+    np.testing.assert_array_equal(got.tables[0], [TABLE[3], [12] * 5, [12] * 5])
+
+
+def test_an_int_of_tokens_stands_for_all_rows():
+    got, wanted = view(hand_made_state(), 2), view(hand_made_state(), jnp.full(4, 2, jnp.int32), 2)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_host_blocks_become_scratch():
+    state = hand_made_state(table=[*TABLE[:3], [12 + 3, *TABLE[3][1:]]])
+    np.testing.assert_array_equal(view(state, 1).tables[0][3], [12, 4, 6, 8, 9])
+
+
+def test_ragged_view():
+    got = jax.jit(functools.partial(ragged, size=8))(hand_made_state(), jnp.asarray([2, 1, 1, 9], jnp.int32))
+    np.testing.assert_array_equal(got.starts, [0, 2, 2, 2])
+    np.testing.assert_array_equal(got.num_tokens, [2, 0, 0, 6])  # 6 of 9: no more fit on the line
+    np.testing.assert_array_equal(got.lengths, [5, 0, 0, 16])
+    np.testing.assert_array_equal(got.positions, [[3, 4, 10, 11, 12, 13, 14, 15]])
+    np.testing.assert_array_equal(got.slots[0], [[11, 0, 26, 27, 32, 33, 34, 35]])
+    short = ragged(hand_made_state(), jnp.asarray([2, 1, 1, 3], jnp.int32), 8)
+    assert np.all(np.asarray(short.slots[0])[0, 5:] >= 12 * 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: view(s, jnp.ones(4, jnp.int32)), "max_tokens: got None"),
+        (lambda s: view(s, 0), "max_tokens: got 0"),
+        (lambda s: view(s, jnp.ones(3, jnp.int32), 1), r"num_tokens: got int32\[3\], wanted i32\[4\]"),
+        (lambda s: view(s, jnp.ones(4), 1), r"num_tokens: got float32\[4\]"),
+        (lambda s: view(s, 1, seqs=jnp.zeros((2, 2), jnp.int32)), r"seqs: got int32\[2, 2\]"),
+        (lambda s: ragged(s, jnp.ones(4, jnp.int32), 0), "size: got 0"),
+    ],
+)
+def test_view_refuses(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(hand_made_state())
+
+
+# pools
+
+
+def test_fresh_pools_can_be_donated():
+    pools = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(init_pools(SPEC))
+    assert [[x.shape for x in group] for group in pools.arrays] == [[(13, 2, 2, 2, 4, 16), (13, 1, 2, 1, 4, 32)]]
+
+
+@pytest.mark.parametrize("form", ["padded", "ragged"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_write(form, layer, dtype):
+    pools = jax.tree.map(lambda x: x.astype(dtype), filled_pools())
+    before = [np.asarray(x, np.float32) for x in pools.arrays[0]]
+    counts = jnp.asarray([2, 0, 0, 3], jnp.int32)
+    now = view(hand_made_state(), counts, 3) if form == "padded" else ragged(hand_made_state(), counts, 7)
+    _, pool, index = SPEC.locate(layer)
+    heads, width = before[pool].shape[3::2]
+    rng = np.random.default_rng(1)
+    k, v = (jnp.asarray(rng.standard_normal((*now.positions.shape, heads, width)), jnp.float32) for _ in "kv")
+    wanted = [x.copy() for x in before]
+    for token in np.argwhere(np.asarray(now.slots[0]) < 12 * 4):
+        block, offset = divmod(int(now.slots[0][tuple(token)]), 4)
+        kv = np.stack([k[tuple(token)], v[tuple(token)]])
+        wanted[pool][block, index, :, :, offset] = np.asarray(jnp.asarray(kv, dtype), np.float32)
+    after = jax.jit(write, static_argnums=1, donate_argnums=0)(pools, layer, k, v, now)
+    for got, want in zip(after.arrays[0], wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), want)
+
+
+def test_write_and_attend_refuse():
+    now = view(hand_made_state(), 1)
+    pools, q = init_pools(SPEC), jnp.zeros((4, 1, 4, 16))
+    k = jnp.zeros((4, 1, 2, 16))
+    for call, message in [
+        (lambda: write(pools, 0, k[:3], k, now), r"k: got shape \(3, 1, 2, 16\), wanted \(4, 1, 2, 16\)"),
+        (lambda: write(pools, 1, k, k, now), r"k: got shape \(4, 1, 2, 16\), wanted \(4, 1, 1, 32\)"),
+        (lambda: write(pools, 3, k, k, now), "layer: got 3"),
+        (lambda: write(pools, 0, k, k, now, implementation="cuda"), "implementation: got 'cuda'"),
+        (lambda: attend(q[:, :, :3], pools, 0, now), r"q: got shape \(4, 1, 3, 16\), wanted \[4, 1, a multiple of 2"),
+        (lambda: attend(q[0], pools, 0, now), "q: got shape"),
+        (lambda: attend(q.astype(jnp.int32), pools, 0, now), "q: got int32"),
+        (lambda: attend(q, pools, 0, now, window=0), "window: got 0"),
+        (lambda: attend(q, pools, 0, now, soft_cap=0.0), r"soft_cap: got 0\.0"),
+        (lambda: attend(q, pools, 0, now, sinks=jnp.zeros(3)), r"sinks: got shape \(3,\), wanted \(4,\)"),
+        (lambda: attend(q, pools, 0, now, implementation="cuda"), "implementation: got 'cuda'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("form", ["padded", "ragged", "decode"])
+def test_attend_sees_what_was_written_and_nothing_else(form):
+    """From NaN pools: two chunks written through the front door, attention against the oracle."""
+    pools = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), init_pools(SPEC))
+    rng = np.random.default_rng(2)
+    kv = {row: rng.standard_normal((20, 2, 1, 32)).astype(np.float32) for row in range(4)}
+    chunks = [(jnp.asarray(COMMITTED, jnp.int32), 10, np.zeros(4, np.int32))]
+    after = {"padded": [2, 0, 0, 4], "ragged": [2, 0, 0, 4], "decode": [1, 0, 0, 1]}[form]
+    chunks.append((jnp.asarray(after, jnp.int32), max(after), np.asarray(COMMITTED)))
+    for counts, size, done in chunks:
+        state = hand_made_state(committed=done)
+        now = ragged(state, counts, 8) if form == "ragged" and size < 10 else view(state, counts, size)
+        k, v = np.zeros((2, *now.positions.shape, 1, 32), np.float32)
+        for row, count in enumerate(counts):
+            start = int(now.starts[row]) if now.starts is not None else 0
+            line = row if now.starts is None else 0
+            tokens = kv[row][done[row] : done[row] + count]
+            k[line, start : start + count], v[line, start : start + count] = tokens[:, 0], tokens[:, 1]
+        pools = write(pools, 1, jnp.asarray(k), jnp.asarray(v), now)
+    q = jnp.asarray(rng.standard_normal((*now.positions.shape, 3, 32)), jnp.float32)
+    out, lse = jax.jit(functools.partial(attend, layer=1, return_lse=True))(q, pools=pools, view=now)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    for row, count in enumerate(after):
+        if count:
+            start, line = (0, row) if now.starts is None else (int(now.starts[row]), 0)
+            span, length = slice(start, start + count), COMMITTED[row] + count
+            wanted, wanted_lse = oracle(
+                q[line, span], kv[row][:length, 0], kv[row][:length, 1], COMMITTED[row], scale=32**-0.5
+            )
+            np.testing.assert_allclose(out[line, span], wanted, rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(lse[line, span], wanted_lse, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(np.asarray(out)[np.asarray(now.slots[0]) >= 12 * 4], 0)
+
+
+def test_apply_copies_whole_blocks():
+    pools = filled_pools()
+    before = [np.asarray(x) for x in pools.arrays[0]]
+    events = no_events(copied([3, 3, 11], [5, 0, 2]))
+    after = jax.jit(apply, donate_argnums=0)(pools, events)
+    for got, want in zip(after.arrays[0], before, strict=True):
+        want = want.copy()
+        want[[5, 0, 2]] = want[[3, 3, 11]]
+        np.testing.assert_array_equal(got, want)
+
+
+def test_apply_heeds_the_group():
+    pools = filled_pools()
+    after = apply(pools, no_events(copied([3], [5], group=1)))
+    jax.tree.map(np.testing.assert_array_equal, after, pools)
+
+
+def test_blocks_out_and_back():
+    pool = filled_pools().arrays[0][0]
+    blocks = jnp.asarray([7, 0, 12, 3], jnp.int32)
+    staged = pallas_kernels.call("gather_blocks", pool, blocks)
+    np.testing.assert_array_equal(staged, np.asarray(pool)[np.asarray(blocks)])
+    targets = jnp.asarray([1, 2, 4, 5], jnp.int32)
+    put = jax.jit(functools.partial(pallas_kernels.call, "scatter_blocks"), donate_argnums=0)
+    want = np.asarray(pool).copy()
+    want[[1, 2]] = want[[7, 0]]
+    np.testing.assert_array_equal(put(pool + 0, staged, targets, jnp.int32(2)), want)
+
+
+# cost
+
+LAYERS = [LayerSpec(4, 64)] * 4
+BIG = make_spec(LAYERS, num_blocks=1023, max_seqs=16, max_length=1024, dtype="float32")
+HUGE = make_spec(LAYERS, num_blocks=8191, max_seqs=16, max_length=8192, dtype="float32")  # compiled for, never made
+
+
+def test_padding_costs_apply_nothing():
+    """A copy of 32 KB takes microseconds, 256 of padding would take tens of milliseconds if they were executed."""
+    pools = init_pools(BIG)
+    run = jax.jit(apply, donate_argnums=0)
+    least = math.inf
+    for _ in range(20):
+        events = no_events(jnp.zeros((256, 9), jnp.int32))
+        start = time.perf_counter()
+        pools = jax.block_until_ready(run(pools, events))
+        least = min(least, time.perf_counter() - start)
+    assert least < 2e-3
+
+
+def steps(pools, q, state, records, loop):
+    """Three decode steps: copies, then write and attention in every layer."""
+
+    def one(carry):
+        number, pools, q, seqs = carry
+        pools, now = apply(pools, no_events(records)), view(state.replace(seqs=seqs), 1)
+        for layer in range(4):
+            pools = write(pools, layer, q[:, :, :4], q[:, :, 4:], now)
+            q = q + attend(q, pools, layer, now).astype(q.dtype)
+        return number + 1, pools, q, seqs.replace(committed=seqs.committed + 1)
+
+    carry = (jnp.int32(0), pools, q, state.seqs)
+    if loop == "scan":
+        return lax.scan(lambda c, _: (one(c), None), carry, None, length=3)[0]
+    return lax.while_loop(lambda c: c[0] < 3, one, carry)
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_update_the_pools_in_place(loop, dtype):
+    """In a compiled loop: temporaries under 5 % of the pool, and no instruction but an update makes a pool."""
+    pools = jax.eval_shape(lambda: jax.tree.map(lambda x: x.astype(dtype), init_pools(HUGE)))
+    state = jax.eval_shape(lambda: kvjax.init(HUGE))
+    q = jax.ShapeDtypeStruct((16, 1, 8, 64), dtype)
+    records = jax.ShapeDtypeStruct((256, 9), jnp.int32)
+    run = jax.jit(functools.partial(steps, loop=loop), donate_argnums=0)
+    compiled = run.lower(pools, q, state, records).compile()
+    array = pools.arrays[0][0]
+    pool_bytes = array.size * array.dtype.itemsize
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < 0.05 * pool_bytes
+    in_place = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "dynamic-update-slice", "scatter"}
+    for name, sizes, kind in re.findall(r"%?([\w.-]+) = \w+\[([\d,]+)\]\S* ([\w-]+)\(", compiled.as_text()):
+        if math.prod(map(int, sizes.split(","))) >= array.size // 2 and kind not in in_place:
+            assert kind == "fusion" and ("scatter" in name or "dynamic-update-slice" in name), (name, sizes, kind)
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
+    """No read of a layer sees a later write, no write is lost; with copies between the steps."""
+    layers, rng = 4, np.random.default_rng(4)
+    spec = make_spec(
+        [LayerSpec(4, 16)] * layers, num_blocks=16, max_seqs=2, max_length=20, block_size=4, dtype="float32"
+    )
+    state = kvjax.init(spec)
+    group = state.groups[0].replace(table=jnp.asarray([[2, 0, 9, 4, 7], [5, 1, 8, 3, 6]], jnp.int32))
+    seqs = kvjax.state.Sequences(*(jnp.asarray(x, jnp.int32) for x in ([20, 20], [6, 13], [0, 0])))
+    state = state.replace(groups=(group,), seqs=seqs)
+    pools = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), init_pools(spec))
+    q = jnp.asarray(rng.standard_normal((2, 1, 8, 16)), jnp.float32)
+    records = copied([11, 2], [12, 13])
+
+    run = jax.jit(functools.partial(steps, loop=loop), donate_argnums=0)
+    _, got, got_q, _ = run(jax.tree.map(jnp.copy, pools), q, state, records)
+    for number in range(3):
+        pools = apply(pools, no_events(records))
+        now = view(state.replace(seqs=seqs.replace(committed=seqs.committed + number)), 1)
+        for layer in range(layers):
+            pools = write(pools, layer, q[:, :, :4], q[:, :, 4:], now)
+            q = q + attend(q, pools, layer, now)
+    np.testing.assert_allclose(got_q, q, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got.arrays[0][0], pools.arrays[0][0], rtol=1e-5, atol=1e-5)
+
+
+def test_decode_follows_the_longest_live_length_not_the_table():
+    """The loop's trip count is data: nothing of the size of a whole table is computed."""
+    tables, lengths = jnp.zeros((1, 4096), jnp.int32), jnp.asarray([3], jnp.int32)
+    pool, q = jnp.zeros((2, 1, 2, 1, 16, 64)), jnp.zeros((1, 1, 64))
+    compiled = (
+        jax.jit(functools.partial(pallas_kernels.call, "decode_attention", scale=1.0))
+        .lower(q, pool, 0, tables, lengths)
+        .compile()
+    )
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 16 * 64
+
+
+def test_call_reports_when_no_implementation_can_serve(monkeypatch):
+    class Picky:
+        @staticmethod
+        def append_kv(*args):
+            raise NotImplementedError("not here")
+
+    monkeypatch.setattr(pallas_kernels, "IMPLEMENTATIONS", ("picky", "other"))
+    for name in pallas_kernels.IMPLEMENTATIONS:
+        monkeypatch.setitem(sys.modules, f"pallas_kernels.{name}", Picky)
+    with pytest.raises(ExceptionGroup, match="append_kv: no implementation can serve"):
+        pallas_kernels.call("append_kv", 1)
+    with pytest.raises(NotImplementedError, match="not here"):
+        pallas_kernels.call("append_kv", 1, implementation="other")
+
+
+def test_view_and_pools_are_pytrees():
+    now = view(hand_made_state(), 1)
+    assert isinstance(jax.tree.map(lambda x: x, now), View)
+    assert isinstance(jax.tree.map(lambda x: x, init_pools(SPEC)), Pools)

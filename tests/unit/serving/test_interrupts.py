@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A generation that ends before its time never loses the cache: errors, Ctrl-C and streams that nobody reads on.
+
+Prompts of 13 tokens, one at a time, beside a row in use, so that all tests of a spec share the same few programs.
+"""
+
+import functools
+import gc
+import itertools
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.pools import host as host_pool
+from tests.drive import VERBS, padded
+
+VOCAB, BEFORE = 1000, 7
+LAYERS = {"plain": [None], "windows": [None, 6]}
+
+
+def prompts_of(number):
+    """Two prompts that no other number's share blocks with."""
+    return [[start, number, *range(start + 10, start + 21)] for start in (100, 200)]
+
+
+def successor(tokens, pools, view, *, last):
+    """A model that always says the next number, and stores nothing."""
+    del view
+    chosen = tokens if last is None else tokens[jnp.arange(tokens.shape[0]), last]
+    return jax.nn.one_hot((chosen + 1) % VOCAB, VOCAB), pools
+
+
+MODEL = jax.tree_util.Partial(successor)
+OPTIONS = {"max_new_tokens": 6, "chunk": 8, "steps": 4}
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """A shell's background jobs begin with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@functools.cache
+def make_spec(kind, host):
+    layers = [kvjax.LayerSpec(1, 1, window) for window in LAYERS[kind]]
+    return kvjax.make_spec(
+        layers, num_blocks=10 if host else 20, num_host_blocks=20 if host else 0, max_seqs=2, max_length=32,
+        block_size=4, dtype="float32",
+    )  # fmt: skip
+
+
+def start(kind="plain", host=False):
+    """A cache with a row in use, which is not the generation's."""
+    cache = (kvjax.tiers.TieredCache if host else kvjax.Cache).create(make_spec(kind, host))
+    admit = kvjax.tiers.TieredCache.admit if host else kvjax.serving.run._admit
+    request = np.asarray([1], np.int32), np.zeros((1, 16), np.int32), np.asarray([BEFORE], np.int32)
+    room = None if kind == "plain" else OPTIONS["chunk"]
+    return admit(cache, *request, namespace=np.zeros(1, np.int32), retention=None, room=room, now=np.int32(0))[0]
+
+
+def state_of(cache):
+    return cache.cache.state if isinstance(cache, kvjax.tiers.TieredCache) else cache.state
+
+
+def assert_whole(cache, events, prompts=(), outputs=()):
+    """The cache is sound, the generation's rows and no others are released, and what was computed is found."""
+    state = state_of(cache)
+    kvjax.check(state)
+    assert state.seqs.length.tolist() == [0, BEFORE]
+    assert kvjax.fold(events).index == kvjax.events.index_of(state)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.tokens == list(range(prompt[-1] + 1, prompt[-1] + 1 + len(output.tokens)))
+        if output.tokens:
+            text = [*prompt, *output.tokens]
+            found = VERBS["lookup"](state, padded(text, 32), np.int32(len(text)))
+            assert int(found.cached_tokens) == len(text) - 1  # the last token is chosen and not computed
+
+
+class Calls:
+    """The jitted calls of generations, of which one does something before it, or after."""
+
+    def __init__(self, monkeypatch, inner=False):
+        self.count, self.at, self.before, self.after = 0, 0, None, None
+        places = [
+            (kvjax.serving.run, "_admit"),
+            (kvjax.serving.run, "_prefill"),
+            (kvjax.serving.run, "_decode"),
+            (kvjax.serving.run, "_release"),
+        ]
+        places += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
+        if inner:
+            places += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
+        for where, name in places:
+            monkeypatch.setattr(where, name, self.wrap(getattr(where, name)))
+
+    def wrap(self, program):
+        def call(*args, **kwargs):
+            self.count += 1
+            here = self.count == self.at
+            if here and self.before:
+                self.before()
+            result = program(*args, **kwargs)
+            if here and self.after:
+                self.after()
+            return result
+
+        return functools.update_wrapper(call, program)  # with `lower`, which compiles and calls nothing
+
+    def each(self, before=None, after=None):
+        """The number of each call, one after the other, to be followed by a run, until a run does not reach it."""
+        self.before, self.after = before, after
+        for self.at in itertools.count(1):
+            self.count = 0
+            yield self.at
+            if self.count < self.at:
+                break
+        self.at = 0
+
+
+def press():
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail():
+    raise MemoryError("no memory")
+
+
+def spread(cache, prompts, **options):
+    """`generate`, by `stream`."""
+    events, progress = [], None
+    try:
+        for progress in kvjax.stream(MODEL, cache, prompts, **OPTIONS, **options):
+            events += progress.events
+    except kvjax.serving.GenerationInterrupted as error:
+        error.events[:0] = events
+        raise
+    return progress.outputs, progress.cache, events
+
+
+def together(cache, prompts, **options):
+    return kvjax.generate(MODEL, cache, prompts, **OPTIONS, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "host"),
+    [
+        ("plain", False),
+        pytest.param("plain", True, marks=pytest.mark.slow),
+        pytest.param("windows", False, marks=pytest.mark.slow),
+        pytest.param("windows", True, marks=pytest.mark.slow),
+    ],
+)
+def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
+    """By Ctrl-C before the call or as it returns, or by an error; each time the same cache goes on."""
+    cache, events = start(kind, host), []
+    outputs, cache, told = together(cache, prompts_of(0))
+    events += told
+    run = 0
+    for how, cause in (
+        ({"before": press}, KeyboardInterrupt),
+        ({"after": press}, KeyboardInterrupt),
+        ({"before": fail}, MemoryError),
+    ):
+        with monkeypatch.context() as patch:
+            calls = Calls(patch, inner=cause is KeyboardInterrupt)
+            causes = []
+            for n in calls.each(**how):
+                run += 1
+                prompts = prompts_of(run)
+                try:
+                    outputs, cache, told = (together, spread)[n % 2](cache, prompts)
+                    assert [output.finish for output in outputs] == ["length"] * 2
+                except kvjax.serving.GenerationInterrupted as error:
+                    causes.append(type(error.__cause__))
+                    outputs, cache, told = error.outputs, error.cache, error.events
+                events += told
+                lossy = (
+                    kind == "windows" and host
+                )  # what a chunk pushes out of a window's blocks does not go to the host
+                assert_whole(cache, events, () if lossy else prompts, () if lossy else outputs)
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert causes == [cause] * (n - 1)
+            assert n > 10
+
+
+def test_the_last_call_is_followed_by_ctrl_c_too(monkeypatch):
+    cache, events = start(), []
+    calls = Calls(monkeypatch)
+    _, cache, told = together(cache, prompts_of(0))
+    calls.at, calls.count, calls.after = calls.count, 0, press
+    with pytest.raises(kvjax.serving.GenerationInterrupted) as caught:
+        together(cache, prompts_of(9))
+    assert [output.finish for output in caught.value.outputs] == ["length"] * 2
+    assert_whole(caught.value.cache, events + told + caught.value.events, prompts_of(9), caught.value.outputs)
+
+
+def test_a_second_ctrl_c_acts_at_once_and_may_cost_the_cache(monkeypatch):
+    calls = Calls(monkeypatch)
+    calls.at, calls.after = 3, lambda: (press(), press())
+    with pytest.raises(
+        kvjax.serving.GenerationInterrupted, match=r"interrupted by KeyboardInterrupt; .* no cache"
+    ) as caught:
+        together(start(), prompts_of(0))
+    assert caught.value.cache is None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_call_that_dies_on_the_device_leaves_no_cache(monkeypatch):
+    calls = Calls(monkeypatch)
+    calls.at, calls.after = 3, fail
+    cache = start()
+    with pytest.raises(
+        kvjax.serving.GenerationInterrupted, match=r"interrupted by MemoryError: no memory; .* no cache"
+    ) as caught:
+        together(cache, prompts_of(0))
+    assert caught.value.cache is None
+    assert isinstance(caught.value.__cause__, MemoryError)
+    for use in (
+        together,
+        spread,
+        lambda cache, _: kvjax.step(MODEL, cache, np.zeros((2, 1), np.int32), np.zeros(2, np.int32)),
+    ):
+        with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call: go on with what that call ret"):
+            use(cache, prompts_of(0))
+
+
+def test_an_error_while_compiling_what_follows_a_verb_loses_nothing(monkeypatch):
+    cache = kvjax.tiers.TieredCache.create(make_spec("plain", host=True))
+    monkeypatch.setattr(kvjax.tiered, "_finish", jax.jit(lambda *_: fail(), donate_argnums=0))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no memory"):
+            cache.admit(0, np.zeros(4, np.int32), 3)
+        kvjax.check(cache.state)
+
+
+def test_functions_of_the_caller_that_fail_lose_nothing():
+    cache, events = start(), []
+    for number in range(20):
+        readings = iter(range(number))
+        try:
+            together(cache, prompts_of(number), clock=readings.__next__)
+            break
+        except kvjax.serving.GenerationInterrupted as error:
+            cache, events = error.cache, events + error.events
+            assert_whole(cache, events, prompts_of(number), error.outputs)
+    assert number == 10
+    cache, events = start(), []
+    for use in (together, spread):
+        with pytest.raises(kvjax.serving.GenerationInterrupted) as caught:
+            use(cache, prompts_of(0), logits_fn=lambda logits, tokens, positions: fail())
+        cache, events = caught.value.cache, events + caught.value.events
+        assert_whole(cache, events)
+
+
+def test_a_handler_of_the_caller_is_called_between_calls_and_is_in_force_between_loops(monkeypatch):
+    pressed = []
+    handler = lambda *_: pressed.append(calls.count)  # noqa: E731
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        calls = Calls(monkeypatch)
+        calls.at, calls.before = 2, press
+        outputs = []
+        for progress in kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS):
+            outputs = progress.outputs
+            assert signal.getsignal(signal.SIGINT) is handler
+        assert pressed == [2]  # once, after the call
+        assert [output.finish for output in outputs] == ["length"] * 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_leave_signals_alone():
+    results, cache = [], start()
+    thread = threading.Thread(target=lambda: results.append(together(cache, prompts_of(0))))
+    thread.start()
+    thread.join()
+    assert [output.finish for output in results[0][0]] == ["length"] * 2
+
+
+@pytest.mark.parametrize("host", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_stream_that_nobody_reads_on_releases_its_rows(host):
+    cache, events = start(host=host), []
+    for progress in kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS):
+        events += progress.events
+        break
+    assert progress.closing
+    assert_whole(progress.cache, events + progress.closing, prompts_of(0), progress.outputs)
+    events += progress.closing
+
+    stream = kvjax.stream(MODEL, progress.cache, prompts_of(1), **OPTIONS)
+    progress = next(stream)
+    in_between = progress.cache
+    stream.close()
+    events += progress.events + progress.closing
+    assert_whole(progress.cache, events, prompts_of(1), progress.outputs)
+    assert state_of(in_between).seqs.length.tolist() != [0, BEFORE]  # what the caller has is never donated
+
+
+def test_a_stream_leaves_a_cache_alone_that_the_caller_has_gone_on_with():
+    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS)
+    progress = next(stream)
+    assert progress.cache.state.seqs.length[0] > 0
+    cache, _ = kvjax.serving.run._release(progress.cache, np.asarray([0], np.int32), now=np.int32(0))
+    stream.close()
+    assert not progress.closing
+    outputs, cache, _ = together(cache, prompts_of(1))
+    assert [output.finish for output in outputs] == ["length"] * 2
+    kvjax.check(cache.state)
+
+
+def test_a_stream_may_be_collected_while_something_is_traced():
+    cache, events = start(), []
+    streams = [kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS)]
+    progress = next(streams[0])
+
+    @jax.jit
+    def traced(x):
+        streams.clear()
+        gc.collect()
+        return x + 1
+
+    assert int(traced(np.int32(1))) == 2
+    assert_whole(progress.cache, events + progress.events + progress.closing, prompts_of(0), progress.outputs)
+
+
+def test_a_prompt_whose_row_was_lost_is_admitted_again(monkeypatch):
+    """As if K/V had not come back from a host tier: the row is released, and the prompt waits though it is alone."""
+    reserve, lost = kvjax.serving.run.Run._reserve, []
+
+    def lose_once(run, seqs, *prompts, **options):
+        events, _ = reserve(run, seqs, *prompts, **options)
+        if lost:
+            return events, []
+        lost.append(int(seqs[0]))
+        run.cache, released = kvjax.serving.run._release(run.cache, seqs, now=np.int32(0))
+        run._hear(released)
+        return events, lost
+
+    monkeypatch.setattr(kvjax.serving.run.Run, "_reserve", lose_once)
+    outputs, cache, events = spread(start(), prompts_of(0))
+    assert lost == [0]
+    assert [output.finish for output in outputs] == ["length"] * 2
+    assert_whole(cache, events, prompts_of(0), outputs)
+
+
+@pytest.mark.slow
+def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_children_on_the_host():
+    cache = start("windows", host=True)
+    for number in range(4):
+        outputs, cache, _ = together(cache, prompts_of(number))
+        assert [output.finish for output in outputs] == ["length"] * 2
+
+
+@pytest.mark.slow
+def test_a_cache_with_a_host_tier_steps():
+    cache, tokens = start(host=True), np.arange(14, dtype=np.int32).reshape(2, 7)
+    after, logits, events = cache.step(MODEL, tokens, np.asarray([0, 3], np.int32))
+    assert logits.shape == (2, VOCAB) and int(jnp.argmax(logits[1])) == 10
+    assert bool(events.ok) and after.cache.state.seqs.committed.tolist() == [0, 3]
+    after, logits, _ = kvjax.step(MODEL, after, tokens, np.asarray([0, 4], np.int32), logits="all")
+    assert logits.shape == (2, 7, VOCAB)
+    kvjax.check(state_of(after))
+    with pytest.raises(ValueError, match=r"^cache: was donated"):
+        cache.step(MODEL, tokens, np.asarray([0, 0], np.int32))
+    with pytest.raises(ValueError, match=r"^cache: was donated"):
+        cache.watermark(1, most=1)
+    with pytest.raises(ValueError, match=r"^model: got successor"):
+        after.step(successor, tokens, np.asarray([0, 0], np.int32))
+
+
+@pytest.mark.slow
+def test_a_failed_move_is_tried_again_and_then_done_without(monkeypatch):
+    cache, copy, failed = start(host=True), host_pool._copy, []
+    outputs, cache, events = together(cache, prompts_of(0) + prompts_of(1))  # some are on the host now
+
+    def copy_or_fail(targets, sources, rows):
+        if sources[0][0].sharding.memory_kind == "pinned_host":  # onboarding
+            failed.append(rows)
+            raise MemoryError("no memory")
+        return copy(targets, sources, rows)
+
+    monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
+    for prompt in prompts_of(0):
+        before = len(failed)
+        with pytest.warns(RuntimeWarning, match=r"computed again: group 0: .*: no memory"):
+            outputs, cache, told = together(cache, [prompt])
+        assert len(failed) == before + 1
+        events += told
+        assert outputs[0].finish == "length"
+        assert_whole(cache, events, [prompt], outputs)
+
+
+def test_every_prompt_has_an_output_and_every_stream_a_last_progress():
+    cache = start()
+    inadmissible = {(): "bad_request", (-1,): "bad_request", (3, VOCAB): "bad_request", tuple(range(40)): "row_full"}
+    outputs, cache, events = together(cache, list(inadmissible))
+    assert ([output.finish for output in outputs], events) == (list(inadmissible.values()), [])
+    assert len(list(kvjax.stream(MODEL, cache, [[]]))) == 1
+    assert together(cache, []) == ([], cache, [])

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Cache` and `TieredCache` as their users meet them: in an editor, as methods, and after a donation."""
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from tests import drive
+
+OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4, "dtype": "float32"}
+SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 2)], **OPTIONS)
+TIERED = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_host_blocks=4, **OPTIONS)
+VERBS = (
+    "admit", "extend", "commit", "fork", "truncate", "release", "beam_step", "evict", "pin", "unpin", "reset", "lookup",
+    "view", "ragged",
+)  # fmt: skip
+MOVES = ("offload", "onboard", "watermark", "swap_out", "swap_in")
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(kvjax.Cache, name) for name in VERBS] + [(kvjax.tiers.TieredCache, name) for name in VERBS + MOVES],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_a_method_shows_the_parameters_of_its_verb(owner, name):
+    method, verb = map(inspect.signature, (getattr(owner, name), drive.verb(name)))
+    _, *wanted = verb.parameters.values()
+    self, *found = method.parameters.values()
+    if owner is kvjax.tiers.TieredCache:  # both tiers are its business
+        wanted = [p.replace(default=("device", "host")) if p.name == "tiers" else p for p in wanted]
+    assert self.name == "self" and found == wanted
+    assert all(p.annotation != "Any" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in found)
+    assert method.return_annotation == verb.return_annotation.replace("CacheState", owner.__name__)
+    assert getattr(owner, name).__doc__ == drive.verb(name).__doc__
+
+
+def test_every_name_of_a_cache_is_there_on_a_tiered_one():
+    names = {name for name in dir(kvjax.Cache.create(SPEC)) if not name.startswith("_")}
+    assert names >= {"state", "pools", "create", *VERBS}
+    assert not names - set(dir(kvjax.tiers.TieredCache.create(TIERED)))
+
+
+TOKENS = np.arange(8, dtype=np.int32)
+STORY = [
+    ("admit", (ints(0, 1), np.stack([TOKENS] * 2), ints(7, 8)), {"room": 8}),
+    ("commit", (np.stack([TOKENS] * 2), ints(7, 8)), {"seqs": ints(0, 1)}),
+    ("truncate", (ints(1), ints(6)), {}),
+    ("fork", (ints(1), ints(2)), {}),
+    ("extend", (np.array([False, True, False]),), {"tiers": ("device",)}),
+    ("pin", (ints(0, -1),), {"group": 0}),
+    ("beam_step", (ints(0, 2), ints(1, 1)), {}),
+    ("release", (ints(0, 1, 2),), {}),
+    ("unpin", (ints(0, -1),), {"group": 0}),
+    ("evict", (ints(0),), {"max_removed": 2}),
+    ("reset", (), {}),
+]
+
+
+@pytest.mark.parametrize("verb", [verb for verb, *_ in STORY if verb not in ("admit", "extend")])
+def test_a_verb_of_a_tiered_cache_passes_its_arguments_on(verb):
+    """Without running it: the other two order moves, which cannot be traced."""
+    _, args, options = next(step for step in STORY if step[0] == verb)
+    tiered = kvjax.tiers.TieredCache.create(TIERED)
+
+    def call(cache, host):
+        after, events = getattr(kvjax.tiers.TieredCache(cache, host), verb)(*args, **options)
+        return after.cache, after.host, events.status
+
+    *after, status = jax.eval_shape(call, tiered.cache, tiered.host)
+    assert after == jax.eval_shape(lambda *x: list(x), tiered.cache, tiered.host)
+    assert status.ndim == 1
+
+
+@pytest.mark.slow
+def test_the_verbs_of_a_tiered_cache():
+    driver = drive.Driver(kvjax.tiers.TieredCache.create(TIERED))
+    for verb, args, options in STORY:
+        before = driver.cache
+        driver.do(verb, *args, **options)
+        assert "donated" in repr(before)
+        if verb == "release":
+            tiered = driver.cache
+            assert int(tiered.lookup(TOKENS, 8).cached_tokens) == 6
+            assert tiered.view(1).positions.shape == (3, 1)
+            assert tiered.ragged(ints(1, 1, 1), 4).positions.shape == (1, 4)
+    assert kvjax.debug.stats(driver.state).empty_blocks == 8
+
+
+def delete(tree):
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
+
+
+@pytest.mark.parametrize("create", [lambda: kvjax.Cache.create(SPEC), lambda: kvjax.tiers.TieredCache.create(TIERED)])
+def test_a_donated_cache_says_so(create):
+    calls = [("admit", (0, np.zeros(4, np.int32), 4)), ("release", (0,))]
+    for part, asked in (("pools", []), ("state", [("view", (1,)), ("lookup", (ints(1, 2), 2))])):
+        cache = create()
+        delete(getattr(cache, part))
+        for verb, args in calls + asked:
+            with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call: go on with what that call"):
+                getattr(cache, verb)(*args)

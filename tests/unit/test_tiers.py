@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host tier with bytes: whatever is findable holds the K/V of its tokens, also when moves fail."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.pools import host as host_pool
+from tests.drive import Driver, lines, padded
+
+ROWS, SIZE, WIDTH = 3, 4, 24
+LAYERS = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, window=6)]
+OPTIONS = {"max_seqs": ROWS, "max_length": WIDTH, "block_size": SIZE, "dtype": "float32"}
+
+
+def make_spec(**options):
+    return kvjax.make_spec(LAYERS, **{"num_blocks": 8, "num_host_blocks": 6, **OPTIONS, **options})
+
+
+@jax.jit
+def feed(cache, tokens, count):
+    """Computes the rows' next tokens; the K/V of a token is its number."""
+    view = cache.view(count, tokens.shape[1])
+    pools, kv = cache.pools, tokens.astype(jnp.float32)[..., None, None]
+    for layer in range(len(LAYERS)):
+        pools = kvjax.write(pools, layer, kv, -kv, view)
+    return kvjax.Cache(cache.state, pools).commit(tokens, count)
+
+
+def holds(tiered, group, row, tokens):
+    """Whether a pool row, of the device or the host, holds the K/V of these tokens."""
+    n = tiered.cache.state.spec.groups[group].num_blocks
+    pool = tiered.cache.pools.arrays[group][0] if row < n else tiered.host.arrays[group][0]
+    kv = np.asarray(pool[row if row < n else row - n])[0, :, 0, : len(tokens), 0]
+    return np.array_equal(kv, [tokens, [-t for t in tokens]])
+
+
+def assert_true_bytes(tiered, texts):
+    """Everything that can be found, and all that rows can read, holds what it says."""
+    state = tiered.cache.state
+    kvjax.check(state)
+    host = jax.device_get(state)
+    tree = host.groups[0]
+    for g, group in enumerate(host.groups):
+        for block in np.flatnonzero((group.blocks.fill > 0) & (group.host.arriving == 0)):
+            anchor = block if group.anchor is None else group.anchor[block]
+            tokens = tree.blocks.tokens[anchor, : group.blocks.fill[block]].tolist()
+            assert holds(tiered, g, group.host.pool_row[block], tokens), f"group {g}, block {block}"
+        for seq, text in texts.items():
+            written = text[: host.seqs.committed[seq]]
+            for place, block in enumerate(group.table[seq]):
+                part = written[place * SIZE : (place + 1) * SIZE]
+                if block >= 0 and part:
+                    assert holds(tiered, g, group.host.pool_row[block], part), f"row {seq}, place {place}"
+
+
+class Fed(Driver):
+    """A cache of both tiers with the K/V of its tokens."""
+
+    def __init__(self, **options):
+        super().__init__(kvjax.tiers.TieredCache.create(make_spec(**options)))
+
+    def feed(self, row, text):
+        """Computes what is not yet written of a row's text."""
+        new = text[int(self.state.seqs.committed[row]) :]
+        cache, events = feed(self.cache.cache, *lines({row: new}, ROWS, WIDTH))
+        assert bool(events.ok)
+        self.cache = self.cache.replace(cache)
+        self.hear(events)
+
+    def serve(self, seq, text):
+        """A whole life of a sequence; how many tokens it found."""
+        assert self.admit(seq, text) == ["OK"]
+        found = int(self.events.cached[0])
+        self.feed(seq, text)
+        self.do("release", seq)
+        return found
+
+
+class Life(Fed):
+    """Rows come and go at random, and with them what is cached."""
+
+    def __init__(self, seed, **options):
+        super().__init__(**options)
+        self.rng = np.random.default_rng(seed)
+        self.texts, self.failures = {}, 0
+        self.documents = self.rng.integers(1, 50, (3, WIDTH)).tolist()
+
+    def done(self, request, *args, **options):
+        """Whether a request that moves was done: neither refused, nor have its moves failed."""
+        try:
+            return set(request(*args, **options)) == {"OK"}
+        except kvjax.tiers.FailedTransfer as error:
+            self.cache, self.failures = error.tiered, self.failures + 1
+            self.hear(error.events)
+            self.hear(error.removed)
+            for row in error.lost:
+                self.texts.pop(row, None)
+            return False
+
+    def step(self):
+        rng, rows = self.rng, sorted(self.texts)
+        free = [row for row in range(ROWS) if row not in self.texts]
+        kind = rng.choice(["start", "start", "start", "end", "end", "grow", "swap", "shift", "watermark"])
+        if kind == "start" and free:
+            kept = int(rng.integers(1, WIDTH - 2))
+            text = [*self.documents[rng.integers(3)][:kept], *rng.integers(1, 50, int(rng.integers(0, 3))).tolist()]
+            if self.done(self.admit, free[0], text):
+                self.texts[free[0]] = text
+                self.feed(free[0], text)
+        elif kind == "end" and rows:
+            row = int(rng.choice(rows))
+            self.do("release", row)
+            del self.texts[row]
+        elif kind == "grow" and rows:
+            row = int(rng.choice(rows))
+            if len(self.texts[row]) < WIDTH and self.done(self.grow, *(np.arange(ROWS) == row)):
+                self.texts[row] = [*self.texts[row], int(rng.integers(1, 50))]
+                self.feed(row, self.texts[row])
+        elif kind == "swap" and rows:
+            row = int(rng.choice(rows))
+            self.done(self.status, "swap_in" if self.state.seqs.swapped[row] else "swap_out", row)
+        elif kind == "shift":
+            group = int(rng.integers(2))
+            block = np.full(2, kvjax.state.NO_BLOCK, np.int32)
+            block[0] = rng.integers(14)
+            self.done(self.status, str(rng.choice(["offload", "onboard"])), block, group=group)
+        elif kind == "watermark":
+            self.done(self.status, "watermark", int(rng.integers(6)), most=4, group=int(rng.integers(2)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("seed", "dangerous"), [(3, True), pytest.param(0, False, marks=pytest.mark.slow)])
+def test_what_is_findable_holds_its_tokens(seed, dangerous, monkeypatch):
+    life, copy = Life(seed), host_pool._copy
+
+    def failing(*args):  # of several copies of one transfer, those before have been made
+        if life.rng.random() < 0.15:
+            raise MemoryError("no more pinned memory")
+        return copy(*args)
+
+    if dangerous:
+        monkeypatch.setattr(host_pool, "_copy", failing)
+    moved = 0
+    for _ in range(70):
+        life.step()
+        assert_true_bytes(life.cache, life.texts)
+        moved = max(moved, int(life.state.groups[0].host.moves))
+    assert moved > 5
+    assert (life.failures > 0) == dangerous
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_evicted_documents_come_back():
+    cache = Fed(num_host_blocks=24)
+    texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(4)]  # 6 blocks each, where there are 8
+    for text in texts:
+        assert cache.serve(0, text) == 0
+    for text in texts:
+        assert cache.serve(0, text) == WIDTH - 2  # all but the last token
+        assert_true_bytes(cache.cache, {})
+    assert cache.found(texts[0], tiers=("device",)) < cache.found(texts[0])
+    assert int(kvjax.lookup(cache.state, padded(texts[0], WIDTH), len(texts[0])).host_tokens) > 0
+
+
+@pytest.mark.slow
+def test_after_a_watermark_a_loop_evicts_nothing():
+    tiered = Fed(num_host_blocks=24)
+    text = list(range(1, 9))
+    for n in range(4):
+        tiered.serve(0, [100 * n + t for t in text])
+    assert tiered.admit(0, [5]) == ["OK"]
+    for group in range(2):
+        tiered.do("watermark", 4, most=8, group=group)
+        assert int(tiered.state.groups[group].num_empty) >= 4
+
+    @jax.jit
+    def loop(cache):
+        def one(cache, token):
+            tokens, active = jnp.zeros((ROWS, 1), jnp.int32) + token, jnp.arange(ROWS) == 0
+            cache, extended = cache.extend(active)
+            cache, committed = feed(cache, tokens, active.astype(jnp.int32))
+            return cache, (kvjax.events.counts(extended)["removed"], extended.ok & committed.ok)
+
+        cache, _ = feed(cache, jnp.full((ROWS, 1), 5, jnp.int32), (jnp.arange(ROWS) == 0).astype(jnp.int32))
+        return jax.lax.scan(one, cache, jnp.arange(12, dtype=jnp.int32))
+
+    cache, (removed, ok) = loop(tiered.cache.cache)
+    assert bool(jnp.all(ok))
+    assert int(jnp.sum(removed)) == 0
+    after = Driver(cache.state)
+    for n in range(4):  # and nothing is lost
+        assert after.found([*(100 * n + t for t in text), 1]) == 8
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_sequence_goes_and_comes_back():
+    cache, text = Fed(), list(range(1, 20))
+    assert cache.admit(1, text) == ["OK"]
+    cache.feed(1, text)
+    cache.do("swap_out", 1)
+    assert int(cache.state.groups[0].num_empty) == 8
+    alone = Driver(cache.state)
+    assert alone.grow(0, 1, 0) == ["OK", "HELD", "OK"]
+    for verb, args in (("fork", (1, 2)), ("truncate", (1, 5)), ("swap_out", (1,))):
+        assert alone.status(verb, *args) == ["BAD_REQUEST"]
+    cache.serve(0, [900 + t for t in range(22)])  # uses the room
+    cache.do("swap_in", 1)
+    assert_true_bytes(cache.cache, {1: text})
+    assert cache.grow(0, 1, 0) == ["OK"] * ROWS
+
+
+@pytest.mark.slow
+def test_a_block_on_the_move_cannot_be_found():
+    state = kvjax.init(kvjax.make_spec(num_blocks=4, num_host_blocks=4, **OPTIONS))
+    cache, asked = Driver(state), [*range(1, 10)]
+    cache.start(0, asked[:8])
+    cache.do("release", 0)
+    blocks = np.flatnonzero(np.asarray(cache.state.groups[0].blocks.fill)).astype(np.int32)
+    assert cache.found(asked) == 8
+    transfer = cache.do("offload", blocks, complete=False).transfer
+    assert cache.found(asked) == 0
+    assert cache.status("offload", blocks) == ["BAD_REQUEST"]  # not on the device
+    assert cache.status("onboard", blocks) == ["HELD"]
+    assert cache.status("evict", blocks) == ["HELD"]
+    assert cache.status("reset") == ["HELD"]
+    moving = cache.state
+    cache.do("complete", transfer, True)
+    assert cache.found(asked) == 8
+    cache.do("complete", transfer, False)  # said twice: what is over is over
+    assert cache.found(asked) == 8
+    cache = Driver(moving)
+    cache.ask("complete", transfer, False)
+    assert cache.found(asked) == 0
+    assert [event["kind"] for event in cache.heard] == ["removed", "removed"]
+    assert int(cache.state.groups[0].host.num_empty) == 4
+
+
+PLAIN = {"layers": [kvjax.LayerSpec(1, 1)], "max_seqs": 3, "max_length": 8, "block_size": 4, "dtype": "float32"}
+
+
+class Tenants(Driver):
+    """A cache of one layer over two tiers whose K/V say whose they are."""
+
+    def __init__(self, **options):
+        super().__init__(kvjax.tiers.TieredCache.create(kvjax.make_spec(**{**PLAIN, **options})))
+        self.width = self.state.spec.max_length
+
+    def admit_all(self, seqs, texts, namespaces):
+        tokens = np.stack([padded(text, self.width, text) for text in texts])
+        lengths = np.asarray([len(text) for text in texts], np.int32)
+        return self.ask(
+            "admit", np.asarray(seqs, np.int32), tokens, lengths, namespace=np.asarray(namespaces, np.int32)
+        )
+
+    def compute(self, seq, text, namespace):
+        new = text[int(self.state.seqs.committed[seq]) :]
+        cache, events = _compute(self.cache.cache, *lines({seq: new}, 3, self.width), namespace)
+        self.cache = self.cache.replace(cache)
+        self.hear(events)
+
+    def serve(self, text, namespace=0, seq=2):
+        assert self.admit_all([seq], [text], [namespace]).ok
+        self.compute(seq, text, namespace)
+        self.do("release", seq)
+
+    def read(self, seq):
+        """The keys that a row reads, of its committed tokens."""
+        cache = self.cache.cache
+        (table,), count = cache.view(0, 1).tables, int(cache.state.seqs.committed[seq])
+        return np.asarray(cache.pools.arrays[0][0])[table[seq], 0, 0, 0, :, 0].reshape(-1)[:count].tolist()
+
+
+@jax.jit
+def _compute(cache, tokens, count, namespace):
+    view = cache.view(count, tokens.shape[1])
+    kv = (tokens + 100 * namespace).astype(jnp.float32)[..., None, None]
+    return kvjax.Cache(cache.state, kvjax.write(cache.pools, 0, kv, kv, view)).commit(tokens, count)
+
+
+@pytest.mark.slow
+def test_what_a_row_copies_from_is_held_until_the_call_ends():
+    """A later row of the call brought another tenant's block into the pool row that an earlier one copied from."""
+    life = Tenants(num_blocks=3, num_host_blocks=4)
+    life.serve([2, 2, 2, 2], namespace=1)
+    filled = np.flatnonzero(np.asarray(life.state.groups[0].blocks.fill)).astype(np.int32)
+    life.do("offload", filled)
+    life.serve([1, 1, 1, 1])
+    life.serve([3, 3, 3, 3])
+    stamps = np.asarray(life.state.groups[0].blocks.released)
+    events = life.admit_all([0, 1], [[1, 1, 1, 9], [2, 2, 2, 2, 5]], [0, 1])
+    assert events.status.tolist() == [kvjax.Status.OK, kvjax.Status.NO_BLOCKS]
+    assert (events.cached.tolist(), life.read(0)) == ([3, 0], [1, 1, 1])
+    assert np.array_equal(life.state.groups[0].blocks.released, stamps)  # to be copied from is no release
+    life.compute(0, [1, 1, 1, 9], 0)
+    assert life.read(0) == [1, 1, 1, 9]
+    events = life.admit_all([1], [[2, 2, 2, 2, 5]], [1])  # alone it can be had
+    assert (events.status.tolist(), events.cached.tolist()) == ([kvjax.Status.OK], [4])
+    assert life.read(1) == [102] * 4
+
+
+@pytest.mark.slow
+def test_contents_computed_again_keep_their_children_on_the_host():
+    """What a loop may evict is known after a commit has brought a block back from over its children."""
+    life = Tenants(num_blocks=4, num_host_blocks=4, max_length=12)
+    life.serve([1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
+    blocks = np.flatnonzero(np.asarray(life.state.groups[0].blocks.fill)).astype(np.int32)
+    life.do("offload", blocks)
+    alone = Driver(life.state)
+    assert alone.start(0, [1, 1, 1, 1, 2, 2, 2, 2]) == 0
+    alone.do("release", 0)
+    assert int(alone.state.groups[0].num_cached) == 2  # over the last block, which is on the host
+    assert alone.admit(0, [7] * 12) == ["NO_BLOCKS"]
+
+
+@pytest.mark.slow
+def test_a_tail_on_the_host_is_not_stored_as_if_it_were_on_the_device():
+    layers = [kvjax.LayerSpec(1, 1, window=6)]
+    cache = Driver(kvjax.init(kvjax.make_spec(**{**PLAIN, "layers": layers}, num_blocks=4, num_host_blocks=4)))
+    cache.start(0, range(1, 7))
+    cache.do("swap_out", 0)
+    cache.do("release", 0)
+    assert kvjax.fold(cache.heard).index == kvjax.events.index_of(cache.state)
+
+
+def test_errors_name_the_argument():
+    state = kvjax.init(kvjax.make_spec(num_blocks=4, **OPTIONS))
+    with pytest.raises(ValueError, match=r"^group: got 0, which has no host tier"):
+        kvjax.tiers.offload(state, np.asarray([0]))
+    with pytest.raises(ValueError, match=r"^state: got a cache without a host tier"):
+        kvjax.tiers.swap_out(state, 0)
+    with pytest.raises(ValueError, match=r"^tiers: got \('host',\), wanted"):
+        kvjax.admit(state, 0, padded([1], WIDTH), 1, tiers=("host",))
+    with pytest.raises(ValueError, match=r"^spec: got one without host blocks"):
+        kvjax.tiers.TieredCache.create(state.spec)
+    with pytest.raises(ValueError, match=r"^most: got 0"):
+        kvjax.tiers.watermark(kvjax.init(make_spec()), 1, most=0)

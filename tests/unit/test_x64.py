@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything works with jax's 64-bit types switched on, in a process of its own choosing, and keeps its 32-bit ones."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import LayerSpec
+from tests import drive
+
+ROWS, WIDTH = 3, 16
+OPTIONS = {"num_blocks": 8, "max_seqs": ROWS, "max_length": WIDTH, "block_size": 4}
+LAYERS = [LayerSpec(2, 16), LayerSpec(1, 16, window=8, sink_tokens=2)]
+SPECS = {
+    "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", **OPTIONS),
+    "all of it": kvjax.make_spec(
+        LAYERS, num_host_blocks=4, extra_ids=True, retention=True, dtype="int8", **OPTIONS
+    ),
+}  # fmt: skip
+POLICIES = (
+    kvjax.lru,
+    kvjax.policies.fifo,
+    kvjax.policies.lfu,
+    kvjax.policies.random,
+    kvjax.policies.cost_aware,
+    kvjax.policies.priority,
+    kvjax.policies.trt_leaf,
+)
+LINE, LINES = np.ones(WIDTH, np.int64), np.ones((ROWS, WIDTH), np.int64)
+BOTH = {"tiers": ("device", "host")}
+VERBS = {
+    "admit": ((0, LINE, 9), {"now": 5}),
+    "admit several": ((np.arange(ROWS), LINES, np.full(ROWS, 9)), {}),
+    "lookup": ((LINE, 9), {}),
+    "extend": ((np.ones(ROWS, bool),), {}),
+    "commit": ((LINES, np.full(ROWS, 3)), {}),
+    "fork": ((0, 1), {}),
+    "truncate": ((0, 3), {}),
+    "release": ((0,), {}),
+    "release several": ((np.arange(ROWS),), {}),
+    "beam_step": ((np.arange(2), np.zeros(2, np.int64)), {}),
+    "pin": ((np.arange(2),), {}),
+    "unpin": ((np.arange(2),), {}),
+    "evict": ((np.arange(2),), {}),
+    "reset": ((), {}),
+}
+MOVES = {
+    "admit": ((0, LINE, 9), BOTH),
+    "extend": ((np.ones(ROWS, bool),), BOTH),
+    "offload": ((np.arange(2),), {}),
+    "onboard": ((np.arange(2),), {"group": 1}),
+    "watermark": ((2,), {"most": 3}),
+    "swap_out": ((0,), {}),
+    "swap_in": ((0,), {}),
+}
+CASES = [("plain", verb, VERBS) for verb in ("admit several", "extend", "commit")]
+CASES += [pytest.param("all of it", verb, of, marks=pytest.mark.long) for of in (VERBS, MOVES) for verb in of]
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def types(tree):
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def narrow(tree):
+    return all(x.dtype.itemsize <= 4 for x in jax.tree.leaves(tree))
+
+
+def traced(fn, *args, **options):
+    """What comes of it, as shapes: what is wrong with types shows while tracing, for each platform."""
+    return jax.eval_shape(functools.partial(fn, **options), *args)
+
+
+@pytest.mark.parametrize(("name", "verb", "of"), CASES)
+def test_verbs(name, verb, of):
+    args, options = of[verb]
+    state = traced(lambda: kvjax.init(SPECS[name], num_blocks=7))
+    after = traced(drive.verb(verb.split()[0]), state, *args, **options)
+    assert narrow((state, after))
+    if verb != "lookup":
+        assert types(after[0]) == types(state)
+        if after[1].transfer is not None:
+            done, events = traced(kvjax.tiers.complete, after[0], after[1].transfer, True)
+            assert types(done) == types(state) and narrow(events)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(policy):
+    def both(state):
+        policy, (group, _) = state.policy, state.groups
+        pstate = policy.touched(group.policy, group.blocks, jnp.arange(3, dtype=jnp.int32), jnp.int32(0))
+        return policy.chosen(pstate, group.blocks, lambda ids: ids >= 0, jnp.int32(2), jnp.int32(0), 4)
+
+    state = traced(lambda: kvjax.init(SPECS["all of it"], policy()))
+    ids, pstate = traced(both, state)
+    assert types(ids) == [((4,), jnp.int32)] and types(pstate) == types(state.groups[0].policy)
+
+
+def pools_and_view(spec, form):
+    """With the shapes that a model sees in decode, in padded prefill and in a ragged batch."""
+    state, pools = kvjax.init(spec), kvjax.init_pools(spec)
+    if form == "ragged":
+        return pools, kvjax.ragged(state, np.full(ROWS, 3), 8, np.arange(ROWS))
+    return pools, kvjax.view(state, np.full(ROWS, 3), max_tokens=1 if form == "decode" else 4)
+
+
+@pytest.mark.parametrize("form", ["decode", "prefill", "ragged"])
+@pytest.mark.parametrize("name", ["plain", "all of it", "bfloat16"])
+def test_writing_and_attending(name, form):
+    """For every platform that can be traced here; `tests/kernels/` has the kernels compiled for GPUs."""
+    spec = SPECS["plain"] if name == "bfloat16" else SPECS[name]
+    dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
+    if name == "bfloat16":
+        spec = kvjax.make_spec([LayerSpec(1, 128)], dtype="bfloat16", **OPTIONS)
+
+    def layer(number, implementation):
+        pools, view = pools_and_view(spec, form)
+        _, _, _, kv_heads, _, width = pools.at(number)[3].shape
+        kv = jnp.ones((*view.positions.shape, kv_heads, width), dtype)
+        pools = kvjax.write(pools, number, kv, kv, view)
+        window = spec.groups[pools.at(number)[0]].window
+        q = jnp.ones((*view.positions.shape, 2 * kv_heads, width), dtype)
+        out = kvjax.attend(q, pools, number, view, window=window, return_lse=True, implementation=implementation)
+        return pools, view, out
+
+    for number in range(sum(len(pool.layers) for group in spec.groups for pool in group.pools)):
+        for implementation in (None, "triton", "xla"):
+            assert narrow(traced(layer, number=number, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_copies(implementation):
+    spec = SPECS["all of it"]
+    state, pools = traced(lambda: (kvjax.init(spec), kvjax.init_pools(spec)))
+    _, events = traced(kvjax.admit, state, 0, LINE, 9)
+    assert types(traced(kvjax.apply, pools, events, implementation=implementation)) == types(pools)
+
+
+def last_token(tokens, pools, view, *, last):
+    """A model that predicts the token after the last one, by way of the cache."""
+    x = jax.nn.one_hot(tokens, 32, dtype=jnp.float32).reshape(*tokens.shape, 2, 16)
+    pools = kvjax.write(pools, 0, x, x, view)
+    y = kvjax.attend(10 * x, pools, 0, view, scale=10.0)
+    return jnp.roll(y.reshape(*tokens.shape, 32), 1, axis=-1)[jnp.arange(last.shape[0]), last], pools
+
+
+@pytest.mark.long
+def test_generation_and_moves():
+    spec = kvjax.make_spec(
+        [LayerSpec(2, 16)], num_blocks=6, num_host_blocks=6, max_seqs=2, max_length=24, block_size=4, dtype="float32"
+    )
+    tiered, model = kvjax.tiers.TieredCache.create(spec), jax.tree_util.Partial(last_token)
+    before = types((tiered.cache, tiered.host.arrays))
+    for start in (1, 11, 1):  # the last is brought back from the host
+        prompt = list(range(start, start + 14))
+        outputs, tiered, _ = kvjax.generate(
+            model, tiered, [prompt], max_new_tokens=4, sampling=kvjax.Sampling(temperature=1e-3, top_k=4, top_p=0.9)
+        )
+    assert outputs[0].cached_tokens == 13
+    assert types((tiered.cache, tiered.host.arrays)) == before
+    kvjax.check(tiered.cache.state)

@@ -1,0 +1,567 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong and how it shows: wrong arguments while tracing, refused requests as data, nothing half done."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import LayerSpec, Status
+from tests import drive
+from tests.drive import EXTRA, PLAIN, VERBS, Driver, padded
+
+
+def ints(*shape):
+    return np.zeros(shape, np.int32)
+
+
+def floats(*shape):
+    return np.zeros(shape, np.float32)
+
+
+# Wrong arguments: a ValueError while tracing that names the argument, what came and what was wanted.
+
+GOOD = {
+    "admit": {"seq": 0, "tokens": ints(8), "length": 4},
+    "admit batch": {"seq": ints(2), "tokens": ints(2, 8), "length": ints(2)},
+    "lookup": {"tokens": ints(8), "length": 4},
+    "extend": {"active": np.ones(4, bool), "num_tokens": 2},
+    "extend rows": {"active": np.ones(4, bool), "num_tokens": ints(4), "max_tokens": 3},
+    "commit": {"tokens": ints(4, 8), "num_tokens": ints(4)},
+    "commit rows": {"tokens": ints(2, 8), "num_tokens": ints(2), "seqs": ints(2)},
+    "fork": {"src": 0, "dst": 1},
+    "fork batch": {"src": ints(2), "dst": ints(2)},
+    "fork into many": {"src": 0, "dst": ints(2)},
+    "truncate": {"seq": 0, "length": 3},
+    "truncate batch": {"seq": ints(2), "length": ints(2)},
+    "release": {"seq": 0},
+    "release batch": {"seq": ints(3)},
+    "evict": {"blocks": ints(2)},
+    "pin": {"blocks": ints(2)},
+    "unpin": {"blocks": ints(2)},
+    "reset": {},
+}
+SCALAR = (1.5, True, np.float32(1), ints(1), ints(2, 2))
+BATCH = (floats(2), np.ones(2, bool), ints(3), ints(2, 1))
+BAD = {
+    "admit": {
+        "seq": (1.5, True, ints(2, 2)),
+        "tokens": (floats(8), ints(2, 8), ints(0), np.int32(3), np.ones(8, bool), "hi", ["hi"], [[1], [2, 3]]),
+        "length": SCALAR, "namespace": (*SCALAR, "tenant", None), "now": SCALAR, "room": (0, -1, 2.5),
+        "extra_ids": (ints(8),),
+    },
+    "admit batch": {
+        "seq": (floats(2), ints(2, 1)), "tokens": (floats(2, 8), ints(8), ints(3, 8), ints(2, 0)),
+        "length": BATCH, "namespace": BATCH, "now": SCALAR, "extra_ids": (ints(2, 8),),
+    },
+    "lookup": {
+        "tokens": (floats(8), ints(2, 8), ints(0)), "length": SCALAR, "namespace": SCALAR, "extra_ids": (ints(8),)
+    },
+    "extend": {
+        "active": (ints(4), np.ones(3, bool), np.ones((4, 1), bool), True, "all"), "num_tokens": (0, -1, 1.5, True),
+        "now": SCALAR,
+    },
+    "extend rows": {
+        "num_tokens": (floats(4), ints(3), ints(4, 1), np.ones(4, bool)), "max_tokens": (0, None, 1.5),
+        "now": SCALAR,
+    },
+    "commit": {
+        "tokens": (floats(4, 8), ints(8), ints(3, 8), ints(4, 8, 1)),
+        "num_tokens": (3, floats(4), ints(3), ints(4, 1), np.ones(4, bool)),
+        "extra_ids": (ints(4, 8),), "now": SCALAR,
+    },
+    "commit rows": {
+        "seqs": (0, floats(2), ints(2, 1)), "tokens": (ints(4, 8),), "num_tokens": (ints(4),),
+    },
+    "fork": {"src": SCALAR, "dst": (1.5, True, ints(2, 2))},
+    "fork batch": {"src": BATCH, "dst": (floats(2), ints(2, 1))},
+    "truncate": {"seq": (1.5, True, ints(2, 2)), "length": SCALAR, "now": SCALAR},
+    "truncate batch": {"seq": (floats(2),), "length": BATCH, "now": SCALAR},
+    "release": {"seq": (1.5, True, ints(2, 2)), "now": SCALAR},
+    "release batch": {"seq": (floats(3), ints(3, 1)), "now": SCALAR},
+    "evict": {"blocks": (0, floats(2), ints(2, 1), np.ones(2, bool)), "max_removed": (-1, 1.5)},
+    "pin": {"blocks": (0, floats(2), ints(2, 1), np.ones(2, bool))},
+    "unpin": {"blocks": (0, floats(2), ints(2, 1), np.ones(2, bool)), "now": SCALAR},
+}  # fmt: skip
+CASES = [
+    pytest.param(call, argument, value, id=f"{call}-{argument}-{n}")
+    for call, arguments in BAD.items()
+    for argument, values in arguments.items()
+    for n, value in enumerate(values)
+]
+
+
+def traced(call, spec=PLAIN, **changed):
+    """Traces a verb without compiling it; `changed` replaces some of its arguments."""
+    verb = drive.verb(call.split()[0])
+    return jax.eval_shape(lambda state: verb(state, **(GOOD[call] | changed)), state_of(spec))
+
+
+@functools.cache
+def state_of(spec):
+    return kvjax.init(spec)
+
+
+@pytest.mark.parametrize("call", GOOD)
+def test_good_arguments(call):
+    traced(call)
+    traced(call, spec=EXTRA)
+
+
+@pytest.mark.parametrize(("call", "argument", "value"), CASES)
+def test_a_wrong_argument_is_named(call, argument, value):
+    name = "(num|max)_tokens" if call.startswith("extend") and "tokens" in argument else argument
+    with pytest.raises(ValueError, match=rf"^{name}: got .*wanted "):
+        traced(call, **{argument: value})
+
+
+@pytest.mark.parametrize("call", ["admit", "admit batch", "lookup", "commit"])
+def test_extra_ids_are_like_the_tokens(call):
+    shape = GOOD[call]["tokens"].shape
+    traced(call, spec=EXTRA, extra_ids=ints(*shape))
+    for bad in (floats(*shape), ints(*shape, 1), ints(*shape[:-1], shape[-1] + 1)):
+        with pytest.raises(ValueError, match=r"^extra_ids: got .*wanted "):
+            traced(call, spec=EXTRA, extra_ids=bad)
+
+
+@pytest.mark.parametrize("value", [2**31, 2**32 + 5, -(2**31) - 1])
+def test_numbers_that_i32_cannot_hold_are_not_cut_short(value):
+    """Token 2**32 + 5 must not become token 5, whose K/V another prompt has left."""
+    for wide in (np.full(8, value), np.full(8, value % 2**64, np.uint64)):
+        with pytest.raises(ValueError, match=r"^tokens: got .*wanted "):
+            traced("admit", tokens=wide)
+    with pytest.raises((ValueError, OverflowError)):  # jax refuses Python's large numbers
+        traced("admit", length=value)
+
+
+def test_a_name_is_no_namespace():
+    for call in ("admit", "lookup"):
+        with pytest.raises(ValueError, match=r"^namespace: got 'tenant', wanted integers; kvjax\.Namespaces numbers"):
+            traced(call, namespace="tenant")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "admit", "lookup", "extend", "commit", "fork", "truncate", "release", "beam_step", "evict", "pin", "unpin",
+        "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged", "show",
+        "stats", "check", "snapshot", "index_of", "plot_blocks",
+    ],
+)  # fmt: skip
+def test_a_cache_is_no_state(verb):
+    cache = kvjax.Cache(state_of(PLAIN), kvjax.init_pools(PLAIN))
+    method = f", or the method cache.{verb}" if hasattr(cache, verb) else ""
+    with pytest.raises(ValueError, match=rf"^state: got a Cache, wanted its state: cache\.state{method}(\n|$)"):
+        jax.eval_shape(drive.verb(verb), cache)
+    with pytest.raises(ValueError, match=r"^state: got a tuple, wanted a CacheState"):
+        drive.verb(verb)(())
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("lru", "got 'lru', wanted an EvictionPolicy"),
+        (kvjax.policies.lfu, r"got the function lfu, .* what lfu\(\) returns"),
+        (lambda blocks: blocks.hits, "got the function <lambda>"), (tuple(kvjax.lru()), "got .*wanted an Evic"),
+    ],
+)  # fmt: skip
+def test_a_name_or_a_function_is_no_policy(policy, message):
+    for make in (kvjax.init, kvjax.Cache.create):
+        with pytest.raises(ValueError, match=f"^policy: {message}"):
+            make(PLAIN, policy)
+    with pytest.raises(ValueError, match=f"^policy: {message}"):
+        kvjax.plan([LayerSpec(1, 8)], max_seqs=2, max_length=8, budget_bytes=10_000, policy=policy)
+
+
+def test_a_layer_is_not_traced():
+    spec = kvjax.make_spec([LayerSpec(1, 4)], **SPEC)
+    cache = kvjax.Cache.create(spec)
+    q = floats(2, 1, 1, 4)
+
+    def write(cache, layer):
+        return kvjax.write(cache.pools, layer, q, q, cache.view(1))
+
+    def attend(cache, layer):
+        return kvjax.attend(q, cache.pools, layer, cache.view(1))
+
+    for call in (write, attend):
+        jax.eval_shape(functools.partial(call, layer=0), cache)
+        jax.eval_shape(functools.partial(call, layer=np.int32(0)), cache)
+        with pytest.raises(ValueError, match=r"^layer: got a traced value, wanted an int: unroll the loop"):
+            jax.eval_shape(call, cache, 0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64"])
+def test_any_integers_will_do(dtype):
+    arguments = jax.tree.map(lambda x: np.asarray(x).astype(dtype), GOOD["admit batch"])
+    traced("admit batch", **arguments)
+
+
+# Wrong configurations.
+
+SPEC = {"num_blocks": 4, "max_seqs": 2, "max_length": 8, "block_size": 4}
+
+
+@pytest.mark.parametrize("name", SPEC)
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, None, "4"])
+def test_sizes_of_a_spec(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: got .*wanted an int of at least 1"):
+        kvjax.make_spec(**(SPEC | {name: value}))
+
+
+@pytest.mark.parametrize("name", ["kv_heads", "head_dim"])
+@pytest.mark.parametrize("value", [0, -2, 1.5])
+def test_sizes_of_a_layer(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: got .*wanted an int of at least 1"):
+        dataclasses.replace(LayerSpec(2, 8), **{name: value})
+    group = kvjax.spec.GroupSpec(4, (dataclasses.replace(kvjax.spec.PoolSpec((0,), 2, 8), **{name: value}),))
+    with pytest.raises(ValueError, match=rf"^{name}: got .*wanted an int of at least 1"):
+        kvjax.CacheSpec((group,), block_size=4, max_seqs=2, max_blocks_per_seq=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("window", 0), ("window", 1.5), ("sink_tokens", -1), ("sink_tokens", None)]
+)
+def test_what_a_layer_sees(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: got {value}, wanted an int of at least"):
+        LayerSpec(2, 8, **({"window": 4} | {name: value}))
+
+
+@pytest.mark.parametrize(("layers", "message"), [(2, "layers: got 2"), ([2], r"layers\[0\]: got 2"), ("ab", "layers")])
+def test_layers_that_are_none(layers, message):
+    with pytest.raises(ValueError, match=rf"^{message}.*wanted .*LayerSpec"):
+        kvjax.make_spec(layers, **SPEC)
+    with pytest.raises(ValueError, match=rf"^{message}.*wanted .*LayerSpec"):
+        kvjax.plan(layers, max_seqs=2, max_length=8, budget_bytes=10_000)
+
+
+def test_groups_that_are_none():
+    group = kvjax.spec.GroupSpec(4)
+    with pytest.raises(ValueError, match=r"^num_host_blocks: got -1, wanted an int of at least 0"):
+        kvjax.make_spec(**SPEC, num_host_blocks=-1)
+    for groups in (
+        (),
+        (group, group),
+        (kvjax.spec.GroupSpec(4, window=8),),
+        (group, kvjax.spec.GroupSpec(4, sink_tokens=2)),
+    ):
+        with pytest.raises(ValueError, match=r"^groups: got "):
+            kvjax.CacheSpec(groups, block_size=4, max_seqs=2, max_blocks_per_seq=2)
+    with pytest.raises(ValueError, match=r"^layers\[1\].sink_tokens: got 8 without a window, wanted 0"):
+        kvjax.make_spec([LayerSpec(1, 8), LayerSpec(1, 8, sink_tokens=8)], **SPEC)
+    with pytest.raises(ValueError, match=r"^layer: got 3"):
+        kvjax.make_spec([LayerSpec(1, 8)], **SPEC).locate(3)
+
+
+def test_dtype_of_a_spec():
+    with pytest.raises(ValueError, match=r"^dtype: got .*wanted "):
+        kvjax.make_spec([LayerSpec(1, 8)], **SPEC, dtype="no such")
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 13, 1.5, True, np.int32(0), np.int64(13), np.zeros(2, np.int32), jnp.int32(13)]
+)
+def test_capacity_of_a_cache(value):
+    with pytest.raises(ValueError, match=r"^num_blocks: got .*wanted "):
+        kvjax.init(PLAIN, num_blocks=value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("budget_bytes", {"budget_bytes": 10}),
+        ("budget_bytes", {"budget_bytes": 1.5}),
+        ("budget_bytes", {"budget_bytes": -1}),
+        ("device_fraction", {"budget_bytes": None, "device_fraction": 1.5}),
+        ("model_bytes", {"model_bytes": -1}),
+        ("model_bytes", {"model_bytes": 0.5}),
+        ("max_seqs", {"max_seqs": 0}),
+        ("max_length", {"max_length": 0}),
+        ("block_size", {"block_size": 0}),
+    ],
+)
+def test_a_wrong_plan_is_named(argument, change):
+    arguments = {"layers": [LayerSpec(1, 8)], "max_seqs": 2, "max_length": 8, "budget_bytes": 10_000} | change
+    with pytest.raises(ValueError, match=rf"{argument}: got [\s\S]*wanted "):
+        kvjax.plan(arguments.pop("layers"), **arguments)
+
+
+# Refused requests: a status, and the state as it was.
+
+
+def cache_of(num_blocks):
+    return Driver(kvjax.init(PLAIN, num_blocks=num_blocks))
+
+
+OK4 = ["OK"] * 4
+WIDTH = PLAIN.max_length + 1  # of prompts
+
+
+def test_a_full_pool():
+    cache = cache_of(3)
+    assert cache.admit(0, [1] * 8) == ["OK"] and cache.write({0: [1] * 8}) == OK4
+    assert cache.admit(1, [2] * 12) == ["NO_BLOCKS"] and int(cache.events.shortfall) == 2
+    assert cache.admit(1, [3]) == ["OK"] and cache.write({1: [3]}) == OK4
+    assert cache.grow(5, 4, 0, 0) == ["NO_BLOCKS", "NO_BLOCKS", "OK", "OK"]  # two blocks for row 0, one for row 1
+    assert int(cache.events.shortfall) == 3
+    assert cache.grow(0, 3, 0, 0) == OK4  # inside its block
+    assert cache.status("release", 0) == ["OK"]
+    assert cache.admit(2, [4] * 8) == ["OK"]  # what is cached makes room
+
+
+def test_an_admission_that_only_its_own_prefix_could_pay_for():
+    cache = cache_of(3)
+    assert (
+        cache.admit(0, [1] * 12) == ["OK"]
+        and cache.write({0: [1] * 12}) == OK4
+        and cache.status("release", 0) == ["OK"]
+    )
+    assert cache.admit(0, [1] * 13) == ["NO_BLOCKS"]  # reuses three blocks, needs a fourth
+    assert cache.admit(0, [1] * 12) == ["OK"]
+
+
+def test_several_forks_and_cuts_at_once():
+    cache, tokens = cache_of(12), [1, 2, 3, 4, 5, 6]
+    assert cache.admit(0, tokens) == ["OK"] and cache.write({0: tokens}) == OK4
+    source, target = np.array([0, 1, 0, 2], np.int32), np.array([1, 2, 0, 1], np.int32)
+    assert cache.status("fork", source, target) == ["OK", "OK", "BAD_REQUEST", "HELD"]
+    assert cache.status("fork", ints(4), np.array([3, 3, 4, 9], np.int32)) == ["OK", "HELD", *["BAD_REQUEST"] * 2]
+    seqs, lengths = np.array([0, 1, 0, 7], np.int32), np.array([5, 4, 6, 1], np.int32)
+    assert cache.status("truncate", seqs, lengths) == ["OK", "OK", "BAD_REQUEST", "BAD_REQUEST"]
+    assert cache.state.seqs.length.tolist() == [5, 4, 6, 6]
+    assert cache.status("truncate", np.array([2, 3, 5, -1], np.int32), ints(4) + 2) == [
+        "OK",
+        "OK",
+        *["BAD_REQUEST"] * 2,
+    ]
+    assert cache.state.seqs.length.tolist() == [5, 4, 2, 2]
+
+
+def test_a_full_row():
+    cache = cache_of(12)
+    assert cache.admit(0, [1] * 21) == ["ROW_FULL"]
+    assert cache.admit(0, [1] * 20) == ["OK"] and cache.admit(1, [2] * 18) == ["OK"]
+    assert cache.grow(0, 3, 0, 0) == ["OK", "ROW_FULL", "OK", "OK"]
+    assert cache.grow(1, 2, 0, 0) == ["ROW_FULL", "OK", "OK", "OK"]  # all rows or none
+    assert cache.grow(0, 2, 0, 0) == OK4
+
+
+def test_a_prompt_that_fits_only_in_part_goes_in_with_less_room():
+    cache = cache_of(12)
+    assert cache.admit(0, [1] * WIDTH) == ["ROW_FULL"]
+    assert cache.admit(0, [1] * WIDTH, room=5) == ["OK"] and int(cache.state.seqs.length[0]) == 5
+
+
+@pytest.mark.parametrize("seq", [-1, 4, 2**31 - 1, -(2**31)])
+def test_unknown_rows(seq):
+    cache = cache_of(12)
+    cache.admit(0, [1])
+    assert cache.admit(seq, [1]) == ["BAD_REQUEST"]
+    assert cache.status("release", seq) == ["BAD_REQUEST"]
+    assert cache.status("truncate", seq, 1) == ["BAD_REQUEST"]
+    assert cache.status("fork", seq, 1) == ["BAD_REQUEST"]
+    assert cache.status("fork", 0, seq) == ["BAD_REQUEST"]
+    rows = np.array([seq, 0], np.int32)
+    assert cache.status("commit", ints(2, 20), np.array([1, 0], np.int32), seqs=rows) == ["BAD_REQUEST", "OK"]
+
+
+def test_rows_in_use_and_free_rows():
+    cache = cache_of(12)
+    assert cache.admit(0, [1, 2, 3]) == ["OK"]
+    assert cache.admit(0, [1, 2, 3]) == ["HELD"]
+    assert cache.status("fork", 0, 1) == ["BAD_REQUEST"]  # not written yet
+    assert cache.write({0: [1, 2, 3]}) == OK4 and cache.admit(1, [9]) == ["OK"]
+    assert cache.status("fork", 0, 1) == ["HELD"]
+    assert cache.status("fork", 0, 0) == ["BAD_REQUEST"]
+    assert cache.status("fork", 2, 3) == ["BAD_REQUEST"]
+    assert cache.status("truncate", 2, 1) == ["BAD_REQUEST"]
+    for length in (0, 4, -1):
+        assert cache.status("truncate", 0, length) == ["BAD_REQUEST"]
+    assert cache.status("release", 0) == ["OK"]
+    assert cache.status("release", 0) == ["BAD_REQUEST"]  # a double release
+    assert cache.grow(1, 0, 0, 0) == ["BAD_REQUEST", "OK", "OK", "OK"]
+    assert cache.grow(1, 1, 0, 0) == ["BAD_REQUEST", "OK", "OK", "OK"]
+
+
+def test_prompts_that_are_none():
+    cache = cache_of(12)
+
+    def admit(tokens, length):
+        return cache.status("admit", 0, tokens, length, namespace=0)
+
+    for length in (0, -1, WIDTH + 1, 2**31 - 1, -(2**31)):
+        assert admit(ints(WIDTH), length) == ["BAD_REQUEST"]
+    assert cache.admit(0, [1, -1, 2]) == ["BAD_REQUEST"]
+    assert cache.admit(0, [1, 2], namespace=-1) == ["BAD_REQUEST"]
+    assert admit(np.full(WIDTH, -7, np.int32), 1) == ["BAD_REQUEST"]
+    assert admit(padded([2**31 - 1], WIDTH, -7), 1) == ["OK"]
+
+
+def test_a_lookup_of_nonsense_finds_nothing():
+    cache = cache_of(12)
+    cache.admit(0, [1] * 9)
+    cache.write({0: [1] * 9})
+    find, ones = VERBS["lookup"], np.ones(WIDTH, np.int32)
+    assert cache.found([1] * 9) == 8
+    for tokens, length, space in ((ones, 0, 0), (ones, -1, 0), (ones, WIDTH + 1, 0), (ones, 9, -1), (-ones, 9, 0)):
+        match = find(cache.state, tokens, np.int32(length), namespace=np.int32(space))
+        assert int(match.cached_tokens) == 0 and not np.any(match.blocks >= 0) and int(match.source) < 0
+
+
+def test_commits_that_cannot_be():
+    cache = cache_of(12)
+    cache.admit(0, [1] * 4)
+    cache.admit(1, [2] * 4)
+    one, tokens = np.array([5, 4, 0, 0], np.int32), np.full((4, 20), 2, np.int32)
+    assert cache.status("commit", tokens, one) == ["BAD_REQUEST", "OK", "OK", "OK"]  # more than there is room for
+    assert cache.state.seqs.committed.tolist() == [0, 4, 0, 0]
+    assert cache.status("commit", tokens, np.array([-1, 0, 1, 0], np.int32)) == [
+        "BAD_REQUEST",
+        "OK",
+        "BAD_REQUEST",
+        "OK",
+    ]
+    assert cache.status("commit", -tokens, np.array([1, 0, 0, 0], np.int32)) == ["BAD_REQUEST", "OK", "OK", "OK"]
+    assert cache.status("commit", -tokens, ints(4)) == OK4  # nobody reads padding
+    narrow = np.full((2, 2), 3, np.int32)
+    assert cache.status("commit", narrow, np.array([3, 0], np.int32), seqs=np.array([0, 1], np.int32)) == [
+        "BAD_REQUEST", "OK",
+    ]  # fmt: skip
+    assert cache.status("commit", narrow, np.array([1, 1], np.int32), seqs=np.array([0, 0], np.int32)) == [
+        "BAD_REQUEST", "BAD_REQUEST",
+    ]  # fmt: skip
+    assert cache.state.seqs.committed.tolist() == [0, 4, 0, 0]
+
+
+def test_the_same_row_twice_in_one_call():
+    cache = cache_of(12)
+    rows, lengths = np.array([2, 2, 1, 7], np.int32), np.array([3, 3, 3, 3], np.int32)
+    tokens = np.arange(4 * WIDTH, dtype=np.int32).reshape(4, WIDTH)
+    assert cache.status("admit", rows, tokens, lengths) == ["OK", "HELD", "OK", "BAD_REQUEST"]
+    assert np.asarray(cache.state.groups[0].blocks.refcount).sum() == 2
+    rows = np.array([2, 1, 2, -1], np.int32)
+    assert cache.status("release", rows) == ["OK", "OK", "BAD_REQUEST", "BAD_REQUEST"]
+
+
+def test_a_batch_goes_on_after_a_row_that_found_no_blocks():
+    cache = cache_of(3)
+    tokens = np.arange(4 * WIDTH, dtype=np.int32).reshape(4, WIDTH)
+    lengths = np.array([4, 12, 20, 5], np.int32)
+    rows = np.arange(4, dtype=np.int32)
+    assert cache.status("admit", rows, tokens, lengths) == ["OK", "NO_BLOCKS", "NO_BLOCKS", "OK"]
+    assert cache.state.seqs.length.tolist() == [4, 0, 0, 5]
+
+
+def test_blocks_that_cannot_be_pinned_evicted_or_let_go():
+    cache = cache_of(6)
+    cache.admit(0, [1] * 8)
+    cache.write({0: [1] * 8})
+    row = np.asarray(cache.state.groups[0].table[0])
+    head, tail = row[:1], row[1:2]
+    empty = np.setdiff1d(np.arange(6, dtype=np.int32), row)[:1]
+    none = np.array([-1, -1], np.int32)
+    pad = functools.partial(np.append, values=np.int32(-1))
+    for verb in ("pin", "unpin", "evict"):
+        assert cache.status(verb, none) == ["OK"]
+        for unknown in (12, -2, 2**31 - 1):
+            assert cache.status(verb, pad(np.array([unknown], np.int32))) == ["BAD_REQUEST"]
+    assert cache.status("pin", pad(empty)) == ["BAD_REQUEST"]
+    assert cache.status("unpin", pad(empty)) == ["BAD_REQUEST"]
+    assert cache.status("unpin", row[:2]) == ["BAD_REQUEST"]  # a row's, not a pin's
+    cache.admit(1, [2] * 5)
+    assert cache.status("pin", np.asarray(cache.state.groups[0].table[1, :2])) == ["BAD_REQUEST"]  # not written yet
+    assert cache.status("release", 1) == ["OK"]
+    assert cache.status("pin", np.concatenate([head, head])) == ["BAD_REQUEST"]
+    assert cache.status("evict", pad(head)) == ["HELD"]
+    assert cache.status("reset") == ["HELD"]
+    assert cache.status("pin", row[:2]) == ["OK"] and cache.status("release", 0) == ["OK"]
+    assert cache.status("evict", pad(tail)) == ["HELD"]
+    assert cache.status("reset") == ["HELD"]
+    assert cache.status("unpin", np.concatenate([tail, tail])) == ["BAD_REQUEST"]
+    assert cache.status("unpin", pad(head)) == ["BAD_REQUEST"]  # the block after it stays held
+    assert cache.status("unpin", row[:2]) == ["OK"]
+    assert cache.status("unpin", row[:2]) == ["BAD_REQUEST"]
+    assert cache.status("pin", pad(tail)) == ["BAD_REQUEST"]  # its prefix would not be held
+    assert cache.status("evict", pad(head), max_removed=1) == ["BAD_REQUEST"] and int(cache.events.shortfall) == 1
+    assert cache.status("evict", pad(empty)) == ["OK"]  # nothing to do
+    assert cache.status("evict", pad(head)) == ["OK"] and int(cache.state.groups[0].num_empty) == 6
+    assert cache.status("reset") == ["OK"]
+
+
+def test_a_pool_of_one_block():
+    cache = cache_of(1)
+    assert cache.admit(0, [1] * 5) == ["NO_BLOCKS"]
+    assert cache.admit(0, [1] * 4) == ["OK"] and cache.write({0: [1] * 4}) == OK4
+    assert cache.admit(1, [1]) == ["NO_BLOCKS"] and cache.grow(1, 0, 0, 0)[0] == "NO_BLOCKS"
+    assert cache.status("fork", 0, 1) == ["OK"]
+    assert cache.status("release", np.array([0, 1, 2], np.int32)) == ["OK", "OK", "BAD_REQUEST"]
+    assert cache.admit(1, [2]) == ["OK"]
+
+
+def test_a_traced_capacity_out_of_range_counts_as_no_blocks():
+    """In a sweep over sizes one that is too large must not look like a result."""
+    sizes = jnp.array([13, -1, 0, 2**31 - 1, 12])
+    states = jax.vmap(lambda n: kvjax.init(PLAIN, num_blocks=n))(sizes)
+    *wrong, right = (jax.tree.map(lambda x, i=i: x[i], states) for i in range(5))
+    kvjax.check(right)
+    for state in wrong:
+        for verb, status, args in (
+            ("admit", Status.NO_BLOCKS, (np.int32(0), np.ones(WIDTH, np.int32), np.int32(1))),
+            ("release", Status.BAD_REQUEST, (0,)),
+            ("reset", Status.OK, ()),
+        ):
+            after, events = VERBS[verb](state, *args)
+            assert events.status[0] == status
+            if status != Status.OK:
+                jax.tree.map(np.testing.assert_array_equal, after, state)
+        with pytest.raises(AssertionError, match=r"^broken: num_blocks out of range\n"):
+            kvjax.check(state)
+        counted = kvjax.debug.stats(state)
+        assert str(counted).startswith("num_blocks out of range") and counted.active_share == 1.0
+        assert (counted.filled_share, counted.unused_share, counted.total_slots) == (0.0, 0.0, 0)
+
+
+def test_a_size_that_only_one_group_has_fits_neither():
+    spec = kvjax.make_spec(
+        [LayerSpec(1, 4), LayerSpec(1, 4, window=8)], num_blocks={None: 12, 8: 6}, max_seqs=2, max_length=20,
+        block_size=4,
+    )  # fmt: skip
+    state = jax.jit(lambda n: kvjax.init(spec, num_blocks=n))(9)
+    with pytest.raises(AssertionError, match=r"^broken: num_blocks out of range \(group 1\)\n"):
+        kvjax.check(state)
+    assert kvjax.debug.stats(state).num_blocks == 9 and kvjax.debug.stats(state, 1).num_blocks == 0
+
+
+# checked: for those who want an exception.
+
+
+def test_checked_raises_with_the_row_and_the_status():
+    admit = kvjax.debug.checked(VERBS["admit"])
+    state, _ = admit(kvjax.init(PLAIN), np.int32(0), ints(WIDTH), np.int32(3))
+    with pytest.raises(
+        kvjax.debug.RequestError, match=r"^admit: row 0 of the request was refused with HELD$"
+    ) as caught:
+        admit(state, np.int32(0), ints(WIDTH), np.int32(3))
+    assert caught.value.status is Status.HELD and caught.value.row == 0
+    with pytest.raises(kvjax.debug.RequestError, match=r"^release: row 1 .* BAD_REQUEST$") as caught:
+        kvjax.debug.checked(VERBS["release"])(state, np.array([0, 1, 2], np.int32))
+    assert caught.value.row == 1
+    assert isinstance(caught.value, ValueError)
+
+
+def test_checked_lets_a_full_pool_pass():
+    admit = kvjax.debug.checked(VERBS["admit"])
+    state = kvjax.init(PLAIN, num_blocks=1)
+    _, events = admit(state, np.int32(0), ints(WIDTH), np.int32(5))
+    assert events.status.tolist() == [Status.NO_BLOCKS]
+    _, events = admit(state, np.int32(0), ints(WIDTH), np.int32(WIDTH))
+    assert events.status.tolist() == [Status.ROW_FULL]
+
+
+def test_checked_names_the_verb():
+    assert kvjax.debug.checked(kvjax.extend).__name__ == "extend"
+    assert kvjax.debug.checked(kvjax.extend).__doc__ == kvjax.extend.__doc__

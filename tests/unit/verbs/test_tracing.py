@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs under jit, vmap and scan: one trace a shape, equal results, in place, and no copy of the pool's size."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import kvjax
+from benchmarks import bookkeeping
+from kvjax._arrays import add, put
+from tests.drive import PLAIN, Driver
+
+S, P = 3, 4
+SPEC = kvjax.make_spec(num_blocks=12, max_seqs=S, max_length=16, block_size=P)
+
+
+def history(state, offset):
+    """A bit of everything, as one function of a state."""
+    tokens = jnp.arange(16, dtype=jnp.int32) % 5 + offset
+    rows = jnp.arange(S, dtype=jnp.int32)
+    state, one = kvjax.admit(state, rows, jnp.stack([tokens] * S), 9 + rows)
+    left = state.seqs.length - state.seqs.committed
+    state, two = kvjax.commit(state, jnp.stack([jnp.roll(tokens, -3)] * S), left)
+    state, three = kvjax.release(state, rows[1:])
+    state, four = kvjax.fork(state, 0, 1)
+    state, five = kvjax.extend(state, rows < 2)
+    state, six = kvjax.commit(state, jnp.full((S, 1), 7, jnp.int32) + offset, (rows < 2).astype(jnp.int32))
+    state, seven = kvjax.truncate(state, 0, 5)
+    state, eight = kvjax.release(state, rows[:2])
+    return state, (one, two, three, four, five, six, seven, eight)
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.slow
+def test_jit_scan_and_vmap_do_what_separate_calls_do():
+    compiled = jax.jit(history)
+    offsets = jnp.arange(6, dtype=jnp.int32) % 4
+    state, parts = kvjax.init(SPEC), []
+    for offset in offsets:
+        state, events = compiled(state, offset)
+        parts.append(events)
+        kvjax.check(state)
+    with jax.disable_jit():
+        plain, events = history(kvjax.init(SPEC), offsets[0])
+    same((plain, events), compiled(kvjax.init(SPEC), offsets[0]))
+
+    scanned, stacked = jax.jit(lambda s: lax.scan(history, s, offsets))(kvjax.init(SPEC))
+    same(scanned, state)
+    same(stacked, jax.tree.map(lambda *x: jnp.stack(x), *parts))
+
+    def of_size(n):
+        return lax.scan(history, kvjax.init(SPEC, num_blocks=n), offsets)
+
+    sizes, alone = jnp.array([12, 7, 3], jnp.int32), jax.jit(of_size)
+    together = jax.jit(jax.vmap(of_size))(sizes)
+    for i, size in enumerate(sizes):
+        same(jax.tree.map(lambda x, i=i: x[i], together), alone(size))
+
+
+@pytest.mark.long
+def test_hit_and_release_in_a_scan_outlives_the_ring():
+    """Found by a program that hung: the number of cycles goes far beyond what the queue of releases holds."""
+    prompt = np.array([5] * 4 + [6] * 4 + [7] + [0] * 7, np.int32)
+    cache = Driver(kvjax.init(PLAIN))
+    cache.start(0, prompt[:9])
+    cache.do("release", 0)
+
+    def cycle(carry, _):
+        state, prompt, length = carry
+        state, admitted = kvjax.admit(state, 0, prompt, length)
+        state, released = kvjax.release(state, 0)
+        return (state, prompt, length), (admitted.ok & released.ok, admitted.cached[0])
+
+    scan = jax.jit(lambda *carry: lax.scan(cycle, carry, length=500))
+    (state, *_), (ok, cached) = scan(cache.state, prompt, jnp.int32(9))
+    assert bool(jnp.all(ok))
+    assert bool(jnp.all(cached == 8))
+    kvjax.check(state)
+
+
+@pytest.mark.parametrize("verb", ["admit", "extend", "commit", "fork", "truncate", "release", "lookup", "pin", "reset"])
+def test_one_trace_whatever_kind_of_number(verb):
+    traces = []
+    args = {
+        "admit": lambda n: (n(0), np.arange(8, dtype=np.int32), n(8)), "extend": lambda n: (np.ones(S, bool),),
+        "commit": lambda n: (np.zeros((S, 1), np.int32), np.zeros(S, np.int32)), "fork": lambda n: (n(0), n(1)),
+        "truncate": lambda n: (n(0), n(1)), "release": lambda n: (n(0),),
+        "lookup": lambda n: (np.arange(8, dtype=np.int32), n(8)), "pin": lambda n: (np.zeros(2, np.int32),),
+        "reset": lambda n: (),
+    }[verb]  # fmt: skip
+
+    def counted(state, *args):
+        traces.append(verb)
+        return getattr(kvjax, verb)(state, *args)
+
+    jitted, state = jax.jit(counted), kvjax.init(SPEC)
+    for kind in (jnp.int32, np.int32):
+        jitted.eval_shape(state, *args(kind))
+    for number in (1, 2, 3):
+        jitted.eval_shape(state, *args(lambda _, number=number: number))
+    assert len(traces) <= 2  # a Python int is weakly typed, which is a type of its own to jit
+
+
+def test_policies_are_the_same_object_every_time():
+    assert kvjax.lru() is kvjax.lru()
+    assert jax.tree.structure(kvjax.init(SPEC)) == jax.tree.structure(kvjax.init(SPEC, kvjax.lru()))
+
+
+@pytest.mark.parametrize("verb", ["admit", "commit", "release"])
+@pytest.mark.parametrize("retention", [False, True])
+def test_a_fresh_state_can_be_donated_and_is_updated_in_place(verb, retention):
+    state = kvjax.init(dataclasses.replace(SPEC, retention=retention))
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len(set(pointers)) == len(pointers)
+    args = {
+        "admit": (0, np.arange(8, dtype=np.int32), 8), "commit": (np.zeros((S, 1), np.int32), np.zeros(S, np.int32)),
+        "release": (0,),
+    }[verb]  # fmt: skip
+    compiled = jax.jit(getattr(kvjax, verb), donate_argnums=0).lower(state, *args).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(state))
+    compiled(state, *(np.int32(a) if isinstance(a, int) else a for a in args))
+
+
+@functools.cache
+def scanned(run, retention):
+    spec = kvjax.make_spec(
+        num_blocks=65_536, max_seqs=bookkeeping.ROWS, max_length=bookkeeping.LENGTH, block_size=bookkeeping.BLOCK,
+        retention=retention,
+    )  # fmt: skip
+    state = jax.eval_shape(lambda: kvjax.init(spec))
+    return state, jax.jit(run, donate_argnums=0).lower(state).compile()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("retention", [False, True])
+@pytest.mark.parametrize("run", [bookkeeping.steps, bookkeeping.admissions])
+def test_scanned_steps_copy_nothing_of_the_pools_size(run, retention):
+    state, compiled = scanned(run, retention)
+    assert bookkeeping.copies_of_blocks(compiled, state) == []
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 0.1 * nbytes
+    assert memory.alias_size_in_bytes >= nbytes
+
+
+@pytest.mark.parametrize("write", [put, add])
+def test_a_write_of_one_entry_stays_a_scatter(write):
+    """As a dynamic-update-slice it was fused, in a scan on CPU, into a kernel that never ended."""
+    args = jnp.arange(12, dtype=jnp.int32), jnp.array([3]), jnp.int32(7), jnp.array([True])
+    program = jax.jit(write).lower(*args).compile()
+    assert "dynamic-update-slice" not in program.as_text()
+    assert program(*args)[3] == (7 if write is put else 10)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("held", [False, True])
+def test_writes_drop_what_does_not_hold(count, held):
+    where, ids = np.array([held, True][:count]), np.array([2, 0][:count])
+    flat, block = np.arange(5), np.arange(20).reshape(5, 4)
+    for x, index, values in (
+        (flat, ids, 9), (flat, ids, np.arange(7, 7 + count)), (block, ids, -block[:count]),
+        (block, (ids, ids + 1), 9), (block, (ids, ids + 1), np.arange(7, 7 + count)),
+    ):  # fmt: skip
+        wanted = x.copy()
+        chosen = tuple(i[where] for i in index) if isinstance(index, tuple) else index[where]
+        wanted[chosen] = values if np.ndim(values) == 0 else values[where]
+        np.testing.assert_array_equal(put(jnp.asarray(x), index, values, jnp.asarray(where)), wanted)
+    square = jnp.zeros((3, 4), jnp.int32)
+    got = put(square, (np.full((count, 1), 1), np.arange(count)[:, None]), 5, jnp.asarray(where)[:, None])
+    assert np.asarray(got)[1, :count].tolist() == [5 * bool(w) for w in where]
