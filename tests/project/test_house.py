@@ -98,12 +98,12 @@ def compares_with_absence(node):
     return type(value) is int and value == 0 and name in NUMBERS
 
 
-def tested_flags(test):
+def flags_in(test):
     """The flags in a condition: alone, behind `not`, or joined by `and` and `or`."""
     if isinstance(test, ast.BoolOp):
-        return [node for value in test.values for node in tested_flags(value)]
+        return [node for value in test.values for node in flags_in(value)]
     if isinstance(test, ast.UnaryOp):
-        return tested_flags(test.operand)
+        return flags_in(test.operand)
     return [test] if name_of(test) in FLAGS | NUMBERS else []
 
 
@@ -113,7 +113,7 @@ def asking_lines(tree):
     for node in ast.walk(tree):
         conditions = getattr(node, "ifs", [node.test] if hasattr(node, "test") else [])
         conditions = [*conditions, node] if isinstance(node, ast.BoolOp) else conditions
-        lines |= {flag.lineno for condition in conditions for flag in tested_flags(condition)}
+        lines |= {flag.lineno for condition in conditions for flag in flags_in(condition)}
         if isinstance(node, ast.Compare) and compares_with_absence(node):
             lines.add(node.lineno)
     return lines
