@@ -8,27 +8,27 @@ import pytest
 from tests.oracle import scenarios
 
 FILES = scenarios.scenario_files([scenarios.DATA])
-# The library compiles its verbs anew for each file: these stand for all by default.
-ALWAYS = ("own_partial_source_last_block", "own_truncate_then_append", "own_ttl_from_release")
-LONG = ("own_host_round_trip", "own_window_long_prompt", "trt_event_stream")
+# The library compiles its verbs once for each spec. No other file has the spec of one of these.
+ALONE = {
+    "max_cap_rule", "own_host_min_priority_chain", "own_ttl_and_offload", "own_window_long_prompt", "own_window_one",
+    "trt_leaf_with_dependent_75", "trt_retention_ranges_256", "trt_retention_ranges_32", "trt_retention_ranges_64",
+    "trt_two_windows", "trt_window_equals_prompt", "vllm0_append_blocks_1", "vllm1_hybrid_hit", "vllm1_image_features",
+}  # fmt: skip
+LARGE = {"trt_manager_beams"}  # for plain Python
 
 
-def _marks(name):
-    return [] if name in ALWAYS else pytest.mark.long if name in LONG else pytest.mark.slow
+def files(long):
+    """All scenario files; those that take long are marked."""
+    return [pytest.param(path, marks=pytest.mark.long if path.stem in long else [], id=path.stem) for path in FILES]
 
 
-LARGE = "trt_manager_beams"  # for plain Python
-
-
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=pytest.mark.long if path.stem == LARGE else [], id=path.stem) for path in FILES]
-)
+@pytest.mark.parametrize("path", files(LARGE))
 def test_scenario_on_the_oracle(path):
     result, why = scenarios.run_file(path, "oracle")
     assert result == "pass", why
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, marks=_marks(path.stem), id=path.stem) for path in FILES])
+@pytest.mark.parametrize("path", files(ALONE))
 def test_scenario_on_the_library(path):
     result, why = scenarios.run_file(path, "library")
     assert result == "pass", why
@@ -36,6 +36,7 @@ def test_scenario_on_the_library(path):
 
 def test_the_whole_set_is_here():
     assert len(FILES) == 103
+    assert {path.stem for path in FILES} >= ALONE | LARGE
 
 
 def _steps(*steps, **config):

@@ -123,7 +123,13 @@ def test_a_plan_with_windows_counts_all_there_is():
         assert ledger.used_bytes == real_bytes(spec)
 
 
-@pytest.mark.parametrize(("layers", "budget"), [(GEMMA, 400_000), (GEMMA, 400_700), (GEMMA, 443_210), (SINKS, 200_000)])
+@pytest.mark.parametrize(
+    ("layers", "budget"),
+    [
+        (GEMMA, 400_000), (GEMMA, 400_700), (GEMMA, 443_210),
+        pytest.param(SINKS, 200_000, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_plan_is_the_last_of_all_steps_that_fit(layers, budget):
     """Against a walk from the least cache up, each block for the one furthest behind its share."""
     shares = {None: 1, 64: 4} if layers is GEMMA else {24: 2, 100: 3}

@@ -271,8 +271,14 @@ def steps(pools, q, state, records, loop):
     return lax.while_loop(lambda c: c[0] < 3, one, carry)
 
 
-@pytest.mark.parametrize("loop", ["scan", "while"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("loop", "dtype"),
+    [
+        ("scan", "bfloat16"), ("while", "float32"),
+        pytest.param("scan", "float32", marks=pytest.mark.long),
+        pytest.param("while", "bfloat16", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_steps_update_the_pools_in_place(loop, dtype):
     """In a compiled loop: temporaries under 5 % of the pool, and no instruction but an update makes a pool."""
     pools = jax.eval_shape(lambda: jax.tree.map(lambda x: x.astype(dtype), init_pools(HUGE)))
@@ -292,7 +298,7 @@ def test_steps_update_the_pools_in_place(loop, dtype):
             assert kind == "fusion" and ("scatter" in name or "dynamic-update-slice" in name), (name, sizes, kind)
 
 
-@pytest.mark.parametrize("loop", ["scan", "while"])
+@pytest.mark.parametrize("loop", [pytest.param("scan", marks=pytest.mark.long), "while"])
 def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
     """No read of a layer sees a later write, no write is lost; with copies between the steps."""
     layers, rng = 4, np.random.default_rng(4)
