@@ -22,8 +22,8 @@ CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
-# By default what runs at every step of a decode loop; `long` adds a kernel of each kind, `slow` the other chip too.
-QUICK = {"decode_16", "append", "copy", "scatter"}
+# By default each kernel once; `long` adds the quantised ones, `slow` rare shapes and the other chip.
+QUICK = {"decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather", "scatter"}
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
