@@ -27,11 +27,11 @@ class Ledger:
     """Where the bytes of a budget go. `print` it for a table.
 
     Attributes:
-      budget_bytes: what there was to spend on the device.
-      entries: what it is spent on: the model, one entry per pool, the scratch rows, the metadata.
+      budget_bytes: bytes to spend on the device.
+      entries: what they are spent on: the model, one entry per pool, the scratch rows, the metadata.
       spec: the cache.
-      host_budget_bytes: what there was to spend on the host; None if nobody said.
-      host_entries: what it is spent on, one entry per pool; none without a host tier.
+      host_budget_bytes: bytes to spend on the host; None if not given.
+      host_entries: what they are spent on, one entry per pool; none without a host tier.
     """
 
     budget_bytes: int

@@ -176,7 +176,7 @@ class Group(Pytree):
 
     @property
     def available(self) -> jax.Array:
-        """i32[]; blocks that can be had: empty ones and cached ones."""
+        """i32[]; blocks that can be taken: empty ones and cached ones."""
         return self.num_empty + self.num_cached
 
     def _on_host(self, name: str, ids: jax.Array, otherwise: Any) -> Any:

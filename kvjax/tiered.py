@@ -51,7 +51,7 @@ class FailedTransfer(RuntimeError):
     Attributes:
       tiered: the cache to go on with.
       lost: the rows that were released.
-      events: of the verb, which was done but for these rows.
+      events: of the verb, done for all rows but these.
       removed: events of the blocks that left the index.
     """
 

@@ -65,7 +65,7 @@ class Stats:
 
     @property
     def active_share(self) -> float:
-        """Share of the blocks that cannot be had at present: 1.0 means that nothing more can be admitted."""
+        """Share of the blocks that are active: 1.0 means that nothing more can be admitted."""
         return self.active_blocks / self.num_blocks if self.num_blocks else 1.0
 
     @property

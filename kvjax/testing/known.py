@@ -24,7 +24,7 @@ Item = tuple[int, int]  # a token and its extra id
 
 @dataclasses.dataclass
 class Row:
-    """What a sequence should hold: `items` are written, of `length` that it has room for.
+    """What a sequence should hold: `items` are written, and there is room for `length`.
 
     A resting row is on the host; a lost row has lost K/V to a failed move, and can only be released.
     """
