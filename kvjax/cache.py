@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state together with its bytes, on one tier or two, for those who do not want to think about copies and moves."""
+"""A state together with its K/V; the verbs are methods that also execute the copies they order."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _reader[**P, R](verb: Callable[Concatenate[CacheState, P], R]) -> Callable[C
 class Cache(Pytree):
     """A cache's state and the pools that hold its K/V; a value like each of them, with the verbs as methods.
 
-    Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. What a state was before such a step is then worth
-    nothing without its pools; to go back and go on from there, `fork` the rows first.
+    Donate it to jitted steps: `jax.jit(step, donate_argnums=...)`. A copy of the state from before such a step is
+    useless without its pools; to go on from there later, `fork` the rows first.
 
     Attributes:
       state: the metadata.

@@ -27,11 +27,11 @@ class Ledger:
     """Where the bytes of a budget go. `print` it for a table.
 
     Attributes:
-      budget_bytes: what there was to spend on the device.
-      entries: what it is spent on: the model, one entry per pool, the scratch rows, the metadata.
+      budget_bytes: bytes to spend on the device.
+      entries: what they are spent on: the model, one entry per pool, the scratch rows, the metadata.
       spec: the cache.
-      host_budget_bytes: what there was to spend on the host; None if nobody said.
-      host_entries: what that is spent on, one entry per pool; none without a host tier.
+      host_budget_bytes: bytes to spend on the host; None if not given.
+      host_entries: what they are spent on, one entry per pool; none without a host tier.
     """
 
     budget_bytes: int
@@ -59,7 +59,7 @@ class Ledger:
     def num_tokens(self) -> int:
         """Tokens that sequences can have at once on the device, when they share nothing and are as long as possible.
 
-        With windows these can be more than there are K/V of: what has left a window takes no room there.
+        With windows these can be more than there are slots for: tokens that have left a window take none there.
         """
         spec, full = self.spec, self.num_full_seqs
         rest = [spec.max_blocks_per_seq]  # blocks of one more sequence, if that is shorter

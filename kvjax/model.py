@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model has to be, and the errors of one that is not."""
+"""The protocol of a model, and the errors of one that breaks it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvjax.pools.views import View
 
 
 class Model(Protocol):
-    """Computes the next tokens of some rows: `kvjax.write`s their K/V and `kvjax.attend`s to all that came before.
+    """Computes the next tokens of some rows: `kvjax.write`s their K/V and `kvjax.attend`s to all tokens so far.
 
-    Any pytree that can be called so: a Flax NNX module, or `jax.tree_util.Partial(fn, weights)`.
+    Any pytree with this call is one: a Flax NNX module, or `jax.tree_util.Partial(fn, weights)`.
     """
 
     def __call__(
@@ -50,10 +50,10 @@ def check_model(model: Any) -> None:
 def forward(
     model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None
 ) -> tuple[jax.Array, Pools]:
-    """Calls the model; its logits and pools.
+    """Calls the model; returns its logits and pools.
 
     Raises:
-      ValueError: if it returns something else, or cannot do without `last`.
+      ValueError: if the model returns something else, or cannot give all logits.
     """
     if last is not None:
         result = model(tokens, pools, view, last=last)

@@ -51,7 +51,7 @@ def plan(
     policy: EvictionPolicy | None = None,
     **options: Any,
 ) -> Plan:
-    """Sizes a cache: as many blocks as a budget holds, with everything that comes with them.
+    """Sizes a cache: as many blocks as a budget holds, with their scratch rows and metadata.
 
     The budget covers what stays in memory: the model, the pools (N blocks and a scratch row), the metadata. It does
     not cover a compiled step's temporaries, so leave room for them.
@@ -59,20 +59,20 @@ def plan(
     Args:
       layers: one entry per attention layer, in the model's order.
       max_seqs: S, sequences held at once.
-      max_length: tokens that one sequence can hold. It sizes the block tables; a smaller budget than one such
-        sequence needs is planned for all the same, and the ledger says so.
+      max_length: tokens that one sequence can hold. It sizes the block tables; a budget too small for one such
+        sequence is planned for all the same, and the ledger says so.
       budget_bytes: bytes to spend on the device, or
       device_fraction: the share of the device's memory to spend, above 0 and at most 1. On a GPU the memory is what
         jax may allocate (three quarters of it unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise).
       host_budget_bytes: bytes to spend on the host, for the K/V of a host tier; None: no host tier, or the one that
-        `num_host_blocks` describes. What the state knows of host blocks is on the device.
+        `num_host_blocks` describes. The metadata of host blocks is on the device.
       shares: how the bytes of both budgets are divided among the windows: "equal" gives each of them as many bytes,
         "bytes" each in proportion to the K/V that it keeps of a sequence of `max_length`, and a mapping {window:
-        weight}, with None for full attention, in proportion to the weights. Of a sequence's end a window keeps the
-        same whatever the share: more of it means more rows, or more that stays cached.
+        weight}, with None for full attention, in proportion to the weights. A window keeps the same part of a
+        sequence whatever its share: a larger share means more rows, or more cached blocks.
       model_bytes: bytes of the budget that the model's parameters take.
       device: the `jax.Device` whose memory `device_fraction` means; None for the first local one.
-      policy: the eviction policy that the state will have, which has a state of its own; default as in `init`.
+      policy: the eviction policy of the state, which costs metadata of its own; default as in `init`.
       **options: passed to `make_spec`: block_size, dtype, extra_ids, partial_reuse, num_host_blocks, ...
 
     Returns:
@@ -126,7 +126,7 @@ def _pools(spec: CacheSpec, window: _Window):
 
 
 def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[int | None, float]) -> list[int]:
-    """What each window is to have in proportion to the others, exactly."""
+    """The exact weight of each window's share."""
     if shares == "equal":
         return [1] * len(windows)
     if shares == "bytes":
@@ -155,9 +155,9 @@ def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[
 
 
 def _largest(fits: Callable[[_Counts], bool], budget: int, prices: list[int], weights: list[int]) -> _Counts:
-    """The most blocks that fit, where (1, 1, ...) does: the next one by the weights would not.
+    """The most blocks that fit, divided by the weights: the next block by the weights would not fit.
 
-    What fits with some blocks fits with fewer.
+    (1, 1, ...) fits, and counts that fit still do with fewer blocks.
     """
     total = sum(weights)
 
@@ -170,7 +170,7 @@ def _largest(fits: Callable[[_Counts], bool], budget: int, prices: list[int], we
         middle = (low + high) // 2
         low, high = (middle, high) if fits(divide(middle)) else (low, middle)
     best = divide(low)
-    # Where several are next, one of them may fit alone.
+    # Where several counts would grow together, one of them may fit alone.
     tied = [at for at, (old, new) in enumerate(zip(best, divide(high), strict=True)) if new > old]
     for at in sorted(tied, key=lambda at: -prices[at]):
         more = (*best[:at], best[at] + 1, *best[at + 1 :])
@@ -179,7 +179,7 @@ def _largest(fits: Callable[[_Counts], bool], budget: int, prices: list[int], we
 
 
 def _most_blocks(spec: CacheSpec, window: _Window) -> int:
-    """What int32 can count of one window's blocks, those of the host included."""
+    """The most blocks of one window that int32 can count, those of the host included."""
     widest = max([8, spec.block_size, *(pool.kv_heads for pool in _pools(spec, window))])
     return _MOST_SLOTS // widest - 1
 
@@ -187,7 +187,7 @@ def _most_blocks(spec: CacheSpec, window: _Window) -> int:
 def _host_blocks(
     budget: Any, one: CacheSpec, windows: Sequence[_Window], prices: list[int], weights: list[int]
 ) -> dict[_Window, int]:
-    """Host blocks of each window, by a budget of their own: there is nothing on the host but their K/V."""
+    """Host blocks of each window, by a budget of their own, which pays for nothing but their K/V."""
     if not isinstance(budget, int) or isinstance(budget, bool):
         raise ValueError(f"host_budget_bytes: got {budget!r}, wanted an int")
     if not any(group.pools for group in one.groups):

@@ -46,18 +46,18 @@ class Blocks(Pytree):
       refcount: i32[B]; rows and pins that hold the block; within a transition copies in progress too.
       text: i32[B, P]; the tokens whose K/V the block holds, and their extra ids; None in a window group.
       fill: i32[B]; tokens of a findable block, 0 for every other.
-      key: u32[B, 2]; hash of the prefix that ends in this block (`blocks/keys.py`): a hint, never trusted; likewise.
+      key: u32[B, 2]; hash of the prefix up to here (`blocks/keys.py`): a hint, never trusted; None in a window group.
       generation: i32[B]; how often the block was published; compared for equality only, so wrapping is harmless.
       parent: i32[B, 2]; the prefix before this block as (block, generation), or (NO_BLOCK, namespace) at a root.
       children: i32[B]; findable blocks whose parent this is.
       depth: i32[B]; blocks before this one in its prefix.
-      hits: i32[B]; how often the contents were reused since they were stored; LOST of contents that a failed move took.
+      hits: i32[B]; how often the contents were reused since they were stored; LOST if a failed move took them.
       stored: i32[B]; reading of `clock` when the contents were published.
       released: i32[B]; reading of `clock` when the last holder let go.
       clock: i32[]; counts publications and releases; read by difference to the present reading.
       retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever); None where the spec asks for none.
-      expiry: i32[B, 2]; when the time to live of a released block ends, in ms of 64 bits (high, low); likewise.
-      time: i32[2]; the latest `now` that a verb was done at, in 64 bits; likewise.
+      expiry: i32[B, 2]; when the time to live of a released block ends, in ms of 64 bits (high, low); None likewise.
+      time: i32[2]; the latest `now` of a verb, in 64 bits; None likewise.
     """
 
     refcount: jax.Array
@@ -101,8 +101,8 @@ class EvictionPolicy(NamedTuple):
         lost their last holder and stay cached, the one to leave first in front.
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate); names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which may be named; a block may
-        be named only with all its findable children before it. What is not eligible now may be at the next call:
-        it keeps its place.
+        be named only with all its findable children before it. A block that is not eligible now may be at the next
+        call: it keeps its turn.
       forget: (pstate, ids i32[K]) -> pstate; called when blocks go to another tier, which has a state of its own, and
         with all blocks by `reset`; None: there is nothing to forget.
       idle: static; whether the functions themselves return the pstate as it was where they are asked for nothing:
@@ -144,11 +144,11 @@ class Group(Pytree):
       empty: i32[N]; stack of empty blocks on the device.
       num_empty: i32[]; height of that stack.
       num_cached: i32[]; findable blocks on the device that nobody holds.
-      num_blocks: i32[]; blocks in use, 1..N; 0 if it was made with a number out of range.
+      num_blocks: i32[]; blocks in use, 1..N; 0 if made with a number out of range.
       table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks.
       policy: the eviction policy's own state.
       anchor: i32[B]; in a window group, the block of the first group with the same prefix; None in the first group.
-      shadow: i32[B of the first group]; the way back: this group's block with the same prefix, or NO_BLOCK; likewise.
+      shadow: i32[B of the first group]; the inverse: this group's block with the same prefix, or NO_BLOCK; likewise.
       host: which blocks are on the host; None without a host tier.
     """
 
@@ -176,11 +176,11 @@ class Group(Pytree):
 
     @property
     def available(self) -> jax.Array:
-        """i32[]; blocks that can be had: empty ones and cached ones."""
+        """i32[]; blocks that can be taken: empty ones and cached ones."""
         return self.num_empty + self.num_cached
 
     def _on_host(self, name: str, ids: jax.Array, otherwise: Any) -> Any:
-        """What the host tier's array of this name has of blocks ids i32[...]; without a host tier, `otherwise`."""
+        """The host tier's array of this name at blocks ids i32[...]; `otherwise` without a host tier."""
         return pick(getattr(self.host, name), ids) if self.tiered else otherwise
 
     def pool_row(self, ids: jax.Array) -> jax.Array:
@@ -212,7 +212,7 @@ class Group(Pytree):
         return self.arrived(ids) & self.on_device(ids) & ~self._on_host("stuck", ids, np.bool_(False))
 
     def childless(self, ids: jax.Array) -> jax.Array:
-        """bool[...]; whether no findable block follows the findable blocks ids i32[...]."""
+        """bool[...]; whether findable blocks ids i32[...] have no findable children."""
         return (pick(self.blocks.children, ids) == 0) & (self._on_host("below", ids, np.int32(0)) == 0)
 
     def beside(self, ids: jax.Array) -> jax.Array:
@@ -220,7 +220,7 @@ class Group(Pytree):
         return ids if self.shadow is None else jnp.where(ids >= 0, pick(self.shadow, ids), NO_BLOCK)
 
     def anchors(self, ids: jax.Array) -> jax.Array:
-        """i32[...]; the way back: the first group's blocks with the same prefixes as blocks ids i32[...]."""
+        """i32[...]; the inverse: the first group's blocks with the same prefixes as blocks ids i32[...]."""
         return ids if self.anchor is None else pick(self.anchor, ids)
 
 
@@ -231,7 +231,7 @@ class Sequences(Pytree):
       length: i32[S]; tokens that the row has room for, 0 for a free row.
       committed: i32[S]; tokens whose K/V are written, at most `length`.
       namespace: i32[S]; number of the row's (salt, LoRA), see `keys.Namespaces`.
-      retention: i32[S, M + 1, 2]; what is stated of each of the row's blocks, last of generated ones; or None.
+      retention: i32[S, M + 1, 2]; stated for each block of the row, last for generated blocks; or None.
       swapped: bool[S]; rows whose blocks are on the host, all or some; None without a host tier.
     """
 

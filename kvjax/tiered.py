@@ -37,7 +37,7 @@ _step = jax.jit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
 def _finish(cache: Cache, events: Events, ok: ArrayLike) -> tuple[Cache, Events]:
-    """What follows a verb and its moves: says to the state whether they were made, and makes the copies."""
+    """Finishes a verb after its moves: tells the state whether they were made, and executes the copies."""
     state, done = complete(cache.state, events.transfer, ok)
     return Cache(state, apply(cache.pools, events)), done
 
@@ -50,9 +50,9 @@ class FailedTransfer(RuntimeError):
 
     Attributes:
       tiered: the cache to go on with.
-      lost: the rows that were released for it.
-      events: of the verb, which was done but for these rows.
-      removed: events of what has left the index for it.
+      lost: the rows that were released.
+      events: of the verb, done for all rows but these.
+      removed: events of the blocks that left the index.
     """
 
     def __init__(self, message: str, tiered: TieredCache, lost: list[int], events: Events, removed: Events):
@@ -65,13 +65,13 @@ def _tiered_method[**P](
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that also makes the moves and copies that it orders."""
     jitted = jax.jit(functools.partial(verb, **given), donate_argnums=0, static_argnames=static)
-    compiled: set[Any] = set()  # for which shapes
+    compiled: set[Any] = set()  # shapes
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
         check_alive(self.cache, self.host)
         shapes = jax.tree.structure((self.cache, args, kwargs)), *map(np.shape, jax.tree.leaves((args, kwargs)))
         if shapes not in compiled:
-            # An error while compiling loses nothing: what follows the verb is compiled before it takes the state.
+            # Compiles `_finish` too before the verb takes the state, so that a compile error loses nothing.
             state, events = jitted.lower(self.state, *args, **kwargs).compile().out_info
             _finish.lower(Cache(state, self.pools), events, np.bool_(True)).compile()
             compiled.add(shapes)
@@ -112,7 +112,7 @@ class TieredCache:
     """A cache and its host tier, with the verbs of both as methods; for host code, between loops.
 
     Every verb is jitted and donates what it is called on: go on with what it returns. Moves are started, not awaited;
-    what is computed later waits for them where it must. A loop takes `cache`; put back what it returns with `replace`.
+    later programs wait for them where they must. A loop takes `cache`; put back what it returns with `replace`.
 
     Attributes:
       cache: the state and the device's pools; this is what a jitted loop takes.
@@ -140,11 +140,11 @@ class TieredCache:
             raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
         empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state)
         pools, host = init_host_pools(empty.pools)
-        state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), empty.state)  # as moves leave the pools
+        state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), empty.state)  # committed like moved pools
         return cls(Cache(state, pools), host)
 
     def replace(self, cache: Cache) -> TieredCache:
-        """This with another cache, such as a loop returned."""
+        """This host tier with another cache, such as a loop returned."""
         return TieredCache(cache, self.host)
 
     @property
@@ -200,7 +200,7 @@ class TieredCache:
         return self.replace(cache), computed, events
 
     def _settle(self, state: CacheState, events: Events) -> TieredCache:
-        """Makes the moves and the copies, in this order, and says so to the state."""
+        """Makes the moves and the copies, in this order, and tells the state."""
         pools, host, failure = self.pools, self.host, None
         if events.transfer is not None:
             try:
@@ -212,6 +212,6 @@ class TieredCache:
             return TieredCache(cache, host)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:
-            state, _ = _release(cache.state, np.int32(row))  # stores nothing: what it held is not in the index
+            state, _ = _release(cache.state, np.int32(row))  # stores nothing: its blocks are not in the index
             cache = Cache(state, cache.pools)
         raise FailedTransfer(str(failure), TieredCache(cache, host), lost, events, done) from failure

@@ -30,10 +30,10 @@ class Stats:
       reserved_slots: slots of active blocks that some row has room for and that are not yet written.
       cached_slots: slots of cached blocks that hold contents.
       host_blocks: H: active + cached + empty; the slots above are those of the device alone.
-      host_active_blocks: blocks on the host that rows hold, which rest then, or pins.
+      host_active_blocks: blocks on the host that resting rows or pins hold.
       host_cached_blocks: blocks on the host whose contents can be reused.
       host_empty_blocks: blocks on the host without contents.
-      in_transit_blocks: blocks of both tiers whose K/V are still to come where they are counted.
+      in_transit_blocks: blocks on the move, counted on the tier that they move to.
     """
 
     block_size: int
@@ -65,7 +65,7 @@ class Stats:
 
     @property
     def active_share(self) -> float:
-        """Share of the blocks that cannot be had at present: 1.0 means that nothing more can be admitted."""
+        """Share of the blocks that are active: 1.0 means that nothing more can be admitted."""
         return self.active_blocks / self.num_blocks if self.num_blocks else 1.0
 
     @property
@@ -113,7 +113,7 @@ def stats(state: CacheState, group: int = 0) -> Stats:
 
     Args:
       state: the cache; not traced.
-      group: which attention window.
+      group: number of the group.
 
     Returns:
       Counts of blocks, slots and rows as they stand. What happened so far (tokens queried and reused, copies,

@@ -19,7 +19,7 @@ from kvjax.state import LOST, NO_BLOCK, CacheState
 
 
 class RequestError(ValueError):
-    """A request that a checked verb did not do; `status` and `row` say which and why."""
+    """A request that a checked verb did not do; `row` and `status` say which and why."""
 
     def __init__(self, verb: str, row: int, status: Status):
         super().__init__(f"{verb}: row {row} of the request was refused with {status.name}")
@@ -75,11 +75,11 @@ def _failures(**rules: Any) -> list[str]:
 def _check_rows(state: CacheState, number: int) -> list[str]:
     seqs, size, group = state.seqs, state.spec.block_size, _numpy(state.groups[number])
     held, keeps = -(-seqs.length // size), _numpy(state.spec.groups[number].keeps)
-    place = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
-    inside = (place[None] < held[:, None]) & np.asarray(keeps(place[None], seqs.committed[:, None], size))
+    columns = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
+    inside = (columns[None] < held[:, None]) & np.asarray(keeps(columns[None], seqs.committed[:, None], size))
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
     resting = np.asarray(seqs.rests)
-    here = (group.table < 0) | _on_device(group)[_inside(group.table, group.blocks.fill)]
+    on_device = (group.table < 0) | _on_device(group)[_inside(group.table, group.blocks.fill)]
     return _failures(
         committed_lies_within_length=(seqs.committed >= 0) & (seqs.committed <= seqs.length),
         length_fits_in_a_row=seqs.length <= state.spec.max_length,
@@ -87,18 +87,18 @@ def _check_rows(state: CacheState, number: int) -> list[str]:
         table_entries_are_blocks=group.table < group.blocks.refcount.shape[0],
         entries_of_a_row_differ=not any(repeats),
         only_rows_in_use_are_swapped_out=~resting | (seqs.length > 0),
-        rows_that_are_not_swapped_out_are_on_the_device=here | resting[:, None],
+        rows_that_are_not_swapped_out_are_on_the_device=on_device | resting[:, None],
     )
 
 
 def _numpy(tree: Any) -> Any:
-    """What `device_get` has made of it, which the type checker takes for arrays of jax."""
+    """The tree as `Any`: the type checker takes the numpy arrays of `device_get` for arrays of jax."""
     return tree
 
 
-def _inside(ids: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """The ids, those that are none moved to some that are."""
-    return np.clip(ids, 0, len(of) - 1)
+def _inside(ids: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """The ids clipped to indices of the array; the caller masks those that were out of range."""
+    return np.clip(ids, 0, len(array) - 1)
 
 
 def _on_device(group: Any) -> np.ndarray:
@@ -108,18 +108,18 @@ def _on_device(group: Any) -> np.ndarray:
 def _check_counts(state: CacheState, group: Any) -> list[str]:
     blocks, num_ids, size = group.blocks, group.blocks.refcount.shape[0], len(group.empty)
     holders = np.bincount(group.table[(group.table >= 0) & (group.table < num_ids)], minlength=num_ids)
-    here = _on_device(group)
-    cached = (blocks.refcount == 0) & (blocks.fill > 0) & here
+    on_device = _on_device(group)
+    cached = (blocks.refcount == 0) & (blocks.fill > 0) & on_device
     unused = (np.arange(num_ids) >= group.num_blocks) & (np.arange(num_ids) < size)
     idle = (blocks.refcount == 0) & (blocks.fill == 0) & ~unused
     return _failures(
         refcounts_cover_the_tables=blocks.refcount >= holders,
         only_pins_hold_beside_the_tables=(blocks.refcount <= holders) | (blocks.fill > 0) | (blocks.hits == LOST),
-        the_stack_is_the_empty_blocks=_is_stack(group.empty, group.num_empty, idle & here),
+        the_stack_is_the_empty_blocks=_is_stack(group.empty, group.num_empty, idle & on_device),
         num_cached_counts_cached_blocks=cached.sum() == group.num_cached,
         blocks_out_of_use_are_untouched=(blocks.refcount[unused] == 0) & (blocks.fill[unused] == 0),
         fill_fits_in_a_block=(blocks.fill >= 0) & (blocks.fill <= state.spec.block_size),
-        **(_host_rules(group, idle & ~here, unused) if group.tiered else {}),
+        **(_host_rules(group, idle & ~on_device, unused) if group.tiered else {}),
     )
 
 
@@ -135,21 +135,22 @@ def _is_stack(stack: np.ndarray, height: int, wanted: np.ndarray) -> bool:
 
 def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, Any]:
     blocks, host, ids = group.blocks, group.host, np.arange(len(group.host.pool_row))
-    away, above, findable = ~_on_device(group), blocks.parent[:, 0], blocks.fill > 0
-    child = np.flatnonzero(findable & (above >= 0) & (above < len(ids)))
+    on_host, parent, findable = ~_on_device(group), blocks.parent[:, 0], blocks.fill > 0
+    child = np.flatnonzero(findable & (parent >= 0) & (parent < len(ids)))
+    below = np.bincount(parent[child[on_host[child]]], minlength=len(ids))
     return {
         "every_pool_row_belongs_to_one_block": sorted(host.pool_row.tolist()) == ids.tolist(),
         "blocks_out_of_use_keep_their_pool_rows": host.pool_row[unused] == ids[unused],
         "the_stack_of_the_host_is_its_empty_blocks": _is_stack(host.empty, host.num_empty, empty),
-        "children_on_the_host_are_counted": np.bincount(above[child[away[child]]], minlength=len(ids)) == host.below,
-        "a_device_block_has_its_parent_on_the_device": away[child] | ~away[above[child]],
+        "children_on_the_host_are_counted": host.below == below,
+        "a_device_block_has_its_parent_on_the_device": on_host[child] | ~on_host[parent[child]],
         "only_blocks_with_contents_are_on_the_move": (host.arriving == 0) | findable | (blocks.refcount > 0),
         "moves_were_ordered": (host.arriving == 0) | (_after(host.moves, host.arriving) >= 0),
     }
 
 
 def _check_prefixes(state: CacheState, group: Any) -> list[str]:
-    """What holds of the first group alone."""
+    """The rules of the first group alone."""
     return _check_tree(group) + _check_links(group)
 
 
@@ -159,14 +160,14 @@ def _check_tree(group: Any) -> list[str]:
     parent, generation = blocks.parent[findable].T
     known = (parent >= 0) & (parent < num_ids)
     above, below = parent[known], findable[known]
-    here = _on_device(group)
+    on_device = _on_device(group)
     held_below_unheld = (blocks.refcount[below] > 0) & (blocks.refcount[above] == 0)
     text = np.stack(jax.tree.leaves(blocks.text))
     prefixes = {(*blocks.parent[b], *text[:, b, : blocks.fill[b]].reshape(-1).tolist()) for b in findable}
     return _failures(
         parents_are_whole_and_findable=[*(parent < num_ids), *(blocks.fill[above] == blocks.tokens.shape[1])],
         parent_links_are_of_this_generation=blocks.generation[above] == generation[known],
-        children_are_counted=(np.bincount(above[here[below]], minlength=num_ids) == blocks.children)
+        children_are_counted=(np.bincount(above[on_device[below]], minlength=num_ids) == blocks.children)
         | (blocks.fill == 0),
         only_findable_blocks_have_children=(blocks.fill > 0) | (blocks.children == 0),
         a_held_block_has_a_held_parent=~held_below_unheld,
@@ -217,12 +218,12 @@ def _check_links(group: Any) -> list[str]:
 
 def _check_ring(group: Any, ring: Ring, device: bool) -> list[str]:
     blocks = group.blocks
-    here = _on_device(group) == device
+    in_tier = _on_device(group) == device
     held = int(_after(ring.tail, ring.head))
     at = int(ring.head) + np.arange(max(min(held, len(ring.order)), 0))
     ids = ring.order[at & (len(ring.order) - 1)]
     live = (_after(ring.stamp[ids], at) == 0) & (blocks.refcount[ids] == 0) & (blocks.fill[ids] > 0)
-    cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0) & here)
+    cached = np.flatnonzero((blocks.refcount == 0) & (blocks.fill > 0) & in_tier)
     return _failures(
         the_ring_holds_at_most_its_size=0 <= held <= len(ring.order),
         every_cached_block_waits_in_the_ring_of_its_tier_once=sorted(ids[live].tolist()) == cached.tolist(),

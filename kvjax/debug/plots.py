@@ -53,14 +53,14 @@ def plot_blocks(
     """Draws the blocks of a cache, coloured by condition and filled as far as their tokens go.
 
     A cell of the map is one block; in a cache of more than 2,048 blocks it is a run of blocks, divided by the shares
-    of their conditions. Each lane is a row's block table, in the colours of the map; blocks that have left a window are
-    one cell together, with their number. A block on the move has a mark at its left.
+    of their conditions. Each lane is a row's block table, in the colours of the map; a run of blocks that have left a
+    window is one cell with their number. A block on the move has a mark at its left.
 
     Args:
       state: the cache; not traced.
       path: where to save the picture, if anywhere; the suffix chooses the format.
       ax: where to draw; the axes of a new figure if None.
-      group: which attention window.
+      group: number of the group.
       title: what to write above the counts.
 
     Returns:
@@ -74,9 +74,9 @@ def plot_blocks(
     except ImportError as error:
         raise ImportError('plot_blocks needs matplotlib: pip install "kvjax[plot]"') from error
     seen = survey(state, group)
-    number = len(seen.condition)
-    per_cell = 1 << (-(-number // _MOST_CELLS) - 1).bit_length()
-    columns = _columns(-(-number // per_cell))
+    num_blocks = len(seen.condition)
+    per_cell = 1 << (-(-num_blocks // _MOST_CELLS) - 1).bit_length()
+    columns = _columns(-(-num_blocks // per_cell))
     lanes = [int(seq) for seq in np.flatnonzero((seen.length != 0) | (seen.table != NO_BLOCK).any(axis=1))]
     kinds = [*_NAMES][: 8 if state.spec.groups[group].num_host_blocks else 4]
     drawing = _Drawing(columns, numbered=columns <= _MOST_NUMBERED and per_cell == 1, kinds=kinds)
@@ -157,7 +157,7 @@ def _draw_map(drawing: _Drawing, seen: Survey, per_cell: int) -> None:
 
 
 def _draw_lanes(drawing: _Drawing, seen: Survey, lanes: list[int], gaps: bool) -> None:
-    """One lane per row in use, blocks in the order of its table; `gaps` says that a row may be without some."""
+    """One lane per row in use, blocks in the order of its table; `gaps` says that a row may lack some."""
     if not lanes:
         return
     drawing.bottom += 0.6
@@ -166,14 +166,14 @@ def _draw_lanes(drawing: _Drawing, seen: Survey, lanes: list[int], gaps: bool) -
     width = min(1.0, drawing.columns / max(1, max(map(len, used[:_MOST_LANES]))))
     for seq, cells in zip(lanes[:_MOST_LANES], used, strict=False):
         drawing.text(-0.3, drawing.bottom + 0.45, f"seq {seq}", ha="right")
-        for place, (block, number) in enumerate(cells):
+        for index, (block, repeats) in enumerate(cells):
             if gaps and block == NO_BLOCK:
-                stretches, label = [(0.0, 1.0, "gap", 1.0)], f"- x{number}"
+                stretches, label = [(0.0, 1.0, "gap", 1.0)], f"- x{repeats}"
             elif 0 <= block < len(seen.condition):
                 stretches, label = _one(seen, block), str(block)
             else:
                 stretches, label = [(0.0, 1.0, "unknown", 1.0)], str(block)
-            drawing.cell(place * width, drawing.bottom, width, stretches, label)
+            drawing.cell(index * width, drawing.bottom, width, stretches, label)
         drawing.bottom += 1
     if len(lanes) > _MOST_LANES:
         drawing.text(0, drawing.bottom + 0.5, f"and {len(lanes) - _MOST_LANES:,} more rows", color=_FAINT)
@@ -181,7 +181,7 @@ def _draw_lanes(drawing: _Drawing, seen: Survey, lanes: list[int], gaps: bool) -
 
 
 def _join_gaps(table: np.ndarray) -> list[tuple[int, int]]:
-    """The table as (block, 1), and (NO_BLOCK, how many) for entries without one that stand together."""
+    """The table as (block, 1) for each block, and (NO_BLOCK, length) for each run of entries without one."""
     runs = [(block, len(list(run))) for block, run in itertools.groupby(table.tolist())]
     return [(b, k) for block, n in runs for b, k in ([(block, n)] if block == NO_BLOCK else [(block, 1)] * n)]
 
@@ -192,7 +192,7 @@ def _kind(condition: int, holders: int) -> str:
 
 
 def _one(seen: Survey, block: int) -> _Stretches:
-    """A block: what is written in full colour, the rest of a held block faint."""
+    """A block: its written part in full colour, the rest faint."""
     if seen.condition[block] == Condition.UNUSED:
         return []
     kind = _kind(seen.condition[block], seen.refcount[block])

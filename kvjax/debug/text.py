@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks, for each group.
 
-And in one line, for `repr`, which has to do with whatever jax makes of a pytree.
+And in one line, for `repr`, of whatever jax makes of a cache: traced, donated, batched, shapes alone.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _ARRIVING, _LEAVING = "<", ">"
 
 @on_state
 def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
-    """Draws a cache in text. It also draws a broken one: `check` puts it into its message.
+    """Draws a cache in text, a broken one too: `check` puts the drawing into its message.
 
     Args:
       state: the cache; not traced.
       width: columns to stay within.
-      max_lines: the most lines for each part of a group; what does not fit is counted, and a map of many blocks
+      max_lines: the most lines for each part of a group; rows beyond them are counted, and a map of many blocks
         gives one character to several.
 
     Returns:
       Several lines. The tree of contents is left out of a group with more blocks than `max_lines`, and of all groups
-      with windows, whose blocks hold what those of the first group beside them do.
+      with windows, whose blocks hold the same tokens as the first group's beside them.
     """
     lines = []
     for number, group in enumerate(state.spec.groups):
@@ -78,7 +78,7 @@ def one_line(cache: Any) -> str:
 
 
 def page(cache: Any) -> str:
-    """The same for a notebook, with a drawing where there are counts."""
+    """That line for a notebook, with a drawing where there are counts."""
     drawing = "" if _unreadable(cache) else "\n\n" + show(_state(cache))
     return f"<pre>{html.escape(one_line(cache) + drawing)}</pre>"
 
@@ -87,14 +87,14 @@ def _state(cache: Any) -> CacheState:
     return cache if isinstance(cache, CacheState) else cache.state
 
 
-def _bytes(spec: CacheSpec, number: str, scratch: int) -> str:
+def _bytes(spec: CacheSpec, size_name: str, scratch: int) -> str:
     """Bytes of the pools, with so many scratch rows each."""
-    rows = [(getattr(group, number) + scratch, pool) for group in spec.groups for pool in group.pools]
-    return human(sum(num_rows * pool.block_bytes(spec.block_size) for num_rows, pool in rows))
+    pools = [(getattr(group, size_name) + scratch, pool) for group in spec.groups for pool in group.pools]
+    return human(sum(num_rows * pool.block_bytes(spec.block_size) for num_rows, pool in pools))
 
 
 def _unreadable(cache: Any) -> str:
-    """Why a cache cannot be counted; nothing if it can."""
+    """Why a cache cannot be counted; "" if it can."""
     state = _state(cache)
     leaves = jax.tree.leaves((state, getattr(cache, "pools", None), getattr(cache, "host", None)))
     if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -161,7 +161,7 @@ def _runs(ids: Iterable[int]) -> list[str]:
 
 
 def _fit(words: list[str], width: int) -> str:
-    """The words joined by blanks, the middle left out where they are too wide."""
+    """The words joined by blanks; where they are too wide, the middle is left out."""
     kept, text = len(words), " ".join(words)
     while len(text) > max(width, 12) and kept > 2:
         kept -= 1
@@ -172,19 +172,19 @@ def _fit(words: list[str], width: int) -> str:
 def _contents(seen: Survey, width: int) -> Iterator[str]:
     """The findable blocks as trees of prefixes, then the blocks that rows are still filling."""
     findable = [int(block) for block in np.flatnonzero(seen.fill > 0)]
-    above = {block: _parent(seen, block) for block in findable}
+    parents = {block: _parent(seen, block) for block in findable}
     drawn: set[int] = set()
 
     def branch(block: int, indent: str) -> Iterator[str]:
-        if block in drawn:  # parent links that go round: a broken state
+        if block in drawn:  # a cycle of parent links: a broken state
             return
         drawn.add(block)
         yield _block(seen, block, indent, width)
         for child in findable:
-            if above[child] == block:
+            if parents[child] == block:
                 yield from branch(child, indent + "   ")
 
-    roots = sorted((b for b in findable if above[b] == NO_BLOCK), key=lambda b: int(seen.parent[b, 1]))
+    roots = sorted((b for b in findable if parents[b] == NO_BLOCK), key=lambda b: int(seen.parent[b, 1]))
     for n, block in enumerate(roots):
         namespace = int(seen.parent[block, 1])
         if n == 0 or namespace != int(seen.parent[roots[n - 1], 1]):
@@ -208,7 +208,7 @@ def _parent(seen: Survey, block: int) -> int:
 
 
 def _block(seen: Survey, block: int, indent: str, width: int) -> str:
-    """One block with its tokens; a dot for a slot without."""
+    """One block with its tokens; a dot for an unwritten slot."""
     size, written = seen.tokens.shape[1], int(seen.written[block])
     holders = int(seen.refcount[block])
     tail = f"  {holders} holder{'' if holders == 1 else 's'}" if holders else "  cached"
@@ -224,16 +224,16 @@ def _block(seen: Survey, block: int, indent: str, width: int) -> str:
 
 def _map(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
     """One character per block, or per run of blocks where there are too many."""
-    number = len(seen.condition)
-    digits = len(f"{number - 1:,}")
+    num_blocks = len(seen.condition)
+    digits = len(f"{num_blocks - 1:,}")
     columns = max((width - digits - 1) // 11 * 10, 10)  # tens, with a blank before each
-    per_cell = 1 << (-(-number // (columns * max_lines)) - 1).bit_length()
+    per_cell = 1 << (-(-num_blocks // (columns * max_lines)) - 1).bit_length()
     host = bool((seen.condition >= Condition.ON_HOST_EMPTY).any())
     if per_cell == 1:
-        cells = [_sign(seen, block) for block in range(number)]
+        cells = [_sign(seen, block) for block in range(num_blocks)]
         legend = f"digit: holders (+: more than {_MANY}), c: cached, .: empty"
     else:
-        cells = [_most(seen.condition[start : start + per_cell]) for start in range(0, number, per_cell)]
+        cells = [_most(seen.condition[start : start + per_cell]) for start in range(0, num_blocks, per_cell)]
         legend = f"a character for {per_cell:,} blocks; most of them a: active, c: cached, .: empty"
     if host:
         legend += "; on the host s: swapped out, h: cached, -: empty"

@@ -44,8 +44,7 @@ def attend(
       implementation: one of `IMPLEMENTATIONS`, which serves or raises; None: the first that can serve.
 
     Returns:
-      [R, C, Q, D] like q, zeros where the view has padding; with `return_lse` also f32[R, C, Q], there without
-      meaning.
+      [R, C, Q, D] like q, zeros where the view has padding; with `return_lse` also f32[R, C, Q], undefined there.
 
     Raises:
       ValueError: on an argument that does not fit, while tracing.

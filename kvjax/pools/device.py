@@ -2,9 +2,9 @@
 """The K/V bytes: pools that are donated, updated in place, and obey the events.
 
 A pool is one array `[N + 1, L, 2, K, P, D]`: one block is one contiguous run, to copy or to move between tiers, and
-inside it each (layer, K or V, head) is one contiguous tile `[P, D]`, to read in attention. The last row is scratch:
-whatever has no place is written there, and nobody reads it. Never slice a layer out of a pool: that copies it.
-A quantised pool has its scales in an array of their own, which goes wherever the pool goes.
+inside it each (layer, K or V, head) is one contiguous tile `[P, D]`, to read in attention. The last pool row is
+scratch: padding is written there, and nobody reads it. Never slice a layer out of a pool: that copies it.
+The scales of a quantised pool are in a sibling array, which is copied and moved with the pool.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Pools(Pytree, static=("spec",)):
     Attributes:
       arrays: per group, per pool [N + 1, L, 2, K, P, D].
       spec: static; shapes.
-      scales: per group, per pool f32[N + 1, L, 2, K, P] if that is quantised, else None; the K/V are array * scale.
+      scales: per group, per pool f32[N + 1, L, 2, K, P] if it is quantised, else None; the K/V are array * scale.
     """
 
     arrays: tuple[tuple[jax.Array, ...], ...]
@@ -42,17 +42,17 @@ class Pools(Pytree, static=("spec",)):
         return None if self.scales is None else self.scales[group][pool]
 
     def with_pool(self, group: int, pool: int, array: jax.Array, scales: jax.Array | None = None) -> Pools:
-        """These pools with another array in one place, and its scales if it has any."""
+        """These pools with another array for one pool, and its scales if it has any."""
         pools = self.replace(arrays=_with(self.arrays, group, pool, array))
         if self.scales is None or scales is None:
             return pools
         return pools.replace(scales=_with(self.scales, group, pool, scales))
 
 
-def _with(rows, group: int, pool: int, array: jax.Array):
-    rows = [list(row) for row in rows]
-    rows[group][pool] = array
-    return tuple(map(tuple, rows))
+def _with(arrays, group: int, pool: int, array: jax.Array):
+    arrays = [list(of_group) for of_group in arrays]
+    arrays[group][pool] = array
+    return tuple(map(tuple, arrays))
 
 
 def init_pools(spec: CacheSpec) -> Pools:
@@ -88,7 +88,7 @@ def write(
       implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
 
     Returns:
-      The pools with the tokens' K/V, in the pool's dtype; quantised, token by token and head by head, if that is so.
+      The pools with the tokens' K/V, in the pool's dtype; a quantised pool gets one scale per token and head.
 
     Raises:
       ValueError: on shapes that do not fit the pool or the view.
@@ -111,28 +111,28 @@ def write(
 def apply(pools: Pools, events: Events, *, implementation: str | None = None) -> Pools:
     """Executes the copies that a transition ordered, each of a whole block in all layers.
 
-    In place if the caller donates the pools. No copy's target is the source of another one of the same transition,
-    so order does not matter. The cost is that of the copies there are, not of the events there is room for.
+    In place if the caller donates the pools. No copy's target is the source of another copy of the same transition,
+    so order does not matter. The cost follows the number of copies, not the capacity of the events.
 
     Args:
       pools: the K/V before.
       events: what the transition returned.
       implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
     """
-    for g, group in enumerate(pools.arrays):
-        wanted = (events.kind == EventKind.COPIED) & (events.group == g)
-        # The wanted entries' numbers, packed to the front.
-        entry = jnp.arange(wanted.size, dtype=jnp.int32)
-        order = put(jnp.zeros_like(entry), rank(wanted), entry, wanted)
+    for number, arrays in enumerate(pools.arrays):
+        wanted = (events.kind == EventKind.COPIED) & (events.group == number)
+        # Indices of the wanted records, packed to the front.
+        index = jnp.arange(wanted.size, dtype=jnp.int32)
+        order = put(jnp.zeros_like(index), rank(wanted), index, wanted)
         sources, targets = events.source[order], events.block[order]
-        for p, array in enumerate(group):
+        for pool, array in enumerate(arrays):
             with jax.named_scope("copy_blocks"):
                 copied = [
                     pallas_kernels.call(
                         "copy_blocks", x, sources, targets, count(wanted), implementation=implementation
                     )
-                    for x in (array, pools.scales_of(g, p))
+                    for x in (array, pools.scales_of(number, pool))
                     if x is not None
                 ]
-            pools = pools.with_pool(g, p, *copied)
+            pools = pools.with_pool(number, pool, *copied)
     return pools

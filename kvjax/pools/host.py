@@ -7,12 +7,12 @@ scratch row, and a move copies one block out of one array into the other, in pla
     for each move of a batch:  target = dynamic_update_slice(target, dynamic_slice(source, row), row)
 
 Why so (`benchmarks.offload` measures it, tests/unit/pools/test_host_pool.py compiles it for a GPU):
-- On CPU a block costs one copy at the speed of memory. To collect a batch in an array of its own first, which a
-  `jax.device_put` of it is as well, takes five times as long: the system has to hand out fresh pages.
+- On CPU a block costs one copy at the speed of memory. Collecting a batch in an array of its own first, as a
+  `jax.device_put` of it does too, takes five times as long: the system has to hand out fresh pages.
 - For a GPU, XLA makes each update of a host pool a kernel that writes to the host's memory, on a stream of its own, and
   aliases the pool. A scatter, or an index that lies in host memory, becomes code for the host instead. A loop whose
   length the compiler does not know asks the host before each turn, hence batches of fixed sizes.
-- On CPU a program that looks at a pool as rows `[N + 1, -1]` copies all of it where L, K or P is 1: keep the axes.
+- On CPU a program that reshapes a pool to `[N + 1, -1]` copies all of it where L, K or P is 1: keep the axes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class HostPools(Pytree, static=("spec",)):
     """The K/V of the host tier, in pinned host memory. Valid only beside the state and the pools used with it.
 
     Attributes:
-      arrays: per group, per pool [H, L, 2, K, P, D]; row h is block N + h.
+      arrays: per group, per pool [H, L, 2, K, P, D]; index h is pool row N + h.
       spec: static; shapes.
-      scales: per group, per pool f32[H, L, 2, K, P] if that is quantised, else None.
+      scales: per group, per pool f32[H, L, 2, K, P] if it is quantised, else None.
     """
 
     arrays: tuple[tuple[jax.Array, ...], ...]
@@ -55,7 +55,7 @@ class TransferError(RuntimeError):
     Attributes:
       pools: the device's pools to go on with: those given to `move` may be gone. What the targets hold is undefined.
       host: likewise, the host's pools.
-      overwritten: bool[K]; moves whose source is also the target of a move, so that no copy of theirs may be left.
+      overwritten: bool[K]; moves whose source is also the target of a move, so that their bytes may be lost.
     """
 
     def __init__(self, message: str, pools: Pools, host: HostPools, overwritten: np.ndarray):
@@ -64,14 +64,14 @@ class TransferError(RuntimeError):
 
 
 def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
-    """Host pools, divided among devices as the device's pools are; what they hold is undefined.
+    """Host pools, divided among devices as the device's pools are; their contents are undefined.
 
-    The device's pools come back committed to their devices, as moves leave them, without a copy: for committed arrays
-    jax compiles a program anew, which should not happen to a decode step when the first block comes back. Results are
-    committed where an argument was, so a state that goes through one program with the pools is best committed as well.
+    The device's pools come back committed to their devices, as moves leave them, without a copy: jax compiles a program
+    anew for committed arrays, and a decode step should not recompile when the first block comes back. A program's
+    results are committed if an argument is, so commit a state that shares a program with the pools.
 
     Args:
-      pools: the device's pools, given up; their spec says how many host blocks each group has.
+      pools: the device's pools, to be replaced by the returned ones; their spec has the host blocks of each group.
 
     Returns:
       The pools, and those of the host.
@@ -88,9 +88,9 @@ def init_host_pools(pools: Pools) -> tuple[Pools, HostPools]:
 def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, HostPools]:
     """Copies blocks between the tiers as a transition ordered.
 
-    Both pools are donated and updated in place, after what uses them already and before what will. For host code, not
-    under `jit`: it reads the orders, so it waits for the transition that gave them, but for no copy. If a device fails
-    while it copies, that shows when the pools are awaited, as for any step.
+    Both pools are donated and updated in place, after the programs that use them already and before later ones. For
+    host code, not under `jit`: reading the orders waits for the transition that gave them, and for no copy. A device
+    that fails during a copy shows when the pools are awaited, as for any step.
 
     Args:
       pools: the device's K/V.
@@ -107,49 +107,49 @@ def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, Host
     Source: TensorRT-LLM's KVCacheTransferManager (onboard, offload); vLLM's swap_blocks.
     """
     records = np.asarray(transfer.records)
-    for g, *moves in _sorted(records[records[:, 1] != NO_BLOCK], pools.spec):
-        tiers = [_of(pools, g), _of(host, g)]
+    for number, *moves in _sorted(records[records[:, 1] != NO_BLOCK], pools.spec):
+        tiers = [_of(pools, number), _of(host, number)]
         try:
             _move(tiers, *moves)
         except Exception as error:
-            failed = f"group {g}: {len(moves[0])} blocks to the host and {len(moves[1])} to the device: {error}"
-            left = _with(pools, g, tiers[0]), _with(host, g, tiers[1])
+            failed = f"group {number}: {len(moves[0])} blocks to the host and {len(moves[1])} to the device: {error}"
+            left = _with(pools, number, tiers[0]), _with(host, number, tiers[1])
             raise TransferError(failed, *left, _overwritten(records)) from error
-        pools, host = _with(pools, g, tiers[0]), _with(host, g, tiers[1])
+        pools, host = _with(pools, number, tiers[0]), _with(host, number, tiers[1])
     return pools, host
 
 
 def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """(group, offloads i32[n, 2], onboards i32[m, 2]): sources and targets, each counted from its own tier's start."""
+    """(group number, offloads i32[n, 2], onboards i32[m, 2]): sources and targets, indices into their tiers' pools."""
     found = []
-    for g in np.unique(records[:, 0]).tolist():
-        rows = records[records[:, 0] == g, 3:]
-        if not 0 <= g < len(spec.groups):
-            raise ValueError(f"transfer: got a move in group {g}, wanted one of {len(spec.groups)}")
-        n, ids = spec.groups[g].num_blocks, spec.groups[g].num_ids
-        on_host = rows >= n
-        wrong = (on_host[:, 0] == on_host[:, 1]) | np.any((rows < 0) | (rows >= ids), axis=1)
+    for number in np.unique(records[:, 0]).tolist():
+        pool_rows = records[records[:, 0] == number, 3:]
+        if not 0 <= number < len(spec.groups):
+            raise ValueError(f"transfer: got a move in group {number}, wanted one of {len(spec.groups)}")
+        n, ids = spec.groups[number].num_blocks, spec.groups[number].num_ids
+        on_host = pool_rows >= n
+        wrong = (on_host[:, 0] == on_host[:, 1]) | np.any((pool_rows < 0) | (pool_rows >= ids), axis=1)
         if wrong.any():
-            source, target = rows[wrong][0].tolist()
+            source, target = pool_rows[wrong][0].tolist()
             raise ValueError(
-                f"transfer: got a move from row {source} to {target} in group {g}, wanted one between the device's, "
-                f"0..{n - 1}, and the host's, {n}..{ids - 1}"
+                f"transfer: got a move from row {source} to {target} in group {number}, wanted one between the "
+                f"device's, 0..{n - 1}, and the host's, {n}..{ids - 1}"
             )
-        rows = rows - np.int32(n) * on_host
-        found.append((g, rows[on_host[:, 1]], rows[on_host[:, 0]]))
+        index = pool_rows - np.int32(n) * on_host
+        found.append((number, index[on_host[:, 1]], index[on_host[:, 0]]))
     return found
 
 
 def _move(tiers: list[Any], offloads: np.ndarray, onboards: np.ndarray) -> None:
-    """Replaces the arrays of one group in `tiers`, (device, host), one by one: after a failure they are as they are."""
-    # All sources are read before any target is written: offloads go first, but what they overwrite is read before.
+    """Replaces the arrays of one group in `tiers`, (device, host), one by one: a failure leaves the latest ones."""
+    # A source that an offload overwrites is staged on the device first: every source is read before it is overwritten.
     early = np.isin(onboards[:, 0], offloads[:, 1])
-    read = [(_read(tiers[1], batch[0]), batch[1]) for batch in _batches(onboards[early])]
+    staged = [(_read(tiers[1], batch[0]), batch[1]) for batch in _batches(onboards[early])]
     for batch in _batches(offloads):
         tiers[1] = _copy(tiers[1], tiers[0], batch)
     for batch in _batches(onboards[~early]):
         tiers[0] = _copy(tiers[0], tiers[1], batch)
-    for blocks, targets in read:
+    for blocks, targets in staged:
         tiers[0] = _copy(tiers[0], blocks, np.stack([np.arange(targets.size, dtype=np.int32), targets]))
 
 
@@ -163,38 +163,38 @@ def _batches(moves: np.ndarray) -> list[np.ndarray]:
     return batches
 
 
-def _copy_blocks(targets: Any, sources: Any, rows: jax.Array) -> Any:
-    """Copies blocks, row rows[0, i] of each source to row rows[1, i] of its target, whatever memory these are in."""
-    rows = lax.platform_dependent(rows, cpu=_weighty, default=lambda rows: rows)
+def _copy_blocks(targets: Any, sources: Any, index: jax.Array) -> Any:
+    """Copies blocks, from index[0, i] of each source to index[1, i] of its target, in any memory."""
+    index = lax.platform_dependent(index, cpu=_weighty, default=lambda index: index)
 
     def copy(i, targets):
         def put(target, source):
-            block = _block(source, rows[0, i], jax.typeof(target).memory_space)
-            return lax.dynamic_update_index_in_dim(target, block, rows[1, i], 0, allow_negative_indices=False)
+            block = _block(source, index[0, i], jax.typeof(target).memory_space)
+            return lax.dynamic_update_index_in_dim(target, block, index[1, i], 0, allow_negative_indices=False)
 
         return jax.tree.map(put, targets, sources)
 
-    return lax.fori_loop(0, rows.shape[1], copy, targets)
+    return lax.fori_loop(0, index.shape[1], copy, targets)
 
 
-def _weighty(rows: jax.Array) -> jax.Array:
-    """The same rows, by a thousand operations: XLA runs a CPU program of fewer in the thread that calls it."""
-    zero = jnp.minimum(0, jnp.max(rows.reshape(-1)[0] ^ lax.iota(jnp.int32, 1024)))
-    return rows + zero
+def _weighty(index: jax.Array) -> jax.Array:
+    """The index plus a zero of a thousand operations: XLA runs a smaller CPU program in the thread that calls it."""
+    zero = jnp.minimum(0, jnp.max(index.reshape(-1)[0] ^ lax.iota(jnp.int32, 1024)))
+    return index + zero
 
 
-def _read_blocks(sources: Any, rows: jax.Array) -> Any:
-    """Blocks rows[i] of arrays in host memory, one after the other in arrays on the device."""
-    rows = lax.platform_dependent(rows, cpu=_weighty, default=lambda rows: rows)
+def _read_blocks(sources: Any, index: jax.Array) -> Any:
+    """Blocks index[i] of arrays in host memory, stacked in arrays on the device."""
+    index = lax.platform_dependent(index, cpu=_weighty, default=lambda index: index)
 
-    def read(row):
-        return jax.tree.map(lambda source: _block(source, row, jax.memory.Space.Device)[0], sources)
+    def read(i):
+        return jax.tree.map(lambda source: _block(source, i, jax.memory.Space.Device)[0], sources)
 
-    return lax.map(read, rows)
+    return lax.map(read, index)
 
 
-def _block(source: jax.Array, row: jax.Array, memory: Any) -> jax.Array:
-    return jax.device_put(lax.dynamic_index_in_dim(source, row, allow_negative_indices=False), memory)
+def _block(source: jax.Array, index: jax.Array, memory: Any) -> jax.Array:
+    return jax.device_put(lax.dynamic_index_in_dim(source, index, allow_negative_indices=False), memory)
 
 
 # One program for each batch size, direction and group: the targets are donated.
@@ -202,22 +202,22 @@ _copy = jax.jit(_copy_blocks, donate_argnums=0)
 _read = jax.jit(_read_blocks)
 
 
-def _of(pools: Pools | HostPools, group: int) -> Any:
+def _of(pools: Pools | HostPools, number: int) -> Any:
     """The arrays of one group, with its scales if there are any."""
-    return pools.arrays[group], None if pools.scales is None else pools.scales[group]
+    return pools.arrays[number], None if pools.scales is None else pools.scales[number]
 
 
-def _with[T: (Pools, HostPools)](pools: T, group: int, arrays: Any) -> T:
+def _with[T: (Pools, HostPools)](pools: T, number: int, arrays: Any) -> T:
     """These pools with one group's arrays replaced by others."""
 
-    def put(rows, new):
-        return None if rows is None else (*rows[:group], new, *rows[group + 1 :])
+    def put(old, new):
+        return None if old is None else (*old[:number], new, *old[number + 1 :])
 
     return pools.replace(arrays=put(pools.arrays, arrays[0]), scales=put(pools.scales, arrays[1]))
 
 
 def _allocate(like: jax.Array, num_blocks: int) -> jax.Array:
-    """An array in host memory that XLA owns, so that it can be donated, and that never was in the device's."""
+    """An array that XLA allocates in host memory, so that it can be donated, without one on the device first."""
 
     def make():
         return jax.device_put(jnp.empty((num_blocks, *like.shape[1:]), like.dtype), jax.memory.Space.Host)

@@ -2,7 +2,7 @@
 """What a model step needs of the cache: where each token is written, and what it may read.
 
 A view is for the next tokens of some rows, those after the committed ones, for which `admit` or `extend` has made
-room. Two forms, which a model need not tell apart, since both look like a batch of rows:
+room. It has one of two forms, and a model sees a batch of rows in both:
 
     view(state, [3, 1, 0], max_tokens=4)       ragged(state, [3, 1, 0], size=6)
     [ a5 a6 a7 .  ]                            [ a5 a6 a7 b2 .  .  ]
@@ -28,12 +28,12 @@ class View(Pytree):
     """Where the tokens of one model step are.
 
     Attributes:
-      tables: per group i32[R, M]; rows of the group's pools, N (scratch) where a row has no block on the device.
+      tables: per group i32[R, M]; pool rows, N (scratch) where a row has no block on the device.
       positions: i32[R, C]; of each token in its sequence; i32[1, T] if ragged. Padding has some position too.
-      lengths: i32[R]; tokens that a row's last token attends to, those of this view included; 0 for a row that has
-        no token here.
-      slots: per group, shaped like positions; pool row * P + offset, where each token's K/V go; in scratch for
-        padding.
+      lengths: i32[R]; tokens that a row's last token attends to, those of this view included; 0 for a row without
+        tokens in it.
+      slots: per group, shaped like positions; pool row * P + offset, where each token's K/V go; the scratch
+        row for padding.
       num_tokens: i32[R]; tokens of each row in this view.
       starts: i32[R]; if ragged, where each row's tokens start; None if padded.
     """
@@ -57,8 +57,8 @@ def view(
 
     Args:
       state: the cache, with room for the tokens.
-      num_tokens: i32[R]; how many tokens of each row, at most C. A row that has room for fewer gets those. An int
-        stands for all rows.
+      num_tokens: i32[R]; how many tokens of each row, at most C. A row with room for fewer gets as many as fit. An
+        int stands for all rows.
       max_tokens: C; may be left out if num_tokens is an int.
       seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
 
@@ -82,8 +82,8 @@ def ragged(state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike 
 
     Args:
       state: the cache, with room for the tokens.
-      num_tokens: i32[R]; how many tokens of each row. A row that has room for fewer gets those, and the row that
-        does not fit into T any more gets what still does: `num_tokens` of the view is what to commit.
+      num_tokens: i32[R]; how many tokens of each row. A row with room for fewer gets as many as fit, and so does a
+        row that reaches the end of T: commit `num_tokens` of the view.
       size: T.
       seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
 
@@ -96,7 +96,7 @@ def ragged(state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike 
     starts = jnp.minimum(jnp.cumsum(count, dtype=jnp.int32) - count, size)
     count = jnp.minimum(count, size - starts)
     token = jnp.arange(size, dtype=jnp.int32)[None]
-    # The last row that starts here or before: a row without tokens starts where the next one does.
+    # A slot's owner is the last row that starts there or before: a row without tokens starts where the next one does.
     owner = jnp.sum(token >= starts[:, None], axis=0, dtype=jnp.int32)[None] - 1
     return _view(state, tables, committed, count, owner, token - pick(starts, owner), starts)
 
@@ -115,8 +115,9 @@ def _rows(state: CacheState, num_tokens, seqs):
     tables = []
     for group, spec in zip(state.groups, state.spec.groups, strict=True):
         table = pick(group.table, seqs)
-        row = group.pool_row(table)
-        tables.append(jnp.where(real[:, None] & (table >= 0) & (row < spec.num_blocks), row, spec.num_blocks))
+        pool_row = group.pool_row(table)
+        on_device = real[:, None] & (table >= 0) & (pool_row < spec.num_blocks)
+        tables.append(jnp.where(on_device, pool_row, spec.num_blocks))
     committed = jnp.where(real, pick(state.seqs.committed, seqs), 0)
     room = jnp.where(real, pick(state.seqs.length, seqs), 0) - committed
     return tuple(tables), committed, jnp.clip(num_tokens.astype(jnp.int32), 0, room)
@@ -129,7 +130,7 @@ def _view(state, tables, committed, count, owner, offset, starts) -> View:
     positions = jnp.where(real, pick(committed, owner) + offset, 0)
     slots = []
     for table, group in zip(tables, state.spec.groups, strict=True):
-        block = pick(table, (owner, positions // size))
-        slots.append(jnp.where(real, block, group.num_blocks) * size + positions % size)
+        pool_row = pick(table, (owner, positions // size))
+        slots.append(jnp.where(real, pool_row, group.num_blocks) * size + positions % size)
     lengths = jnp.where(count > 0, committed + count, 0)
     return View(tables, positions, lengths, tuple(slots), count, starts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a generation is asked for, as numpy arrays: checked, so that errors name the argument."""
+"""The arguments of a generation as numpy arrays, checked so that errors name the argument."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_each(name: str, given: Any, prompts: int, dtype: Any, wanted: str) -> np.
 
 
 def integers(name: str, given: Any, dtype: Any, wanted: str) -> np.ndarray:
-    """The numbers in a dtype that has to hold them, [K]."""
+    """The numbers as an array [K] of a dtype, which must hold them."""
     numbers, info = np.asarray(list(given) if isinstance(given, Iterable) else given), np.iinfo(dtype)
     fits = numbers.ndim == 1 and (not numbers.size or numbers.dtype.kind in "iu")
     if not fits or np.any((numbers < info.min) | (numbers > info.max)):
@@ -48,7 +48,7 @@ def integers(name: str, given: Any, dtype: Any, wanted: str) -> np.ndarray:
 
 
 def retentions(given: Any, prompts: int, possible: bool) -> Retention | None:
-    """The prompts' retentions as one: ranges [prompts, K, 4], decode [prompts, 2]; None if nothing is said."""
+    """The prompts' retentions as one: ranges [prompts, K, 4], decode [prompts, 2]; None if all are None."""
     given = [given] * prompts if given is None or isinstance(given, Retention) else list(given)
     if len(given) != prompts:
         raise ValueError(f"retention: got {len(given)}, wanted one for each of {prompts} prompts")
@@ -64,6 +64,6 @@ def retentions(given: Any, prompts: int, possible: bool) -> Retention | None:
     return Retention(ranges, np.stack([np.asarray(one.decode, np.int32) for one in each]))
 
 
-def bucket(size: int, least: int) -> int:
-    """`size` rounded up to `least` times a power of two, so that few shapes are compiled."""
-    return least << max(-(-size // least) - 1, 0).bit_length()
+def bucket(size: int, smallest: int) -> int:
+    """`size` rounded up to `smallest` times a power of two, so that few shapes are compiled."""
+    return smallest << max(-(-size // smallest) - 1, 0).bit_length()

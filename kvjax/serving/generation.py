@@ -37,7 +37,7 @@ class Progress[C: (Cache, TieredCache)]:
 
     @property
     def cache(self) -> C:
-        """The cache as the run has left it, also after the stream was closed; those before have been donated."""
+        """The latest cache, also after the stream was closed; earlier ones have been donated."""
         return self._run.result
 
 
@@ -61,24 +61,24 @@ def generate[C: (Cache, TieredCache)](
     """Generates for all prompts, as many at a time as there are rows and blocks.
 
     Prompts wait until a row and blocks are free. If a running batch needs a block and there is none, the row that
-    was admitted last ends with what it has and finish "no_blocks". With windows a prompt has blocks for its next
-    chunk only, and one that finds none for a chunk goes back to wait, with what is computed of it in the cache.
+    was admitted last ends with the tokens it has and finish "no_blocks". With windows a prompt has blocks for its next
+    chunk only; a prompt that finds none for a chunk waits again, and its computed part stays cached.
 
     Args:
       model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`.
-      cache: is donated: go on with what comes back. Rows in use already are left alone. With a host tier, prompts
-        find what is there too, and what has to leave the device goes there; before each loop, so much as it may
-        need. What a prompt longer than a window's blocks pushes out of them is lost. If a move between the tiers
-        fails, a RuntimeWarning says so, and what it has cost is computed again.
+      cache: is donated: go on with the returned one. Rows in use already are left alone. With a host tier, prompts
+        find blocks there too, and blocks that have to leave the device go there; before each loop, as many as it may
+        need. Blocks that a prompt longer than a window's blocks pushes out of them are lost. If a move between the
+        tiers fails, a RuntimeWarning says so, and the lost K/V are computed again.
       prompts: token ids.
       max_new_tokens: for each prompt.
       sampling: how tokens are chosen; greedy if None.
       seeds: of each prompt's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
-      retention: what each prompt's blocks are worth, or one for all of them, where the spec has it.
+      retention: of each prompt's blocks, or one for all prompts, where the spec has it.
       clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`; read when prompts are
-        admitted, before each jitted loop and at release. None: it is always 0, and no time to live ends.
+        admitted, before each jitted loop and at release. None: the time is always 0, and no time to live ends.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       chunk: prompt tokens of each row that one model call computes.
       steps: the most decode steps of one jitted loop.
@@ -89,8 +89,7 @@ def generate[C: (Cache, TieredCache)](
 
     Raises:
       ValueError: before anything is donated: if the cache has pools for no layer or was donated before, the model is
-        not as `step` wants it, an option is out of range, there is not one of it for each prompt, or the spec has no
-        retention.
+        not as `step` wants it, an option is out of range or not given for each prompt, or the spec has no retention.
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with. Ctrl-C waits until a jitted loop
         is done; a second one does not, and may cost the cache.
     """
@@ -125,11 +124,11 @@ def stream[C: (Cache, TieredCache)](
     steps: int = 32,
     log_events: bool = True,
 ) -> Generator[Progress[C], None, None]:
-    """Generates for all prompts, handing out tokens after every `steps` steps; it takes what `generate` takes.
+    """Generates for all prompts, handing out tokens after every `steps` steps; the arguments are those of `generate`.
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
-    rows, and `progress.cache` is the cache after that; unless it was donated meanwhile, by a caller who went on with
-    it. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the caller's.
+    rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. Errors
+    and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the caller's.
 
     Yields:
       A `Progress`; the last one has every output finished and every row released.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache that a generation holds, what it tells of itself, and how it is given back."""
+"""The cache of a generation, with its events, its clock and the release of its rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _let_go = jax.jit(release)
 class Held[C: (Cache, TieredCache)]:
     """The cache of a generation.
 
-    At every moment between two jitted calls `cache` and `host` are what the last one returned: a Ctrl-C that falls
-    elsewhere waits (`ctrl_c`), so that none comes between a call that takes the cache and the place where it is kept.
+    Between two jitted calls `cache` and `host` are what the last one returned. A Ctrl-C at any other time waits
+    (`ctrl_c`), so that none comes between a call that takes the cache and the assignment of the cache it returns.
     """
 
     def __init__(self, cache: C, clock: Callable[[], int] | None, log_events: bool):
@@ -58,9 +58,9 @@ class Held[C: (Cache, TieredCache)]:
             self.events += to_list(events)
 
     def _tiered(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
-        """Calls a verb that moves blocks; the events, and rows that lost K/V by moves that failed, with a warning.
+        """Calls a verb that moves blocks; returns the events and the rows that failed moves cost K/V, with a warning.
 
-        These are released: their prompts wait, and find less the next time.
+        These rows are released: their prompts wait, and find less in the cache the next time.
         """
         lost, removed = [], None
         try:
@@ -75,15 +75,15 @@ class Held[C: (Cache, TieredCache)]:
         return events, lost
 
     def _let_go(self) -> None:
-        """Releases all rows of this generation, whatever it was at. Donates nothing, so nothing can be lost here.
+        """Releases all rows of this generation, at any point of it. Donates nothing, so nothing can be lost here.
 
-        The time is the last reading of the clock, which may be what has failed.
+        The time is the last reading of the clock, since the clock may have failed.
         """
         state = self.cache.state
         rows = self.own & (np.asarray(state.seqs.length) > 0)
         if rows.any():
             seqs = np.where(rows, np.arange(rows.size, dtype=np.int32), -1)
-            with jax.ensure_compile_time_eval():  # where garbage is collected, something may be traced
+            with jax.ensure_compile_time_eval():  # garbage collection may call this during a trace
                 state, events = _let_go(state, seqs, now=self.time)
                 self.cache = Cache(state, self.cache.pools)
                 self._hear(events)

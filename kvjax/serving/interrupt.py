@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a generation before its time: Ctrl-C, put off to where it does no harm, and the error with the cache."""
+"""The interruption of a generation: Ctrl-C, put off until it does no harm, and the error with the cache."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class GenerationInterrupted(RuntimeError):
     Attributes:
       cache: the cache to go on with, of the kind that was given: the generation's own rows are released, and all that
         was committed is cached. None if a call to which the cache had been donated died on the device.
-      outputs: one `Output` per prompt, so far; `finish` is None where one was not done.
-      events: decoded, those of the releases included: since the last `Progress` of `stream`, of `generate` all.
+      outputs: one `Output` per prompt, so far; `finish` is None for unfinished ones.
+      events: decoded, those of the releases included: since the last `Progress` of `stream`, or all of `generate`.
     """
 
     def __init__(self, message: str, cache: Any, outputs: list[Any], events: list[dict[str, Any]]):
@@ -28,12 +28,12 @@ class GenerationInterrupted(RuntimeError):
 class CtrlC:
     """Ctrl-C inside `with`: noted, and acted on by `act` and where the `with` ends; a second one acts at once.
 
-    To act is to call the handler that was in force before the `with`, and is again after it. Other threads than the
-    main one hear no signals, so nothing is put off there.
+    To act is to call the handler that was in force before the `with` and is restored after it. Only the main thread
+    gets signals, so nothing is put off in others.
     """
 
     def __init__(self) -> None:
-        self._handler: Callable[..., Any] | None = None  # the caller's, while ours is in its place
+        self._handler: Callable[..., Any] | None = None  # the caller's, while ours is installed
         self._pending: Callable[[], Any] | None = None
         self._noted = False
 
@@ -49,7 +49,7 @@ class CtrlC:
         handler, self._handler = self._handler, None
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
-        if kind is None:  # what ends by an error needs no second end
+        if kind is None:  # an error ends the generation already
             self.act()
 
     def act(self) -> None:

@@ -88,7 +88,7 @@ def check_cache(cache: Any) -> None:
 
 
 def decode_log(spec: CacheSpec, steps: int) -> EventLog:
-    """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is not enough."""
+    """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is nearly full."""
     usual = steps * spec.max_seqs * len(spec.groups) // 2
     return init_log(usual + 2 * _most_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
 
@@ -99,13 +99,13 @@ def prefill_log(spec: CacheSpec, rows: int, width: int) -> EventLog:
 
 
 def _most_events(spec: CacheSpec, blocks: int) -> int:
-    """What extending and committing rows can tell at most while they enter and fill so many blocks in each group.
+    """The most events of extending and committing rows while they enter and fill so many blocks in each group.
 
-    Of each block in each group: one is removed for it (and the others beside it if it is the first group's), it is
-    copied, it is stored; and with a host tier what is stored may take the place of a block there.
+    Each block may remove one (and those beside it if it is the first group's), be copied and be stored; with a host
+    tier a stored block may also replace one there.
     """
-    groups, far = len(spec.groups), sum(group.num_host_blocks > 0 for group in spec.groups)
-    return blocks * (2 * groups - 1 + groups + groups + far)
+    groups, host_groups = len(spec.groups), sum(group.num_host_blocks > 0 for group in spec.groups)
+    return blocks * (2 * groups - 1 + groups + groups + host_groups)
 
 
 def decode(
@@ -122,7 +122,7 @@ def decode(
 ) -> tuple[Cache, Rows, EventLog, Decoded]:
     """Up to `steps` steps for all active rows: extend, copies, model, commit, sampling, stop check; jit and donate it.
 
-    Ends early if no row is active, if the pool has no block for all of them, or if the log is nearly full.
+    Ends early if no row is active, if the pool has too few blocks for all of them, or if the log is nearly full.
 
     Args:
       model: see `step`.
@@ -169,7 +169,7 @@ def _choose(logits, rows: Rows, positions, sampling: Sampling, logits_fn: Logits
 
 
 def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:
-    """The rows after those where chose bool[S] took `token` i32[S]; room bool[S]: the row can hold it."""
+    """The rows after each row where chose bool[S] took `token` i32[S]; room bool[S]: the row can hold it."""
     stopped = jnp.any(token[:, None] == stop[None], axis=1)
     left = rows.left - chose.astype(jnp.int32)
     on = rows.active & (~chose | (~stopped & (left > 0) & room))
@@ -190,7 +190,7 @@ def prefill(
     logits_fn: LogitsFn | None = None,
     now: Any = 0,
 ) -> tuple[Cache, EventLog, jax.Array, jax.Array]:
-    """Computes what is not cached of admitted prompts, in chunks, and chooses their first tokens; jit and donate it.
+    """Computes the uncached part of admitted prompts, in chunks, and chooses their first tokens; jit and donate it.
 
     Args:
       model: see `step`.
@@ -201,14 +201,14 @@ def prefill(
       log: of `prefill_log`.
       chunk: static; tokens of each row that a model call computes.
       sampling: static.
-      lengths: i32[R]; tokens of each prompt, of rows that were admitted with `room=chunk`: they are extended chunk by
-        chunk, until there is no block for all that go on. None: of rows that have room for all of it.
+      lengths: i32[R]; tokens of each prompt, for rows that were admitted with `room=chunk`: they are extended chunk by
+        chunk, until there are too few blocks for all that go on. None: the rows have room for their whole prompts.
       logits_fn: static; as in `decode`.
       now: i32[] ms, the same for all chunks.
 
     Returns:
       The cache, the log, the tokens i32[R] and their log-probabilities f32[R]; token -1 for padding and for rows that
-      are not done because there was no block.
+      are not done for lack of blocks.
     """
 
     def remaining(cache):
@@ -223,8 +223,8 @@ def prefill(
             cache, extended = _make_room(cache, seqs, count, chunk, now)
             log, ok = append(log, extended), extended.ok
             count = jnp.where(ok, count, 0)
-        place = start[:, None] + np.arange(chunk, dtype=np.int32)[None]
-        new = jnp.take_along_axis(prompts, jnp.minimum(place, prompts.shape[1] - 1), axis=1)
+        position = start[:, None] + np.arange(chunk, dtype=np.int32)[None]
+        new = jnp.take_along_axis(prompts, jnp.minimum(position, prompts.shape[1] - 1), axis=1)
         cache, logits, committed = step(model, cache, new, count, seqs, now=now)
         rows = Rows(new[:, 0], count > 0, left, seeds)
         token, logprob = _choose(logits, rows, start + count, sampling, logits_fn)

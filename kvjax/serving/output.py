@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes of a prompt."""
+"""The result of a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Output:
     """One prompt's result.
 
     Attributes:
-      tokens: what was generated, the stop token included.
+      tokens: the generated tokens, the stop token included.
       logprobs: their log-probabilities.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's side of a generation: which prompt is in which row, and what has come of it."""
+"""The host's side of a generation: which prompt is in which row, and its output so far."""
 
 from __future__ import annotations
 
@@ -61,12 +61,13 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         self.model, self.prompts = model, prompt_ids(prompts)
         self.max_new, self.chunk, self.steps = max_new_tokens, chunk, steps
         self.static = {"sampling": sampling or Sampling(), "logits_fn": logits_fn}
-        number = len(self.prompts)
+        num_prompts = len(self.prompts)
         self.stop = integers("stop_tokens", stop_tokens, np.int32, "a list of token ids").tolist()
-        self.seeds = of_each("seeds", range(number) if seeds is None else seeds, number, np.uint32, "a number")
-        spaces = [0] * number if namespaces is None else namespaces
-        self.namespaces = of_each("namespaces", spaces, number, np.int32, "a number, as kvjax.Namespaces gives,")
-        self.retention = retentions(retention, number, self.spec.retention)
+        seeds = range(num_prompts) if seeds is None else seeds
+        self.seeds = of_each("seeds", seeds, num_prompts, np.uint32, "a number")
+        spaces = [0] * num_prompts if namespaces is None else namespaces
+        self.namespaces = of_each("namespaces", spaces, num_prompts, np.int32, "a number, as kvjax.Namespaces gives,")
+        self.retention = retentions(retention, num_prompts, self.spec.retention)
         self.outputs = [Output(len(prompt)) for prompt in self.prompts]
         self.live: dict[int, int] = {}  # row -> prompt, in order of admission
         self.again: set[int] = set()  # prompts that had to be put back
@@ -92,7 +93,7 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         return waiting
 
     def turn(self) -> bool:
-        """Admits what there is room for, computes it, and decodes for some steps; whether there is more to do."""
+        """Admits prompts that fit, computes them, and decodes for some steps; returns whether there is more to do."""
         self._admit()
         if self.live:
             self._decode()
@@ -104,7 +105,7 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         cache, how = None, "the call that it had been donated to did not return: there is no cache"
         if alive((self.cache, self.host)):
             try:
-                jax.block_until_ready((self.cache, self.host))  # where a call that died on the device shows
+                jax.block_until_ready((self.cache, self.host))  # shows a call that died on the device
                 cache = self.result
                 self._let_go()
                 cache, how = self.result, "go on with this error's `cache`"
@@ -114,7 +115,7 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         return GenerationInterrupted(f"interrupted by {what}; {how}", cache, self.outputs, self.events)
 
     def close(self) -> None:
-        """Releases what a stream that nobody reads on has; not if the caller has gone on with its cache."""
+        """Releases the rows of a stream that is read no further, unless the caller has gone on with its cache."""
         if self.live and alive((self.cache, self.host)):
             self.events = self.closing
             with self.ctrl_c:
@@ -135,7 +136,7 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         pad = (0, count - len(batch))
         spaces, seeds = np.pad(self.namespaces[batch], pad), np.pad(self.seeds[batch], pad)
         asked = jax.tree.map(lambda x: np.pad(x[batch], (pad, *[(0, 0)] * (x.ndim - 1))), self.retention)
-        # Without windows all of a prompt has to stay: it is reserved at once, and nobody stops halfway.
+        # Without windows a whole prompt stays in the cache: it is reserved at once, so that none stops halfway.
         windows = len(self.spec.groups) > 1
         room, ends = (self.chunk, lengths) if windows else (None, None)
         events, lost = self._reserve(seqs, tokens, lengths, namespace=spaces, retention=asked, room=room)
@@ -145,7 +146,7 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         self._prefill(batch, seqs, tokens, seeds, ends)
 
     def _reserve(self, *prompts: Any, **options: Any) -> tuple[Events, list[int]]:
-        """Admits prompts, from both tiers if there are two; the events, and the rows that moves have failed for."""
+        """Admits prompts, from both tiers if there are two; returns the events, and the rows that lost K/V."""
         if self.host is not None:
             return self._tiered(TieredCache.admit, *prompts, **options)
         self.cache, events = _admit(self.cache, *prompts, now=self._next(), **options)
@@ -153,22 +154,22 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         return events, []
 
     def _keep_room(self, rows: int, tokens: int) -> None:
-        """Offloads what a loop over rows would evict for so many tokens of each.
+        """Offloads the blocks that a loop over rows would evict for so many tokens of each.
 
-        It would be lost, or stay where it is if something on the host follows it, and the loop find no block.
+        Inside the loop they would be lost; those with children on the host would stay, and the loop find no block.
         """
-        for group, spec in enumerate(self.spec.groups):
+        for number, spec in enumerate(self.spec.groups):
             if self.host is None or not spec.num_host_blocks:
                 continue
             each = -(-tokens // self.spec.block_size) + 1
-            if int(self.cache.state.groups[group].num_empty) < rows * each:
+            if int(self.cache.state.groups[number].num_empty) < rows * each:
                 most = min(self.spec.max_seqs * each, spec.num_blocks)
-                self._tiered(TieredCache.watermark, rows * each, most=most, group=group)
+                self._tiered(TieredCache.watermark, rows * each, most=most, group=number)
 
     def _enter(self, batch: list[int], seqs: np.ndarray, status: np.ndarray, cached: np.ndarray, failed: bool) -> None:
         """Notes which prompts of the batch have a row now; the others wait on or end.
 
-        One ends that got no blocks while nobody else had any; if moves have failed, that says nothing yet.
+        If no row is live, the first prompt that got no blocks ends, unless failed moves may be the reason.
         """
         for i, n in enumerate(batch):
             if status[i] == Status.OK:
@@ -184,9 +185,9 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         self.waiting.extendleft(reversed(refused))
 
     def _prefill(self, batch: list[int], seqs, prompts, seeds, lengths) -> None:
-        """Computes the prompts of rows seqs i32[R], -1 for none; if blocks run out, without those that came last."""
+        """Computes the prompts of rows seqs i32[R], -1 for none; if blocks run out, puts the last ones back."""
         while np.any(seqs >= 0):
-            if lengths is not None:  # the others have all their blocks
+            if lengths is not None:  # without windows the rows have all their blocks
                 self._keep_room(int(np.sum(seqs >= 0)), prompts.shape[1])
             log = prefill_log(self.spec, *prompts.shape)
             self.cache, log, tokens, logprobs = _prefill(

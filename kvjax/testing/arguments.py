@@ -21,7 +21,7 @@ _WHOLE = ("fork", "truncate", "pin", "swap_out", "swap_in")  # asked of no row t
 def arguments_of(request: Request, state: CacheState, known: Known) -> dict[str, Any] | None:
     """The arguments but for the state; None if a request asks for nothing (no row to extend, no pin).
 
-    A "complete" takes the oldest of the moves that are known.
+    A "complete" takes the oldest moves that are not completed.
     """
     verb, spec = request["verb"], state.spec
     if verb in _WHOLE and known.is_lost(request["src" if verb == "fork" else "seq"]):
@@ -88,14 +88,14 @@ def _commit(request: Request, spec: CacheSpec, known: Known) -> dict[str, Any] |
 
 
 def _pin(request: Request, state: CacheState) -> dict[str, Any]:
-    """The first blocks of a row, those that are findable."""
+    """The findable ones of a row's first blocks."""
     table = np.asarray(state.groups[0].table)[min(request["seq"], state.spec.max_seqs - 1)]
     findable = (np.asarray(state.groups[0].blocks.fill)[table] > 0) & (table >= 0)
     return {"blocks": np.where(findable & (np.arange(len(table)) < request["num_blocks"]), table, NO_BLOCK)}
 
 
 def _name(request: Request, state: CacheState, on_host: bool) -> dict[str, Any]:
-    """Some of a tier's first blocks that could go."""
+    """Some of the first cached blocks of a tier."""
     group = jax.device_get(state.groups[request["group"]])
     in_tier = (pool_rows(group) >= len(group.empty)) == on_host
     blocks = np.flatnonzero(in_tier & (group.blocks.fill > 0) & (group.blocks.refcount == 0))[:_NAMES]

@@ -28,7 +28,7 @@ def commits(spec: CacheSpec) -> SearchStrategy[Request]:
 
 
 def others(spec: CacheSpec) -> list[SearchStrategy[Request]]:
-    """Requests of every cache but for prompts and commits."""
+    """Requests of every cache other than prompts and commits."""
     rows = _rows(spec)
     return [
         _ask("extend", num_tokens=_per_row(spec, st.integers(0, MOST)), **_tiers(spec)),
@@ -56,7 +56,7 @@ def of_the_host_tier(spec: CacheSpec) -> list[SearchStrategy[Request]]:
 
 
 def lives(spec: CacheSpec, admit: SearchStrategy[Request]) -> SearchStrategy[list[Request]]:
-    """Sequences from their prompt to their end, perhaps forked and swapped, or parts of it."""
+    """Sequences from their prompt to their end, perhaps forked and swapped; or parts of these."""
 
     def life(request: Request, seq: int, twin: int, kept: list[bool]) -> list[Request]:
         written = {"verb": "commit", "num_tokens": [spec.max_length] * spec.max_seqs, "tokens": [[]] * spec.max_seqs}
@@ -73,7 +73,7 @@ def lives(spec: CacheSpec, admit: SearchStrategy[Request]) -> SearchStrategy[lis
 
 
 def _with_extra_ids(spec: CacheSpec, verb: str, fields: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Request]:
-    """Requests with extra ids for their tokens where the spec has them, by bits that are drawn for them."""
+    """Requests with extra ids for their tokens where the spec has them, by drawn bits."""
 
     def extra(request: Request) -> Request:
         bits, tokens = request.pop("bits"), request["tokens"]
@@ -93,7 +93,7 @@ def _ask(verb: str, **fields: SearchStrategy[Any]) -> SearchStrategy[Request]:
 
 
 def _rows(spec: CacheSpec) -> SearchStrategy[int]:
-    """One of them is unknown."""
+    """A row; S is an unknown one."""
     return st.integers(0, spec.max_seqs)
 
 

@@ -24,9 +24,9 @@ Item = tuple[int, int]  # a token and its extra id
 
 @dataclasses.dataclass
 class Row:
-    """What a sequence should hold: `items` are written, of `length` that it has room for.
+    """What a sequence should hold: `items` are written, and there is room for `length`.
 
-    A row that rests is on the host; one that is lost has lost K/V to a failed move, and can only be released.
+    A resting row is on the host; a lost row has lost K/V to a failed move, and can only be released.
     """
 
     namespace: int
@@ -47,7 +47,7 @@ class Known:
       rows: those in use.
       pins: the blocks of each pin that lasts.
       slots: per group the names of what the slots of the pools of both tiers hold, [N + H, P].
-      moves: those ordered and not completed, each with whether nothing else was done since.
+      moves: the transfers ordered and not completed, each with whether nothing else was done since.
     """
 
     def __init__(self, spec: CacheSpec):
@@ -78,8 +78,8 @@ class Known:
         items = tuple(items)
         return [self._names.setdefault((namespace, items[: i + 1]), len(self._names)) for i in range(len(items))]
 
-    def place(self, group: Any, seq: int, positions: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Where in a group's slots those of a row's positions are that it still has; and bool[.], which these are."""
+    def locate(self, group: Any, seq: int, positions: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """Indices of a row's positions in a group's slots; and bool[.], the positions that the row still has."""
         size = self.spec.block_size
         blocks = group.table[seq][positions // size]
         seen = blocks >= 0
@@ -96,8 +96,8 @@ class Known:
                 prompt = list(zip(request["tokens"], extra, strict=True))
                 self.rows[seq] = Row(request["namespace"], prompt, prompt[: int(events.cached[0])], len(prompt))
             case "extend":
-                for at in np.flatnonzero(arguments["active"]).tolist():
-                    self.rows[at].length += int(arguments["num_tokens"][at])
+                for active in np.flatnonzero(arguments["active"]).tolist():
+                    self.rows[active].length += int(arguments["num_tokens"][active])
             case "fork":
                 self.rows[request["dst"]] = dataclasses.replace(self.rows[request["src"]])
             case "truncate":
@@ -124,11 +124,11 @@ class Known:
                 row.items = row.items + line
                 path = np.array(self.path(row.namespace, row.items)[start:])
                 for number, group in enumerate(before.groups):
-                    index, seen = self.place(group, seq, np.arange(start, len(row.items)))
+                    index, seen = self.locate(group, seq, np.arange(start, len(row.items)))
                     self.slots[number][index] = path[seen]
 
     def _move(self, events: Events) -> None:
-        """Does with the slots what a transition ordered: moves between tiers, then copies."""
+        """Does to the slots what a transition ordered: moves between tiers, then copies."""
         self.moves = collections.deque((transfer, False) for transfer, _ in self.moves)
         moves = [m for m in events.moves.records.tolist() if m[1] >= 0]
         sources = [self.slots[number][source].copy() for number, _, _, source, _ in moves]
@@ -143,9 +143,9 @@ class Known:
                 slots[event["block"], :n] = slots[event["source"], :n]
 
     def _fail(self, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
-        """Takes the K/V from where failed moves should have brought them."""
-        for number, block, which, _, target in arguments["transfer"].records.tolist() if not arguments["ok"] else ():
-            if block >= 0 and before.groups[number].arrival(np.int32(block)) == which:
+        """Empties the slots that failed moves should have filled."""
+        for number, block, move, _, target in arguments["transfer"].records.tolist() if not arguments["ok"] else ():
+            if block >= 0 and before.groups[number].arrival(np.int32(block)) == move:
                 self.slots[number][target] = NOTHING
         for seq in np.flatnonzero(events.status == Status.HELD).tolist():
             self.rows[seq].lost = True

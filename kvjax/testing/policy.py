@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an eviction policy keeps what the library relies on."""
+"""Verifies the rules that the library relies on in an eviction policy."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def check_policy(
     """Runs random requests on a small cache under a policy and verifies the cache after each; see `Trial`.
 
     After every step: `check(state)` holds; the events so far give the index; nothing that was held or pinned was
-    evicted, and no block before its children; a refused verb changed nothing; every row would read its own K/V. In the
-    end a policy that is `idle` must be so.
+    evicted, and no block before its children; a refused verb changed nothing; every row would read its own K/V. At the
+    end a policy that says `idle` must be idle.
 
     Args:
       policy: on trial.
       seed: of the requests.
       steps: how many requests.
       spec: of the cache; keep it small, so that blocks run short. With windows or a host tier `delivers` must be False.
-      delivers: whether the policy claims always to find the victims that there are: then a prompt that fits by the
-        count of empty and cached blocks must be admitted.
+      delivers: whether the policy claims to find every victim: then a prompt that fits by the count of empty and
+        cached blocks must be admitted.
       pstate: the policy's own state to begin with, None for what its `init` makes.
 
     Returns:
@@ -60,7 +60,7 @@ def check_policy(
 
 
 def _check_idle(policy: EvictionPolicy, state: CacheState) -> None:
-    """Verifies that a policy that is asked for nothing returns its state as it was."""
+    """Verifies that a policy returns its state unchanged when asked for nothing."""
     group, nobody, zero = state.groups[0], np.full(3, NO_BLOCK, np.int32), np.int32(0)
     asked = {
         "touch": lambda pstate, blocks: policy.touch(pstate, blocks, nobody, zero),

@@ -42,7 +42,7 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
     kinds = [*[admits, drawn.commits(spec)] * 2, *drawn.others(spec)]
     kinds += drawn.of_the_host_tier(spec) if spec.has_host else []
     part = st.one_of(st.one_of(kinds).map(lambda request: [request]), drawn.lives(spec, admits))
-    # Lists of lists are longer on the average, and shrink as well.
+    # Lists of lists are longer on average than a flat list, and shrink as well.
     lists = st.lists(st.lists(part).map(_joined)).map(_joined)
     return lists.map(lambda asked: asked[:max_size])
 

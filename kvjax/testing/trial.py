@@ -89,7 +89,7 @@ class Trial:
         return events
 
     def verify(self) -> None:
-        """Compares the cache with all that is known of it."""
+        """Compares the cache with everything known of it."""
         self.sound()
         state = jax.device_get(self.state)
         assert index_of(self.state) == self.mirror.index, "the events do not give the index"
@@ -98,14 +98,14 @@ class Trial:
         self._verify_holders(state)
 
     def _verify_rows(self, state: CacheState) -> None:
-        """Each row has the length that it should, and would read its own text."""
+        """Each row has the right length, and would read its own text."""
         for seq in range(state.spec.max_seqs):
             row = self._known.rows.get(seq, Row(0, [], [], 0))
             found = tuple(int(x[seq]) for x in (state.seqs.length, state.seqs.committed, state.seqs.namespace))
             assert found == (row.length, len(row.items), row.namespace), f"row {seq} has {found}"
             path = np.array(self._known.path(row.namespace, row.items), int)
             for number, group in enumerate(state.groups if not row.lost else ()):
-                index, seen = self._known.place(group, seq, np.arange(len(row.items)))
+                index, seen = self._known.locate(group, seq, np.arange(len(row.items)))
                 assert np.array_equal(self._known.slots[number][index], path[seen]), (
                     f"row {seq} would read what is not its own"
                 )
@@ -133,7 +133,7 @@ class Trial:
         check(self.state)
 
     def _fits(self, arguments: dict[str, Any]) -> bool:
-        """Whether a prompt is sound, its row free, and empty and cached blocks enough for what is not found of it."""
+        """Whether a prompt is sound, its row free, and empty and cached blocks enough for its uncached part."""
         spec, group, length = self.state.spec, jax.device_get(self.state.groups[0]), int(arguments["length"])
         seq, tokens = int(arguments["seq"]), arguments["tokens"][:length]
         if seq in self._known.rows or seq >= spec.max_seqs or not 1 <= length <= spec.max_length or tokens.min() < 0:
@@ -162,6 +162,6 @@ class Trial:
 
 
 def assert_equal(old: Any, new: Any, why: str) -> None:
-    """That two pytrees have equal leaves; `why` begins what the error says."""
+    """Asserts that two pytrees have equal leaves; `why` begins the message."""
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
         assert np.array_equal(a, b), f"{why}, yet changed {jax.tree_util.keystr(path)}"

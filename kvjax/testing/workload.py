@@ -57,7 +57,7 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
     documents = rng.integers(0, 3, (3, spec.max_length + 1))
     verbs, weights = list(_VERBS), np.array(list(_VERBS.values())) / sum(_VERBS.values())
 
-    used: set[int] = set()  # as far as can be told without the cache
+    used: set[int] = set()  # the rows in use, as a guess without the cache
 
     def row(free: bool = False) -> int:
         rows = [r for r in range(spec.max_seqs) if (r in used) != free]

@@ -32,17 +32,17 @@ class Found(Pytree):
 
     Attributes:
       blocks: i32[F]; its blocks of the cached prefix.
-      hits: bool[F]; which of them the next token sees.
-      far: bool[F]; which of these are on the host.
+      hits: bool[F]; those that the next token sees.
+      on_host: bool[F]; hits that are on the host.
       source: i32[]; the block to copy further tokens from, or NO_BLOCK.
-      idle: bool[]; whether that is on the device and nobody holds it.
-      free: i32[]; blocks that can be had, beside the hits, less those that come from the host.
-      fixed: bool[]; whether a hit would have to come from the host while an earlier row of the call copies from it.
+      idle: bool[]; whether the source is on the device and nobody holds it.
+      free: i32[]; available blocks less the cached hits and the hits that have to come from the host.
+      fixed: bool[]; whether a hit on the host cannot move, since an earlier row of the call copies from it.
     """
 
     blocks: jax.Array
     hits: jax.Array
-    far: jax.Array
+    on_host: jax.Array
     source: jax.Array
     idle: jax.Array
     free: jax.Array
@@ -59,7 +59,7 @@ class Decision(Pytree):
       target: i32[]; tokens that the row gets room for.
       need: i32[]; new blocks in each group, 0 unless the status is OK.
       missing: i32[]; blocks missing in the group that misses most.
-      found: for each group.
+      found: what each group has of the prompt.
     """
 
     status: jax.Array
@@ -82,22 +82,22 @@ def admit_row(
 ) -> tuple[CacheState, Events, jax.Array]:
     """Admits one row; also returns the blocks that it copies from, i32[G], NO_BLOCK if none.
 
-    They stay held (`hold_source`) until the caller lets go of them after the last row of the call. So no later
-    row evicts, moves, empties or overwrites them, and the bytes are still there when the copies are made.
+    These sources stay held (`hold_source`) until the caller lets go of them after the last row of the call: no later
+    row evicts, moves, empties or overwrites them before the copies are made.
     """
     spec, size = state.spec, state.spec.block_size
     state, plan = _decide(state, seq, ask, room, tiers)
-    worth = priorities(state, now, tiers)
-    groups, taken, sources, status, need = _take(state, plan, worth, now)
+    block_priorities = priorities(state, now, tiers)
+    groups, taken, sources, status, need = _take(state, plan, block_priorities, now)
     ok = status == Status.OK
     copies, cached = ok & (plan.shared > 0), jnp.where(ok, plan.whole * size + plan.shared, 0)
     sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
-    index = jnp.arange(ask.text.tokens.shape[0], dtype=jnp.int32) - plan.whole  # in `Taken.ids`, of the row's blocks
+    index = jnp.arange(ask.text.tokens.shape[0], dtype=jnp.int32) - plan.whole  # of the row's blocks, into `Taken.ids`
     fresh = (index >= 0) & (index < need)
     copied, moved, tables = [], [new.moves for new in taken], []
     for number, (found, new) in enumerate(zip(plan.found, taken, strict=True)):
         group, by_copy, by_move = _place_copy(
-            groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, worth[number]
+            groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, block_priorities[number]
         )
         groups[number], copied, moved = group, [*copied, by_copy], [*moved, by_move]
         tables.append(jnp.where(found.hits & ok, found.blocks, jnp.where(fresh, pick(new.ids, index), NO_BLOCK)))
@@ -122,17 +122,17 @@ def admit_row(
 def _decide(
     state: CacheState, seq: jax.Array, ask: Prompt, room: int | None, tiers: tuple[str, ...]
 ) -> tuple[CacheState, Decision]:
-    """Decides by reading alone; the state comes back because what follows writes, and must not before this has read."""
+    """Decides by reading alone; returns the state behind a `fence`, so that later writes come after these reads."""
     spec, size = state.spec, state.spec.block_size
     match = longest_match(state, ask.text, ask.length, ask.namespace, tiers)
-    place = np.arange(match.blocks.shape[0], dtype=np.int32)
+    column = np.arange(match.blocks.shape[0], dtype=np.int32)
 
     def plan(whole: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array, list[Found]]:
-        cached, blocks = whole * size + shared, jnp.where(place < whole, match.blocks, NO_BLOCK)
+        cached, blocks = whole * size + shared, jnp.where(column < whole, match.blocks, NO_BLOCK)
         target = ask.length if room is None else jnp.minimum(ask.length, cached + room)
         source = jnp.where(shared > 0, match.source, NO_BLOCK)
         pairs = zip(state.groups, spec.groups, strict=True)
-        found = [_find(group, of, blocks, source, cached, size) for group, of in pairs]
+        found = [_find(group, group_spec, blocks, source, cached, size) for group, group_spec in pairs]
         return target, -(-target // size) - whole, found
 
     # The source of a copy is evicted last: only if its space is needed, and then only whole blocks are reused.
@@ -141,17 +141,17 @@ def _decide(
     spared = functools.reduce(jnp.logical_and, fits)
     whole, shared = jnp.where(spared, match.num_blocks, match.num_uncopied), jnp.where(spared, match.shared, 0)
     target, need, found = plan(whole, shared)
-    least = functools.reduce(jnp.minimum, [each.free for each in found])
+    min_free = functools.reduce(jnp.minimum, [each.free for each in found])
     fixed = functools.reduce(jnp.logical_or, [each.fixed for each in found])
     row = read_row(state, seq)
     status = first_failure(
         (~row.exists | ~ask.valid, Status.BAD_REQUEST),
         (row.length > 0, Status.HELD),
         (whole + need > spec.max_blocks_per_seq, Status.ROW_FULL),
-        ((need > least) | fixed, Status.NO_BLOCKS),
+        ((need > min_free) | fixed, Status.NO_BLOCKS),
     )
     refcounts = [group.blocks.refcount for group in state.groups]
-    decision = Decision(status, whole, shared, target, need, need - least, found)
+    decision = Decision(status, whole, shared, target, need, need - min_free, found)
     refcounts, decision = fence(refcounts, decision)
     groups = [
         group.replace(blocks=group.blocks.replace(refcount=refcount))
@@ -162,27 +162,27 @@ def _decide(
 
 
 def _take(
-    state: CacheState, plan: Decision, worth: list[Any], now: jax.Array
+    state: CacheState, plan: Decision, block_priorities: list[Any], now: jax.Array
 ) -> tuple[list[Group], list[Taken], list[jax.Array], jax.Array, jax.Array]:
-    """Holds what was found and takes the rest, group by group.
+    """Holds the hits and takes new blocks, group by group.
 
     Returns:
       The groups; what was taken of each; the sources that are held, i32[] each; the status, which may be NO_BLOCKS now;
-      and the blocks taken in each group.
+      and i32[], the number of blocks taken in each group.
     """
     status, need, groups, taken, sources = plan.status, plan.need, [], [], []
     for number, (group, found) in enumerate(zip(state.groups, plan.found, strict=True)):
         forgotten = []
-        if number > 0:  # what the first group has lost is not findable in the others either
+        if number > 0:  # blocks that left the first group's index leave the others' too
             group, gone = forget(group, number, taken[0].removed)
             forgotten.append(gone)
         good, policy = status == Status.OK, windows.policy_of(number, state.policy)
         group = hold(group, found.blocks, found.hits & good)
         source = jnp.where(good, found.source, NO_BLOCK)
         group = hold_source(group, source)
-        back, _ = compact(jnp.where(found.far & good, found.blocks, NO_BLOCK))
+        back, _ = compact(jnp.where(found.on_host & good, found.blocks, NO_BLOCK))
         new = take(
-            group, number, policy, need, found.blocks.shape[0], now, priorities=worth[number],
+            group, number, policy, need, found.blocks.shape[0], now, priorities=block_priorities[number],
             min_priority=state.spec.offload_min_priority, back=back,
         )  # fmt: skip
         group = hold(new.group, found.blocks, found.hits & good & ~new.ok, by=-1)
@@ -206,7 +206,7 @@ def _place_copy(
     """Orders the copy of `num_tokens` i32[] tokens from source i32[] to block i32[1], where copies bool[].
 
     Returns:
-      The group; a record, copied; and what moves for it, where the source is on the host.
+      The group; a record, copied; and the moves instead, where the source is on the host.
     """
     on_device = copies & group.on_device(source)
     copied = record(
@@ -221,28 +221,28 @@ def _place_copy(
 
 
 def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
-    """What the group has beside blocks ids i32[F] and source i32[] of the first group, for `cached` i32[] tokens."""
+    """Finds the blocks beside ids i32[F] and source i32[] of the first group, for a row of `cached` i32[] tokens."""
     blocks, source = group.beside(ids), group.beside(source)
     hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0], dtype=np.int32), cached, size)
-    refcount, far = pick(group.blocks.refcount, blocks), hits & ~group.on_device(blocks)
+    refcount, on_host = pick(group.blocks.refcount, blocks), hits & ~group.on_device(blocks)
     idle = (source >= 0) & group.on_device(source) & (pick(group.blocks.refcount, source) == 0)
-    free = group.available - count(hits & (far | (refcount == 0)))
-    return Found(blocks, hits, far, source, idle, free, jnp.any(far & (refcount >= COPYING)))
+    free = group.available - count(hits & (on_host | (refcount == 0)))
+    return Found(blocks, hits, on_host, source, idle, free, jnp.any(on_host & (refcount >= COPYING)))
 
 
 def _retain(
     group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, fresh: jax.Array
 ) -> tuple[Group, Records]:
-    """Gives a new row's blocks table i32[F] what is stated i32[M, 2] of them; found ones keep what is not stated.
+    """Gives a new row's blocks table i32[F] their stated retention i32[M, 2]; hits without one keep their own.
 
     Returns:
       The group and F records, updated.
     """
     blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
-    again, before = hit & (stated[:, 0] >= 0), blocks.stated_priority(table)
+    restated, before = hit & (stated[:, 0] >= 0), blocks.stated_priority(table)
     retention, before = fence(blocks.retention, before)
-    blocks = apply_retention(blocks.replace(retention=retention), table, stated, again | fresh)
-    changed = again & (before != stated[:, 0])
+    blocks = apply_retention(blocks.replace(retention=retention), table, stated, restated | fresh)
+    changed = restated & (before != stated[:, 0])
     updated = record(
         EventKind.UPDATED, changed, block=table, generation=pick(blocks.generation, table), priority=stated[:, 0]
     )

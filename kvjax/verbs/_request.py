@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every verb does at its edges: checks what is about caches, and assembles its events."""
+"""What every verb does at its edges: checks arguments against the spec, and assembles its events."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def known_tiers(tiers: Any) -> tuple[str, ...]:
 
 
 def known_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:
-    """The tokens with their extra ids: those given, or zeros, exactly where the spec asks for them."""
+    """The tokens, with extra ids exactly where the spec asks for them: those given, or zeros."""
     if not spec.extra_ids and extra_ids is not None:
         raise ValueError("extra_ids: got an array, wanted None (the spec was made with extra_ids=False)")
     if spec.extra_ids:
@@ -91,15 +91,15 @@ def assemble(
     shortfall: jax.Array | int = 0,
     moves: Sequence[Transfer] = (),
 ) -> Events:
-    """Puts a transition's records together in their order; stored ones, one a group, with their contents."""
+    """Joins a transition's records in their order; `stored`, one list a group, with the contents of its blocks."""
     status = jnp.atleast_1d(status)
     before, after = [*removed, *updated], [*copied, *other]
-    ids = [group.anchors(of.block) for of, group in zip(stored, state.groups, strict=False)]
+    ids = [group.anchors(records.block) for records, group in zip(stored, state.groups, strict=False)]
 
     def contents(known: jax.Array) -> jax.Array:
         heights = [sum(part.block.size for part in parts) for parts in (before, after)]
         above, below = (jnp.zeros((height, state.spec.block_size), jnp.int32) for height in heights)
-        return jnp.concatenate([above, *(pick(known, of) for of in ids), below])
+        return jnp.concatenate([above, *(pick(known, blocks) for blocks in ids), below])
 
     return Events(
         records=joined(no_records(), *before, *stored, *after).records,
@@ -113,37 +113,37 @@ def assemble(
 
 
 def one_after_the_other(verb: Callable[..., Any], state: CacheState, *rows: jax.Array) -> tuple[CacheState, Events]:
-    """A verb on one row, on several: `rows` are its arguments i32[R]."""
+    """Scans a verb of one row over several; `rows` are its arguments i32[R]."""
     state, events = lax.scan(lambda state, row: verb(state, *row), state, rows)
     return state, flatten_rows(events)
 
 
 def flatten_rows(events: Events) -> Events:
-    """Events of rows that were done one after the other, stacked by `scan`, as those of one transition."""
+    """Events that `scan` stacked, row by row, as those of one transition."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else jnp.sum(x, dtype=x.dtype), events)
 
 
 def all_or_nothing(
-    before: CacheState, after: CacheState, ok: jax.Array, *told: list[Any]
+    before: CacheState, after: CacheState, ok: jax.Array, *reports: list[Any]
 ) -> tuple[CacheState, *tuple[list[Any], ...]]:
-    """One of two states, by ok bool[], and what is told of it, lists of records and of moves, where it holds.
+    """Selects the state after by ok bool[], with its reports, lists of records and of moves; else the state before.
 
-    A group that fails has changed nothing. That others have, before it, takes several groups and a host tier, where the
-    number of cached blocks does not tell how many of them can leave; only then does this cost a pass over the state.
+    A group that fails changes nothing itself; groups before it may have, with several groups and a host tier, where
+    fewer blocks can leave than are cached. Only then does the selection cost a pass over the state.
     """
     if not before.spec.has_host or len(before.groups) == 1:
-        return after, *told
-    return either(ok, after, before), *([part.only(ok) for part in parts] for parts in told)
+        return after, *reports
+    return either(ok, after, before), *([part.only(ok) for part in parts] for parts in reports)
 
 
 def chosen(state: CacheState, group: int) -> Group:
-    """The group of that number, or a ValueError."""
+    """The group numbered `group`, or a ValueError."""
     if not isinstance(group, int) or not 0 <= group < len(state.groups):
         raise ValueError(f"group: got {group!r}, wanted 0..{len(state.groups) - 1}")
     return state.groups[group]
 
 
 def replace_group(state: CacheState, number: int, group: Group) -> CacheState:
-    """The state with another group in one place."""
+    """The state with another group under this number."""
     groups = (*state.groups[:number], group, *state.groups[number + 1 :])
     return state.replace(groups=groups)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`admit` gives a row a prompt and what is cached of it; `lookup` only looks."""
+"""`admit` gives a row a prompt and its cached prefix; `lookup` only looks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def admit(
 
     Whole blocks are shared; inside the next block reuse goes on token by token, by a copy. The last token is never
     taken from the cache: its logits are wanted. Nothing becomes findable before `commit`. Several sequences at once
-    (a leading axis R) equal one after the other in row order, each all or nothing, but that what one row copies from
-    stays held until the call ends: a later row that needs its space is NO_BLOCKS, and can be had by a call of its own.
+    (a leading axis R) equal one after the other in row order, each all or nothing, with one difference: the source of
+    a copy stays held until the call ends. A later row that needs its space is NO_BLOCKS; admit it by another call.
 
     Args:
       state: the cache.
@@ -45,8 +45,8 @@ def admit(
       length: i32[] or i32[R]; its tokens, 1..T.
       namespace: i32[] or i32[R]; see `Namespaces`.
       extra_ids: as tokens, where the spec asks for them.
-      retention: what the row's blocks are worth, where the spec has it (with R rows its arrays have that axis too);
-        found blocks that it speaks of get the new priority, which is an event if it differs.
+      retention: priorities and times to live of the row's blocks, where the spec has it (with R rows its arrays have
+        that axis too); found blocks in its ranges get the new priority, an updated event if it differs.
       now: i32[] ms.
       room: static; reserve blocks for only this many tokens beyond the cached ones (chunked prefill), None for all.
       tiers: static; ("device", "host") between loops: then blocks on the host are found too and brought back, and
@@ -54,7 +54,7 @@ def admit(
 
     Returns:
       The cache; and events, E = ceil(T / P) + 1 a row and group (more with retention or with both tiers): removed,
-      updated, copied. `events.cached` tells the tokens found, from where the row's `committed` goes on. Status
+      updated, copied. `events.cached` is the number of tokens found, where the row's `committed` starts. Status
       BAD_REQUEST, HELD (row in use), ROW_FULL or NO_BLOCKS.
 
     Source: vLLM's KVCacheManager (get_computed_blocks, allocate_slots); partial blocks as in TensorRT-LLM.

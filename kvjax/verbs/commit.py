@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`commit`: what was written becomes findable as blocks fill."""
+"""`commit`: written blocks become findable as they fill."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def commit(
     """Records that the K/V of these tokens are now written, and publishes the blocks that they fill.
 
     A filled block whose contents are cached already is swapped for the cached one and emptied; of equal blocks that
-    fill in one call the first row's stays. Blocks that the next token cannot see through a window are let go of.
+    fill in one call the first row's stays. A row lets go of blocks that its next token cannot see through a window.
 
     Args:
       state: the cache.
@@ -47,8 +47,8 @@ def commit(
 
     Returns:
       The cache; and events, E = R F a group for rows that fill up to F blocks: stored; and as many updated where there
-      is a host tier, whose blocks give way to equal ones on the device. Status BAD_REQUEST for a row without so much
-      room or swapped out, a negative token, or a row that is named twice; the other rows are done.
+      is a host tier, whose blocks give way to equal ones on the device. Status BAD_REQUEST for a row with too little
+      room, swapped out or named twice, and for a negative token; the other rows are done.
 
     Source: vLLM's mark_blocks_as_computed and MAX's commit, which swap equal blocks likewise.
     """
@@ -69,8 +69,8 @@ def commit(
     state = state.replace(groups=(group, *state.groups[1:]))
     state, stored, updated = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
     slid = [
-        windows.slide(group, of, rows, start, end, most, size, now)
-        for group, of in zip(state.groups[1:], spec.groups[1:], strict=True)
+        windows.slide(group, group_spec, rows, start, end, most, size, now)
+        for group, group_spec in zip(state.groups[1:], spec.groups[1:], strict=True)
     ]
     committed = put(state.seqs.committed, rows, end, exists & ~bad)
     state = state.replace(groups=(state.groups[0], *slid), seqs=state.seqs.replace(committed=committed))
@@ -85,13 +85,13 @@ def publish_filled(
 ) -> tuple[CacheState, list[Records], list[Records]]:
     """Publishes the blocks that rows have just filled, or merges them with equal ones, in every group.
 
-    Goes through the rows that filled any in small batches, so that a step pays for those and not for all rows.
+    Processes the rows that filled a block in small batches, so that a step's cost follows their number alone.
 
     Args:
       state: the cache, the first group's `blocks.text` up to date.
       rows: i32[R]; all different.
-      first: i32[R]; table index of the first block that a row filled.
-      end: i32[R]; that of the first block it did not.
+      first: i32[R]; column of the first block that a row filled.
+      end: i32[R]; column after the last one.
       most: static; the most blocks that a row can have filled.
       now: i32[] ms.
 
@@ -102,29 +102,29 @@ def publish_filled(
     batch = min(_BATCH, total)
     fills = end > first
     order = put(jnp.zeros((total + batch,), jnp.int32), rank(fills), jnp.arange(total, dtype=jnp.int32), fills)
-    lists = len(state.groups) + len(state.spec.host_groups)  # stored ones, updated ones
-    records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32)] * lists
+    num_lists = len(state.groups) + len(state.spec.host_groups)  # of stored, of updated records
+    records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32)] * num_lists
 
     def step(carry):
         done, (group, *others), records = carry
         picked = lax.dynamic_slice(order, (done,), (batch,))
         live = done + np.arange(batch, dtype=np.int32) < count(fills)
         row, start = pick(rows, picked), pick(first, picked)
-        place = runs(start, most)
-        filled = live[:, None] & (place < pick(end, picked)[:, None])
+        columns = runs(start, most)
+        filled = live[:, None] & (columns < pick(end, picked)[:, None])
         blocks, news = fence(group.blocks, resolve(group, state.seqs, row, start, filled))
         group = group.replace(blocks=blocks)
         group, stored = publish(
-            group, news.own, news.publish, news.key, news.parent, place.reshape(-1), group.blocks.tokens.shape[1]
+            group, news.own, news.publish, news.key, news.parent, columns.reshape(-1), group.blocks.tokens.shape[1]
         )
         group, updated = take_over(group, 0, state.policy, news.own, news.target, news.merge & news.first)
         group = merge(group, state.policy, news.own, news.target, news.merge, news.first, now)
-        where = (jnp.broadcast_to(row[:, None], place.shape), place)
-        swap = news.merge.reshape(place.shape)
-        table = put(group.table, where, news.target.reshape(place.shape), swap)
+        where = (jnp.broadcast_to(row[:, None], columns.shape), columns)
+        swap = news.merge.reshape(columns.shape)
+        table = put(group.table, where, news.target.reshape(columns.shape), swap)
         groups, new, moved = [group.replace(table=table)], [stored], [updated]
         for number, other in enumerate(others, 1):
-            other, stored, updated = windows.follow(other, number, group.blocks, news, row, place, now)
+            other, stored, updated = windows.follow(other, number, group.blocks, news, row, columns, now)
             groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
         records = [
             lax.dynamic_update_slice(r, n.records.reshape(batch, most, -1), (done, np.int32(0), np.int32(0)))
@@ -135,5 +135,5 @@ def publish_filled(
     _, groups, records = lax.while_loop(
         lambda carry: carry[0] < count(fills), step, (jnp.int32(0), state.groups, records)
     )
-    told = [Records(r[:total].reshape(total * most, -1)) for r in records]
-    return state.replace(groups=groups), told[: len(groups)], told[len(groups) :]
+    lists = [Records(r[:total].reshape(total * most, -1)) for r in records]
+    return state.replace(groups=groups), lists[: len(groups)], lists[len(groups) :]

@@ -22,17 +22,17 @@ from kvjax.verbs._request import assemble, replace_group
 def complete(
     state: CacheState, transfer: Transfer | None, ok: ArrayLike, *, max_removed: int | None = None
 ) -> tuple[CacheState, Events]:
-    """Says that moves have been made, so that the blocks can be found at their new level; or that they have failed.
+    """Reports that moves have been made, so that their blocks are findable on the new tier; or that they have failed.
 
-    Blocks whose move has failed are removed with everything that follows them, wherever that is; rows that hold one of
-    them have lost K/V and must be released. Nothing of what they have lost is ever stored.
+    Blocks whose move has failed are removed with all their descendants, on both tiers; rows that hold one of them have
+    lost K/V and must be released. Lost contents are never stored.
 
     Args:
       state: the cache.
-      transfer: of the events that ordered the moves; None is allowed, there is nothing to do.
+      transfer: of the events that ordered the moves; None: there is nothing to do.
       ok: bool[]; whether all have been made.
-      max_removed: static; the most blocks that a failure may remove in a group, None for N + H. What does not fit
-        stays in the index, so give a number only where `ok` is always True.
+      max_removed: static; the most blocks that a failure may remove in a group, None for N + H. Blocks beyond it
+        stay in the index, so give a number only where `ok` is always True.
 
     Returns:
       The cache; and events, E = max_removed a group: removed. Status i32[S] HELD for the rows that must be released.
@@ -44,11 +44,11 @@ def complete(
     for number in state.spec.host_groups:
         group, host = state.groups[number], host_of(state.groups[number])
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
-        came = (ids >= 0) & (transfer.number == pick(host.arriving, ids))
-        arriving, came = fence(host.arriving, came)
-        # A block whose move has failed stays on the move until it is empty, so that what its row writes is not stored.
-        host = host.replace(arriving=put(arriving, ids, 0, came & ok, unique=False))
-        lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, came & ~ok, unique=False)
+        current = (ids >= 0) & (transfer.number == pick(host.arriving, ids))
+        arriving, current = fence(host.arriving, current)
+        # A block whose move has failed stays on the move until it is empty, so that its row's writes are not stored.
+        host = host.replace(arriving=put(arriving, ids, 0, current & ok, unique=False))
+        lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, current & ~ok, unique=False)
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
         policy = windows.policy_of(number, state.policy)
@@ -61,7 +61,7 @@ def complete(
 
 
 def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
-    """The state after, where held blocks that have left the index say so: their pins outlast their place in it."""
+    """Marks held blocks that have left the index as LOST: their pins outlast their index entry."""
     for number, (old, new) in enumerate(zip(before.groups, after.groups, strict=True)):
         lost = (old.blocks.fill > 0) & (new.blocks.fill == 0) & (new.blocks.refcount > 0)
         blocks = new.blocks.replace(hits=jnp.where(lost, LOST, new.blocks.hits))
@@ -70,7 +70,7 @@ def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
 
 
 def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, most: int) -> tuple[Group, Records]:
-    """Takes the findable ones of lost bool[B], and all that follow them, out of the index; `most` records, removed."""
+    """Removes the findable ones of lost bool[B] and their descendants from the index; `most` records, removed."""
     blocks = group.blocks
     marked = descendants(blocks, lost & (blocks.fill > 0))
     order = children_first(blocks, group.ids, marked)[:most]

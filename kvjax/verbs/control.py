@@ -27,35 +27,35 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
       state: the cache.
       blocks: i32[K]; different findable blocks, such as the filled ones of a row; NO_BLOCK is padding. The prefix of
         each must be pinned too, or among them. Costs a pass over all blocks.
-      group: static; whose blocks they are. In a window group their anchors must be pinned, and nothing else.
+      group: static; number of their group. In a window group only their anchors must be pinned.
 
     Returns:
-      The cache; and no events. Status BAD_REQUEST if a block is unknown, not findable (what a row is still filling has
-      nothing to keep yet) or named twice, or if its prefix would not be pinned.
+      The cache; and no events. Status BAD_REQUEST if a block is unknown, not findable (a block that a row is still
+      filling has nothing to keep) or named twice, or if its prefix would not be pinned.
 
     Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
     """
-    mine, ids = chosen(state, group), integers("blocks", blocks, ("K",))
-    known = mine.blocks
+    chosen_group, ids = chosen(state, group), integers("blocks", blocks, ("K",))
+    known = chosen_group.blocks
     named = ids != NO_BLOCK
     refcount = pick(known.refcount, ids)
-    there = (ids >= 0) & (ids < known.refcount.shape[0]) & (pick(known.fill, ids) > 0)
-    ok = ~jnp.any(named & (~there | repeated(ids)))
+    findable = (ids >= 0) & (ids < known.refcount.shape[0]) & (pick(known.fill, ids) > 0)
+    ok = ~jnp.any(named & (~findable | repeated(ids)))
     pins = [_pins(each) for each in state.groups]
     pins[group] = add(pins[group], ids, 1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
     named = named & ok
-    mine = mine.replace(
+    chosen_group = chosen_group.replace(
         blocks=known.replace(refcount=add(known.refcount, ids, 1, named)),
-        num_cached=mine.num_cached - count(named & (refcount == 0) & mine.on_device(ids)),
+        num_cached=chosen_group.num_cached - count(named & (refcount == 0) & chosen_group.on_device(ids)),
     )
-    state = replace_group(state, group, mine)
+    state = replace_group(state, group, chosen_group)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
 
 
 @on_state
 def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Takes back what `pin` gave the same blocks; those without holders become cached.
+    """Takes the holder that `pin` added from the same blocks; those without holders become cached.
 
     Args:
       state: the cache.
@@ -67,15 +67,16 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
       The cache; and no events. Status BAD_REQUEST if one of them is not pinned or is named twice, or is the prefix or
       anchor of a block that stays pinned.
     """
-    mine, ids, now = chosen(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
+    chosen_group, ids, now = chosen(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
     named = ids != NO_BLOCK
     pins = [_pins(each) for each in state.groups]
-    there = (ids >= 0) & (ids < pins[group].shape[0]) & (pick(pins[group], ids) > 0)
-    ok = ~jnp.any(named & (~there | repeated(ids)))
+    pinned = (ids >= 0) & (ids < pins[group].shape[0]) & (pick(pins[group], ids) > 0)
+    ok = ~jnp.any(named & (~pinned | repeated(ids)))
     pins[group] = add(pins[group], ids, -1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
-    mine = give_back(mine, windows.policy_of(group, state.policy), ids[::-1], (named & ok)[::-1], now)
-    state = replace_group(state, group, mine)
+    policy = windows.policy_of(group, state.policy)
+    chosen_group = give_back(chosen_group, policy, ids[::-1], (named & ok)[::-1], now)
+    state = replace_group(state, group, chosen_group)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
 
 
@@ -86,24 +87,24 @@ def _pins(group: Group) -> jax.Array:
 
 
 def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
-    """bool[]; whether with these pins i32[B] of each group no block is pinned without its parent or anchor.
+    """bool[]; whether, with these pins i32[B] of each group, every pinned block's parent or anchor is pinned too.
 
-    Eviction relies on it: rows hold whole prefixes too, so whoever lets go, a held block's parent is held. Then
-    parents are released after their children, and the oldest cached block is a leaf.
+    Eviction relies on it. Rows hold whole prefixes too, so a held block always has a held parent: parents are released
+    after their children, and the oldest cached block is a leaf.
     """
     parent = state.groups[0].blocks.parent[:, 0]
     alone = jnp.any((pins[0] > 0) & (parent >= 0) & (pick(pins[0], parent) <= 0))
-    for group, mine in zip(state.groups[1:], pins[1:], strict=True):
-        alone = alone | jnp.any((mine > 0) & (pick(pins[0], group.anchors(group.ids)) <= 0))
+    for group, group_pins in zip(state.groups[1:], pins[1:], strict=True):
+        alone = alone | jnp.any((group_pins > 0) & (pick(pins[0], group.anchors(group.ids)) <= 0))
     return ~alone
 
 
 @on_state
 def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = None) -> tuple[CacheState, Events]:
-    """Empties cached blocks by name, and with them every findable block that follows them; all or nothing.
+    """Empties cached blocks by name, with all their findable descendants; all or nothing.
 
-    What window groups have beside them goes too. Costs a pass over all blocks. Blocks that are not findable are passed
-    over.
+    The blocks of window groups beside them are emptied too. Costs a pass over all blocks. Skips blocks that are not
+    findable.
 
     Args:
       state: the cache.
@@ -112,8 +113,8 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
 
     Returns:
       The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is held or on
-      the move,
-      BAD_REQUEST for an unknown block or if more than `max_removed` would leave (`events.shortfall` says how many).
+      the move, BAD_REQUEST for an unknown block or if more than `max_removed` would leave (`events.shortfall` says how
+      many more).
     """
     group, ids = state.groups[0], integers("blocks", blocks, ("K",))
     known, num_ids = group.blocks, group.blocks.refcount.shape[0]
@@ -137,7 +138,7 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
 def reset(state: CacheState) -> tuple[CacheState, Events]:
     """Forgets everything that is cached. Refused while a row or a pin holds anything.
 
-    A policy keeps its own state but for what it forgets of the blocks: learned weights last.
+    The policy forgets all blocks; it keeps the rest of its own state, such as learned weights.
 
     Args:
       state: the cache.

@@ -37,8 +37,8 @@ def extend(
 ) -> tuple[CacheState, Events]:
     """Gives every active row room for its next tokens; all rows or none.
 
-    A last block that others hold too, or that is findable, is replaced by a private copy before it is written; of
-    several holders that are active together the last one keeps it.
+    A last block that is shared or findable is replaced by a private copy before it is written; of several active
+    holders of a block that is not findable the last one keeps it.
 
     Args:
       state: the cache.
@@ -51,8 +51,8 @@ def extend(
     Returns:
       The cache, unchanged unless `events.ok`; and events, E = 2 S F a group for rows that touch up to F blocks (more
       with both tiers): removed, updated, copied. Status ROW_FULL, BAD_REQUEST (a free row) or HELD (one swapped out) at
-      the rows to blame, NO_BLOCKS at all active rows, with the blocks missing in `events.shortfall`: those of the
-      group that misses most.
+      the rows to blame, NO_BLOCKS at all active rows; `events.shortfall` is the number of blocks missing in the group
+      that misses most.
 
     Source: vLLM's append_slots with copy-on-write, for a whole batch in one pass.
     """
@@ -65,11 +65,11 @@ def extend(
     bad = active & ((seqs.length == 0) | (asked < 0) | (asked > max_tokens))
     grown = seqs.length + jnp.where(active & ~bad, asked, 0)
     full = active & (-(-grown // size) > spec.max_blocks_per_seq)
-    away = active & seqs.rests
-    fine = ~jnp.any(bad | away | full)
+    rests = active & seqs.rests
+    fine = ~jnp.any(bad | rests | full)
     state, grew = grow(state, jnp.where(fine, grown, seqs.length), max_tokens, now, known_tiers(tiers))
     status = first_failure(
-        (bad, Status.BAD_REQUEST), (away, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
+        (bad, Status.BAD_REQUEST), (rests, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
     )
     seqs = seqs.replace(length=jnp.where(fine & grew.ok, grown, seqs.length))
     state = state.replace(seqs=seqs)
@@ -80,7 +80,7 @@ def extend(
 
 
 class Growth(Pytree):
-    """What became of it: whether every row could grow, the records of each group, and blocks missing at most."""
+    """The outcome of `grow`: whether every row could grow, the records of each group, and the most blocks missing."""
 
     ok: jax.Array
     removed: list[Records]
@@ -98,46 +98,47 @@ def grow(
     rows = np.arange(spec.max_seqs, dtype=np.int32)
     first = seqs.length // size
     inside = (grown > seqs.length) & (seqs.length % size > 0)
-    place = runs(first, (max_tokens + size - 2) // size + 1)
-    beyond = (place * size < grown[:, None]) & (place * size >= seqs.length[:, None])
-    written = jnp.maximum(seqs.committed - first * size, 0)  # in the block that the row is in
+    columns = runs(first, (max_tokens + size - 2) // size + 1)
+    beyond = (columns * size < grown[:, None]) & (columns * size >= seqs.length[:, None])
+    written = jnp.maximum(seqs.committed - first * size, 0)  # tokens of the row's last block
 
     shared = [unshare(group, table_entry(group, rows, first), inside) for group in state.groups]
-    new = [beyond.at[:, 0].set(beyond[:, 0] | shares.copies) for _, shares in shared]
+    new = [beyond.at[:, 0].set(beyond[:, 0] | writers.copies) for _, writers in shared]
     lacks = [count(n) - group.available for n, (group, _) in zip(new, shared, strict=True)]
-    had = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
-    worth = priorities(state, now, tiers)
+    ok = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
+    block_priorities = priorities(state, now, tiers)
     groups, removed, copied, taken, fresh = [], [], [], [], []
-    for number, (of, (group, shares), wanted) in enumerate(zip(spec.groups, shared, new, strict=True)):
+    for number, (group_spec, (group, writers), wanted) in enumerate(zip(spec.groups, shared, new, strict=True)):
         policy = windows.policy_of(number, state.policy)
-        if taken:  # what the first group has lost is not findable in the others either
+        if taken:  # blocks that left the first group's index leave the others' too
             group, forgotten = forget(group, number, taken[0].removed)
             removed.insert(0, forgotten)
-        need, most = jnp.where(had, count(wanted), 0), min(wanted.size, of.num_blocks)
+        need, most = jnp.where(ok, count(wanted), 0), min(wanted.size, group_spec.num_blocks)
         new = take(
-            group, number, policy, need, most, now, priorities=worth[number], min_priority=spec.offload_min_priority
-        )
-        had = had & new.ok
+            group, number, policy, need, most, now, priorities=block_priorities[number],
+            min_priority=spec.offload_min_priority,
+        )  # fmt: skip
+        ok = ok & new.ok
         taken.append(new)
-        group = settle(new.group, policy, shares, had, now)
+        group = settle(new.group, policy, writers, ok, now)
         ids = pick(new.ids, rank(wanted.reshape(-1)).reshape(wanted.shape))
-        table = put(group.table, (jnp.broadcast_to(rows[:, None], wanted.shape), place), ids, wanted & had)
-        copies = shares.copies & had & (written > 0)
+        table = put(group.table, (jnp.broadcast_to(rows[:, None], wanted.shape), columns), ids, wanted & ok)
+        copies = writers.copies & ok & (written > 0)
         group = group.replace(table=table)
         groups.append(group)
-        fresh.append((ids, shares.block, copies, wanted & had))
+        fresh.append((ids, writers.block, copies, wanted & ok))
         removed.append(new.removed)
         copied.append(
             record(EventKind.COPIED, copies, group=number, block=group.pool_row(ids[:, 0]),
-                   source=group.pool_row(shares.block), num_tokens=written)
+                   source=group.pool_row(writers.block), num_tokens=written)
         )  # fmt: skip
     ids, block, copies, wanted = fresh[0]
     group = copy_text(groups[0], ids[:, 0], block, copies)
-    stated = pick(seqs.retention, (rows[:, None], place))
+    stated = pick(seqs.retention, (rows[:, None], columns))
     groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted))
-    shortfall = jnp.where(had, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
+    shortfall = jnp.where(ok, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
     state, removed, updated, moves = all_or_nothing(
-        state, state.replace(groups=tuple(groups)), had, removed, [new.updated for new in taken],
+        state, state.replace(groups=tuple(groups)), ok, removed, [new.updated for new in taken],
         [new.moves for new in taken],
     )  # fmt: skip
-    return state, Growth(had, removed, copied, shortfall, updated, moves)
+    return state, Growth(ok, removed, copied, shortfall, updated, moves)

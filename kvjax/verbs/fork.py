@@ -19,9 +19,9 @@ from kvjax.verbs._request import assemble, first_failure, one_after_the_other
 
 @on_state
 def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState, Events]:
-    """Makes the free row `dst` share all blocks of row `src`; whoever writes first into the shared end copies it.
+    """Makes the free row `dst` share all blocks of row `src`; the first to write into the shared last block copies it.
 
-    Several rows at once equal one after the other, each all or nothing: a row forked before can be forked again.
+    Several rows at once equal one after the other, each all or nothing: a new fork can be forked in the same call.
 
     Args:
       state: the cache.
@@ -54,16 +54,15 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
 def beam_step(
     state: CacheState, seqs: ArrayLike, parents: ArrayLike, *, now: ArrayLike = 0
 ) -> tuple[CacheState, Events]:
-    """Lets each row of a beam go on as one of them did: row seqs[i] becomes what row seqs[parents[i]] was.
+    """Lets each row of a beam continue one of them: row seqs[i] becomes what row seqs[parents[i]] was.
 
-    Blocks are shared, not copied; what two rows go on from is copied when one of them writes into it (`extend`), and
-    that is a partly filled last block at most. Rows that nobody goes on from are dropped: what is findable of them
-    stays cached, the rest becomes empty.
+    Blocks are shared. At most a partly filled last block that two rows continue is copied, when one of them writes into
+    it (`extend`). Rows that nobody continues are dropped: their findable blocks stay cached, the others become empty.
 
     Args:
       state: the cache.
       seqs: i32[W]; the beam's rows, all different, in use, and their tokens committed.
-      parents: i32[W]; places in seqs; the identity for rows that stay what they are.
+      parents: i32[W]; indices into seqs; a row's own index leaves the row as it is.
       now: i32[] ms.
 
     Returns:
@@ -84,11 +83,11 @@ def beam_step(
     groups = []
     for number, group in enumerate(state.groups):
         table, moved = pick(group.table, seqs), pick(group.table, pick(seqs, parents))
-        everyone, table, moved = fence(group.table, table, moved)
-        # Tails before heads, as the blocks are to be freed.
+        all_rows, table, moved = fence(group.table, table, moved)
+        # Tails before heads: the order in which blocks are freed.
         ids = table.T[::-1].reshape(-1)
         less = jnp.broadcast_to(1 - heirs, table.T.shape).reshape(-1)
-        group = group.replace(table=put(everyone, seqs, moved, ok))
+        group = group.replace(table=put(all_rows, seqs, moved, ok))
         policy = windows.policy_of(number, state.policy)
         groups.append(give_back_shared(group, policy, ids, less, (ids >= 0) & ~bad, now))
 

@@ -29,16 +29,16 @@ def init(
 
     Args:
       spec: its shapes.
-      policy: who is evicted, `lru()` if None; static, so pass the same object again to reuse compiled programs.
+      policy: the eviction policy, `lru()` if None; static, so pass the same object again to reuse compiled programs.
       num_blocks: i32[]; device blocks in use of every group but a bare first one, at most the spec's N (None: all).
-        May be traced, so that caches of many sizes fit in one `vmap`: then a number outside 1..N counts as 0 blocks,
-        so that every `admit` is NO_BLOCKS; `check` and `stats` say "num_blocks out of range".
+        May be traced, so that caches of many sizes fit in one `vmap`. A traced number outside 1..N counts as 0 blocks:
+        every `admit` is NO_BLOCKS, and `check` and `stats` say "num_blocks out of range".
       policy_state: the policy's own state to begin with, on both tiers (a learned score's weights); copied; None: what
         the policy's `init` makes.
 
     Raises:
-      ValueError: if `num_blocks` is a number outside 1..N, `policy` is none, or `policy_state` does not have the
-        structure, shapes and dtypes of what the policy's `init` makes.
+      ValueError: if `num_blocks` is a number outside 1..N, `policy` is not a policy, or `policy_state` does not have
+        the structure, shapes and dtypes of what the policy's `init` makes.
     """
     policy, sizes = known_policy(policy), [group.num_blocks for group in spec.groups]
     if num_blocks is not None:
@@ -72,7 +72,7 @@ def init_group(
     group, num_ids = spec.groups[number], spec.groups[number].num_ids
     if number == 0:
         blocks, own = _init_blocks(num_ids, spec), dict[str, Any](links=index.init_links(num_ids))
-    else:  # what blocks hold, and the index, are in the first group for all
+    else:  # the first group has the contents and the index for all groups
         blocks = _init_blocks(num_ids, dataclasses.replace(spec, retention=False)).replace(text=None, key=None)
         policy, policy_state = windows.POLICY, None
         own = dict[str, Any](links=None, anchor=_none(num_ids), shadow=_none(spec.groups[0].num_ids))
@@ -94,7 +94,7 @@ def _none(*shape: int) -> jax.Array:
 
 
 def _init_blocks(num_ids: int, spec: CacheSpec) -> Blocks:
-    """Blocks of which nothing is known."""
+    """Blocks without contents or holders."""
 
     def zeros(*shape: int, dtype=jnp.int32) -> jax.Array:
         return jnp.zeros((num_ids, *shape), dtype)

@@ -5,12 +5,12 @@ Between loops, in this order:
 
     state, events = offload(state, ...)                         # or admit(..., tiers=("device", "host")), swap_in, ...
     pools, host = move(pools, host, events.transfer)            # starts the moves and returns
-    pools = apply(pools, events)                                # copies, which may start from what has just come
+    pools = apply(pools, events)                                # copies, also of blocks that have just moved
     state, _ = complete(state, events.transfer, True)           # or False, if a move has failed
 
-and then the model. A block on the move has left its old row already and cannot be found until `complete`; bytes are
-safe, since whatever writes the old row later was issued later. Inside a jitted loop nothing moves: what the loop
-evicts is lost, so keep it from evicting with `watermark`.
+and then the model. A block on the move has left its old pool row already and cannot be found until `complete`. Its
+bytes are safe, since a later write to that pool row is issued later. Inside a jitted loop nothing moves, and evicted
+blocks are lost: avoid evictions there with `watermark`.
 
 Source: TensorRT-LLM's secondary pool; vLLM's swapping of whole sequences.
 """
@@ -46,27 +46,27 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
 
     Args:
       state: the cache.
-      blocks: i32[K]; different cached blocks on the device; NO_BLOCK is padding. What follows one of them on the
-        device must be among them.
+      blocks: i32[K]; different cached blocks on the device; NO_BLOCK is padding. Their children on the device must
+        be among them.
       now: i32[] ms.
-      group: static; whose blocks they are.
+      group: static; number of their group.
 
     Returns:
       The cache; and events, E = 5 K: removed (from a full host), updated; with `transfer`. Status HELD if a block is
       held or on the move, NO_BLOCKS if the host has too little room, else BAD_REQUEST.
     """
-    mine, ids, now = _of(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
-    known, named = mine.blocks, ids != NO_BLOCK
-    there = (ids >= 0) & (ids < known.fill.shape[0]) & (pick(known.fill, ids) > 0) & mine.on_device(ids)
-    bad = jnp.any(named & (~there | repeated(ids)))
-    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | mine.moving(ids)))
+    chosen_group, ids, now = _tiered_group(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
+    known, named = chosen_group.blocks, ids != NO_BLOCK
+    on_device = (ids >= 0) & (ids < known.fill.shape[0]) & (pick(known.fill, ids) > 0) & chosen_group.on_device(ids)
+    bad = jnp.any(named & (~on_device | repeated(ids)))
+    held = jnp.any(named & on_device & ((pick(known.refcount, ids) > 0) | chosen_group.moving(ids)))
     good = ~bad & ~held
-    ids = children_first(known, ids, named & there)
+    ids = children_first(known, ids, named & on_device)
     out, claimed = claim(known, ids, good & (ids >= 0))
-    alone = good & (count(claimed) == count(named))
+    all_claimed = good & (count(claimed) == count(named))
     leaving = Leaving(ids, claimed, claimed)
-    new = _deal(state, mine.replace(blocks=out), leaving, now, group)
-    status = first_failure((held, Status.HELD), (~alone, Status.BAD_REQUEST), (~new.ok, Status.NO_BLOCKS))
+    new = _deal(state, chosen_group.replace(blocks=out), leaving, now, group)
+    status = first_failure((held, Status.HELD), (~all_claimed, Status.BAD_REQUEST), (~new.ok, Status.NO_BLOCKS))
     return _finish(state, group, new, status)
 
 
@@ -76,31 +76,31 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
 
     Args:
       state: the cache.
-      blocks: i32[K]; different cached blocks on the host; NO_BLOCK is padding. What one of them follows must be on the
-        device or among them.
+      blocks: i32[K]; different cached blocks on the host; NO_BLOCK is padding. Their parents must be on the device or
+        among them.
       now: i32[] ms.
-      group: static; whose blocks they are.
+      group: static; number of their group.
 
     Returns:
       The cache; and events, E = 5 K: removed, updated (also of blocks that leave the device for it); with `transfer`.
       Status HELD if a block is held or on the move, NO_BLOCKS, else BAD_REQUEST.
     """
-    mine, ids, now = _of(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
-    known, named, num_ids = mine.blocks, ids != NO_BLOCK, mine.blocks.fill.shape[0]
-    there = (ids >= 0) & (ids < num_ids) & (pick(known.fill, ids) > 0) & ~mine.on_device(ids)
+    chosen_group, ids, now = _tiered_group(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
+    known, named, num_ids = chosen_group.blocks, ids != NO_BLOCK, chosen_group.blocks.fill.shape[0]
+    on_host = (ids >= 0) & (ids < num_ids) & (pick(known.fill, ids) > 0) & ~chosen_group.on_device(ids)
     parent = pick(known.parent, ids)[:, 0]
-    coming = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & there, unique=False)
-    led = (parent < 0) | (mine.on_device(parent) & mine.arrived(parent)) | pick(coming, parent)
-    bad = jnp.any(named & (~there | repeated(ids) | ~led))
-    held = jnp.any(named & there & ((pick(known.refcount, ids) > 0) | mine.moving(ids)))
+    coming = put(jnp.zeros((num_ids,), jnp.bool_), ids, True, named & on_host, unique=False)
+    has_parent = (parent < 0) | (chosen_group.on_device(parent) & chosen_group.arrived(parent)) | pick(coming, parent)
+    bad = jnp.any(named & (~on_host | repeated(ids) | ~has_parent))
+    held = jnp.any(named & on_host & ((pick(known.refcount, ids) > 0) | chosen_group.moving(ids)))
     status = first_failure((held, Status.HELD), (bad, Status.BAD_REQUEST))
     # Parents that are on the device already must not leave it for their children.
-    good = named & there & (status == Status.OK)
+    good = named & on_host & (status == Status.OK)
     keep = jnp.where(good & (parent >= 0) & ~pick(coming, parent), parent, NO_BLOCK)
     keep = jnp.unique(keep, size=keep.shape[0], fill_value=NO_BLOCK)
     blocks = known.replace(refcount=add(known.refcount, keep, 1, keep >= 0))
     idle = count((keep >= 0) & (pick(known.refcount, keep) == 0))
-    kept = mine.replace(blocks=blocks, num_cached=mine.num_cached - idle)
+    kept = chosen_group.replace(blocks=blocks, num_cached=chosen_group.num_cached - idle)
     back, _ = compact(jnp.where(good, ids, NO_BLOCK))
     new = _take(state, group, kept, ids.shape[0], now, back=back)
     policy = windows.policy_of(group, state.policy)
@@ -114,33 +114,33 @@ def watermark(
 ) -> tuple[CacheState, Events]:
     """Empties device blocks ahead of time, so that a loop that takes `empty` blocks evicts nothing.
 
-    The policy's victims go to the host, or are removed if their priority is too low. Where fewer are cached than
-    wanted, all of them go.
+    The policy's victims go to the host, or are removed if their priority is too low. If fewer are cached than wanted,
+    all of them go.
 
     Args:
       state: the cache.
-      empty: i32[]; empty blocks that there shall be; a loop of n steps takes at most S * ceil(n / P) + S.
-      most: static; the most blocks that may have to leave.
+      empty: i32[]; number of empty blocks wanted; a loop of n steps takes at most S * ceil(n / P) + S.
+      most: static; the most blocks that may leave.
       now: i32[] ms.
-      group: static; whose blocks.
+      group: static; number of the group.
 
     Returns:
       The cache; and events, E = 5 * most: removed, updated; with `transfer`. Status NO_BLOCKS if the host has too
       little room.
     """
-    mine, empty, now = _of(state, group), integers("empty", empty, ()), integers("now", now, ())
+    chosen_group, empty, now = _tiered_group(state, group), integers("empty", empty, ()), integers("now", now, ())
     most = static_int("most", most, 1)
-    extra = jnp.minimum(jnp.clip(empty - mine.num_empty, 0, most), mine.num_cached)
-    new = _take(state, group, mine, most, now, extra=extra)
+    extra = jnp.minimum(jnp.clip(empty - chosen_group.num_empty, 0, most), chosen_group.num_cached)
+    new = _take(state, group, chosen_group, most, now, extra=extra)
     return _finish(state, group, new, first_failure((~new.ok, Status.NO_BLOCKS)))
 
 
 @on_state
 def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Moves what only this row holds to the host, to make room; the row rests until `swap_in`.
+    """Moves the blocks that only this row holds to the host, to make room; the row rests until `swap_in`.
 
-    Blocks that others hold or that others' cached blocks follow stay on the device. A row that rests can be released,
-    and nothing else.
+    Blocks that others hold stay on the device, and so do those with children that stay. A resting row can only be
+    released or swapped in.
 
     Args:
       state: the cache.
@@ -160,12 +160,12 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
     def leave(after: CacheState, number: int) -> Taken:
         group, ids = after.groups[number], row.tables[number][::-1]
         private = ~bad & ~moving & (ids >= 0) & (pick(group.blocks.refcount, ids) == 1)
-        stored = pick(group.blocks.fill, ids) > 0
-        blocks, claimed = claim(group.blocks, ids, private & stored)
-        where = claimed | (private & ~stored)
-        blocks = blocks.replace(refcount=put(blocks.refcount, ids, 1, private))  # the others' too
+        findable = pick(group.blocks.fill, ids) > 0
+        blocks, claimed = claim(group.blocks, ids, private & findable)
+        leaves = claimed | (private & ~findable)
+        blocks = blocks.replace(refcount=put(blocks.refcount, ids, 1, private))  # also of blocks that stay
         group = group.replace(blocks=blocks)
-        return _deal(after, group, Leaving(ids, where, where, held=True), now, number)
+        return _deal(after, group, Leaving(ids, leaves, leaves, held=True), now, number)
 
     return _swap(state, seq, leave, True, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
 
@@ -191,14 +191,14 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
 
     def come(after: CacheState, number: int) -> Taken:
         group, table = after.groups[number], row.tables[number]
-        away = ~bad & ~moving & (table >= 0) & ~group.on_device(table)
-        back, _ = compact(jnp.where(away, table, NO_BLOCK))
+        on_host = ~bad & ~moving & (table >= 0) & ~group.on_device(table)
+        back, _ = compact(jnp.where(on_host, table, NO_BLOCK))
         return _take(after, number, group, table.shape[0], now, back=back)
 
     return _swap(state, seq, come, False, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
 
 
-def _of(state: CacheState, number: int) -> Any:
+def _tiered_group(state: CacheState, number: int) -> Any:
     """The group, which must have a host tier."""
     group = chosen(state, number)
     if not group.tiered:
@@ -209,15 +209,15 @@ def _of(state: CacheState, number: int) -> Any:
 def _moving(state: CacheState, row: Row) -> jax.Array:
     """bool[]; whether a block of the row is on the move."""
     pairs = zip(state.groups, row.tables, strict=True)
-    on = [jnp.any(group.moving(table)) for group, table in pairs]
-    return functools.reduce(jnp.logical_or, on, jnp.bool_(False))
+    moving = [jnp.any(group.moving(table)) for group, table in pairs]
+    return functools.reduce(jnp.logical_or, moving, jnp.bool_(False))
 
 
-def _take(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **what: jax.Array) -> Taken:
+def _take(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **blocks: jax.Array) -> Taken:
     """`take` for no new holders, with the state's policy."""
     return take(
         group, number, windows.policy_of(number, state.policy), jnp.int32(0), size, now,
-        priorities=priorities(state, now)[number], min_priority=state.spec.offload_min_priority, **what,
+        priorities=priorities(state, now)[number], min_priority=state.spec.offload_min_priority, **blocks,
     )  # fmt: skip
 
 
@@ -228,13 +228,13 @@ def _deal(state: CacheState, group: Group, leaving: Leaving, now: jax.Array, num
 
 
 def _finish(state: CacheState, number: int, new: Taken, status: jax.Array) -> tuple[CacheState, Events]:
-    """The state with what was done to one group, where status i32[] is OK; and the events."""
+    """The state after a change of one group, where status i32[] is OK, else the state before; and the events."""
     after, report = _put(state, number, new)
     return _report(state, after, [report], status)
 
 
 def _put(state: CacheState, number: int, new: Taken) -> tuple[CacheState, tuple[list[Records], Taken]]:
-    """The state after what was done to one group; and the records of what was removed for it, in all groups."""
+    """The state after a change of one group; and its report: the records, removed, of all groups, and the change."""
     state, removed = forget_all(replace_group(state, number, new.group), number, new.removed)
     return state, (removed, new)
 
@@ -257,7 +257,7 @@ def _report(
 def _swap(
     state: CacheState, seq: jax.Array, do: Callable[[CacheState, int], Taken], out: bool, *causes: Any
 ) -> tuple[CacheState, Events]:
-    """The state after `do` in every group with a host tier, and with the row's mark; all or nothing."""
+    """The state after `do` in every group with a host tier, the row marked as resting or not; all or nothing."""
     if not state.spec.has_host:
         raise ValueError("state: got a cache without a host tier, wanted num_host_blocks above 0")
     after, reports = state, []

@@ -24,7 +24,7 @@ from kvjax.verbs._request import assemble, first_failure, one_after_the_other
 
 @on_state
 def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Frees a row: what is findable stays cached, tails to be evicted before heads; the rest becomes empty.
+    """Frees a row: its findable blocks stay cached, tails to be evicted before heads; the others become empty.
 
     A partly filled last block becomes findable too, with all its written tokens, when its last holder lets go,
     unless a cached block covers it. Several rows at once equal one after the other.
@@ -47,8 +47,8 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
     if state.spec.partial_reuse:
         state, stored = store_tail(state, row, ok)
     groups = [
-        give_back(group, windows.policy_of(g, state.policy), table[::-1], (ok & (table >= 0))[::-1], now)
-        for g, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))
+        give_back(group, windows.policy_of(number, state.policy), table[::-1], (ok & (table >= 0))[::-1], now)
+        for number, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))
     ]
     state = state.replace(groups=tuple(groups))
     free = jax.tree.map(jnp.zeros_like, row.known)
@@ -57,11 +57,11 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
 
 
 def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheState, list[Records]]:
-    """Publishes a row's partly written last block, where bool[], as far as it is written, in every group.
+    """Publishes the written part of a row's partly filled last block, where bool[], in every group.
 
-    Not if others hold it (their release decides), if it is findable anyway, if its K/V have not arrived, if the row
-    rests on the host, or if a findable block covers it that every group has. Where the first group has an equal block,
-    the groups that lack it get theirs.
+    Skips a block that others hold (their release decides), that is findable already, whose K/V have not arrived, that a
+    findable block present in every group covers, or whose row rests on the host. Where the first group has an equal
+    block, the groups that lack one publish theirs.
 
     Returns:
       The cache and for each group a record, stored.
@@ -76,7 +76,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     start = jnp.where(before >= 0, pick(blocks.key, before), root_key(row.namespace))
     key = prefix_keys(start, jax.tree.map(lambda x: x[None], text), fill, whole[None])
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
-    mine = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.rests
+    private = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.rests
     others = state.groups[1:]
 
     def everywhere(block: jax.Array) -> jax.Array:
@@ -84,7 +84,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
 
     _, covered = index.longest_child(blocks, group.links, parent, text, fill, everywhere)
     twin = index.find(blocks, group.links, key)[0]
-    good = where & (fill > 0) & intact & mine & (covered < fill)
+    good = where & (fill > 0) & intact & private & (covered < fill)
     above = jnp.stack([before, row.namespace])[None]
     group, stored = publish(group, tail[None], (good & (twin < 0))[None], key, above, whole[None], fill)
     groups, records = [group], [stored]

@@ -25,8 +25,8 @@ from kvjax.verbs._request import assemble, first_failure, one_after_the_other
 def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
     """Cuts a row back to its first `length` tokens (rejected draft tokens, an edited prompt).
 
-    A cut inside a findable block that only this row holds and nothing cached follows withdraws the block from reuse;
-    otherwise the block stays findable and the row's next write copies it. Several rows at once equal one after the
+    A cut inside a findable block takes the block out of the index if only this row holds it and it has no findable
+    children; otherwise it stays findable and the row's next write copies it. Several rows at once equal one after the
     other, each all or nothing.
 
     Args:
@@ -37,7 +37,7 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
 
     Returns:
       The cache; and events, E = 1 a row and group: removed. Status BAD_REQUEST, also where a window goes back over
-      blocks that are no longer there.
+      blocks that are no longer on the device.
 
     Source: TensorRT-LLM's rewindKVCache.
     """
@@ -56,18 +56,18 @@ def rewind(
 ) -> tuple[CacheState, list[Records], jax.Array]:
     """Cuts row `seq` back to `length` tokens where ok bool[]; also returns records, removed, and whether it was done.
 
-    It is not where a window goes back over blocks that have left it and are no longer on the device.
+    A window that goes back over blocks which have left it and are no longer on the device prevents the cut.
     """
-    size, place = state.spec.block_size, jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
+    size, columns = state.spec.block_size, jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
     keep, committed = -(-length // size), jnp.minimum(row.committed, length)
     lacking = [
-        (place < keep) & of.keeps(place, committed, size) & (table < 0)
-        for of, table in zip(state.spec.groups[1:], row.tables[1:], strict=True)
+        (columns < keep) & group_spec.keeps(columns, committed, size) & (table < 0)
+        for group_spec, table in zip(state.spec.groups[1:], row.tables[1:], strict=True)
     ]
     ok, regained, full = windows.regain(state.groups[1:], row.tables, lacking, ok)
     groups, tables = [], []
     for number, (group, table) in enumerate(zip((state.groups[0], *regained), full, strict=True)):
-        dropped = ok & (place >= keep) & (table >= 0)
+        dropped = ok & (columns >= keep) & (table >= 0)
         policy = windows.policy_of(number, state.policy)
         groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
         tables.append(jnp.where(dropped, NO_BLOCK, table))
