@@ -239,7 +239,7 @@ def _three_ways(runner: Runner, batch: range, tallies: dict[str, Tally]) -> None
 
     # Just enough blocks: strangers of the same lengths evict everything, then half of them evict a part. Groups with
     # windows get half as many again: else a row would take the blocks it has just released, and nothing would stay.
-    runner.start([fewest[0], *(3 * count // 2 for count in least[1:])], seed=2)
+    runner.start([fewest[0], *(3 * count // 2 for count in fewest[1:])], seed=2)
     rng = np.random.default_rng(3)
     vocab_size = golden.logits.shape[2]
     for driven in (list(texts), list(texts)[::2]):
