@@ -3,7 +3,7 @@
 
 For each shape three programs take turns, so that a noisy machine is noisy for all of them: paged attention through
 `kvjax.attend`, each row's blocks scattered over the pool; attention over contiguous K/V `[R, K, T, D]`; and a plain
-sum over the same bytes. All layers run in one program, each on what the one before gave, as in a model. The answers
+sum over the same bytes. All layers run in one program, each on the output of the one before, as in a model. The answers
 are compared before anything is timed. Times are the least of all rounds, for one layer.
 """
 
@@ -74,7 +74,7 @@ def paged(q, pools, view):
 
 
 def contiguous(q, layers, lengths, first):
-    """The same over contiguous K/V; which factor of K's products comes first is for the compiler's sake."""
+    """The same over contiguous K/V; `first`, the first factor of K's products, makes a difference to the compiler."""
     rows, _, _, width = q.shape
     for k, v in layers:
         kv_heads, length = k.shape[1:3]

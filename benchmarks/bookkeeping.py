@@ -4,7 +4,7 @@
 One step is `extend` and `commit` for all rows, in a pool full of cached blocks, so that every new block is an
 evicted one. Some rows are twins that generate the same tokens, so that their blocks merge. Both run inside `scan`,
 where there is no dispatch; the same step as a jitted call of its own is reported too. Answers are checked: every
-request was done, what was evicted, stored and merged adds up, and the states are sound.
+request was done, the counts of evicted, stored and merged blocks add up, and the states are sound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import common
 ROWS, BLOCK, LENGTH = 256, 16, 2048
 START = 48  # tokens of each row before the first step, and up to 15 more so that not all rows fill at once
 STEPS, CALLS = 128, 64
-TWINS = 16  # of so many rows two are twins
+TWINS = 16  # rows to a pair of twins
 
 
 def tokens_of(rows: jax.Array, positions: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def warm(num_blocks: int) -> kvjax.CacheState:
 
 
 def step(state: kvjax.CacheState, number: jax.Array):
-    """One decode step; the state and what happened: ok, removed, stored, merged."""
+    """One decode step; the state, with counts (ok, removed, stored, merged) and events."""
     rows = jnp.arange(ROWS, dtype=jnp.int32)
     tokens = tokens_of(rows, state.seqs.committed)[:, None]
     state, extended = kvjax.extend(state, jnp.ones((ROWS,), jnp.bool_))
@@ -72,7 +72,7 @@ def step(state: kvjax.CacheState, number: jax.Array):
 
 
 def steps(state: kvjax.CacheState):
-    """STEPS steps in one program, and the sums of what happened."""
+    """STEPS steps in one program; the state, and the sums of the counts."""
 
     def one(carry, number):
         state, (done, *_) = step(carry[0], number)
@@ -92,7 +92,7 @@ def steps_with_log(state: kvjax.CacheState):
 
 
 def admissions(state: kvjax.CacheState):
-    """A 2,048-token prompt into every row, the first half of each cached; the state and what happened."""
+    """A 2,048-token prompt into every row, the first half of each cached; the state, and the sums of the counts."""
     shared = (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + 104_729) % 50_021 + 50_021
 
     def one(state, row):
@@ -118,7 +118,7 @@ def compiled_steps(state: kvjax.CacheState, run=steps):
 
 
 def measure_steps(num_blocks: int, repeats: int, run=steps):
-    """Microseconds a step, and the state after them with what happened."""
+    """Microseconds a step, and the result of the steps."""
     state = warm(num_blocks)
     compiled = compiled_steps(state, run)
     copies = copies_of_blocks(compiled, state)
@@ -143,7 +143,7 @@ def measure_admit(num_blocks: int, repeats: int) -> float:
     state = warm(num_blocks)
     state, _ = jax.jit(kvjax.release)(state, jnp.arange(ROWS, dtype=jnp.int32))
     shared = (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + 104_729) % 50_021 + 50_021
-    # The prompts that came first are evicted by now if the pool is small: have the shared half cached and recent.
+    # In a small pool the first prompts are evicted by now: the shared half is cached again.
     state, _ = kvjax.admit(state, 0, shared, LENGTH)
     zero = jnp.zeros((1,), jnp.int32)
     start = state.seqs.committed[0]

@@ -61,7 +61,7 @@ def report(benchmark: str, metrics: dict[str, float], file: pathlib.Path | None 
 
 
 def where() -> dict[str, Any]:
-    """What every result says of the machine it comes from."""
+    """The machine and the versions, for every result."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     return {"versions": {"python": platform.python_version(), **versions}, "cpu": _cpu()}
 

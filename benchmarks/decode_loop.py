@@ -2,15 +2,15 @@
 """A decode loop over the paged cache against the same loop over contiguous K/V.
 
 Both generate greedily with one Llama-shaped model of 10 million parameters, 16 rows up to a context of 1,024 tokens,
-in one jitted loop with the K/V donated. The paged loop is `kvjax.loops.decode` with all that it does, in a pool whose
-blocks are scattered and full, so that every new block is an evicted one. The contiguous loop has K/V arrays of just
-the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It comes in two
+in one jitted loop with the K/V donated. The paged loop is `kvjax.serving.loops.decode` with all that it does, in a pool
+whose blocks are scattered and full, so that every new block is an evicted one. The contiguous loop has K/V arrays of
+just the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It has two
 versions: "contiguous" multiplies the queries of a group by K one by one, which is the fastest way on CPU that we
-know of, and "plain" all at once, as one would write it. Before anything is timed all have chosen the same tokens, and
-had the same logits.
+know of, and "plain" all at once, as one would write it. All must have the same first logits, and choose the same
+tokens.
 
-Programs take turns, a few steps at a time, so that a noisy machine is noisy for all of them; of each few steps the
-least time of all rounds counts.
+Programs take turns, a few steps at a time, so that a noisy machine is noisy for all of them; each call of a few steps
+counts with its least time of all rounds.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Start(NamedTuple):
 
 
 def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
-    """A cache with free rows alone and not one empty block; block ids are in random order."""
+    """A cache with all rows free and no block empty; block ids are in random order."""
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=size.rows * -(-size.context // size.block_size), max_seqs=size.rows,
         max_length=size.context, block_size=size.block_size, dtype="float32",
@@ -127,7 +127,7 @@ def paged_logits(model: Decoder, cache: kvjax.Cache, token):
 
 
 def no_model(tokens, pools, view, *, last):
-    """Logits of a model that does nothing but look at the view, so that the loop has to make it."""
+    """Logits of a model that only reads the view, so that the loop has to compute it."""
     seen = sum(jnp.sum(x, dtype=jnp.int32) for x in jax.tree.leaves(view))
     return jnp.stack([tokens[:, 0] + seen, last], axis=1).astype(jnp.float32), pools
 
@@ -181,7 +181,7 @@ def contiguous_loop(model, start: Start, plain: bool):
 
 
 def attentions(cache: kvjax.Cache, layers, size: Size) -> Programs:
-    """Attention alone, half-way through the loop's steps: all layers, each on what the one before gave."""
+    """Attention alone, half-way through the loop's steps: all layers, each on the output of the one before."""
     lengths = cache.state.seqs.committed - size.steps // 2
     view = cache.view(1).replace(lengths=lengths)
     q = jax.random.normal(jax.random.key(0), (size.rows, size.config.num_heads, size.config.layers[0].head_dim))
@@ -214,7 +214,7 @@ def compare_logits(model: Decoder, start: Start) -> float:
 
 
 def check_loops(ends: dict[str, Any], size: Size) -> None:
-    """That all loops chose the same tokens with the same log-probabilities, and that the paged one evicted blocks."""
+    """Requires of all loops the same tokens and log-probabilities, and of the paged one that it evicted blocks."""
     (cache, _, log), calls = ends["paged"]
     tokens, logprobs = map(np.concatenate, zip(*calls, strict=True))
     for name in ("contiguous", "plain"):

@@ -3,7 +3,7 @@
 
 A program is a chain of calls of which each needs the result of the one before. It is queued many times without
 waiting, so that launching is hidden wherever the device takes longer than the host; time is the host's clock over the
-number of calls, the median of several rounds. Where the device is faster than that, `profile` asks the profiler.
+number of calls, the median of several rounds. Where the device is faster than the host, `profile` asks the profiler.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Effort(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What a metric should reach, for each implementation in `who`."""
+    """The bound of a metric, for each implementation in `who`."""
 
     metric: str
     bound: float
@@ -47,11 +47,11 @@ class Bar(NamedTuple):
 
 
 class Record:
-    """Metrics by who reached them, printed and written as they come, with what went wrong.
+    """Metrics by implementation, printed and written as they come, and errors.
 
     Args:
       benchmark: its name.
-      bars: what to hold the metrics against.
+      bars: bounds of the metrics.
       file: of the result; None: nowhere.
       **more: to be written too.
     """
@@ -72,14 +72,14 @@ class Record:
         }
 
     def add(self, who: str, metric: str, value: float) -> None:
-        """One figure; NaN is none."""
+        """Adds a figure, unless it is NaN."""
         if value != value:
             return
         self.result["metrics"][who][metric] = common.rounded(value)
         print(f"  {who:8} {metric:44} {value:>12,.6g}", flush=True)
 
     def rate(self, who: str, metric: str, value: float, ceiling: str) -> None:
-        """A rate a second, and its part of a ceiling, one of the device's figures."""
+        """Adds a rate per second, and its share of a ceiling, which is one of the device's figures."""
         kind, unit = ceiling.split("_", 1)
         self.add(who, f"{metric}_{unit}", value / 1e12)
         self.add(who, f"{metric}_of_{kind}", value / 1e12 / self.value("device", ceiling))
@@ -89,13 +89,13 @@ class Record:
         return self.result["metrics"].get(who, {}).get(metric, float("nan"))
 
     def skip(self, what: str, why: object) -> None:
-        """Something that could not be measured, which is no error."""
+        """Notes what could not be measured, which is no error."""
         self.result["not_measured"][what] = str(why)[:500]
         print(f"  {what}: not measured: {str(why)[:500]}", flush=True)
 
     @contextlib.contextmanager
     def guard(self, what: str, ours: bool = True):
-        """Whatever fails inside is recorded, as an error if it is ours, and the rest goes on."""
+        """Records a failure inside, as an error if the code is ours, and goes on."""
         try:
             yield
         except NotImplementedError as refusal:
@@ -110,7 +110,7 @@ class Record:
             self.write()
 
     def verdicts(self) -> dict[str, dict[str, str]]:
-        """Of each bar and implementation: met, missed or not measured."""
+        """Met, missed or not measured, by bar and implementation."""
         verdicts: dict[str, dict[str, str]] = {}
         for metric, bound, who, at_most in self.bars:
             label = f"{metric} at {'most' if at_most else 'least'} {bound:g}"
@@ -122,11 +122,11 @@ class Record:
         return verdicts
 
     def write(self) -> None:
-        """As it stands."""
+        """Writes the record as it stands."""
         common.write({**self.result, "bars": self.verdicts()}, self.file)
 
     def end(self) -> None:
-        """Prints the bars; the exit status is that of the errors."""
+        """Prints the verdicts; exits with 1 if there were errors."""
         for label, verdicts in self.verdicts().items():
             print(f"  {label:52} {', '.join(f'{name} {verdict}' for name, verdict in verdicts.items())}")
         self.write()
@@ -151,31 +151,31 @@ def served() -> list[str]:
 
 
 def key(seed: int) -> jax.Array:
-    """For random numbers whose program compiles in no time."""
+    """A key whose random numbers compile fast."""
     return jax.random.key(seed, impl="unsafe_rbg")
 
 
 def time_s(program: Callable[..., Any], state: Any, args: tuple, effort: Effort, most: int = 1000) -> tuple[float, Any]:
     """Median seconds of a program, (state, *args) -> state, which may donate its state; and the last state.
 
-    No more than `most` runs are queued at once: without donation each may hold its result until it is its turn.
+    At most `most` runs are queued at once: without donation each may hold a result of its own.
     """
     state = jax.block_until_ready(program(state, *args))  # compiles
     began = time.perf_counter()
     state = jax.block_until_ready(program(state, *args))
-    number = max(1, min(round(effort.seconds / (time.perf_counter() - began)), most))
+    runs = max(1, min(round(effort.seconds / (time.perf_counter() - began)), most))
     times = []
     for _ in range(effort.rounds):
         began = time.perf_counter()
-        for _ in range(number):
+        for _ in range(runs):
             state = program(state, *args)
         jax.block_until_ready(state)
-        times.append((time.perf_counter() - began) / number)
+        times.append((time.perf_counter() - began) / runs)
     return statistics.median(times), state
 
 
 def profile(program: Callable[..., Any], state: Any, args: tuple, runs: int = 5) -> tuple[float, dict[str, float]]:
-    """Microseconds in which a GPU was busy with one run of a program, and those of each kernel; compiled already.
+    """Microseconds that a GPU was busy with one run of a compiled program, and those of each kernel.
 
     Raises:
       NotImplementedError: if the profiler says nothing of a GPU.
@@ -192,7 +192,7 @@ def profile(program: Callable[..., Any], state: Any, args: tuple, runs: int = 5)
 
 
 def profiled(record: Record, who: str, name: str, program, state, args, calls: int) -> None:
-    """What the profiler says of a program: the device's time for one call, and that of each kernel."""
+    """Adds the profiler's device time for one call of a program, and that of each kernel."""
     try:
         busy, kernels = profile(program, state, args)
     except NotImplementedError as reason:
@@ -204,7 +204,7 @@ def profiled(record: Record, who: str, name: str, program, state, args, calls: i
 
 
 def busy_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
-    """Of a trace's events: microseconds in which any stream of a GPU was at work, and the sum for each kernel."""
+    """Microseconds of a trace in which any stream of a GPU was at work, and the sum for each kernel."""
     events = list(events)
     streams = {
         (event["pid"], event["tid"])
@@ -223,7 +223,7 @@ def busy_us(events: Iterable[Mapping[str, Any]]) -> tuple[float, dict[str, float
 
 
 def random_pool(shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Blocks of random numbers and a last one of NaN, where there is such; block by block, so without temporaries."""
+    """Blocks of random numbers and a last one of NaN, if the dtype has it; block by block, so without temporaries."""
     last = 0 if jnp.dtype(dtype).itemsize == 1 else jnp.nan
 
     def fill(i, pool):
@@ -235,7 +235,7 @@ def random_pool(shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def ceilings(record: Record, copied_bytes: int, side: int, effort: Effort) -> None:
-    """What the machine can do: bytes/s of a copy on the device, read and written, and FLOP/s of a matrix product."""
+    """The machine's ceilings: bytes/s of a copy on the device, read and written, and FLOP/s of a matrix product."""
     x = jax.jit(lambda: jax.random.normal(key(0), (copied_bytes // 2,), jnp.bfloat16))()
     seconds, _ = time_s(jax.jit(jnp.copy), x, (), effort, most=8)
     record.add("device", "copy_tb_s", 2 * x.nbytes / seconds / 1e12)

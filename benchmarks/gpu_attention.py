@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on a GPU, for `benchmarks.kernels`: decode and prefill by every implementation, and by what jax has."""
+"""Attention on a GPU, for `benchmarks.kernels`: decode and prefill by every implementation, and by jax's own."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_case(shape: Shape) -> Case:
 
 
 def attend(who: str, shape: Shape, q, layer, pool, scales, tables, lengths):
-    """Attention of one layer; what a chunk is, decode is for chunk 0."""
+    """Attention of one layer: decode if the shape's chunk is 0, else prefill."""
     name, more, options = "decode_attention", (), {"scale": shape.heads[2] ** -0.5, "scales": scales}
     if shape.chunk:
         name, options["max_count"] = "prefill_attention", shape.chunk
@@ -86,7 +86,7 @@ def chain(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 
 def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) -> None:
-    """One shape of decode or prefill, by every implementation and by what jax has."""
+    """One shape of decode or prefill, by every implementation and by jax's own."""
     case = make_case(shape)
     args = (case.pool, case.scales, case.tables, case.lengths)
     pairs = shape.chunk * (shape.length - shape.chunk) + shape.chunk * (shape.chunk + 1) // 2
@@ -98,7 +98,7 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
         done, ceiling = (flops, "product_tflop_s") if shape.chunk else (case.read_bytes, "copy_tb_s")
         record.rate(who, f"{kind}_{name}", done / seconds, ceiling)
 
-    # So many layers are more than a cache holds.
+    # The K/V of so many layers do not fit in a cache.
     copies = max(2, int(2**27 / case.read_bytes))
     most_calls = min(shape.layers, max(8, copies))
     # Large queries make a few keys count, so that one wrong block shows.
@@ -133,7 +133,7 @@ def measure(record: Record, kind: str, name: str, shape: Shape, effort: Effort) 
 
 
 class Own(NamedTuple):
-    """Attention that jax has: how to lay out a layer's K/V, (*args, layer) -> kv, and the call, (q, *kv) -> like q."""
+    """An attention of jax: how to lay out a layer's K/V, (*args, layer) -> kv, and the call, (q, *kv) -> like q."""
 
     prepare: Callable[..., Any]
     call: Callable[..., Any]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier of blocks in pinned host memory can build on, for `benchmarks.kernels`.
+"""What JAX offers a tier of blocks in pinned host memory, for `benchmarks.kernels`.
 
-Is such an array of several gigabytes updated in place, by which program, and how fast do bytes go each way?
+Which program updates an array of several gigabytes there in place, and how fast do bytes go each way?
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.gpu import Effort, Record
 
 
 class Size(NamedTuple):
-    """A host array of so many blocks, how many are put there at once, and bytes to transfer."""
+    """Blocks of a host array, how many of them are written at once, and bytes to transfer."""
 
     blocks: int = 2048
     block: int = 2**20  # numbers of two bytes
@@ -31,8 +31,8 @@ QUICK = Size(32, 128, 4, 2**12)
 HOST = jax.memory.Space.Host
 
 
-def place(i):
-    """Where the i-th block is put."""
+def target(i):
+    """The row of the host array where block i is written."""
     return i * 7 + 3
 
 
@@ -47,9 +47,9 @@ def slices(pool, staged, ids):
 
 
 def fixed_slices(pool, staged, ids):
-    """At places that the compiler knows, to tell what places cost that it does not."""
+    """To rows that the compiler knows: what do rows cost that it does not know?"""
     for i in range(ids.size):
-        pool = pool.at[place(i)].set(staged[i])
+        pool = pool.at[target(i)].set(staged[i])
     return pool
 
 
@@ -60,15 +60,15 @@ def host_code(pool, staged, ids):
 
 
 def measure(record: Record, size: Size, effort: Effort) -> None:
-    """GB/s each way; milliseconds to put blocks into a large host array, and whether it stayed where it was."""
-    host, here = (SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("pinned_host", "device"))
+    """GB/s each way; milliseconds to write blocks into a large host array, and whether it kept its memory."""
+    host, device = (SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("pinned_host", "device"))
     record.result["shapes"]["host"] = {**size._asdict(), "array_bytes": 2 * size.blocks * size.block}
     x = jnp.ones((size.sent_bytes // 2,), jnp.bfloat16)
-    for name, array, there in (("to_host", x, host), ("to_device", jax.device_put(x, host), here)):
-        seconds, _ = gpu.time_s(lambda _, array, there: jax.device_put(array, there), None, (array, there), effort)
+    for name, array, to in (("to_host", x, host), ("to_device", jax.device_put(x, host), device)):
+        seconds, _ = gpu.time_s(lambda _, array, to: jax.device_put(array, to), None, (array, to), effort)
         record.add("device", f"device_put_{name}_gb_s", array.nbytes / seconds / 1e9)
     staged = jnp.ones((size.moved, size.block), jnp.bfloat16)
-    ids = place(jnp.arange(size.moved, dtype=jnp.int32))
+    ids = target(jnp.arange(size.moved, dtype=jnp.int32))
     for way in (scatter, slices, fixed_slices, host_code):
         with record.guard(f"host {way.__name__}", ours=False):
             pool = jax.device_put(jnp.zeros((size.blocks, size.block), jnp.bfloat16), host)
@@ -79,7 +79,7 @@ def measure(record: Record, size: Size, effort: Effort) -> None:
 
             program = jax.jit(put, donate_argnums=0, out_shardings=host)
             seconds, pool = gpu.time_s(program, pool, (staged, ids), effort)
-            total = float(jnp.sum(jax.device_put(pool, here), dtype=jnp.float32))
+            total = float(jnp.sum(jax.device_put(pool, device), dtype=jnp.float32))
             common.require(total == staged.size, f"{total} ones were written, wanted {staged.size}")
             record.add("device", f"host_{way.__name__}_same_memory", float(pool.unsafe_buffer_pointer() == before))
             record.add("device", f"host_{way.__name__}_ms", 1e3 * seconds)

@@ -31,18 +31,18 @@ def moves(record: Record, size: Size, effort: Effort) -> None:
     half = max(size.counts.values()) * size.calls  # sources, then as many targets
     record.result["shapes"]["moves"] = {**size._asdict(), "block_bytes": 2 * int(np.prod(block))}
 
-    def program(move, who, number):
+    def program(move, who, count):
         call = functools.partial(pallas_kernels.call, f"{move}_blocks", implementation=who)
 
         def run(pool, staged, sources, targets):
             gathered = []
             for i in range(size.calls):
-                source, target = (x[i * number : (i + 1) * number] for x in (sources, targets))
+                source, target = (x[i * count : (i + 1) * count] for x in (sources, targets))
                 if move == "gather":
                     gathered.append(call(pool, source))
                 else:
                     args = (source, target) if move == "copy" else (staged, target)
-                    pool = call(pool, *args, jnp.int32(number))
+                    pool = call(pool, *args, jnp.int32(count))
             return gathered or pool
 
         return jax.jit(run, donate_argnums=() if move == "gather" else 0)
@@ -58,9 +58,9 @@ def moves(record: Record, size: Size, effort: Effort) -> None:
             with record.guard(f"{move} {who}"):
                 got = program(move, who, 1)(jnp.copy(small), *check)
                 require_same(got, wanted, who)
-                for name, number in size.counts.items():
-                    args = jnp.ones((number, *block), jnp.bfloat16), order[:half], order[half:]
-                    run, moved = program(move, who, number), size.calls * args[0].nbytes
+                for name, count in size.counts.items():
+                    args = jnp.ones((count, *block), jnp.bfloat16), order[:half], order[half:]
+                    run, moved = program(move, who, count), size.calls * args[0].nbytes
                     if move == "gather":
                         run, most = functools.partial(lambda run, _, *args: run(*args), run), max(2**34 // moved, 1)
                         seconds, _ = gpu.time_s(run, None, (pool, *args), effort, most)
@@ -70,7 +70,7 @@ def moves(record: Record, size: Size, effort: Effort) -> None:
 
 
 def require_same(got, wanted, who: str) -> None:
-    """That both are the same, bit for bit, but for what NaN is made of."""
+    """Requires that both are the same, bit for bit, but for the bits of NaN."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
     common.require(all(bool(jnp.array_equal(*pair, equal_nan=True)) for pair in pairs), f"{who} differs from its twin")
 

@@ -3,7 +3,7 @@
 
 The rows go on from their middle in a pool that is full, so that every new block is an evicted one. A step is held
 against the time that a copy on the device takes for as many bytes as it has to read: all weights once, and the K/V of
-all rows. Bookkeeping is the same loop with a model that does nothing but look at the view.
+all rows. Bookkeeping is the same loop with a model that only reads the view.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOLERANCE = 0.05  # relative error of logits, bf16
 
 
 class Size(NamedTuple):
-    """Steps around a context of so many tokens, and how often."""
+    """Steps around a context of so many tokens, and rounds."""
 
     context: int = 2048
     steps: int = 32
@@ -72,7 +72,7 @@ def measure(record: Record, name: str, rows: int, quick: bool) -> None:
 
 
 def random_model(config: ModelConfig) -> Decoder:
-    """Weights are made where they stay, one program for each shape."""
+    """Random weights, made on the device by one program for each shape."""
 
     @functools.partial(jax.jit, static_argnums=1)
     def make(number, shape):
@@ -91,8 +91,8 @@ def compare_with_dense(config: ModelConfig) -> float:
     pools = kvjax.init_pools(kvjax.make_spec(model.layer_specs(), num_blocks=3, max_seqs=1, max_length=48))
     paged, logits = jax.jit(Decoder.__call__), []
     for begin, end in ((0, length), (length, length + 1)):
-        places, count = jnp.arange(begin, end, dtype=jnp.int32)[None], jnp.full((1,), end - begin, jnp.int32)
-        view = kvjax.pools.View((jnp.arange(3, dtype=jnp.int32)[None],), places, count + begin, (places,), count)
+        positions, count = jnp.arange(begin, end, dtype=jnp.int32)[None], jnp.full((1,), end - begin, jnp.int32)
+        view = kvjax.pools.View((jnp.arange(3, dtype=jnp.int32)[None],), positions, count + begin, (positions,), count)
         new, pools = paged(model, tokens[:, begin:end], pools, view, last=count - 1)
         logits.append(new)
     wanted = jax.jit(Decoder.dense)(model, tokens, jnp.arange(length - 1, length + 1))

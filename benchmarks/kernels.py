@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels on a GPU, against what the machine can do and against what jax has: one command, on an H200 minutes.
+"""The kernels on a GPU, against the machine's ceilings and against jax's own: one command, minutes on an H200.
 
 Each kernel first gives the answers of its XLA twin, then it is timed as a model calls it: one call for each layer of
-a pool, so that no call finds its bytes in a cache, each on what the one before gave. What the calls of a step share,
-such as the schedule of the rows, is made once in a program, as in a model. Bytes are those of the K/V that are read,
+a pool, so that no call finds its bytes in a cache, each on the output of the one before. A program makes once what
+the calls of a step share, such as the schedule of the rows, as a model does. Bytes are those of the K/V that are read,
 or of blocks read and written; FLOPs are those of the visible pairs of query and key. Rates are held against a copy on
 the device, read and written, and a product of two bf16 matrices, both measured in the same run.
 
 Beside them: `jax.nn.dot_product_attention` over contiguous K/V, and jax's own paged kernel. A whole decode step is in
-`benchmarks.gpu_step`. Where there is no GPU nothing is measured, but for `--quick`: tiny shapes, whether all runs.
+`benchmarks.gpu_step`. Without a GPU only `--quick` measures: tiny shapes, to see that all runs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ BARS = [
 
 
 def sections(size: Size, quick: bool) -> dict[str, Callable[[Record], None]]:
-    """What to measure, the most wanted first."""
+    """The sections to measure, the most important first."""
 
     def steps(model, rows):
         def run(record):

@@ -47,7 +47,7 @@ class Work(Pytree):
 
 
 def tokens_at(work: Work, start: jax.Array, count: int) -> jax.Array:
-    """i32[S, count]; tokens that no other request has at any place."""
+    """i32[S, count]; tokens that no other request has at any position."""
     longest = NUM_BLOCKS
     return work.request[:, None] * longest + start[:, None] + jnp.arange(count, dtype=jnp.int32)
 
@@ -60,7 +60,7 @@ def usage(state: kvjax.CacheState, rows: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def advance(state: kvjax.CacheState, work: Work):
-    """A chunk of every prompt that is not through, then 32 steps of the others; the cache, ok, and use by phase."""
+    """A chunk of every unfinished prompt, then 32 steps of the others; the state, ok, rows done, and use by phase."""
     busy, committed = work.total > 0, state.seqs.committed
     need = jnp.clip(work.prompt - committed, 0, CHUNK)
     grow = jnp.maximum(committed + need - state.seqs.length, 0)
@@ -73,9 +73,9 @@ def advance(state: kvjax.CacheState, work: Work):
     def step(carry, _):
         state, ok = carry
         active = busy & ~prefilling & (state.seqs.committed < work.total)
-        place = state.seqs.committed
+        position = state.seqs.committed
         state, extended = kvjax.extend(state, active)
-        state, written = kvjax.commit(state, tokens_at(work, place, 1), active.astype(jnp.int32))
+        state, written = kvjax.commit(state, tokens_at(work, position, 1), active.astype(jnp.int32))
         return (state, ok & extended.ok & written_well(written, active)), None
 
     (state, ok), _ = jax.lax.scan(step, (state, ok), length=STEPS)
@@ -131,7 +131,7 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def compare_with_stats(state: kvjax.CacheState, use: np.ndarray) -> None:
-    """The figures of this benchmark and the library's own, taken by different ways, agree."""
+    """Requires that this benchmark's counts equal those of `stats`, which counts in another way."""
     seen = kvjax.debug.stats(state)
     common.require(
         (seen.active_blocks * BLOCK_SIZE, seen.written_slots) == tuple(use.tolist()),

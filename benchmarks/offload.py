@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host tier: how fast blocks go to host memory and come back, and how long a decode step waits for them.
 
-64 blocks of 1 MB go out, come back, and change places with as many others, through `move`, from the call
-until the bytes are there. Beside it, in turn with it, a plain `jax.device_put` of one array with as many bytes each
-way. That one gets fresh memory every time, as it always does; a copy by numpy into memory that was used before says how
-much of its time this takes. The bytes that come back are compared; the bound, 80 % of `device_put`, is on both ways.
+64 blocks of 1 MB go out, come back, and swap with as many others, by `move`, timed from the call until the bytes have
+arrived. A plain `jax.device_put` of one array with as many bytes takes turns with it, each way. `device_put` always
+gets fresh memory; a numpy copy into used memory shows how much of its time that takes. The bytes that come back are
+compared; the bound, 80 % of `device_put`, is on both ways.
 
-The stall: a decode step (attention of 8 rows over 8 layers, in place) alone, and with 64 blocks or as large an array on
-their way since just before. From the call that starts them to the end of the step.
+The stall: a decode step (attention of 8 rows over 8 layers, in place) alone, and just after 64 blocks or an array as
+large have started, timed from the call that starts them to the end of the step.
 
 All times are the least of several rounds, in which everything takes its turn.
 """
@@ -33,7 +33,7 @@ MIN_RATE = 0.8
 
 
 class Size(NamedTuple):
-    """How many blocks move, what a block is made of, the rows of a step with so many tokens, and rounds."""
+    """Blocks that move and their shape, rows of a step and their tokens, and rounds."""
 
     blocks: int = 64
     layers: int = 8
@@ -49,7 +49,7 @@ BLOCK_SIZE, HEADS_PER_KV = 16, 4
 
 
 class Tiers:
-    """Both tiers' pools, which every use replaces; the last blocks of the device's are those that move."""
+    """The pools of both tiers, which every use replaces; the last device blocks are those that move."""
 
     def __init__(self, size: Size):
         layers = [kvjax.LayerSpec(size.kv_heads, size.head_dim)] * size.layers
@@ -63,11 +63,11 @@ class Tiers:
         pools = fill(kvjax.init_pools(spec), jax.random.key(0))
         self.pools, self.host = init_host_pools(pools)
         free = held + rng.permutation(2 * size.blocks)
-        slots = spec.groups[0].num_blocks + rng.permutation(2 * size.blocks)
-        here, there = free[: size.blocks], slots[: size.blocks]
-        self.here, self.back_at = here, free[size.blocks :]
-        self.out, self.back = transfer(here, there), transfer(there, self.back_at)
-        self.swap = transfer(np.concatenate([here, there]), np.concatenate([there, here]))
+        host_rows = spec.groups[0].num_blocks + rng.permutation(2 * size.blocks)
+        on_device, on_host = free[: size.blocks], host_rows[: size.blocks]
+        self.moved, self.back_at = on_device, free[size.blocks :]
+        self.out, self.back = transfer(on_device, on_host), transfer(on_host, self.back_at)
+        self.swap = transfer(np.concatenate([on_device, on_host]), np.concatenate([on_host, on_device]))
 
     def move(self, orders: Transfer) -> Any:
         self.pools, self.host = move(self.pools, self.host, orders)
@@ -100,15 +100,15 @@ def least_s(ways: dict[str, Callable[[], Any]], ready: Callable[[], Any], rounds
 def rates(tiers: Tiers, size: Size) -> dict[str, float]:
     """GB/s each way, of blocks and of one array; and milliseconds until `move` returns."""
     total = size.blocks * tiers.block_bytes()
-    here = jax.tree.leaves(tiers.pools)[0].sharding
-    there = here.with_memory_kind("pinned_host")
-    array = jax.device_put(jnp.ones((total // 4,), jnp.float32), here)
-    on_host, plain, used = jax.device_put(array, there), np.ones(total, np.uint8), np.ones(total, np.uint8)
+    device = jax.tree.leaves(tiers.pools)[0].sharding
+    host = device.with_memory_kind("pinned_host")
+    array = jax.device_put(jnp.ones((total // 4,), jnp.float32), device)
+    on_host, plain, used = jax.device_put(array, host), np.ones(total, np.uint8), np.ones(total, np.uint8)
     ways = {
         "move_to_host": lambda: tiers.move(tiers.out),
-        "device_put_to_host": lambda: jax.device_put(array, there),
+        "device_put_to_host": lambda: jax.device_put(array, host),
         "move_to_device": lambda: tiers.move(tiers.back),
-        "device_put_to_device": lambda: jax.device_put(on_host, here),
+        "device_put_to_device": lambda: jax.device_put(on_host, device),
         "swap": lambda: tiers.move(tiers.swap),
         "numpy_copy": lambda: np.copyto(used, plain),
     }
@@ -123,12 +123,12 @@ def rates(tiers: Tiers, size: Size) -> dict[str, float]:
 
 
 def check(tiers: Tiers) -> None:
-    """The bytes that come back, and those that change places."""
+    """Requires that blocks keep their bytes out and back, and through two swaps."""
     (before,) = jax.device_get(tiers.pools.arrays[0])
     tiers.move(tiers.out)
     tiers.move(tiers.back)
     (after,) = jax.device_get(tiers.pools.arrays[0])
-    common.require(np.array_equal(after[tiers.back_at], before[tiers.here]), "other bytes came back")
+    common.require(np.array_equal(after[tiers.back_at], before[tiers.moved]), "other bytes came back")
     tiers.move(tiers.swap)
     tiers.move(tiers.swap)
     (again,) = jax.device_get(tiers.pools.arrays[0])
@@ -150,7 +150,7 @@ def decode_step(spec: kvjax.CacheSpec, size: Size) -> tuple[Callable[..., Any], 
 
     def step(pools, view, q):
         for layer in range(size.layers):
-            kv = q[:, :, ::HEADS_PER_KV]  # of what the layer before gave: else XLA may write before it has read
+            kv = q[:, :, ::HEADS_PER_KV]  # from the output of the layer before: else XLA may write before it has read
             pools = kvjax.write(pools, layer, kv, kv, view)
             q = q + kvjax.attend(q, pools, layer, view)
         return pools, q
@@ -164,9 +164,9 @@ def decode_step(spec: kvjax.CacheSpec, size: Size) -> tuple[Callable[..., Any], 
 def stalls(tiers: Tiers, size: Size) -> dict[str, float]:
     """Milliseconds from the call that starts a copy to the end of the step behind it."""
     program, args = decode_step(tiers.spec, size)
-    here = jax.tree.leaves(tiers.pools)[0].sharding
-    there = here.with_memory_kind("pinned_host")
-    array = jax.device_put(jnp.ones((size.blocks * tiers.block_bytes() // 4,), jnp.float32), here)
+    device = jax.tree.leaves(tiers.pools)[0].sharding
+    host = device.with_memory_kind("pinned_host")
+    array = jax.device_put(jnp.ones((size.blocks * tiers.block_bytes() // 4,), jnp.float32), device)
     running = []
 
     def step_after(begin: Callable[[], Any]) -> Any:
@@ -178,7 +178,7 @@ def stalls(tiers: Tiers, size: Size) -> dict[str, float]:
         "step": lambda: step_after(lambda: None),
         "step_after_offload": lambda: step_after(lambda: tiers.move(tiers.out)[1]),
         "step_after_onboard": lambda: step_after(lambda: tiers.move(tiers.back)[1]),
-        "step_after_device_put": lambda: step_after(lambda: jax.device_put(array, there)),
+        "step_after_device_put": lambda: step_after(lambda: jax.device_put(array, host)),
     }
     seconds = least_s(ways, lambda: (tiers.pools, tiers.host, running), size.rounds)
     metrics = {f"{name}_ms": 1e3 * s for name, s in seconds.items()}

@@ -63,7 +63,7 @@ def compile_cache() -> str:
 
 
 def prepare(parser: Parser, args: argparse.Namespace) -> None:
-    """Refuses files that cannot be written before anything is computed, and sets the compilation cache."""
+    """Runs before anything is computed: refuses files that cannot be written, and sets the compilation cache."""
     for option, path in (("--events", args.events), ("--plot", args.plot)):
         if path is not None and not path.parent.is_dir():
             parser.error(f"{option}: {path.parent}: no such folder")
@@ -73,7 +73,7 @@ def prepare(parser: Parser, args: argparse.Namespace) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", compile_cache())
-        # A generation has some dozens of small programs too.
+        # A generation also has dozens of small programs.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
@@ -92,7 +92,7 @@ def write(parser: Parser, args: argparse.Namespace, events: Iterable[dict[str, A
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, without the number that the system has for it."""
+    """The error's message, without errno."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or 'cannot be read').lower()}"
     return str(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder is made of, read from a Hugging Face config.json; what it can't serve is refused by name."""
+"""The configuration of a decoder, from a Hugging Face config.json; fields it can't serve are refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .fields import count, either, flag, ids, listed, number, only
 from .layer_config import LayerConfig
 from .rope import Rope
 
-# What each family's own code assumes where config.json is silent.
+# The defaults of each family's own code, for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -37,18 +37,18 @@ class ModelConfig:
       tie_word_embeddings: whether the embedding is the output matrix too.
       qkv_bias, out_bias, mlp_bias: which projections have a bias.
       qk_norm: whether queries and keys are normalised per head.
-      value_norm: whether values are too, without weights.
+      value_norm: whether values are normalised too, without weights.
       norm_offset: added to the weights of every norm.
-      norm_in_float32: whether a norm's weights are applied before it goes back to the stream's dtype.
-      post_norms: whether what attention and MLP give is normalised too, before it is added to the stream.
-      activation: silu or gelu_pytorch_tanh, of the MLP's gate.
+      norm_in_float32: whether a norm's weights are applied before the cast back to the stream's dtype.
+      post_norms: whether the outputs of attention and MLP are normalised before they are added to the stream.
+      activation: of the MLP's gate: silu or gelu_pytorch_tanh.
       attention_scale: factor on the scores; None: 1 / sqrt(D).
       embed_scale: factor on the embeddings, rounded to their dtype.
       logit_soft_cap: c makes every logit c * tanh(logit / c).
       layer_scalar: whether each layer's output is multiplied by a weight.
-      double_wide_mlp: whether layers that reuse another's K/V have an MLP of twice the width.
-      per_layer_width: width of what is embedded for each layer apart and comes in after its MLP; 0: nothing.
-      per_layer_vocab: rows of the table that holds it.
+      double_wide_mlp: whether layers that reuse another layer's K/V have an MLP of twice the width.
+      per_layer_width: width of each layer's own embeddings, which are added after its MLP; 0: there are none.
+      per_layer_vocab: rows of the table of these embeddings.
       max_positions: context length that the model was made for.
       bos_token_id: first token of a text, if the model wants one.
       eos_token_ids: tokens that end a text.
@@ -93,7 +93,7 @@ class ModelConfig:
           The config.
 
         Raises:
-          ValueError: naming the field, what came and what was wanted.
+          ValueError: naming the field, its value and what was wanted.
         """
         kind = only(fields, "model_type", *_DEFAULTS, *gemma_config.KINDS)
         if kind in gemma_config.KINDS:
@@ -174,9 +174,9 @@ def _windows(hf: Mapping[str, Any], kind: str) -> list[int | None]:
     if len(types) != num_layers:
         raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
     wanted = _TYPES[:1] if window is None else _TYPES[1:] if kind == "mistral" else _TYPES
-    for place, name in enumerate(types):
+    for index, name in enumerate(types):
         if name not in wanted:
-            raise ValueError(f"layer_types[{place}]: got {name!r}, wanted {either(wanted)} (sliding_window={window})")
+            raise ValueError(f"layer_types[{index}]: got {name!r}, wanted {either(wanted)} (sliding_window={window})")
     return [window if name == _TYPES[True] else None for name in types]
 
 

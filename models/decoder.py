@@ -34,7 +34,7 @@ class RMSNorm(nnx.Module):
         self.wide = config.norm_in_float32
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] in its own dtype."""
+        """Normalises x [..., D], in its own dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         if self.scale is None:
@@ -46,7 +46,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; how queries meet keys, and where keys are kept, is the caller's `mix`."""
+    """Grouped-query attention; the caller's `mix` keeps keys and values, and mixes the values."""
 
     def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
         self.layer = layer = config.layers[number]
@@ -83,7 +83,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated."""
+    """The gated MLP."""
 
     def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -102,8 +102,8 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """Attention, then the MLP, each on the normalised stream and added to it.
 
-    With post norms what is added is normalised too; `post_attention_layernorm` is then one of these, and without
-    them it is the one before the MLP. What comes in for this layer alone is gated and added last.
+    With post norms both outputs are normalised before they are added; `post_attention_layernorm` is then a post norm,
+    without them the norm before the MLP. The layer's own input is gated and added last.
     """
 
     def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
@@ -128,7 +128,7 @@ class Layer(nnx.Module):
             self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
 
     def __call__(self, x: jax.Array, own: jax.Array | None, angles, mix: Mix, cache):
-        """The stream [R, C, E] after this layer; and the cache. `own`: what comes in for it alone, [R, C, P]."""
+        """The stream [R, C, E] after this layer; and the cache. `own`: the layer's own input [R, C, P]."""
         mixed, cache = self.self_attn(self.input_layernorm(x), angles, mix, cache)
         if self.config.post_norms:
             x = x + self.post_attention_layernorm(mixed)
@@ -151,7 +151,7 @@ class Decoder(nnx.Module):
 
     Args:
       config: what to build.
-      dtype: of weights and activations; norms, softmax and logits are float32 whatever it is.
+      dtype: of weights and activations; norms, softmax and logits are always float32.
       rngs: source of the initial weights.
     """
 
@@ -171,10 +171,10 @@ class Decoder(nnx.Module):
             )
 
     def layer_specs(self) -> list[kvjax.LayerSpec]:
-        """What the layers keep in the cache, for `kvjax.make_spec` and `kvjax.plan`.
+        """The layers that keep K/V in the cache, for `kvjax.make_spec` and `kvjax.plan`.
 
-        Blocks that have left a layer's window are let go. Layers that reuse the K/V of others keep nothing and are
-        left out; they are the last ones, so that the numbers of the others stay.
+        Blocks that have left a layer's window are released. Layers that reuse the K/V of others are left out; they are
+        the last ones, so the others keep their numbers.
         """
         layers = self.config.layers
         return [
@@ -238,7 +238,7 @@ class Decoder(nnx.Module):
         return x, cache
 
     def _own_inputs(self, tokens: jax.Array, x: jax.Array) -> list[jax.Array | None]:
-        """What comes in for each layer alone [R, C, P]: half from the tokens, half from their embeddings."""
+        """Each layer's own input [R, C, P]: half looked up by token, half projected from the embeddings."""
         width, num_layers = self.config.per_layer_width, len(self.config.layers)
         if not width:
             return [None] * num_layers
@@ -261,7 +261,7 @@ class Decoder(nnx.Module):
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    """The same times a factor rounded to x's dtype."""
+    """Multiplies x by a factor rounded to x's dtype."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 

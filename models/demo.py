@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: one long document, many questions that reuse its blocks, forks, eviction, a host tier, and a table of it.
 
-The bundled model answers right only if attention reads the slots where the document says so, so every wrong block
-shows as a wrong answer.
+The bundled model answers right only if attention reads the slots that hold the fact, so every wrong block shows as a
+wrong answer.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ step = jax.jit(kvjax.step)
 
 
 def feed(model, cache: kvjax.Cache, tokens: np.ndarray, count: np.ndarray):
-    """Computes each row's next tokens; the cache, the logits of each row's last token, and the events."""
+    """Computes each row's next tokens; returns the cache, the logits of each row's last token, and the events."""
     cache, logits, events = step(model, cache, jnp.asarray(tokens), jnp.asarray(count, jnp.int32))
     return cache, logits, kvjax.to_list(events)
 
@@ -228,7 +228,7 @@ def table(parts: Parts) -> rich.table.Table:
 
 
 def replay(console: rich.console.Console, parts: Parts) -> list[dict[str, Any]]:
-    """Verifies answers, caches, and that the events give their indexes; returns those of the cache without a host tier.
+    """Verifies answers, caches and indexes folded from events; returns the events of the cache without a host tier.
 
     Raises:
       SystemExit: if the demo failed.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a config.json, checked one by one: a ValueError names the field, what came and what was wanted.
+"""Fields of a config.json, checked one by one: a ValueError names the field, its value and what was wanted.
 
-`of` is the field that holds these fields, if they are not at the top.
+`of` is the field that holds these fields; empty at the top.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _BOTH = {
     "head_dim": 256, "max_position_embeddings": 131072, "tie_word_embeddings": True, "bos_token_id": 2,
     "eos_token_id": 1,
 }  # fmt: skip
-# What each family's own code assumes where config.json is silent. The released files leave out much.
+# The defaults of each family's own code, for fields that config.json leaves out: the released files leave out many.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_BOTH, "vocab_size": 262208, "num_hidden_layers": 26, "sliding_window": 4096},
     "gemma4_text": {
@@ -163,26 +163,26 @@ def _layers(hf: Mapping[str, Any], kind: str, num_heads: int) -> tuple[LayerConf
     shapes = _shapes(hf, kind, types)
     layers = [
         LayerConfig(
-            *shapes[place],
+            *shapes[index],
             window=window if name == _SLIDING else None,
             rope=ropes[name],
             keys_are_values=kind == "gemma4_text" and name == _FULL and flag(hf, "attention_k_eq_v"),
         ).check(num_heads)
-        for place, name in enumerate(types)
+        for index, name in enumerate(types)
     ]
     owners = len(layers) - count(hf, "num_kv_shared_layers", 0, least=0) if kind == "gemma4_text" else len(layers)
-    for place in range(owners, len(layers)):
-        reuses = max((n for n in range(max(owners, 0)) if types[n] == types[place]), default=None)
+    for index in range(owners, len(layers)):
+        reuses = max((n for n in range(max(owners, 0)) if types[n] == types[index]), default=None)
         if reuses is None:
             raise ValueError(
                 f"num_kv_shared_layers: got {len(layers) - owners} of {len(layers)} layers, "
-                f"wanted some {types[place]!r} layer before them"
+                f"wanted some {types[index]!r} layer before them"
             )
-        if shapes[reuses] != shapes[place]:
+        if shapes[reuses] != shapes[index]:
             raise ValueError(
-                f"per_layer_config: got other K/V in layer {place} than in layer {reuses}, which it reuses"
+                f"per_layer_config: got other K/V in layer {index} than in layer {reuses}, which it reuses"
             )
-        layers[place] = dataclasses.replace(layers[place], reuses=reuses, keys_are_values=False)
+        layers[index] = dataclasses.replace(layers[index], reuses=reuses, keys_are_values=False)
     return tuple(layers)
 
 
@@ -191,20 +191,20 @@ def _layer_types(hf: Mapping[str, Any], kind: str) -> list[str]:
     pattern = count(hf, "sliding_window_pattern", 6) if kind == "gemma3_text" else 6
     types = listed(hf, "layer_types")
     if types is None:
-        types = [_TYPES[(place + 1) % pattern > 0] for place in range(num_layers)]
+        types = [_TYPES[(index + 1) % pattern > 0] for index in range(num_layers)]
         if kind == "gemma4_text":
             types[-1] = _FULL
     if len(types) != num_layers:
         raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
-    for place, name in enumerate(types):
-        wanted = (_FULL,) if kind == "gemma4_text" and place == num_layers - 1 else _TYPES
+    for index, name in enumerate(types):
+        wanted = (_FULL,) if kind == "gemma4_text" and index == num_layers - 1 else _TYPES
         if name not in wanted:
-            raise ValueError(f"layer_types[{place}]: got {name!r}, wanted {either(wanted)}")
+            raise ValueError(f"layer_types[{index}]: got {name!r}, wanted {either(wanted)}")
     return types
 
 
 def _rope(hf: Mapping[str, Any], kind: str, name: str) -> Rope:
-    """The rope of one type of layers; older files have Gemma 3's in three fields at the top."""
+    """The rope of one type of layers; older files of Gemma 3 have the ropes in three fields at the top."""
     new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
     if new and old:
         raise ValueError(f"rope_scaling: got {old!r} beside rope_parameters, wanted one of the two")
@@ -221,7 +221,7 @@ def _rope(hf: Mapping[str, Any], kind: str, name: str) -> Rope:
 
 
 def _shapes(hf: Mapping[str, Any], kind: str, types: list[str]) -> list[tuple[int, int]]:
-    """(kv heads, head width) of each layer. In Gemma 4 full attention has its own, or each layer may."""
+    """(kv heads, head width) of each layer. In Gemma 4 full attention has its own shape, or each layer may."""
     shape = {name: count(hf, name) for name in _SHAPE}
     own: dict[int, Mapping[str, Any]] = {}
     if kind == "gemma4_text" and "per_layer_config" in hf:
@@ -230,8 +230,8 @@ def _shapes(hf: Mapping[str, Any], kind: str, types: list[str]) -> list[tuple[in
         full = {"head_dim": count(hf, "global_head_dim")}
         if flag(hf, "attention_k_eq_v"):  # else the field is ignored
             full["num_key_value_heads"] = count(hf, "num_global_key_value_heads", shape["num_key_value_heads"])
-        own = {place: full for place, name in enumerate(types) if name == _FULL}
-    found = ({**shape, **own.get(place, {})} for place in range(len(types)))
+        own = {index: full for index, name in enumerate(types) if name == _FULL}
+    found = ({**shape, **own.get(index, {})} for index in range(len(types)))
     return [(one["num_key_value_heads"], one["head_dim"]) for one in found]
 
 

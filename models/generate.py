@@ -24,7 +24,7 @@ from .speech import Speech
 from .stopwatch import Stopwatch
 
 INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
-STEPS = 8  # of a jitted loop: text comes, and Ctrl-C is heard, as often
+STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -115,7 +115,7 @@ def _load(parser: commands.Parser, folder: str, dtype: str) -> tuple[Decoder, An
 
 
 def _encode(parser: commands.Parser, texts: list[str], tokenizer: Any, vocab_size: int) -> list[list[int]]:
-    """The prompts' token ids, each of them one that the model knows."""
+    """The prompts' token ids, all of them in the model's vocabulary."""
     prompts = [tokenizer.encode(text).ids if tokenizer else _ids(parser, text) for text in texts]
     for i, prompt in enumerate(prompts, 1):
         if not prompt:
@@ -139,7 +139,7 @@ def _ids(parser: commands.Parser, text: str) -> list[int]:
 def _generate(
     parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]], screen: _Screen
 ) -> tuple[list[dict[str, Any]], Any, bool]:
-    """Generates and shows what comes; the events, the cache as it is then, and false if Ctrl-C was the end of it."""
+    """Generates and shows text; returns the events, the cache, and whether it finished (false: ended by Ctrl-C)."""
     try:
         spec = kvjax.make_spec(
             model.layer_specs(),
@@ -171,7 +171,7 @@ def _generate(
                 outputs, cache = progress.outputs, progress.cache
                 events += progress.events
                 screen.show(outputs)
-        except KeyboardInterrupt:  # while it was shown: the stream has not heard of it
+        except KeyboardInterrupt:  # during `show`: the stream did not receive it
             finished = False
             stream.close()
             if progress is not None:
@@ -195,7 +195,7 @@ def _note(text: str) -> None:
 
 
 class _Screen:
-    """Prompts and answers on standard output, in the order of the prompts: of the first one not yet done, as it comes.
+    """Prompts and answers on standard output, in the order of the prompts; the first unfinished answer grows.
 
     Args:
       texts: the prompts.
@@ -208,7 +208,7 @@ class _Screen:
         self.begun = False
 
     def show(self, outputs: list[kvjax.serving.Output], *, last: bool = False) -> None:
-        """Shows what is new; all that there is if this is the `last` time."""
+        """Shows new text; with `last` all of it, finished or not."""
         for output in outputs[self.number :]:
             done = last or output.finish is not None
             self.say(output, done)
@@ -217,7 +217,7 @@ class _Screen:
             self.number, self.begun = self.number + 1, False
 
     def say(self, output: kvjax.serving.Output, done: bool) -> None:
-        """Shows what is new of the prompt whose turn it is."""
+        """Shows the new text of the current prompt."""
         prompt, self.begun = "" if self.begun else self.texts[self.number], True
         more = self.speeches[self.number].more(output.tokens, done=done)
         print(prompt, more, sep="", end="\n" if done else "", flush=True)

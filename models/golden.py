@@ -7,7 +7,7 @@ The file's arrays, for B prompts of up to T tokens, each continued by up to G:
     lengths        i32[B]
     logits         f32[B, T, V]    at every token of the prompts
     greedy         i32[B, G]       the reference's greedy continuation, padded with -1
-    greedy_logits  f32[B, G, V]    those that each greedy token was chosen from
+    greedy_logits  f32[B, G, V]    from which each greedy token was chosen
 """
 
 from __future__ import annotations

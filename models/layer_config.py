@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one attention layer is made of."""
+"""The configuration of one attention layer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class LayerConfig:
       kv_heads: K.
       head_dim: D, of queries, keys and values.
       window: in tokens.
-      rope: how queries and keys are turned.
+      rope: how queries and keys are rotated.
       keys_are_values: whether the values are the keys' projection (before norm and rope) instead of their own.
-      reuses: number of the earlier layer whose keys and values this one attends to, having none itself.
+      reuses: number of the earlier layer whose keys and values this one attends to; it has none itself.
     """
 
     kv_heads: int
@@ -31,7 +31,7 @@ class LayerConfig:
     reuses: int | None = None
 
     def check(self, num_heads: int) -> LayerConfig:
-        """Itself; ValueError if Q query heads don't fit, or the rope finds no pairs."""
+        """Returns itself; ValueError if K does not divide the query heads, or D is odd."""
         if num_heads % self.kv_heads:
             raise ValueError(
                 f"num_key_value_heads: got {self.kv_heads}, wanted a divisor of num_attention_heads={num_heads}"

@@ -21,13 +21,13 @@ from .config import ModelConfig
 from .decoder import Decoder
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Where the decoder is in a checkpoint that has towers for images or sound too. Theirs are left alone.
+# The decoder's prefixes in a checkpoint that also has towers for images or sound, whose tensors are ignored.
 _DECODER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.")
 
 
 def load(folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None) -> tuple[Decoder, Any]:
-    """Reads a model, one tensor at a time: no more than one is ever held in another dtype than the wanted one.
+    """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
     Args:
       folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json.
@@ -53,7 +53,7 @@ def load(folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None) -
     for name, tensor in _tensors(files):
         if _own_name(name) in wanted:
             path, leaf = wanted[_own_name(name)]
-            # A copy even where no conversion is needed, for the tensor may be a window on the file.
+            # A copy even where no conversion is needed, since the tensor may be a view of the file.
             value = jnp.array(tensor.T if path[-1] == "kernel" else tensor, dtype=dtype, copy=True)
             flat.append((path, leaf.replace(value)))
     return nnx.merge(graphdef, nnx.from_flat_state(flat)), load_tokenizer(folder)
@@ -191,7 +191,7 @@ def _check_names(files, wanted: dict[str, tuple[int, ...]], config: ModelConfig)
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a checkpoint may hold this tensor although the model has no place for it."""
+    """Whether a checkpoint may hold this tensor although the model has no parameter for it."""
     if name == "lm_head.weight":
         return config.tie_word_embeddings
     layer = re.match(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)

@@ -108,8 +108,8 @@ def make_batch(
       num_documents: B.
       num_facts: per document.
       num_questions: per document.
-      repeat: whether a person may be asked for again. In training they must be: else guessing among the places that
-        were not an answer yet pays, and a model learns that instead of looking.
+      repeat: whether a person may be asked for again. Training needs it: else a model learns to guess among the places
+        that were not an answer yet, instead of looking.
 
     Returns:
       tokens i32[B, T], T = num_facts * 5 + num_questions * 6; and answers i32[num_questions], the positions at

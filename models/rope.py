@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: pairs of dimensions turned by an angle that grows with the position."""
+"""Rotary position embedding: pairs of dimensions rotated by an angle that grows with the position."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _NEEDED = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Which frequencies a layer turns with.
+    """The frequencies of a layer's rotations.
 
     Attributes:
       theta: base of the frequencies.
       kind: "default", "linear" (every wavelength times `factor`), "llama3" (only the long ones) or "proportional"
-        (like linear, but only the first pairs turn).
+        (like linear, but only the first pairs rotate).
       factor: how far wavelengths are stretched.
       low_freq_factor: llama3; wavelengths above original_max_positions / low_freq_factor are stretched in full.
       high_freq_factor: llama3; wavelengths below original_max_positions / high_freq_factor are left alone.
       original_max_positions: llama3; context length before the stretching.
-      share: proportional; the share of the pairs that turn, rounded down.
+      share: proportional; the share of the pairs that rotate, rounded down.
     """
 
     theta: float = 10000.0
@@ -53,7 +53,7 @@ class Rope:
           of: where they are, for error messages.
 
         Raises:
-          ValueError: naming the field, what came and what was wanted.
+          ValueError: naming the field, its value and what was wanted.
         """
         rope = {"rope_type": rope.get("type", "default"), **rope}
         kind = fields.only(rope, "rope_type", *_NEEDED, of=of)
@@ -107,7 +107,7 @@ class Rope:
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns `x [R, C, heads, D]`, whose pairs are (i, i + D / 2), in float32 and back to x's dtype."""
+    """Rotates `x [R, C, heads, D]`, whose pairs are (i, i + D / 2), in float32 and back to x's dtype."""
     cos, sin = angles
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens as text that grows while they come."""
+"""Generated tokens as text that grows with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Speech:
-    """What a model says after a prompt: text with the spaces that belong between them.
+    """The text that a model adds to a prompt, with the space that belongs between them.
 
     Args:
       tokenizer: a `tokenizers.Tokenizer`; None: the text is the token ids.
@@ -20,13 +20,13 @@ class Speech:
 
     def text(self, tokens: list[int]) -> str:
         """The text of all tokens."""
-        before, all_ = self._decode(self._prompt), self._decode(self._prompt + tokens)
-        return all_[len(before) :] if all_.startswith(before) else self._decode(tokens)
+        before, whole = self._decode(self._prompt), self._decode(self._prompt + tokens)
+        return whole[len(before) :] if whole.startswith(before) else self._decode(tokens)
 
     def more(self, tokens: list[int], *, done: bool) -> str:
-        """What of the text of all tokens so far was not handed out yet.
+        """The part of the text of all tokens so far that was not returned yet.
 
-        The bytes of an unfinished character are held back until the rest has come, or until the tokens are `done`.
+        The bytes of an unfinished character are held back until the others come, or the tokens are `done`.
         """
         text = self.text(tokens)
         text = text if done else text.rstrip("\N{REPLACEMENT CHARACTER}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the time of a generation went into: compiling, computing prompts, decoding."""
+"""The time of a generation by part: compiling, computing prompts, decoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOPS = ("prefill", "decode")  # the jitted loops of a generation, as jax names
 
 
 class _Turn(NamedTuple):
-    """What one turn of a stream did, and how long it took but for compiling."""
+    """The work of one turn of a stream, and its seconds without compiling."""
 
     seconds: float
     computed: int  # prompt tokens
@@ -38,13 +38,12 @@ class _Turn(NamedTuple):
 class Stopwatch:
     """Listens to jax inside `with`, and times the turns of a stream.
 
-    jax tells of each program when it begins and ends to be traced, lowered and compiled. What a turn took beside that
-    is its run.
+    jax reports the begin and end of each program's tracing, lowering and compiling. The rest of a turn is its run.
     """
 
     def __init__(self, note: Callable[[str], None]):
         self._note, self._turns = note, list[_Turn]()
-        # Disjoint and in order: a span that holds others (functions traced inside functions) takes their place.
+        # Disjoint and in order: a span that holds others (functions traced inside functions) replaces them.
         self._spans: list[tuple[float, float]] = []
 
     def __enter__(self) -> Stopwatch:
@@ -72,7 +71,7 @@ class Stopwatch:
         return sum(end - start for start, end in self._spans)
 
     def timed(self, stream: Iterable[kvjax.serving.Progress]) -> Iterator[kvjax.serving.Progress]:
-        """The stream's `Progress`es, the time of each turn noted."""
+        """Yields the stream's `Progress`es, and notes the time of each turn."""
         turns = iter(stream)
         while True:
             began = time.perf_counter() - self.compiled
@@ -83,7 +82,7 @@ class Stopwatch:
             yield progress
 
     def report(self) -> str:
-        """One line. In a turn that does both, decoding is taken to be as fast as in the turns that only decode."""
+        """One line. Decoding in a turn that also computes prompts counts as fast as in the turns that only decode."""
         parts = [f"compile {_seconds(self.compiled)}"]
         if not self._turns:
             return parts[0]

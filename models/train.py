@@ -2,10 +2,10 @@
 """Trains the bundled associative-recall decoder: `python -m models.train [--out DIR]`, a few minutes on 2 cores.
 
 Two layers can answer: the first carries a sentence's person to its place, and the question's person to the question
-mark; the second looks up the one with the other. Left alone, training is slow to find this, because until the second
-layer looks, what the first one carries is noise, and is trained away. So the first layer's attention is given and
-fixed: each head looks a certain distance back, with random values. All else is learned from nothing. Documents
-start short, and only answers and the full stops after them are scored.
+mark; the second looks up the one with the other. Training alone finds this slowly: until the second layer looks, the
+first one's output is noise, and is trained away. So the first layer's attention is given and fixed: each head looks a
+certain distance back, with random values. All else is learned from scratch. Documents start short, and only answers
+and the full stops after them are scored.
 
 The seeds are fixed: two runs on one kind of machine give the same weights.
 """
@@ -89,8 +89,8 @@ def score(model: Decoder, tokens: jax.Array, marks: jax.Array) -> tuple[jax.Arra
       tokens: i32[B, T]; documents and questions.
       marks: i32[A]; positions at which an answer is predicted.
     """
-    places = jnp.concatenate([marks, marks + 1])
-    logits, wanted = model.dense(tokens, places), tokens[:, places + 1]
+    positions = jnp.concatenate([marks, marks + 1])
+    logits, wanted = model.dense(tokens, positions), tokens[:, positions + 1]
     right = jnp.argmax(logits, axis=-1) == wanted
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
     return jnp.mean(losses), jnp.mean(right[:, : marks.size].astype(jnp.float32))

@@ -4,9 +4,9 @@
 The folders are those of `golden.py`. Every prompt goes through the cache in three ways: *cold*, its blocks scattered
 over the pool; with *reuse*, after prompts that share a prefix with it, and then after itself; and after *churn*, in
 a pool so small that each round evicts the blocks of the round before. Prompts are computed in chunks of several
-rows; then the reference's own continuation is fed token by token. Pools start as NaN, so a slot that is read before
-it is written shows. In the first way layers with a window have no more blocks than what their rows can see at once,
-so that a row goes on only if it lets go of those that leave the window.
+rows; then the reference's own continuation is fed token by token. Pools start as NaN, so a read of a slot that is not
+written shows. In the first way layers with a window have only the blocks that their rows can see at once, so that a
+row goes on only if it releases the blocks that leave the window.
 
 With `--kv-dtype` the K/V are kept in another format than float32: then the logits' error is reported, not judged.
 """
@@ -38,15 +38,15 @@ ROWS, CHUNK, BLOCK_SIZE = 8, 32, 16
 
 @dataclasses.dataclass
 class Tally:
-    """What one way through the cache gave.
+    """The results of one way through the cache.
 
     Attributes:
       compared: positions whose logits were compared.
       error: largest |a - b|.
       excess: largest |a - b| / (1 + |b|); above TOLERANCE is a failure.
       greedy: continuation tokens compared.
-      same: those that are the reference's.
-      wrong: those that are not although the reference's margin is clear.
+      same: of these, how many equal the reference's.
+      wrong: of these, how many differ although the reference's margin is clear.
       reused: prompt tokens found in the cache.
       evicted: blocks evicted.
     """
@@ -66,10 +66,10 @@ class Tally:
         return self.compared > 0 and self.excess <= TOLERANCE and self.wrong == 0
 
     def compare(self, logits: np.ndarray, reference: np.ndarray, greedy: int | None) -> None:
-        """Takes in the logits f32[V] at one position; `greedy` is the reference's choice there, if it made one."""
+        """Compares the logits f32[V] at one position; `greedy` is the reference's choice, if it made one."""
         error = np.abs(logits - reference)
         self.compared += 1
-        error = np.where(np.isnan(error), np.inf, error)  # else every comparison with it would be False
+        error = np.where(np.isnan(error), np.inf, error)  # every comparison with NaN is False
         self.error = max(self.error, float(np.max(error)))
         self.excess = max(self.excess, float(np.max(error / (1 + np.abs(reference)))))
         if greedy is not None:
@@ -89,7 +89,7 @@ def admit(cache: kvjax.Cache, seq: jax.Array, tokens: jax.Array, length: jax.Arr
 
 @partial(jax.jit, donate_argnames="cache")
 def advance(model: Decoder, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
-    """Makes room for the next tokens i32[S, C] of every row where there is none yet, computes and commits them."""
+    """Makes the missing room for the next tokens i32[S, C] of every row, computes and commits them."""
     more = cache.state.seqs.committed + count - cache.state.seqs.length
     cache, extended = cache.extend(more > 0, jnp.maximum(more, 0), max_tokens=tokens.shape[1])
     view = cache.view(count, tokens.shape[1])
@@ -118,7 +118,7 @@ class Runner:
         self.cache: Any = None
 
     def start(self, num_blocks: Sequence[int], seed: int) -> None:
-        """An empty cache with so many blocks in each group, to be handed out in random order; pools hold no number."""
+        """Begins with an empty cache of so many blocks in each group, taken in random order; pools hold no number."""
         cache, rng = kvjax.Cache.create(self.spec, _LRU), np.random.default_rng(seed)
         groups = []
         for group, count in zip(cache.state.groups, num_blocks, strict=True):
@@ -129,14 +129,14 @@ class Runner:
         state = cache.state.replace(groups=tuple(groups))
         self.cache = kvjax.Cache(state, jax.tree.map(_without_numbers, cache.pools))
 
-    def least(self, lengths: Sequence[int]) -> list[int]:
-        """Blocks of each group without which rows of these lengths cannot be computed together, chunk by chunk."""
+    def fewest_blocks(self, lengths: Sequence[int]) -> list[int]:
+        """The fewest blocks of each group with which rows of these lengths can be computed together, chunk by chunk."""
         counts = []
         for group in self.spec.groups:
             span = self.spec.max_length if group.window is None else group.window + CHUNK - 1
-            most = -(-(span - 1) // BLOCK_SIZE) + 1  # wherever in a block it begins
+            most = -(-(span - 1) // BLOCK_SIZE) + 1  # wherever in a block the span begins
             counts.append(sum(min(-(-length // BLOCK_SIZE), most) for length in lengths))
-        if self.spec.bare:  # it keeps the books for what is cached in the others too
+        if self.spec.bare:  # group 0 holds the prefix tree of the others too
             counts[0] = self.spec.groups[0].num_blocks
         return counts
 
@@ -144,10 +144,10 @@ class Runner:
         """Admits texts' prompts, computes the rest of each text but its last token, and releases them.
 
         Args:
-          texts: tokens of each row.
+          texts: tokens of each seq.
           prompt: how many of them to admit; the others are fed one by one.
           tally: takes the comparison.
-          rows: golden row of each row whose logits are to be compared; None: compare nothing.
+          rows: golden row of each seq whose logits to compare; None: compare nothing.
         """
         for seq, text in texts.items():
             padded = np.zeros(self.width, np.int32)
@@ -177,11 +177,11 @@ class Runner:
         self._done("extend or commit", ok, evicted, tally)
         logits = np.asarray(logits)
         for seq, row in (rows or {}).items():
-            for place in range(count[seq]):
-                position = int(committed[seq]) + place
+            for offset in range(count[seq]):
+                position = int(committed[seq]) + offset
                 step = position - int(self.golden.lengths[row]) + 1
                 greedy = int(self.golden.greedy[row, step]) if 0 <= step < self.golden.steps(row) else None
-                tally.compare(logits[seq, place], self.golden.reference(row, position), greedy)
+                tally.compare(logits[seq, offset], self.golden.reference(row, position), greedy)
         return True
 
     def _done(self, verb: str, ok, evicted, tally: Tally) -> None:
@@ -191,7 +191,7 @@ class Runner:
 
 
 def _without_numbers(array: jax.Array) -> jax.Array:
-    """NaN; of integers the lowest, whose scales are NaN."""
+    """NaN; the lowest number in integers, whose scales are NaN."""
     lowest = jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo(array.dtype).min
     return jnp.full_like(array, lowest)
 
@@ -227,19 +227,19 @@ def _three_ways(runner: Runner, batch: range, tallies: dict[str, Tally]) -> None
     prompts = {seq: int(golden.lengths[row]) for seq, row in rows.items()}
 
     blocks = [group.num_blocks for group in runner.spec.groups]
-    least = runner.least([len(text) for text in texts.values()])
+    fewest = runner.fewest_blocks([len(text) for text in texts.values()])
 
-    runner.start([blocks[0], *least[1:]], seed=0)
+    runner.start([blocks[0], *fewest[1:]], seed=0)
     runner.run(texts, prompts, tallies["cold"], rows)
 
     runner.start(blocks, seed=1)
-    for seq in rows:  # one after the other: each finds the prefixes that those before it share
+    for seq in rows:  # one after the other: each finds the prefixes that it shares with those before it
         runner.run({seq: texts[seq]}, prompts, tallies["reuse"], rows)
     runner.run(texts, prompts, tallies["reuse"], rows)  # each finds itself
 
-    # Just enough blocks: strangers of the same lengths drive out everything, then half of them drive out a part. With
-    # windows half as many again, or else a row would take what it has just let go of, and nothing would stay.
-    runner.start([least[0], *(3 * count // 2 for count in least[1:])], seed=2)
+    # Just enough blocks: strangers of the same lengths evict everything, then half of them evict a part. Groups with
+    # windows get half as many again: else a row would take the blocks it has just released, and nothing would stay.
+    runner.start([fewest[0], *(3 * count // 2 for count in fewest[1:])], seed=2)
     rng = np.random.default_rng(3)
     vocab_size = golden.logits.shape[2]
     for driven in (list(texts), list(texts)[::2]):

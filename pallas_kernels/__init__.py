@@ -2,8 +2,8 @@
 """Paged attention and block movement: arrays in, arrays out, on jax alone.
 
 Each implementation is a module with these functions, or some of them, with the same signature in every module:
-`decode_attention`, `prefill_attention`, `append_kv`, `copy_blocks`, `gather_blocks`, `scatter_blocks`. One that
-cannot serve a dtype or shape raises NotImplementedError while tracing, one that cannot serve a platform while lowering.
+`decode_attention`, `prefill_attention`, `append_kv`, `copy_blocks`, `gather_blocks`, `scatter_blocks`. A function
+raises NotImplementedError for a dtype or shape that it cannot serve while tracing, for a platform while lowering.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-# It adds to what jax's caches go by: were it imported later, every program would be compiled again.
+# Importing Pallas adds to the keys of jax's caches: a later import would compile every program again.
 import jax.experimental.pallas  # noqa: F401
 from jax import lax
 
 from pallas_kernels import tuning
 
-# The modules' names in order of preference, but for what `tuning.FIRST` says of a function. Each is imported when
-# `call` first asks it: Mosaic's alone takes a third of the time that jax does.
+# The modules' names in order of preference, which `tuning.FIRST` overrides for a function. `call` imports a module when
+# it first asks it: the import of Mosaic's takes a third of the time of jax's.
 IMPLEMENTATIONS = ("triton", "mosaic", "xla")
-# What each runs on; the others run everywhere.
+# The platform of an implementation; one without an entry runs everywhere.
 PLATFORMS = {"triton": "cuda", "mosaic": "cuda"}
 
 
 def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     """Calls the function `name` of an implementation.
 
-    Without a name the choice is made when a program is lowered, for the platform that it is lowered for.
+    Without `implementation` the choice is made when a program is lowered, for the platform that it is lowered for.
 
     Args:
       name: one of the functions listed above.
@@ -39,8 +39,8 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
 
     Raises:
       ValueError: on an unknown implementation.
-      NotImplementedError: if the implementation asked for cannot serve this call.
-      ExceptionGroup: of every implementation's NotImplementedError, if none was asked for and none can serve.
+      NotImplementedError: if the named implementation cannot serve this call.
+      ExceptionGroup: of every implementation's NotImplementedError, if none is named and none can serve.
     """
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention for Hopper by a Mosaic GPU kernel; shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
-Mosaic cannot index freely: what it wants in a row XLA puts there. Before the kernel each piece of work gets its queries
-as one matrix; after it the pieces' results find their tokens, or are merged where K/V were cut into parts.
+Mosaic cannot index freely, so XLA gathers for it: before the kernel the queries of each piece of work into one matrix,
+after it the result of each token. Where K/V were cut into parts XLA merges their results.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def prefill_attention(
     tiles = tuning.mosaic_prefill(width, size)
     rows = tiles.workers * ROWS
     queries = rows // group
-    # A row's last queries see most: its pieces from the back, so that no long one is left for the end.
+    # Longest first: a row's last queries see most, so its pieces run from the back and no long one is left for the end.
     work = jax.tree.map(jnp.flip, query_tiles(tokens, lengths, starts, counts, max_count, queries))
     token = work.token[:, None] + jnp.arange(queries, dtype=jnp.int32)[None]  # [W, queries]
     pieces = q.at[token].get(mode="clip", wrap_negative_indices=False)
@@ -69,11 +69,11 @@ def prefill_attention(
         _packed(pieces, rows), pool, layer, tables, work, tiles, group, q.dtype,
         scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
     )  # fmt: skip
-    # And back: every token is a query of one piece at most.
+    # The inverse gather: every token is a query of one piece at most.
     real = jnp.arange(queries, dtype=jnp.int32)[None] < work.count[:, None]
-    place = jnp.arange(token.size, dtype=jnp.int32)
+    index = jnp.arange(token.size, dtype=jnp.int32)
     source = jnp.full((tokens,), token.size, jnp.int32)
-    source = source.at[jnp.where(real, token, tokens).reshape(-1)].set(place, mode="drop", wrap_negative_indices=False)
+    source = source.at[jnp.where(real, token, tokens).reshape(-1)].set(index, mode="drop", wrap_negative_indices=False)
 
     def back(x):  # [W, K, X, ...] to [T, Q, ...]
         x = x[:, :, : queries * group].reshape(-1, kv_heads, queries, group, *x.shape[3:]).swapaxes(1, 2)
@@ -107,15 +107,15 @@ def _packed(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def _merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Puts rows together from parts f32[W, Q, D] and their lse f32[W, Q]; row r's are starts[r] to starts[r + 1]."""
+    """Merges parts f32[W, Q, D] by their lse f32[W, Q]; row r has the parts starts[r] to starts[r + 1] - 1."""
     part = jnp.arange(parts.shape[0], dtype=jnp.int32)[None]
-    mine = (part >= starts[:-1, None]) & (part < starts[1:, None])  # [R, W]
-    score = jnp.where(mine[..., None], lse[None], -jnp.inf)  # [R, W, Q]
+    belongs = (part >= starts[:-1, None]) & (part < starts[1:, None])  # [R, W]
+    score = jnp.where(belongs[..., None], lse[None], -jnp.inf)  # [R, W, Q]
     highest = jnp.maximum(jnp.max(score, axis=1), _LOWEST)
     weight = jnp.exp(score - highest[:, None])
     total = jnp.sum(weight, axis=1)
-    some = jnp.where(total > 0, total, 1.0)
-    # What belongs to no row was never written.
+    divisor = jnp.where(total > 0, total, 1.0)
+    # The kernel never wrote the parts that only fill the list.
     parts = jnp.where((part[0] < starts[-1])[:, None, None], parts, 0.0)
-    out = jnp.einsum("rwq,wqd->rqd", weight / some[:, None], parts, precision=lax.Precision.HIGHEST)
-    return out.astype(dtype), jnp.where(total > 0, highest + jnp.log(some), -jnp.inf)
+    out = jnp.einsum("rwq,wqd->rqd", weight / divisor[:, None], parts, precision=lax.Precision.HIGHEST)
+    return out.astype(dtype), jnp.where(total > 0, highest + jnp.log(divisor), -jnp.inf)

@@ -4,11 +4,11 @@
 It serves decode and prefill, as in `triton_attention`: a thread block takes one piece of work and one kv head, whose
 query heads are packed into the rows of the matrix products, query after query. Its warpgroups have two roles:
 
-    loader     ids of blocks | K tile | V tile | K tile | V tile | ...       by the copy engine, some tiles ahead
+    loader     ids of blocks | K tile | V tile | K tile | V tile | ...       by TMA, some tiles ahead
     worker     wait for K | S = Q K' | softmax | wait for V | O += P V | ...       64 rows of Q; products by wgmma
 
 K and V each have a ring of stages in shared memory: `full[s]` says that stage s has been filled, `free[s]` that all
-workers are done with it. Of two workers one has the tensor cores while the other has its softmax; they take turns.
+workers are done with it. Two workers take turns (ping-pong): one has the tensor cores while the other has its softmax.
 
 Source: the roles and the turns are those of FlashAttention-3 (Shah et al., 2024).
 """
@@ -42,12 +42,12 @@ def attend(
       layer: i32[].
       tables: i32[R, M].
       work: i32[W] each.
-      tiles: how the kernel is cut.
+      tiles: the kernel's tile sizes.
       group: G, query heads to a kv head.
       dtype: of the result.
       scale: this and the following as in `xla.decode_attention`.
-      window: or None.
-      soft_cap: or None.
+      window: tokens that a token attends to, or None.
+      soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
       interpret: whether to simulate the kernel.
 
@@ -59,7 +59,7 @@ def attend(
     static = Static(pool.shape, tiles, group, scale, window, soft_cap, sinks is not None)
     if sinks is None:
         sinks = jnp.zeros((kv_heads, packed), jnp.float32)
-    else:  # as the rows are
+    else:  # row x has the sink of head x % G
         sinks = jnp.resize(sinks.astype(jnp.float32).reshape(kv_heads, group).T, (packed, kv_heads)).T
     run = min(size, tiles.slots)
 
@@ -94,12 +94,12 @@ def _scratch(tiles: Tiles, run: int, width: int, dtype, result, interpret: bool)
     The barriers are arrays too: one for each worker, or for each stage of a ring.
     """
 
-    def matrices(number, rows, columns, dtype=dtype):
-        """Laid out for wgmma and the copy engine."""
+    def matrices(count, rows, columns, dtype=dtype):
+        """Laid out for wgmma and TMA."""
         swizzle = plgpu.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
         tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
         swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-        return plgpu.SMEM((number, rows, columns), dtype, transforms=(tiling, swizzled))
+        return plgpu.SMEM((count, rows, columns), dtype, transforms=(tiling, swizzled))
 
     slots, stages, workers = tiles
     scratch = {
@@ -114,7 +114,7 @@ def _scratch(tiles: Tiles, run: int, width: int, dtype, result, interpret: bool)
         "v_free": plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
         "turn": plgpu.Barrier(num_arrivals=workers),
     }
-    if result != dtype:  # else Q's place serves
+    if result != dtype:  # else the result overwrites Q
         scratch["out_smem"] = matrices(workers, ROWS, width, result)
     if interpret:
         scratch["p_smem"] = matrices(workers, ROWS, slots)
@@ -136,7 +136,7 @@ def _kernel(
     slots, workers, window = static.tiles.slots, static.tiles.workers, static.window
 
     def piece() -> Piece:
-        """For each role anew, so that no register is held for both."""
+        """The piece; each role computes it anew, so that no register is held for both."""
         first, begin, end = position_ref[number], begin_ref[number], end_ref[number]
         start = 0 if window is None else jnp.maximum(first - (window - 1), 0) // slots * slots
         is_first, begin = begin <= start, jnp.maximum(begin, start)
@@ -144,7 +144,7 @@ def _kernel(
 
     @pl.when((count_ref[number] > 0) & (warpgroup == workers))
     def _():
-        if workers > 1:  # registers that the loader does not need go to the workers
+        if workers > 1:  # setmaxnreg: registers that the loader does not need go to the workers
             plgpu.set_max_registers(40, action="decrease")
         _load(kv_ref, tables_ref.at[row_ref[number]], head, layer_ref[0], piece(), static, **scratch)
 
@@ -162,23 +162,23 @@ def _load(
     head, layer, piece: Piece, static: Static,
     *, k_smem, v_smem, k_full, v_full, k_free, v_free, **_,
 ):  # fmt: skip
-    """The loader: brings the piece's tiles of K and V as stages become free."""
+    """The loader: copies the piece's tiles of K and V into stages as they become free."""
     _, layers, _, kv_heads, size, _ = static.pool
     slots, stages, _ = static.tiles
     run, last = kv_ref.shape[1], table_ref.shape[0] - 1
-    runs = size // run  # of a block
+    runs = size // run  # in a block
 
-    def bring(number, _):
+    def load_tile(number, _):
         stage, slot = lax.rem(number, np.int32(stages)), piece.begin + number * slots
-        # All ids before anything is waited for.
+        # All ids are read before the first wait.
         blocks = [table_ref[jnp.minimum((slot + i) // size, last)] for i in range(0, slots, run)]
-        places = [(((block * layers + layer) * 2) * kv_heads + head) * runs + slot % size // run for block in blocks]
+        indices = [(((block * layers + layer) * 2) * kv_heads + head) * runs + slot % size // run for block in blocks]
         for offset, smem, full, free in (
             (0, k_smem, k_full.at[stage], k_free.at[stage]),
             (kv_heads * runs, v_smem, v_full.at[stage], v_free.at[stage]),
         ):
             pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, free))
-            for i, place in enumerate(places):
-                plgpu.copy_gmem_to_smem(kv_ref.at[place + offset], smem.at[stage, pl.ds(i * run, run)], full)
+            for i, index in enumerate(indices):
+                plgpu.copy_gmem_to_smem(kv_ref.at[index + offset], smem.at[stage, pl.ds(i * run, run)], full)
 
-    lax.fori_loop(0, piece.tiles, bring, None)
+    lax.fori_loop(0, piece.tiles, load_tile, None)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tuning import Tiles
 
-ROWS = 64  # of a worker's products: what wgmma takes
+ROWS = 64  # of a worker's products: the M of wgmma
 _LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
 _LOG2E = np.float32(math.log2(math.e))
 _LN2 = np.float32(math.log(2))
@@ -29,7 +29,7 @@ _BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 class Static(NamedTuple):
-    """What a kernel is made for."""
+    """The static parameters of a kernel."""
 
     pool: tuple[int, ...]  # [N + 1, L, 2, K, P, D]
     tiles: Tiles
@@ -41,13 +41,13 @@ class Static(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of work: its first query's position, its slots, how many tiles they take, whether its row's first."""
+    """A piece of work, in scalars."""
 
-    first: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    tiles: jax.Array
-    is_first: jax.Array
+    first: jax.Array  # the position of its first query
+    begin: jax.Array  # its first slot
+    end: jax.Array  # the slot after its last
+    tiles: jax.Array  # from `begin` to `end`
+    is_first: jax.Array  # whether it begins its row's K/V
 
 
 def attend_tiles(
@@ -58,7 +58,7 @@ def attend_tiles(
     worker, piece: Piece, static: Static,
     *, q_smem, k_smem, v_smem, lse_smem, q_full, k_full, v_full, k_free, v_free, turn, out_smem=None, p_smem=None,
 ):  # fmt: skip
-    """A worker: attention of its rows of Q over the tiles that the loader brings."""
+    """A worker: attention of its rows of Q over the tiles that the loader copies."""
     slots, stages, workers = static.tiles
     q, rows = q_smem.at[worker], pl.ds(worker * ROWS, min(q_ref.shape[0], ROWS))
     _load_queries(q_ref.at[rows], q.at[pl.ds(0, rows.size)], q_full.at[worker])
@@ -98,21 +98,21 @@ def attend_tiles(
     pl.when(worker == 1)(take_turns)
     carry = _over_tiles(step, carry, piece, static)
     pl.when(worker == 0)(take_turns)
-    out = q if out_smem is None else out_smem.at[worker]  # in place of Q, if it is of the same type
+    out = q if out_smem is None else out_smem.at[worker]  # over Q, if it has the same dtype
     _write(out_ref.at[rows], lse_ref.at[rows], out, lse_smem, worker, carry)
 
 
 def _load_queries(q_ref, q_smem, full) -> None:
-    """Brings a worker's rows of Q."""
+    """Copies a worker's rows of Q into shared memory."""
     plgpu.copy_gmem_to_smem(q_ref, q_smem, full)
     plgpu.barrier_wait(full)
 
 
 def _begin(sinks_ref, worker, shape: tuple[int, int], piece: Piece, static: Static):
-    """The running softmax of no scores at all: mixed f32[64, D], highest f32[64], total f32[64]."""
+    """The running softmax before any score: mixed f32[64, D], highest f32[64], total f32[64]."""
     highest = plgpu.layout_cast(jnp.full((ROWS,), _LOWEST), _BY_ROW)
     total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _BY_ROW)
-    if static.has_sinks:  # in the part that begins the row's K/V: one more score, whose value is zero
+    if static.has_sinks:  # one more score, whose value is zero; in the part that begins the row's K/V
         sink = plgpu.load(sinks_ref.at[pl.ds(worker * ROWS, ROWS)], layout=_BY_ROW) * _LOG2E
         highest, total = jnp.where(piece.is_first, sink, highest), jnp.where(piece.is_first, 1.0, total)
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA), highest, total
@@ -142,13 +142,13 @@ def _cap(score, static: Static):
     """Scores from products, and the factor that takes them to base 2."""
     if static.soft_cap is None:
         return score, np.float32(static.scale) * _LOG2E
-    # cap * tanh(score / cap); the hardware's own tanh is too coarse
+    # tanh(score / cap) by exp2, since the hardware's own tanh is too coarse; the factor has the cap
     score = 1 - 2 / (jnp.exp2(score * np.float32(2 * static.scale / static.soft_cap * _LOG2E)) + 1)
     return score, np.float32(static.soft_cap) * _LOG2E
 
 
 def _mask(score, low, high):
-    """Scores [64, slots] with -inf for all columns but those after low[row], if there is a low, up to high[row]."""
+    """Scores [64, slots] with -inf outside the columns low[row] + 1 to high[row]; low None: from column 0."""
     column = plgpu.broadcasted_iota(jnp.int32, score.shape, 1, layout=plgpu.Layout.WGMMA)
     seen = column <= lax.broadcast_in_dim(high, score.shape, [0])
     if low is not None:
@@ -157,7 +157,7 @@ def _mask(score, low, high):
 
 
 def _accumulate(mixed, weight, v_ref, p_ref):
-    """What was mixed so far and weight @ V; through p_ref in the simulator, which takes no operand from registers."""
+    """Returns mixed + weight @ V; through p_ref in the simulator, whose wgmma takes no operand from registers."""
     if p_ref is None:
 
         def product(mixed_ref):
@@ -175,16 +175,16 @@ def _accumulate(mixed, weight, v_ref, p_ref):
 
 
 def _clean_edges(v_ref, worker, slot, piece: Piece, static: Static) -> None:
-    """Zeroes what no query of the piece sees of the V tile that begins at `slot`."""
+    """Zeroes the rows of the V tile from `slot` on that no query of the piece sees."""
     low = 0 if static.window is None else piece.first - (static.window - 1) - slot
     high = piece.end - slot
-    # The second worker's turn comes after the first one's.
+    # The first worker does it for both: the second one's turn comes later.
     unseen = (worker == 0) & ((low > 0) | (high < v_ref.shape[0]))
     pl.when(unseen)(functools.partial(_clean, v_ref, low, high))
 
 
 def _clean(v_ref, low, high):
-    """Zeroes all rows of a V tile but those from `low` to `high`: nobody sees them, they may be NaN, 0 * NaN is NaN."""
+    """Zeroes the rows of a V tile outside `low` to `high` - 1: they may be NaN, and a weight of 0 times NaN is NaN."""
     slots, width = v_ref.shape
     columns = 64 if width % 64 == 0 else width  # at a time: registers are scarce here
     for i, j in itertools.product(range(0, slots, ROWS), range(0, width, columns)):
@@ -196,11 +196,11 @@ def _clean(v_ref, low, high):
 
 
 def _write(out_ref, lse_ref, out_smem, lse_smem, worker, carry) -> None:
-    """Writes what the running softmax has come to: the results of a worker's rows, and their log-sum-exp."""
+    """Writes the results of a worker's rows, and their log-sum-exp, from the running softmax."""
     mixed, highest, total = carry
-    some = jnp.where(total > 0, total, 1.0)
-    out_smem[...] = (mixed / lax.broadcast_in_dim(some, mixed.shape, [0])).astype(out_smem.dtype)
-    lse_smem[worker] = jnp.where(total > 0, highest * _LN2 + jnp.log(some), -jnp.inf)
+    divisor = jnp.where(total > 0, total, 1.0)
+    out_smem[...] = (mixed / lax.broadcast_in_dim(divisor, mixed.shape, [0])).astype(out_smem.dtype)
+    lse_smem[worker] = jnp.where(total > 0, highest * _LN2 + jnp.log(divisor), -jnp.inf)
     plgpu.commit_smem()
     stored = pl.ds(0, out_ref.shape[0])
     plgpu.copy_smem_to_gmem(out_smem.at[stored], out_ref)

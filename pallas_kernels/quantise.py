@@ -12,17 +12,18 @@ from jax import lax
 def quantise(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """Vectors [..., D] in int8 or float8_e4m3fn, and the factors f32[..., 1] that give them back.
 
-    A vector's largest element becomes the dtype's largest number; a vector of zeros has the factor 1. Runs inside
-    kernels too, so it is made of what Triton has.
+    A vector's largest element becomes the dtype's largest number; a vector of zeros has the factor 1. Kernels call it
+    too, so it uses only operations that Triton has.
     """
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) * np.float32(1 / largest(dtype))
     scale = jnp.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
-    # XLA would make a product of a quotient here and there; and but for the bounds one operation of product and sum.
+    # A product with the reciprocal, since XLA turns some quotients into one. The bounds keep it from fusing the product
+    # with the sum below.
     x = jnp.clip(x * (np.float32(1) / scale), -largest(dtype), largest(dtype))
-    if jnp.issubdtype(dtype, jnp.integer):  # to nearest even: so far from 0 float32's last bit counts ones
-        far = np.float32(1.5 * 2**23)
-        x = lax.bitcast_convert_type(x + far, jnp.int32) - far.view(np.int32)
+    if jnp.issubdtype(dtype, jnp.integer):  # rounds to nearest even: after the shift float32's last bit counts ones
+        shift = np.float32(1.5 * 2**23)
+        x = lax.bitcast_convert_type(x + shift, jnp.int32) - shift.view(np.int32)
     return x.astype(dtype), scale
 
 

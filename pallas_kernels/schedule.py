@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who works on what, computed on the device: a batch of ragged rows as a list of equal pieces of work.
+"""The schedule of attention, computed on the device: a batch of ragged rows as a list of equal pieces of work.
 
-Shapes use the legend of `pallas_kernels.xla`; W is the length of the list, which is static: a bound, not the count.
+Shapes use the legend of `pallas_kernels.xla`; W is the length of the list, a static bound on the number of pieces.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Work(NamedTuple):
     """Pieces of work, each the queries of one row over a part of its K/V; all i32[W].
 
     Attributes:
-      row: whose block table.
-      token: the first query's place in q.
+      row: of the block tables.
+      token: the first query's index in q.
       count: queries; 0 for a piece that only fills the list.
       position: the first query's position in its sequence; the others follow.
       begin: the first slot of the part of the K/V.
@@ -38,11 +38,11 @@ def split_lengths(lengths: jax.Array, tile: int, target: int, window: int | None
     Args:
       lengths: i32[R].
       tile: parts are multiples of this many slots.
-      target: parts to aim for; at most `target` + R come of it. At most R: no row is cut.
-      window: slots that count at the end of a row, None for all.
+      target: number of parts to aim for; there are at most `target` + R. With `target` <= R no row is cut.
+      window: only the last `window` slots of a row count. None: all.
 
     Returns:
-      The work, and i32[R + 1], where each row's parts begin. A row of length 0 has one part, an empty one.
+      The work, and i32[R + 1], where each row's parts begin. A row of length 0 has one empty part.
     """
     rows = lengths.shape[0]
     first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // tile * tile
@@ -70,7 +70,7 @@ def query_tiles(
       tokens: T, queries and padding together.
       lengths: i32[R]; tokens of each row, its queries included.
       starts: i32[R]; where each row's queries begin; ascending.
-      counts: i32[R]; how many they are.
+      counts: i32[R]; queries of each row.
       max_count: static bound on counts.
       width: queries to a tile.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention and block movement as Triton kernels, for NVIDIA GPUs from sm_80 on.
 
-The functions and shapes are those of `pallas_kernels.xla`. Each takes `interpret=True` beside: it then runs as plain
-JAX on any platform, which is how the tests compare it. Triton in Pallas is deprecated; everything that depends on it
-is in this file, in `triton_attention.py` and in `triton_merge.py`.
+The functions and shapes are those of `pallas_kernels.xla`. With `interpret=True` a function runs as plain JAX on any
+platform; the tests compare it so. Triton in Pallas is deprecated; everything that depends on it is in this file, in
+`triton_attention.py` and in `triton_merge.py`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
         layer_ref,  # i32[1]
         k_ref, v_ref,  # [T, K, D]
         slots_ref,  # i32[T]
-        *refs,  # pool [(N + 1) L 2 K P, D], and scales f32[(N + 1) L 2 K P] if any; as they were and as they will be
+        *refs,  # pool [(N + 1) L 2 K P, D], and scales f32[(N + 1) L 2 K P] if any; the inputs, then the outputs
     ):  # fmt: skip
         pool_ref, *scales_refs = refs[len(refs) // 2 :]
         token = pl.program_id(0)
         slot = slots_ref[token]
         block, offset = slot // size, slot % size
         head, column = jnp.arange(heads, dtype=jnp.int32)[:, None], jnp.arange(columns, dtype=jnp.int32)[None, :]
-        there = jnp.logical_and(
+        inside = jnp.logical_and(
             jnp.broadcast_to(head < kv_heads, (heads, columns)), jnp.broadcast_to(column < width, (heads, columns))
         )
-        real = there & (block < scratch)
+        real = inside & (block < scratch)
         for which, ref in enumerate((k_ref, v_ref)):
-            new = plt.load(ref.at[token, head, column], mask=there, other=0.0)
+            new = plt.load(ref.at[token, head, column], mask=inside, other=0.0)
             row = (((block * layers + layer_ref[0]) * 2 + which) * kv_heads + head) * size + offset
             if scales_refs:
                 new, scale = quantise(new, pool.dtype)
@@ -72,7 +72,7 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
 
 
 def copy_blocks(pool, sources, targets, count, tokens=None, *, interpret=False):
-    """As `xla.copy_blocks`, in any order: no target is a source, and no two targets are the same."""
+    """As `xla.copy_blocks`, but in any order: no target is a source, and no two targets are the same."""
     flat = pool.reshape(pool.shape[0], -1)
     part = () if tokens is None else (tokens, math.prod(pool.shape[5:]), pool.shape[4])
     out = _move(None, flat, sources, targets, count, interpret, "copy_blocks", part)
@@ -81,17 +81,17 @@ def copy_blocks(pool, sources, targets, count, tokens=None, *, interpret=False):
 
 def gather_blocks(pool, blocks, *, interpret=False):
     """As `xla.gather_blocks`."""
-    number, flat = blocks.shape[0], pool.reshape(pool.shape[0], -1)
-    blank = jax.ShapeDtypeStruct((number, flat.shape[1]), flat.dtype)
-    place = jnp.arange(number, dtype=jnp.int32)
-    out = _move(flat, blank, blocks, place, jnp.int32(number), interpret, "gather_blocks")
-    return out.reshape(number, *pool.shape[1:])
+    count, flat = blocks.shape[0], pool.reshape(pool.shape[0], -1)
+    blank = jax.ShapeDtypeStruct((count, flat.shape[1]), flat.dtype)
+    index = jnp.arange(count, dtype=jnp.int32)
+    out = _move(flat, blank, blocks, index, jnp.int32(count), interpret, "gather_blocks")
+    return out.reshape(count, *pool.shape[1:])
 
 
 def scatter_blocks(pool, staged, blocks, count, *, interpret=False):
     """As `xla.scatter_blocks`."""
-    flat, place = pool.reshape(pool.shape[0], -1), jnp.arange(staged.shape[0], dtype=jnp.int32)
-    out = _move(staged.reshape(staged.shape[0], -1), flat, place, blocks, count, interpret, "scatter_blocks")
+    flat, index = pool.reshape(pool.shape[0], -1), jnp.arange(staged.shape[0], dtype=jnp.int32)
+    out = _move(staged.reshape(staged.shape[0], -1), flat, index, blocks, count, interpret, "scatter_blocks")
     return out.reshape(pool.shape)
 
 
@@ -99,14 +99,14 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
     """Copies the first `count` rows from source [X, B] to target [Y, B].
 
     Args:
-      source: where from; None: from the target itself.
-      target: in place; a bare shape makes a fresh one.
+      source: None: the target itself.
+      target: written in place; a ShapeDtypeStruct makes a new array.
       rows_from: i32[E].
       rows_to: i32[E].
-      count: i32[]; the programs go through the chunks that there are, so the cost follows it.
+      count: i32[]; programs loop over the chunks of that many rows, so the cost follows it.
       interpret: see the top of this file.
       name: of the kernel.
-      part: (tokens i32[E], D, P) to copy of each row's tiles [P, D] only the first tokens, inside the target; (): all.
+      part: (tokens i32[E], D, P) copies only the first tokens of each row's tiles [P, D], with source None; (): all.
     """
     for array in (source, target):
         if array is not None:
@@ -120,7 +120,7 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
     def kernel(
         count_ref,  # i32[1]
         from_ref, to_ref,  # i32[E]
-        *refs,  # tokens i32[E] of a part; source [X, B], if another array; target [Y, B], twice if in place
+        *refs,  # tokens i32[E] of a part; source [X, B], unless None; target [Y, B], twice if in place
     ):  # fmt: skip
         source_ref, target_ref, first = refs[-1] if source is None else refs[0], refs[-1], pl.program_id(0)
 
@@ -129,7 +129,7 @@ def _move(source, target, rows_from, rows_to, count, interpret: bool, name: str,
             row, column = item // chunks, item % chunks * chunk + jnp.arange(chunk, dtype=jnp.int32)
             mask = None if width % chunk == 0 else column < width
             if part:
-                # Not // and %: with what they do for signs Triton would no longer see that 16 bytes have one mask.
+                # Not // and %: behind their handling of signs Triton would not see that 16 bytes share one mask.
                 copied = lax.rem(lax.div(column, np.int32(part[1])), np.int32(part[2])) < refs[0][row]
                 mask = copied if mask is None else mask & copied
             data = plt.load(source_ref.at[from_ref[row], column], mask=mask)

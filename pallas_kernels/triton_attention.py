@@ -2,7 +2,7 @@
 """Paged attention as Triton kernels; shapes use the legend of `pallas_kernels.xla` and of `schedule`.
 
 One kernel serves decode and prefill: a program takes one piece of work and one kv head. The G = Q / K query heads
-that share the head are packed into the rows of one matrix product, query after query; K and V come slot by slot
+that share the head are packed into the rows of one matrix product, query after query; K and V are read slot by slot
 through the block table, a tile of slots at a time, with a running softmax in base 2. Only tiles at an edge (the
 causal one, the window's, the end of the row) pay for masks; what a mask hides is never loaded.
 """
@@ -29,19 +29,19 @@ from pallas_kernels.tuning import Programs
 _LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - inf
 _LOG2E = np.float32(math.log2(math.e))
 _LN2 = np.float32(math.log(2))
-_WIDEST = 2048  # bytes of a head, filled up to a power of two, whose tiles find room in shared memory
+_WIDEST = 2048  # bytes of the widest head, padded to a power of two, whose tiles fit in shared memory
 
 
 class _Static(NamedTuple):
-    """What a kernel is made for."""
+    """The static parameters of a kernel."""
 
     shape: tuple[int, ...]  # of the pool, [N + 1, L, 2, K, P, D]
     width: int  # D
-    padded: int  # D, filled up to a power of two
+    padded: int  # D, padded to a power of two
     group: int  # G
     queries: int  # of a piece of work, at most
     tile: int  # slots
-    by_part: bool  # whether results are placed by piece, not by token
+    by_part: bool  # whether results are indexed by piece, not by token
     scale: float
     window: int | None
     soft_cap: float | None
@@ -61,7 +61,7 @@ class _Rows(NamedTuple):
     head: jax.Array  # i32[X]; of q's Q
     live: jax.Array  # bool[X]; whether there is such a query
     column: jax.Array  # i32[padded]
-    inside: jax.Array  # bool[X, padded]; what is live and narrower than D
+    inside: jax.Array  # bool[X, padded]; live, and column < D
 
 
 def decode_attention(
@@ -91,20 +91,20 @@ def prefill_attention(
     queries = min(max(tiles.rows * pool.shape[3] // heads, 1), max_count)
     work = query_tiles(tokens, lengths, starts, counts, max_count, queries)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
-    # No program writes padding's results.
+    # The results of padding, which no program writes.
     blank = jnp.zeros_like(q), jnp.zeros((tokens, heads), jnp.float32)
     out, lse = _attend(q, pool, layer, tables, work, queries, tokens, q.dtype, tiles, blank, sinks, scales, **options)
     return (out, lse) if return_lse else out
 
 
 def _attend(
-    q, pool, layer, tables, work: Work, queries: int, places: int, dtype, tiles: Programs, blank, sinks, scales,
+    q, pool, layer, tables, work: Work, queries: int, num_results: int, dtype, tiles: Programs, blank, sinks, scales,
     *, scale, window, soft_cap, interpret,
 ):  # fmt: skip
-    """Attention of every piece of work, up to `queries` of each; results [places, Q, D] and their lse f32[places, Q].
+    """Attention of every piece of work, up to `queries` of each: results [num_results, Q, D] and their lse.
 
-    With `blank` the queries' places in q are their results' too, and blank is what stands at the places of padding;
-    without, one query's result is at the place of its piece in the list.
+    With `blank` a result has the index of its query in q, and `blank` holds the results of padding. Without, a piece
+    has one query, whose result has the index of the piece in the list.
     """
     _, heads, width = q.shape
     kv_heads = pool.shape[3]
@@ -123,8 +123,8 @@ def _attend(
     return pl.pallas_call(
         functools.partial(_kernel, static=static),
         out_shape=(
-            jax.ShapeDtypeStruct((places, heads, width), dtype),
-            jax.ShapeDtypeStruct((places, heads), jnp.float32),
+            jax.ShapeDtypeStruct((num_results, heads, width), dtype),
+            jax.ShapeDtypeStruct((num_results, heads), jnp.float32),
         ),
         grid=(work.row.shape[0], kv_heads),
         input_output_aliases=aliases,
@@ -162,7 +162,8 @@ def _kernel(
     q = plt.load(q_ref.at[index], mask=rows.inside, other=0.0)
     position = first + rows.query
     product = functools.partial(plt.dot, precision=_precision(q.dtype, static.interpret))
-    # A weight times V's scale can be too small for float16; times this it is as large as the weight times V.
+    # A weight times V's scale can underflow float16; times `unit`, which `_write` divides by, it is as large as the
+    # weight times V.
     unit = np.float32(2.0 ** math.ceil(math.log2(largest(kv_ref.dtype))) if static.has_scales else 1)
 
     def step(number, carry, masked):
@@ -205,10 +206,10 @@ def _precision(dtype, interpret: bool):
 
 
 def _begin(sinks_ref, begin_ref, item, first, rows: _Rows, static: _Static):
-    """The running softmax of no scores at all: highest f32[X], total f32[X], mixed f32[X, padded]."""
+    """The running softmax before any score: highest f32[X], total f32[X], mixed f32[X, padded]."""
     shape = rows.query.shape
     highest, total = jnp.full(shape, _LOWEST), jnp.zeros(shape, jnp.float32)
-    if static.has_sinks:  # in the part that begins the row's K/V: one more score, whose value is zero
+    if static.has_sinks:  # one more score, whose value is zero; in the part that begins the row's K/V
         sink = plt.load(sinks_ref.at[rows.head], mask=rows.live, other=0.0) * _LOG2E
         is_first = begin_ref[item] <= _first_slot(first, static)
         highest, total = jnp.where(is_first, sink, highest), jnp.where(is_first, 1.0, total)
@@ -226,7 +227,7 @@ def _over_tiles(step, carry, first, begin, end, static: _Static):
 
 
 def _find(tables_ref, layer_ref, row, head, slot, first, end, static: _Static):
-    """Of a tile's slots i32[tile]: which ones the piece may see, bool[tile], and the rows of kv_ref with their K."""
+    """Which of a tile's slots i32[tile] the piece may see, bool[tile], and the rows of kv_ref with their K."""
     _, layers, _, kv_heads, size, _ = static.shape
     inside = slot < end
     if static.window is not None:
@@ -252,18 +253,18 @@ def _mask(score, slot, inside, position, window: int | None):
 
 
 def _write(out_ref, lse_ref, token_ref, item, rows: _Rows, carry, unit, static: _Static) -> None:
-    """Writes what the running softmax has come to: the results of the live rows, and their log-sum-exp."""
+    """Writes the results of the live rows, and their log-sum-exp, from the running softmax."""
     highest, total, mixed = carry
     out = mixed / jnp.where(total > 0, total * unit, 1.0)[:, None]
-    place = (item if static.by_part else token_ref[item]) + rows.query
-    index = place[:, None], rows.head[:, None], rows.column[None, :]
+    result = (item if static.by_part else token_ref[item]) + rows.query
+    index = result[:, None], rows.head[:, None], rows.column[None, :]
     plt.store(out_ref.at[index], out.astype(out_ref.dtype), mask=rows.inside)
     lse = jnp.where(total > 0, (highest + jnp.log2(jnp.where(total > 0, total, 1.0))) * _LN2, -jnp.inf)
-    plt.store(lse_ref.at[place, rows.head], lse, mask=rows.live)
+    plt.store(lse_ref.at[result, rows.head], lse, mask=rows.live)
 
 
 def _fetch(kv_ref, scales_ref, column, mask, inside, dtype, at):
-    """K or V of a tile's slots at rows `at` of kv_ref, and their scales f32[1, tile] or 1; masks are None for all."""
+    """K or V of a tile's slots at rows `at` of kv_ref, and their scales f32[1, tile] or 1; a mask of None loads all."""
     zero = 0 if jnp.issubdtype(kv_ref.dtype, jnp.integer) else 0.0
     kv = plt.load(kv_ref.at[at[:, None], column[None, :]], mask=mask, other=None if mask is None else zero)
     kv = (_by_bits(kv) if kv.dtype == jnp.float8_e4m3fn and not converts_fp8() else kv).astype(dtype)
@@ -281,13 +282,13 @@ def converts_fp8() -> bool:
 
 
 def _by_bits(x):
-    """float8_e4m3fn as float16, exactly, but for NaN: the same bits further left have an exponent less by 8."""
-    bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16) << 7  # with the sign twice
+    """float8_e4m3fn as float16, exact but for NaN: the bits shifted left are 2**-8 times the number."""
+    bits = lax.bitcast_convert_type(x, jnp.int8).astype(jnp.int16) << 7  # bits 14 and 15 are both the sign
     return lax.bitcast_convert_type(bits & np.int16(~0x4000), jnp.float16) * np.float16(256)
 
 
 def _first_slot(first, static: _Static):
-    """Where the K/V begin of which the piece's first query sees any: the first slot of a tile."""
+    """The first slot that the piece's first query sees, rounded down to a tile."""
     if static.window is None:
         return 0
     return jnp.maximum(first - (static.window - 1), 0) // static.tile * static.tile

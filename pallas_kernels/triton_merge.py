@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows decode where K/V were cut into parts: a Triton kernel that puts each row's results together."""
+"""The second kernel of decode where K/V were cut into parts (flash-decoding): it merges each row's results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - in
 
 
 def merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Puts rows together from parts f32[W, Q, D] and their lse f32[W, Q]; row r's are starts[r] to starts[r + 1]."""
+    """Merges parts f32[W, Q, D] by their lse f32[W, Q]; row r has the parts starts[r] to starts[r + 1] - 1."""
     _, heads, width = parts.shape
     rows, padded = starts.shape[0] - 1, pl.next_power_of_2(width)
 
@@ -27,21 +27,21 @@ def merge(parts: jax.Array, lse: jax.Array, starts: jax.Array, dtype, interpret:
     ):
         row, head = pl.program_id(0), pl.program_id(1)
         column = jnp.arange(padded, dtype=jnp.int32)
-        there = column < width
+        inside = column < width
 
         def step(part, carry):
             highest, total, mixed = carry
             score = lse_ref[part, head]
             new = jnp.maximum(highest, score)
             shrink, weight = jnp.exp(highest - new), jnp.exp(score - new)
-            more = plt.load(parts_ref.at[part, head, column], mask=there, other=0.0)
+            more = plt.load(parts_ref.at[part, head, column], mask=inside, other=0.0)
             return new, total * shrink + weight, mixed * shrink + weight * more
 
         start = _LOWEST, np.float32(0.0), jnp.zeros((padded,), jnp.float32)
         highest, total, mixed = lax.fori_loop(starts_ref[row], starts_ref[row + 1], step, start)
-        some = total > 0
-        plt.store(out_ref.at[row, head, column], (mixed / jnp.where(some, total, 1.0)).astype(dtype), mask=there)
-        total_ref[row, head] = jnp.where(some, highest + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+        any_score = total > 0
+        plt.store(out_ref.at[row, head, column], (mixed / jnp.where(any_score, total, 1.0)).astype(dtype), mask=inside)
+        total_ref[row, head] = jnp.where(any_score, highest + jnp.log(jnp.where(any_score, total, 1.0)), -jnp.inf)
 
     return pl.pallas_call(
         kernel,

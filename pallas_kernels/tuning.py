@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation comes first, and tile sizes, by chip and shape: all in this place, with the reasons.
+"""Which implementation comes first, and tile sizes, by chip and shape, with the reasons.
 
-Nothing here was measured on a GPU yet. The figures come from what the compiler says of registers and shared memory,
-and from what others measured; `python -m benchmarks.kernels` measures them.
+None of it was measured on a GPU yet. The figures come from what the compiler says of registers and shared memory, and
+from what others measured; `python -m benchmarks.kernels` measures them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-# Of decode nothing is bound by the products, and Triton's kernel serves every chip and dtype. In prefill only Mosaic's
+# Decode is never bound by the products, and Triton's kernel serves every chip and dtype. In prefill only Mosaic's
 # wgmma reaches a Hopper's full rate.
 FIRST = {"prefill_attention": "mosaic"}
 
@@ -19,7 +19,7 @@ FIRST = {"prefill_attention": "mosaic"}
 def chip() -> str | None:
     """The kind of GPU that a program is being traced for; None where that is not a known GPU.
 
-    That of the mesh in use, be it only a description, else the default device.
+    The mesh in use decides, even an abstract one; else the default device.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
@@ -41,17 +41,17 @@ def decode_programs() -> int:
     return 4 * _multiprocessors()
 
 
-# That a program moves of blocks at a time: 16 bytes for each of 128 threads, eight times.
+# Bytes of a block that a program moves at a time: 16 for each of 128 threads, eight times.
 CHUNK_BYTES = 16_384
 
 
 def move_programs() -> int:
-    """Programs that share the chunks of all blocks to move among them: eight to a multiprocessor."""
+    """Programs that share the chunks of all blocks to move: eight to a multiprocessor."""
     return 8 * _multiprocessors()
 
 
 class Programs(NamedTuple):
-    """What a Triton program works on at once: slots of K/V, rows of the products (queries x G), by so many warps."""
+    """A Triton program's tile, slots of K/V by rows of the products (queries x G), and its number of warps."""
 
     slots: int
     rows: int
@@ -59,10 +59,10 @@ class Programs(NamedTuple):
 
 
 def triton_decode(width: int, q_bytes: int, kv_bytes: int) -> Programs:
-    """32 KB of K/V a tile: what counts is how much is in flight. Of wide heads or float32 more would spill."""
+    """32 KB of K/V a tile, since bytes in flight decide. With wide heads or float32 more would spill."""
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
-    if width > 256:  # 64 slots spill at 512 (bfloat16 on an Ampere, int8 on a Hopper), and find no room at 1,024
+    if width > 256:  # 64 slots spill at 512 (bfloat16 on an Ampere, int8 on a Hopper), and do not fit at 1,024
         return Programs(32, 16, 8)
     if width > 128:
         return Programs(64, 16, 8)
@@ -72,7 +72,7 @@ def triton_decode(width: int, q_bytes: int, kv_bytes: int) -> Programs:
 def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     """As many rows as registers allow (an Ampere's spill sooner): each tile of K/V is read once for all of them.
 
-    Above 256 shared memory is what limits: 64 x 64 at 512, Gemma 4's width, would take 320 KB of a Hopper's 227.
+    Above a width of 256 shared memory limits: 64 x 64 at 512, Gemma 4's width, would take 320 KB of a Hopper's 227.
     """
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
@@ -97,7 +97,7 @@ def mosaic_decode(width: int) -> Tiles:
 def mosaic_prefill(width: int, size: int) -> Tiles:
     """The widest tiles whose registers do not spill, for two workers of 64 rows each.
 
-    The loader can hold no more ids than those of 64 slots in blocks of 8.
+    The loader can hold the ids of at most 64 slots in blocks of 8.
     """
     if width > 128:
         return Tiles(64, 2, 2)

@@ -7,7 +7,7 @@ tables hold pool rows, all of them in 0..N: what a table holds beyond a row's le
 of the block tables, M blocks to a row, T tokens in a call, Q query heads.
 
 A quantised pool is of int8 or float8_e4m3fn and has `scales` f32[N + 1, L, 2, K, P] beside it, one per token, head
-and K or V: the K/V are pool * scale. The functions that move blocks move those of scales as well.
+and K or V: the K/V are pool * scale. The functions that move blocks of a pool move those of scales too.
 
 Slots that hold no token of the row that reads them may hold anything, NaN included, and so may their scales; it never
 reaches a result.
@@ -56,8 +56,8 @@ def append_kv(
     kv = jnp.stack([k, v], axis=1)
 
     def put(array, new):
-        place = array.at[block, layer, :, :, slots % size]
-        return place.set(new, mode="drop", wrap_negative_indices=False, unique_indices=True)
+        target = array.at[block, layer, :, :, slots % size]
+        return target.set(new, mode="drop", wrap_negative_indices=False, unique_indices=True)
 
     if scales is None:
         return put(pool, kv.astype(pool.dtype))
@@ -75,7 +75,7 @@ def copy_blocks(
       sources: i32[E]; pool rows.
       targets: i32[E]; pool rows.
       count: i32[]; how many leading entries to execute.
-      tokens: i32[E]; of each entry only so many slots, the first ones, are copied. None: whole blocks.
+      tokens: i32[E]; how many leading slots of each block to copy. None: whole blocks.
     """
 
     def copy(i, rows):
@@ -111,7 +111,7 @@ def gather_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
     _, *shape, size, width = pool.shape
     tiles = int(np.prod(shape))
     row = blocks[:, None] * tiles + jnp.arange(tiles, dtype=jnp.int32)[None]
-    # Not one row to a block: XLA's CPU copy of rows that long is slow.
+    # A row is a tile, not a block: XLA's CPU copy of longer rows is slow.
     matrix = pool.reshape(-1, size * width)
     return matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False).reshape(-1, *shape, size, width)
 

@@ -2,7 +2,7 @@
 """The attention half of `pallas_kernels.xla`, with its shape legend: W tiles of C queries of one row each.
 
 One loop over tiles of slots with a running softmax in float32. Its trip count follows the longest live length, so
-that a short row in a long table costs little; nothing is ever sliced out of the pool but the blocks in use.
+that a short row in a long table costs little; only the blocks in use are read from the pool.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def prefill_attention(
       return_lse: whether to return the logarithm of the softmax's denominator too.
 
     Returns:
-      [T, Q, D] like q, zeros where q is padding; with `return_lse` also f32[T, Q], there without meaning.
+      [T, Q, D] like q, zeros where q is padding; with `return_lse` also f32[T, Q], undefined where q is padding.
     """
     tokens = q.shape[0]
     width = min(max_count, _QUERY_TILE)
@@ -107,13 +107,13 @@ def prefill_attention(
         q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[work.row], work.position,
         work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales,
     )  # fmt: skip
-    # And back: token t is query `offset` of its row.
+    # Back to tokens: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
     offset = jnp.arange(tokens, dtype=jnp.int32) - starts[row]
     tiles = -(-counts // width)
-    place = (jnp.cumsum(tiles, dtype=jnp.int32) - tiles)[row] * width + offset
+    index = (jnp.cumsum(tiles, dtype=jnp.int32) - tiles)[row] * width + offset
     real = (row >= 0) & (offset < counts[row])
-    out, lse = (x.reshape(-1, *x.shape[2:]).at[place].get(mode="clip", wrap_negative_indices=False) for x in (out, lse))
+    out, lse = (x.reshape(-1, *x.shape[2:]).at[index].get(mode="clip", wrap_negative_indices=False) for x in (out, lse))
     out = jnp.where(real[:, None, None], out, jnp.zeros((), q.dtype))
     return (out, lse) if return_lse else out
 
@@ -122,7 +122,7 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     """Attention of W tiles of C queries, each over the K/V of one table, one tile of slots after the other.
 
     q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D]
-    by tables i32[W, M]; of each tile's queries count i32[W] are real, the others come back as zeros. The rest is as
+    by tables i32[W, M]; count i32[W] leading queries of a tile are real, the others return zeros. The rest is as
     in `decode_attention`. Returns [W, C, Q, D] and the log-sum-exp f32[W, C, Q].
     """
     num, chunk, heads, width = q.shape
@@ -157,7 +157,7 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
         seen = _seen(slot, position, length if masked else None, window)
         if seen is not None:
             score = jnp.where(seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
-        # V is fetched after K is used up, into the same memory: both at once would not fit a CPU's caches.
+        # The barrier fetches V after K is used up, into the same memory: both at once would not fit a CPU's caches.
         score, row = lax.optimization_barrier((score, row))
         values = fetch(row + stride)
         if masked:  # 0 * NaN is NaN
@@ -185,14 +185,14 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
 
 
 def _runs(shape, run, layer, block):
-    """Where the K of a tile of blocks i32[W, B] is, in a pool seen as rows of one run of slots each.
+    """The rows with the K of a tile of blocks i32[W, B], in a pool seen as rows of one run of slots each.
 
-    A tile does not lie in memory order: it takes the first run of every block, then the second of every block, and
-    so on. Its order is nothing to attention, and reading several blocks side by side keeps more of a CPU's memory
-    requests in flight than one block after the other.
+    A tile interleaves its blocks: the first run of every block, then the second of every block, and so on. Attention
+    does not depend on the order, and reading several blocks side by side keeps more of a CPU's memory requests in
+    flight than one block after the other.
 
     Returns:
-      Rows i32[W, K, P / run, B]; how many rows further V is; and the slots' places in the tile, i32[B * P].
+      Rows i32[W, K, P / run, B]; the number of rows from K to V; and the tile's slots in its order, i32[B * P].
     """
     _, layers, _, kv_heads, size, _ = shape
     num_runs = size // run
@@ -203,14 +203,14 @@ def _runs(shape, run, layer, block):
 
 
 def _run(size: int, width: int) -> int:
-    """Slots read in one run: few, but a divisor of the block size, and 128 elements: XLA's copy of less is slow."""
+    """Slots in a run: the fewest that divide the block size and have 128 elements, since XLA's copy of less is slow."""
     return min(run for run in range(1, size + 1) if size % run == 0 and (run * width >= 128 or run == size))
 
 
 def _scores(queries, keys):
     """f32[W, K, X, T] from queries [W, K, X, D] and keys [W, K, T, D].
 
-    A few queries are multiplied one by one: for a product of two to four rows XLA's CPU code first rearranges K.
+    Up to four are multiplied one by one: for a product of two to four rows XLA's CPU code first rearranges K.
     """
     if queries.shape[2] > 4:
         return jnp.einsum("wkqd,wktd->wkqt", queries, keys, preferred_element_type=jnp.float32)
@@ -218,7 +218,7 @@ def _scores(queries, keys):
 
 
 def _fold(carry, score, values, live):
-    """Takes scores [W, K, X, T] and values [W, K, T, D] into the running softmax of the tiles that are live bool[W]."""
+    """Folds scores [W, K, X, T] and values [W, K, T, D] into the running softmax of the tiles that are live bool[W]."""
     highest, denominator, mixed = carry
     new = jnp.maximum(highest, jnp.max(score, axis=-1))
     weight, shrink = jnp.exp(score - new[..., None]), jnp.exp(highest - new)
@@ -246,18 +246,18 @@ def _start(sinks, split, width):
 def _seen(slot, position, length, window):
     """bool[W, C, T]; which slots i32[W, T] the queries at positions i32[W, C] see; None: all."""
     slot, position = slot[:, None], position[:, :, None]
-    near = None if window is None else slot > position - window
+    in_window = None if window is None else slot > position - window
     if length is None:
-        return near
+        return in_window
     seen = (slot <= position) & (slot < length[:, None, None])
-    return seen if near is None else seen & near
+    return seen if in_window is None else seen & in_window
 
 
 def rows(array: jax.Array, row: jax.Array, run: int, dtype) -> jax.Array:
     """Rows of a pool, or of its scales, that is seen as a matrix with one run of slots in each row.
 
-    The barrier keeps XLA from merging what follows into the gather, whose inner loop would then no longer be one
-    long run: on CPU that took up to twice as long.
+    The barrier keeps XLA from fusing later operations into the gather, whose inner loop would no longer be one long
+    run: on CPU that took up to twice as long.
     """
     matrix = array.reshape(-1, run * math.prod(array.shape[5:]))
     gathered = matrix.at[row].get(mode="promise_in_bounds", wrap_negative_indices=False)
@@ -265,9 +265,9 @@ def rows(array: jax.Array, row: jax.Array, run: int, dtype) -> jax.Array:
 
 
 def _slots_per_tile(elements: int) -> int:
-    """Slots of each row to work on at once, of `elements` each in all rows and heads.
+    """Slots of each row in a tile; over all rows and heads a slot has `elements` elements.
 
-    More would not stay in a CPU's caches, fewer would make more steps of what a step costs whatever its size.
+    More would not stay in a CPU's caches, fewer would make more steps, each with a fixed cost.
     """
     return min(max(2**20 // elements, 64), 128)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the verbs lower to, hashed, beside that of another commit: `python scripts/fingerprint.py COMMIT`.
+"""Compares the hashes of the verbs' programs with those of another commit: `python scripts/fingerprint.py COMMIT`.
 
-A refactoring that changes nothing leaves each program as it is, so that every program which differs has to be
-explained. Of those this prints how many operations of each kind they have more or fewer.
+A refactoring that changes nothing leaves each program as it is, so every program that differs has to be explained.
+For each of these it prints how many operations of each kind it has more or fewer.
 """
 
 import argparse
@@ -50,13 +50,13 @@ def main() -> int:
 
 
 def _of(tree: pathlib.Path) -> subprocess.Popen[str]:
-    """Lowers another tree's programs with this file, in a process of its own."""
+    """Lowers a tree's programs with this file, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen([sys.executable, __file__], cwd=tree, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def report(before: dict, after: dict) -> int:
-    """Prints which programs differ, and in what; returns how many that are, up to the largest exit status."""
+    """Prints which programs differ, and how; returns 1 if any does."""
     changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     for name in changed:
         if name not in before or name not in after:
@@ -71,7 +71,7 @@ def report(before: dict, after: dict) -> int:
 
 
 def lowered() -> dict[str, dict]:
-    """Each program's hash and how many operations of each kind it has, of the kvjax that Python finds."""
+    """Each program's hash and its number of operations of each kind, for the kvjax that Python finds."""
     import jax
 
     programs = {}
@@ -144,8 +144,8 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
 
 def _find(name: str):
     """A verb, wherever a tree has it."""
-    for place in ("kvjax", "kvjax.tiers"):
-        module = importlib.import_module(place)
+    for path in ("kvjax", "kvjax.tiers"):
+        module = importlib.import_module(path)
         if hasattr(module, name):
             return getattr(module, name)
     raise ValueError(f"{name}: no such verb")

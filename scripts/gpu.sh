@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Runs everything that needs a GPU: its tests, then the benchmark of the kernels, whose result goes to
-# benchmarks/results/ whether or not the tests passed. Arguments go to pytest. PYTHON, where it is not the checkout's
-# .venv, must have jax with CUDA and what the tests need; else .venv-gpu is made, with the jax extra named by CUDA
+# benchmarks/results/ whether or not the tests passed. Arguments go to pytest. A PYTHON other than the checkout's .venv
+# must have jax with CUDA and what the tests need; without one .venv-gpu is made, with the jax extra named by CUDA
 # (cuda13 or cuda12).
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Puts what compiles for NVIDIA GPUs without having one (jax's CUDA plugin, ptxas; 190 MB) beside .venv, where only the
-# tests that need it look: within .venv it would complain about missing CUDA libraries at every start of jax. Where it
-# cannot be had, those tests skip.
+# Installs compilers for NVIDIA GPUs, which need no GPU (jax's CUDA plugin, ptxas; 190 MB), beside .venv, where only the
+# tests that need them look: within .venv the plugin would complain about missing CUDA libraries at every start of jax.
+# Where they cannot be installed, those tests skip.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

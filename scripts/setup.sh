@@ -5,7 +5,7 @@
 #   scripts/setup.sh [DIR [EXTRAS [REQUIREMENT...]]]
 #
 # DIR defaults to .venv, EXTRAS (of pyproject.toml) to test; each REQUIREMENT is passed to the installer as it is.
-# Each set of EXTRAS leaves a stamp in DIR; a change of pyproject.toml, of the checkout's place or of the
+# Each set of EXTRAS leaves a stamp in DIR; a change of pyproject.toml, of the checkout's path or of the
 # requirements makes it void.
 set -euo pipefail
 cd "$(dirname "$0")/.."
