@@ -7,6 +7,7 @@ import re
 import sys
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +86,7 @@ def test_view_of_some_rows_and_of_padding_rows():
 
 def test_an_int_of_tokens_stands_for_all_rows():
     got, wanted = view(hand_made_state(), 2), view(hand_made_state(), jnp.full(4, 2, jnp.int32), 2)
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    chex.assert_trees_all_equal(got, wanted)
 
 
 def test_host_blocks_become_scratch():
@@ -219,7 +220,7 @@ def test_apply_copies_whole_blocks():
 def test_apply_heeds_the_group():
     pools = filled_pools()
     after = apply(pools, no_events(copied([3], [5], group=1)))
-    jax.tree.map(np.testing.assert_array_equal, after, pools)
+    chex.assert_trees_all_equal(after, pools)
 
 
 def test_blocks_out_and_back():
