@@ -16,6 +16,7 @@ import kvjax
 from models import Decoder, LayerConfig, ModelConfig, Rope, load, recall, save, train, verify
 from models.golden import read_golden
 from tests.drive import DATA
+from tests.poison import poisoned
 
 GOLDENS = DATA / "goldens"
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "gemma3_options", "gemma4", "gemma4_options")
@@ -148,7 +149,7 @@ def test_gemma_in_bfloat16(fields):
 
 
 def paged(model: Decoder, tokens: np.ndarray, **options) -> jax.Array:
-    """Logits of whole sequences computed in one chunk through a cache."""
+    """Logits of whole sequences computed in one chunk through a cache that was poisoned."""
     rows, length = tokens.shape
     dtype = model.embed_tokens.embedding[...].dtype
     spec = kvjax.make_spec(
@@ -160,7 +161,8 @@ def paged(model: Decoder, tokens: np.ndarray, **options) -> jax.Array:
         cache, _ = cache.admit(np.arange(rows), tokens, np.full(rows, length))
         return model(jnp.asarray(tokens), cache.pools, cache.view(length), **options)[0]
 
-    return run(model, kvjax.Cache.create(spec))
+    cache = kvjax.Cache.create(spec)
+    return run(model, cache.replace(pools=poisoned(cache.pools)))
 
 
 def test_windows_are_read_per_layer():

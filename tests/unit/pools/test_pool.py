@@ -23,6 +23,7 @@ from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.views import View, ragged, view
 from kvjax.state import Text
 from tests.kernels.test_attention import oracle
+from tests.poison import poisoned
 
 SPEC = make_spec(
     [LayerSpec(2, 16), LayerSpec(1, 32), LayerSpec(2, 16)],
@@ -175,7 +176,7 @@ def test_write_and_attend_refuse():
 @pytest.mark.parametrize("form", ["padded", "ragged", "decode"])
 def test_attend_sees_what_was_written_and_nothing_else(form):
     """From NaN pools: two chunks written through the front door, attention against the oracle."""
-    pools = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), init_pools(SPEC))
+    pools = poisoned(init_pools(SPEC))
     rng = np.random.default_rng(2)
     kv = {row: rng.standard_normal((20, 2, 1, 32)).astype(np.float32) for row in range(4)}
     chunks = [(jnp.asarray(COMMITTED, jnp.int32), 10, np.zeros(4, np.int32))]
