@@ -10,7 +10,7 @@ ARGS ?=
 CUDA ?= cuda13
 BASE ?= HEAD~1
 # Test files are dealt out to one process per core: most of their time is compilation. tests/conftest.py orders them.
-PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=25
 OLDEST := .venv-jax0112
 BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 

@@ -15,6 +15,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests.compiles import Compiles
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
@@ -26,6 +28,11 @@ jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_P
 FIRST = (
     "test_machine.py", "test_tiers.py", "test_readme.py", "test_engine.py", "test_gpu_compile.py", "test_models.py",
 )  # fmt: skip
+
+
+def pytest_configure(config):
+    if config.getoption("durations") is not None:
+        config.pluginmanager.register(Compiles())
 
 
 def pytest_collection_modifyitems(items):

@@ -6,6 +6,7 @@ import json
 import pathlib
 import tracemalloc
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +40,7 @@ def make(model_type: str = "llama", dtype=jnp.float32, **fields) -> Decoder:
 
 def assert_same(one: Decoder, other: Decoder) -> None:
     assert one.config == other.config
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
+    chex.assert_trees_all_equal(nnx.state(one), nnx.state(other))
 
 
 def rewrite(folder: pathlib.Path, change) -> None:

@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ import kvjax
 from models import Decoder, LayerConfig, ModelConfig, Rope, load, recall, save, train, verify
 from models.golden import read_golden
 from tests.drive import DATA
+from tests.poison import poisoned
 
 GOLDENS = DATA / "goldens"
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "gemma3_options", "gemma4", "gemma4_options")
@@ -147,7 +149,7 @@ def test_gemma_in_bfloat16(fields):
 
 
 def paged(model: Decoder, tokens: np.ndarray, **options) -> jax.Array:
-    """Logits of whole sequences computed in one chunk through a cache."""
+    """Logits of whole sequences computed in one chunk through a cache that was poisoned."""
     rows, length = tokens.shape
     dtype = model.embed_tokens.embedding[...].dtype
     spec = kvjax.make_spec(
@@ -159,7 +161,8 @@ def paged(model: Decoder, tokens: np.ndarray, **options) -> jax.Array:
         cache, _ = cache.admit(np.arange(rows), tokens, np.full(rows, length))
         return model(jnp.asarray(tokens), cache.pools, cache.view(length), **options)[0]
 
-    return run(model, kvjax.Cache.create(spec))
+    cache = kvjax.Cache.create(spec)
+    return run(model, cache.replace(pools=poisoned(cache.pools)))
 
 
 def test_windows_are_read_per_layer():
@@ -406,9 +409,9 @@ def test_training_learns_and_leaves_the_first_layer_alone(monkeypatch):
     with jax.numpy_dtype_promotion("standard"):  # optax's moments count on it
         model, again = train.train(), train.train()
     assert train.score(model, tokens, marks)[0] < 0.7 * train.score(start, tokens, marks)[0]
-    same = jax.tree.map(np.array_equal, nnx.state(start, train.is_fixed), nnx.state(model, train.is_fixed))
-    assert all(jax.tree.leaves(same)) and jax.tree.leaves(same)
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, nnx.state(model), nnx.state(again))))
+    assert jax.tree.leaves(nnx.state(start, train.is_fixed))
+    chex.assert_trees_all_equal(nnx.state(start, train.is_fixed), nnx.state(model, train.is_fixed))
+    chex.assert_trees_all_equal(nnx.state(model), nnx.state(again))
 
 
 def test_golden_copies_are_small():

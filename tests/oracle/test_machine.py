@@ -8,6 +8,7 @@ import functools
 import os
 from typing import Any
 
+import chex
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -126,7 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not bool(events.ok) and len(wanted.status) == 1:
             assert int(events.shortfall) == wanted.shortfall
         if verb != "complete" and (not any(s == 0 for s in wanted.status) or (verb == "extend" and not wanted.ok)):
-            jax.tree.map(np.testing.assert_array_equal, before, self.state)
+            chex.assert_trees_all_equal(before, self.state)
         if wanted.moves or (events.transfer is not None and np.any(np.asarray(events.transfer.block) >= 0)):
             assert np.sum(np.asarray(events.transfer.block) >= 0) == len(wanted.moves)
             self.moves.append((events.transfer, wanted.moves))

@@ -3,6 +3,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,10 +88,11 @@ def test_verbs(name, verb, of):
     after = traced(drive.verb(verb.split()[0]), state, *args, **options)
     assert narrow((state, after))
     if verb != "lookup":
-        assert types(after[0]) == types(state)
+        chex.assert_trees_all_equal_shapes_and_dtypes(after[0], state)
         if after[1].transfer is not None:
             done, events = traced(kvjax.tiers.complete, after[0], after[1].transfer, True)
-            assert types(done) == types(state) and narrow(events)
+            chex.assert_trees_all_equal_shapes_and_dtypes(done, state)
+            assert narrow(events)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -142,7 +144,8 @@ def test_copies(implementation):
     spec = SPECS["all of it"]
     state, pools = traced(lambda: (kvjax.init(spec), kvjax.init_pools(spec)))
     _, events = traced(kvjax.admit, state, 0, LINE, 9)
-    assert types(traced(kvjax.apply, pools, events, implementation=implementation)) == types(pools)
+    after = traced(kvjax.apply, pools, events, implementation=implementation)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, pools)
 
 
 def last_token(tokens, pools, view, *, last):

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,7 +196,7 @@ def test_padding_touches_nothing():
     before = jax.device_get(table.links)
     table.insert([], tokens=np.zeros((0, SIZE)), parent=np.zeros((0, 2)))
     table.remove([])
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(table.links))
+    chex.assert_trees_all_equal(before, jax.device_get(table.links))
 
 
 @pytest.mark.parametrize("num_ids", [1, 2, 3, 8, 9])

@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,4 +163,4 @@ def test_a_log_in_a_loop_tells_what_the_steps_tell():
     assert kvjax.to_list(log) == heard
     assert {event["kind"] for event in heard} >= {"stored", "removed"}
     assert kvjax.fold(heard).index == kvjax.events.index_of(state) == kvjax.events.index_of(end)
-    jax.tree.map(np.testing.assert_array_equal, state, end)
+    chex.assert_trees_all_equal(state, end)

@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -299,7 +300,7 @@ def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):
     asked = [(verb, {"namespace": 0} if verb == "admit" else {}) for verb in verbs]
     for verb, options in [*asked, *[("admit", {"namespace": 0, "tiers": BOTH})] * spec.has_host]:
         assert set(cache.status(verb, *REFUSED[verb], **options)) != {"OK"}, verb
-        jax.tree.map(np.testing.assert_array_equal, cache.state, before)
+        chex.assert_trees_all_equal(cache.state, before)
 
 
 def test_a_policy_that_is_not_as_idle_as_it_says_is_found_out():

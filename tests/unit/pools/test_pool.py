@@ -7,6 +7,7 @@ import re
 import sys
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,7 @@ from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.views import View, ragged, view
 from kvjax.state import Text
 from tests.kernels.test_attention import oracle
+from tests.poison import poisoned
 
 SPEC = make_spec(
     [LayerSpec(2, 16), LayerSpec(1, 32), LayerSpec(2, 16)],
@@ -85,7 +87,7 @@ def test_view_of_some_rows_and_of_padding_rows():
 
 def test_an_int_of_tokens_stands_for_all_rows():
     got, wanted = view(hand_made_state(), 2), view(hand_made_state(), jnp.full(4, 2, jnp.int32), 2)
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    chex.assert_trees_all_equal(got, wanted)
 
 
 def test_host_blocks_become_scratch():
@@ -174,7 +176,7 @@ def test_write_and_attend_refuse():
 @pytest.mark.parametrize("form", ["padded", "ragged", "decode"])
 def test_attend_sees_what_was_written_and_nothing_else(form):
     """From NaN pools: two chunks written through the front door, attention against the oracle."""
-    pools = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), init_pools(SPEC))
+    pools = poisoned(init_pools(SPEC))
     rng = np.random.default_rng(2)
     kv = {row: rng.standard_normal((20, 2, 1, 32)).astype(np.float32) for row in range(4)}
     chunks = [(jnp.asarray(COMMITTED, jnp.int32), 10, np.zeros(4, np.int32))]
@@ -219,7 +221,7 @@ def test_apply_copies_whole_blocks():
 def test_apply_heeds_the_group():
     pools = filled_pools()
     after = apply(pools, no_events(copied([3], [5], group=1)))
-    jax.tree.map(np.testing.assert_array_equal, after, pools)
+    chex.assert_trees_all_equal(after, pools)
 
 
 def test_blocks_out_and_back():

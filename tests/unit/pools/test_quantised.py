@@ -3,6 +3,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import kvjax
 from models import load, recall, train, verify
 from tests.drive import DATA
+from tests.poison import poisoned
 
 DTYPES = {"int8": 0.01, "float8_e4m3fn": 0.06}  # relative error of attention
 EACH = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
@@ -37,6 +39,7 @@ def step(cache, tokens, count, kv, q):
 def history(dtype):
     """A prompt, a fork, a copy on write, steps of both rows; attention all along. V of two sizes."""
     rng, cache, seen = np.random.default_rng(0), make(dtype), []
+    cache = cache.replace(pools=poisoned(cache.pools))
 
     def run(cache, length, count):
         kv = rng.standard_normal((2, 2, 2, length, 2, 32))
@@ -63,6 +66,7 @@ def history(dtype):
 def test_attention_is_nearly_that_over_float32_after_writes_and_copies(dtype):
     (cache, got), (_, wanted) = history(dtype), history("float32")
     assert cache.pools.arrays[0][0].dtype == dtype and cache.pools.scales is not None
+    chex.assert_tree_all_finite((got, wanted))  # from poisoned pools, those of rows without a token too
     for a, b in zip(got, wanted, strict=True):
         error = np.linalg.norm(a - b, axis=-1) / np.maximum(np.linalg.norm(b, axis=-1), 1e-6)
         assert np.max(error) < 3 * DTYPES[dtype] and 0 < np.mean(error) < DTYPES[dtype]

@@ -4,6 +4,7 @@
 import functools
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from kvjax.serving.run import Run, _admit
 from kvjax.serving.sampling import restrict, sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
+from tests.poison import poisoned
 
 pytestmark = pytest.mark.long
 VOCAB, STEPS = 61, 5
@@ -316,6 +318,34 @@ def test_a_step_gives_the_logits_of_every_token():
     assert logits.shape == (3, 8, VOCAB)
     assert int(cache.state.seqs.committed[0]) == 8
     np.testing.assert_allclose(logits[0], jax.jit(lambda m, t: m.dense(t))(model(), prompt[None])[0], atol=1e-4)
+
+
+def finite_loop(model, cache, rows, log):
+    """The decode loop, where the logits of every step have to be finite, those of idle rows too."""
+
+    def look(logits, tokens, positions):
+        chex.assert_tree_all_finite(logits)
+        return logits
+
+    return decode(
+        model, cache, rows, log, steps=STEPS, stop=jnp.zeros((1,), jnp.int32), sampling=kvjax.Sampling(), logits_fn=look
+    )
+
+
+def test_no_step_reads_what_was_never_written():
+    prompt, idle, cache = PROMPTS[1], [0, 0], empty_cache()
+    cache = cache.replace(pools=poisoned(cache.pools))
+    cache, _ = _admit(cache, np.asarray([0]), np.asarray([prompt], np.int32), np.asarray([20]))
+    cache, logits, _ = jax.jit(kvjax.step)(model(), cache, np.asarray([prompt] * 3, np.int32), np.asarray([20, *idle]))
+    chex.assert_tree_all_finite(logits)
+    first, *wanted = plain(tuple(prompt))[0]
+    token, left = np.asarray([first, *idle], np.int32), np.asarray([8, *idle], np.int32)
+    rows = Rows(token, left > 0, left, np.zeros(3, np.uint32))
+    loop, log = chex.chexify(jax.jit(finite_loop), async_check=False), decode_log(cache.state.spec, STEPS)
+    _, _, _, decoded = loop(model(), cache, rows, log)
+    assert decoded.tokens[0].tolist() == wanted[:STEPS]
+    with pytest.raises(AssertionError, match="assert_tree_all_finite"):
+        loop(model(), cache.replace(pools=poisoned(cache.pools)), rows, log)
 
 
 def test_a_model_that_cannot_give_all_logits_is_named():

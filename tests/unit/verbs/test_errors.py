@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -517,7 +518,7 @@ def test_a_traced_capacity_out_of_range_counts_as_no_blocks():
             after, events = VERBS[verb](state, *args)
             assert events.status[0] == status
             if status != Status.OK:
-                jax.tree.map(np.testing.assert_array_equal, after, state)
+                chex.assert_trees_all_equal(after, state)
         with pytest.raises(AssertionError, match=r"^broken: num_blocks out of range\n"):
             kvjax.check(state)
         counted = kvjax.debug.stats(state)

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,10 +36,6 @@ def history(state, offset):
     return state, (one, two, three, four, five, six, seven, eight)
 
 
-def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.mark.slow
 def test_jit_scan_and_vmap_do_what_separate_calls_do():
     compiled = jax.jit(history)
@@ -50,11 +47,11 @@ def test_jit_scan_and_vmap_do_what_separate_calls_do():
         kvjax.check(state)
     with jax.disable_jit():
         plain, events = history(kvjax.init(SPEC), offsets[0])
-    same((plain, events), compiled(kvjax.init(SPEC), offsets[0]))
+    chex.assert_trees_all_equal((plain, events), compiled(kvjax.init(SPEC), offsets[0]))
 
     scanned, stacked = jax.jit(lambda s: lax.scan(history, s, offsets))(kvjax.init(SPEC))
-    same(scanned, state)
-    same(stacked, jax.tree.map(lambda *x: jnp.stack(x), *parts))
+    chex.assert_trees_all_equal(scanned, state)
+    chex.assert_trees_all_equal(stacked, jax.tree.map(lambda *x: jnp.stack(x), *parts))
 
     def of_size(n):
         return lax.scan(history, kvjax.init(SPEC, num_blocks=n), offsets)
@@ -62,7 +59,7 @@ def test_jit_scan_and_vmap_do_what_separate_calls_do():
     sizes, alone = jnp.array([12, 7, 3], jnp.int32), jax.jit(of_size)
     together = jax.jit(jax.vmap(of_size))(sizes)
     for i, size in enumerate(sizes):
-        same(jax.tree.map(lambda x, i=i: x[i], together), alone(size))
+        chex.assert_trees_all_equal(jax.tree.map(lambda x, i=i: x[i], together), alone(size))
 
 
 @pytest.mark.long
@@ -88,7 +85,7 @@ def test_hit_and_release_in_a_scan_outlives_the_ring():
 
 @pytest.mark.parametrize("verb", ["admit", "extend", "commit", "fork", "truncate", "release", "lookup", "pin", "reset"])
 def test_one_trace_whatever_kind_of_number(verb):
-    traces = []
+    chex.clear_trace_counter()
     args = {
         "admit": lambda n: (n(0), np.arange(8, dtype=np.int32), n(8)), "extend": lambda n: (np.ones(S, bool),),
         "commit": lambda n: (np.zeros((S, 1), np.int32), np.zeros(S, np.int32)), "fork": lambda n: (n(0), n(1)),
@@ -97,16 +94,12 @@ def test_one_trace_whatever_kind_of_number(verb):
         "reset": lambda n: (),
     }[verb]  # fmt: skip
 
-    def counted(state, *args):
-        traces.append(verb)
-        return getattr(kvjax, verb)(state, *args)
-
-    jitted, state = jax.jit(counted), kvjax.init(SPEC)
+    # A Python int is weakly typed, which is a type of its own to jit.
+    jitted, state = jax.jit(chex.assert_max_traces(getattr(kvjax, verb), n=2)), kvjax.init(SPEC)
     for kind in (jnp.int32, np.int32):
         jitted.eval_shape(state, *args(kind))
     for number in (1, 2, 3):
         jitted.eval_shape(state, *args(lambda _, number=number: number))
-    assert len(traces) <= 2  # a Python int is weakly typed, which is a type of its own to jit
 
 
 def test_policies_are_the_same_object_every_time():

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plugin of pytest that tells which test files compiled longest, in whichever processes of the run they ran."""
+
+import collections
+import threading
+
+import jax
+import pytest
+
+# jax also records the first where a program comes from the cache on disk; then the second comes just before it.
+COMPILED = "/jax/core/compile/backend_compile_duration"
+RETRIEVED = "/jax/compilation_cache/cache_retrieval_time_sec"
+MOST = 10  # files that are told
+
+
+class Compiles:
+    """Counts what a process of pytest compiles; what processes compile that a test starts is not known here.
+
+    Attributes:
+      file: of the test that runs.
+      seconds: the time of each compile, by file.
+    """
+
+    def __init__(self):
+        self.file = "(imported)"
+        self.seconds = collections.defaultdict(list)
+        self._thread = threading.local()
+        jax.monitoring.register_event_duration_secs_listener(self._record)
+
+    def _record(self, event, seconds, **_):
+        if event == COMPILED and not getattr(self._thread, "retrieved", False):
+            self.seconds[self.file].append(seconds)
+        if event in (COMPILED, RETRIEVED):
+            self._thread.retrieved = event == RETRIEVED
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.file = nodeid.split("::")[0]
+
+    def pytest_sessionfinish(self, session):
+        if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, which tells the one that began it
+            session.config.workeroutput["compiles"] = dict(self.seconds)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        for file, seconds in getattr(node, "workeroutput", {}).get("compiles", {}).items():
+            self.seconds[file] += seconds
+
+    def pytest_terminal_summary(self, terminalreporter):
+        costliest = sorted(self.seconds.items(), key=lambda item: -sum(item[1]))[:MOST]
+        if costliest:
+            terminalreporter.section(f"{MOST} files that compiled longest")
+        for file, seconds in costliest:
+            terminalreporter.write_line(f"{sum(seconds):.2f}s in {len(seconds)} compiles  {file}")

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `tests/compiles.py` tells at the end of a run."""
+
+import re
+import sys
+
+import pytest
+
+from tests.drive import output_of
+
+CONFTEST = """
+import jax
+from tests.compiles import Compiles
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+pytest_configure = lambda config: config.pluginmanager.register(Compiles())
+"""
+TEST = """
+import jax
+
+def test():
+    for number in range({count}):
+        jax.jit(lambda x: x * number + {count})(3.0)
+"""
+
+
+@pytest.mark.long
+def test_the_programs_of_all_processes_are_told_without_those_from_the_cache(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for count in (2, 3):
+        (tmp_path / f"test_{count}.py").write_text(TEST.format(count=count))
+    run, programs = (sys.executable, "-m", "pytest", "-q", str(tmp_path)), str(tmp_path / "programs")
+
+    def told(processes):
+        report = output_of(*run, "-n", processes, JAX_COMPILATION_CACHE_DIR=programs)
+        return sorted(re.findall(r"s in (\d) compiles  (\S+)", report))
+
+    assert told("2") == [("2", "test_2.py"), ("3", "test_3.py")]
+    assert told("0") == []
