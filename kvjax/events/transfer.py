@@ -40,7 +40,7 @@ class Transfer(Pytree):
         return self.replace(records=jnp.where(where, self.records, NO_BLOCK))
 
 
-def moves(where: jax.Array, **columns: jax.Array | int) -> Transfer:
+def orders(where: jax.Array, **columns: jax.Array | int) -> Transfer:
     """One move for each entry of where bool[K], padding where it does not hold."""
     values = [jnp.broadcast_to(jnp.asarray(columns.get(c, 0), jnp.int32), where.shape) for c in COLUMNS]
     return Transfer(jnp.where(where[:, None], jnp.stack(values, axis=-1), NO_BLOCK))
