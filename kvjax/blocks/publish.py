@@ -125,9 +125,7 @@ def descendants(blocks: Blocks, marked: jax.Array, when: jax.Array | bool = True
         return (blocks.fill > 0) & (parent >= 0) & pick(marked, parent)
 
     return lax.while_loop(
-        lambda marked: when & jnp.any(children(marked) & ~marked),
-        lambda marked: marked | children(marked),
-        marked,
+        lambda marked: when & jnp.any(children(marked) & ~marked), lambda marked: marked | children(marked), marked
     )
 
 
