@@ -79,7 +79,7 @@ def leave_index(
     removed = record(EventKind.REMOVED, where, group=number, block=ids, generation=generation)
     group = group.replace(blocks=blocks.replace(fill=put(blocks.fill, ids, 0, where), generation=generations))
     if number > 0:
-        return windows.let_go_of_anchors(group, ids, where), removed
+        return windows.clear_shadows(group, ids, where), removed
     if counted:
         group = tiers.count_children(group, pick(blocks.parent, ids)[:, 0], -1, where, on_device)
     return group.replace(links=index.remove(group.links, group.blocks.fill, ids, where)), removed

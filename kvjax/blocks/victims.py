@@ -18,7 +18,7 @@ class Taken(Pytree):
 
     Attributes:
       group: the group after it.
-      ids: i32[.]; the blocks, NO_BLOCK beyond those asked for.
+      ids: i32[.]; the taken blocks, NO_BLOCK after them.
       ok: bool[]; whether all were taken; if not, nothing has changed.
       removed: records of blocks that are no longer findable.
       updated: records of blocks that changed tier.

@@ -55,7 +55,7 @@ def anchor_blocks(
     Returns:
       The group and K records, stored.
     """
-    (anchor, shadow), blocks = _ways(group), group.blocks
+    (anchor, shadow), blocks = _anchor_and_shadow(group), group.blocks
     generation, parent = add(blocks.generation, own, 1, where), pick(tree.parent, target)
     stored = record(
         EventKind.STORED, where, group=number, block=own, generation=pick(generation, own), source=parent[:, 0],
@@ -94,13 +94,13 @@ def follow(
     return group.replace(table=table), stored, updated
 
 
-def let_go_of_anchors(group: Group, ids: jax.Array, where: jax.Array) -> Group:
+def clear_shadows(group: Group, ids: jax.Array, where: jax.Array) -> Group:
     """Clears the shadows of the anchors of blocks ids i32[K], where bool[K]."""
-    anchor, shadow = _ways(group)
+    anchor, shadow = _anchor_and_shadow(group)
     return group.replace(shadow=put(shadow, pick(anchor, ids), NO_BLOCK, where))
 
 
-def _ways(group: Group) -> tuple[jax.Array, jax.Array]:
+def _anchor_and_shadow(group: Group) -> tuple[jax.Array, jax.Array]:
     """The anchors of a window group, and their inverse."""
     assert group.anchor is not None and group.shadow is not None
     return group.anchor, group.shadow
