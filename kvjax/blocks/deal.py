@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks change tier: what a host tier adds to the verbs, for one group.
 
-A block keeps its number when it orders, so that no table, link or index changes: only its pool row does. The pool
+A block keeps its number when it moves, so that no table, link or index changes: only its pool row does. The pool
 rows that become free, on the device and on the host, are dealt out in one go:
 
     before   block 3 in row 0, cached        block 9 in row 6 (host), wanted again        block 8 empty, row 7 (host)
@@ -111,7 +111,7 @@ def deal(
       number: the group's number.
 
     Returns:
-      What was taken; nothing of it counts unless `ok`. Removed and updated have records for all that can happen.
+      What was taken, valid only if `ok`. Removed and updated have records for all that can happen.
     """
     blocks, host = group.blocks, host_of(group)
     lasting, orphans, victims, host, ok = _divide(group, host, policy, leaving, back, now)
@@ -180,7 +180,7 @@ def _divide(
 
     Returns:
       bool[A], which of leaving.ids end on the host; i32[A], orphans: host blocks that go because an ancestor is
-      removed; i32[A], host blocks that go for want of room; the host, with `below` as it will be before `back` comes;
+      removed; i32[A], host blocks that go for lack of room; the host, with `below` as it will be before `back` comes;
       and bool[], whether it can be done.
     """
     blocks, size, num_ids = group.blocks, leaving.ids.shape[0], group.blocks.fill.shape[0]

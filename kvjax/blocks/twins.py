@@ -59,8 +59,8 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
       group: the group, `blocks.text` up to date.
       seqs: the rows' namespaces.
       rows: i32[R]; the rows.
-      first: i32[R]; each row's first table index that may have been filled.
-      filled: bool[R, F]; whether the block at `first + f` was.
+      first: i32[R]; each row's first column whose block may have been filled.
+      filled: bool[R, F]; whether the block in column `first + f` was.
     """
     blocks, num = group.blocks, filled.shape[1]
     depth = runs(first, num)
@@ -92,7 +92,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     twin = twin & (namespace[:, None] == pick(namespace, earliest // num))
     sound = jnp.where(found >= 0, as_found, twin)
     broken = jnp.any(filled & ~sound, axis=1)
-    broken = lax.while_loop(  # a row that leans on a broken row is broken
+    broken = lax.while_loop(  # a row that depends on a broken row is broken
         lambda b: jnp.any(~b & jnp.any(filled & pick(b, earliest // num), axis=1)),
         lambda b: b | jnp.any(filled & pick(b, earliest // num), axis=1),
         broken,

@@ -17,7 +17,7 @@ class Taken(Pytree):
     """What `take` did.
 
     Attributes:
-      group: the group after it.
+      group: the group after `take`.
       ids: i32[.]; the taken blocks, NO_BLOCK after them.
       ok: bool[]; whether all were taken; if not, nothing has changed.
       removed: records of blocks that are no longer findable.
