@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers and scatters that treat NO_BLOCK as "nothing here"; the only place that knows about index modes."""
+"""Gathers and scatters that treat NO_BLOCK as "nothing here"; the only file that knows index modes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -
       index: i32[K], or a tuple of them for the leading axes.
       values: what to write; a scalar, or [K, ...]; one for each array of a tree.
       where: bool[K]; entries to write, all of them in range.
-      unique: that no two written entries share an index; if they do, one of them is written.
+      unique: whether no two written entries share an index; if False, one of those that share is written.
     """
 
     def write(array: jax.Array, value: Any) -> jax.Array:
@@ -50,15 +50,15 @@ def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -
 
 
 def either[T](where: jax.Array, new: T, old: T) -> T:
-    """One of two trees, by where bool[]; what is the same array in both costs nothing."""
+    """Tree `new` if where bool[] holds, else `old`; an array that is the same in both costs nothing."""
     return jax.tree.map(lambda n, o: n if n is o else jnp.where(where, n, o), new, old)
 
 
 def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Finds the last occurrence of each id, where an id may occur several times.
 
-    Each occurrence writes a negative number of its own into the counts, the last one the smallest; the occurrence that
-    reads itself back is the last.
+    Each occurrence writes its own negative number into the counts by minimum, the last one the smallest. The
+    occurrence that reads itself back is the last.
 
     Args:
       counts: i32[B]; none negative at the ids.
@@ -74,7 +74,7 @@ def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array) -> tuple[j
 
 
 def rank(where: jax.Array) -> jax.Array:
-    """i32[K]; how many entries before this one hold."""
+    """i32[K]; for each entry, how many before it hold."""
     return jnp.cumsum(where, dtype=jnp.int32) - where.astype(jnp.int32)
 
 
@@ -84,10 +84,10 @@ def count(where: jax.Array) -> jax.Array:
 
 
 def compact(*lists: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lists of ids i32[.] with -1 between as one list without gaps, filled up with -1; and i32[] how many there are."""
+    """Packs lists of ids i32[.], where -1 is a gap, into one list padded with -1; and i32[], how many ids it has."""
     ids = jnp.concatenate(lists)
-    there = ids >= 0
-    return put(jnp.full_like(ids, -1), rank(there), ids, there), count(there)
+    present = ids >= 0
+    return put(jnp.full_like(ids, -1), rank(present), ids, present), count(present)
 
 
 def repeated(ids: jax.Array) -> jax.Array:
@@ -112,9 +112,9 @@ def runs(first: jax.Array, width: int) -> jax.Array:
 def _entries(x: jax.Array, index, values, where: jax.Array):
     """The index and values of a scatter that drops the entries that do not hold.
 
-    Each of these goes to a place of its own beyond the end, so that XLA may assume uniqueness. A lone entry gets a
-    dropped one beside it: XLA's CPU backend (seen in jax 0.11 and 0.12) makes of a scatter of one entry a
-    dynamic-update-slice, and of some fusions of those a kernel that never ends.
+    Each dropped entry gets an index of its own beyond the end, so that XLA may assume uniqueness. A lone entry gets a
+    dropped one beside it: XLA's CPU backend (seen in jax 0.11 and 0.12) turns a scatter of one entry into a
+    dynamic-update-slice, and some fusions of those into a kernel that never ends.
     """
     index = index if isinstance(index, tuple) else (index,)
     if where.size == 1:
@@ -136,7 +136,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 @typing.dataclass_transform(frozen_default=True)
 class Pytree:
-    """What is derived from this is a frozen dataclass and a pytree; `static` fields are part of its structure."""
+    """Makes each subclass a frozen dataclass and a pytree; `static` fields are part of its structure."""
 
     def __init_subclass__(cls, static: tuple[str, ...] = ()) -> None:
         dataclasses.dataclass(frozen=True)(cls)
@@ -144,5 +144,5 @@ class Pytree:
         jax.tree_util.register_dataclass(cls, [name for name in fields if name not in static], list(static))
 
     def replace(self, **changes: Any) -> Self:
-        """This with other contents of some fields."""
+        """A copy with other contents in some fields."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]

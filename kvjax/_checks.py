@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments while a function is traced: the errors name the argument, what came and what was wanted."""
+"""Checks of arguments while a function is traced: the errors name the argument, what was given and what was wanted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.state import CacheState
 
 
 def on_state[F: Callable[..., Any]](verb: F) -> F:
-    """A function of a state that says so where it gets something else, such as the `Cache` around one."""
+    """Makes a function of a state refuse anything else, such as the `Cache` around one, by a ValueError."""
 
     @functools.wraps(verb)
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,13 +44,14 @@ def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) 
     """`value` as i32 of the wanted shape (a string stands for any size), or a ValueError that names it."""
     if isinstance(value, np.ndarray | np.integer) and value.size and np.issubdtype(value.dtype, np.integer):
         low, high = int(np.min(value)), int(np.max(value))
-        if low < -(2**31) or high >= 2**31:  # jax would cut them short, and token 2**32 + 5 become token 5
+        if low < -(2**31) or high >= 2**31:  # jax would truncate: token 2**32 + 5 to token 5
             raise ValueError(f"{name}: got numbers from {low} to {high}, wanted 32-bit integers")
     array = _array(name, value, "integers")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name}: got dtype {array.dtype}, wanted integers")
     if shape is not None and (
-        array.ndim != len(shape) or any(isinstance(w, int) and w != g for g, w in zip(array.shape, shape, strict=True))
+        array.ndim != len(shape)
+        or any(isinstance(size, int) and size != got for got, size in zip(array.shape, shape, strict=True))
     ):
         raise ValueError(f"{name}: got shape {list(array.shape)}, wanted [{', '.join(map(str, shape))}]")
     return array.astype(jnp.int32)
@@ -68,10 +69,10 @@ def each_row(name: str, value: Any, rows: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(array, rows) if array.ndim == 0 else integers(name, array, rows)
 
 
-def static_int(name: str, value: Any, least: int) -> int:
-    """`value` as a Python int of at least `least`."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: got {value!r}, wanted an int of at least {least}")
+def static_int(name: str, value: Any, minimum: int) -> int:
+    """`value` as a Python int of at least `minimum`."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}: got {value!r}, wanted an int of at least {minimum}")
     return int(value)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verbs on states as methods of what has a state: what a method shows of its verb, and whether its arrays are alive."""
+"""Verbs on states as methods of classes that have a state: their signatures, and whether arrays are alive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 
 def alive(tree: Any) -> bool:
-    """Whether no array of it has been donated."""
+    """Whether no array of the tree has been donated."""
     arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
     return not any(x.is_deleted() for x in arrays)
 
@@ -25,7 +25,7 @@ def check_alive(*trees: Any) -> None:
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **given: Any) -> Any:
-    """The method with the name, the docstring and the parameters of the verb on states that it calls with `given`."""
+    """Gives a method the name, the docstring and the parameters of the verb that it calls with `given`."""
     signature = inspect.signature(functools.partial(verb, **given))
     (name, state), *rest = signature.parameters.items()
     assert name == "state"

@@ -17,7 +17,7 @@ class Text(Pytree):
 
     Attributes:
       tokens: i32[..., P].
-      extra_ids: i32[..., P]; likewise, or None where the spec asks for none.
+      extra_ids: i32[..., P], or None where the spec asks for none.
     """
 
     tokens: jax.Array
@@ -29,15 +29,15 @@ class Text(Pytree):
         return functools.reduce(operator.and_, jax.tree.leaves(same))
 
     def parts(self) -> dict[str, jax.Array]:
-        """The arrays that are there, by name."""
+        """The arrays by name, without None."""
         return {name: array for name, array in vars(self).items() if array is not None}
 
 
 class Links(Pytree):
     """The prefix index and the child index: chained hash tables over one pair of link arrays (`blocks/index.py`).
 
-    Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). From 2B on
-    come the buckets of the first table, then those of the second.
+    Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). Entries from 2B
+    on are the buckets of the first table, then those of the second.
 
     Attributes:
       next: i32[2B + 2 * buckets]; the handle that follows, -1 at the end of a chain.
@@ -49,16 +49,16 @@ class Links(Pytree):
 
 
 class Host(Pytree):
-    """Where the blocks of a group with a host tier are. A block keeps its number when it moves; its row changes.
+    """Where the blocks of a group with a host tier are. A block keeps its number when it moves; its pool row changes.
 
     Attributes:
       pool_row: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
-      below: i32[B]; findable children on the host; then `Blocks.children` counts those on the device.
-      arriving: i32[B]; number of the move that brings the K/V to the block's row, where it cannot be found yet; or 0.
-        If the move fails the block keeps it until it is empty: what should have come is never stored.
+      below: i32[B]; findable children on the host; `Blocks.children` counts those on the device.
+      arriving: i32[B]; number of the move that brings the K/V to the block's pool row, or 0. While it is not 0
+        the block cannot be found. If the move fails it stays until the block is empty: lost K/V are never stored.
       moves: i32[]; the number of the last transition that moved something.
-      stuck: bool[B]; as of the last move: device blocks that cannot be evicted inside a loop, because something that
-        follows them is on the host or on the move.
+      stuck: bool[B]; as of the last move: device blocks that cannot be evicted inside a loop, because a descendant
+        is on the host or moving.
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of that stack.
       policy: the eviction policy's state for blocks on the host.

@@ -16,13 +16,13 @@ QUANTISED = ("int8", "float8_e4m3fn")
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The K/V shape of one attention layer: K kv heads of width D, and what of a sequence it can see.
+    """The K/V shape of one attention layer: K kv heads of width D, and which tokens it can see.
 
     Attributes:
       kv_heads: K.
       head_dim: D.
-      window: the last tokens that a token attends to, itself included; None: full attention.
-      sink_tokens: the first tokens of a sequence, which stay in the cache whatever the window.
+      window: how many last tokens a token attends to, itself included; None: full attention.
+      sink_tokens: how many first tokens of a sequence stay in the cache whatever the window.
     """
 
     kv_heads: int
@@ -73,7 +73,7 @@ class GroupSpec:
       pools: one per distinct (kv heads, head width) among the layers; empty for a cache of metadata alone.
       window: attention window in tokens, None for full attention.
       num_host_blocks: H, blocks of the host tier.
-      sink_tokens: first tokens of a sequence that stay whatever the window.
+      sink_tokens: how many first tokens of a sequence stay whatever the window.
     """
 
     num_blocks: int
@@ -88,11 +88,11 @@ class GroupSpec:
         return self.num_blocks + self.num_host_blocks
 
     def first_place(self, written: jax.Array, size: int) -> jax.Array:
-        """i32[...]; the first place of a block table that the token after `written` i32[...] ones still sees."""
+        """i32[...]; the first column of a block table that the token after `written` i32[...] ones still sees."""
         return jnp.zeros_like(written) if self.window is None else jnp.maximum(written - self.window + 1, 0) // size
 
     def keeps(self, place: jax.Array | np.ndarray, written: jax.Array, size: int) -> jax.Array:
-        """bool[...]; whether a row with so many written tokens holds its block at `place`; without window, always."""
+        """bool[...]; whether a row with `written` tokens holds its block in column `place`; always without a window."""
         return (jnp.asarray(place) * size < self.sink_tokens) | (place >= self.first_place(written, size))
 
 
@@ -101,15 +101,15 @@ class CacheSpec:
     """Everything static about a cache.
 
     Attributes:
-      groups: one per distinct attention window, the first of full attention. That one holds the contents of all
-        blocks and finds them, so it is there even if no layer needs it; then it has no pools ("bare").
+      groups: one per distinct attention window. Group 0 is always full attention and holds the prefix tree for all
+        groups. If no layer uses full attention it exists without pools ("bare").
       block_size: P, token positions per block.
       max_seqs: S, rows of the block table.
       max_blocks_per_seq: M, blocks that one row can hold.
       extra_ids: whether tokens carry an extra id (an image's identity) beside the token id.
       partial_reuse: whether reuse goes on token by token inside the block after the last whole match.
       retention: whether blocks have priorities and times to live (`policies/retention.py`).
-      offload_min_priority: blocks of less priority are removed when they have to leave the device, not offloaded.
+      offload_min_priority: blocks of lower priority that have to leave the device are removed, not offloaded.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -149,7 +149,7 @@ class CacheSpec:
 
     @property
     def bare(self) -> bool:
-        """Whether the first group keeps the books alone, because every layer has a window."""
+        """Whether the first group has no pools, because every layer has a window."""
         return len(self.groups) > 1 and not self.groups[0].pools
 
     @property
@@ -161,10 +161,10 @@ class CacheSpec:
         """Where a model's layer keeps its K/V: (group, pool in the group, index in the pool)."""
         if isinstance(layer, Tracer):
             raise ValueError("layer: got a traced value, wanted an int: unroll the loop over the layers")
-        for g, group in enumerate(self.groups):
-            for p, pool in enumerate(group.pools):
+        for number, group in enumerate(self.groups):
+            for pool_number, pool in enumerate(group.pools):
                 if layer in pool.layers:
-                    return g, p, pool.layers.index(layer)
+                    return number, pool_number, pool.layers.index(layer)
         raise ValueError(f"layer: got {layer}, which no pool of this spec holds")
 
 
@@ -190,27 +190,27 @@ def make_spec(
       max_seqs: S, sequences held at once.
       max_length: tokens that one sequence can hold, rounded up to whole blocks.
       block_size: P, tokens per block.
-      dtype: element type of the K/V bytes; int8 and float8_e4m3fn with a scale for each token and head. On CPU XLA
-        converts all of a float8_e4m3fn pool at every use: take int8 there.
+      dtype: element type of the K/V bytes; int8 and float8_e4m3fn with a scale for each token and head. XLA on
+        CPU converts all of a float8_e4m3fn pool at every use: take int8 there.
       num_host_blocks: H, blocks of the host tier, given like num_blocks.
       extra_ids: whether tokens carry extra ids.
       partial_reuse: whether to reuse part of a block by a copy.
       retention: whether blocks have priorities and times to live.
-      offload_min_priority: blocks of less priority are removed when they have to leave the device, not offloaded.
+      offload_min_priority: blocks of lower priority that have to leave the device are removed, not offloaded.
 
     Returns:
       The spec: layers grouped by window, the full one first and then from small to large; inside a group one pool per
-      (kv heads, head width). If all layers have windows, a bare first group has blocks for every row and what is
-      cached.
+      (kv heads, head width). If all layers have windows, a bare first group has blocks for all rows and all
+      cached blocks.
 
     Raises:
-      ValueError: naming the argument, what came and what was wanted.
+      ValueError: naming the argument, what was given and what was wanted.
     """
     _positive("block_size", block_size)
     _positive("max_length", max_length)
     _positive("max_seqs", max_seqs)
     max_blocks = -(-max_length // block_size)
-    groups = _groups(layers, _dtype_name(dtype), num_blocks, num_host_blocks, most_held=max_seqs * max_blocks)
+    groups = _groups(layers, _dtype_name(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
     return CacheSpec(
         groups=groups,
         block_size=block_size,
@@ -235,11 +235,11 @@ def _groups(
     dtype: str,
     num_blocks: int | Mapping[int | None, int],
     num_host_blocks: int | Mapping[int | None, int],
-    most_held: int,
+    max_held: int,
 ) -> tuple[GroupSpec, ...]:
     """The groups of a model's layers, the full one first and then from small windows to large.
 
-    A bare first group has `most_held` blocks, as many as all rows can hold, and those of the other groups.
+    A bare first group has `max_held` blocks, as many as all rows can hold, plus as many as the other groups.
     """
     shapes = _shapes(layers)
 
@@ -251,7 +251,7 @@ def _groups(
     full = shapes.pop((None, 0), {})
     windows = [group(pools, window, sinks) for (window, sinks), pools in sorted(shapes.items())]
     if windows and not full:
-        return GroupSpec(most_held + sum(one.num_ids for one in windows)), *windows
+        return GroupSpec(max_held + sum(one.num_ids for one in windows)), *windows
     return group(full), *windows
 
 
@@ -292,6 +292,6 @@ def _positive(name: str, value: int) -> None:
     _int(name, value, 1)
 
 
-def _int(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: got {value!r}, wanted an int of at least {least}")
+def _int(name: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}: got {value!r}, wanted an int of at least {minimum}")

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache as data: a pytree of small arrays, and nothing else.
 
-One group of a cache with N = 6 blocks of P = 4 tokens; two rows share a prompt, a third is free:
+One group of a cache with N = 6 blocks of P = 4 tokens; two seqs share a prompt, a third is free:
 
     rows                    blocks              contents, by parent link           refcount
     seq 0  table 2 0 -  --> 2  [t t t t]        root <- 2                                 2
-           length 6     --> 0  [t t . .]        being filled by row 0                     1
+           length 6     --> 0  [t t . .]        being filled by seq 0                     1
     seq 1  table 2 4 5  --> 4  [t t t t]        root <- 2 <- 4                            1
-           length 9     --> 5  [t . . .]        being filled by row 1                     1
+           length 9     --> 5  [t . . .]        being filled by seq 1                     1
     seq 2  table - - -      3  [t t t t]        root <- 2 <- 3   cached, findable         0
            length 0         1  [. . . .]        empty, on the stack                       0
 
 Every block is in one of three conditions: *active* (refcount above 0), *cached* (refcount 0, findable, evicted
 when room is needed) or *empty*. A block is findable exactly when `fill > 0`. Its identity is (block, generation):
-the generation moves on each time a block is published, so a link to earlier contents never matches.
+the generation advances each time a block is published, so a link to earlier contents never matches.
 
 Shape legend, for every docstring of the library: N device blocks, H host blocks, B = N + H block ids, P positions
 per block, S sequences, M blocks per sequence, E event slots, T tokens in a batch, L layers, Q query heads, K kv
@@ -36,14 +36,14 @@ from kvjax.spec import CacheSpec
 DEFAULT_PRIORITY = 35
 NO_BLOCK = -1
 LOST = -1  # `Blocks.hits` of a held block that has left the index because a move failed, until it is published again
-COPYING = 1 << 20  # what a copy in progress adds to the refcount of its source: more than there are holders
+COPYING = 1 << 20  # added to the refcount of a copy's source during the copy: more than there are holders
 
 
 class Blocks(Pytree):
     """What is known of each block.
 
     Attributes:
-      refcount: i32[B]; rows and pins that hold the block; within a transition copies in progress too.
+      refcount: i32[B]; rows and pins that hold the block; within a transition also copies in progress.
       text: i32[B, P]; the tokens whose K/V the block holds, and their extra ids; None in a window group.
       fill: i32[B]; tokens of a findable block, 0 for every other.
       key: u32[B, 2]; hash of the prefix up to here (`blocks/keys.py`): a hint, never trusted; None in a window group.
@@ -53,8 +53,8 @@ class Blocks(Pytree):
       depth: i32[B]; blocks before this one in its prefix.
       hits: i32[B]; how often the contents were reused since they were stored; LOST if a failed move took them.
       stored: i32[B]; reading of `clock` when the contents were published.
-      released: i32[B]; reading of `clock` when the last holder let go.
-      clock: i32[]; counts publications and releases; read by difference to the present reading.
+      released: i32[B]; reading of `clock` when the last holder released it.
+      clock: i32[]; counts publications and releases; readings are compared by their difference to the present one.
       retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever); None where the spec asks for none.
       expiry: i32[B, 2]; when the time to live of a released block ends, in ms of 64 bits (high, low); None likewise.
       time: i32[2]; the latest `now` of a verb, in 64 bits; None likewise.
@@ -80,7 +80,7 @@ class Blocks(Pytree):
     extra_ids = property(lambda self: self.text.extra_ids)
 
     def stated_priority(self, ids: jax.Array) -> jax.Array:
-        """i32[...]; the priority that was stated for blocks ids i32[...], or the default of all."""
+        """i32[...]; the stated priorities of blocks ids i32[...], or the default."""
         default = jnp.full(ids.shape, DEFAULT_PRIORITY, jnp.int32)
         return default if self.retention is None else pick(self.retention, ids)[..., 0]
 
@@ -91,21 +91,21 @@ Eligible = Callable[[jax.Array], jax.Array]
 class EvictionPolicy(NamedTuple):
     """A policy: a few pure functions over a state of its own.
 
-    A function that is asked for nothing (no id named, nothing wanted) changes nothing, so that a refused verb leaves
-    the cache as it was, bit for bit. A policy that obeys this by itself says so (`idle`); for any other the core
-    selects the old state in such a call, at the cost of one pass over the policy's state.
+    A call that asks for nothing (no id named, nothing wanted) changes nothing, so that a refused verb leaves the cache
+    as it was, bit for bit. A policy whose functions obey this by themselves says so (`idle`). For any other the core
+    selects the old state after such a call, at the cost of one pass over the policy's state.
 
     Attributes:
       init: (num_ids: int) -> pstate.
       touch: (pstate, blocks, ids i32[K], now i32[]) -> pstate; called when the blocks `ids` (NO_BLOCK is padding)
-        lost their last holder and stay cached, the one to leave first in front.
+        lost their last holder and stay cached; the first of them should leave first.
       victims: (pstate, blocks, eligible, wanted i32[], now i32[], size) -> (ids i32[size], pstate); names `wanted`
         blocks to evict, in order, then padding. `eligible(ids) -> bool[...]` tells which may be named; a block may
         be named only with all its findable children before it. A block that is not eligible now may be at the next
         call: it keeps its turn.
       forget: (pstate, ids i32[K]) -> pstate; called when blocks go to another tier, which has a state of its own, and
         with all blocks by `reset`; None: there is nothing to forget.
-      idle: static; whether the functions themselves return the pstate as it was where they are asked for nothing:
+      idle: static; whether the functions themselves return an unchanged pstate when they are asked for nothing:
         `touch` and `forget` for padding alone, `victims` where wanted is 0. `kvjax.testing.check_policy` verifies it.
     """
 
@@ -180,7 +180,7 @@ class Group(Pytree):
         return self.num_empty + self.num_cached
 
     def _on_host(self, name: str, ids: jax.Array, otherwise: Any) -> Any:
-        """The host tier's array of this name at blocks ids i32[...]; `otherwise` without a host tier."""
+        """The host tier's array `name` at blocks ids i32[...]; without a host tier, `otherwise`."""
         return pick(getattr(self.host, name), ids) if self.tiered else otherwise
 
     def pool_row(self, ids: jax.Array) -> jax.Array:
@@ -188,19 +188,19 @@ class Group(Pytree):
         return self._on_host("pool_row", ids, ids)
 
     def on_device(self, ids: jax.Array) -> jax.Array:
-        """bool[...]; whether blocks ids i32[...] have a row on the device."""
+        """bool[...]; whether the pool rows of blocks ids i32[...] are on the device."""
         return self.pool_row(ids) < self.empty.shape[0]
 
     def arrival(self, ids: jax.Array) -> jax.Array:
-        """i32[...]; numbers of the moves that bring the K/V of blocks ids i32[...] to where the blocks are, or 0."""
+        """i32[...]; numbers of the moves that bring the K/V of blocks ids i32[...] to their pool rows, or 0."""
         return self._on_host("arriving", ids, np.int32(0))
 
     def arrived(self, ids: jax.Array) -> jax.Array:
-        """bool[...]; whether the K/V of blocks ids i32[...] are where the blocks are."""
+        """bool[...]; whether the K/V of blocks ids i32[...] are in their pool rows."""
         return (ids >= 0) & (self.arrival(ids) == 0)
 
     def moving(self, ids: jax.Array) -> jax.Array:
-        """bool[...]; whether blocks ids i32[...] are on the move between the tiers."""
+        """bool[...]; whether blocks ids i32[...] are moving between the tiers."""
         return (ids >= 0) & ~self.arrived(ids)
 
     def reachable(self, ids: jax.Array, tiers: tuple[str, ...]) -> jax.Array:
@@ -208,11 +208,11 @@ class Group(Pytree):
         return self.arrived(ids) if "host" in tiers else self.arrived(ids) & self.on_device(ids)
 
     def evictable(self, ids: jax.Array) -> jax.Array:
-        """bool[...]; whether cached blocks ids i32[...] are where a loop can evict them: see `Host.stuck`."""
+        """bool[...]; whether a loop can evict the cached blocks ids i32[...]; see `Host.stuck`."""
         return self.arrived(ids) & self.on_device(ids) & ~self._on_host("stuck", ids, np.bool_(False))
 
     def childless(self, ids: jax.Array) -> jax.Array:
-        """bool[...]; whether findable blocks ids i32[...] have no findable children."""
+        """bool[...]; whether the findable blocks ids i32[...] have no findable child on either tier."""
         return (pick(self.blocks.children, ids) == 0) & (self._on_host("below", ids, np.int32(0)) == 0)
 
     def beside(self, ids: jax.Array) -> jax.Array:
@@ -220,7 +220,7 @@ class Group(Pytree):
         return ids if self.shadow is None else jnp.where(ids >= 0, pick(self.shadow, ids), NO_BLOCK)
 
     def anchors(self, ids: jax.Array) -> jax.Array:
-        """i32[...]; the inverse: the first group's blocks with the same prefixes as blocks ids i32[...]."""
+        """i32[...]; the inverse of `beside`: the first group's blocks with the same prefixes as blocks ids i32[...]."""
         return ids if self.anchor is None else pick(self.anchor, ids)
 
 
@@ -231,7 +231,7 @@ class Sequences(Pytree):
       length: i32[S]; tokens that the row has room for, 0 for a free row.
       committed: i32[S]; tokens whose K/V are written, at most `length`.
       namespace: i32[S]; number of the row's (salt, LoRA), see `keys.Namespaces`.
-      retention: i32[S, M + 1, 2]; stated for each block of the row, last for generated blocks; or None.
+      retention: i32[S, M + 1, 2]; what is stated of each of the row's blocks, last of generated blocks; or None.
       swapped: bool[S]; rows whose blocks are on the host, all or some; None without a host tier.
     """
 
@@ -263,7 +263,7 @@ class CacheState(Pytree, static=("spec", "policy")):
     policy: EvictionPolicy
 
     def __repr__(self) -> str:
-        from kvjax.debug.text import one_line  # imports this file
+        from kvjax.debug.text import one_line  # late: it imports this file
 
         return one_line(self)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the verbs are made of: finding, taking, holding and publishing the blocks of one group.
+"""The parts of verbs: finding, taking, holding and publishing the blocks of one group.
 
 Each function decides first and then writes with masked scatters, in an order that lets XLA update in place.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy-on-write: which rows must not write into the block they are in, decided for a whole batch at once."""
+"""Copy-on-write: which rows must copy the block they are in before they write, for a whole batch at once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
 
 class Writers(Pytree):
-    """Rows that want to write into a block which is not theirs alone, all [S].
+    """Rows that want to write into a block that is not theirs alone, all [S].
 
     Attributes:
       block: i32; the block that each row is in.
       shared: bool; it has other holders, or it is findable and must keep its contents.
-      before: i32; its refcount.
-      left: i32; its holders if every such row lets go of it.
-      last: bool; this is the last of the rows that leave a block without holders.
+      holders: i32; the block's refcount.
+      remaining: i32; the block's holders if every such row releases it.
+      last: bool; the row is the last of those that leave a block without holders.
       copies: bool; the row takes a private copy. The last holder of a block that is not findable keeps it instead.
     """
 
     block: jax.Array
     shared: jax.Array
-    before: jax.Array
-    left: jax.Array
+    holders: jax.Array
+    remaining: jax.Array
     last: jax.Array
     copies: jax.Array
 
@@ -34,31 +34,31 @@ class Writers(Pytree):
 def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, Writers]:
     """Finds the rows that must copy `block` i32[S] before they write, where writes bool[S].
 
-    The group comes back in between: `settle` must follow. Meanwhile no block at issue looks unheld.
+    `settle` must follow. Until then a refcount of 0 holds a mark of `last_of_each`, so that no such block looks unheld.
     """
-    before = pick(group.blocks.refcount, block)
+    holders = pick(group.blocks.refcount, block)
     findable = pick(group.blocks.fill, block) > 0
-    shared = writes & ((before > 1) | findable)
-    refcount, before, shared, findable = fence(group.blocks.refcount, before, shared, findable)
+    shared = writes & ((holders > 1) | findable)
+    refcount, holders, shared, findable = fence(group.blocks.refcount, holders, shared, findable)
     refcount = add(refcount, block, -1, shared, unique=False)
-    left = pick(refcount, block)
-    refcount, last = last_of_each(refcount, block, shared & (left == 0))
-    shares = Writers(block, shared, before, left, last, copies=shared & ~(last & ~findable))
-    return group.replace(blocks=group.blocks.replace(refcount=refcount)), shares
+    remaining = pick(refcount, block)
+    refcount, last = last_of_each(refcount, block, shared & (remaining == 0))
+    writers = Writers(block, shared, holders, remaining, last, copies=shared & ~(last & ~findable))
+    return group.replace(blocks=group.blocks.replace(refcount=refcount)), writers
 
 
-def settle(group: Group, policy: EvictionPolicy, shares: Writers, had: jax.Array, now: jax.Array) -> Group:
-    """Ends what `unshare` began: rows that copied let go of the old block, or all is as before if not `had`."""
+def settle(group: Group, policy: EvictionPolicy, writers: Writers, ok: jax.Array, now: jax.Array) -> Group:
+    """Completes `unshare`: if ok bool[], rows that copied release the old block; else it restores the refcounts."""
     blocks = group.blocks
-    findable = pick(blocks.fill, shares.block) > 0
+    findable = pick(blocks.fill, writers.block) > 0
     fill, findable = fence(blocks.fill, findable)
     blocks = blocks.replace(fill=fill)
-    kept = jnp.where((shares.left == 0) & ~findable, 1, shares.left)
-    refcount = put(blocks.refcount, shares.block, jnp.where(had, kept, shares.before), shares.shared, unique=False)
-    cached = had & shares.last & findable
-    blocks = stamp_release(blocks.replace(refcount=refcount), shares.block, cached, now)
+    kept = jnp.where((writers.remaining == 0) & ~findable, 1, writers.remaining)
+    refcount = put(blocks.refcount, writers.block, jnp.where(ok, kept, writers.holders), writers.shared, unique=False)
+    cached = ok & writers.last & findable
+    blocks = stamp_release(blocks.replace(refcount=refcount), writers.block, cached, now)
     return group.replace(
         blocks=blocks,
         num_cached=group.num_cached + count(cached),
-        policy=policy.touched(group.policy, blocks, jnp.where(cached, shares.block, NO_BLOCK), now),
+        policy=policy.touched(group.policy, blocks, jnp.where(cached, writers.block, NO_BLOCK), now),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holding blocks and letting go of them."""
+"""Holding blocks and releasing them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvjax.state import COPYING, NO_BLOCK, Blocks, EvictionPolicy, Group
 
 
 def hold_source(group: Group, source: jax.Array) -> Group:
-    """Holds the block source i32[], or NO_BLOCK, which a transition copies from, until `let_go_of_sources`.
+    """Holds the block source i32[], or NO_BLOCK, from which a transition copies, until `let_go_of_sources`.
 
-    This is neither a hit nor, at the end, a release: the block keeps its place in the order of eviction.
+    It counts neither as a hit nor, at the end, as a release: the block keeps its turn in the order of eviction.
     """
     source = source[None]
     where = source >= 0
@@ -27,7 +27,7 @@ def hold_source(group: Group, source: jax.Array) -> Group:
 
 
 def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
-    """Undoes `hold_source` for sources i32[K]; a block may be there several times, NO_BLOCK is padding."""
+    """Undoes `hold_source` for sources i32[K]; a block may occur several times, NO_BLOCK is padding."""
     where = sources >= 0
     refcount = add(group.blocks.refcount, sources, -COPYING, where, unique=False)
     first = jnp.argmax(sources[:, None] == sources[None], axis=1) == np.arange(sources.shape[0])
@@ -40,7 +40,7 @@ def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
 def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
     """Adds a holder to each of the findable blocks ids i32[K], all different, where bool[K]; counts as a hit.
 
-    With by=-1 it undoes just that.
+    With by=-1 it undoes that.
     """
     idle = 0 if by > 0 else 1
     changed = count(where & (pick(group.blocks.refcount, ids) == idle) & group.on_device(ids))
@@ -52,7 +52,7 @@ def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Grou
 def give_back_shared(
     group: Group, policy: EvictionPolicy, ids: jax.Array, less: jax.Array | int, where: jax.Array, now: jax.Array
 ) -> Group:
-    """Takes `less` i32[K] holders from each of ids i32[K], where bool[K]; an id may be there several times."""
+    """Takes `less` i32[K] holders from each of ids i32[K], where bool[K]; an id may occur several times."""
     refcount = add(group.blocks.refcount, ids, -less, where, unique=False)
     refcount, freed = fence(refcount, where & (pick(refcount, ids) == 0))
     refcount, last = last_of_each(refcount, ids, freed)
@@ -61,7 +61,7 @@ def give_back_shared(
 
 
 def give_back(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
-    """Takes a holder from each of ids i32[K], all different, where bool[K]; the first to leave stands in front.
+    """Takes a holder from each of ids i32[K], all different, where bool[K]; the first id is evicted first.
 
     A block without holders stays cached if it is findable and becomes empty if not.
     """
@@ -91,7 +91,7 @@ def merge(
 ) -> Group:
     """Moves holders from blocks own i32[K] to equal ones, target i32[K], where bool[K]; own ones become empty.
 
-    Of entries that share a target `first` bool[K] holds for one.
+    `first` bool[K] holds for one of the entries that share a target.
     """
     blocks = group.blocks
     unheld = count(where & first & (pick(blocks.refcount, target) == 0) & group.on_device(target))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix index and the child index: two chained hash tables whose nodes are the blocks themselves.
 
-The first finds the block of a key; the second the blocks that follow a parent and start with a given token, for
+The first finds the block of a key; the second finds the children of a parent that start with a given token, for
 reuse inside a block. Both live in one pair of link arrays (`state.Links`), so that a batch of insertions or
 removals is one pass for both. A chain never loses an entry, whatever the load; blocks leave from the middle of
 chains in O(log(run of neighbours that leave together)) steps, without a loop over single blocks.
@@ -22,7 +22,7 @@ from kvjax.state import NO_BLOCK, Blocks, Links, Text
 
 
 def init_links(num_ids: int) -> Links:
-    """Empty tables for B = num_ids block ids, with as many buckets in each as the next power of two."""
+    """Empty tables for B = num_ids block ids, each with the next power of two of buckets."""
     buckets = 1 << max(num_ids - 1, 1).bit_length()
     return Links(
         next=jnp.full((2 * num_ids + 2 * buckets,), -1, jnp.int32), prev=jnp.full((2 * num_ids,), -1, jnp.int32)
@@ -30,7 +30,7 @@ def init_links(num_ids: int) -> Links:
 
 
 def find(blocks: Blocks, links: Links, keys: jax.Array) -> jax.Array:
-    """The findable block of each key u32[K, 2], unique by construction; i32[K], NO_BLOCK where there is none."""
+    """i32[K]; the findable block of each key u32[K, 2], unique by construction; or NO_BLOCK."""
 
     def differs(node):
         return (node >= 0) & jnp.any(pick(blocks.key, node) != keys, axis=-1)
@@ -52,15 +52,15 @@ def longest_child(
     limit: jax.Array,
     usable: Callable[[jax.Array], jax.Array] = lambda block: block >= 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The findable block after `parent` that shares the longest prefix, of at least one token, with `text`.
+    """The findable child of `parent` that shares the longest prefix, of at least one token, with `text`.
 
     Args:
       blocks: what is known of each block.
       links: the child index.
       parent: i32[2]; (block, generation), or (NO_BLOCK, namespace).
-      text: i32[P]; what is wanted.
+      text: i32[P]; the text to match.
       limit: i32[]; tokens that count.
-      usable: from a block i32[] to whether it may be the one.
+      usable: (block i32[]) -> bool[]; whether it may be chosen.
 
     Returns:
       i32[] block, NO_BLOCK if none shares a token; and i32[] the tokens shared.
@@ -73,8 +73,8 @@ def longest_child(
         block = node - num_ids
         same = pick(blocks.text, block).equals(text)
         same = same & (np.arange(size, dtype=np.int32) < jnp.minimum(pick(blocks.fill, block), limit))
-        mine = jnp.all(pick(blocks.parent, block) == parent) & usable(block)
-        length = jnp.where(mine, jnp.sum(jnp.cumprod(same, dtype=jnp.int32), dtype=jnp.int32), 0)
+        is_child = jnp.all(pick(blocks.parent, block) == parent) & usable(block)
+        length = jnp.where(is_child, jnp.sum(jnp.cumprod(same, dtype=jnp.int32), dtype=jnp.int32), 0)
         better = length > shared
         return pick(links.next, node), jnp.where(better, block, best), jnp.where(better, length, shared)
 
@@ -86,7 +86,7 @@ def longest_child(
 def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Links:
     """Links the blocks ids i32[K] (where bool[K]) into both tables, by the key, parent and first token they have."""
     num_ids = blocks.refcount.shape[0]
-    ids, where = ids[::-1], where[::-1]  # of equally good blocks, `longest_child` shall meet the newest first
+    ids, where = ids[::-1], where[::-1]  # so that `longest_child` meets the newest of equally good blocks first
     first = pick(blocks.text, (ids, 0))
     buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, pick(blocks.parent, ids), first)]
     nowhere = np.iinfo(np.int32).max
@@ -97,7 +97,7 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
         ),
         num_keys=1,
     )
-    # Entries of one bucket now stand side by side: they become a run in front of what the bucket held.
+    # Entries of one bucket are now neighbours: they become a run in front of the bucket's old chain.
     live = bucket != nowhere
     joined = bucket[1:] == bucket[:-1]
     has_before, has_after = jnp.pad(joined, (1, 0)), jnp.pad(joined, (0, 1))
@@ -117,7 +117,7 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
 
 
 def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> Links:
-    """Unlinks the blocks ids i32[K] (where bool[K]) from both tables; their `fill` is 0 already, others' is not."""
+    """Unlinks the blocks ids i32[K] (where bool[K]) from both tables; only they have `fill` 0 already."""
     num_ids = fill.shape[0]
     node, where = jnp.concatenate([ids, ids + num_ids]), jnp.concatenate([where, where])
 
@@ -151,13 +151,13 @@ def findable(blocks: Blocks) -> jax.Array:
 
 
 def key_bucket(links: Links, keys: jax.Array) -> jax.Array:
-    """i32[...]; where the chain of keys u32[..., 2] begins in `links.next`."""
+    """i32[...]; the index in `links.next` where the chain of each key u32[..., 2] begins."""
     num_handles, buckets = _sizes(links)
     return num_handles + (mix(keys[..., 0] ^ mix(keys[..., 1])) & np.uint32(buckets - 1)).astype(jnp.int32)
 
 
 def child_bucket(links: Links, parent: jax.Array, first: Text) -> jax.Array:
-    """i32[...]; where the chain of the blocks after parent i32[..., 2] begins whose first token is `first` i32[...]."""
+    """i32[...]; where the chain begins of the children of parent i32[..., 2] whose first token is `first` i32[...]."""
     num_handles, buckets = _sizes(links)
     words = parent.astype(jnp.uint32)
     mixed = mix(mix(words[..., 0] * np.uint32(0x9E3779B1) + words[..., 1]) + token_words(first))

@@ -35,8 +35,8 @@ def prefix_keys(start: jax.Array, text: Text, fill, depth: jax.Array) -> jax.Arr
     Args:
       start: u32[..., 2]; key of the prefix before the first block.
       text: i32[..., F, P]; contents.
-      fill: i32 or i32[..., F]; tokens that count, the rest of a block is ignored.
-      depth: i32[..., F]; which block of its sequence each is.
+      fill: i32 or i32[..., F]; tokens that count; the rest of a block is ignored.
+      depth: i32[..., F]; blocks before each in its sequence.
 
     Returns:
       u32[..., F, 2].
@@ -48,8 +48,8 @@ def prefix_keys(start: jax.Array, text: Text, fill, depth: jax.Array) -> jax.Arr
     counts = _last_axes(np.arange(size, dtype=np.int32), ndim) < fill[..., None]
     words = jnp.where(counts[..., None], mix(words + _last_axes(lane, ndim + 1)), np.uint32(0))
     content = jnp.sum(words, axis=-2, dtype=jnp.uint32)
-    place = depth.astype(jnp.uint32) * np.uint32(0x27D4EB2F) + fill.astype(jnp.uint32) * np.uint32(0x165667B1)
-    blocks = mix(content ^ mix(place[..., None] + _last_axes(_LANES, ndim)))
+    position = depth.astype(jnp.uint32) * np.uint32(0x27D4EB2F) + fill.astype(jnp.uint32) * np.uint32(0x165667B1)
+    blocks = mix(content ^ mix(position[..., None] + _last_axes(_LANES, ndim)))
     return start[..., None, :] + jnp.cumsum(blocks, axis=-2, dtype=jnp.uint32)
 
 
@@ -69,7 +69,7 @@ class Namespaces:
         self._numbers: dict[tuple[str | None, int | None], int] = {(None, None): 0}
 
     def __call__(self, salt: str | None = None, lora: int | None = None) -> int:
-        """The number of this pair, to pass as `namespace`; None is none, and adapter 0 is an adapter."""
+        """The number of this pair, to pass as `namespace`. None means none; adapter 0 is an adapter."""
         return self._numbers.setdefault((salt, lora), len(self._numbers))
 
     def describe(self, namespace: int) -> tuple[str | None, int | None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the cache already of a prompt, before it is computed."""
+"""Finds the cached prefix of a prompt, before the prompt is computed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def longest_match(
     namespace: jax.Array,
     tiers: tuple[str, ...],
 ) -> Match:
-    """Finds the longest cached prefix: whole blocks all at once, then tokens of the best block that follows them.
+    """Finds the longest cached prefix: whole blocks all at once, then tokens of their best child.
 
-    With windows it is the longest of which every group has what the next token can see. Each token that is copied may
-    move a window on, so a prefix may be valid only together with a copy.
+    With windows, every group must also have all that the next token can see. Each copied token may move a window on,
+    so a prefix may be valid only together with a copy.
 
     Args:
       state: where to look; not changed.
@@ -58,7 +58,7 @@ def longest_match(
         return index.longest_child(
             blocks, group.links, link(blocks, last, namespace), pick(text, whole), rest,
             usable=lambda block: functools.reduce(
-                jnp.logical_and, [g.reachable(g.beside(block), tiers) for g in state.groups]
+                jnp.logical_and, [each.reachable(each.beside(block), tiers) for each in state.groups]
             ),
         )  # fmt: skip
 
@@ -69,7 +69,7 @@ def longest_match(
             wanted = jnp.maximum(wanted, _copies_wanted(window, spec, ids, size, tiers))
         uncopied = jnp.max(jnp.where((wanted == 0) & (ends <= whole), ends, 0))
         if state.spec.partial_reuse:
-            # The longest end whose copy is long enough. Nothing is wanted of the empty prefix, so there is one.
+            # The longest end whose copy is long enough. The empty prefix wants no copy, so there is one.
             possible = (wanted < size) & (ends <= whole)
             whole = jnp.max(jnp.where(possible, ends, 0))
             whole, source, shared = lax.while_loop(
@@ -82,10 +82,11 @@ def longest_match(
     elif state.spec.partial_reuse:
         source, shared = child(whole)
     found = jnp.where(np.arange(num, dtype=np.int32) < whole, ids, NO_BLOCK)
-    away = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])
-    source_away = functools.reduce(jnp.logical_or, [_on_host(group, source) for group in state.groups])
-    far = count(away) * size + jnp.where(source_away, shared, 0)
-    return Match(found, whole, uncopied, source, shared, device_tokens=whole * size + shared - far, host_tokens=far)
+    on_host = functools.reduce(jnp.logical_or, [_on_host(group, found) for group in state.groups])
+    source_on_host = functools.reduce(jnp.logical_or, [_on_host(group, source) for group in state.groups])
+    host_tokens = count(on_host) * size + jnp.where(source_on_host, shared, 0)
+    device_tokens = whole * size + shared - host_tokens
+    return Match(found, whole, uncopied, source, shared, device_tokens, host_tokens)
 
 
 def _on_host(group: Group, ids: jax.Array) -> jax.Array:
@@ -94,13 +95,13 @@ def _on_host(group: Group, ids: jax.Array) -> jax.Array:
 
 
 def _copies_wanted(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tiers: tuple[str, ...]) -> jax.Array:
-    """i32[F + 1]; tokens to copy after so many blocks, until this window group has all that the next token sees.
+    """i32[F + 1]; tokens to copy after 0..F blocks until this window group has all that the next token sees.
 
-    0 if it has at once; less than P if copying moves the window off a block that it lacks; else P.
+    0 if it has all at once; less than P if copying moves the window off a block that the group lacks; else P.
     """
     assert spec.window is not None
     lacks = jnp.cumsum(~group.reachable(group.beside(ids), tiers), dtype=jnp.int32)
-    lacks = jnp.concatenate([jnp.zeros((1,), jnp.int32), lacks])  # of the first so many blocks
+    lacks = jnp.concatenate([jnp.zeros((1,), jnp.int32), lacks])  # among the first 0..F blocks
     end = jnp.arange(lacks.shape[0], dtype=jnp.int32)
     start = spec.first_place(end * size, size)
     moved = (start + 1) * size + spec.window - 1 - end * size  # tokens after which the window starts a block later

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making blocks findable and taking that back."""
+"""Making blocks findable, and taking them out of the index."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def publish(
     depth: jax.Array,
     fill: jax.Array | int,
 ) -> tuple[Group, Records]:
-    """Makes blocks findable by what `blocks.text` says they hold; a parent may be among them.
+    """Makes blocks findable by their `blocks.text`; a parent may be among them.
 
     Args:
       group: the group.
       ids: i32[K]; all different, none findable.
       where: bool[K]; those to publish.
       key: u32[K, 2]; not the key of any findable block.
-      parent: i32[K, 2]; (block, namespace): the second counts where the block is NO_BLOCK.
+      parent: i32[K, 2]; (block, namespace); the namespace counts where the block is NO_BLOCK.
       depth: i32[K]; blocks before each.
       fill: i32[] or i32[K]; tokens that each holds.
 
@@ -69,7 +69,7 @@ def leave_index(
       number: its number.
       ids: i32[K]; all different.
       where: bool[K]; those that leave.
-      counted: whether their parents still count them as children; `claim` has seen to that already.
+      counted: whether parents still count them as children; False after `claim`.
 
     Returns:
       The group and K records, removed.
@@ -79,7 +79,7 @@ def leave_index(
     removed = record(EventKind.REMOVED, where, group=number, block=ids, generation=generation)
     group = group.replace(blocks=blocks.replace(fill=put(blocks.fill, ids, 0, where), generation=generations))
     if number > 0:
-        return windows.let_go_of_anchors(group, ids, where), removed
+        return windows.clear_shadows(group, ids, where), removed
     if counted:
         group = tiers.count_children(group, pick(blocks.parent, ids)[:, 0], -1, where, on_device)
     return group.replace(links=index.remove(group.links, group.blocks.fill, ids, where)), removed
@@ -88,7 +88,7 @@ def leave_index(
 def remove(
     group: Group, number: int, policy: EvictionPolicy, ids: jax.Array, where: jax.Array
 ) -> tuple[Group, Records]:
-    """Takes blocks out of the index, as `leave_index` does, and empties those that nobody holds."""
+    """Takes blocks out of the index, as `leave_index` does, and empties those without holders."""
     idle, on_device = where & (pick(group.blocks.refcount, ids) == 0), group.on_device(ids)
     group, idle, on_device = fence(group, idle, on_device)
     group, removed = leave_index(group, number, ids, where)
@@ -97,18 +97,16 @@ def remove(
 
 
 def forget(group: Group, number: int, removed: Records) -> tuple[Group, Records]:
-    """Removes a window group's blocks whose anchors `removed` is about; also returns as many records, removed."""
+    """Removes a window group's blocks whose anchors are in `removed`; also returns as many records, removed."""
     own = group.beside(removed.block)
     return remove(group, number, windows.POLICY, own, (removed.kind == EventKind.REMOVED) & (own >= 0))
 
 
 def forget_all(state: CacheState, number: int, removed: Records) -> tuple[CacheState, list[Records]]:
-    """The state without what window groups have beside the blocks that group `number` has `removed`.
-
-    Only the first group has blocks beside its own.
+    """Removes the window groups' blocks beside the `removed` blocks of group `number`, if it is the first group.
 
     Returns:
-      The state; and records, removed: these, and before them those of the window groups.
+      The state; and records, removed: those of the window groups, then `removed`.
     """
     if number > 0:
         return state, [removed]
@@ -120,17 +118,17 @@ def forget_all(state: CacheState, number: int, removed: Records) -> tuple[CacheS
 
 
 def descendants(blocks: Blocks, marked: jax.Array, when: jax.Array | bool = True) -> jax.Array:
-    """bool[B]; marked bool[B] and, when bool[], all findable blocks that follow them; a pass over all a level."""
+    """bool[B]; marked bool[B] and, when bool[], all their findable descendants; one pass over all blocks a level."""
     parent = blocks.parent[:, 0]
 
-    def following(marked: jax.Array) -> jax.Array:
+    def children(marked: jax.Array) -> jax.Array:
         return (blocks.fill > 0) & (parent >= 0) & pick(marked, parent)
 
     return lax.while_loop(
-        lambda marked: when & jnp.any(following(marked) & ~marked), lambda marked: marked | following(marked), marked
+        lambda marked: when & jnp.any(children(marked) & ~marked), lambda marked: marked | children(marked), marked
     )
 
 
 def children_first(blocks: Blocks, ids: jax.Array, where: jax.Array) -> jax.Array:
-    """i32[K]; the findable blocks ids i32[K] with children before their parents, and those behind where not bool[K]."""
+    """i32[K]; the findable blocks ids i32[K], where bool[K], with children before their parents; then the other ids."""
     return pick(ids, jnp.argsort(-jnp.where(where, pick(blocks.depth, ids), -1)))

@@ -14,7 +14,7 @@ from kvjax.state import NO_BLOCK, CacheState, Group, Sequences, Text
 
 
 class Prompt(NamedTuple):
-    """A checked prompt: text in blocks i32[F, P], length and namespace i32[], and whether its values are in range."""
+    """A checked prompt: text in blocks i32[F, P], length and namespace i32[], valid bool[] (values are in range)."""
 
     text: Text
     length: jax.Array
@@ -23,12 +23,12 @@ class Prompt(NamedTuple):
 
 
 class Row(Pytree):
-    """One row.
+    """One row of the block tables.
 
     Attributes:
-      exists: bool[]; whether its number is in range.
-      known: what `Sequences` knows of it, without the axis S.
-      tables: i32[M]; its blocks in each group.
+      exists: bool[]; whether the row's number is in range.
+      known: what `Sequences` knows of the row, without the axis S.
+      tables: i32[M]; the row's blocks, for each group.
     """
 
     exists: jax.Array
@@ -42,7 +42,7 @@ class Row(Pytree):
 
 
 def read_row(state: CacheState, seq: jax.Array) -> Row:
-    """Row `seq` i32[]; out of range it reads as some row with `exists` false."""
+    """Row `seq` i32[]; some row with `exists` False if seq is out of range."""
     return Row(
         exists=(seq >= 0) & (seq < state.spec.max_seqs),
         known=pick(state.seqs, seq),
@@ -53,7 +53,7 @@ def read_row(state: CacheState, seq: jax.Array) -> Row:
 def write_row(
     state: CacheState, seq: jax.Array, ok: jax.Array, known: Sequences, tables: Sequence[jax.Array]
 ) -> CacheState:
-    """The state, where `ok` bool[], with a new row `seq`; tables i32[...], one a group, are cut or padded to M."""
+    """Writes row `seq` where `ok` bool[]; tables i32[...], one for each group, are cut or padded to M."""
     seq, ok, width = jnp.atleast_1d(seq), jnp.atleast_1d(ok), state.spec.max_blocks_per_seq
     known = jax.tree.map(lambda x: jnp.asarray(x)[None], known)
     groups = [
@@ -64,31 +64,31 @@ def write_row(
 
 
 def fit(x: jax.Array, size: int, fill: int) -> jax.Array:
-    """Cuts x to its first `size` entries, or fills it up to so many."""
+    """Cuts or pads x to `size` entries."""
     padding = [(0, max(size - x.shape[0], 0))] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x[:size], padding, constant_values=fill)
 
 
-def table_entry(group: Group, rows, place: jax.Array) -> jax.Array:
-    """table[rows, place] i32[...], NO_BLOCK for a place before the row; beyond its end some entry."""
-    ids = group.table.at[rows, place].get(mode="clip", wrap_negative_indices=False)
-    return jnp.where(place >= 0, ids, NO_BLOCK)
+def table_entry(group: Group, rows, column: jax.Array) -> jax.Array:
+    """table[rows, column] i32[...]; NO_BLOCK before the first column, some entry beyond the last."""
+    ids = group.table.at[rows, column].get(mode="clip", wrap_negative_indices=False)
+    return jnp.where(column >= 0, ids, NO_BLOCK)
 
 
-def write_prompt(group: Group, block: jax.Array, where: jax.Array, ask: Prompt, place: jax.Array) -> Group:
-    """Notes in `block` i32[1], where bool[1], the tokens of the prompt's block at `place` i32[]."""
-    text = put(group.blocks.text, block, pick(ask.text, place[None]), where)
+def write_prompt(group: Group, block: jax.Array, where: jax.Array, ask: Prompt, index: jax.Array) -> Group:
+    """Stores in `block` i32[1], where bool[1], the text of the prompt's block `index` i32[]."""
+    text = put(group.blocks.text, block, pick(ask.text, index[None]), where)
     return group.replace(blocks=group.blocks.replace(text=text))
 
 
 def copy_text(group: Group, block: jax.Array, source: jax.Array, where: jax.Array) -> Group:
-    """Notes in each block i32[K], where bool[K], the tokens that its source holds."""
+    """Stores in each block i32[K], where bool[K], the text of its source i32[K]."""
     text = group.blocks.text
     return group.replace(blocks=group.blocks.replace(text=put(text, block, pick(text, source), where)))
 
 
 def write_text(group: Group, rows, start: jax.Array, end: jax.Array, text: Text) -> Group:
-    """Notes text i32[R, T] in the rows' blocks at positions start..end-1 i32[R]."""
+    """Stores text i32[R, T] in the rows' blocks at positions start..end-1 i32[R]."""
     size = group.blocks.tokens.shape[1]
     position = runs(start, text.tokens.shape[1])
     where = position < end[:, None]

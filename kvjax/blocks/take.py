@@ -32,26 +32,26 @@ def take(
 ) -> Taken:
     """Takes `need` blocks for one holder each, all or none: empty ones, then victims of the policy.
 
-    With `priorities`, between loops, victims are offloaded to the host and blocks come back from there (`deal.py`).
-    Without, the host is never touched, and a device block with descendants there is not evicted.
+    With `priorities`, between loops, it offloads victims to the host and brings blocks back from the host (`deal.py`).
+    Without, it never touches the host, and a device block with descendants on the host is not evicted.
 
     Args:
-      group: the group; untouched unless all of `need` can be had.
+      group: the group; unchanged unless all of `need` can be taken.
       number: its number.
       policy: chooses the victims.
       need: i32[], at most `size`.
       size: static; the most blocks that need, back and extra may be together.
       now: i32[] ms.
-      priorities: i32[B]; what each block is worth, or None; see `tiers.priorities`.
-      min_priority: blocks of less are removed, not offloaded.
-      back: i32[size]; different findable blocks on the host that are to come to the device, packed; NO_BLOCK is
-        padding; None for none.
-      extra: i32[]; blocks that are to be emptied beyond that.
+      priorities: i32[B]; each block's priority, or None; see `tiers.priorities`.
+      min_priority: blocks of lower priority are removed, not offloaded.
+      back: i32[size]; different findable blocks on the host to bring to the device, packed; NO_BLOCK is padding;
+        None for none.
+      extra: i32[]; further blocks to empty.
     """
     if priorities is not None:
         back = jnp.full((size,), NO_BLOCK, jnp.int32) if back is None else back
         return take_over_tiers(group, number, policy, need, size, now, priorities, min_priority, back, extra)
-    slot = np.arange(size, dtype=np.int32)
+    index = np.arange(size, dtype=np.int32)
     from_stack = jnp.minimum(need, group.num_empty)
     wanted = jnp.where(need <= group.available, need - from_stack, 0)
     before = group.blocks
@@ -60,16 +60,16 @@ def take(
         return group.evictable(ids) & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
 
     victims, pstate = policy.chosen(group.policy, before, eligible, wanted, now, size)
-    claimed = (slot < wanted) & eligible(victims)
+    claimed = (index < wanted) & eligible(victims)
     (refcount, fill), victims, claimed = fence((before.refcount, before.fill), victims, claimed)
     blocks, claimed = claim(before.replace(refcount=refcount, fill=fill), victims, claimed)
     ok = (need <= group.available) & (count(claimed) == wanted)
     blocks = unclaim(blocks, victims, claimed & ~ok)
     group, removed = leave_index(group.replace(blocks=blocks), number, victims, claimed & ok, counted=False)
-    stacked = pick(group.empty, group.num_empty - 1 - slot)
+    stacked = pick(group.empty, group.num_empty - 1 - index)
     empty, stacked = fence(group.empty, stacked)
-    from_empty = ok & (slot < from_stack)
-    ids = jnp.where(from_empty, stacked, pick(victims, slot - from_stack))
+    from_empty = ok & (index < from_stack)
+    ids = jnp.where(from_empty, stacked, pick(victims, index - from_stack))
     blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, from_empty))
     group = group.replace(
         blocks=tell_time(blocks, now, ok & (need > 0)),
@@ -79,5 +79,5 @@ def take(
         policy=either(ok, pstate, group.policy),
     )
     return Taken(
-        group, jnp.where(ok & (slot < need), ids, NO_BLOCK), ok, removed, updated=no_records(), moves=no_moves()
+        group, jnp.where(ok & (index < need), ids, NO_BLOCK), ok, removed, updated=no_records(), moves=no_moves()
     )  # fmt: skip

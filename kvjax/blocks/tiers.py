@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the blocks of a group are: on the device, on the host, or on their way between the two."""
+"""Where the blocks of a group are: on the device, on the host, or moving between the two."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import jax.numpy as jnp
 
 from kvjax._arrays import add, count, fence, pick, put, rank
 from kvjax.events.records import EventKind, Records, no_records, record
-from kvjax.events.transfer import Transfer, moves
+from kvjax.events.transfer import Transfer, orders
 from kvjax.policies.retention import priority_at
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group, Host
 
 
-def led_to(group: Group, marked: jax.Array, near: jax.Array) -> jax.Array:
-    """bool[B]; marked bool[B] and all blocks that they follow within their tier; `near` bool[B] are on the device."""
+def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax.Array:
+    """bool[B]; marked bool[B] and their ancestors within their tier; `on_device` bool[B] tells the tiers apart."""
     blocks = group.blocks
     parent = blocks.parent[:, 0]
-    follows = (blocks.fill > 0) & (parent >= 0) & (near == pick(near, parent))
+    follows = (blocks.fill > 0) & (parent >= 0) & (on_device == pick(on_device, parent))
 
     def up(marked: jax.Array) -> jax.Array:
         return put(marked, parent, True, marked & follows, unique=False)
@@ -32,16 +32,17 @@ def find_stuck(group: Group) -> Group:
     """The group with `Host.stuck` up to date; a pass over all blocks for each level of the longest chain."""
 
     def find(host: Host) -> Host:
-        near = host.pool_row < group.empty.shape[0]
-        return host.replace(stuck=led_to(group, (host.arriving != 0) | (near & (host.below > 0)), near))
+        on_device = host.pool_row < group.empty.shape[0]
+        marked = (host.arriving != 0) | (on_device & (host.below > 0))
+        return host.replace(stuck=with_ancestors(group, marked, on_device))
 
     return with_host(group, find)
 
 
-def _stick(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
-    """bool[B]; `Host.stuck` with device blocks ids i32[K], where bool[K], and all that they follow marked too.
+def _mark_stuck(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
+    """bool[B]; `Host.stuck` with device blocks ids i32[K], where bool[K], and all their ancestors marked too.
 
-    Costs a step for each ancestor that is not marked yet.
+    Costs a step for each ancestor to mark.
     """
 
     def step(carry):
@@ -57,8 +58,8 @@ def take_over(
 ) -> tuple[Group, Records]:
     """Blocks target i32[K] on the host, where bool[K], take the device rows of equal blocks own i32[K], all different.
 
-    Before `merge`: what has just been computed is there already, and need not come from the host. Children that stay
-    on the host keep the block, and all that it follows, from being evicted inside a loop.
+    Comes before `merge`: K/V that have just been computed need not come from the host. Children that stay on the host
+    keep the block and its ancestors from being evicted inside a loop.
 
     Returns:
       The group and K records, updated; none without a host tier.
@@ -67,27 +68,30 @@ def take_over(
     if host is None:
         return group, no_records()
     where = where & ~group.on_device(target)
-    near, far, parent = pick(host.pool_row, own), pick(host.pool_row, target), pick(blocks.parent, target)[:, 0]
+    device_row, host_row = pick(host.pool_row, own), pick(host.pool_row, target)
+    parent = pick(blocks.parent, target)[:, 0]
     idle = where & (pick(blocks.refcount, target) == 0)
     updated = record(
         EventKind.UPDATED, where, group=number, block=target, generation=pick(blocks.generation, target),
         priority=blocks.stated_priority(target),
     )  # fmt: skip
-    (pool_row, arriving), near, far, idle, updated = fence((host.pool_row, host.arriving), near, far, idle, updated)
-    up = where & (parent >= 0)
+    (pool_row, arriving), device_row, host_row, idle, updated = fence(
+        (host.pool_row, host.arriving), device_row, host_row, idle, updated
+    )
+    has_parent = where & (parent >= 0)
     host = host.replace(
-        pool_row=put(put(pool_row, own, far, where), target, near, where),
+        pool_row=put(put(pool_row, own, host_row, where), target, device_row, where),
         arriving=put(arriving, target, 0, where),
-        below=add(host.below, parent, -1, up, unique=False),
+        below=add(host.below, parent, -1, has_parent, unique=False),
         policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
     )
-    host = host.replace(stuck=_stick(host, blocks.parent[:, 0], target, where & (pick(host.below, target) > 0)))
-    blocks = blocks.replace(children=add(blocks.children, parent, 1, up, unique=False))
+    host = host.replace(stuck=_mark_stuck(host, blocks.parent[:, 0], target, where & (pick(host.below, target) > 0)))
+    blocks = blocks.replace(children=add(blocks.children, parent, 1, has_parent, unique=False))
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
 
 def keep_host_policy(fresh: Group, group: Group, policy: EvictionPolicy) -> Group:
-    """The fresh group with what the group's policy knows on the host, but for what it forgets of the blocks."""
+    """The fresh group with the host policy's state of `group`, after `forget` of all blocks."""
     return with_host(fresh, lambda host: host.replace(policy=policy.forgot(host_of(group).policy, group.ids)))
 
 
@@ -99,29 +103,30 @@ def touch_host(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
 
 def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array) -> Group:
     """Puts blocks ids i32[K] without holders and contents, where bool[K], on the stack of their tier."""
-    here = group.on_device(ids)
-    away, here = where & ~here, where & here
+    on_device = group.on_device(ids)
+    on_host, on_device = where & ~on_device, where & on_device
 
     def push(host: Host) -> Host:
-        (stack, pstate), block, gone, leaves = fence((host.empty, host.policy), ids, away, where)
+        (stack, pstate), block, emptied, leaves = fence((host.empty, host.policy), ids, on_host, where)
         return host.replace(
-            empty=put(stack, host.num_empty + rank(gone), block, gone),
-            num_empty=host.num_empty + count(gone),
-            arriving=put(host.arriving, block, 0, leaves),  # what still arrives there is nobody's
+            empty=put(stack, host.num_empty + rank(emptied), block, emptied),
+            num_empty=host.num_empty + count(emptied),
+            arriving=put(host.arriving, block, 0, leaves),  # K/V that still arrive belong to no block
             stuck=put(host.stuck, block, False, leaves),
-            policy=policy.forgot(pstate, jnp.where(gone, block, NO_BLOCK)),
+            policy=policy.forgot(pstate, jnp.where(emptied, block, NO_BLOCK)),
         )
 
     group = with_host(group, push)
     return group.replace(
-        empty=put(group.empty, group.num_empty + rank(here), ids, here), num_empty=group.num_empty + count(here)
+        empty=put(group.empty, group.num_empty + rank(on_device), ids, on_device),
+        num_empty=group.num_empty + count(on_device),
     )
 
 
 def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("device", "host")) -> list[Any]:
-    """For each group i32[B], what its blocks are worth at `now`; in a window group, as much as their anchors.
+    """For each group i32[B], the priorities of its blocks at `now`; in a window group, those of their anchors.
 
-    None where blocks stay on their tier: the group has but one, or `tiers` says so.
+    None where blocks stay on their tier: the group has only one, or `tiers` names only one.
     """
     if "host" not in tiers:
         return [None] * len(state.groups)
@@ -146,11 +151,11 @@ def order_copy(
 ) -> tuple[Group, Transfer]:
     """Orders a copy from source i32[] on the host to block i32[1], where bool[], as a move of that block.
 
-    No loop may evict the prefix i32[.] of a block that is on the move.
+    No loop may evict the prefix i32[.] of a moving block.
     """
     host = host_of(group)
     move = next_move(host)
-    ordered = moves(
+    ordered = orders(
         where[None], group=number, block=block, number=move, source=group.pool_row(source),
         target=group.pool_row(block),
     )  # fmt: skip
@@ -163,12 +168,12 @@ def order_copy(
 
 
 def next_move(host: Host) -> jax.Array:
-    """i32[]; the number of the next move: 0, which means none, is left out when they wrap."""
+    """i32[]; the number of the next move; wrapping leaves out 0, which means none."""
     return jnp.where(host.moves == -1, 1, host.moves + 1)
 
 
 def count_children(group: Group, parent: jax.Array, by: int, where: jax.Array, on_device: jax.Array) -> Group:
-    """Adds `by` to the children counted at each parent i32[K], where bool[K], on the tier where the child is."""
+    """Adds `by` to the count of children of each parent i32[K], where bool[K], on the tier of the child."""
     blocks, where = group.blocks, where & (parent >= 0)
     blocks = blocks.replace(children=add(blocks.children, parent, by, where & on_device, unique=False))
 

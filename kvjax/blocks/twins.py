@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the cache already of blocks that have just been filled."""
+"""Finds cached blocks that equal those which have just been filled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def link(blocks: Blocks, block: jax.Array, namespace: jax.Array) -> jax.Array:
 
 
 def same_content(blocks: Blocks, ids: jax.Array, text: Text, fill: jax.Array | None = None) -> jax.Array:
-    """bool[...]; whether ids are findable blocks that hold just this text i32[..., P], or just its first `fill`."""
+    """bool[...]; whether ids are findable blocks that hold exactly this text i32[..., P], or its first `fill`."""
     size, same = text.tokens.shape[-1], pick(blocks.text, ids).equals(text)
     if fill is not None:
         same = same | (np.arange(size, dtype=np.int32) >= fill)
@@ -35,7 +35,7 @@ class Resolution(Pytree):
       target: i32; the block that the row holds from now on: its own, or an equal one.
       publish: bool; own becomes findable.
       merge: bool; own is given back for the target.
-      first: bool; no entry before this one has the same key (so counting by it counts blocks once).
+      first: bool; no earlier entry has the same key (so a count of these counts each block once).
       key: u32[R * F, 2].
       parent: i32[R * F, 2]; (block, namespace) as `publish` wants it.
     """
@@ -52,15 +52,15 @@ class Resolution(Pytree):
 def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, filled: jax.Array) -> Resolution:
     """Decides for each filled block whether to publish it or to merge it with an equal one, cached or filled just now.
 
-    Of equal blocks filled in one call the first row's is published. A key that belongs to other contents already is
-    a collision: then the row publishes nothing of this call, which can cost a hit later and never gives a wrong one.
+    Among equal blocks filled in one call, the first row's is published. A key that already belongs to other contents
+    is a collision: the row then publishes nothing in this call, which can cost a hit later and never gives a wrong one.
 
     Args:
       group: the group, `blocks.text` up to date.
       seqs: the rows' namespaces.
       rows: i32[R]; the rows.
-      first: i32[R]; each row's first table index that may have been filled.
-      filled: bool[R, F]; whether the block at `first + f` was.
+      first: i32[R]; each row's first column whose block may have been filled.
+      filled: bool[R, F]; whether the block in column `first + f` was.
     """
     blocks, num = group.blocks, filled.shape[1]
     depth = runs(first, num)
@@ -69,7 +69,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     before = group.table.at[rows, first - 1].get(mode="clip", wrap_negative_indices=False)
     before = jnp.where(first > 0, before, NO_BLOCK)
     filled = filled & ((before < 0) | (pick(blocks.fill, before) > 0))[:, None]  # no children of unpublished blocks
-    # Nor what has not arrived, which a failed move has lost, and all that follows it.
+    # Nor blocks that have not arrived, since a failed move lost their K/V, nor blocks after them.
     filled = filled & (jnp.cumsum(filled & ~group.arrived(own), axis=1, dtype=jnp.int32) == 0)
     namespace = pick(seqs.namespace, rows)
     start = jnp.where((before >= 0)[:, None], pick(blocks.key, before), root_key(namespace))
@@ -81,7 +81,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     target = jnp.where(found >= 0, found, pick(own.reshape(-1), earliest))
     parent = jnp.concatenate([before[:, None], target[:, :-1]], axis=1)
 
-    # Equal keys were taken for equal contents so far; now compare.
+    # So far equal keys counted as equal contents; now compare.
     findable_parent = (parent < 0) | (pick(blocks.fill, parent) > 0)
     same_parent = jnp.all(pick(blocks.parent, found) == link(blocks, parent, namespace[:, None]), axis=-1)
     as_found = same_content(blocks, found, text) & findable_parent & same_parent
@@ -92,7 +92,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     twin = twin & (namespace[:, None] == pick(namespace, earliest // num))
     sound = jnp.where(found >= 0, as_found, twin)
     broken = jnp.any(filled & ~sound, axis=1)
-    broken = lax.while_loop(  # a row that leans on a broken row is broken
+    broken = lax.while_loop(  # a row that depends on a broken row is broken
         lambda b: jnp.any(~b & jnp.any(filled & pick(b, earliest // num), axis=1)),
         lambda b: b | jnp.any(filled & pick(b, earliest // num), axis=1),
         broken,
@@ -112,7 +112,7 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
 
 
 def _earliest(key: jax.Array, where: jax.Array) -> jax.Array:
-    """i32[K]; the first entry whose key u32[K, 2] looks the same, among those where bool[K] holds; else itself."""
+    """i32[K]; the first entry, where bool[K], with an equal digest of its key u32[K, 2]; each other entry itself."""
     at = jnp.arange(where.size, dtype=jnp.int32)
     digest = jnp.where(
         where, mix(key[:, 0] ^ mix(key[:, 1])) >> np.uint32(1), at.astype(jnp.uint32) | np.uint32(1 << 31)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claiming what a policy has named: whatever that is, different blocks, each behind all its children."""
+"""Claiming the blocks that a policy has named."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Taken(Pytree):
     """What `take` did.
 
     Attributes:
-      group: the group after it.
-      ids: i32[.]; the blocks, NO_BLOCK beyond those asked for.
-      ok: bool[]; whether they were had; if not, nothing has changed.
-      removed: records of blocks that are findable no longer.
-      updated: records of those that changed tier.
-      moves: the moves for that.
+      group: the group after `take`.
+      ids: i32[.]; the taken blocks, NO_BLOCK after them.
+      ok: bool[]; whether all were taken; if not, nothing has changed.
+      removed: records of blocks that are no longer findable.
+      updated: records of blocks that changed tier.
+      moves: the moves between tiers.
     """
 
     group: Group
@@ -34,14 +34,14 @@ class Taken(Pytree):
 
 
 def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:
-    """Gives each victim a holder and takes it off its parent's children.
+    """Gives each victim a holder and subtracts it from its parent's `children`.
 
-    Whatever a policy names, what is claimed are different blocks, each behind all its findable children.
+    Whatever a policy names, the claimed blocks are all different, each after all its findable children.
     """
     refcount, named = last_of_each(blocks.refcount, ids, where)
     parent = pick(blocks.parent, ids)[:, 0]
     above = jnp.where(parent >= 0, pick(refcount, parent), 0)
-    # A parent among the victims has a mark, which is smaller than its child's if it is named later.
+    # A parent among the victims has a mark of `last_of_each`, smaller than its child's if the parent is named later.
     in_order = named & ((above >= 0) | (above < -1 - np.arange(ids.shape[0], dtype=np.int32)))
     children = add(blocks.children, parent, -1, in_order & (parent >= 0), unique=False)
 

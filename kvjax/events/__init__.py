@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: what a transition did, as data; the orders that move bytes and the news for everybody else.
+"""Events: what a transition did, as data: orders that move bytes, and news for everybody else.
 
-Inside `jit` they are arrays of a fixed size with padding between; on the host a list of dicts. The law they obey:
-`fold(events)` gives exactly the index of the state they came with, from any snapshot, for any interleaving.
+Inside `jit` events are arrays of a fixed size with padding between; on the host they are a list of dicts. Their law:
+`fold(events)` gives exactly the index of the state that came with them, from any snapshot, for any interleaving.
 """
 
 from kvjax.events.log import EventLog, append, init_log

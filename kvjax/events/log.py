@@ -24,7 +24,7 @@ class EventLog(Records):
 
     @property
     def room(self) -> jax.Array:
-        """i32[]; events that still fit; a loop stops while this is at least its step's worst case."""
+        """i32[]; events that still fit; a loop goes on while this is at least its step's worst case."""
         return self.records.shape[0] - self.size
 
     tokens = property(lambda self: self.text.tokens)

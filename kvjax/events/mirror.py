@@ -46,7 +46,7 @@ def _decode(record: np.ndarray, text: dict[str, np.ndarray]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Mirror:
-    """What somebody knows who has only heard the events.
+    """What a reader knows from the events alone.
 
     Attributes:
       nodes: {(group, block, generation): (namespace, token path, level, priority)}.
@@ -56,7 +56,7 @@ class Mirror:
 
     @property
     def index(self) -> dict[tuple[int, int, tuple], tuple[int, int]]:
-        """{(group, namespace, token path): (level, stated priority)}; with extra ids a path is of (token, extra id)."""
+        """{(group, namespace, token path): (level, stated priority)}; with extra ids a path has pairs (token, id)."""
         return {(node[0], ns, path): (level, priority) for node, (ns, path, level, priority) in self.nodes.items()}
 
 
@@ -97,7 +97,7 @@ def _stored(event: dict[str, Any], nodes: dict) -> tuple[int, tuple, int, int]:
     path = tuple(zip(tokens, event["extra_ids"], strict=True)) if "extra_ids" in event else tuple(tokens)
     if event["parent"] is None:
         return event["namespace"], path, event["level"], event["priority"]
-    parent = (0, *event["parent"])  # the first group links the prefixes of all
+    parent = (0, *event["parent"])  # the first group links prefixes for all groups
     if parent not in nodes:
         raise ValueError(f"events: got stored under node {parent}, {_LACKS}")
     namespace, before, *_ = nodes[parent]
@@ -106,7 +106,7 @@ def _stored(event: dict[str, Any], nodes: dict) -> tuple[int, tuple, int, int]:
 
 @on_state
 def snapshot(state: CacheState) -> list[dict[str, Any]]:
-    """The cache as the events that would build its index, for somebody who joins late: created, then stored."""
+    """The events that would build the cache's index, for a reader who joins late: created, then stored."""
     events: list[dict[str, Any]] = []
     tree = jax.device_get(state.groups[0].blocks)
     for number, group in enumerate(state.groups):
@@ -118,9 +118,9 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
         age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
         for block in findable[np.argsort(-age, kind="stable")].tolist():
             anchor, size = anchors[block], blocks.fill[block]
-            above, which = tree.parent[anchor].tolist()
+            parent, second = tree.parent[anchor].tolist()
             event = {"kind": "stored", "group": number, "block": block, "generation": int(blocks.generation[block])}
-            event |= {"parent": None, "namespace": which} if above < 0 else {"parent": (above, which)}
+            event |= {"parent": None, "namespace": second} if parent < 0 else {"parent": (parent, second)}
             event |= {name: x[anchor, :size].tolist() for name, x in tree.text.parts().items()}
             events.append(event | {"level": int(not on_device[block]), "priority": int(priority[block])})
     return events

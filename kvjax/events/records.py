@@ -43,17 +43,17 @@ COLUMNS = (
 
 
 class Records(Pytree):
-    """What happened to blocks, a line of numbers each.
+    """What happened to blocks, one record each.
 
     Attributes:
-      records: i32[E, 9]; the columns below, lines of kind NONE are padding.
+      records: i32[E, 9]; the columns below; records of kind NONE are padding.
 
     Columns, each also a property of this class:
       kind: an `EventKind`.
       group: which attention window.
-      block, generation: the node that the event is about; of a copy, the pool row to copy to.
-      source, source_generation: of a stored block its parent node in the first group, or (NO_BLOCK, namespace) at a
-        root; of a copy the pool row to copy from.
+      block, generation: the node that the event is about; for a copy, the pool row to copy to.
+      source, source_generation: for a stored block, its parent node in the first group, or (NO_BLOCK, namespace) at a
+        root; for a copy, the pool row to copy from.
       num_tokens: tokens stored, or leading tokens to copy.
       level: 0 on the device, 1 on the host.
       priority: the stated retention priority.
@@ -72,7 +72,7 @@ class Records(Pytree):
     priority = property(lambda self: self.records[..., 8])
 
     def only(self, where: jax.Array) -> Self:
-        """These where bool[], or padding."""
+        """These records where bool[], else padding."""
         return self.replace(records=jnp.where(where, self.records, 0))
 
 
@@ -83,9 +83,9 @@ class Events(Records):
       text: i32[E, P]; the contents of stored blocks.
       status: i32[R]; a `Status` for each row of the request.
       queried: i32[R]; prompt tokens that were looked up.
-      cached: i32[R]; those of them that were found.
+      cached: i32[R]; queried tokens that were found.
       shortfall: i32[]; blocks that were missing.
-      transfer: moves between tiers to be executed before anything else; None where there can be none.
+      transfer: moves between tiers to execute before anything else; None where there can be none.
     """
 
     text: Text
@@ -112,8 +112,8 @@ class Events(Records):
 def record(kind: EventKind, where: jax.Array, **columns: jax.Array | int) -> Records:
     """One record for each entry of where bool[K], of kind NONE where it does not hold."""
     values = {"kind": jnp.where(where, np.int32(kind), 0), "priority": DEFAULT_PRIORITY, **columns}
-    lines = [jnp.broadcast_to(jnp.asarray(values.get(c, 0), jnp.int32), where.shape) for c in COLUMNS]
-    return Records(jnp.stack(lines, axis=-1))
+    arrays = [jnp.broadcast_to(jnp.asarray(values.get(c, 0), jnp.int32), where.shape) for c in COLUMNS]
+    return Records(jnp.stack(arrays, axis=-1))
 
 
 def joined(*parts: Records) -> Records:
@@ -122,5 +122,5 @@ def joined(*parts: Records) -> Records:
 
 
 def no_records() -> Records:
-    """No record, where there is nothing to tell."""
+    """An empty list of records."""
     return Records(jnp.zeros((0, len(COLUMNS)), jnp.int32))

@@ -25,12 +25,12 @@ class Totals:
 
     Attributes:
       queried_tokens: prompt tokens that were looked up.
-      reused_tokens: those of them that were found, and so need no computing.
+      reused_tokens: queried tokens that were found, and so need no computation.
       stored_blocks: blocks that became findable.
       removed_blocks: blocks that stopped being findable, by eviction or because a row was cut inside them.
       copied_blocks: blocks copied on the device, for partial reuse or before a write into a shared block.
-      offloaded_blocks: moves to the host that were ordered; what leaves both tiers at once counts as removed alone.
-      onboarded_blocks: moves to the device that were ordered, copies of part of a block on the host among them.
+      offloaded_blocks: ordered moves to the host; a block that leaves both tiers at once counts as removed alone.
+      onboarded_blocks: ordered moves to the device, including copies of part of a block on the host.
       refused: rows whose request was not done.
     """
 
@@ -49,10 +49,10 @@ class Totals:
         return self.reused_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     def add(self, events: Events | EventLog) -> Totals:
-        """These totals and `events`, which may have leading axes (of a scan, of a vmap)."""
+        """These totals plus `events`, which may have leading axes (of a scan, of a vmap)."""
         events = jax.device_get(events)
         kinds = events.kind
-        rows = {} if isinstance(events, EventLog) else {
+        requests = {} if isinstance(events, EventLog) else {
             "queried_tokens": np.sum(events.queried), "reused_tokens": np.sum(events.cached),
             "refused": np.sum(events.status != 0),
         }  # fmt: skip
@@ -62,8 +62,8 @@ class Totals:
             "copied_blocks": np.sum(kinds == EventKind.COPIED),
         }
         if not isinstance(events, EventLog):
-            moves = events.moves  # between tiers, so that the greater row is on the host
+            moves = events.moves  # between tiers, so that the greater pool row is on the host
             new["offloaded_blocks"] = np.sum((moves.block >= 0) & (moves.target > moves.source))
             new["onboarded_blocks"] = np.sum((moves.block >= 0) & (moves.target < moves.source))
-        new |= rows
+        new |= requests
         return dataclasses.replace(self, **{name: getattr(self, name) + int(n) for name, n in new.items()})

@@ -18,11 +18,11 @@ class Transfer(Pytree):
     """The moves of one transition. All sources are read before any target is written, so that two blocks can swap.
 
     Attributes:
-      records: i32[K, 5]; the columns below, one move a row, rows whose block is NO_BLOCK are padding.
+      records: i32[K, 5]; the columns below, one record a move; records whose block is NO_BLOCK are padding.
 
     Columns, each also a property of this class:
       group: which attention window.
-      block: what moves, or the block of a row that takes a copy.
+      block: the block that moves, or that takes a copy.
       number: tells this move of the block from others.
       source, target: pool rows, 0..N-1 on the device, N..N+H-1 on the host.
     """
@@ -36,11 +36,11 @@ class Transfer(Pytree):
     target = property(lambda self: self.records[..., 4])
 
     def only(self, where: jax.Array) -> Self:
-        """These where bool[], or padding."""
+        """These moves where bool[], else padding."""
         return self.replace(records=jnp.where(where, self.records, NO_BLOCK))
 
 
-def moves(where: jax.Array, **columns: jax.Array | int) -> Transfer:
+def orders(where: jax.Array, **columns: jax.Array | int) -> Transfer:
     """One move for each entry of where bool[K], padding where it does not hold."""
     values = [jnp.broadcast_to(jnp.asarray(columns.get(c, 0), jnp.int32), where.shape) for c in COLUMNS]
     return Transfer(jnp.where(where[:, None], jnp.stack(values, axis=-1), NO_BLOCK))

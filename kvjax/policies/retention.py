@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention: how much the parts of a sequence are worth keeping once nobody holds them, and for how long.
+"""Retention: the priorities of the parts of a sequence once nobody holds them, and for how long.
 
 Each block has a priority from 0 to 100 and perhaps a time to live, counted from its last release; when that is over,
-it is worth as much as any other. Needs a spec made with `retention=True`; who is evicted is the policy's business
+its priority is the default, 35. Needs a spec made with `retention=True`; a policy uses the priorities to choose victims
 (`policies.priority`).
 
-`now` is 32 bits of ms, which wrap after 49 days. The cache counts on in 64 bits, so that a time to live that is over
-stays over: verbs that take, release or move blocks have to come less than 24 days apart for that.
+`now` is 32 bits of ms, which wrap after 49 days. The cache extends it to 64 bits, so that a time to live that is over
+stays over. For that, verbs that take, release or move blocks must come less than 24 days apart.
 
 Source: TensorRT-LLM's KvCacheRetentionConfig.
 """
@@ -28,7 +28,7 @@ HIGHEST_PRIORITY = 100
 
 
 class TokenRange(NamedTuple):
-    """Tokens start..end-1 of a prompt (end None: all from start on), and what their blocks are worth.
+    """Tokens start..end-1 of a prompt (end None: all from start on), and the retention of their blocks.
 
     Attributes:
       start: the first token.
@@ -44,11 +44,11 @@ class TokenRange(NamedTuple):
 
 
 class Retention(Pytree):
-    """What a request says of its blocks, as arrays; made by `Retention.of`.
+    """What a request states of its blocks, as arrays; made by `Retention.of`.
 
     Attributes:
-      ranges: i32[K, 4]; start, end, priority, ttl of token ranges; empty ranges fill it up.
-      decode: i32[2]; priority and ttl of blocks that generated tokens begin.
+      ranges: i32[K, 4]; start, end, priority, ttl of token ranges, padded with empty ranges.
+      decode: i32[2]; priority and ttl of blocks whose first token is generated.
     """
 
     ranges: jax.Array | np.ndarray
@@ -62,24 +62,24 @@ class Retention(Pytree):
         decode_ttl: int | None = None,
         max_ranges: int | None = None,
     ) -> Retention:
-        """States what a sequence's blocks are worth: a prompt's block takes the range that holds its first token.
+        """States the priorities of a sequence's blocks: a prompt's block takes the range that holds its first token.
 
-        Blocks outside every range are worth 35, or what they were worth before if they are found in the cache.
+        Blocks outside every range have priority 35, or keep their own if they are found in the cache.
 
         Args:
           ranges: in ascending order.
-          decode_priority: of blocks that generated tokens begin, 0 to 100.
+          decode_priority: of blocks whose first token is generated, 0 to 100.
           decode_ttl: their time to live in ms, or None.
-          max_ranges: room for so many ranges, to use one compiled program for any number; None: just these.
+          max_ranges: pads to so many ranges, so that one compiled program serves any number; None: no padding.
 
         Raises:
-          ValueError: naming it, on a range that overlaps, is reversed, or open without being the last; on a priority
+          ValueError: naming it, on a range that overlaps, is reversed, or is open but not the last; on a priority
             outside 0..100 or a negative time.
         """
-        rows: list[tuple[int, int, int, int]] = []
+        checked: list[tuple[int, int, int, int]] = []
         for i, given in enumerate(ranges):
             start, end, priority, ttl = TokenRange._make([*given, None][:4])
-            name, before = f"ranges[{i}]", rows[-1][1] if rows else 0
+            name, before = f"ranges[{i}]", checked[-1][1] if checked else 0
             if end is None and i + 1 < len(ranges):
                 raise ValueError(f"{name}: got an open range, which only the last may be")
             end = np.iinfo(np.int32).max if end is None else end
@@ -87,11 +87,11 @@ class Retention(Pytree):
                 raise ValueError(f"{name}.start: got {start}, wanted at least {before}, where the range before ends")
             if end <= start:
                 raise ValueError(f"{name}.end: got {end}, wanted more than its start {start}")
-            rows.append((start, end, _priority(f"{name}.priority", priority), _time(f"{name}.ttl", ttl)))
-        room = len(rows) if max_ranges is None else max_ranges
-        if len(rows) > room:
-            raise ValueError(f"ranges: got {len(rows)}, wanted at most max_ranges={room}")
-        filled = [*rows, *[(0, 0, UNSTATED, UNSTATED)] * (room - len(rows))]
+            checked.append((start, end, _priority(f"{name}.priority", priority), _time(f"{name}.ttl", ttl)))
+        room = len(checked) if max_ranges is None else max_ranges
+        if len(checked) > room:
+            raise ValueError(f"ranges: got {len(checked)}, wanted at most max_ranges={room}")
+        filled = [*checked, *[(0, 0, UNSTATED, UNSTATED)] * (room - len(checked))]
         decode = _priority("decode_priority", decode_priority), _time("decode_ttl", decode_ttl)
         return Retention(np.array(filled, np.int32).reshape(-1, 4), np.array(decode, np.int32))
 
@@ -108,20 +108,20 @@ def _time(name: str, value: int | None) -> int:
     return UNSTATED if value is None else value
 
 
-def by_place(asked: Retention | None, length: jax.Array, size: int, places: int) -> jax.Array:
-    """i32[places, 2]; priority and ttl of a row's blocks; UNSTATED for those of a prompt that no range is about.
+def by_column(asked: Retention | None, length: jax.Array, size: int, num_columns: int) -> jax.Array:
+    """i32[num_columns, 2]; priority and ttl of a row's blocks; UNSTATED for a prompt's blocks outside every range.
 
     Args:
-      asked: None: nothing is stated.
+      asked: None if nothing is stated.
       length: i32[]; tokens of the prompt.
       size: P.
-      places: how many blocks.
+      num_columns: how many blocks.
     """
     if asked is None:
         asked = Retention.of()
-    first = np.arange(places, dtype=np.int32) * size
+    first = np.arange(num_columns, dtype=np.int32) * size
     ranges = jnp.asarray(asked.ranges, jnp.int32)
-    stated = jnp.full((places, 2), UNSTATED, jnp.int32)
+    stated = jnp.full((num_columns, 2), UNSTATED, jnp.int32)
     if ranges.shape[0]:
         inside = (first[:, None] >= ranges[None, :, 0]) & (first[:, None] < ranges[None, :, 1])
         stated = jnp.where(jnp.any(inside, axis=1)[:, None], pick(ranges, jnp.argmax(inside, axis=1))[:, 2:], stated)
@@ -129,7 +129,7 @@ def by_place(asked: Retention | None, length: jax.Array, size: int, places: int)
 
 
 def cut_off(stated: jax.Array | None, length: jax.Array, size: int) -> jax.Array | None:
-    """What is stated i32[M + 1, 2] of a row cut to length i32[]: the blocks after the cut are generated ones.
+    """What is stated i32[M + 1, 2] of a row cut to length i32[]: blocks after the cut count as generated.
 
     None where the spec asks for no retention.
     """
@@ -142,21 +142,21 @@ def cut_off(stated: jax.Array | None, length: jax.Array, size: int) -> jax.Array
 
 
 def apply_retention(blocks: Blocks, ids: jax.Array, stated: jax.Array | None, where: jax.Array) -> Blocks:
-    """Gives blocks ids i32[K], where bool[K], the priority and ttl stated i32[K, 2], for UNSTATED ones the default.
+    """Gives blocks ids i32[K], where bool[K], the priority and ttl stated i32[K, 2], or the default if UNSTATED.
 
-    Without retention both are None, and nothing is done.
+    Without retention `stated` and the blocks' retention are None, and nothing changes.
     """
 
     def give(retention: jax.Array, stated: jax.Array) -> jax.Array:
         default = jnp.broadcast_to(np.array([DEFAULT_PRIORITY, UNSTATED], np.int32), stated.shape)
         return put(retention, ids, jnp.where(stated[..., :1] < 0, default, stated), where)
 
-    retention, expiry = fence(blocks.retention, blocks.expiry)  # which may have been computed from it just now
+    retention, expiry = fence(blocks.retention, blocks.expiry)  # expiry may have just been computed from retention
     return blocks.replace(retention=jax.tree.map(give, retention, stated), expiry=expiry)
 
 
 def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:
-    """i32[B]; each block's priority at `now`: the stated one, or 35 when its time is over."""
+    """i32[B]; each block's priority at `now`: the stated one, or 35 when its time to live is over."""
     if blocks.retention is None or blocks.expiry is None or blocks.time is None:
         raise ValueError("retention: the spec was made with retention=False, so blocks have no priorities")
     (high, low), expiry = time_at(blocks.time, now), blocks.expiry
@@ -165,12 +165,12 @@ def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:
 
 
 def time_at(latest: jax.Array, now: jax.Array) -> jax.Array:
-    """i32[2]; `now` i32[] in 64 bits: what lies nearest to the latest time i32[2] that is known."""
+    """i32[2]; `now` i32[] in 64 bits: the time nearest to the latest known time i32[2]."""
     return later(latest, now - latest[1])
 
 
 def later(time: jax.Array, ms: jax.Array) -> jax.Array:
-    """i32[..., 2]; time i32[..., 2], an upper and a lower word, and ms i32[...], which may be negative, after it."""
+    """i32[..., 2]; time i32[..., 2] (upper word, lower word) plus ms i32[...], which may be negative."""
     before = time[..., 1]
     low = before + ms
     carry = (low < before).astype(jnp.int32) - (ms < 0).astype(jnp.int32)
@@ -178,7 +178,7 @@ def later(time: jax.Array, ms: jax.Array) -> jax.Array:
 
 
 def set_expiry(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array) -> Blocks:
-    """The time to live of blocks ids i32[K], all different, where bool[K], begins now; see `apply_retention`."""
+    """Starts the time to live of blocks ids i32[K], all different, where bool[K], at `now`; see `apply_retention`."""
 
     def begin(expiry: jax.Array, retention: jax.Array, time: jax.Array) -> jax.Array:
         return put(expiry, ids, later(time_at(time, now), pick(retention, ids)[:, 1]), where)
@@ -188,7 +188,7 @@ def set_expiry(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array)
 
 
 def tell_time(blocks: Blocks, now: jax.Array, where: jax.Array) -> Blocks:
-    """The blocks, which know, where bool[], that it has been `now`; an earlier time than the latest is no news."""
+    """Advances `Blocks.time` to `now` where bool[]; a time before the latest one changes nothing."""
 
     def tell(time: jax.Array) -> jax.Array:
         return jnp.where(where & (now - time[1] > 0), time_at(time, now), time)

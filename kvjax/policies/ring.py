@@ -50,7 +50,7 @@ def _read(ring: Ring, blocks: Blocks, start: jax.Array, size: int):
     """Positions start..start+size-1: (position, block, whether the entry is live), each [size]."""
     position = start + np.arange(size, dtype=np.int32)
     ids = pick(ring.order, position & (ring.order.shape[0] - 1))
-    idle = pick(blocks.refcount, ids) % COPYING == 0  # what is copied from keeps its place
+    idle = pick(blocks.refcount, ids) % COPYING == 0  # a block that is copied keeps its turn
     live = (pick(ring.stamp, ids) == position) & idle & (pick(blocks.fill, ids) > 0)
     return position, ids, live & (position - ring.tail < 0)
 
@@ -64,8 +64,8 @@ def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
         # Moves live entries forward over dead ones, a chunk at a time; the write end never passes the read end.
         order, stamp, read, write = carry
         _, block, live = _read(ring._replace(order=order, stamp=stamp), blocks, read, chunk)
-        place = write + rank(live)
-        order, stamp = put(order, place & (capacity - 1), block, live), put(stamp, block, place, live)
+        position = write + rank(live)
+        order, stamp = put(order, position & (capacity - 1), block, live), put(stamp, block, position, live)
         return order, stamp, read + chunk, write + count(live)
 
     full = ring.tail - ring.head + count(new) > capacity
@@ -73,8 +73,8 @@ def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
         lambda carry: full & (carry[2] - ring.tail < 0), squeeze, (ring.order, ring.stamp, ring.head, ring.head)
     )
     tail = jnp.where(full, end, ring.tail)
-    place = tail + rank(new)
-    order, stamp = put(order, place & (capacity - 1), ids, new), put(stamp, ids, place, new)
+    position = tail + rank(new)
+    order, stamp = put(order, position & (capacity - 1), ids, new), put(stamp, ids, position, new)
     return Ring(order, stamp, ring.head, tail + count(new))
 
 
@@ -86,11 +86,11 @@ def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now:
         read, found, ids, head, passed_over = carry
         position, block, live = _read(ring, blocks, read, chunk)
         free = live & eligible(block)
-        place = found + rank(free)
-        take = free & (place < wanted)
-        ids = put(ids, place, block, take)
-        # A live entry that may not be named now keeps its place: the head stops there.
-        spared = live & ~free & (place < wanted)
+        index = found + rank(free)
+        take = free & (index < wanted)
+        ids = put(ids, index, block, take)
+        # The head stops at the first live entry that may not be named now, so that the entry keeps its turn.
+        spared = live & ~free & (index < wanted)
         first = jnp.min(jnp.where(spared, position - read, chunk))
         head = jnp.where(passed_over, head, read + first)
         found = found + count(take)
@@ -108,10 +108,10 @@ def _drop(ring: Ring, ids: jax.Array) -> Ring:
 
 
 def vllm_v1() -> EvictionPolicy:
-    """The order of vLLM v1, for study, which is exactly `lru()`: one queue, of a request the tails before the heads.
+    """The order of vLLM v1, for study, which is exactly `lru()`: one queue, each request's tail before its head.
 
-    Exact for a vLLM that puts blocks without contents in front of the queue (0.33): kvjax takes empty blocks first
-    too. Before that (0.11) they went to its end, so that cached blocks left in the same order, but sooner.
+    Exact for a vLLM that puts blocks without contents in front of the queue (0.33), since kvjax takes empty blocks
+    first too. An older one (0.11) put them at its end, so that cached blocks left in the same order, but sooner.
 
     Source: vLLM's FreeKVCacheBlockQueue.
     """

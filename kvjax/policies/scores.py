@@ -23,7 +23,7 @@ def by_score(
     init: Callable[[int], Any] | None = None,
     touch: Callable[..., Any] | None = None,
 ) -> EvictionPolicy:
-    """Evicts the block of the lowest score among the leaves, again and again; NaN leaves last.
+    """Evicts the leaf of the lowest score, again and again; NaN leaves last.
 
     Costs one pass over all blocks in a call that evicts. Pass the same object again to reuse compiled programs.
     A score may have a state of its own, here how often each block was released:
@@ -34,13 +34,13 @@ def by_score(
             touch=lambda seen, blocks, ids, now: seen.at[jnp.where(ids >= 0, ids, len(seen))].add(1, mode="drop"),
         )
 
-    A learned score has its weights there: `init(spec, policy, policy_state=weights)`.
+    A learned score keeps its weights in that state: `init(spec, policy, policy_state=weights)`.
 
     Args:
       fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9); with `init` it takes the policy's
         state too, `fn(blocks, pstate)`.
       timed: whether fn takes the time, i32[] ms, too, as its last argument.
-      init: num_ids to the policy's state, a pytree of arrays; None: there is none. Block ids may be reused for other
+      init: num_ids to the policy's state, a pytree of arrays; None: no state. Block ids may be reused for other
         contents; `blocks.generation` tells.
       touch: (pstate, blocks, ids i32[K], now i32[]) to the policy's state after a release, as in `EvictionPolicy`;
         None: nothing changes it.
@@ -69,7 +69,7 @@ def by_score(
 
 
 def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: jax.Array, size: int) -> jax.Array:
-    """The `wanted` lowest by repeated removal of the lowest leaf, where a removal can make its parent a leaf."""
+    """i32[size]; the `wanted` lowest by repeated removal of the lowest leaf; a removal can make the parent a leaf."""
     num_ids = score.shape[0]
     leaf = eligible(jnp.arange(num_ids, dtype=jnp.int32)) & (blocks.children == 0)
     _, front = lax.top_k(jnp.where(leaf, -score, -jnp.inf), min(size, num_ids))
@@ -89,7 +89,7 @@ def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: ja
 
 
 def _as_ordered_float(score: jax.Array) -> jax.Array:
-    """f32 in the same order: integers keep all their bits (as floats above 2^24 they would not), NaN goes last."""
+    """f32 in the same order, NaN last. Integers become the bits of floats: a conversion is exact up to 2^24 only."""
     largest = np.float32(np.finfo(np.float32).max)
     if jnp.issubdtype(score.dtype, jnp.floating):
         score = score.astype(jnp.float32)
@@ -104,9 +104,9 @@ def cost_aware(balance: int = 24_576) -> EvictionPolicy:
     """Evicts the lowest cost / age, where cost = fill * (balance + position): what a block's tokens took to compute.
 
     The cost of a token is that of the layers that see it alone plus that of attention, which grows with its position:
-    of two blocks the one that costs twice as much may lie twice as long. Of equal costs the least recently released
-    leaves first; a tail of few tokens leaves early, since it takes a whole block. This is GreedyDual with nothing to
-    remember: there too a block of cost c leaves after c turnovers of the pool.
+    a block that costs twice as much may stay twice as long. Among equal costs the least recently released leaves first;
+    a tail of few tokens leaves early, since it takes a whole block. This is GreedyDual without a state: in GreedyDual
+    too a block of cost c leaves after c turnovers of the pool.
 
     Args:
       balance: the position at which attention costs as much as all else; about six times the model's width.

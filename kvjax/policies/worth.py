@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that heed what requests state of their blocks (`retention.py`)."""
+"""Policies that use the priorities which requests state (`retention.py`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvjax.state import Blocks, EvictionPolicy
 
 @functools.cache
 def priority() -> EvictionPolicy:
-    """Evicts the block that is worth least, of equals the least recently released; needs a spec with `retention`.
+    """Evicts the block of the lowest priority, among equals the least recently released; needs a spec with `retention`.
 
-    A parent outlives its cached children, so a valuable tail protects its whole prefix. Of blocks that were released
-    more than 16.7 million releases ago any may count as the older.
+    A parent outlives its cached children, so a tail of high priority protects its whole prefix. Blocks that were
+    released more than 16.7 million releases ago count as equally old.
 
     Source: TensorRT-LLM's LRUEvictionPolicy, one queue for each priority.
     """
@@ -37,8 +37,8 @@ def priority() -> EvictionPolicy:
 def trt_leaf() -> EvictionPolicy:
     """The order of TensorRT-LLM, for study: that of `priority()`, but a time to live that ends counts as a release.
 
-    A block whose time is over goes to the back of the queue of priority 35 and begins to age there; `priority()` goes
-    on counting from its release. Empty blocks are taken first, as everywhere in kvjax. Costs a sort of all blocks in
+    A block whose time is over goes to the back of the queue of priority 35 and begins to age there; `priority()` counts
+    on from its release. Empty blocks are taken first, as everywhere in kvjax. Costs a sort of all blocks in
     a call that evicts; needs a spec with `retention`.
 
     Source: TensorRT-LLM's LRUEvictionPolicy with `refresh` before every request, in its form where only leaves are
@@ -46,12 +46,12 @@ def trt_leaf() -> EvictionPolicy:
     """
 
     def score(blocks: Blocks, now: jax.Array) -> jax.Array:
-        worth = priority_at(blocks, now)
+        current = priority_at(blocks, now)
         assert blocks.retention is not None and blocks.expiry is not None
-        over = worth != blocks.retention[:, 0]
+        over = current != blocks.retention[:, 0]
         # The expiry is the release plus the time to live, which is -1 where there is none.
         queued = later(blocks.expiry, jnp.where(over, 0, -blocks.retention[:, 1]))
-        order = jnp.lexsort((blocks.released - blocks.clock, queued[:, 1], queued[:, 0], worth)).astype(jnp.int32)
+        order = jnp.lexsort((blocks.released - blocks.clock, queued[:, 1], queued[:, 0], current)).astype(jnp.int32)
         return put(jnp.zeros_like(order), order, np.arange(order.shape[0], dtype=np.int32), order >= 0)
 
     return by_score(score, timed=True)

@@ -21,7 +21,7 @@ from kvjax.blocks.tiers import order_copy, priorities
 from kvjax.blocks.victims import Taken
 from kvjax.events.records import EventKind, Events, Records, Status, joined, record
 from kvjax.events.transfer import Transfer, no_moves
-from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_place
+from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_column
 from kvjax.spec import GroupSpec
 from kvjax.state import COPYING, NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import all_or_nothing, assemble, first_failure
@@ -104,7 +104,7 @@ def admit_row(
     groups[0] = write_prompt(groups[0], taken[0].ids[:1], copies[None], ask, plan.whole)
     row, updated = read_row(state, seq).known, [new.updated for new in taken]
     if spec.retention:
-        stated = by_place(retention, ask.length, size, spec.max_blocks_per_seq + 1)
+        stated = by_column(retention, ask.length, size, spec.max_blocks_per_seq + 1)
         groups[0], changed = _retain(groups[0], tables[0], stated, plan.found[0].hits & ok, fresh & ok)
         row, updated = row.replace(retention=stated), [*updated, changed]
     row = row.replace(length=plan.target, committed=cached, namespace=ask.namespace)
