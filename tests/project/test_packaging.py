@@ -71,6 +71,7 @@ def test_importing_the_library_imports_no_extra():
     loaded = output_of(sys.executable, "-c", code).split()
     packages = {module.split(".")[0] for module in loaded}
     assert not packages & {
+        "chex",
         "hypothesis",
         "matplotlib",
         "flax",
