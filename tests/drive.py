@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 
@@ -143,7 +144,7 @@ class Driver:
         assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
         refused = np.asarray(self.events.status) != Status.OK
         if verb != "complete" and (refused.all() or (verb == "extend" and refused.any())):
-            jax.tree.map(np.testing.assert_array_equal, before, self.state)
+            chex.assert_trees_all_equal(before, self.state)
             assert not np.any(self.events.kind) and not np.any(self.events.cached) and not np.any(self.events.queried)
 
     # Requests.

@@ -55,7 +55,7 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
 
 @on_state
 def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
-    """Takes the holder that `pin` added from the same blocks; those without holders become cached.
+    """Takes the holder that `pin` added from the same blocks; those without holders become cached, children first.
 
     Args:
       state: the cache.
@@ -74,8 +74,11 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
     ok = ~jnp.any(named & (~pinned | repeated(ids)))
     pins[group] = add(pins[group], ids, -1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
+    # As a row's blocks: the last one first, but whatever the order of the list, children before their parents.
+    known = chosen_group.blocks
+    order = children_first(known, ids[::-1], (named & ok & (pick(known.fill, ids) > 0))[::-1])
     policy = windows.policy_of(group, state.policy)
-    chosen_group = give_back(chosen_group, policy, ids[::-1], (named & ok)[::-1], now)
+    chosen_group = give_back(chosen_group, policy, order, ok & (order != NO_BLOCK), now)
     state = replace_group(state, group, chosen_group)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
 

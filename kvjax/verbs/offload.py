@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvjax._arrays import add, compact, count, either, pick, put, repeated
+from kvjax._arrays import compact, count, either, pick, put, repeated
 from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.deal import Leaving, deal
@@ -33,7 +33,7 @@ from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, forget_all
 from kvjax.blocks.rows import Row, read_row
 from kvjax.blocks.take import take
-from kvjax.blocks.tiers import priorities
+from kvjax.blocks.tiers import priorities, with_ancestors
 from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState, Group
@@ -74,6 +74,8 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
 def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: int = 0) -> tuple[CacheState, Events]:
     """Brings cached blocks back to the device ahead of their use; all or nothing.
 
+    Counts as a use: the blocks, and then their cached ancestors, are the last ones released.
+
     Args:
       state: the cache.
       blocks: i32[K]; different cached blocks on the host; NO_BLOCK is padding. Their parents must be on the device or
@@ -94,17 +96,21 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     bad = jnp.any(named & (~on_host | repeated(ids) | ~has_parent))
     held = jnp.any(named & on_host & ((pick(known.refcount, ids) > 0) | chosen_group.moving(ids)))
     status = first_failure((held, Status.HELD), (bad, Status.BAD_REQUEST))
-    # Parents that are on the device already must not leave it for their children.
+    # Their ancestors on the device must not leave it for them. These are released after them, the nearest first, since
+    # no block may have waited longer for its eviction than its children: see `control._prefixes_are_pinned`.
     good = named & on_host & (status == Status.OK)
-    keep = jnp.where(good & (parent >= 0) & ~pick(coming, parent), parent, NO_BLOCK)
-    keep = jnp.unique(keep, size=keep.shape[0], fill_value=NO_BLOCK)
-    blocks = known.replace(refcount=add(known.refcount, keep, 1, keep >= 0))
-    idle = count((keep >= 0) & (pick(known.refcount, keep) == 0))
+    parents = put(jnp.zeros_like(coming), parent, True, good & (parent >= 0) & ~pick(coming, parent), unique=False)
+    keep = with_ancestors(chosen_group, parents, chosen_group.on_device(chosen_group.ids))
+    blocks = known.replace(refcount=known.refcount + keep.astype(jnp.int32))
+    idle = count(keep & (known.refcount == 0))
     kept = chosen_group.replace(blocks=blocks, num_cached=chosen_group.num_cached - idle)
-    back, _ = compact(jnp.where(good, ids, NO_BLOCK))
+    index = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    back = jnp.where(index < count(good), children_first(known, ids, good), NO_BLOCK)
     new = _take(state, group, kept, ids.shape[0], now, back=back)
+    waited = known.released - known.clock  # of equally deep ones the first that was released stays the first
+    order = jnp.lexsort((waited, -jnp.where(keep, known.depth, -1))).astype(jnp.int32)
     policy = windows.policy_of(group, state.policy)
-    new = new.replace(group=give_back(new.group, policy, keep, keep >= 0, now))
+    new = new.replace(group=give_back(new.group, policy, order, pick(keep, order), now))
     return _finish(state, group, new, jnp.where((status == Status.OK) & ~new.ok, jnp.int32(Status.NO_BLOCKS), status))
 
 

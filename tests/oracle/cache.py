@@ -21,7 +21,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tests.oracle.blocks import (
@@ -397,7 +397,7 @@ class Oracle(Tiers):
         return Result([Status.OK])
 
     def unpin(self, blocks, group: int = 0) -> Result:
-        """Drops one hold on each block, the last of the list first, like the tail of a row."""
+        """Drops one hold on each block, the last of the list first, like the tail of a row, but children first."""
         mine, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
         if len(set(wanted)) < len(wanted) or not all(0 <= b < len(mine.blocks) for b in wanted):
             return Result([Status.BAD_REQUEST])
@@ -406,7 +406,7 @@ class Oracle(Tiers):
             return Result([Status.BAD_REQUEST])
         if not self._prefixes_pinned(group, collections.Counter(dict.fromkeys(wanted, -1))):
             return Result([Status.BAD_REQUEST])
-        for block in reversed(wanted):
+        for block in self._children_first(mine, reversed(wanted)):
             self._drop(mine, block)
         return Result([Status.OK])
 
@@ -499,6 +499,15 @@ class Oracle(Tiers):
     def _children(self, node: Node) -> list[Path]:
         """Paths of the findable blocks that follow a node."""
         return [path for (space, path) in self.index if self._parent((space, path)) == node]
+
+    def _children_first(self, group: Group, blocks: Iterable[int]) -> list[int]:
+        """Blocks of the index before the others, and children before their parents."""
+
+        def key(block: int) -> int:
+            node = group.blocks[block].node
+            return 1 if node is None else 0 if group.number else -((len(node[1]) - 1) // self.block_size)
+
+        return sorted(blocks, key=key)
 
     def _parent(self, node: Node) -> Node:
         """The prefix before a node's own block: all whole blocks before its last token."""

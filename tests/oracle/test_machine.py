@@ -37,8 +37,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_reuse": False,
     },
 }  # fmt: skip
-# Each costs twenty programs to compile: by default one; both tiers, with bytes, are in test_bytes.py.
-NAMES = sorted(CONFIGS) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else ["windows, retention"]
+# Each costs twenty programs to compile: by default one, KVJAX_MACHINE names another; test_bytes.py has both tiers.
+DEFAULT = os.environ.get("KVJAX_MACHINE", "windows, retention")
+NAMES = sorted(CONFIGS) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else [DEFAULT]
 POLICIES = {
     "lru": (kvjax.lru(), lru), "fifo": (kvjax.policies.fifo(), lambda block: block.stored),
     "priority": (kvjax.policies.priority(), None),
@@ -371,10 +372,11 @@ class CacheMachine(RuleBasedStateMachine):
                 self.pins.append((ours, [theirs], of))
 
     @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data):
+    @rule(data=st.data(), backwards=st.booleans())
+    def unpin(self, data, backwards):
         if self.pins:
             ours, theirs, of = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+            ours, theirs = (ours[::-1], theirs[::-1]) if backwards else (ours, theirs)
             wanted = self.oracle.unpin(theirs, of)
             self.both("unpin", wanted, ours, group=of)
             if not wanted.ok:  # the prefix or anchor of a block that stays held; it can go later

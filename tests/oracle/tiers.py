@@ -62,14 +62,16 @@ class Tiers:
             return Result([Status.HELD])
         if len(away) < len(wanted) or len(set(wanted)) < len(wanted):
             return Result([Status.BAD_REQUEST])
-        nodes, parents = {block.node for block in away}, []
+        nodes, kept = {block.node for block in away}, set()
         for node in nodes if group == 0 else ():
             above = self._parent(node)
             if above[1] and above not in nodes:
-                parents.append(mine.index[above])
-                if mine.blocks[parents[-1]].host or mine.blocks[parents[-1]].move:
+                parent = mine.blocks[mine.index[above]]
+                if parent.host or parent.move:
                     return Result([Status.BAD_REQUEST])
-        kept = set(parents)
+            while above[1] and above not in nodes:
+                kept.add(mine.index[above])
+                above = self._parent(above)
         if self._missing(mine, len(wanted), kept):
             return Result([Status.NO_BLOCKS])
         before = self.save()
@@ -78,11 +80,11 @@ class Tiers:
         if done is None:
             self.restore(before)
             return Result([Status.NO_BLOCKS])
-        for b in [*wanted, *sorted(kept)]:
-            if not mine.blocks[b].refcount:
-                mine.blocks[b].queued, self.turn = self.turn, self.turn + 1
-                if b in kept:
-                    mine.blocks[b].released, self.clock = self.clock, self.clock + 1
+        for b in self._children_first(mine, wanted):
+            mine.blocks[b].queued, self.turn = self.turn, self.turn + 1
+        for b in self._children_first(mine, sorted(kept, key=lambda b: mine.blocks[b].released)):  # as if held so far
+            mine.blocks[b].refcount += 1
+            self._drop(mine, b)
         return self._moved(done)
 
     def watermark(self, empty: int, most: int, group: int = 0) -> Result:

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No block waits longer for its eviction than its children, whatever the order in which a verb was given its blocks.
+
+`lru` names the blocks that were released first. One that still has children cannot leave: then there would be no room.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import kvjax
+from tests.drive import Driver
+
+SIZE, CHAIN = 4, 3
+
+
+def chain(**options):
+    """A cache full of one sequence, which row 0 holds; and its blocks, which follow one another."""
+    spec = kvjax.make_spec(num_blocks=CHAIN, max_seqs=2, max_length=5 * SIZE, block_size=SIZE, **options)
+    driver = Driver(kvjax.init(spec))
+    driver.start(0, range(CHAIN * SIZE))
+    blocks = np.asarray(driver.state.groups[0].table)[0, :CHAIN]
+    return driver, blocks
+
+
+def assert_all_can_leave(driver):
+    """Other prompts find room one block after the other."""
+    for i in range(CHAIN):
+        assert driver.admit(i % 2, [100 + i] * SIZE) == ["OK"]
+        driver.do("release", i % 2)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(CHAIN))], ids=str)
+def test_unpinned_blocks_can_leave(order):
+    driver, blocks = chain()
+    driver.do("pin", blocks[list(order)])
+    driver.do("release", 0)
+    driver.do("unpin", blocks[list(order)])
+    assert_all_can_leave(driver)
+
+
+@pytest.mark.parametrize("named", [[2], [1, 2], [2, 1], [0, 1, 2], [1, 0, 2]], ids=str)
+def test_what_came_back_from_the_host_and_its_prefix_can_leave(named):
+    driver, blocks = chain(num_host_blocks=4)
+    driver.do("release", 0)
+    driver.do("offload", blocks[named])
+    driver.do("onboard", blocks[named])
+    assert_all_can_leave(driver)
