@@ -56,7 +56,7 @@ class Host(Pytree):
       below: i32[B]; findable children on the host; `Blocks.children` counts those on the device.
       arriving: i32[B]; number of the move that brings the K/V to the block's pool row, or 0. While it is not 0
         the block cannot be found. If the move fails it stays until the block is empty: lost K/V are never stored.
-      moves: i32[]; the number of the last transition that moved something.
+      num_moves: i32[]; the number of the last transition that moved something.
       stuck: bool[B]; as of the last move: device blocks that cannot be evicted inside a loop, because a descendant
         is on the host or moving.
       empty: i32[H]; stack of empty blocks on the host.
@@ -67,7 +67,7 @@ class Host(Pytree):
     pool_row: jax.Array
     below: jax.Array
     arriving: jax.Array
-    moves: jax.Array
+    num_moves: jax.Array
     stuck: jax.Array
     empty: jax.Array
     num_empty: jax.Array

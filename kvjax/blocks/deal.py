@@ -146,7 +146,7 @@ def deal(
         pool_row=dealt.pool_row,
         below=put(add(host.below, parent, -1, has_parent, unique=False), removed, 0, removed >= 0),
         arriving=put(host.arriving, moved, next_move(host), moved >= 0),
-        moves=jnp.where(jnp.any(moved >= 0), next_move(host), host.moves),
+        num_moves=jnp.where(jnp.any(moved >= 0), next_move(host), host.num_moves),
         empty=put(host.empty, host.num_empty - dealt.num_popped + rank(on_host), free, on_host),
         num_empty=host.num_empty - dealt.num_popped + count(on_host),
         policy=host_pstate,

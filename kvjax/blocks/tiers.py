@@ -161,7 +161,7 @@ def order_copy(
     )  # fmt: skip
     host = host.replace(
         arriving=put(host.arriving, block, move, where[None]),
-        moves=jnp.where(where, move, host.moves),
+        num_moves=jnp.where(where, move, host.num_moves),
         stuck=put(host.stuck, prefix, True, (prefix >= 0) & where),
     )
     return group.replace(host=host), ordered
@@ -169,7 +169,7 @@ def order_copy(
 
 def next_move(host: Host) -> jax.Array:
     """i32[]; the number of the next move; wrapping leaves out 0, which means none."""
-    return jnp.where(host.moves == -1, 1, host.moves + 1)
+    return jnp.where(host.num_moves == -1, 1, host.num_moves + 1)
 
 
 def count_children(group: Group, parent: jax.Array, by: int, where: jax.Array, on_device: jax.Array) -> Group:

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from kvjax._checks import on_state
-from kvjax.debug.survey import Condition, Survey, survey
+from kvjax.debug.survey import Condition, Survey, read_blocks
 from kvjax.state import CacheState
 
 
@@ -119,7 +119,7 @@ def stats(state: CacheState, group: int = 0) -> Stats:
       Counts of blocks, slots and rows as they stand. What happened so far (tokens queried and reused, copies,
       evictions) is in the events, not in the state.
     """
-    return tally(state, survey(state, group))
+    return tally(state, read_blocks(state, group))
 
 
 def tally(state: CacheState, seen: Survey) -> Stats:

@@ -145,7 +145,7 @@ def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, 
         "children_on_the_host_are_counted": host.below == below,
         "a_device_block_has_its_parent_on_the_device": on_host[child] | ~on_host[parent[child]],
         "only_blocks_with_contents_are_on_the_move": (host.arriving == 0) | findable | (blocks.refcount > 0),
-        "moves_were_ordered": (host.arriving == 0) | (_after(host.moves, host.arriving) >= 0),
+        "moves_were_ordered": (host.arriving == 0) | (_after(host.num_moves, host.arriving) >= 0),
     }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax._checks import on_state
 from kvjax.debug.counts import tally
-from kvjax.debug.survey import Condition, Survey, survey
+from kvjax.debug.survey import Condition, Survey, read_blocks
 from kvjax.state import NO_BLOCK, CacheState
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def plot_blocks(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('plot_blocks needs matplotlib: pip install "kvjax[plot]"') from error
-    seen = survey(state, group)
+    seen = read_blocks(state, group)
     num_blocks = len(seen.condition)
     per_cell = 1 << (-(-num_blocks // _MOST_CELLS) - 1).bit_length()
     columns = _columns(-(-num_blocks // per_cell))

@@ -67,7 +67,7 @@ class Survey:
 _TO_HOST = Condition.ON_HOST_EMPTY - Condition.EMPTY
 
 
-def survey(state: CacheState, group: int = 0) -> Survey:
+def read_blocks(state: CacheState, group: int = 0) -> Survey:
     """Reads one group of a state on the host."""
     chosen_group, tree, seqs = jax.device_get((state.groups[group], state.groups[0], state.seqs))
     blocks, size = chosen_group.blocks, state.spec.block_size

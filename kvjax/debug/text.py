@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from kvjax._checks import on_state
 from kvjax.debug.counts import stats, tally
-from kvjax.debug.survey import Condition, Survey, survey
+from kvjax.debug.survey import Condition, Survey, read_blocks
 from kvjax.ledger import human
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState
@@ -46,7 +46,7 @@ def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
     """
     lines = []
     for number, group in enumerate(state.spec.groups):
-        seen = survey(state, number)
+        seen = read_blocks(state, number)
         shape = f"blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks"
         for line in (_name(state, number) + shape, *tally(state, seen).lines):
             lines += textwrap.wrap(line, width)

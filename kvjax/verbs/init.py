@@ -129,7 +129,7 @@ def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any) -> H
         pool_row=ids,
         below=jnp.zeros_like(ids),
         arriving=jnp.zeros_like(ids),
-        moves=jnp.int32(0),
+        num_moves=jnp.int32(0),
         stuck=jnp.zeros(ids.shape, jnp.bool_),
         empty=ids[::-1][: group.num_host_blocks],
         num_empty=jnp.int32(group.num_host_blocks),

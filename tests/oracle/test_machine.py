@@ -58,7 +58,7 @@ def nearly_wrapped(state):
             return policy._replace(head=policy.head + soon, tail=policy.tail + soon) if policy != () else policy
 
         if host is not None:
-            host = host.replace(moves=host.moves + soon, policy=turned(host.policy))
+            host = host.replace(num_moves=host.num_moves + soon, policy=turned(host.policy))
         blocks = group.blocks.replace(clock=group.blocks.clock + soon)
         groups.append(group.replace(blocks=blocks, host=host, policy=turned(group.policy)))
     return state.replace(groups=tuple(groups))

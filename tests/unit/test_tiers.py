@@ -147,7 +147,7 @@ def test_what_is_findable_holds_its_tokens(seed, dangerous, monkeypatch):
     for _ in range(70):
         life.step()
         assert_true_bytes(life.cache, life.texts)
-        moved = max(moved, int(life.state.groups[0].host.moves))
+        moved = max(moved, int(life.state.groups[0].host.num_moves))
     assert moved > 5
     assert (life.failures > 0) == dangerous
 

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.debug import Stats, stats
-from kvjax.debug.survey import survey
+from kvjax.debug.survey import read_blocks
 from kvjax.events import Totals
 from kvjax.events.transfer import Transfer
 from tests.drive import TIERS, VERBS, Driver
@@ -97,7 +97,7 @@ DAMAGE = {
     "moves were ordered": [
         (0, "groups.0.host.arriving", lambda b: at(b[0, "moving"], 4)),
         (1, "groups.1.host.arriving", lambda b: at(b[1, "moving"], 2**31 - 1)),
-        (1, "groups.1.host.moves", lambda b: lambda x: x * 0),
+        (1, "groups.1.host.num_moves", lambda b: lambda x: x * 0),
     ],
     "every cached block waits in the ring of its tier once": [
         (0, "groups.0.policy.tail", lambda b: lambda x: x - 1),
@@ -153,7 +153,7 @@ def test_the_story_is_sound_and_its_blocks_differ(state):
 def test_the_number_of_moves_may_have_wrapped(state):
     """The latest is number -2**31 now, and what is on its way was ordered just before it."""
     for number in range(2):
-        state = changed(state, f"groups.{number}.host.moves", lambda x: np.full_like(x, -(2**31)))
+        state = changed(state, f"groups.{number}.host.num_moves", lambda x: np.full_like(x, -(2**31)))
         state = changed(state, f"groups.{number}.host.arriving", lambda x: np.where(x > 0, np.int32(2**31 - 1), x))
     kvjax.check(state)
 
@@ -232,7 +232,7 @@ def test_a_forked_window_is_shared_by_two():
 
 
 def test_a_window_groups_blocks_hold_what_those_beside_them_do(state):
-    first, window = survey(state), survey(state, 1)
+    first, window = read_blocks(state), read_blocks(state, 1)
     names = known(state)
     for name in ("first", "last", "resting", "swapped end", "moving", "near", "far"):
         block = names[1, name]
