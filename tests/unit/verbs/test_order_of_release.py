@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.drive import Driver
+from tests.drive import PLAIN, TIERS, Driver
 
 SIZE, CHAIN = 4, 3
 
 
-def chain(**options):
+def chain(spec):
     """A cache full of one sequence, which row 0 holds; and its blocks, which follow one another."""
-    spec = kvjax.make_spec(num_blocks=CHAIN, max_seqs=2, max_length=5 * SIZE, block_size=SIZE, **options)
-    driver = Driver(kvjax.init(spec))
+    driver = Driver(kvjax.init(spec, num_blocks=CHAIN))
     driver.start(0, range(CHAIN * SIZE))
     blocks = np.asarray(driver.state.groups[0].table)[0, :CHAIN]
     return driver, blocks
@@ -33,7 +32,7 @@ def assert_all_can_leave(driver):
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(CHAIN))], ids=str)
 def test_unpinned_blocks_can_leave(order):
-    driver, blocks = chain()
+    driver, blocks = chain(PLAIN)
     driver.do("pin", blocks[list(order)])
     driver.do("release", 0)
     driver.do("unpin", blocks[list(order)])
@@ -42,7 +41,7 @@ def test_unpinned_blocks_can_leave(order):
 
 @pytest.mark.parametrize("named", [[2], [1, 2], [2, 1], [0, 1, 2], [1, 0, 2]], ids=str)
 def test_what_came_back_from_the_host_and_its_prefix_can_leave(named):
-    driver, blocks = chain(num_host_blocks=4)
+    driver, blocks = chain(TIERS)
     driver.do("release", 0)
     driver.do("offload", blocks[named])
     driver.do("onboard", blocks[named])
