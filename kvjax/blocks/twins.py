@@ -69,8 +69,8 @@ def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, fi
     before = group.table.at[rows, first - 1].get(mode="clip", wrap_negative_indices=False)
     before = jnp.where(first > 0, before, NO_BLOCK)
     filled = filled & ((before < 0) | (pick(blocks.fill, before) > 0))[:, None]  # no children of unpublished blocks
-    # Nor blocks that have not arrived, since a failed move lost their K/V, nor blocks after them.
-    filled = filled & (jnp.cumsum(filled & ~group.arrived(own), axis=1, dtype=jnp.int32) == 0)
+    if group.tiered:  # nor a block whose K/V have not arrived, which a failed move may lose, nor its descendants
+        filled = filled & (jnp.cumsum(filled & ~group.arrived(own), axis=1, dtype=jnp.int32) == 0)
     namespace = pick(seqs.namespace, rows)
     start = jnp.where((before >= 0)[:, None], pick(blocks.key, before), root_key(namespace))
     key = prefix_keys(start, text, blocks.tokens.shape[1], depth).reshape(-1, 2)
