@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.drive import PLAIN, TIERS, Driver
+from tests.drive import PLAIN, Driver, padded
 
 SIZE, CHAIN = 4, 3
+HOST = kvjax.make_spec(num_blocks=CHAIN, max_seqs=2, max_length=5 * SIZE, block_size=SIZE, num_host_blocks=4)
 
 
 def chain(spec):
@@ -41,8 +42,9 @@ def test_unpinned_blocks_can_leave(order):
 
 @pytest.mark.parametrize("named", [[2], [1, 2], [2, 1], [0, 1, 2], [1, 0, 2]], ids=str)
 def test_what_came_back_from_the_host_and_its_prefix_can_leave(named):
-    driver, blocks = chain(TIERS)
+    driver, blocks = chain(HOST)
     driver.do("release", 0)
-    driver.do("offload", blocks[named])
-    driver.do("onboard", blocks[named])
+    asked = padded(blocks[named], CHAIN, kvjax.state.NO_BLOCK)
+    driver.do("offload", asked)
+    driver.do("onboard", asked)
     assert_all_can_leave(driver)
