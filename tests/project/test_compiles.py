@@ -28,7 +28,10 @@ def test_the_programs_of_all_processes_are_told_without_those_from_the_cache(tmp
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for count in (2, 3):
         (tmp_path / f"test_{count}.py").write_text(TEST.format(count=count))
-    run, programs = (sys.executable, "-m", "pytest", "-q", str(tmp_path)), str(tmp_path / "programs")
+    run, programs = (
+        (sys.executable, "-m", "pytest", "-q", f"--rootdir={tmp_path}", str(tmp_path)),
+        str(tmp_path / "programs"),
+    )
 
     def told(processes):
         report = output_of(*run, "-n", processes, JAX_COMPILATION_CACHE_DIR=programs)
