@@ -571,7 +571,8 @@ class Life:
     def _unpin(self, request: Request) -> None:
         if self.pins:
             ids, group = self.pins.pop(request["which"] % len(self.pins))
-            if not bool(self.on_cache("unpin", ids, group=group).ok):
+            named = ids[:: -1 if request["which"] % 2 else 1]  # the order of the list does not count
+            if not bool(self.on_cache("unpin", named, group=group).ok):
                 self.pins.append((ids, group))
 
     def _evict(self, request: Request) -> None:
