@@ -26,7 +26,8 @@ jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_P
 
 # Files of few long tests first, so that no process is left alone with one of them.
 FIRST = (
-    "test_machine.py", "test_tiers.py", "test_readme.py", "test_engine.py", "test_gpu_compile.py", "test_models.py",
+    "test_scenarios.py", "test_machine.py", "test_gpu_compile.py", "test_bytes.py", "test_debug.py",
+    "test_attention.py", "test_pool.py", "test_models.py", "test_errors.py",
 )  # fmt: skip
 
 

@@ -13,10 +13,9 @@ from pallas_kernels import mosaic, tuning
 from tests.drive import output_of
 from tests.kernels import simulate_mosaic
 
-USUAL = ["decode_all", "prefill_plain", "prefill_all", "long"]
-SLOW = [case for case in simulate_mosaic.CASES if case not in USUAL and case != "broken"]
-
-simulated = pytest.mark.long
+QUICK = ["decode_all", "prefill_plain"]
+LONG = ["prefill_all", "long"]
+SLOW = [case for case in simulate_mosaic.CASES if case not in [*QUICK, *LONG, "broken"]]
 
 
 @functools.cache
@@ -27,13 +26,18 @@ def results(*cases):
     return {result["case"]: result["error"] for result in map(json.loads, printed.splitlines())}
 
 
-@simulated
-@pytest.mark.parametrize("case", [*USUAL, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]])
+@pytest.mark.parametrize("case", QUICK)
 def test_equal_to_the_oracle_and_free_of_races(case):
-    assert results(*(USUAL if case in USUAL else SLOW))[case] is None
+    assert results(*QUICK)[case] is None
 
 
-@simulated
+@pytest.mark.long
+@pytest.mark.parametrize("case", [*LONG, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]])
+def test_more_cases_are_equal_and_free_of_races(case):
+    assert results(*(LONG if case in LONG else SLOW))[case] is None
+
+
+@pytest.mark.long
 def test_the_simulator_would_find_a_race():
     assert "RACE DETECTED" in results("broken")["broken"]
 

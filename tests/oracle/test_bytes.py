@@ -18,9 +18,10 @@ ON_HOSTS = ("offloaded", "onboarded", "copied from the host", "took over", "fail
 @pytest.fixture(autouse=True, scope="module")
 def quick_compiler():
     """Programs run for microseconds here and take seconds to compile."""
+    before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def assert_happened(tally, *things):

@@ -8,18 +8,10 @@ import pytest
 from tests.oracle import scenarios
 
 FILES = scenarios.scenario_files([scenarios.DATA])
-# The library compiles its verbs once for each spec. At most one other file has the spec of one of these.
-ALONE = {
-    "max_partial_best_child", "trt_partial_copy", "trt_extra_ids", "trt_extra_ids_lora", "vllm1_window_release",
-    "vllm1_window_suffix_hit",
-    "max_cap_rule", "own_host_min_priority_chain", "own_ttl_and_offload", "own_window_long_prompt", "own_window_one",
-    "trt_leaf_with_dependent_75", "trt_retention_ranges_256", "trt_retention_ranges_32", "trt_retention_ranges_64",
-    "trt_two_windows", "trt_window_equals_prompt", "vllm0_append_blocks_1", "vllm1_hybrid_hit", "vllm1_image_features",
-}  # fmt: skip
 LARGE = {"trt_manager_beams"}  # for plain Python
 
 
-def files(long):
+def files(long=()):
     """All scenario files; those that take long are marked."""
     return [pytest.param(path, marks=pytest.mark.long if path.stem in long else [], id=path.stem) for path in FILES]
 
@@ -30,7 +22,7 @@ def test_scenario_on_the_oracle(path):
     assert result == "pass", why
 
 
-@pytest.mark.parametrize("path", files(ALONE))
+@pytest.mark.parametrize("path", files())
 def test_scenario_on_the_library(path):
     result, why = scenarios.run_file(path, "library")
     assert result == "pass", why
@@ -38,7 +30,7 @@ def test_scenario_on_the_library(path):
 
 def test_the_whole_set_is_here():
     assert len(FILES) == 103
-    assert {path.stem for path in FILES} >= ALONE | LARGE
+    assert {path.stem for path in FILES} >= LARGE
 
 
 def _steps(*steps, **config):
