@@ -54,6 +54,6 @@ _ALWAYS = {
     "print_blob": True,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 }
-hypothesis.settings.register_profile("default", derandomize=True, max_examples=30, stateful_step_count=30, **_ALWAYS)
+hypothesis.settings.register_profile("default", derandomize=True, max_examples=20, stateful_step_count=30, **_ALWAYS)
 hypothesis.settings.register_profile("nightly", max_examples=200, stateful_step_count=50, **_ALWAYS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

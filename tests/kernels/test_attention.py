@@ -191,12 +191,14 @@ def implementation(request):
     return request.param
 
 
-# Each option once; `long` adds every shape with no option, `slow` all with all.
+# No option, a window, and all at once; `long` adds each option once and every shape once, `slow` all with all.
 SOME = list(zip(SHAPES, OPTIONS, strict=False))
+QUICK = [(shape, name) for shape, name in SOME if name in ("plain", "window", "all")]
 GRID = [
     pytest.param(
         shape, name, id=f"{name}-{shape}",
-        marks=() if (shape, name) in SOME else pytest.mark.long if name == "plain" else pytest.mark.slow,
+        marks=() if (shape, name) in QUICK
+        else pytest.mark.long if name == "plain" or (shape, name) in SOME else pytest.mark.slow,
     )
     for shape, name in itertools.product(SHAPES, OPTIONS)
 ]  # fmt: skip

@@ -180,8 +180,7 @@ class LibraryBackend:
 
     def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
         active, count = self._at(row, True), self._at(row, len(prompt.tokens))
-        most = 8 if len(prompt.tokens) <= 8 else self.spec.max_length  # a step of a few tokens, or anything
-        extended = self._do("extend", active, count, max_tokens=most, now=now)
+        extended = self._do("extend", active, count, max_tokens=self.spec.max_length, now=now)
         return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
 
     def release(self, row: int, now: int) -> Outcome:

@@ -176,7 +176,8 @@ def print_what_check_says_of_endless_chains():
 
 def test_check_ends_where_links_do_not():
     """In a process of its own: compiled code that never ends cannot be interrupted."""
-    said = output_of(sys.executable, "-c", f"import {__name__} as tests; tests.print_what_check_says_of_endless_chains()")
+    code = f"import {__name__} as tests; tests.print_what_check_says_of_endless_chains()"
+    said = output_of(sys.executable, "-c", code)
     assert [line.startswith("broken: ") and "link" in line for line in said.splitlines()] == [True] * 3
 
 

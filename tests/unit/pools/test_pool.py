@@ -300,7 +300,8 @@ def test_steps_update_the_pools_in_place(loop, dtype):
             assert kind == "fusion" and ("scatter" in name or "dynamic-update-slice" in name), (name, sizes, kind)
 
 
-@pytest.mark.parametrize("loop", [pytest.param("scan", marks=pytest.mark.long), "while"])
+@pytest.mark.long
+@pytest.mark.parametrize("loop", ["scan", "while"])
 def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
     """No read of a layer sees a later write, no write is lost; with copies between the steps."""
     layers, rng = 4, np.random.default_rng(4)

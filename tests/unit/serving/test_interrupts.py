@@ -19,6 +19,7 @@ import kvjax
 from kvjax.pools import host as host_pool
 from tests.drive import VERBS, padded
 
+pytestmark = pytest.mark.long
 VOCAB, BEFORE = 1000, 7
 LAYERS = {"plain": [None], "windows": [None, 6]}
 
