@@ -47,12 +47,17 @@ pytestmark = pytest.mark.skipif(
 
 
 @functools.cache
-def result_of(target, case, **more):
-    """What came of one compile, in a process of its own: bad parameters can abort it."""
+def results_of(target, *cases, **more):
+    """What came of compiles in a process of their own: bad parameters can abort it."""
     path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
-    return json.loads(
-        output_of(sys.executable, "-m", "tests.kernels.gpu_compile", target, case, PYTHONPATH=path, **more)
-    )
+    printed = output_of(sys.executable, "-m", "tests.kernels.gpu_compile", target, *cases, PYTHONPATH=path, **more)
+    return dict(zip(cases, map(json.loads, printed.splitlines()), strict=True))
+
+
+def result_of(target, case, **more):
+    """What came of one compile; the default cases share a process, which saves eight starts."""
+    cases = sorted(QUICK) if case in QUICK and target == "h200" and not more else [case]
+    return results_of(target, *cases, **more)[case]
 
 
 @pytest.mark.slow
