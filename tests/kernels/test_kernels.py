@@ -41,7 +41,14 @@ def quantised(dtype, **shape):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize(("heads", "width", "given"), [(3, 20, "float32"), (2, 16, "bfloat16"), (1, 80, "float16")])
+@pytest.mark.parametrize(
+    ("heads", "width", "given"),
+    [
+        (3, 20, "float32"),
+        pytest.param(2, 16, "bfloat16", marks=pytest.mark.long),
+        pytest.param(1, 80, "float16", marks=pytest.mark.long),
+    ],
+)
 def test_quantised_append(dtype, heads, width, given):
     pool, scales = quantised(dtype, heads=heads, width=width)
     k, v = kv = jnp.asarray(np.random.default_rng(1).standard_normal((2, 6, heads, width)), given)
@@ -76,7 +83,7 @@ def test_bits_of_float8_become_float16():
 
 
 # 20 numbers to a row are less than a chunk, 200 heads of 20 more than one.
-@pytest.mark.parametrize("heads", [1, 200])
+@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.long), 200])
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.parametrize("what", ["pool", "scales"])
 def test_moving_blocks(heads, count, what):

@@ -74,7 +74,7 @@ def shard(folder: pathlib.Path, num_files: int = 3) -> None:
         ("gemma4_text", GEMMA4),
     ],
 )
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16])
 def test_save_and_load_keep_every_bit(tmp_path, model_type, fields, dtype):
     model = make(model_type, dtype, **fields)
     save(model, tmp_path, recall.make_tokenizer())
@@ -143,6 +143,7 @@ def test_dtype_is_converted_and_stored_dtype_is_the_default(tmp_path):
         assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(got)}
 
 
+@pytest.mark.long
 def test_no_float32_copy_of_the_whole_is_made(tmp_path):
     """Loading as bfloat16 holds the bfloat16 weights, and beside them a tensor or two, never all as float32."""
     fields = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12}

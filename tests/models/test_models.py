@@ -114,9 +114,12 @@ def write_golden(folder: pathlib.Path, lengths: list[int], steps: list[int]) -> 
         ),
         pytest.param("qwen3", {"head_dim": 8}, marks=pytest.mark.slow),
         pytest.param("gemma3_text", {**GEMMA3, "sliding_window_pattern": 2}, marks=pytest.mark.slow),
-        ("gemma4_text", {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}),
+        pytest.param(
+            "gemma4_text", {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1},
+            marks=pytest.mark.long,
+        ),
     ],
-)
+)  # fmt: skip
 def test_paged_is_dense(family, fields):
     num_layers = len(fields.get("layer_types", "ab"))
     model = Decoder(config(**{**fields, "model_type": family, "num_hidden_layers": num_layers}), rngs=nnx.Rngs(0))

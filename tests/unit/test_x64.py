@@ -116,7 +116,9 @@ def pools_and_view(spec, form):
 
 
 @pytest.mark.parametrize("form", ["decode", "prefill", "ragged"])
-@pytest.mark.parametrize("name", ["plain", "all of it", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("all of it", "bfloat16"))]
+)
 def test_writing_and_attending(name, form):
     """For every platform that can be traced here; `tests/kernels/` has the kernels compiled for GPUs."""
     spec = SPECS["plain"] if name == "bfloat16" else SPECS[name]

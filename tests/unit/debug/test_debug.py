@@ -231,6 +231,7 @@ def test_a_snapshot_begins_with_created_and_has_parents_first():
     assert mirror.nodes == story().mirror.nodes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", [10, 40, 80])
 def test_whoever_joins_late_knows_the_same(moment):
     trial = Trial(kvjax.init(PLAIN), verbs=VERBS)

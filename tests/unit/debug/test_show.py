@@ -192,6 +192,7 @@ def test_plot_blocks_draws_every_condition(story, tmp_path):
     assert not has_colour(picture, _COLOURS["unknown"])
 
 
+@pytest.mark.long
 def test_plot_blocks_draws_a_large_cache_and_long_rows(tmp_path):
     state = cache.init(make_spec(num_blocks=100_000, max_seqs=40, max_length=8192))
     table = jnp.arange(40 * 512, dtype=jnp.int32).reshape(40, 512)
