@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -52,6 +53,32 @@ def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -
 def either[T](where: jax.Array, new: T, old: T) -> T:
     """Tree `new` if where bool[] holds, else `old`; an array that is the same in both costs nothing."""
     return jax.tree.map(lambda n, o: n if n is o else jnp.where(where, n, o), new, old)
+
+
+@jax.custom_batching.custom_vmap
+def in_any(where: jax.Array) -> jax.Array:
+    """bool[]; `where` bool[] itself; under `vmap`, whether it holds in any of the caches, the same for all of them."""
+    return where
+
+
+@in_any.def_vmap
+def _in_any_of_a_batch(axis_size: int, in_batched: list[bool], where: jax.Array) -> tuple[jax.Array, bool]:
+    del axis_size
+    return in_any(jnp.any(where, axis=0) if in_batched[0] else where), False
+
+
+def loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -> T:
+    """`while_loop` for a carry with an array of the pool's size.
+
+    Under `vmap` it goes on while any of the caches is going. With a condition of each cache's own, jax would select
+    between the old and the new carry in each step: a copy of N elements.
+
+    Args:
+      going: the condition, bool[].
+      step: must change nothing that matters where `going` does not hold.
+      start: the first carry.
+    """
+    return lax.while_loop(lambda carry: in_any(going(carry)), step, start)
 
 
 def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import count, fence, mix, pick, put
+from kvjax._arrays import count, fence, loop, mix, pick, put
 from kvjax.blocks.keys import token_words
 from kvjax.state import NO_BLOCK, Blocks, Links, Text
 
@@ -135,7 +135,7 @@ def remove(links: Links, fill: jax.Array, ids: jax.Array, where: jax.Array) -> L
         return following, preceding, jnp.any(leaves(after) | leaves(before))
 
     start = jnp.any(leaves(pick(links.next, node)) | leaves(pick(links.prev, node)))
-    following, preceding, _ = lax.while_loop(lambda carry: carry[2], skip, (links.next, links.prev, start))
+    following, preceding, _ = loop(lambda carry: carry[2], skip, (links.next, links.prev, start))
     after, before = pick(following, node), pick(preceding, node)
     (following, preceding), after, before = fence((following, preceding), after, before)
     # A run's members share both neighbours and write the same values.

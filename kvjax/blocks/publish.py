@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from kvjax._arrays import add, count, fence, pick, put, rank
+from kvjax._arrays import add, count, fence, loop, pick, put, rank
 from kvjax.blocks import index, tiers, windows
 from kvjax.events.records import EventKind, Records, record
 from kvjax.state import Blocks, CacheState, EvictionPolicy, Group
@@ -122,11 +121,9 @@ def descendants(blocks: Blocks, marked: jax.Array, when: jax.Array | bool = True
     parent = blocks.parent[:, 0]
 
     def children(marked: jax.Array) -> jax.Array:
-        return (blocks.fill > 0) & (parent >= 0) & pick(marked, parent)
+        return when & (blocks.fill > 0) & (parent >= 0) & pick(marked, parent)
 
-    return lax.while_loop(
-        lambda marked: when & jnp.any(children(marked) & ~marked), lambda marked: marked | children(marked), marked
-    )
+    return loop(lambda marked: jnp.any(children(marked) & ~marked), lambda marked: marked | children(marked), marked)
 
 
 def children_first(blocks: Blocks, ids: jax.Array, where: jax.Array) -> jax.Array:

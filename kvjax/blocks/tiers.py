@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import add, count, fence, pick, put, rank
+from kvjax._arrays import add, count, fence, loop, pick, put, rank
 from kvjax.events.records import EventKind, Records, no_records, record
 from kvjax.events.transfer import Transfer, orders
 from kvjax.policies.retention import priority_at
@@ -25,7 +25,7 @@ def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax
     def up(marked: jax.Array) -> jax.Array:
         return put(marked, parent, True, marked & follows, unique=False)
 
-    return jax.lax.while_loop(lambda m: jnp.any(up(m) & ~m), up, marked)
+    return loop(lambda m: jnp.any(up(m) & ~m), up, marked)
 
 
 def find_stuck(group: Group) -> Group:
@@ -50,7 +50,7 @@ def _mark_stuck(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array)
         stuck, above = put(stuck, ids, True, where, unique=False), pick(parent, ids)
         return stuck, above, where & (above >= 0) & ~pick(stuck, above)
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), step, (host.stuck, ids, where))[0]
+    return loop(lambda carry: jnp.any(carry[2]), step, (host.stuck, ids, where))[0]
 
 
 def take_over(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import Pytree, add, last_of_each, pick, put
+from kvjax._arrays import Pytree, add, last_of_each, loop, pick, put
 from kvjax.events.records import Records
 from kvjax.events.transfer import Transfer
 from kvjax.state import Blocks, Group
@@ -50,9 +50,7 @@ def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax
         bad = claimed & (pick(children, ids) != 0)
         return add(children, parent, 1, bad & (parent >= 0), unique=False), claimed & ~bad
 
-    children, claimed = jax.lax.while_loop(
-        lambda carry: jnp.any(carry[1] & (pick(carry[0], ids) != 0)), reject, (children, in_order)
-    )
+    children, claimed = loop(lambda carry: jnp.any(carry[1] & (pick(carry[0], ids) != 0)), reject, (children, in_order))
     refcount = put(refcount, ids, claimed.astype(jnp.int32), named)
     return blocks.replace(refcount=refcount, children=children), claimed
 

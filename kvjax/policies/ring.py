@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import count, pick, put, rank
+from kvjax._arrays import count, loop, pick, put, rank
 from kvjax.state import COPYING, Blocks, Eligible, EvictionPolicy
 
 
@@ -64,12 +64,13 @@ def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
         # Moves live entries forward over dead ones, a chunk at a time; the write end never passes the read end.
         order, stamp, read, write = carry
         _, block, live = _read(ring._replace(order=order, stamp=stamp), blocks, read, chunk)
+        live = live & full
         position = write + rank(live)
         order, stamp = put(order, position & (capacity - 1), block, live), put(stamp, block, position, live)
         return order, stamp, read + chunk, write + count(live)
 
     full = ring.tail - ring.head + count(new) > capacity
-    order, stamp, _, end = lax.while_loop(
+    order, stamp, _, end = loop(
         lambda carry: full & (carry[2] - ring.tail < 0), squeeze, (ring.order, ring.stamp, ring.head, ring.head)
     )
     tail = jnp.where(full, end, ring.tail)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import count, mix, pick
+from kvjax._arrays import count, in_any, mix, pick
 from kvjax.state import Blocks, Eligible, EvictionPolicy
 
 
@@ -61,7 +61,7 @@ def by_score(
             score = _as_ordered_float(score)
             return _pop_leaves(score, blocks, eligible, wanted, size)
 
-        return lax.cond(wanted > 0, choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
+        return lax.cond(in_any(wanted > 0), choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
 
     return EvictionPolicy(
         init or (lambda num_ids: ()), touch or (lambda pstate, blocks, ids, now: pstate), victims, idle=touch is None

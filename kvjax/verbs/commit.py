@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax._arrays import count, fence, pick, put, rank, repeated, runs
+from kvjax._arrays import count, fence, loop, pick, put, rank, repeated, runs
 from kvjax._checks import integers, on_state
 from kvjax.blocks import windows
 from kvjax.blocks.holders import merge
@@ -132,8 +132,6 @@ def publish_filled(
         ]
         return done + batch, tuple(groups), records
 
-    _, groups, records = lax.while_loop(
-        lambda carry: carry[0] < count(fills), step, (jnp.int32(0), state.groups, records)
-    )
+    _, groups, records = loop(lambda carry: carry[0] < count(fills), step, (jnp.int32(0), state.groups, records))
     lists = [Records(r[:total].reshape(total * most, -1)) for r in records]
     return state.replace(groups=groups), lists[: len(groups)], lists[len(groups) :]

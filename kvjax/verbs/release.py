@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvjax._arrays import pick
+from kvjax._arrays import fence, pick
 from kvjax._checks import integers, on_state, one_or_more
 from kvjax.blocks import index, windows
 from kvjax.blocks.holders import give_back
@@ -85,15 +85,15 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     _, covered = index.longest_child(blocks, group.links, parent, text, fill, everywhere)
     twin = index.find(blocks, group.links, key)[0]
     good = where & (fill > 0) & intact & private & (covered < fill)
+    same = same_content(blocks, twin, text, fill) & jnp.all(pick(blocks.parent, twin) == parent)
+    (group, others), good, twin, same = fence((group, others), good, twin, same)
     above = jnp.stack([before, row.namespace])[None]
     group, stored = publish(group, tail[None], (good & (twin < 0))[None], key, above, whole[None], fill)
     groups, records = [group], [stored]
-    if others:
-        same = same_content(blocks, twin, text, fill) & jnp.all(pick(blocks.parent, twin) == parent)
-        target, good = jnp.where(same, twin, tail), good & (same | (twin < 0))
+    target, good = jnp.where(same, twin, tail), good & (same | (twin < 0))
     for number, other in enumerate(others, 1):
         last = pick(row.tables[number], whole)
-        where = good & other.arrived(last) & (other.beside(target) < 0)
+        other, where = fence(other, good & other.arrived(last) & (other.beside(target) < 0))
         other, follows = windows.anchor_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
         groups, records = [*groups, other], [*records, follows]
     return state.replace(groups=tuple(groups)), records
