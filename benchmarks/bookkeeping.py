@@ -5,10 +5,14 @@ One step is `extend` and `commit` for all rows, in a pool full of cached blocks,
 evicted one. Some rows are twins that generate the same tokens, so that their blocks merge. Both run inside `scan`,
 where there is no dispatch; the same step as a jitted call of its own is reported too. Answers are checked: every
 request was done, the counts of evicted, stored and merged blocks add up, and the states are sound.
+
+Several caches under `vmap` serve different requests; their time is compared with that of smaller pools and with that of
+one cache alone.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -23,6 +27,7 @@ ROWS, BLOCK, LENGTH = 256, 16, 2048
 START = 48  # tokens of each row before the first step, and up to 15 more so that not all rows fill at once
 STEPS, CALLS = 128, 64
 TWINS = 16  # rows to a pair of twins
+PROMPT, DOCUMENTS, REQUESTS = 256, 8, 64  # of caches under vmap: tokens of a prompt, whose first half is a document
 
 
 def tokens_of(rows: jax.Array, positions: jax.Array) -> jax.Array:
@@ -174,6 +179,55 @@ def measure_calls(num_blocks: int, repeats: int) -> float:
     return common.best_of(run, lambda: (jax.tree.map(jnp.copy, state),), repeats)[0] / CALLS * 1e6
 
 
+def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests: int):
+    """Admits, computes and releases `requests` prompts one after the other; each begins with one of few documents.
+
+    Returns:
+      The state; and i32[3], how many were served, blocks evicted, and tokens found.
+    """
+    place, zero = jnp.arange(PROMPT, dtype=jnp.int32), jnp.zeros((1,), jnp.int32)
+
+    def one(state, number):
+        document = (number * 2654435 + cache * 40503) % DOCUMENTS
+        start = jnp.where(place < PROMPT // 2, document * PROMPT, (DOCUMENTS + number) * PROMPT)
+        tokens = (start + place) * 97 + cache
+        state, admitted = kvjax.admit(state, 0, tokens, PROMPT)
+        cached = admitted.cached[0]
+        state, committed = kvjax.commit(state, jnp.roll(tokens, -cached)[None], zero + PROMPT - cached, seqs=zero)
+        state, released = kvjax.release(state, 0)
+        ok = admitted.ok & committed.ok & released.ok
+        return state, jnp.stack([ok.astype(jnp.int32), kvjax.events.counts(admitted)["removed"], cached])
+
+    state, done = lax.scan(one, state, first + jnp.arange(requests, dtype=jnp.int32))
+    return state, jnp.sum(done, axis=0, dtype=jnp.int32)
+
+
+def measure_caches(num_blocks: int, caches: int, repeats: int) -> float:
+    """Microseconds a request and cache, of caches under `vmap`, all of them full; of one without it."""
+    spec = kvjax.make_spec(num_blocks=num_blocks, max_seqs=1, max_length=PROMPT, block_size=BLOCK)
+    numbers = jnp.arange(caches, dtype=jnp.int32)
+    run = functools.partial(serve, requests=REQUESTS)
+    fill = functools.partial(serve, requests=2 * num_blocks * BLOCK // PROMPT + 1)
+    state, start = kvjax.init(spec), fill.keywords["requests"]
+    if caches > 1:
+        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (caches, *x.shape)), state)
+        run, fill = (jax.vmap(f, in_axes=(0, 0, None)) for f in (run, fill))
+    else:
+        numbers = numbers[0]
+    state, _ = jax.jit(fill)(state, numbers, jnp.int32(0))
+    compiled = jax.jit(run, donate_argnums=0).lower(state, numbers, jnp.int32(start)).compile()
+    make_args = lambda: (jax.tree.map(jnp.copy, state), numbers, jnp.int32(start))  # noqa: E731
+    seconds, (state, done) = common.best_of(compiled, make_args, repeats)
+    served, removed, cached = np.atleast_2d(np.asarray(done)).T
+    common.require((served == REQUESTS).all() and (removed > 0).all() and (cached > 0).all(), "a request went wrong")
+    print(
+        f"{num_blocks:>9,} blocks, {caches:>2} caches: {removed.sum():,} blocks evicted, {cached.sum():,} tokens found"
+    )
+    for number in (0, caches - 1):
+        kvjax.check(state if caches == 1 else jax.tree.map(lambda x, number=number: x[number], state))
+    return seconds / REQUESTS / caches * 1e6
+
+
 def main() -> None:
     args = common.parse("bookkeeping", __doc__, lambda p: p.add_argument("--repeats", type=int, default=10))
     sizes = {"step_us": 65_536, "step_us_4k": 4_096, "step_us_1m": 1_048_576}
@@ -182,6 +236,11 @@ def main() -> None:
     metrics["step_with_log_us"] = measure_steps(65_536, args.repeats, steps_with_log)[0]
     metrics["call_us"] = measure_calls(65_536, args.repeats)
     metrics["admit_us"] = measure_admit(65_536, args.repeats)
+    sizes = {"vmap_us_2k": (2_048, 4), "vmap_us_64k": (65_536, 4), "alone_us_16k": (16_384, 1)}
+    sizes["vmap_64_us_16k"] = 16_384, 64
+    metrics |= {name: measure_caches(*size, args.repeats) for name, size in sizes.items()}
+    metrics["vmap_growth"] = metrics["vmap_us_64k"] / metrics["vmap_us_2k"]
+    metrics["vmap_64"] = metrics["vmap_64_us_16k"] / metrics["alone_us_16k"]
     metrics["state_leaves"] = len(jax.tree.leaves(warm(4_096)))
     common.report("bookkeeping", metrics, args.json)
 

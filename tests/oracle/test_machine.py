@@ -116,10 +116,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     def both(self, verb, wanted, *args, **kwargs):
         """Runs the library's verb and holds what it reports against the oracle's Result."""
-        before, known = self.state, self.mirror
-        if verb in TIMED:
-            kwargs["now"] = np.int32((self.oracle.now + 2**31) % 2**32 - 2**31)
-        self.state, events = VERBS[verb](before, *args, **kwargs)
+        before = self.state
+        self.state, events = VERBS[verb](before, *args, **self.timely(verb, kwargs))
+        self.compare(verb, wanted, before, events)
+
+    def timely(self, verb, kwargs):
+        """The options of a call with the time, if the verb takes it."""
+        return kwargs | ({"now": np.int32((self.oracle.now + 2**31) % 2**32 - 2**31)} if verb in TIMED else {})
+
+    def compare(self, verb, wanted, before, events):
+        """Holds the events of a verb, called on the state `before`, against the oracle's Result."""
+        known = self.mirror
         assert events.status.tolist() == [int(s) for s in wanted.status]
         if verb == "admit":
             ok = events.status == 0
