@@ -27,7 +27,7 @@ ROWS, BLOCK, LENGTH = 256, 16, 2048
 START = 48  # tokens of each row before the first step, and up to 15 more so that not all rows fill at once
 STEPS, CALLS = 128, 64
 TWINS = 16  # rows to a pair of twins
-PROMPT, DOCUMENTS, REQUESTS = 256, 8, 64  # of caches under vmap: tokens of a prompt, whose first half is a document
+PROMPT, DOCUMENTS, REQUESTS = 256, 8, 64  # of caches under vmap; the first half of a prompt is a document
 
 
 def tokens_of(rows: jax.Array, positions: jax.Array) -> jax.Array:

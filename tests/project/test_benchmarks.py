@@ -158,6 +158,8 @@ def test_bookkeeping_evicts_stores_and_merges(monkeypatch):
     assert bookkeeping.checked_steps(1024, repeats=1) > 0
     assert bookkeeping.measure_calls(1024, repeats=1) > 0
     assert bookkeeping.measure_admit(1024, repeats=1) > 0
+    assert bookkeeping.measure_caches(256, caches=1, repeats=1) > 0
+    assert bookkeeping.measure_caches(256, caches=3, repeats=1) > 0
 
 
 @pytest.mark.long
