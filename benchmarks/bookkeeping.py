@@ -185,12 +185,12 @@ def serve(state: kvjax.CacheState, cache: jax.Array, first: jax.Array, requests:
     Returns:
       The state; and i32[3], how many were served, blocks evicted, and tokens found.
     """
-    place, zero = jnp.arange(PROMPT, dtype=jnp.int32), jnp.zeros((1,), jnp.int32)
+    position, zero = jnp.arange(PROMPT, dtype=jnp.int32), jnp.zeros((1,), jnp.int32)
 
     def one(state, number):
-        document = (number * 2654435 + cache * 40503) % DOCUMENTS
-        start = jnp.where(place < PROMPT // 2, document * PROMPT, (DOCUMENTS + number) * PROMPT)
-        tokens = (start + place) * 97 + cache
+        document = (number + cache) % DOCUMENTS
+        start = jnp.where(position < PROMPT // 2, document * PROMPT, (DOCUMENTS + number) * PROMPT)
+        tokens = (start + position) * 97 + cache
         state, admitted = kvjax.admit(state, 0, tokens, PROMPT)
         cached = admitted.cached[0]
         state, committed = kvjax.commit(state, jnp.roll(tokens, -cached)[None], zero + PROMPT - cached, seqs=zero)

@@ -85,15 +85,17 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     _, covered = index.longest_child(blocks, group.links, parent, text, fill, everywhere)
     twin = index.find(blocks, group.links, key)[0]
     good = where & (fill > 0) & intact & private & (covered < fill)
-    same = same_content(blocks, twin, text, fill) & jnp.all(pick(blocks.parent, twin) == parent)
-    (group, others), good, twin, same = fence((group, others), good, twin, same)
+    target, follows = tail, good & (twin < 0)
+    if others:
+        same = same_content(blocks, twin, text, fill) & jnp.all(pick(blocks.parent, twin) == parent)
+        target, follows = jnp.where(same, twin, tail), good & (same | (twin < 0))
+    (group, others), good, target, follows = fence((group, others), good & (twin < 0), target, follows)
     above = jnp.stack([before, row.namespace])[None]
-    group, stored = publish(group, tail[None], (good & (twin < 0))[None], key, above, whole[None], fill)
+    group, stored = publish(group, tail[None], good[None], key, above, whole[None], fill)
     groups, records = [group], [stored]
-    target, good = jnp.where(same, twin, tail), good & (same | (twin < 0))
     for number, other in enumerate(others, 1):
         last = pick(row.tables[number], whole)
-        other, where = fence(other, good & other.arrived(last) & (other.beside(target) < 0))
-        other, follows = windows.anchor_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
-        groups, records = [*groups, other], [*records, follows]
+        other, where = fence(other, follows & other.arrived(last) & (other.beside(target) < 0))
+        other, stored = windows.anchor_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
+        groups, records = [*groups, other], [*records, stored]
     return state.replace(groups=tuple(groups)), records

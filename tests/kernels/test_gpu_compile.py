@@ -55,7 +55,7 @@ def results_of(target, *cases, **more):
 
 
 def result_of(target, case, **more):
-    """What came of one compile; the default cases share a process, which saves eight starts."""
+    """What came of one compile; the default cases share a process, which saves seven starts."""
     cases = sorted(QUICK) if case in QUICK and target == "h200" and not more else [case]
     return results_of(target, *cases, **more)[case]
 
