@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import jax
@@ -55,6 +56,19 @@ def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) 
     ):
         raise ValueError(f"{name}: got shape {list(array.shape)}, wanted [{', '.join(map(str, shape))}]")
     return array.astype(jnp.int32)
+
+
+def host_integers(name: str, given: Any, dtype: Any, wanted: str) -> np.ndarray:
+    """`given` as a numpy array [K] of a dtype, which must hold the numbers, or a ValueError that names it."""
+    try:
+        numbers = np.asarray(list(given) if isinstance(given, Iterable) else given)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"{name}: got {reprlib.repr(given)}, wanted {wanted}") from error
+    info = np.iinfo(dtype)
+    fits = numbers.ndim == 1 and (not numbers.size or numbers.dtype.kind in "iu")
+    if not fits or np.any((numbers < info.min) | (numbers > info.max)):
+        raise ValueError(f"{name}: got {reprlib.repr(given)}, wanted {wanted}")
+    return numbers.astype(dtype)
 
 
 def one_or_more(name: str, value: Any) -> jax.Array:

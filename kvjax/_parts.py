@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a group: what blocks hold, how they are linked, and where they are."""
+"""Parts of a state: what blocks hold, how they are linked, and where they are; and what a prompt finds there."""
 
 from __future__ import annotations
 
@@ -72,3 +72,30 @@ class Host(Pytree):
     empty: jax.Array
     num_empty: jax.Array
     policy: Any
+
+
+class Match(Pytree):
+    """The longest cached prefix of a prompt.
+
+    Attributes:
+      blocks: i32[ceil(T / P)]; the whole blocks that match, NO_BLOCK after them.
+      num_blocks: i32[]; how many match.
+      num_uncopied: i32[]; how many match if nothing can be copied; fewer only with windows.
+      source: i32[]; a block that shares further tokens and would be copied, or NO_BLOCK.
+      shared: i32[]; how many tokens it shares.
+      device_tokens: i32[]; matched tokens whose K/V are on the device, in every group.
+      host_tokens: i32[]; matched tokens whose K/V are on the host, in some group.
+    """
+
+    blocks: jax.Array
+    num_blocks: jax.Array
+    num_uncopied: jax.Array
+    source: jax.Array
+    shared: jax.Array
+    device_tokens: jax.Array
+    host_tokens: jax.Array
+
+    @property
+    def cached_tokens(self) -> jax.Array:
+        """i32[]; tokens that need no computation; never all of the prompt, whose last token's logits are wanted."""
+        return self.device_tokens + self.host_tokens

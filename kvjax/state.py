@@ -23,7 +23,7 @@ heads, D head dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ import numpy as np
 
 from kvjax._arrays import Pytree, either, pick
 from kvjax._parts import Host, Links, Text
+from kvjax._parts import Match as Match
+from kvjax._values import reduced, shown
 from kvjax.spec import CacheSpec
 
 DEFAULT_PRIORITY = 35
@@ -91,6 +93,9 @@ Eligible = Callable[[jax.Array], jax.Array]
 class EvictionPolicy(NamedTuple):
     """A policy: a few pure functions over a state of its own.
 
+    A policy is a value: equal ones share compiled programs. Those are equal whose fields all are, so that two lambdas
+    make two policies, whatever their name. A policy of functions that can be imported pickles, and comes back equal.
+
     A call that asks for nothing (no id named, nothing wanted) changes nothing, so that a refused verb leaves the cache
     as it was, bit for bit. A policy whose functions obey this by themselves says so (`idle`). For any other the core
     selects the old state after such a call, at the cost of one pass over the policy's state.
@@ -107,6 +112,8 @@ class EvictionPolicy(NamedTuple):
         with all blocks by `reset`; None: there is nothing to forget.
       idle: static; whether the functions themselves return an unchanged pstate when they are asked for nothing:
         `touch` and `forget` for padding alone, `victims` where wanted is 0. `kvjax.testing.check_policy` verifies it.
+      name: what `repr` shows, with the parameters.
+      parameters: (name, value) of what the functions were made with.
     """
 
     init: Callable[[int], Any]
@@ -114,6 +121,8 @@ class EvictionPolicy(NamedTuple):
     victims: Callable[..., tuple[jax.Array, Any]]
     forget: Callable[..., Any] | None = None
     idle: bool = False
+    name: str = ""
+    parameters: tuple[tuple[str, Any], ...] = ()
 
     def touched(self, pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Any:
         """The policy's state after `touch`; the old one if no id is named."""
@@ -133,6 +142,18 @@ class EvictionPolicy(NamedTuple):
 
     def _where(self, asked: Callable[[], jax.Array], new: Any, old: Any) -> Any:
         return new if self.idle else either(asked(), new, old)
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reduced(self)
+
+    def __copy__(self) -> Self:  # as of a function: a copy by pickle would not be allowed to a lambda
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 class Group(Pytree):
@@ -271,30 +292,3 @@ class CacheState(Pytree, static=("spec", "policy")):
         from kvjax.debug.text import page
 
         return page(self)
-
-
-class Match(Pytree):
-    """The longest cached prefix of a prompt.
-
-    Attributes:
-      blocks: i32[ceil(T / P)]; the whole blocks that match, NO_BLOCK after them.
-      num_blocks: i32[]; how many match.
-      num_uncopied: i32[]; how many match if nothing can be copied; fewer only with windows.
-      source: i32[]; a block that shares further tokens and would be copied, or NO_BLOCK.
-      shared: i32[]; how many tokens it shares.
-      device_tokens: i32[]; matched tokens whose K/V are on the device, in every group.
-      host_tokens: i32[]; matched tokens whose K/V are on the host, in some group.
-    """
-
-    blocks: jax.Array
-    num_blocks: jax.Array
-    num_uncopied: jax.Array
-    source: jax.Array
-    shared: jax.Array
-    device_tokens: jax.Array
-    host_tokens: jax.Array
-
-    @property
-    def cached_tokens(self) -> jax.Array:
-        """i32[]; tokens that need no computation; never all of the prompt, whose last token's logits are wanted."""
-        return self.device_tokens + self.host_tokens

@@ -8,6 +8,10 @@ keys are then one cumulative sum, and a block's key follows from its parent's in
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,8 +61,14 @@ def _last_axes(x: np.ndarray, ndim: int) -> np.ndarray:
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
+_VERSION = 1  # of what `Namespaces.to_dict` gives
+
+
 class Namespaces:
     """Interns (salt, LoRA) pairs as small numbers, on the host; equal pairs get equal numbers, others never do.
+
+    The numbers keep tenants apart, and a cache knows nothing but the numbers. Whoever saves a cache saves `to_dict()`
+    with it: in the restored cache a number from a fresh `Namespaces` may be another tenant's.
 
     >>> namespaces = Namespaces()
     >>> namespaces(), namespaces(salt="tenant a"), namespaces(salt="tenant b", lora=3), namespaces(salt="tenant a")
@@ -66,15 +76,71 @@ class Namespaces:
     """
 
     def __init__(self) -> None:
+        self._pairs: list[tuple[str | None, int | None]] = [(None, None)]
         self._numbers: dict[tuple[str | None, int | None], int] = {(None, None): 0}
 
     def __call__(self, salt: str | None = None, lora: int | None = None) -> int:
-        """The number of this pair, to pass as `namespace`. None means none; adapter 0 is an adapter."""
-        return self._numbers.setdefault((salt, lora), len(self._numbers))
+        """The number of this pair, to pass as `namespace`. None means none; adapter 0 is an adapter.
+
+        Raises:
+          ValueError: if the salt is no str, or the LoRA no int.
+        """
+        pair = _pair(salt, lora)
+        if pair not in self._numbers:
+            self._numbers[pair] = len(self._pairs)
+            self._pairs.append(pair)
+        return self._numbers[pair]
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __contains__(self, namespace: object) -> bool:
+        """Whether this number was given out."""
+        return isinstance(namespace, int | np.integer) and 0 <= int(namespace) < len(self)
 
     def describe(self, namespace: int) -> tuple[str | None, int | None]:
         """The (salt, LoRA) pair behind a number; KeyError for a number that was never given out."""
-        for pair, number in self._numbers.items():
-            if number == namespace:
-                return pair
-        raise KeyError(namespace)
+        if namespace not in self:
+            raise KeyError(namespace)
+        return self._pairs[namespace]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers and their pairs, as data that JSON can hold; `from_dict` reads it."""
+        return {"version": _VERSION, "namespaces": [[number, *pair] for number, pair in enumerate(self._pairs)]}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Namespaces:
+        """The numbers that `to_dict` saved, in another process too: each stays its pair's, and new pairs get new ones.
+
+        Raises:
+          ValueError: for what `to_dict` cannot have written.
+        """
+        if not isinstance(saved, Mapping) or set(saved) != {"version", "namespaces"}:
+            raise ValueError(f"saved: got {reprlib.repr(saved)}, wanted what Namespaces.to_dict gives")
+        if saved["version"] != _VERSION:
+            raise ValueError(f"saved: got version {saved['version']!r}, wanted {_VERSION}")
+        namespaces = cls()
+        for wanted, entry in enumerate(_entries(saved["namespaces"])):
+            number, salt, lora = entry
+            if type(number) is not int or number != wanted or namespaces(salt, lora) != wanted:
+                raise ValueError(
+                    f"saved: got {reprlib.repr(entry)}, wanted number {wanted} with a pair that no other number has"
+                    + ", (None, None)" * (wanted == 0)
+                )
+        return namespaces
+
+
+def _pair(salt: Any, lora: Any) -> tuple[str | None, int | None]:
+    if not isinstance(salt, str | None):
+        raise ValueError(f"salt: got {salt!r}, wanted a str or None")
+    if isinstance(lora, bool) or not isinstance(lora, int | np.integer | None):
+        raise ValueError(f"lora: got {lora!r}, wanted an int or None")
+    return salt, None if lora is None else int(lora)
+
+
+def _entries(saved: Any) -> list[Any]:
+    """The saved (number, salt, LoRA), at least that of (None, None)."""
+    is_list = isinstance(saved, list | tuple) and len(saved) > 0
+    if not is_list or any(not isinstance(entry, list | tuple) or len(entry) != 3 for entry in saved):
+        raise ValueError(f"saved: got namespaces {reprlib.repr(saved)}, wanted a list of [number, salt, LoRA]")
+    return list(saved)

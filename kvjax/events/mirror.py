@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -44,6 +44,10 @@ def _decode(record: np.ndarray, text: dict[str, np.ndarray]) -> dict[str, Any]:
     return event
 
 
+Node = tuple[int, int, int]  # group, block, generation
+Entry = tuple[int, tuple, int, int]  # namespace, token path, level, priority
+
+
 @dataclasses.dataclass(frozen=True)
 class Mirror:
     """What a reader knows from the events alone.
@@ -52,7 +56,7 @@ class Mirror:
       nodes: {(group, block, generation): (namespace, token path, level, priority)}.
     """
 
-    nodes: dict[tuple[int, int, int], tuple[int, tuple, int, int]] = dataclasses.field(default_factory=dict)
+    nodes: dict[Node, Entry] = dataclasses.field(default_factory=dict)
 
     @property
     def index(self) -> dict[tuple[int, int, tuple], tuple[int, int]]:
@@ -69,20 +73,14 @@ def fold(events: Iterable[dict[str, Any]], mirror: Mirror | None = None) -> Mirr
     Raises:
       ValueError: if the events cannot have come from a cache in the mirror's state.
     """
-    if isinstance(events, Events | EventLog):
-        raise ValueError(f"events: got {type(events).__name__}, wanted the list that to_list makes of it")
     nodes = dict(mirror.nodes) if mirror else {}
-    for event in events:
+    for event in decoded(events):
         kind = event["kind"]
         if kind == "cleared":
             nodes = {node: entry for node, entry in nodes.items() if node[0] != event["group"]}
         if kind not in ("stored", "removed", "updated"):
             continue
-        node = (event["group"], event["block"], event["generation"])
-        if (node in nodes) != (kind != "stored"):
-            raise ValueError(
-                f"events: got {kind} of node {node}, {'wanted one that is new' if node in nodes else _LACKS}"
-            )
+        node = node_of(event, nodes, _LACKS)
         if kind == "stored":
             nodes[node] = _stored(event, nodes)
         elif kind == "removed":
@@ -92,15 +90,39 @@ def fold(events: Iterable[dict[str, Any]], mirror: Mirror | None = None) -> Mirr
     return Mirror(nodes)
 
 
-def _stored(event: dict[str, Any], nodes: dict) -> tuple[int, tuple, int, int]:
-    tokens = event["tokens"]
-    path = tuple(zip(tokens, event["extra_ids"], strict=True)) if "extra_ids" in event else tuple(tokens)
+def decoded(events: Any) -> Iterable[dict[str, Any]]:
+    """The events, which must be decoded."""
+    if isinstance(events, Events | EventLog):
+        raise ValueError(f"events: got {type(events).__name__}, wanted the list that to_list makes of it")
+    return events
+
+
+def node_of(event: dict[str, Any], nodes: Mapping[Node, Any], lacks: str) -> Node:
+    """The node that a stored, removed or updated event is about; `lacks` ends the error of one that is not there."""
+    node = (event["group"], event["block"], event["generation"])
+    if (node in nodes) != (event["kind"] != "stored"):
+        wanted = "wanted one that is new" if node in nodes else lacks
+        raise ValueError(f"events: got {event['kind']} of node {node}, {wanted}")
+    return node
+
+
+def parent_of[E](event: dict[str, Any], nodes: Mapping[Node, E], lacks: str) -> E | None:
+    """What is known of the parent of a stored event; None at a root."""
     if event["parent"] is None:
-        return event["namespace"], path, event["level"], event["priority"]
+        return None
     parent = (0, *event["parent"])  # the first group links prefixes for all groups
     if parent not in nodes:
-        raise ValueError(f"events: got stored under node {parent}, {_LACKS}")
-    namespace, before, *_ = nodes[parent]
+        raise ValueError(f"events: got stored under node {parent}, {lacks}")
+    return nodes[parent]
+
+
+def _stored(event: dict[str, Any], nodes: dict[Node, Entry]) -> Entry:
+    tokens = event["tokens"]
+    path = tuple(zip(tokens, event["extra_ids"], strict=True)) if "extra_ids" in event else tuple(tokens)
+    parent = parent_of(event, nodes, _LACKS)
+    if parent is None:
+        return event["namespace"], path, event["level"], event["priority"]
+    namespace, before, *_ = parent
     return namespace, before + path, event["level"], event["priority"]
 
 

@@ -38,7 +38,7 @@ def lru() -> EvictionPolicy:
 
     Source: vLLM's free queue, with lazy deletion in place of a linked list.
     """
-    return EvictionPolicy(_init_ring, _push, _pop, _drop, idle=True)
+    return EvictionPolicy(_init_ring, _push, _pop, _drop, idle=True, name="lru")
 
 
 def _init_ring(num_ids: int) -> Ring:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +23,13 @@ def by_score(
     timed: bool = False,
     init: Callable[[int], Any] | None = None,
     touch: Callable[..., Any] | None = None,
+    name: str | None = None,
 ) -> EvictionPolicy:
     """Evicts the leaf of the lowest score, again and again; NaN leaves last.
 
-    Costs one pass over all blocks in a call that evicts. Pass the same object again to reuse compiled programs.
-    A score may have a state of its own, here how often each block was released:
+    Costs one pass over all blocks in a call that evicts. Made again of the same functions it is an equal policy, which
+    reuses compiled programs: what else the functions read must not change. Functions that can be imported let it
+    pickle. A score may have a state of its own, here how often each block was released:
 
         often = by_score(
             lambda blocks, seen: seen,
@@ -34,7 +37,9 @@ def by_score(
             touch=lambda seen, blocks, ids, now: seen.at[jnp.where(ids >= 0, ids, len(seen))].add(1, mode="drop"),
         )
 
-    A learned score keeps its weights in that state: `init(spec, policy, policy_state=weights)`.
+    A learned score keeps its weights in that state: `init(spec, policy, policy_state=weights)`. Numbers that make a
+    policy another one are bound by name, as in `by_score(functools.partial(fn, scale=3), name="scaled")`, which reads
+    `scaled(scale=3)`; two such partials of equal numbers make equal policies.
 
     Args:
       fn: from `Blocks` to a score per block, f32[B] or i32[B] (exact up to 2.1e9); with `init` it takes the policy's
@@ -44,16 +49,81 @@ def by_score(
         contents; `blocks.generation` tells.
       touch: (pstate, blocks, ids i32[K], now i32[]) to the policy's state after a release, as in `EvictionPolicy`;
         None: nothing changes it.
+      name: what `repr` shows; None: the qualified name of fn.
 
     Raises:
-      ValueError: for `touch` without `init`.
+      ValueError: for `touch` without `init`; for a function that cannot be hashed.
     """
     if touch is not None and init is None:
         raise ValueError("touch: got a function, wanted None (without init= there is no state that it could change)")
+    fn, parameters = _unbound(fn)
+    for argument, function in (("fn", fn), ("init", init), ("touch", touch)):
+        if not _is_hashable(function):
+            raise ValueError(f"{argument}: got {function!r}, which has no hash, wanted a function")
+    return EvictionPolicy(
+        init or _no_state,
+        touch or _untouched,
+        _Lowest(fn, parameters, tuple(type(value) for _, value in parameters), timed, init is not None),
+        idle=touch is None,
+        name=name or getattr(fn, "__qualname__", type(fn).__qualname__),
+        parameters=parameters,
+    )
 
-    def victims(pstate, blocks, eligible, wanted, now, size):
+
+def _no_state(num_ids: int) -> tuple[()]:
+    del num_ids
+    return ()
+
+
+def _untouched(pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Any:
+    del blocks, ids, now
+    return pstate
+
+
+def _unbound(fn: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], tuple[tuple[str, Any], ...]]:
+    """A partial's function and what it binds by name: partials are equal to nothing else, their parts may be.
+
+    One that binds by position, or something without a hash such as an array, stays a function like any other.
+    """
+    if not isinstance(fn, functools.partial) or fn.args or not _is_hashable(tuple(fn.keywords.values())):
+        return fn, ()
+    return fn.func, tuple(sorted(fn.keywords.items()))
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lowest:
+    """`victims` by score, as a value: a closure would be equal to no other closure over the same function.
+
+    Attributes:
+      fn: the score.
+      parameters: what it takes by name.
+      types: of the parameters; 1, 1.0 and True are equal, but may give different programs.
+      timed: whether fn takes the time.
+      has_state: whether fn takes the policy's state.
+    """
+
+    fn: Callable[..., jax.Array]
+    parameters: tuple[tuple[str, Any], ...]
+    types: tuple[type, ...]
+    timed: bool
+    has_state: bool
+
+    def __call__(
+        self, pstate: Any, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
+    ) -> tuple[jax.Array, Any]:
+        """See `EvictionPolicy.victims`."""
+
         def choose():
-            score = fn(blocks, *([] if init is None else [pstate]), *([now] if timed else []))
+            given = [*([pstate] if self.has_state else []), *([now] if self.timed else [])]
+            score = self.fn(blocks, *given, **dict(self.parameters))
             if score.shape != blocks.fill.shape:
                 raise ValueError(
                     f"by_score: the score has shape {score.shape}, wanted one per block {blocks.fill.shape}"
@@ -62,10 +132,6 @@ def by_score(
             return _pop_leaves(score, blocks, eligible, wanted, size)
 
         return lax.cond(in_any(wanted > 0), choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
-
-    return EvictionPolicy(
-        init or (lambda num_ids: ()), touch or (lambda pstate, blocks, ids, now: pstate), victims, idle=touch is None
-    )
 
 
 def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: jax.Array, size: int) -> jax.Array:
@@ -99,7 +165,7 @@ def _as_ordered_float(score: jax.Array) -> jax.Array:
     return jnp.where(score < 0, -normal, normal)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)
 def cost_aware(balance: int = 24_576) -> EvictionPolicy:
     """Evicts the lowest cost / age, where cost = fill * (balance + position): what a block's tokens took to compute.
 
@@ -113,29 +179,41 @@ def cost_aware(balance: int = 24_576) -> EvictionPolicy:
 
     Source: GreedyDual-Size (Cao and Irani 1997); cost / age as in Hyperbolic Caching (Blankstein et al. 2017).
     """
+    return by_score(functools.partial(_cost_by_age, balance=balance), name="cost_aware")
 
-    def score(blocks: Blocks) -> jax.Array:
-        fill = blocks.fill.astype(jnp.float32)
-        middle = blocks.depth.astype(jnp.float32) * blocks.tokens.shape[1] + fill / 2
-        age = jnp.maximum(blocks.clock - blocks.released, 1).astype(jnp.float32)
-        return fill * (balance + middle) / age
 
-    return by_score(score)
+def _cost_by_age(blocks: Blocks, *, balance: int) -> jax.Array:
+    fill = blocks.fill.astype(jnp.float32)
+    middle = blocks.depth.astype(jnp.float32) * blocks.tokens.shape[1] + fill / 2
+    age = jnp.maximum(blocks.clock - blocks.released, 1).astype(jnp.float32)
+    return fill * (balance + middle) / age
 
 
 @functools.cache
 def fifo() -> EvictionPolicy:
     """Evicts the block that was stored first."""
-    return by_score(lambda blocks: blocks.stored - blocks.clock)
+    return by_score(_stored, name="fifo")
+
+
+def _stored(blocks: Blocks) -> jax.Array:
+    return blocks.stored - blocks.clock
 
 
 @functools.cache
 def lfu() -> EvictionPolicy:
     """Evicts the block that was reused least often since it was stored."""
-    return by_score(lambda blocks: blocks.hits)
+    return by_score(_hits, name="lfu")
+
+
+def _hits(blocks: Blocks) -> jax.Array:
+    return blocks.hits
 
 
 @functools.cache
 def random() -> EvictionPolicy:
     """Evicts any leaf, by a hash of when it was released: the same history gives the same victims."""
-    return by_score(lambda blocks: (mix(blocks.released.astype(jnp.uint32)) >> np.uint32(1)).astype(jnp.int32))
+    return by_score(_mixed, name="random")
+
+
+def _mixed(blocks: Blocks) -> jax.Array:
+    return (mix(blocks.released.astype(jnp.uint32)) >> np.uint32(1)).astype(jnp.int32)

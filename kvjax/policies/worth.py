@@ -14,6 +14,8 @@ from kvjax.policies.retention import later, priority_at
 from kvjax.policies.scores import by_score
 from kvjax.state import Blocks, EvictionPolicy
 
+_AGES = 1 << 24
+
 
 @functools.cache
 def priority() -> EvictionPolicy:
@@ -24,13 +26,12 @@ def priority() -> EvictionPolicy:
 
     Source: TensorRT-LLM's LRUEvictionPolicy, one queue for each priority.
     """
-    ages = 1 << 24
+    return by_score(_priority_then_age, timed=True, name="priority")
 
-    def score(blocks: Blocks, now: jax.Array) -> jax.Array:
-        age = jnp.minimum(blocks.clock - blocks.released, ages - 1)
-        return priority_at(blocks, now) * ages + (ages - 1 - age)
 
-    return by_score(score, timed=True)
+def _priority_then_age(blocks: Blocks, now: jax.Array) -> jax.Array:
+    age = jnp.minimum(blocks.clock - blocks.released, _AGES - 1)
+    return priority_at(blocks, now) * _AGES + (_AGES - 1 - age)
 
 
 @functools.cache
@@ -44,14 +45,14 @@ def trt_leaf() -> EvictionPolicy:
     Source: TensorRT-LLM's LRUEvictionPolicy with `refresh` before every request, in its form where only leaves are
     evicted.
     """
+    return by_score(_place_in_queue, timed=True, name="trt_leaf")
 
-    def score(blocks: Blocks, now: jax.Array) -> jax.Array:
-        current = priority_at(blocks, now)
-        assert blocks.retention is not None and blocks.expiry is not None
-        over = current != blocks.retention[:, 0]
-        # The expiry is the release plus the time to live, which is -1 where there is none.
-        queued = later(blocks.expiry, jnp.where(over, 0, -blocks.retention[:, 1]))
-        order = jnp.lexsort((blocks.released - blocks.clock, queued[:, 1], queued[:, 0], current)).astype(jnp.int32)
-        return put(jnp.zeros_like(order), order, np.arange(order.shape[0], dtype=np.int32), order >= 0)
 
-    return by_score(score, timed=True)
+def _place_in_queue(blocks: Blocks, now: jax.Array) -> jax.Array:
+    current = priority_at(blocks, now)
+    assert blocks.retention is not None and blocks.expiry is not None
+    over = current != blocks.retention[:, 0]
+    # The expiry is the release plus the time to live, which is -1 where there is none.
+    queued = later(blocks.expiry, jnp.where(over, 0, -blocks.retention[:, 1]))
+    order = jnp.lexsort((blocks.released - blocks.clock, queued[:, 1], queued[:, 0], current)).astype(jnp.int32)
+    return put(jnp.zeros_like(order), order, np.arange(order.shape[0], dtype=np.int32), order >= 0)

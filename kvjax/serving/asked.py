@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from kvjax._checks import host_integers
+from kvjax.blocks.keys import Namespaces
 from kvjax.policies.retention import UNSTATED, Retention
 
 
@@ -32,19 +33,25 @@ def _ids(prompt: Any, number: int) -> np.ndarray:
 
 def of_each(name: str, given: Any, prompts: int, dtype: Any, wanted: str) -> np.ndarray:
     """A number for each prompt, [prompts]."""
-    numbers = integers(name, given, dtype, f"{wanted} for each of {prompts} prompts")
+    numbers = host_integers(name, given, dtype, f"{wanted} for each of {prompts} prompts")
     if numbers.shape != (prompts,):
         raise ValueError(f"{name}: got {numbers.size}, wanted one for each of {prompts} prompts")
     return numbers
 
 
-def integers(name: str, given: Any, dtype: Any, wanted: str) -> np.ndarray:
-    """The numbers as an array [K] of a dtype, which must hold them."""
-    numbers, info = np.asarray(list(given) if isinstance(given, Iterable) else given), np.iinfo(dtype)
-    fits = numbers.ndim == 1 and (not numbers.size or numbers.dtype.kind in "iu")
-    if not fits or np.any((numbers < info.min) | (numbers > info.max)):
-        raise ValueError(f"{name}: got {reprlib.repr(given)}, wanted {wanted}")
-    return numbers.astype(dtype)
+def known_namespaces(given: Any, prompts: int, names: Namespaces | None) -> np.ndarray:
+    """The namespace of each prompt, i32[prompts]: 0 for None, else numbers that `names`, if there is one, gave out."""
+    if not isinstance(names, Namespaces | None):
+        raise ValueError(f"names: got {reprlib.repr(names)}, wanted a kvjax.Namespaces or None")
+    given = [0] * prompts if given is None else given
+    numbers = of_each("namespaces", given, prompts, np.int32, "a number, as kvjax.Namespaces gives,")
+    for prompt, number in enumerate(numbers.tolist()):
+        if names is not None and number not in names:
+            raise ValueError(
+                f"namespaces: got {number} for prompt {prompt}, wanted one that names gave out, 0..{len(names) - 1}; "
+                "a saved cache needs the names saved with it (Namespaces.from_dict)"
+            )
+    return numbers
 
 
 def retentions(given: Any, prompts: int, possible: bool) -> Retention | None:

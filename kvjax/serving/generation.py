@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
@@ -51,6 +52,7 @@ def generate[C: (Cache, TieredCache)](
     seeds: Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     namespaces: Sequence[int] | None = None,
+    names: Namespaces | None = None,
     retention: Retention | Sequence[Retention | None] | None = None,
     clock: Callable[[], int] | None = None,
     logits_fn: LogitsFn | None = None,
@@ -76,6 +78,7 @@ def generate[C: (Cache, TieredCache)](
       seeds: of each prompt's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
+      names: the `Namespaces` that gave them out; numbers that it did not are refused. None: any number will do.
       retention: of each prompt's blocks, or one for all prompts, where the spec has it.
       clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`; read when prompts are
         admitted, before each jitted loop and at release. None: the time is always 0, and no time to live ends.
@@ -89,13 +92,14 @@ def generate[C: (Cache, TieredCache)](
 
     Raises:
       ValueError: before anything is donated: if the cache has pools for no layer or was donated before, the model is
-        not as `step` wants it, an option is out of range or not given for each prompt, or the spec has no retention.
+        not as `step` wants it, an option is out of range or not given for each prompt, `names` did not give out a
+        namespace, or the spec has no retention.
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with. Ctrl-C waits until a jitted loop
         is done; a second one does not, and may cost the cache.
     """
     run = Run(
-        model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, retention, clock, logits_fn,
-        chunk, steps, log_events,
+        model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, clock,
+        logits_fn, chunk, steps, log_events,
     )  # fmt: skip
     try:
         with run.ctrl_c:
@@ -117,6 +121,7 @@ def stream[C: (Cache, TieredCache)](
     seeds: Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     namespaces: Sequence[int] | None = None,
+    names: Namespaces | None = None,
     retention: Retention | Sequence[Retention | None] | None = None,
     clock: Callable[[], int] | None = None,
     logits_fn: LogitsFn | None = None,
@@ -134,8 +139,8 @@ def stream[C: (Cache, TieredCache)](
       A `Progress`; the last one has every output finished and every row released.
     """
     run = Run(
-        model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, retention, clock, logits_fn,
-        chunk, steps, log_events,
+        model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, clock,
+        logits_fn, chunk, steps, log_events,
     )  # fmt: skip
     return _progress(run)
 

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax._checks import host_integers
 from kvjax._methods import alive
+from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.events.records import Events, Status
 from kvjax.model import Model, check_model
 from kvjax.policies.retention import Retention
-from kvjax.serving.asked import bucket, integers, of_each, prompt_ids, retentions
+from kvjax.serving.asked import bucket, known_namespaces, of_each, prompt_ids, retentions
 from kvjax.serving.held import Held
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.loops import LogitsFn, Rows, check_cache, decode, decode_log, prefill, prefill_log, step
@@ -45,6 +47,7 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         seeds: Sequence[int] | None,
         stop_tokens: Sequence[int],
         namespaces: Sequence[int] | None,
+        names: Namespaces | None,
         retention: Retention | Sequence[Retention | None] | None,
         clock: Callable[[], int] | None,
         logits_fn: LogitsFn | None,
@@ -62,11 +65,10 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         self.max_new, self.chunk, self.steps = max_new_tokens, chunk, steps
         self.static = {"sampling": sampling or Sampling(), "logits_fn": logits_fn}
         num_prompts = len(self.prompts)
-        self.stop = integers("stop_tokens", stop_tokens, np.int32, "a list of token ids").tolist()
+        self.stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids").tolist()
         seeds = range(num_prompts) if seeds is None else seeds
         self.seeds = of_each("seeds", seeds, num_prompts, np.uint32, "a number")
-        spaces = [0] * num_prompts if namespaces is None else namespaces
-        self.namespaces = of_each("namespaces", spaces, num_prompts, np.int32, "a number, as kvjax.Namespaces gives,")
+        self.namespaces = known_namespaces(namespaces, num_prompts, names)
         self.retention = retentions(retention, num_prompts, self.spec.retention)
         self.outputs = [Output(len(prompt)) for prompt in self.prompts]
         self.live: dict[int, int] = {}  # row -> prompt, in order of admission

@@ -29,7 +29,7 @@ def init(
 
     Args:
       spec: its shapes.
-      policy: the eviction policy, `lru()` if None; static, so pass the same object again to reuse compiled programs.
+      policy: the eviction policy, `lru()` if None; static: an equal one reuses compiled programs.
       num_blocks: i32[]; device blocks in use of every group but a bare first one, at most the spec's N (None: all).
         May be traced, so that caches of many sizes fit in one `vmap`. A traced number outside 1..N counts as 0 blocks:
         every `admit` is NO_BLOCKS, and `check` and `stats` say "num_blocks out of range".

@@ -15,7 +15,8 @@ README = ROOT / "README.md"
 
 
 @pytest.mark.long
-def test_the_readmes_code_runs(capsys):
+def test_the_readmes_code_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it saves a cache
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S))
     exec(compile(code, str(README), "exec"), {"__name__": "readme"})
     assert "cached" in capsys.readouterr().out

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys depend on everything before the end of a block, and on nothing else; namespaces are interned."""
+"""Keys depend on everything before the end of a block, and on nothing else; namespaces are interned, and saved."""
 
 import doctest
 import functools
+import io
+import json
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax._arrays import mix
 from kvjax.blocks import keys
 from kvjax.blocks.keys import Namespaces, prefix_keys, root_key
 from kvjax.state import Text
+from tests.drive import PLAIN, Driver, padded
 
 SIZE = 4
 
@@ -28,8 +33,100 @@ def test_namespaces_tell_pairs_apart_and_remember_them():
     numbers = [namespaces(*pair) for pair in pairs]
     assert numbers == list(range(len(pairs))) == [namespaces(salt=salt, lora=lora) for salt, lora in pairs]
     assert [namespaces.describe(number) for number in numbers] == pairs
-    with pytest.raises(KeyError):
-        namespaces.describe(len(pairs))
+    for unknown in (len(pairs), -1):
+        assert unknown not in namespaces
+        with pytest.raises(KeyError):
+            namespaces.describe(unknown)
+    assert len(namespaces) == len(pairs) and all(number in namespaces for number in numbers)
+    assert namespaces(lora=np.int32(1)) == numbers[4] and "1" not in namespaces
+
+
+def test_a_pair_is_text_and_an_integer():
+    namespaces = Namespaces()
+    for salt in (b"a", 1, ("a",)):
+        with pytest.raises(ValueError, match=r"^salt: got .*, wanted a str or None"):
+            namespaces(salt)
+    for lora in ("sql", 1.0, True):
+        with pytest.raises(ValueError, match=r"^lora: got .*, wanted an int or None"):
+            namespaces(lora=lora)
+    assert len(namespaces) == 1
+
+
+def saved_namespaces():
+    namespaces = Namespaces()
+    for pair in (("a", None), ("", 0), (None, np.int64(7)), ("\u00e4\ud800", -1)):
+        namespaces(*pair)
+    return namespaces
+
+
+def test_numbers_read_back_are_the_same_pairs_for_ever():
+    names = saved_namespaces()
+    saved = json.loads(json.dumps(names.to_dict()))
+    again = Namespaces.from_dict(saved)
+    assert [again.describe(n) for n in range(len(again))] == [names.describe(n) for n in range(len(names))]
+    assert [again(*names.describe(n)) for n in range(5)] == list(range(5))
+    assert again("b") == 5 and again.to_dict() != saved and len(names) == 5
+    assert Namespaces.from_dict(again.to_dict()).to_dict() == again.to_dict()
+    assert Namespaces.from_dict(Namespaces().to_dict())("first") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ([], r"got \[\], wanted what Namespaces.to_dict gives"),
+        ({"more": 1}, r"got \{.*\}, wanted what Namespaces.to_dict gives"),
+        ({"version": 2}, "got version 2, wanted 1"),
+        ({"version": None}, "got version None, wanted 1"),
+        ({"namespaces": []}, r"got namespaces \[\], wanted a list of \[number, salt, LoRA\]"),
+        ({"namespaces": {"0": [None, None]}}, "got namespaces .*, wanted a list"),
+        ({"namespaces": [[0, None]]}, "got namespaces .*, wanted a list"),
+        ({"namespaces": ["abc"]}, "got namespaces .*, wanted a list"),
+        ({"namespaces": [[0, "a", None]]}, r"got \[0, 'a', None\], wanted number 0 with .*, \(None, None\)$"),
+        ({"namespaces": [[1, None, None]]}, r"got \[1, None, None\], wanted number 0"),
+        ({"namespaces": [[0, None, None], [2, "a", None]]}, r"got \[2, 'a', None\], wanted number 1"),
+        ({"namespaces": [[0, None, None], [True, "a", None]]}, r"got \[True, 'a', None\], wanted number 1"),
+        ({"namespaces": [[0, None, None], [0, "a", None]]}, r"got \[0, 'a', None\], wanted number 1"),
+        ({"namespaces": [[0, None, None], [1, None, None]]}, r"got \[1, None, None\], wanted number 1"),
+        (
+            {"namespaces": [[0, None, None], [1, "a", 3], [2, "a", 3]]},
+            r"got \[2, 'a', 3\], wanted number 2 with a pair that no other number has$",
+        ),
+    ],
+)
+def test_what_cannot_have_been_saved_is_refused(changes, complaint):
+    saved = {**Namespaces().to_dict(), **changes} if isinstance(changes, dict) else changes
+    with pytest.raises(ValueError, match=f"^saved: {complaint}"):
+        Namespaces.from_dict(saved)
+    with pytest.raises(ValueError, match=r"^lora: got '3', wanted an int"):
+        Namespaces.from_dict({"version": 1, "namespaces": [[0, None, None], [1, "a", "3"]]})
+
+
+def test_after_a_restart_a_tenant_finds_nothing_of_another():
+    """The mistake: tenant b came first to a fresh `Namespaces`, and got the number of a's cached tokens."""
+    names, text = Namespaces(), list(range(11))
+    cache = Driver(kvjax.init(PLAIN))
+    cache.start(0, text, namespace=names(salt="tenant a"))
+    cache.do("release", 0)
+    arrays = io.BytesIO()
+    np.savez(arrays, *jax.tree.leaves(cache.state))
+    saved, pickled = json.dumps(names.to_dict()), pickle.dumps(cache.state)
+    del names
+
+    arrays.seek(0)
+    loaded = map(jnp.asarray, np.load(arrays).values())
+    restored = jax.tree.unflatten(jax.tree.structure(kvjax.init(PLAIN)), loaded)
+    unpickled = pickle.loads(pickled)
+    assert jax.tree.structure(unpickled) == jax.tree.structure(restored)
+    for state in (restored, unpickled):
+        kvjax.check(state)
+
+        def found(names, salt, state=state):
+            tokens, namespace = padded(text, PLAIN.max_length + 1), np.int32(names(salt=salt))
+            return int(cache.verbs["lookup"](state, tokens, np.int32(11), namespace=namespace).cached_tokens)
+
+        assert found(Namespaces(), "tenant b") == 10
+        assert found(Namespaces.from_dict(json.loads(saved)), "tenant b") == 0
+        assert found(Namespaces.from_dict(json.loads(saved)), "tenant a") == 10
 
 
 @functools.partial(jax.jit, static_argnames="with_extra")

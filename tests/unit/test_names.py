@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests: the same in every process for equal prefixes, whatever happened before, and different for all others."""
+
+import hashlib
+import itertools
+
+import hypothesis
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.names import block, digests, first_64_bits, label, root
+from kvjax.testing import Trial, random_requests, requests
+from tests.drive import EXTRA, PLAIN, TIERS
+
+ROOT = root()
+FIRST = block(ROOT, range(16))
+
+
+def test_vectors():
+    """Other programs compute these too; they never change."""
+    assert ROOT.hex() == "6491c07cd16c1d744f87c7c119f077ef"
+    assert FIRST.hex() == "3accded638a12057a4208d66d88c63eb"
+    assert block(FIRST, range(16, 32)).hex() == "6c33524770d343bbc33de176cb79d7be"
+    assert root(None, "tenant a", "sql").hex() == "14c45be0db6ba256a7f714fc723e017e"
+    assert root(key=b"secret").hex() == "d5fd2f97f0f9b380e7d98bac4480ff13"
+
+
+def test_a_digest_is_the_hash_of_these_bytes():
+    person, text = b"kvjax-root", b"\x01\x03\x00\x00\x00\xc3\xa4b" + b"\x00" + b"\x01\x00\x00\x00\x00"
+    assert root("\u00e4b", None, "") == hashlib.blake2b(text, digest_size=16, person=person).digest()
+    content = FIRST + bytes([2, 0, 0, 0, 5, 0, 0, 0, 255, 255, 255, 255, 7, 0, 0, 0, 0, 1, 0, 0])
+    wanted = hashlib.blake2b(content, digest_size=16, key=b"k", person=b"kvjax-block").digest()
+    assert block(FIRST, [5, -1], [7, 256], key=b"k") == wanted
+
+
+def test_the_first_64_bits_are_little_endian():
+    assert first_64_bits(bytes(range(16))) == 0x0706050403020100
+    assert first_64_bits(b"\xff" * 16) == 2**64 - 1
+
+
+def test_whatever_differs_gives_another_digest():
+    texts = (None, "", "a", "b", "ab")
+    roots = [root(*three, key=key) for three in itertools.product(texts, repeat=3) for key in (b"", b"k")]
+    blocks = [
+        block(parent, tokens, extra, key=key)
+        for parent in (ROOT, FIRST) for key in (b"", b"k")
+        for tokens, extra in (
+            ([], None), ([1], None), ([1, 2], None), ([2, 1], None), ([1, 0], None), ([1], [2]), ([1], [0]), ([0], [1]),
+        )
+    ]  # fmt: skip
+    assert len({*roots, *blocks}) == len(roots) + len(blocks)
+    for same in (np.array([1, 2]), np.array([1, 2], np.uint8), jnp.array([1, 2]), (1, 2), iter([1, 2])):
+        assert block(ROOT, same) == block(ROOT, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: root(3), "model: got 3, wanted text or None"),
+        (lambda: root(salt=b"a"), "salt: got b'a', wanted text or None"),
+        (lambda: root(lora="\ud800"), "lora: got .*, wanted text or None"),
+        (lambda: root(key=b"k" * 65), "key: got 65 bytes, wanted at most 64 bytes"),
+        (lambda: root(key="secret"), "key: got a str, wanted at most 64 bytes"),
+        (lambda: block(b"", [1]), "parent: got b'', wanted a digest of 16 bytes"),
+        (lambda: block(FIRST.hex(), [1]), "parent: got '3acc.*, wanted a digest of 16 bytes"),
+        (lambda: block(ROOT, [2**31]), r"tokens: got \[2147483648\], wanted a list of integers"),
+        (lambda: block(ROOT, [1.0]), r"tokens: got \[1.0\], wanted a list of integers"),
+        (lambda: block(ROOT, [[1], [2, 3]]), r"tokens: got \[\[1\], \[2, 3\]\], wanted a list of integers"),
+        (lambda: block(ROOT, [1, 2], [1]), "extra_ids: got 1, wanted one for each of 2 tokens"),
+        (lambda: block(ROOT, [1], ["a"]), r"extra_ids: got \['a'\], wanted a list of integers"),
+    ],
+)
+def test_what_is_wrong_is_named(make, complaint):
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        make()
+
+
+# From events.
+
+
+def stored(number, node, parent, tokens, **more):
+    above = {"parent": None, "namespace": parent} if isinstance(parent, int) else {"parent": parent}
+    return {
+        "kind": "stored",
+        "group": number,
+        "block": node[0],
+        "generation": node[1],
+        **above,
+        "tokens": tokens,
+        **more,
+    }
+
+
+def removed(number, node):
+    return {"kind": "removed", "group": number, "block": node[0], "generation": node[1]}
+
+
+A, B, C = (2, 5), (3, 1), (2, 6)
+ONE = block(ROOT, [1, 2])
+TWO = block(ONE, [3])
+
+
+def test_digests_follow_the_events():
+    first = digests([{"kind": "created", "group": 0}, stored(0, A, 0, [1, 2]), stored(0, B, A, [3])])
+    assert first == {(0, *A): ONE, (0, *B): TWO}
+    moved = {"kind": "updated", "group": 0, "block": 3, "generation": 1, "level": 1, "priority": 9}
+    # Block 2 is used again within the same events, by what then follows another prefix.
+    events = [moved, removed(0, B), removed(0, A), stored(0, C, 0, [7]), {"kind": "copied", "group": 0, "block": 2}]
+    labelled, second = label(events, first)
+    assert second == {(0, *C): block(ROOT, [7])} and len(first) == 2
+    assert [event.get("digest") for event in labelled] == [TWO, TWO, ONE, block(ROOT, [7]), None]
+    assert [event.get("parent_digest") for event in labelled] == [None, None, None, ROOT, None]
+    assert [{k: v for k, v in event.items() if "digest" not in k} for event in labelled] == events
+    assert "digest" not in events[0] and label([], second) == ([], second)
+
+
+def test_a_window_groups_block_has_the_digest_of_the_whole_prefix():
+    events = [stored(0, A, 0, [1, 2]), stored(0, B, A, [3]), stored(1, A, A, [3])]
+    known = digests(events)
+    assert known[1, *A] == known[0, *B] == TWO
+    assert digests([removed(1, A), {"kind": "cleared", "group": 1}], known) == digests(events[:2])
+    assert digests([{"kind": "cleared", "group": 0}], known) == {(1, *A): TWO}
+
+
+def test_salts_and_adapters_are_told_by_their_names():
+    names = kvjax.Namespaces()
+    number = names("tenant a", 3)
+    events = [stored(0, A, number, [1, 2])]
+    found = digests(events, names=names, loras={3: "sql", 4: "chat"}, model="m", key=b"k")
+    assert found[0, *A] == block(root("m", "tenant a", "sql", key=b"k"), [1, 2], key=b"k")
+    other = kvjax.Namespaces()
+    other("tenant b"), other("tenant a", 0)
+    assert digests([stored(0, B, 2, [1, 2])], names=other, loras={0: "sql"}, model="m", key=b"k")[0, *B] == found[0, *A]
+
+
+@pytest.mark.parametrize(
+    ("events", "options", "complaint"),
+    [
+        ([removed(0, A)], {}, r"events: got removed of node \(0, 2, 5\), wanted one that `known` has"),
+        ([stored(0, B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted one that `known` has"),
+        ([stored(0, A, 0, [1])] * 2, {}, r"events: got stored of node \(0, 2, 5\), wanted one that is new"),
+        ([stored(0, A, 2, [1])], {}, "names: got none of namespace 2, wanted the Namespaces that gave it out"),
+        ([stored(0, A, 1, [1])], {"lora": 3}, "loras: got no name of adapter 3, wanted one for each adapter in use"),
+        ([stored(0, A, 1, [1])], {"lora": 3, "loras": {3: None}}, "loras: got no name of adapter 3"),
+        ([], {"loras": {3: "sql", 4: "sql"}}, "loras: got .*, wanted another name for each adapter"),
+    ],
+)
+def test_events_without_a_name_are_refused(events, options, complaint):
+    names = kvjax.Namespaces()
+    names(lora=options.get("lora", 9))
+    known = {(0, 9, 9): FIRST}
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        label(events, known, names=names, loras=options.get("loras"))
+    assert known == {(0, 9, 9): FIRST}
+
+
+def test_digests_want_decoded_events():
+    with pytest.raises(ValueError, match=r"^events: got EventLog, wanted the list that to_list makes of it"):
+        digests(kvjax.events.init_log(3, 4))
+
+
+# From caches with random histories.
+
+
+def of_path(namespace, path, size, extra, names):
+    """The digest of a token path by `root` and `block` alone."""
+    digest = root("m", *names.describe(namespace))
+    for start in range(0, len(path), size):
+        piece = path[start : start + size]
+        tokens, ids = zip(*piece, strict=True) if extra else (piece, None)
+        digest = block(digest, tokens, ids)
+    return digest
+
+
+def after(trial, asked, names):
+    """The digests after requests, by their events; {(salt, token path): digest} of what was ever stored."""
+    spec, known, ever = trial.state.spec, {}, {}
+    for request in asked:
+        before, events = trial.mirror, trial.do(request)
+        if events is None:
+            continue
+        labelled, known = label(kvjax.to_list(events), known, names=names, model="m")
+        for event in labelled:
+            if event["kind"] in ("removed", "updated"):
+                node = event["group"], event["block"], event["generation"]
+                entry = before.nodes.get(node) or trial.mirror.nodes[node]
+                assert event["digest"] == of_path(*entry[:2], spec.block_size, spec.extra_ids, names)
+        assert known == digests(kvjax.events.snapshot(trial.state), names=names, model="m")
+        assert known.keys() == trial.mirror.nodes.keys()
+        for node, digest in known.items():
+            namespace, path, *_ = trial.mirror.nodes[node]
+            assert digest == of_path(namespace, path, spec.block_size, spec.extra_ids, names)
+            ever[names.describe(namespace), path] = digest
+    return ever
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spec", [PLAIN, EXTRA], ids=["plain", "extra ids"])
+def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spec):
+    """The second cache has served others before, so that blocks are others, and numbers the tenants the other way."""
+    found = []
+    for salts, others in (("ab", 0), ("ba", 40)):
+        names, numbers = kvjax.Namespaces(), [0]
+        for salt in salts:
+            names(salt)
+        numbers += [names("a"), names("b")]
+        asked = itertools.islice(random_requests(1, spec, num_namespaces=3), 200)
+        ours = [{**request, "namespace": numbers[request.get("namespace", 0)]} for request in asked]
+        before = itertools.islice(random_requests(2, spec, num_namespaces=3), others)
+        over = [{"verb": "release", "seq": seq} for seq in range(spec.max_seqs)]
+        found.append(after(Trial(kvjax.init(spec)), [*before, *over, *ours], names))
+    one, other = found
+    both = one.keys() & other.keys()
+    assert {pair for pair, _ in both} == {(None, None), ("a", None), ("b", None)} and len(both) > 20
+    assert all(one[prefix] == other[prefix] for prefix in both)
+    union = one | other
+    assert len(set(union.values())) == len(union) > len(one)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(requests(TIERS, num_namespaces=1))
+def test_digests_survive_windows_and_a_host_tier(asked):
+    after(Trial(kvjax.init(TIERS)), asked, kvjax.Namespaces())
