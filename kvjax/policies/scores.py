@@ -165,7 +165,7 @@ def _as_ordered_float(score: jax.Array) -> jax.Array:
     return jnp.where(score < 0, -normal, normal)
 
 
-@functools.lru_cache(maxsize=None, typed=True)
+@functools.lru_cache(maxsize=None, typed=True)  # a balance of 1.0 is not one of 1
 def cost_aware(balance: int = 24_576) -> EvictionPolicy:
     """Evicts the lowest cost / age, where cost = fill * (balance + position): what a block's tokens took to compute.
 
