@@ -8,6 +8,7 @@ from typing import Any, Concatenate, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
@@ -75,9 +76,20 @@ class Cache(Pytree):
         num_blocks: ArrayLike | None = None,
         *,
         policy_state: Any = None,
+        mesh: Mesh | None = None,
+        heads: str | None = None,
     ) -> Cache:
-        """An empty cache with pools of zeros; see `init` for the arguments."""
-        return cls(init(spec, policy, num_blocks, policy_state=policy_state), init_pools(spec))
+        """An empty cache with pools of zeros; see `init` and `init_pools` for the arguments.
+
+        On a mesh the state is the same on every device.
+        """
+        pools, state = (
+            init_pools(spec, mesh=mesh, heads=heads),
+            init(spec, policy, num_blocks, policy_state=policy_state),
+        )
+        if mesh is not None:
+            state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+        return cls(state, pools)
 
     admit = _method(admit)
     extend = _method(extend)

@@ -29,7 +29,7 @@ class Ledger:
     Attributes:
       budget_bytes: bytes to spend on the device.
       entries: what they are spent on: the model, one entry per pool, the scratch rows, the metadata.
-      spec: the cache.
+      spec: the cache; where devices divide the kv heads, with those of one device.
       host_budget_bytes: bytes to spend on the host; None if not given.
       host_entries: what they are spent on, one entry per pool; none without a host tier.
     """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +11,10 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.ledger import Ledger, make_ledger, table
+from kvjax.pools.placement import num_shards
 from kvjax.spec import CacheSpec, LayerSpec, make_spec
 from kvjax.state import EvictionPolicy
 
@@ -49,6 +52,8 @@ def plan(
     model_bytes: int = 0,
     device: Any = None,
     policy: EvictionPolicy | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    heads: str | None = None,
     **options: Any,
 ) -> Plan:
     """Sizes a cache: as many blocks as a budget holds, with their scratch rows and metadata.
@@ -73,6 +78,9 @@ def plan(
       model_bytes: bytes of the budget that the model's parameters take.
       device: the `jax.Device` whose memory `device_fraction` means; None for the first local one.
       policy: the eviction policy of the state, which costs metadata of its own; default as in `init`.
+      mesh: the devices among which the kv heads are divided, as in `Cache.create`. All bytes, given and planned, are
+        then those of one device: its heads of every block, and the whole metadata.
+      heads: the mesh's axis that divides them.
       **options: passed to `make_spec`: block_size, dtype, extra_ids, partial_reuse, num_host_blocks, ...
 
     Returns:
@@ -87,7 +95,8 @@ def plan(
     if not isinstance(model_bytes, int) or model_bytes < 0:
         raise ValueError(f"model_bytes: got {model_bytes!r}, wanted an int of at least 0")
     shape = {"max_seqs": max_seqs, "max_length": max_length, **options}
-    one = make_spec(layers, num_blocks=1, **shape)
+    own = _of_one_device(layers, make_spec(layers, num_blocks=1, **shape), mesh, heads)
+    one = make_spec(own, num_blocks=1, **shape)
     windows, prices = _prices(one)
     weights = _weights(one, windows, shares)
     if host_budget_bytes is not None:
@@ -97,7 +106,7 @@ def plan(
 
     @functools.cache
     def ledger(counts: _Counts) -> Ledger:
-        spec = make_spec(layers, num_blocks=dict(zip(windows, counts, strict=True)), **shape)
+        spec = make_spec(own, num_blocks=dict(zip(windows, counts, strict=True)), **shape)
         return make_ledger(spec, budget, policy, model_bytes, host_budget_bytes)
 
     least = ledger((1,) * len(windows))
@@ -110,8 +119,16 @@ def plan(
     def fits(counts: _Counts) -> bool:
         return all(n <= m for n, m in zip(counts, most, strict=True)) and ledger(counts).left_bytes >= 0
 
-    best = ledger(_largest(fits, budget, prices, weights))
-    return Plan(best.spec, best)
+    best = _largest(fits, budget, prices, weights)
+    return Plan(make_spec(layers, num_blocks=dict(zip(windows, best, strict=True)), **shape), ledger(best))
+
+
+def _of_one_device(
+    layers: Sequence[LayerSpec], spec: CacheSpec, mesh: Mesh | AbstractMesh | None, heads: str | None
+) -> list[LayerSpec]:
+    """The layers with the kv heads that one device has."""
+    shards = 1 if mesh is None and heads is None else num_shards(spec, mesh, heads)
+    return [dataclasses.replace(layer, kv_heads=layer.kv_heads // shards) for layer in layers]
 
 
 def _prices(spec: CacheSpec) -> tuple[list[_Window], list[int]]:

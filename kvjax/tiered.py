@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kvjax._methods import check_alive, face
@@ -20,6 +21,7 @@ from kvjax.model import Model, check_model
 from kvjax.pools.device import Pools, apply
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.views import ragged, view
+from kvjax.processes import failed_anywhere
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
@@ -130,15 +132,17 @@ class TieredCache:
         num_blocks: ArrayLike | None = None,
         *,
         policy_state: Any = None,
+        mesh: Mesh | None = None,
+        heads: str | None = None,
     ) -> TieredCache:
-        """An empty cache with pools of zeros and host pools; see `init` for the arguments.
+        """An empty cache with pools of zeros and host pools; see `init` and `init_pools` for the arguments.
 
         Raises:
           ValueError: if the spec has no host tier.
         """
         if not spec.has_host:
             raise ValueError("spec: got one without host blocks, wanted num_host_blocks above 0")
-        empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state)
+        empty = Cache.create(spec, policy, num_blocks, policy_state=policy_state, mesh=mesh, heads=heads)
         pools, host = init_host_pools(empty.pools)
         state = jax.tree.map(lambda x: jax.device_put(x, x.sharding), empty.state)  # committed like moved pools
         return cls(Cache(state, pools), host)
@@ -207,6 +211,8 @@ class TieredCache:
                 pools, host = move(pools, host, events.transfer)
             except TransferError as error:
                 pools, host, failure = error.pools, error.host, error
+            if failed_anywhere(state, failure is not None) and failure is None:
+                failure = RuntimeError("a move failed in another process")
         cache, done = _finish(Cache(state, pools), events, np.bool_(failure is None))
         if failure is None:
             return TieredCache(cache, host)

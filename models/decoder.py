@@ -18,6 +18,7 @@ from flax import nnx
 import kvjax
 
 from .config import ModelConfig
+from .placement import under_auto_axes
 from .rope import rotate
 
 # (cache, layer number, q [R, C, Q, D], k and v [R, C, K, D] or None) -> (mixed values [R, C, Q, D], cache)
@@ -181,6 +182,7 @@ class Decoder(nnx.Module):
             kvjax.LayerSpec(layer.kv_heads, layer.head_dim, layer.window) for layer in layers if layer.reuses is None
         ]
 
+    @under_auto_axes
     def __call__(self, tokens: jax.Array, pools, view, *, last: jax.Array | None = None):
         """Runs the next tokens of every row through the paged cache.
 
@@ -248,13 +250,16 @@ class Decoder(nnx.Module):
         both = _scaled(self.per_layer_projection_norm(projected) + looked_up, 2**-0.5)
         return [both[:, :, number] for number in range(num_layers)]
 
+    def vocabulary(self) -> tuple[jax.Array, int]:
+        """The matrix that the logits are products with, and which of its axes is the vocabulary."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.embedding[...], 0
+        return self.lm_head.kernel[...], 1
+
     def _logits(self, x: jax.Array) -> jax.Array:
         with jax.named_scope("logits"):
-            if self.config.tie_word_embeddings:
-                matrix, contract = self.embed_tokens.embedding[...], 1
-            else:
-                matrix, contract = self.lm_head.kernel[...], 0
-            axes = (((x.ndim - 1,), (contract,)), ((), ()))
+            matrix, vocabulary = self.vocabulary()
+            axes = (((x.ndim - 1,), (1 - vocabulary,)), ((), ()))
             logits = jax.lax.dot_general(self.norm(x), matrix, axes, preferred_element_type=jnp.float32)
             cap = self.config.logit_soft_cap
             return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -11,14 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from .config import ModelConfig
 from .decoder import Decoder
+from .placement import check_axis, placed
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # The decoder's prefixes in a checkpoint that also has towers for images or sound, whose tensors are ignored.
@@ -26,23 +28,33 @@ _DECODER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_he
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.")
 
 
-def load(folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None) -> tuple[Decoder, Any]:
+def load(
+    folder: str | os.PathLike,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    mesh: Mesh | None = None,
+    heads: str | None = None,
+) -> tuple[Decoder, Any]:
     """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
     Args:
       folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json.
       dtype: of the weights; None for the one they are stored in.
+      mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
+        that this process's devices need. None: one device has all.
+      heads: the mesh's axis that divides them, the one that `kvjax.Cache.create` is given.
 
     Returns:
       The model; and the `tokenizers.Tokenizer`, None if the folder has none.
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: naming the config field that is not supported, or the tensors that are missing, unexpected or of
-        the wrong shape.
+      ValueError: naming the config field that is not supported, the tensors that are missing, unexpected or of the
+        wrong shape, or the axis that cannot divide the weights.
     """
     folder = pathlib.Path(folder)
     config = load_config(folder)
+    check_axis(mesh, heads)
     files = _weight_files(folder)
     dtype = _stored_dtype(files) if dtype is None else dtype
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
@@ -53,9 +65,8 @@ def load(folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None) -
     for name, tensor in _tensors(files):
         if _own_name(name) in wanted:
             path, leaf = wanted[_own_name(name)]
-            # A copy even where no conversion is needed, since the tensor may be a view of the file.
-            value = jnp.array(tensor.T if path[-1] == "kernel" else tensor, dtype=dtype, copy=True)
-            flat.append((path, leaf.replace(value)))
+            read = functools.partial(_read, tensor, path[-1] == "kernel", dtype)
+            flat.append((path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads))))
     return nnx.merge(graphdef, nnx.from_flat_state(flat)), load_tokenizer(folder)
 
 
@@ -154,18 +165,25 @@ def _open(path: pathlib.Path):
         raise ValueError(f"{path}: not a safetensors file ({error})") from error
 
 
+def _read(tensor: Any, transposed: bool, dtype: jax.typing.DTypeLike, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of a tensor of a file; a copy even where nothing is converted, since it may be a view of the file."""
+    part = tensor[index[::-1]].T if transposed else tensor[index]
+    return np.array(part, dtype=dtype, copy=True)
+
+
 def _stored_dtype(files: dict[pathlib.Path, list[str]]) -> np.dtype:
     """The dtype of the first tensor; a folder that mixes several is unusual, and is converted to this one."""
     for _, tensor in _tensors(files):
-        return tensor.dtype
+        return tensor[...].dtype
     return np.dtype(np.float32)  # no tensor at all: refused for its missing names
 
 
-def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, Any]]:
+    """The tensors' names, and what reads a tensor or a part of it where it is indexed."""
     for path, names in files.items():
         with _open(path) as file:
             for name in names:
-                yield name, file.get_tensor(name)
+                yield name, file.get_slice(name)
 
 
 def _check_names(files, wanted: dict[str, tuple[int, ...]], config: ModelConfig) -> None:

@@ -17,6 +17,8 @@ import pytest
 
 from tests.compiles import Compiles
 
+# Virtual devices, for tests of meshes (tests/mesh.py); all others use the first one.
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

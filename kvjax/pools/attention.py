@@ -52,28 +52,42 @@ def attend(
     """
     group, pool, index, array = pools.at(layer)
     _check(q, array, view, window, soft_cap, sinks)
-    options = {
+    decode = view.starts is None and q.shape[1] == 1
+    name = "decode_attention" if decode else "prefill_attention"
+    static = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
         "window": window,
         "soft_cap": soft_cap,
-        "sinks": sinks,
-        "scales": pools.scales_of(group, pool),
         "return_lse": return_lse,
         "implementation": implementation,
+        **({} if decode else {"max_count": q.shape[1]}),
     }
-    shape, table = q.shape, view.tables[group]
+
+    def compute(q, pool, scales, sinks, table, lengths, starts=None, num_tokens=None):
+        rows = (lengths,) if decode else (lengths, starts, num_tokens)
+        return pallas_kernels.call(name, q, pool, index, table, *rows, scales=scales, sinks=sinks, **static)
+
+    operands = {
+        "q": q[:, 0] if decode else q.reshape(-1, *q.shape[2:]),
+        "pool": array,
+        "table": view.tables[group],
+        "scales": pools.scales_of(group, pool),
+        "sinks": sinks,
+        "lengths": view.lengths,
+        **({} if decode else {"starts": _starts(view), "num_tokens": view.num_tokens}),
+    }
     with jax.named_scope("attend"):
-        if view.starts is None and shape[1] == 1:
-            result = pallas_kernels.call("decode_attention", q[:, 0], array, index, table, view.lengths, **options)
-        else:
-            starts, tokens = view.starts, q.reshape(-1, *shape[2:])
-            if starts is None:
-                starts = jnp.arange(shape[0], dtype=jnp.int32) * shape[1]
-            result = pallas_kernels.call(
-                "prefill_attention", tokens, array, index, table, view.lengths, starts, view.num_tokens,
-                max_count=shape[1], **options,
-            )  # fmt: skip
-    return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
+        axes = {"q": 1, "pool": 3, "scales": 3, "sinks": 0}
+        result = pools.over_heads(compute, operands, axes, (1, 1) if return_lse else 1)
+    return jax.tree.map(lambda x: x.reshape(*q.shape[:2], *x.shape[1:]), result)
+
+
+def _starts(view: View) -> jax.Array:
+    """i32[R]; where each row's tokens start on one line."""
+    if view.starts is not None:
+        return view.starts
+    rows, count = view.positions.shape
+    return jnp.arange(rows, dtype=jnp.int32) * count
 
 
 def _check(q, array, view, window, soft_cap, sinks) -> None:

@@ -9,28 +9,35 @@ The scales of a quantised pool are in a sibling array, which is copied and moved
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 import pallas_kernels
 from kvjax._arrays import Pytree, count, put, rank
 from kvjax.events.records import EventKind, Events
+from kvjax.pools.placement import Placement, place
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
 
 
-class Pools(Pytree, static=("spec",)):
+class Pools(Pytree, static=("spec", "placement")):
     """The K/V of a cache. Valid only beside the state made with it.
 
     Attributes:
       arrays: per group, per pool [N + 1, L, 2, K, P, D].
       spec: static; shapes.
       scales: per group, per pool f32[N + 1, L, 2, K, P] if it is quantised, else None; the K/V are array * scale.
+      placement: static; how the kv heads are divided among devices. None: not at all.
     """
 
     arrays: tuple[tuple[jax.Array, ...], ...]
     spec: CacheSpec
     scales: tuple[tuple[jax.Array | None, ...], ...] | None = None
+    placement: Placement | None = None
 
     def at(self, layer: int) -> tuple[int, int, int, jax.Array]:
         """(group, pool in the group, layer in the pool, the pool's array) of a model's layer."""
@@ -40,6 +47,14 @@ class Pools(Pytree, static=("spec",)):
     def scales_of(self, group: int, pool: int) -> jax.Array | None:
         """The scales of a quantised pool, None for others."""
         return None if self.scales is None else self.scales[group][pool]
+
+    def over_heads(
+        self, function: Callable[..., Any], operands: dict[str, Any], axes: dict[str, int], out_axes: Any
+    ) -> Any:
+        """function(**operands), on each device with its own heads; see `Placement.over_heads`."""
+        if self.placement is None:
+            return function(**operands)
+        return self.placement.over_heads(function, operands, axes, out_axes)
 
     def with_pool(self, group: int, pool: int, array: jax.Array, scales: jax.Array | None = None) -> Pools:
         """These pools with another array for one pool, and its scales if it has any."""
@@ -55,8 +70,23 @@ def _with(arrays, group: int, pool: int, array: jax.Array):
     return tuple(map(tuple, arrays))
 
 
-def init_pools(spec: CacheSpec) -> Pools:
-    """Pools of zeros, all of them separate arrays, so that they can be donated."""
+def init_pools(spec: CacheSpec, *, mesh: Mesh | None = None, heads: str | None = None) -> Pools:
+    """Pools of zeros, all of them separate arrays, so that they can be donated.
+
+    Args:
+      spec: shapes.
+      mesh: the devices among which the kv heads are divided; None: one device has all of them.
+      heads: the mesh's axis that divides them. Along other axes the pools are copies of each other.
+
+    Raises:
+      ValueError: if `mesh` has no axis `heads`, or its size does not divide the kv heads of a layer.
+    """
+    placement, sharding = place(spec, mesh, heads)
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        if sharding is None:
+            return jnp.zeros(shape, dtype)
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
     def shape(group: GroupSpec, pool: PoolSpec) -> tuple[int, ...]:
         return group.num_blocks + 1, len(pool.layers), 2, pool.kv_heads, spec.block_size
@@ -64,11 +94,11 @@ def init_pools(spec: CacheSpec) -> Pools:
     def each(make):
         return tuple(tuple(make(group, pool) for pool in group.pools) for group in spec.groups)
 
-    arrays = each(lambda group, pool: jnp.zeros((*shape(group, pool), pool.head_dim), jnp.dtype(pool.dtype)))
-    if not any(pool.quantised for group in spec.groups for pool in group.pools):
-        return Pools(arrays, spec)
-    scales = each(lambda group, pool: jnp.zeros(shape(group, pool), jnp.float32) if pool.quantised else None)
-    return Pools(arrays, spec, scales)
+    arrays = each(lambda group, pool: zeros((*shape(group, pool), pool.head_dim), jnp.dtype(pool.dtype)))
+    scales = None
+    if any(pool.quantised for group in spec.groups for pool in group.pools):
+        scales = each(lambda group, pool: zeros(shape(group, pool), jnp.float32) if pool.quantised else None)
+    return Pools(arrays, spec, scales, placement)
 
 
 def write(
@@ -99,13 +129,23 @@ def write(
     for name, x in (("k", k), ("v", v)):
         if x.shape != wanted:
             raise ValueError(f"{name}: got shape {x.shape}, wanted {wanted} for this view and layer {layer}")
-    k, v = k.reshape(-1, kv_heads, width), v.reshape(-1, kv_heads, width)
-    args, scales = (array, index, k, v, view.slots[group].reshape(-1)), pools.scales_of(group, pool)
+    operands = {
+        "pool": array,
+        "scales": pools.scales_of(group, pool),
+        "k": k.reshape(-1, kv_heads, width),
+        "v": v.reshape(-1, kv_heads, width),
+        "slots": view.slots[group].reshape(-1),
+    }
+
+    def append(pool, scales, k, v, slots):
+        args = (pool, index, k, v, slots) if scales is None else (pool, index, k, v, slots, scales)
+        return pallas_kernels.call("append_kv", *args, implementation=implementation)
+
+    quantised = operands["scales"] is not None
     with jax.named_scope("write"):
-        if scales is None:
-            return pools.with_pool(group, pool, pallas_kernels.call("append_kv", *args, implementation=implementation))
-        written = pallas_kernels.call("append_kv", *args, scales, implementation=implementation)
-    return pools.with_pool(group, pool, *written)
+        axes = {"pool": 3, "scales": 3, "k": 1, "v": 1}
+        written = pools.over_heads(append, operands, axes, (3, 3) if quantised else 3)
+    return pools.with_pool(group, pool, *(written if quantised else (written,)))
 
 
 def apply(pools: Pools, events: Events, *, implementation: str | None = None) -> Pools:
@@ -119,18 +159,20 @@ def apply(pools: Pools, events: Events, *, implementation: str | None = None) ->
       events: what the transition returned.
       implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
     """
+
+    def copy(pool, sources, targets, num_copies):
+        return pallas_kernels.call("copy_blocks", pool, sources, targets, num_copies, implementation=implementation)
+
     for number, arrays in enumerate(pools.arrays):
         wanted = (events.kind == EventKind.COPIED) & (events.group == number)
         # Indices of the wanted records, packed to the front.
         index = jnp.arange(wanted.size, dtype=jnp.int32)
         order = put(jnp.zeros_like(index), rank(wanted), index, wanted)
-        sources, targets = events.source[order], events.block[order]
+        copies = {"sources": events.source[order], "targets": events.block[order], "num_copies": count(wanted)}
         for pool, array in enumerate(arrays):
             with jax.named_scope("copy_blocks"):
                 copied = [
-                    pallas_kernels.call(
-                        "copy_blocks", x, sources, targets, count(wanted), implementation=implementation
-                    )
+                    pools.over_heads(copy, {"pool": x, **copies}, {"pool": 3}, 3)
                     for x in (array, pools.scales_of(number, pool))
                     if x is not None
                 ]

@@ -14,6 +14,7 @@ from kvjax._methods import check_alive
 from kvjax.cache import Cache
 from kvjax.events.mirror import to_list
 from kvjax.events.records import Events
+from kvjax.processes import agreed_time
 from kvjax.serving.interrupt import CtrlC
 from kvjax.tiered import FailedTransfer, TieredCache
 from kvjax.verbs.release import release
@@ -50,7 +51,9 @@ class Held[C: (Cache, TieredCache)]:
         Only differences of readings count, so they may be of any size.
         """
         self.ctrl_c.act()
-        self.time = np.uint32(0 if self.clock is None else self.clock() & 0xFFFFFFFF).view(np.int32)
+        if self.clock is not None:
+            reading = np.uint32(self.clock() & 0xFFFFFFFF).view(np.int32)
+            self.time = np.int32(agreed_time(self.cache.state, reading))
         return self.time
 
     def _hear(self, events: Any) -> None:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools on several devices: each device has its share of the kv heads of every block, and computes with these alone.
+
+XLA would gather whole pools around a kernel, which it cannot divide. So `write`, `attend` and `apply` map their kernel
+calls over the devices; nothing else touches a pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kvjax.spec import CacheSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """One axis of a mesh, over which the kv heads of all pools are divided; along the others the pools are copies.
+
+    Attributes:
+      mesh: the mesh; another one that is in context takes its place.
+      heads: the name of the axis.
+    """
+
+    mesh: AbstractMesh
+    heads: str
+
+    def over_heads(
+        self, function: Callable[..., Any], operands: Mapping[str, Any], axes: Mapping[str, int], out_axes: Any
+    ) -> Any:
+        """function(**operands), on each device with its own heads.
+
+        Args:
+          function: computes each head by itself. It must not close over an array.
+          operands: arrays, or None.
+          axes: which axis of an operand has the heads; the other operands are the same everywhere.
+          out_axes: likewise for the results, a tree.
+
+        Raises:
+          ValueError: if the mesh in context lacks the axis, or a pool of Explicit axes is not divided over it.
+        """
+        mesh = self._mesh()
+        if self.heads in mesh.manual_axes:  # the caller has mapped the whole step: these are a device's own heads
+            return function(**operands)
+        specs = {name: self.partition(axes.get(name)) for name in operands}
+        explicit = {
+            name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
+        }
+        if explicit:
+            operands = {name: _placed(name, x, NamedSharding(mesh, specs[name])) for name, x in operands.items()}
+        return jax.shard_map(
+            lambda operands: function(**operands),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=jax.tree.map(self.partition, out_axes),
+            axis_names={self.heads, *explicit},
+            check_vma=False,
+        )(dict(operands))
+
+    def _mesh(self) -> AbstractMesh:
+        """The mesh in context, else the pools' own."""
+        mesh = jax.sharding.get_abstract_mesh()
+        mesh = self.mesh if mesh.empty else mesh
+        if self.heads not in mesh.axis_names:
+            raise ValueError(
+                f"mesh: got axes {mesh.axis_names} in context, wanted {self.heads!r}, which divides the pools"
+            )
+        return mesh
+
+    def partition(self, axis: int | None) -> P:
+        """How an array is divided that has the heads in this axis."""
+        return P() if axis is None else P(*[None] * axis, self.heads)
+
+
+def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
+    """An operand of Explicit axes as the map wants it. A pool that lies otherwise is refused: it would be gathered."""
+    if x is None:
+        return None
+    have, spec = jax.typeof(x).sharding.spec, P(*wanted.spec, *[None] * (x.ndim - len(wanted.spec)))
+    if name in ("pool", "scales") and have != spec:
+        raise ValueError(f"pools: got arrays divided as {have}, wanted {spec}, as kvjax.init_pools(mesh=) makes them")
+    return jax.sharding.reshard(x, wanted.update(spec=spec))
+
+
+def place(spec: CacheSpec, mesh: Mesh | None, heads: str | None) -> tuple[Placement | None, NamedSharding | None]:
+    """The placement of pools, and the sharding of their arrays; None if there is no mesh. See `init_pools`."""
+    if mesh is None and heads is None:
+        return None, None
+    num_shards(spec, mesh, heads)
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh: got {mesh!r}, wanted a jax.sharding.Mesh, which has devices")
+    if AxisType.Explicit in mesh.axis_types and jax.sharding.get_abstract_mesh().empty:
+        raise ValueError(
+            "mesh: got Explicit axes and no mesh in context, wanted `with jax.set_mesh(mesh):` around the cache and all "
+            "that uses it, or axis_types=(jax.sharding.AxisType.Auto,) * n in jax.make_mesh"
+        )
+    placement = Placement(mesh.abstract_mesh, cast(str, heads))
+    return placement, NamedSharding(mesh, placement.partition(3))
+
+
+def num_shards(spec: CacheSpec, mesh: Mesh | AbstractMesh | None, heads: str | None) -> int:
+    """How many parts the axis `heads` of a mesh divides the kv heads into; ValueError if it cannot."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh: got {mesh!r}, wanted a jax.sharding.Mesh, such as jax.make_mesh makes")
+    if heads not in mesh.axis_names:
+        raise ValueError(f"heads: got {heads!r}, wanted one of the mesh's axes {mesh.axis_names}")
+    shards = mesh.shape[heads]
+    for pool in (pool for group in spec.groups for pool in group.pools):
+        if pool.kv_heads % shards:
+            raise ValueError(
+                f"heads: got axis {heads!r} of {shards} devices, wanted one that divides the {pool.kv_heads} kv heads "
+                f"of layers {list(pool.layers)}"
+            )
+    return shards

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the decoder's weights lie on several devices: attention divided by heads, the MLP by its inner width.
+
+One device has whole heads, so it needs no other for attention. Each layer adds up its devices' results twice, after
+`o_proj` and after `down_proj`. The matrices of the vocabulary are divided by tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# The first pattern found in a parameter's path tells which axis of it is divided; without one it is whole everywhere.
+DIVIDED = (
+    (r"\.(q|k|v|gate|up)_proj\.kernel$", 1),
+    (r"\.(q|k|v|gate|up)_proj\.bias$", 0),
+    (r"\.(o|down)_proj\.kernel$", 0),
+)
+# Likewise, by tokens; a vocabulary whose size the devices do not divide is whole everywhere.
+VOCABULARY = ((r"^embed_tokens(_per_layer)?\.embedding$", 0), (r"^lm_head\.kernel$", 1))
+
+
+def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str) -> P:
+    """How a parameter is divided over an axis of a mesh.
+
+    Args:
+      path: where the decoder has it, such as layers.0.mlp.up_proj.kernel.
+      shape: of the parameter.
+      mesh: the devices.
+      heads: name of the axis.
+
+    Raises:
+      ValueError: if heads or an inner width cannot be divided by the devices.
+    """
+    for pattern, axis in (*DIVIDED, *VOCABULARY):
+        if re.search(pattern, path):
+            if shape[axis] % mesh.shape[heads] == 0:
+                return P(*[None] * axis, heads)
+            if (pattern, axis) in DIVIDED:
+                count = mesh.shape[heads]
+                raise ValueError(
+                    f"mesh: got {count} devices along {heads!r}, wanted a divisor of {shape[axis]} ({path})"
+                )
+    return P()
+
+
+def check_axis(mesh: Mesh | None, heads: str | None) -> None:
+    """Raises a ValueError unless `heads` is an axis of the mesh, or both are None."""
+    if mesh is None and heads is not None:
+        raise ValueError(f"heads: got {heads!r} without a mesh, wanted None")
+    if mesh is not None and heads not in mesh.axis_names:
+        raise ValueError(f"heads: got {heads!r}, wanted one of the mesh's axes {mesh.axis_names}")
+
+
+def placed(
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    path: str,
+    shape: tuple[int, ...],
+    mesh: Mesh | None,
+    heads: str | None,
+) -> jax.Array:
+    """A parameter made of the parts that `read` gives; it is asked once for each part that this process needs."""
+    if mesh is None or heads is None:
+        return jnp.asarray(read((slice(None),) * len(shape)))
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        if str(index) not in parts:
+            parts[str(index)] = read(index)
+        return parts[str(index)]
+
+    sharding = NamedSharding(mesh, partition_spec(path, shape, mesh, heads))
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def under_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a model's call one whose inner values XLA places, also where the axes of the mesh in context are Explicit.
+
+    Otherwise each product of divided matrices would have to say where its result lies.
+    """
+
+    @functools.wraps(call)
+    def placed(model: Any, tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array | None = None) -> Any:
+        if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+            return call(model, tokens, pools, view, last=last)
+        # The logits are divided as the vocabulary is until they are computed: so they are gathered, and not the matrix.
+        matrix, axis = model.vocabulary()
+        divided = P(*[None] * (tokens.ndim if last is None else 1), jax.typeof(matrix).sharding.spec[axis])
+        specs = divided, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, pools)
+        run = jax.sharding.auto_axes(lambda *args: call(*args[:-1], last=args[-1]), out_sharding=specs)
+        logits, pools = run(model, tokens, pools, view, last)
+        return jax.sharding.reshard(logits, P()), pools
+
+    return placed

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes of virtual devices (tests/conftest.py asks for eight), and what a program compiled for them sends around."""
+
+import collections
+import contextlib
+import re
+
+import jax
+from jax.sharding import AxisType
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+_COLLECTIVE = re.compile(r"= (\S+?)(?:\{\S*)? (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(")
+
+
+@contextlib.contextmanager
+def mesh_of(data: int, heads: int, kind: AxisType = AUTO):
+    """A mesh of the first devices; in context if its axes are Explicit."""
+    devices = jax.devices()[: data * heads]
+    mesh = jax.make_mesh((data, heads), ("data", "heads"), axis_types=(kind, kind), devices=devices)
+    with jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext():
+        yield mesh
+
+
+def collectives(compiled) -> collections.Counter[str]:
+    """How many collectives of each kind a compiled program has."""
+    return collections.Counter(kind for _, kind in _COLLECTIVE.findall(compiled.as_text()))
+
+
+def sent_shapes(compiled) -> list[str]:
+    """What they make, such as f32[4,1,64]."""
+    return [shape for shape, _ in _COLLECTIVE.findall(compiled.as_text())]
