@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from .config import ModelConfig
 from .decoder import Decoder
+from .scan import scanned, unrolled
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # The decoder's prefixes in a checkpoint that also has towers for images or sound, whose tensors are ignored.
@@ -26,12 +27,15 @@ _DECODER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_he
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.")
 
 
-def load(folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None) -> tuple[Decoder, Any]:
+def load(
+    folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None, *, scan: bool = False
+) -> tuple[Decoder, Any]:
     """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
     Args:
       folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json.
       dtype: of the weights; None for the one they are stored in.
+      scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
 
     Returns:
       The model; and the `tokenizers.Tokenizer`, None if the folder has none.
@@ -56,7 +60,8 @@ def load(folder: str | os.PathLike, dtype: jax.typing.DTypeLike | None = None) -
             # A copy even where no conversion is needed, since the tensor may be a view of the file.
             value = jnp.array(tensor.T if path[-1] == "kernel" else tensor, dtype=dtype, copy=True)
             flat.append((path, leaf.replace(value)))
-    return nnx.merge(graphdef, nnx.from_flat_state(flat)), load_tokenizer(folder)
+    model = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    return scanned(model) if scan else model, load_tokenizer(folder)
 
 
 def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
@@ -64,7 +69,7 @@ def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> No
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+    for path, leaf in nnx.to_flat_state(nnx.state(unrolled(model))):
         value = np.asarray(leaf[...])
         tensors[_hf_name(path)] = np.ascontiguousarray(value.T if path[-1] == "kernel" else value)
     fields = {**model.config.to_hf(), "dtype": next(iter(tensors.values())).dtype.name}
