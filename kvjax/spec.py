@@ -157,7 +157,7 @@ class CacheSpec:
         """Tokens that one row can hold."""
         return self.max_blocks_per_seq * self.block_size
 
-    def locate(self, layer: int) -> tuple[int, int, int]:
+    def locate(self, layer: int | jax.Array) -> tuple[int, int, int]:
         """Where a model's layer keeps its K/V: (group, pool in the group, index in the pool), from a static number.
 
         A scan over the layers of one pool takes their indices as an array: `write` and `attend` have `index=`.

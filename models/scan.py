@@ -13,7 +13,7 @@ The run has six phases. The layers of one phase are held as one module, whose we
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ import kvjax
 from .layer_config import LayerConfig
 
 if TYPE_CHECKING:
-    from .decoder import Decoder
+    from .decoder import Decoder, Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def longest_run(layers: Sequence[LayerConfig]) -> Run | None:
     return best
 
 
-def stacked(layers: Sequence[nnx.Module], run: Run | None) -> list[nnx.Module]:
+def stacked[L: nnx.Module](layers: Sequence[L], run: Run | None) -> list[L]:
     """A model's layers as its decoder holds them; without a run as they are."""
     if run is None:
         return [*layers]
@@ -119,7 +119,7 @@ def unrolled(model: Decoder) -> Decoder:
 
 
 def over_layers(
-    step: Callable[..., Any], carry: Any, layers: Sequence[nnx.Module], own: Sequence[jax.Array | None], run: Run | None
+    step: Callable[..., Any], carry: Any, layers: Iterable[nnx.Module], own: Sequence[jax.Array | None], run: Run | None
 ) -> Any:
     """Calls `step` for every layer in order; in one `scan` for those of the run.
 
@@ -153,7 +153,7 @@ def over_layers(
     return carry
 
 
-def _parts(layers: Sequence[nnx.Module], run: Run | None) -> tuple[list[nnx.Module], ...]:
+def _parts[L: nnx.Module](layers: Iterable[L], run: Run | None) -> tuple[list[L], ...]:
     """The modules before the run, one for each of its phases, and those after it."""
     layers = [*layers]
     if run is None:
@@ -167,7 +167,7 @@ def _stack(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _with_layers(model: Decoder, layers: Sequence[nnx.Module], run: Run | None) -> Decoder:
+def _with_layers(model: Decoder, layers: Sequence[Layer], run: Run | None) -> Decoder:
     """The model with these layers, as modules of its own over the same arrays."""
     model, layers = jax.tree.map(lambda x: x, (model, layers))
     model.layers, model.run = nnx.List(layers), run

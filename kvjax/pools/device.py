@@ -47,7 +47,8 @@ class Pools(Pytree, static=("spec",)):
         group, pool, own = self.spec.locate(layer)
         array = self.arrays[group][pool]
         if index is not None:
-            own = jnp.clip(_scalar("index", index), 0, array.shape[1] - 1).astype(jnp.int32)
+            index = _scalar("index", index)
+            own = jnp.clip(index, 0, min(array.shape[1] - 1, jnp.iinfo(index.dtype).max)).astype(jnp.int32)
         return group, pool, own, array
 
     def _in_only_pool(self, layer: jax.Array) -> tuple[int, jax.Array]:
