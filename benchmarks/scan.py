@@ -148,12 +148,13 @@ def measure(size: Size) -> dict[str, float]:
 
 def main() -> None:
     def options(parser):
+        parser.add_argument("--hidden", type=int, default=Size().hidden, help="width of the models (%(default)s)")
         parser.add_argument("--quick", action="store_true", help="tiny models: whether it runs, not how fast")
 
     args = common.parse("scan", __doc__, options)
     jax.config.update("jax_enable_compilation_cache", False)
-    size = QUICK if args.quick else Size()
-    print(f"scan: decode steps of {size.few} and {size.many} layers, {size.rows} rows of {size.context} tokens")
+    size = QUICK if args.quick else Size(hidden=args.hidden)
+    print(f"scan: {size.few} and {size.many} layers of {size.hidden}, {size.rows} rows of {size.context} tokens")
     metrics = measure(size)
     common.report("scan", metrics, args.json)
     ratio = metrics["scanned_compile_ratio"]

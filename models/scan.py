@@ -99,8 +99,8 @@ def scanned(model: Decoder) -> Decoder:
     """The same model with its longest run of equal layer patterns scanned; itself if no pattern repeats.
 
     It compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack. Logits are
-    equal, and `save` writes the same file. The run's weights are copied: as long as both models live, there are two of
-    each.
+    equal but for rounding, and `save` writes the same file. The run's weights are copied: as long as both models live,
+    there are two of each.
     """
     run = longest_run(model.config.layers)
     if model.run is not None or run is None:
