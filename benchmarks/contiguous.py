@@ -41,7 +41,7 @@ def contiguous_step(model: Decoder, layers, token, position, plain: bool = True)
     def write(array, x):
         return array.at[row, :, position].set(x[:, 0], unique_indices=True, mode="promise_in_bounds")
 
-    def mix(layers, number, q, kv):
+    def mix(number, _, layers, q, kv):
         layer = write(layers[number][0], kv[0]), write(layers[number][1], kv[1])
         y = attend_contiguous(q[:, 0], layer, position + 1, plain)
         return y[:, None], (*layers[:number], layer, *layers[number + 1 :])

@@ -157,10 +157,13 @@ class CacheSpec:
         """Tokens that one row can hold."""
         return self.max_blocks_per_seq * self.block_size
 
-    def locate(self, layer: int) -> tuple[int, int, int]:
-        """Where a model's layer keeps its K/V: (group, pool in the group, index in the pool)."""
+    def locate(self, layer: int | jax.Array) -> tuple[int, int, int]:
+        """Where a model's layer keeps its K/V: (group, pool in the group, index in the pool), from a static number.
+
+        A scan over the layers of one pool takes their indices as an array: `write` and `attend` have `index=`.
+        """
         if isinstance(layer, Tracer):
-            raise ValueError("layer: got a traced value, wanted an int: unroll the loop over the layers")
+            raise ValueError("layer: got a traced value, wanted an int; a traced position in a pool is `index=`")
         for number, group in enumerate(self.groups):
             for pool_number, pool in enumerate(group.pools):
                 if layer in pool.layers:

@@ -6,7 +6,8 @@ try:
     from .decoder import Decoder
     from .loading import load, save
     from .rope import Rope
+    from .scan import scanned, unrolled
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[models]"') from error
 
-__all__ = ["Decoder", "LayerConfig", "ModelConfig", "Rope", "load", "save"]
+__all__ = ["Decoder", "LayerConfig", "ModelConfig", "Rope", "load", "save", "scanned", "unrolled"]

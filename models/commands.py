@@ -46,6 +46,11 @@ def number[T: (int, float)](kind: type[T], least: T, most: T | None = None) -> C
     return read
 
 
+def add_scan(parser: Parser) -> None:
+    """The option that `load(..., scan=)` takes."""
+    parser.add_argument("--scan", action="store_true", help="scan layers that repeat: compiles faster, may run slower")
+
+
 def add_outputs(parser: Parser) -> None:
     """The options that `prepare` and `write` read."""
     parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help="write the cache's events there")

@@ -18,32 +18,14 @@ from flax import nnx
 import kvjax
 
 from .config import ModelConfig
+from .norm import RMSNorm
 from .placement import under_auto_axes
 from .rope import rotate
+from .scan import longest_run, over_layers, stacked
 
-# (cache, layer number, q [R, C, Q, D], k and v [R, C, K, D] or None) -> (mixed values [R, C, Q, D], cache)
-Mix = Callable[[Any, int, jax.Array, tuple[jax.Array, jax.Array] | None], tuple[jax.Array, Any]]
+# (cache, q [R, C, Q, D], k and v [R, C, K, D] or None) -> (mixed values [R, C, Q, D], cache), of one layer
+Mix = Callable[[Any, jax.Array, tuple[jax.Array, jax.Array] | None], tuple[jax.Array, Any]]
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
-
-
-class RMSNorm(nnx.Module):
-    """Scales the last axis to mean square one, in float32, and by weights unless `weights` is False."""
-
-    def __init__(self, width: int, config: ModelConfig, dtype, weights: bool = True):
-        self.scale = nnx.Param(jnp.full((width,), 1 - config.norm_offset, dtype)) if weights else None
-        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
-        self.wide = config.norm_in_float32
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises x [..., D], in its own dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        if self.scale is None:
-            return wide.astype(x.dtype)
-        scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
-        if self.wide:
-            return (wide * (scale.astype(jnp.float32) + self.offset)).astype(x.dtype)
-        return wide.astype(x.dtype) * (scale + self.offset)
 
 
 class Attention(nnx.Module):
@@ -51,7 +33,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
         self.layer = layer = config.layers[number]
-        width, heads, self.number = config.hidden_size, config.num_heads, number
+        width, heads = config.hidden_size, config.num_heads
 
         def linear(inputs: int, outputs: int, bias: bool) -> nnx.Linear:
             return nnx.Linear(inputs, outputs, use_bias=bias, param_dtype=dtype, rngs=rngs)
@@ -75,7 +57,7 @@ class Attention(nnx.Module):
             k = self.k_proj(x)
             v = k if self.layer.keys_are_values else self.v_proj(x)
             kv = rotate(self._heads(k, self.k_norm), angles), self._heads(v, self.v_norm)
-        y, cache = mix(cache, self.number, q, kv)
+        y, cache = mix(cache, q, kv)
         return self.o_proj(y.reshape(*y.shape[:2], -1)), cache
 
     def _heads(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
@@ -153,13 +135,15 @@ class Decoder(nnx.Module):
     Args:
       config: what to build.
       dtype: of weights and activations; norms, softmax and logits are always float32.
+      scan: whether the longest run of equal layer patterns is scanned (`scan.scanned`), for fast compiles.
       rngs: source of the initial weights.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, scan: bool = False, rngs: nnx.Rngs):
+        self.config, self.run = config, longest_run(config.layers) if scan else None
         self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, param_dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([Layer(config, number, dtype, rngs) for number in range(len(config.layers))])
+        layers = [Layer(config, number, dtype, rngs) for number in range(len(config.layers))]
+        self.layers = nnx.List(stacked(layers, self.run))
         self.norm = RMSNorm(config.hidden_size, config, dtype)
         if config.per_layer_width:
             width, own = config.hidden_size, config.per_layer_width * len(config.layers)
@@ -196,12 +180,13 @@ class Decoder(nnx.Module):
           logits f32[R, C, V], or f32[R, V] with `last`; and the pools with these tokens' K/V.
         """
 
-        def mix(pools, number, q, kv):
-            layer = self.config.layers[number]
+        def mix(number, turn, pools, q, kv):
+            layer, scale = self.config.layers[number], self.config.attention_scale
+            index = None if turn is None or kv is None else turn.index(pools.spec)
             if kv is not None:
-                pools = kvjax.write(pools, number, kv[0], kv[1], view)
-            owner, scale = number if layer.reuses is None else layer.reuses, self.config.attention_scale
-            return kvjax.attend(q, pools, owner, view, scale=scale, window=layer.window), pools
+                pools = kvjax.write(pools, number, kv[0], kv[1], view, index=index)
+            owner = number if layer.reuses is None else layer.reuses
+            return kvjax.attend(q, pools, owner, view, index=index, scale=scale, window=layer.window), pools
 
         x, pools = self._stream(tokens, view.positions, mix, pools)
         if last is not None:
@@ -218,26 +203,31 @@ class Decoder(nnx.Module):
         Returns:
           f32[B, T, V], or f32[B, A, V] with `places`.
         """
+        reused = {layer.reuses for layer in self.config.layers}
 
-        def mix(cache, number, q, kv):
+        def mix(number, _, cache, q, kv):
             layer = self.config.layers[number]
             k, v = cache[layer.reuses] if kv is None else kv
-            return dense_attention(q, k, v, layer.window, self.config.attention_scale), {**cache, number: (k, v)}
+            cache = {**cache, number: (k, v)} if number in reused else cache
+            return dense_attention(q, k, v, layer.window, self.config.attention_scale), cache
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, _ = self._stream(tokens, positions, mix, {})
         return self._logits(x if places is None else x[:, places])
 
-    def _stream(self, tokens, positions, mix: Mix, cache):
-        """The residual stream [R, C, E] after all layers, and the cache."""
+    def _stream(self, tokens, positions, mix: Callable, cache):
+        """The residual stream [R, C, E] after all layers, and the cache. A layer mixes by `mix(number, turn, ...)`."""
         shapes = {(layer.rope, layer.head_dim) for layer in self.config.layers}
         angles = {(rope, width): rope.angles(positions, width) for rope, width in shapes}
         x = _scaled(self.embed_tokens(tokens), self.config.embed_scale)
         own = self._own_inputs(tokens, x)
-        for number, (layer, shape) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+
+        def step(carry, layer, number, own, turn):
+            (x, cache), shape = carry, self.config.layers[number]
             with jax.named_scope(f"layer{number}"):
-                x, cache = layer(x, own[number], angles[shape.rope, shape.head_dim], mix, cache)
-        return x, cache
+                return layer(x, own, angles[shape.rope, shape.head_dim], partial(mix, number, turn), cache)
+
+        return over_layers(step, (x, cache), self.layers, own, self.run)
 
     def _own_inputs(self, tokens: jax.Array, x: jax.Array) -> list[jax.Array | None]:
         """Each layer's own input [R, C, P]: half looked up by token, half projected from the embeddings."""

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args.checkpoint is None:
             return commands.write(parser, args, *demo.run())
         texts = _texts(parser, args)
-        model, tokenizer = _load(parser, args.checkpoint, args.dtype)
+        model, tokenizer = _load(parser, args)
         prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
         screen = (_Lines if args.json else _Screen)(texts, [Speech(tokenizer, prompt) for prompt in prompts])
         events, cache, finished = _generate(parser, args, model, prompts, screen)
@@ -91,6 +91,7 @@ def _parser() -> commands.Parser:
     parser.add_argument(
         "--rows", type=number(int, 1), default=8, metavar="S", help="sequences at a time (default: %(default)s)"
     )
+    commands.add_scan(parser)
     commands.add_outputs(parser)
     return parser
 
@@ -105,11 +106,11 @@ def _texts(parser: commands.Parser, args: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _load(parser: commands.Parser, folder: str, dtype: str) -> tuple[Decoder, Any]:
-    if not os.path.isdir(folder):
-        parser.error(f"--checkpoint: {folder}: no such folder")
+def _load(parser: commands.Parser, args: argparse.Namespace) -> tuple[Decoder, Any]:
+    if not os.path.isdir(args.checkpoint):
+        parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     try:
-        return load(folder, dtype=dtype)
+        return load(args.checkpoint, dtype=args.dtype, scan=args.scan)
     except (OSError, ValueError) as error:
         parser.error(f"--checkpoint: {commands.reason(error)}")
 

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from .config import ModelConfig
 from .decoder import Decoder
 from .placement import check_axis, placed
+from .scan import scanned, unrolled
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # The decoder's prefixes in a checkpoint that also has towers for images or sound, whose tensors are ignored.
@@ -32,6 +33,7 @@ def load(
     folder: str | os.PathLike,
     dtype: jax.typing.DTypeLike | None = None,
     *,
+    scan: bool = False,
     mesh: Mesh | None = None,
     heads: str | None = None,
 ) -> tuple[Decoder, Any]:
@@ -40,6 +42,7 @@ def load(
     Args:
       folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json.
       dtype: of the weights; None for the one they are stored in.
+      scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
       mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
         that this process's devices need. None: one device has all.
       heads: the mesh's axis that divides them, the one that `kvjax.Cache.create` is given.
@@ -67,7 +70,8 @@ def load(
             path, leaf = wanted[_own_name(name)]
             read = functools.partial(_read, tensor, path[-1] == "kernel", dtype)
             flat.append((path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads))))
-    return nnx.merge(graphdef, nnx.from_flat_state(flat)), load_tokenizer(folder)
+    model = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    return scanned(model) if scan else model, load_tokenizer(folder)
 
 
 def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
@@ -75,7 +79,7 @@ def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> No
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+    for path, leaf in nnx.to_flat_state(nnx.state(unrolled(model))):
         value = np.asarray(leaf[...])
         tensors[_hf_name(path)] = np.ascontiguousarray(value.T if path[-1] == "kernel" else value)
     fields = {**model.config.to_hf(), "dtype": next(iter(tensors.values())).dtype.name}

@@ -26,7 +26,7 @@ import numpy as np
 
 import kvjax
 
-from .commands import Parser
+from .commands import Parser, add_scan
 from .decoder import Decoder
 from .golden import Golden, read_golden
 from .loading import load
@@ -199,10 +199,10 @@ def _without_numbers(array: jax.Array) -> jax.Array:
 _LRU = kvjax.lru()  # one object, so that all ways share their compiled programs
 
 
-def verify(folder: pathlib.Path, kv_dtype: str = "float32") -> dict[str, Tally]:
+def verify(folder: pathlib.Path, kv_dtype: str = "float32", *, scan: bool = False) -> dict[str, Tally]:
     """Runs a golden folder's prompts through the cache in the three ways; errors as for `load` and `read_golden`."""
     with jax.default_matmul_precision("highest"):
-        model, _ = load(folder, dtype=jnp.float32)
+        model, _ = load(folder, dtype=jnp.float32, scan=scan)
         golden = read_golden(folder, model.config.vocab_size)
         longest = max(len(golden.text(row)) for row in range(len(golden.lengths)))
         blocks = ROWS * -(-longest // BLOCK_SIZE)
@@ -268,11 +268,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("verify", "Compares a model run through the paged cache with reference outputs.")
     parser.add_argument("folders", metavar="DIR", nargs="+", type=pathlib.Path, help="a golden folder")
     parser.add_argument("--kv-dtype", default="float32", help="format of the K/V, such as int8 (default: %(default)s)")
+    add_scan(parser)
     args = parser.parse_args(arguments)
     failed, judged = 0, args.kv_dtype == "float32"
     for folder in args.folders:
         try:
-            tallies = verify(folder, args.kv_dtype)
+            tallies = verify(folder, args.kv_dtype, scan=args.scan)
         except (OSError, ValueError) as error:
             print(f"{folder}: {error}", file=sys.stderr)
             failed += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 import pallas_kernels
 from kvjax.pools.device import Pools
@@ -16,9 +17,10 @@ IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
 def attend(
     q: jax.Array,
     pools: Pools,
-    layer: int,
+    layer: int | jax.Array,
     view: View,
     *,
+    index: ArrayLike | None = None,
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -34,8 +36,9 @@ def attend(
     Args:
       q: [R, C, Q, D]; [1, T, Q, D] for a ragged view. Query heads g * Q / K to (g + 1) * Q / K - 1 share kv head g.
       pools: the K/V, those of the view's tokens written.
-      layer: the model's layer number.
+      layer: the model's layer number. It may be traced, i32[], where the spec has exactly one pool.
       view: where the tokens are.
+      index: i32[]; the layer's index in its pool, as in `write`: clamped if it is out of range. None: the layer's own.
       scale: factor on the scores; None: 1 / sqrt(D).
       window: a token attends to the last `window` tokens, itself included. None: to all before it.
       soft_cap: c makes every score c * tanh(score / c).
@@ -50,7 +53,7 @@ def attend(
       ValueError: on an argument that does not fit, while tracing.
       NotImplementedError: if the implementation asked for cannot serve this call.
     """
-    group, pool, index, array = pools.at(layer)
+    group, pool, index, array = pools.at(layer, index)
     _check(q, array, view, window, soft_cap, sinks)
     decode = view.starts is None and q.shape[1] == 1
     name = "decode_attention" if decode else "prefill_attention"
@@ -63,13 +66,14 @@ def attend(
         **({} if decode else {"max_count": q.shape[1]}),
     }
 
-    def compute(q, pool, scales, sinks, table, lengths, starts=None, num_tokens=None):
+    def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None):
         rows = (lengths,) if decode else (lengths, starts, num_tokens)
         return pallas_kernels.call(name, q, pool, index, table, *rows, scales=scales, sinks=sinks, **static)
 
     operands = {
         "q": q[:, 0] if decode else q.reshape(-1, *q.shape[2:]),
         "pool": array,
+        "index": index,
         "table": view.tables[group],
         "scales": pools.scales_of(group, pool),
         "sinks": sinks,

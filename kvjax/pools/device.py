@@ -3,7 +3,8 @@
 
 A pool is one array `[N + 1, L, 2, K, P, D]`: one block is one contiguous run, to copy or to move between tiers, and
 inside it each (layer, K or V, head) is one contiguous tile `[P, D]`, to read in attention. The last pool row is
-scratch: padding is written there, and nobody reads it. Never slice a layer out of a pool: that copies it.
+scratch: padding is written there, and nobody reads it. Never slice a layer out of a pool: that copies it. A scan over
+layers carries the pools, and names a layer by its index in its pool.
 The scales of a quantised pool are in a sibling array, which is copied and moved with the pool.
 """
 
@@ -14,7 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 import pallas_kernels
 from kvjax._arrays import Pytree, count, put, rank
@@ -39,10 +43,33 @@ class Pools(Pytree, static=("spec", "placement")):
     scales: tuple[tuple[jax.Array | None, ...], ...] | None = None
     placement: Placement | None = None
 
-    def at(self, layer: int) -> tuple[int, int, int, jax.Array]:
-        """(group, pool in the group, layer in the pool, the pool's array) of a model's layer."""
-        group, pool, index = self.spec.locate(layer)
-        return group, pool, index, self.arrays[group][pool]
+    def at(self, layer: int | jax.Array, index: ArrayLike | None = None) -> tuple[int, int, int | jax.Array, jax.Array]:
+        """(group, pool in the group, index in the pool, the pool's array) of a model's layer.
+
+        With `index` the layer only names the pool, and the index is this one, clamped to the pool's layers.
+        """
+        if isinstance(layer, Tracer):
+            layer, traced = self._in_only_pool(layer)
+            index = traced if index is None else index
+        group, pool, own = self.spec.locate(layer)
+        array = self.arrays[group][pool]
+        if index is not None:
+            index = _scalar("index", index)
+            own = jnp.clip(index, 0, min(array.shape[1] - 1, jnp.iinfo(index.dtype).max)).astype(jnp.int32)
+        return group, pool, own, array
+
+    def _in_only_pool(self, layer: jax.Array) -> tuple[int, jax.Array]:
+        """A static layer of the spec's only pool; and a traced one's index in it, the last if the pool lacks it."""
+        pools = [pool for group in self.spec.groups for pool in group.pools]
+        if len(pools) != 1:
+            raise ValueError(
+                f"layer: got a traced value with {len(pools)} pools, wanted an int that names one of them, and index= "
+                "for the position in it"
+            )
+        layers = pools[0].layers
+        known, last = {number: i for i, number in enumerate(layers)}, len(layers) - 1
+        table = np.array([known.get(number, last) for number in range(max(layers) + 2)], np.int32)
+        return layers[0], jnp.asarray(table).at[_scalar("layer", layer)].get(mode="clip", wrap_negative_indices=False)
 
     def scales_of(self, group: int, pool: int) -> jax.Array | None:
         """The scales of a quantised pool, None for others."""
@@ -62,6 +89,13 @@ class Pools(Pytree, static=("spec", "placement")):
         if self.scales is None or scales is None:
             return pools
         return pools.replace(scales=_with(self.scales, group, pool, scales))
+
+
+def _scalar(name: str, value: ArrayLike) -> jax.Array:
+    value = jnp.asarray(value)
+    if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise ValueError(f"{name}: got {value.dtype}{list(value.shape)}, wanted an int or i32[]")
+    return value
 
 
 def _with(arrays, group: int, pool: int, array: jax.Array):
@@ -102,7 +136,14 @@ def init_pools(spec: CacheSpec, *, mesh: Mesh | None = None, heads: str | None =
 
 
 def write(
-    pools: Pools, layer: int, k: jax.Array, v: jax.Array, view: View, *, implementation: str | None = None
+    pools: Pools,
+    layer: int | jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    view: View,
+    *,
+    index: ArrayLike | None = None,
+    implementation: str | None = None,
 ) -> Pools:
     """Writes one layer's K/V of a view's tokens into their slots.
 
@@ -111,19 +152,22 @@ def write(
 
     Args:
       pools: the K/V so far.
-      layer: the model's layer number.
+      layer: the model's layer number. It may be traced, i32[], where the spec has exactly one pool.
       k: [R, C, K, D]; [1, T, K, D] for a ragged view.
       v: likewise.
       view: where the tokens are.
+      index: i32[]; the layer's index in its pool (`CacheSpec.locate`), for a scan over layers. `layer` then names any
+        layer of that pool. Out of range it is clamped: beyond the pool's last layer to the last, below 0 to the first.
+        None: the layer's own.
       implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
 
     Returns:
       The pools with the tokens' K/V, in the pool's dtype; a quantised pool gets one scale per token and head.
 
     Raises:
-      ValueError: on shapes that do not fit the pool or the view.
+      ValueError: on shapes that do not fit the pool or the view; on a traced layer where the spec has several pools.
     """
-    group, pool, index, array = pools.at(layer)
+    group, pool, index, array = pools.at(layer, index)
     _, _, _, kv_heads, _, width = array.shape
     wanted = (*view.positions.shape, kv_heads, width)
     for name, x in (("k", k), ("v", v)):
@@ -132,12 +176,13 @@ def write(
     operands = {
         "pool": array,
         "scales": pools.scales_of(group, pool),
+        "index": index,
         "k": k.reshape(-1, kv_heads, width),
         "v": v.reshape(-1, kv_heads, width),
         "slots": view.slots[group].reshape(-1),
     }
 
-    def append(pool, scales, k, v, slots):
+    def append(pool, scales, index, k, v, slots):
         args = (pool, index, k, v, slots) if scales is None else (pool, index, k, v, slots, scales)
         return pallas_kernels.call("append_kv", *args, implementation=implementation)
 

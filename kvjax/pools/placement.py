@@ -37,7 +37,7 @@ class Placement:
 
         Args:
           function: computes each head by itself. It must not close over an array.
-          operands: arrays, or None.
+          operands: arrays, ints or None.
           axes: which axis of an operand has the heads; the other operands are the same everywhere.
           out_axes: likewise for the results, a tree.
 
@@ -79,8 +79,8 @@ class Placement:
 
 def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
     """An operand of Explicit axes as the map wants it. A pool that lies otherwise is refused: it would be gathered."""
-    if x is None:
-        return None
+    if x is None or isinstance(x, int):
+        return x
     have, spec = jax.typeof(x).sharding.spec, P(*wanted.spec, *[None] * (x.ndim - len(wanted.spec)))
     if name in ("pool", "scales") and have != spec:
         raise ValueError(f"pools: got arrays divided as {have}, wanted {spec}, as kvjax.init_pools(mesh=) makes them")
@@ -96,8 +96,8 @@ def place(spec: CacheSpec, mesh: Mesh | None, heads: str | None) -> tuple[Placem
         raise ValueError(f"mesh: got {mesh!r}, wanted a jax.sharding.Mesh, which has devices")
     if AxisType.Explicit in mesh.axis_types and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            "mesh: got Explicit axes and no mesh in context, wanted `with jax.set_mesh(mesh):` around the cache and all "
-            "that uses it, or axis_types=(jax.sharding.AxisType.Auto,) * n in jax.make_mesh"
+            "mesh: got Explicit axes and no mesh in context, wanted `with jax.set_mesh(mesh):` around the cache and "
+            "all that uses it, or axis_types=(jax.sharding.AxisType.Auto,) * n in jax.make_mesh"
         )
     placement = Placement(mesh.abstract_mesh, cast(str, heads))
     return placement, NamedSharding(mesh, placement.partition(3))

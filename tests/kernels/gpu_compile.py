@@ -115,11 +115,11 @@ def prefill(size=16, width=WIDTH, implementation=None):
     return kernel("prefill_attention", **options), args, ()
 
 
-def whole_step():
+def whole_step(scan=False):
     """A decode step of a small Llama over pools of a gigabyte: extend, copies, model, commit."""
     layers = (LayerConfig(KV_HEADS, WIDTH),) * LAYERS
     config = ModelConfig("llama", 32_000, 1024, 2048, HEADS, layers)
-    model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, scan=scan, rngs=nnx.Rngs(0)))
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=2**12, max_seqs=ROWS, max_length=LENGTH)
     cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
 
@@ -199,6 +199,7 @@ CASES = {
         kernel("scatter_blocks"), (pool_of(), bf16(64, *pool_of().shape[1:]), i32(64), i32()), (0,)
     ),
     "step": whole_step,
+    "step_scanned": functools.partial(whole_step, scan=True),
     "step_sharded": sharded_step,
 }  # fmt: skip
 GPUS = {"step_sharded": 4}  # all others: one
@@ -256,6 +257,12 @@ def collectives(text: str) -> list[str]:
     return found
 
 
+def layer_bytes(args) -> int:
+    """Bytes of one layer's weights, where a model is among the arguments; its layers are equal, stacked or not."""
+    layers = [arg.layers for arg in args if isinstance(arg, Decoder)]
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers)) // LAYERS
+
+
 def measure(target: str, case: str) -> dict[str, Any]:
     """Compiles one case; what came of it."""
     function, args, donate, *specs = CASES[case]()
@@ -272,7 +279,7 @@ def measure(target: str, case: str) -> dict[str, Any]:
     moved = re.findall(rf"\w+\[{','.join(map(str, part))}\]\S* (copy|dynamic-slice|dynamic-update-slice)\(", text)
     return {
         "case": case, "kernels": kernels, "pool": math.prod(part) * pool.dtype.itemsize, "pool_copies": len(moved),
-        "temporaries": memory.temp_size_in_bytes, "aliased": memory.alias_size_in_bytes,
+        "layer": layer_bytes(args), "temporaries": memory.temp_size_in_bytes, "aliased": memory.alias_size_in_bytes,
         "emitted": sorted(set(re.findall(r'custom_call @"?([\w$.]*(?:triton|mosaic)[\w$.]*)', lowered.as_text()))),
         "collectives": sorted(collectives(text)),
     }  # fmt: skip

@@ -22,12 +22,13 @@ CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
+STEPS = ("step", "step_scanned", "step_sharded")
 # By default each kernel once; `long` adds the quantised ones, `slow` rare shapes and the other chip.
 QUICK = {"decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather", "scatter"}
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
-    "triton_prefill_int8", "step", "step_sharded", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
+    "triton_prefill_int8", *STEPS, "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
 }  # fmt: skip
 ALL = [
     pytest.param(
@@ -88,9 +89,7 @@ def test_kernels_are_emitted_as_expected(target, case):
     assert result_of(target, case)["emitted"] == (MOSAIC if mosaic else TRITON)
 
 
-@pytest.mark.parametrize(
-    "case", ["scatter", *(pytest.param(case, marks=pytest.mark.long) for case in ("step", "step_sharded"))]
-)
+@pytest.mark.parametrize("case", ["scatter", *(pytest.param(case, marks=pytest.mark.long) for case in STEPS)])
 def test_pools_are_updated_in_place(case):
     result = result_of("h200", case)
     assert result["pool_copies"] == 0
@@ -99,7 +98,14 @@ def test_pools_are_updated_in_place(case):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["step", "step_sharded"])
+def test_a_scanned_step_copies_one_layers_weights_at_most():
+    scanned, unrolled = result_of("h200", "step_scanned"), result_of("h200", "step")
+    assert 0 < scanned["layer"] == unrolled["layer"]
+    assert scanned["temporaries"] <= unrolled["temporaries"] + scanned["layer"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", STEPS)
 def test_the_whole_step_is_made_of_the_kernels(case):
     """What `implementation=None` chooses when a program is lowered for a GPU."""
     assert set(result_of("h200", case)["kernels"]) == {

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, bookkeeping, common, decode_loop, gpu, gpu_step, kernels, memory, offload
+from benchmarks import attention, bookkeeping, common, decode_loop, gpu, gpu_step, kernels, memory, offload, scan
 from benchmarks.memory import read_lengths
 
 
@@ -67,6 +67,19 @@ def test_offload_brings_back_what_it_took(tmp_path, monkeypatch):
     metrics = json.loads(file.read_text())["metrics"]
     assert {"to_host_of_device_put", "to_device_of_device_put", "stall_of_step_offload"} <= set(metrics)
     assert all(value > 0 for name, value in metrics.items() if "stall" not in name)
+
+
+@pytest.mark.long
+def test_scanned_steps_equal_the_unrolled_ones_and_copy_no_pool(tmp_path, monkeypatch):
+    file = tmp_path / "scan.json"
+    monkeypatch.setattr(sys, "argv", ["scan", "--quick", "--json", str(file)])
+    kept = jax.config.jax_enable_compilation_cache
+    scan.main()
+    jax.config.update("jax_enable_compilation_cache", kept)  # the benchmark does without
+    metrics = json.loads(file.read_text())["metrics"]
+    assert {"scanned_compile_ratio", "unrolled_compile_ratio", "step_ratio"} <= set(metrics)
+    assert metrics.pop("more_temporaries_of_a_layer") <= 1
+    assert all(value > 0 for value in metrics.values())
 
 
 def run_kernels(monkeypatch, file, *args):

@@ -179,6 +179,21 @@ def test_ctrl_c_before_anything_was_generated(monkeypatch, capsys):
     assert (caught.value.code, capsys.readouterr().out) == (130, "")
 
 
+def test_scan_is_an_option_of_the_model(monkeypatch, capsys):
+    """Of both commands that load one; what it does is tested where models are."""
+
+    def load(folder, **options):
+        raise ValueError(f"scan={options['scan']}")
+
+    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(verify, "load", load)
+    for flags in ([], ["--scan"]):
+        said = f"scan={bool(flags)}"
+        assert refused(capsys, "--checkpoint", "ids", "--prompt", "1", *flags) == f"--checkpoint: {said}"
+        assert verify.main(["ids", *flags]) == 1
+        assert capsys.readouterr().err == f"ids: {said}\n"
+
+
 def test_half_a_character_waits_for_the_rest():
     tokenizer = bytes_tokenizer()
     tokens = tokenizer.encode(" na\u00efve \U0001f600!").ids

@@ -126,19 +126,22 @@ def test_writing_and_attending(name, form):
     if name == "bfloat16":
         spec = kvjax.make_spec([LayerSpec(1, 128)], dtype="bfloat16", **OPTIONS)
 
-    def layer(number, implementation):
+    def layer(number, implementation, index=None):
         pools, view = pools_and_view(spec, form)
         _, _, _, kv_heads, _, width = pools.at(number)[3].shape
         kv = jnp.ones((*view.positions.shape, kv_heads, width), dtype)
-        pools = kvjax.write(pools, number, kv, kv, view)
+        pools = kvjax.write(pools, number, kv, kv, view, index=index)
         window = spec.groups[pools.at(number)[0]].window
         q = jnp.ones((*view.positions.shape, 2 * kv_heads, width), dtype)
-        out = kvjax.attend(q, pools, number, view, window=window, return_lse=True, implementation=implementation)
+        options = {"index": index, "window": window, "return_lse": True, "implementation": implementation}
+        out = kvjax.attend(q, pools, number, view, **options)
         return pools, view, out
 
     for number in range(sum(len(pool.layers) for group in spec.groups for pool in group.pools)):
         for implementation in (None, "triton", "xla"):
             assert narrow(traced(layer, number=number, implementation=implementation))
+            index = jax.ShapeDtypeStruct((), jnp.int64)
+            assert narrow(jax.eval_shape(functools.partial(layer, number, implementation), index))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])

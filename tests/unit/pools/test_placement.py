@@ -144,7 +144,7 @@ def test_verbs_send_nothing_and_steps_copy_no_pool():
 def test_verbs_called_one_by_one_are_those_of_jit():
     with mesh_of(1, 4) as mesh:
         cache = kvjax.Cache.create(spec_of(), mesh=mesh, heads="heads")
-        cache, events = cache.admit(0, np.arange(6, dtype=np.int32), 6)
+        cache, _ = cache.admit(0, np.arange(6, dtype=np.int32), 6)
         view = cache.view(6)
         q, kv = jnp.asarray(numbers(1, 2, 6, 8, 16)), jnp.asarray(numbers(0, 2, 2, 6, 4, 16))
         y = kvjax.attend(q, kvjax.write(cache.pools, 0, *kv, view), 0, view)
@@ -161,7 +161,7 @@ def test_replicas_mapped_over_another_axis():
     tokens, counts = np.arange(24, dtype=np.int32).reshape(2, 2, 6), np.array([[6, 3], [2, 6]], np.int32)
 
     def one(cache, tokens, count, q, kv):
-        cache, events = cache.admit(jnp.arange(2), tokens, count)
+        cache, _ = cache.admit(jnp.arange(2), tokens, count)
         cache, out, _ = compute(cache, tokens, count, q, kv, jnp.asarray(sinks))
         return cache, [y for y, _ in out]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools and views: bytes land where the state says, nothing else changes, and nothing copies a pool."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -22,7 +23,7 @@ from kvjax.pools.attention import attend
 from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.views import View, ragged, view
 from kvjax.state import Text
-from tests.kernels.test_attention import oracle
+from tests.kernels.test_attention import how, oracle
 from tests.poison import poisoned
 
 SPEC = make_spec(
@@ -207,6 +208,56 @@ def test_attend_sees_what_was_written_and_nothing_else(form):
     np.testing.assert_array_equal(np.asarray(out)[np.asarray(now.slots[0]) >= 12 * 4], 0)
 
 
+# layers that are traced
+
+
+def through(pools, layer, seed, index=None):
+    """The pools and the attention after a layer's K/V of a chunk, and of the token after it, went into the cache."""
+    rng, out = np.random.default_rng(seed), []
+    heads, width = pools.at(layer)[3].shape[3::2]
+    for count, committed in ((2, COMMITTED), (1, [5, 0, 9, 12])):
+        now = view(hand_made_state(committed), jnp.asarray([count, 0, 0, count], jnp.int32), count)
+        k, v, q = (
+            jnp.asarray(rng.standard_normal((*now.positions.shape, n * heads, width)), jnp.float32) for n in (1, 1, 3)
+        )
+        pools = write(pools, layer, k, v, now, index=index)
+        out.append(attend(q, pools, layer, now, index=index))
+    return pools, out
+
+
+@pytest.mark.parametrize(
+    ("implementation", "layer", "named"),  # Mosaic's simulator has traced layers in test_mosaic.py
+    [("triton", 2, 0), ("xla", 2, 0), ("xla", 0, 2), pytest.param("triton", 0, 2, marks=pytest.mark.long)],
+)
+def test_an_index_stands_for_the_layer(implementation, layer, named, monkeypatch):
+    """It may be traced; `layer` is then any of the pool's. Bit for bit what comes of the layer itself."""
+    call = functools.partial(pallas_kernels.call, **how(implementation))
+    monkeypatch.setattr(pallas_kernels, "call", lambda *args, implementation, **options: call(*args, **options))
+    wanted = jax.jit(functools.partial(through, layer=layer, seed=layer))(filled_pools())
+    traced = jax.jit(lambda pools, index: through(pools, named, layer, index))
+    chex.assert_trees_all_equal(traced(filled_pools(), SPEC.locate(layer)[2]), wanted)
+
+
+def test_an_index_out_of_range_is_clamped():
+    """By `write` and `attend` alike."""
+    pools, run = filled_pools(), jax.jit(lambda pools, index: through(pools, 0, 5, index))
+    results = {index: run(pools, jnp.int32(index)) for index in (0, 1, 2, 2**31 - 1, -1, -(2**31))}
+    for index, result in results.items():
+        chex.assert_trees_all_equal(result, results[int(index > 0)])
+        assert int(pools.at(0, index)[2]) == int(index > 0)
+    assert not np.array_equal(results[0][1][0], results[1][1][0])
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (4, 1)])
+def test_a_traced_layer_has_its_own_index_in_the_only_pool(layers):
+    """A number that the pool lacks is clamped to its last layer."""
+    pool = kvjax.spec.PoolSpec(layers, 2, 16, "float32")
+    pools = init_pools(dataclasses.replace(SPEC, groups=(dataclasses.replace(SPEC.groups[0], pools=(pool,)),)))
+    index = jax.jit(lambda layer: pools.at(layer)[2])
+    assert [int(index(layer)) for layer in layers] == [*range(len(layers))]
+    assert [int(index(layer)) for layer in (max(layers) + 1, 2**31 - 1)] == [len(layers) - 1] * 2
+
+
 def test_apply_copies_whole_blocks():
     pools = filled_pools()
     before = [np.asarray(x) for x in pools.arrays[0]]
@@ -257,18 +308,26 @@ def test_padding_costs_apply_nothing():
 
 
 def steps(pools, q, state, records, loop):
-    """Three decode steps: copies, then write and attention in every layer."""
+    """Three decode steps: copies, then write and attention in every layer; with "layers" the layers are a scan too."""
 
     def one(carry):
         number, pools, q, seqs = carry
         pools, now = apply(pools, no_events(records)), view(state.replace(seqs=seqs), 1)
-        for layer in range(4):
+
+        def through_layer(carry, layer):
+            pools, q = carry
             pools = write(pools, layer, q[:, :, :4], q[:, :, 4:], now)
-            q = q + attend(q, pools, layer, now).astype(q.dtype)
+            return (pools, q + attend(q, pools, layer, now).astype(q.dtype)), None
+
+        if loop == "layers":
+            (pools, q), _ = lax.scan(through_layer, (pools, q), jnp.arange(4, dtype=jnp.int32))
+        else:
+            for layer in range(4):
+                (pools, q), _ = through_layer((pools, q), layer)
         return number + 1, pools, q, seqs.replace(committed=seqs.committed + 1)
 
     carry = (jnp.int32(0), pools, q, state.seqs)
-    if loop == "scan":
+    if loop != "while":
         return lax.scan(lambda c, _: (one(c), None), carry, None, length=3)[0]
     return lax.while_loop(lambda c: c[0] < 3, one, carry)
 
@@ -276,9 +335,10 @@ def steps(pools, q, state, records, loop):
 @pytest.mark.parametrize(
     ("loop", "dtype"),
     [
-        ("scan", "bfloat16"), ("while", "float32"),
+        ("scan", "bfloat16"), ("while", "float32"), ("layers", "float32"),
         pytest.param("scan", "float32", marks=pytest.mark.long),
         pytest.param("while", "bfloat16", marks=pytest.mark.long),
+        pytest.param("layers", "bfloat16", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_steps_update_the_pools_in_place(loop, dtype):
@@ -301,7 +361,7 @@ def test_steps_update_the_pools_in_place(loop, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loop", ["scan", "while"])
+@pytest.mark.parametrize("loop", ["scan", "while", "layers"])
 def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
     """No read of a layer sees a later write, no write is lost; with copies between the steps."""
     layers, rng = 4, np.random.default_rng(4)

@@ -84,6 +84,37 @@ def test_scales_are_part_of_a_block_and_of_what_is_donated(dtype):
     assert step.lower(*args).compile().memory_analysis().alias_size_in_bytes >= total
 
 
+def test_an_index_finds_the_layers_scales():
+    """Bytes and scales of each layer, written and read in a scan over layers, from poisoned pools."""
+    rng = np.random.default_rng(1)
+    spec = kvjax.make_spec(LAYERS, num_blocks=8, max_seqs=2, max_length=8, block_size=4, dtype="int8")
+    kv = jnp.asarray(rng.standard_normal((2, 2, 2, 6, 2, 32)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((2, 6, 4, 32)), jnp.float32)
+    tables, positions = jnp.array([[3, 5], [0, 6]]), jnp.stack([jnp.arange(6, dtype=jnp.int32)] * 2)
+    slots = jnp.take_along_axis(tables, positions // 4, axis=1) * 4 + positions % 4
+    six = jnp.array([6, 6])
+    view = kvjax.pools.View((tables,), positions, six, (slots,), six)
+
+    def layer(pools, number, named, index=None):
+        pools = kvjax.write(pools, named, kv[0][number], kv[1][number], view, index=index)
+        return pools, kvjax.attend(q, pools, named, view, index=index)
+
+    @jax.jit
+    def scanned(pools):
+        return jax.lax.scan(lambda pools, i: layer(pools, i, 1, i), pools, jnp.arange(2, dtype=jnp.int32))
+
+    @jax.jit
+    def unrolled(pools):
+        pools, first = layer(pools, 0, 0)
+        pools, second = layer(pools, 1, 1)
+        return pools, jnp.stack([first, second])
+
+    (pools, out), wanted = (run(poisoned(kvjax.init_pools(spec))) for run in (scanned, unrolled))
+    chex.assert_trees_all_equal(pools, wanted[0])
+    chex.assert_trees_all_close(out, wanted[1], rtol=1e-6, atol=1e-6)
+    chex.assert_tree_all_finite(out)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recall_is_as_accurate_as_over_float32(dtype):

@@ -178,22 +178,31 @@ def test_a_name_or_a_function_is_no_policy(policy, message):
         kvjax.plan([LayerSpec(1, 8)], max_seqs=2, max_length=8, budget_bytes=10_000, policy=policy)
 
 
-def test_a_layer_is_not_traced():
-    spec = kvjax.make_spec([LayerSpec(1, 4)], **SPEC)
-    cache = kvjax.Cache.create(spec)
+def test_a_traced_layer_needs_an_index_where_there_are_several_pools():
+    one = kvjax.Cache.create(kvjax.make_spec([LayerSpec(1, 4)] * 2, **SPEC))
+    two = kvjax.Cache.create(kvjax.make_spec([LayerSpec(1, 4), LayerSpec(1, 4, window=4)], **SPEC))
     q = floats(2, 1, 1, 4)
 
-    def write(cache, layer):
-        return kvjax.write(cache.pools, layer, q, q, cache.view(1))
+    def write(cache, layer, **options):
+        return kvjax.write(cache.pools, layer, q, q, cache.view(1), **options)
 
-    def attend(cache, layer):
-        return kvjax.attend(q, cache.pools, layer, cache.view(1))
+    def attend(cache, layer, **options):
+        return kvjax.attend(q, cache.pools, layer, cache.view(1), **options)
 
     for call in (write, attend):
-        jax.eval_shape(functools.partial(call, layer=0), cache)
-        jax.eval_shape(functools.partial(call, layer=np.int32(0)), cache)
-        with pytest.raises(ValueError, match=r"^layer: got a traced value, wanted an int: unroll the loop"):
-            jax.eval_shape(call, cache, 0)
+        for layer in (0, np.int32(0)):
+            jax.eval_shape(functools.partial(call, layer=layer), two)
+        jax.eval_shape(call, one, 0)
+        jax.eval_shape(lambda cache, index: call(cache, 0, index=index), two, 0)  # noqa: B023
+        with pytest.raises(ValueError, match=r"^layer: got a traced value with 2 pools, wanted an int .* index= for"):
+            jax.eval_shape(call, two, 0)
+        for bad, got in ((0.5, r"float\d+\[\]"), (np.zeros(2, np.int32), r"int32\[2\]"), (True, r"bool\[\]")):
+            with pytest.raises(ValueError, match=rf"^index: got {got}, wanted an int or i32\[\]"):
+                call(one, 0, index=bad)
+        with pytest.raises(ValueError, match=r"^layer: got float32\[\], wanted an int or i32\[\]"):
+            jax.eval_shape(call, one, np.float32(0))
+    with pytest.raises(ValueError, match=r"^layer: got a traced value, wanted an int; .* `index=`"):
+        jax.eval_shape(one.state.spec.locate, 0)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64"])

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scanning the layers of a decoder saves in compile time, and what it costs.
+
+A decode step (room for a token, the model, commit) is compiled for models of 4 and of 32 equal layers, unrolled and
+scanned: seconds of tracing, lowering and compiling, without any cache of programs. The scanned one of 32 layers must
+take at most 1.5 times as long as that of 4; it must not copy a pool, and its temporaries may exceed those of the
+unrolled one by one layer's weights: XLA copies each layer's weights out of the stack. Then both steps of 32 layers run
+in turns over the same K/V; their logits must agree. The times of the steps are reported, not bounded.
+"""
+
+import functools
+import re
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import kvjax
+from benchmarks import common
+from models.config import LayerConfig, ModelConfig
+from models.decoder import Decoder
+from models.scan import scanned
+
+MAX_COMPILE_RATIO, TOLERANCE = 1.5, 1e-3
+
+
+class Size(NamedTuple):
+    """Models of `few` and of `many` layers, rows with a context of so many tokens, and rounds of timing."""
+
+    few: int = 4
+    many: int = 32
+    hidden: int = 256
+    rows: int = 16
+    context: int = 256
+    compiles: int = 2
+    rounds: int = 20
+
+
+QUICK = Size(few=2, many=4, hidden=32, rows=2, context=16, compiles=1, rounds=1)
+
+
+def config_of(num_layers: int, size: Size) -> ModelConfig:
+    """A model whose K/V heads are as wide as they are many."""
+    return ModelConfig("llama", 8192, size.hidden, 3 * size.hidden, 8, (LayerConfig(4, size.hidden // 8),) * num_layers)
+
+
+def spec_of(model: Decoder, size: Size) -> kvjax.CacheSpec:
+    """Room for all rows and the tokens that are decoded."""
+    room = size.context + size.rounds + 2
+    return kvjax.make_spec(
+        model.layer_specs(), num_blocks=size.rows * -(-room // 16), max_seqs=size.rows, max_length=room, dtype="float32"
+    )
+
+
+def step(model: Decoder, cache: kvjax.Cache, tokens: jax.Array):
+    """One token i32[S, 1] of every row: logits f32[S, V], and whether the cache did all that was asked."""
+    cache, extended = cache.extend(jnp.ones(tokens.shape[:1], jnp.bool_))
+    cache, logits, committed = kvjax.step(model, cache, tokens, jnp.ones(tokens.shape[:1], jnp.int32))
+    return cache, logits, extended.ok & committed.ok
+
+
+def compile_steps(scan: bool, size: Size) -> tuple[dict[int, float], Any]:
+    """The least seconds to compile a step by number of layers, taken in turns; and the larger model's program."""
+    least, compiled = {}, None
+    for layers in (size.few, size.many) * size.compiles:
+        config = config_of(layers, size)
+        model = nnx.eval_shape(lambda config=config: Decoder(config, scan=scan, rngs=nnx.Rngs(0)))
+        cache = jax.eval_shape(functools.partial(kvjax.Cache.create, spec_of(model, size)))
+        tokens = jax.ShapeDtypeStruct((size.rows, 1), jnp.int32)
+        jax.clear_caches()  # else what was traced for one model would be there for the next
+        began = time.perf_counter()
+        compiled = jax.jit(step, donate_argnums=1).lower(model, cache, tokens).compile()
+        least[layers] = min(least.get(layers, float("inf")), time.perf_counter() - began)
+    return least, compiled
+
+
+def compare_programs(unrolled: Any, scan: Any, size: Size) -> dict[str, float]:
+    """The temporaries of both steps; ends the benchmark if the scanned one copies too much."""
+    model = nnx.eval_shape(lambda: Decoder(config_of(size.many, size), rngs=nnx.Rngs(0)))
+    pools = jax.eval_shape(lambda: kvjax.init_pools(spec_of(model, size)))
+    shape = ",".join(map(str, pools.arrays[0][0].shape))
+    copies = len(re.findall(rf"\w+\[{shape}\]\S* copy(?:-start)?\(", scan.as_text()))
+    common.require(copies == 0, f"the scanned step copies a pool {copies} times")
+    before, after = (program.memory_analysis().temp_size_in_bytes for program in (unrolled, scan))
+    layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model.layers[0]))
+    common.require(after <= before + layer, f"the scanned step has {after:,} bytes of temporaries, unrolled {before:,}")
+    return {
+        "unrolled_temporaries_mb": before / 1e6,
+        "scanned_temporaries_mb": after / 1e6,
+        "more_temporaries_of_a_layer": (after - before) / layer,
+    }
+
+
+def make_cache(model: Decoder, size: Size) -> kvjax.Cache:
+    """Rows of random K/V."""
+    spec = spec_of(model, size)
+    rows, lengths = jnp.arange(size.rows, dtype=jnp.int32), jnp.full((size.rows,), size.context, jnp.int32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 8192, (size.rows, size.context)), jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def fill(cache):
+        cache, admitted = cache.admit(rows, tokens, lengths)
+        cache, committed = cache.commit(tokens, lengths)
+        (pool,) = jax.tree.leaves(cache.pools)
+        pools = cache.pools.with_pool(0, 0, jax.random.normal(jax.random.key(1), pool.shape, pool.dtype))
+        return kvjax.Cache(cache.state, pools), admitted.ok & committed.ok
+
+    cache, ok = fill(kvjax.Cache.create(spec))
+    common.require(bool(ok), "the rows could not be admitted")
+    return cache
+
+
+def time_steps(programs: dict[str, Any], size: Size) -> dict[str, float]:
+    """The least seconds of a step of each program, taken in turns; ends the benchmark if their logits differ."""
+    model = Decoder(config_of(size.many, size), rngs=nnx.Rngs(0))
+    models = {"unrolled": model, "scanned": scanned(model)}
+    caches = {name: make_cache(model, size) for name in programs}
+    least, tokens = dict.fromkeys(programs, float("inf")), jnp.zeros((size.rows, 1), jnp.int32)
+    for number in range(size.rounds + 1):
+        logits = {}
+        for name, program in programs.items():
+            began = time.perf_counter()
+            caches[name], logits[name], ok = jax.block_until_ready(program(models[name], caches[name], tokens))
+            if number:
+                least[name] = min(least[name], time.perf_counter() - began)
+            common.require(bool(ok), "the cache refused a step")
+        one, other = logits.values()
+        common.require(bool(jnp.allclose(one, other, TOLERANCE, TOLERANCE)), "the two models' logits differ")
+        tokens = jnp.argmax(one, axis=-1).astype(jnp.int32)[:, None]
+    return least
+
+
+def measure(size: Size) -> dict[str, float]:
+    """All of it; the bound on compile times is left to `main`."""
+    metrics, programs = {}, {}
+    for name, scan in (("scanned", True), ("unrolled", False)):
+        seconds, programs[name] = compile_steps(scan, size)
+        metrics |= {f"{name}_compile_{layers}_s": seconds[layers] for layers in seconds}
+        metrics[f"{name}_compile_ratio"] = seconds[size.many] / seconds[size.few]
+    metrics |= compare_programs(programs["unrolled"], programs["scanned"], size)
+    least = time_steps(programs, size)
+    metrics |= {f"{name}_step_ms": 1e3 * seconds for name, seconds in least.items()}
+    return metrics | {"step_ratio": least["scanned"] / least["unrolled"]}
+
+
+def main() -> None:
+    def options(parser):
+        parser.add_argument("--hidden", type=int, default=Size().hidden, help="width of the models (%(default)s)")
+        parser.add_argument("--quick", action="store_true", help="tiny models: whether it runs, not how fast")
+
+    args = common.parse("scan", __doc__, options)
+    jax.config.update("jax_enable_compilation_cache", False)
+    size = QUICK if args.quick else Size(hidden=args.hidden)
+    print(f"scan: {size.few} and {size.many} layers of {size.hidden}, {size.rows} rows of {size.context} tokens")
+    metrics = measure(size)
+    common.report("scan", metrics, args.json)
+    ratio = metrics["scanned_compile_ratio"]
+    common.require(args.quick or ratio <= MAX_COMPILE_RATIO, f"{size.many} layers take {ratio:.2f} times as long")
+
+
+if __name__ == "__main__":
+    main()
