@@ -136,10 +136,16 @@ def read(pools: Any, group: int, pool: int) -> Any:
 
 
 def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
+    signs = signs_of(pools.arrays[-1][0].shape[3])
     for layer in range(values.shape[2]):
-        k, v = values[:, :, layer, 0, None], values[:, :, layer, 1, None]
+        k, v = (values[:, :, layer, which, None] * signs[None, None] for which in (0, 1))
         pools = kvjax.write(pools, layer, k, v, view)
     return pools
+
+
+def signs_of(heads: int) -> np.ndarray:
+    """f32[K, 1]; what the values of each kv head are multiplied with, so that heads differ."""
+    return np.where(np.arange(heads) % 2, -1, 1).astype(np.float32)[:, None]
 
 
 # The programs.
@@ -210,6 +216,7 @@ class Config:
       dtype: of the pools.
       methods: whether moves are made by `TieredCache`, or by verb, `move`, `apply` and `complete`.
       room: of admit, for prompts that are computed in pieces.
+      heads: kv heads; if more than one, a mesh of as many devices divides them.
       generate: whether `generate` takes its turn.
       verbs: what may be asked for, None for all; "loop admit" is an admit inside a loop, "wide extend" an extend
         between loops. Fewer take less time to compile.
@@ -222,16 +229,24 @@ class Config:
     dtype: str = "float32"
     methods: bool = False
     room: int | None = None
+    heads: int = 1
     generate: bool = True
     verbs: tuple[str, ...] | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def spec(self) -> CacheSpec:
-        layers = [kvjax.LayerSpec(1, 2, *layer) for layer in self.layers]
+        layers = [kvjax.LayerSpec(self.heads, 2, *layer) for layer in self.layers]
         return kvjax.make_spec(
             layers, num_blocks=self.blocks, num_host_blocks=self.host, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE,
             dtype=self.dtype, **self.options,
         )  # fmt: skip
+
+    def placement(self) -> dict[str, Any]:
+        """For `create`: where the pools are."""
+        if self.heads == 1:
+            return {}
+        axes = {"axis_types": (jax.sharding.AxisType.Auto,), "devices": jax.devices()[: self.heads]}
+        return {"mesh": jax.make_mesh((self.heads,), ("heads",), **axes), "heads": "heads"}
 
 
 @dataclasses.dataclass
@@ -258,9 +273,10 @@ class Life:
     def __init__(self, config: Config, faults: Faults):
         self.config, self.faults, self.spec = config, faults, config.spec()
         self.has_host, self.extra = self.spec.has_host, self.spec.extra_ids
-        self.cache, self.host = Cache.create(self.spec), None
+        where = config.placement()
+        self.cache, self.host = Cache.create(self.spec, **where), None
         if self.has_host:
-            tiered = TieredCache.create(self.spec)
+            tiered = TieredCache.create(self.spec, **where)
             self.cache, self.host = tiered.cache, tiered.host
         self.rows: dict[int, Row] = {}
         self.pins: list[tuple[np.ndarray, int]] = []
@@ -297,6 +313,9 @@ class Life:
 
     def verify(self) -> None:
         kvjax.check(self.state)
+        for leaf in jax.tree.leaves(self.cache.state) if self.config.heads > 1 else ():
+            first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+            assert all(np.array_equal(first, other) for other in others), "the devices have different states"
         assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
         seqs = self.state.seqs
         for seq in range(ROWS):
@@ -305,18 +324,18 @@ class Life:
             assert found == (len(row.items), row.namespace, seq in self.rows), f"row {seq} has {found}, wanted {row}"
         for g, (demand, owners) in enumerate(self.demands()):
             for p, pool in enumerate(self.spec.groups[g].pools):
-                got = self.read(g, p)  # [N + H, P, L, 2, D]
+                got = self.read(g, p)  # [N + H, P, L, 2, K, D]
                 wanted = vectors(demand, len(self.config.layers))[:, :, list(pool.layers)]
-                wrong = ~(np.abs(got - wanted) <= 0.25).all(axis=(2, 3, 4)) & (demand >= 0)
+                wrong = ~(np.abs(got - wanted[..., None, :]) <= 0.25).all(axis=(2, 3, 4, 5)) & (demand >= 0)
                 if wrong.any():
                     row, at = np.argwhere(wrong)[0].tolist()
                     raise AssertionError(self.complaint(g, p, row, at, got[row, at], owners))
 
     def read(self, group: int, pool: int) -> np.ndarray:
-        """f32[N + H, P, L, 2, D]; what the slots of both tiers hold."""
+        """f32[N + H, P, L, 2, K, D]; what the slots of both tiers hold, without the signs of the heads."""
         tiers = [read(pools, group, pool) for pools in self.bytes if pools is not None]
         joined = np.concatenate([tiers[0][:-1], *tiers[1:]])
-        return np.moveaxis(joined[:, :, :, 0], 3, 1)
+        return np.moveaxis(joined, 4, 1) * signs_of(joined.shape[3])
 
     def demands(self) -> list[tuple[np.ndarray, list[tuple[str, np.ndarray]]]]:
         """For each group: names i32[N + H, P] that its slots must have, -1 for none; and who wants which rows."""
@@ -357,7 +376,7 @@ class Life:
         tier = "device" if row < spec.num_blocks else "host"
         layer = spec.pools[pool].layers[0]
         known = {(n + 8_002 * layer) % PRIME + 1: text for text, n in _NAMES.items()}
-        number = got[0, 0, 0]
+        number = got[0, 0, 0, 0]
         found = known.get(int(np.rint(number)), number) if np.isfinite(number) else number
         return f"group {group} pool {pool}, {tier} row {row}, slot {at} is read by {whose}, and holds {found}"
 
@@ -877,6 +896,8 @@ CONFIGS = {
     "windows, int8": Config((FULL, (6, 1)), room=5, dtype="int8"),
     "windows alone, host": Config(((5, 0), (9, 2)), host=4),
     "windows, host, int8": Config((FULL, (6, 1)), host=4, dtype="int8"),
+    "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
+    "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", methods=True, heads=2),
     "windows, host, methods": Config((FULL, (6, 0), (9, 1)), host=4, room=5, methods=True),
 }
 
@@ -905,4 +926,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_num_cpu_devices", 8)
     main()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generates on a mesh of four devices of two processes, or of one: `python -m tests.models.two_processes PORT NUMBER`.
+
+PORT is the coordinator's, 0 for one process alone; NUMBER is this process's. Prints a line of JSON: what was generated,
+the decoded events, and a digest of the state. The clocks of the processes differ, and with `--fail` the process of
+number 1 cannot start a move.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import warnings
+
+import jax
+import numpy as np
+
+PROMPTS, LENGTH = 3, 40
+
+
+def generate_all(fail: bool, start: int):
+    """Three documents twice, through a cache that holds one of them on the device and all on the host."""
+    import kvjax
+    from kvjax.pools import host
+    from models import load
+    from tests.models.test_models import GOLDENS
+
+    # The heads of a layer are in different processes.
+    devices = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+    axes = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Auto
+    mesh = jax.sharding.Mesh(devices.reshape(2, 2).T, ("data", "heads"), axis_types=axes)
+    model, _ = load(GOLDENS / "llama_heads", mesh=mesh, heads="heads")
+    spec = kvjax.make_spec(
+        model.layer_specs(), num_blocks=10, num_host_blocks=14, max_seqs=2, max_length=64, block_size=8,
+        dtype="float32", retention=True,
+    )  # fmt: skip
+    cache = kvjax.tiers.TieredCache.create(spec, mesh=mesh, heads="heads")
+    numbers = np.random.default_rng(0).integers(0, 64, (PROMPTS, LENGTH)).tolist()
+    if fail:
+        copy, calls = host._copy, itertools.count()
+        host._copy = lambda *args: copy(*args) if next(calls) != 2 else 1 / 0
+    told = []
+    for document in numbers * 2:
+        clock = itertools.count(start, 7)
+        outputs, cache, events = kvjax.generate(
+            model, cache, [document, [*document[:20], 1]], max_new_tokens=6, clock=lambda clock=clock: next(clock),
+            retention=kvjax.Retention.of(decode_priority=50, decode_ttl=100),
+        )  # fmt: skip
+        told.append([[output.tokens, output.cached_tokens, output.finish] for output in outputs])
+        told.append(events)
+    state = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache.state)))
+    return {"told": told, "state": state.hexdigest()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("number", type=int)
+    parser.add_argument("--fail", action="store_true")
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 2 if args.port else 4)
+    jax.config.update("jax_disable_most_optimizations", True)
+    if args.port:
+        jax.distributed.initialize(f"localhost:{args.port}", 2, args.number)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = generate_all(args.fail and args.number == 1, start=1_000_000 * args.number)
+    lost = [str(one.message) for one in caught if "computed again" in str(one.message)]
+    print(json.dumps(result | {"lost": lost}))
+
+
+if __name__ == "__main__":
+    main()
