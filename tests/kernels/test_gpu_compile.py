@@ -22,12 +22,12 @@ CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
-# By default each kernel once; `long` adds the quantised ones, `slow` rare shapes and the other chip.
+# By default each kernel once; `long` adds quantised ones and whole steps, `slow` further shapes and the other chip.
 QUICK = {"decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather", "scatter"}
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
-    "triton_prefill_int8", "step", "step_sharded", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
+    "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
 }  # fmt: skip
 ALL = [
     pytest.param(

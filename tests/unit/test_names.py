@@ -219,7 +219,7 @@ def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spe
     assert len(set(union.values())) == len(union) > len(one)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @hypothesis.settings(max_examples=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(requests(TIERS, num_namespaces=1))
 def test_digests_survive_windows_and_a_host_tier(asked):

@@ -94,7 +94,6 @@ def test_a_row_holds_what_its_window_needs_and_no_more():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_blocks_leave_with_the_last_token_that_is_seen_and_stay_cached():
     story, held = Story(), []
     story.start(0, TEXT[:3])
@@ -215,7 +214,7 @@ def test_forks_and_beams_share_windows():
     assert all(not np.any(group.blocks.refcount) for group in story.state.groups)
 
 
-@pytest.mark.slow  # tests/oracle/test_machine.py has sinks too
+@pytest.mark.long
 def test_sinks_stay():
     story = Story(SINKS)
     story.start(0, TEXT[:8])

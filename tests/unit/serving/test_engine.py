@@ -148,8 +148,9 @@ def put_back(monkeypatch):
 LONG = [list(range(55)), [*range(40), 7, 8], [5] * 51]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("windows", [(WINDOW, None), (WINDOW, WINDOW)])
+@pytest.mark.parametrize(
+    "windows", [(WINDOW, None), pytest.param((WINDOW, WINDOW), marks=pytest.mark.slow)]
+)
 def test_windows_take_no_more_blocks_than_their_rows_see(windows, put_back):
     """Three rows of up to 16 blocks, of which those of the window group hold 4 while they are computed, then 3."""
     cache = windowed_cache(12, windows)
@@ -170,7 +171,6 @@ def test_windows_take_no_more_blocks_than_their_rows_see(windows, put_back):
     assert kvjax.fold(events + more).index == kvjax.events.index_of(cache.state)
 
 
-@pytest.mark.slow
 def test_prompts_that_find_no_block_for_a_chunk_wait_and_go_on(put_back):
     """There is room for a chunk more of the first two rows, whose first 40 tokens are the same, not of the third."""
     windows = (WINDOW, None)
@@ -211,7 +211,6 @@ def test_logs_have_room_for_the_worst_step(layers, host):
     assert prefill_log(spec, 3, 12).records.shape[0] >= 4 * worst  # rows of up to 4 blocks, each as in such a step
 
 
-@pytest.mark.slow
 def test_a_row_chooses_by_its_seed_alone():
     options = {"sampling": kvjax.Sampling(temperature=1.5, top_k=20, top_p=0.95), "max_new_tokens": 8}
     together, _, _ = generate(empty_cache(), [PROMPTS[1]] * 3, seeds=[5, 6, 5], **options)
@@ -219,7 +218,6 @@ def test_a_row_chooses_by_its_seed_alone():
     assert together[0].tokens == together[2].tokens != together[1].tokens == alone[1].tokens
 
 
-@pytest.mark.slow
 def test_a_user_function_sees_the_logits():
     def only_even(logits, tokens, positions):
         assert logits.shape[1:] == (VOCAB,)
