@@ -52,8 +52,8 @@ def test_a_linen_module_generates_through_the_cache():
     params = jax.jit(module.init)(jax.random.key(0), tokens, cache.pools, cache.view(1), last=last)
     model = jax.tree_util.Partial(lambda params, *args, **kwargs: module.apply(params, *args, **kwargs), params)
     prompt = [*range(20)]
-    alone, cache, _ = kvjax.generate(model, cache, [prompt], max_new_tokens=6)
+    first, cache, _ = kvjax.generate(model, cache, [prompt, prompt], max_new_tokens=6)
     again, cache, _ = kvjax.generate(model, cache, [prompt, [3, 4]], max_new_tokens=6)
-    assert again[0].tokens == alone[0].tokens
-    assert (alone[0].cached_tokens, again[0].cached_tokens) == (0, 19)
+    assert again[0].tokens == first[0].tokens == first[1].tokens
+    assert (first[0].cached_tokens, again[0].cached_tokens) == (0, 19)
     kvjax.check(cache.state)

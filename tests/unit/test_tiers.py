@@ -164,7 +164,7 @@ def test_evicted_documents_come_back():
         assert cache.serve(0, text) == WIDTH - 2  # all but the last token
         assert_true_bytes(cache.cache, {})
     assert cache.found(texts[0], tiers=("device",)) < cache.found(texts[0])
-    assert int(kvjax.lookup(cache.state, padded(texts[0], WIDTH), len(texts[0])).host_tokens) > 0
+    assert int(cache.cache.lookup(padded(texts[0], WIDTH), len(texts[0])).host_tokens) > 0
 
 
 @pytest.mark.long

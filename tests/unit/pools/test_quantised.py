@@ -15,6 +15,7 @@ from tests.drive import DATA, METHODS
 from tests.poison import poisoned
 
 DTYPES = {"int8": 0.01, "float8_e4m3fn": 0.06}  # relative error of attention
+EACH = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]  # tests/kernels/ has both
 LAYERS = [kvjax.LayerSpec(2, 32), kvjax.LayerSpec(2, 32)]
 
 
@@ -61,7 +62,7 @@ def history(dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH)
 def test_attention_is_nearly_that_over_float32_after_writes_and_copies(dtype):
     (cache, got), (_, wanted) = history(dtype), history("float32")
     assert cache.pools.arrays[0][0].dtype == dtype and cache.pools.scales is not None
@@ -72,7 +73,7 @@ def test_attention_is_nearly_that_over_float32_after_writes_and_copies(dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH)
 def test_scales_are_part_of_a_block_and_of_what_is_donated(dtype):
     cache = make(dtype)
     (group,) = cache.state.spec.groups
@@ -83,9 +84,8 @@ def test_scales_are_part_of_a_block_and_of_what_is_donated(dtype):
     assert step.lower(*args).compile().memory_analysis().alias_size_in_bytes >= total
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("int8", marks=pytest.mark.long), pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", EACH)
 def test_recall_is_as_accurate_as_over_float32(dtype):
     assert abs(accuracy(dtype) - accuracy("float32")) <= 0.01
 

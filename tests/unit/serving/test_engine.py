@@ -23,6 +23,7 @@ from tests.poison import poisoned
 pytestmark = pytest.mark.long
 VOCAB, STEPS = 61, 5
 PROMPTS = [[1, 2, 3], list(range(20)), [*range(20), 33, 34], [7] * 9, [50]]
+THREE = PROMPTS[:3]  # one batch; prompts of other numbers and lengths are other programs
 
 
 WINDOW = 6
@@ -106,9 +107,9 @@ def test_stream_hands_out_tokens_as_they_come():
 def test_stop_tokens_end_a_row():
     tokens = plain(tuple(PROMPTS[1]))[0]
     stop = tokens[3]
-    outputs, _, _ = generate(empty_cache(), [PROMPTS[1]], stop_tokens=[stop, 60])
-    assert outputs[0].finish == "stop"
-    assert outputs[0].tokens == tokens[: tokens.index(stop) + 1]
+    outputs, _, _ = generate(empty_cache(), THREE, stop_tokens=[stop, 60])
+    assert outputs[1].finish == "stop"
+    assert outputs[1].tokens == tokens[: tokens.index(stop) + 1]
 
 
 def test_rows_that_cannot_go_on_come_back_with_the_reason():
@@ -214,7 +215,7 @@ def test_logs_have_room_for_the_worst_step(layers, host):
 def test_a_row_chooses_by_its_seed_alone():
     options = {"sampling": kvjax.Sampling(temperature=1.5, top_k=20, top_p=0.95), "max_new_tokens": 8}
     together, _, _ = generate(empty_cache(), [PROMPTS[1]] * 3, seeds=[5, 6, 5], **options)
-    alone, _, _ = generate(empty_cache(), [PROMPTS[0], PROMPTS[1]], seeds=[9, 6], **options)
+    alone, _, _ = generate(empty_cache(), THREE, seeds=[9, 6, 9], **options)
     assert together[0].tokens == together[2].tokens != together[1].tokens == alone[1].tokens
 
 
@@ -224,14 +225,14 @@ def test_a_user_function_sees_the_logits():
         assert tokens.shape == positions.shape == logits.shape[:1]
         return jnp.where((jnp.arange(VOCAB) % 2 == 0)[None], logits, -jnp.inf)
 
-    outputs, _, _ = generate(empty_cache(), logits_fn=only_even)
+    outputs, _, _ = generate(empty_cache(), THREE, logits_fn=only_even)
     assert all(token % 2 == 0 for output in outputs for token in output.tokens)
 
 
 def test_namespaces_do_not_share():
-    outputs, cache, _ = generate(empty_cache(), [PROMPTS[1]], namespaces=[1])
-    outputs, cache, _ = generate(cache, [PROMPTS[1], PROMPTS[1]], namespaces=[2, 1])
-    assert [o.cached_tokens for o in outputs] == [0, 19]
+    outputs, cache, _ = generate(empty_cache(), [PROMPTS[1]] * 3, namespaces=[1] * 3)
+    outputs, cache, _ = generate(cache, [PROMPTS[1]] * 3, namespaces=[2, 1, 3])
+    assert [o.cached_tokens for o in outputs] == [0, 19, 0]
 
 
 def test_bad_options_are_named():
