@@ -155,9 +155,10 @@ def test_what_is_findable_holds_its_tokens(seed, dangerous, monkeypatch):
 
 
 @pytest.mark.long
-def test_evicted_documents_come_back():
-    cache = Fed(num_host_blocks=24)
-    texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(4)]  # 6 blocks each, where there are 8
+@pytest.mark.parametrize(("host", "documents"), [(6, 2), pytest.param(24, 4, marks=pytest.mark.slow)])
+def test_evicted_documents_come_back(host, documents):
+    cache = Fed(num_host_blocks=host)
+    texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(documents)]  # 6 blocks each, where there are 8
     for text in texts:
         assert cache.serve(0, text) == 0
     for text in texts:
@@ -169,13 +170,13 @@ def test_evicted_documents_come_back():
 
 @pytest.mark.long
 def test_after_a_watermark_a_loop_evicts_nothing():
-    tiered = Fed(num_host_blocks=24)
+    tiered = Fed()
     text = list(range(1, 9))
     for n in range(4):
         tiered.serve(0, [100 * n + t for t in text])
     assert tiered.admit(0, [5]) == ["OK"]
     for group in range(2):
-        tiered.do("watermark", 4, most=8, group=group)
+        tiered.do("watermark", 4, most=4, group=group)
         assert int(tiered.state.groups[group].num_empty) >= 4
 
     @jax.jit
@@ -204,10 +205,9 @@ def test_a_sequence_goes_and_comes_back():
     cache.feed(1, text)
     cache.do("swap_out", 1)
     assert int(cache.state.groups[0].num_empty) == 8
-    alone = Driver(cache.state)
-    assert alone.grow(0, 1, 0) == ["OK", "HELD", "OK"]
+    assert cache.grow(0, 1, 0) == ["OK", "HELD", "OK"]
     for verb, args in (("fork", (1, 2)), ("truncate", (1, 5)), ("swap_out", (1,))):
-        assert alone.status(verb, *args) == ["BAD_REQUEST"]
+        assert cache.status(verb, *args) == ["BAD_REQUEST"]
     cache.serve(0, [900 + t for t in range(22)])  # uses the room
     cache.do("swap_in", 1)
     assert_true_bytes(cache.cache, {1: text})
@@ -313,7 +313,7 @@ def test_contents_computed_again_keep_their_children_on_the_host():
     assert alone.admit(0, [7] * 12) == ["NO_BLOCKS"]
 
 
-@pytest.mark.long
+@pytest.mark.slow  # `Life` releases rows that rest on the host, with a full group beside the window
 def test_a_tail_on_the_host_is_not_stored_as_if_it_were_on_the_device():
     cache = Driver(kvjax.init(kvjax.make_spec([kvjax.LayerSpec(1, 1, window=6)], **SMALL)))
     cache.start(0, range(1, 7))

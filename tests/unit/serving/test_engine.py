@@ -149,9 +149,7 @@ def put_back(monkeypatch):
 LONG = [list(range(55)), [*range(40), 7, 8], [5] * 51]
 
 
-@pytest.mark.parametrize(
-    "windows", [(WINDOW, None), pytest.param((WINDOW, WINDOW), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("windows", [(WINDOW, None), pytest.param((WINDOW, WINDOW), marks=pytest.mark.slow)])
 def test_windows_take_no_more_blocks_than_their_rows_see(windows, put_back):
     """Three rows of up to 16 blocks, of which those of the window group hold 4 while they are computed, then 3."""
     cache = windowed_cache(12, windows)
