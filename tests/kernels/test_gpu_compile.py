@@ -60,8 +60,13 @@ def result_of(target, case, **more):
     return results_of(target, *cases, **more)[case]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["decode_16", "prefill_16", "triton_prefill_16", "append_int8", "copy"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if case == "append_int8" else pytest.mark.slow)
+        for case in ("decode_16", "prefill_16", "triton_prefill_16", "append_int8", "copy")
+    ],
+)
 def test_kernels_are_the_same_with_64_bit_types(case):
     kernels = result_of("h200", case, JAX_ENABLE_X64="1")["kernels"]
     assert kernels and kernels == result_of("h200", case)["kernels"]

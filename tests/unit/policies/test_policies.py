@@ -287,7 +287,6 @@ def a_row_and_something_cached(state):
 @pytest.mark.parametrize(
     ("spec", "verbs"),
     [
-        (PLAIN, ("admit", "extend", "commit", "release")),
         (TIERED, REFUSED),
         pytest.param(PLAIN, list(REFUSED)[:-4], marks=pytest.mark.slow),
     ],
