@@ -87,7 +87,7 @@ def test_kernels_run_without_a_gpu_when_tiny(tmp_path, monkeypatch):
     assert all(value > 0 for metrics in result["metrics"].values() for value in metrics.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow  # a section of `kernels`, of which others run above
 def test_whole_steps_read_what_they_are_held_against():
     record = gpu.Record("toy", [], None)
     gpu_step.measure(record, "tiny", 2, quick=True)
