@@ -353,9 +353,8 @@ def test_a_prompt_whose_row_was_lost_is_admitted_again(monkeypatch):
 
 def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_children_on_the_host():
     cache = start("windows", host=True)
-    options = {**OPTIONS, "steps": 16}  # as many as a prompt is long: one watermark for both loops
     for number in range(4):
-        outputs, cache, _ = kvjax.generate(MODEL, cache, prompts_of(number), **options)
+        outputs, cache, _ = together(cache, prompts_of(number))
         assert [output.finish for output in outputs] == ["length"] * 2
 
 
