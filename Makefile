@@ -37,12 +37,12 @@ test: ## the default tests
 	@$(TOOLCHAIN)
 	@$(PYTHON) $(PYTEST) $(ARGS)
 
-test-long: ## what takes longer: CI runs it too
+test-long: ## what takes longer; with the default tests, every behaviour: CI runs both
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@$(PYTHON) $(PYTEST) -m "long and not slow and not gpu" $(ARGS)
 
-test-all: ## slow tests too, and 10,000 steps of the property machine
+test-all: ## what a night adds: the same at length, with other seeds, specs, shapes and chips
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)

@@ -22,14 +22,17 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-# Programs run for microseconds here and take seconds to compile; slow tests may be worth the optimiser's time.
+# Programs run for microseconds here and take seconds to compile; a night's tests may be worth the optimiser's time.
 jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_PROFILE") != "nightly")
 
 
-# Files of few long tests first, so that no process is left alone with one of them.
+# The files that take longest first, so that no process is left alone with one of them: of the default tests, then of
+# the long ones.
 FIRST = (
     "test_scenarios.py", "test_machine.py", "test_gpu_compile.py", "test_bytes.py", "test_debug.py",
     "test_attention.py", "test_pool.py", "test_models.py", "test_errors.py",
+    "test_engine.py", "test_benchmarks.py", "test_tiers.py", "test_policies.py", "test_interrupts.py", "test_readme.py",
+    "test_machine_vmap.py", "test_windows.py", "test_tracing.py", "test_workload.py", "test_vmap.py",
 )  # fmt: skip
 
 

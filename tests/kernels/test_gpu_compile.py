@@ -23,12 +23,12 @@ CASES = {
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
 STEPS = ("step", "step_scanned", "step_sharded")
-# By default each kernel once; `long` adds the quantised ones, `slow` rare shapes and the other chip.
+# By default each kernel once; `long` adds quantised ones and whole steps, `slow` further shapes and the other chip.
 QUICK = {"decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather", "scatter"}
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
-    "triton_prefill_int8", *STEPS, "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
+    "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
 }  # fmt: skip
 ALL = [
     pytest.param(
@@ -61,8 +61,13 @@ def result_of(target, case, **more):
     return results_of(target, *cases, **more)[case]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["decode_16", "prefill_16", "triton_prefill_16", "append_int8", "copy"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if case == "append_int8" else pytest.mark.slow)
+        for case in ("decode_16", "prefill_16", "triton_prefill_16", "append_int8", "copy")
+    ],
+)
 def test_kernels_are_the_same_with_64_bit_types(case):
     kernels = result_of("h200", case, JAX_ENABLE_X64="1")["kernels"]
     assert kernels and kernels == result_of("h200", case)["kernels"]

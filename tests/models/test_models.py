@@ -61,7 +61,7 @@ def test_verify_passes(family, capsys):
     assert "ok: largest logit error" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_verify_fails_on_wrong_outputs_and_reports_bad_folders(tmp_path, capsys):
     folder = tmp_path / "other"
     write_golden(folder, lengths=[1, 20, 33], steps=[5, 0, 3])
@@ -85,7 +85,9 @@ def test_verify_fails_on_wrong_outputs_and_reports_bad_folders(tmp_path, capsys)
 
 def write_golden(folder: pathlib.Path, lengths: list[int], steps: list[int]) -> None:
     """A golden folder of another family, size and vocabulary, made with the dense forward."""
-    model = Decoder(config(model_type="qwen2", vocab_size=50, tie_word_embeddings=True), rngs=nnx.Rngs(1))
+    windows = {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 1}
+    fields = {"model_type": "qwen2", "vocab_size": 50, "tie_word_embeddings": True, "num_hidden_layers": 2}
+    model = Decoder(config(**fields, **windows), rngs=nnx.Rngs(1))
     save(model, folder)
     rng, width, most = np.random.default_rng(0), 40, max(steps)
     rows, dense = len(lengths), jax.jit(Decoder.dense)
@@ -108,12 +110,12 @@ def write_golden(folder: pathlib.Path, lengths: list[int], steps: list[int]) -> 
     ("family", "fields"),
     [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
-        pytest.param("mistral", {"sliding_window": 7}, marks=pytest.mark.slow),
+        pytest.param("mistral", {"sliding_window": 7}, marks=pytest.mark.long),
         pytest.param(
-            "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, marks=pytest.mark.slow
+            "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, marks=pytest.mark.long
         ),
-        pytest.param("qwen3", {"head_dim": 8}, marks=pytest.mark.slow),
-        pytest.param("gemma3_text", {**GEMMA3, "sliding_window_pattern": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"head_dim": 8}, marks=pytest.mark.long),
+        pytest.param("gemma3_text", {**GEMMA3, "sliding_window_pattern": 2}, marks=pytest.mark.long),
         pytest.param(
             "gemma4_text", {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1},
             marks=pytest.mark.long,
@@ -128,7 +130,7 @@ def test_paged_is_dense(family, fields):
     np.testing.assert_allclose(paged(model, tokens), jax.jit(Decoder.dense)(model, tokens), atol=atol)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_the_wanted_logits_in_bfloat16():
     model = Decoder(config(num_hidden_layers=2), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(32, size=(2, 12)).astype(np.int32)
@@ -139,7 +141,7 @@ def test_only_the_wanted_logits_in_bfloat16():
     np.testing.assert_allclose(jax.jit(Decoder.dense)(model, tokens, np.array([3, 7])), wanted[:, [3, 7]], atol=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fields", [GEMMA3, GEMMA4])
 def test_gemma_in_bfloat16(fields):
     model = Decoder(config(**{**fields, "num_hidden_layers": 2}), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -402,7 +404,7 @@ def test_the_bundled_model_answers():
         assert train.accuracy(model, num_facts, num_documents=16) >= 0.98
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_learns_and_leaves_the_first_layer_alone(monkeypatch):
     monkeypatch.setattr(train, "CURRICULUM", (train.Stage(2, 2, 8, 30),))
     monkeypatch.setattr(train, "WARMUP", 5)

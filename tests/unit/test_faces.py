@@ -78,7 +78,7 @@ def test_a_verb_of_a_tiered_cache_passes_its_arguments_on(verb):
     assert status.ndim == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the test above traces these; tests/unit/test_tiers.py runs most of them
 def test_the_verbs_of_a_tiered_cache():
     driver = drive.Driver(kvjax.tiers.TieredCache.create(TIERED))
     for verb, args, options in STORY:

@@ -13,6 +13,7 @@ import kvjax
 from kvjax.names import block, digests, first_64_bits, label, root
 from kvjax.testing import Trial, random_requests, requests
 from tests.drive import EXTRA, PLAIN, TIERS
+from tests.unit.debug import stories
 
 ROOT = root()
 FIRST = block(ROOT, range(16))
@@ -217,6 +218,18 @@ def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spe
     assert all(one[prefix] == other[prefix] for prefix in both)
     union = one | other
     assert len(set(union.values())) == len(union) > len(one)
+
+
+@pytest.mark.long
+def test_digests_are_those_of_the_paths_over_windows_and_a_host_tier():
+    story, names = stories.tiers(), kvjax.Namespaces()
+    known = digests(story.heard, names=names, model="m")
+    assert known == digests(kvjax.events.snapshot(story.state), names=names, model="m")
+    assert {group for group, *_ in known} == {0, 1} and known.keys() == story.mirror.nodes.keys()
+    assert {event["kind"] for event in story.heard} >= {"stored", "updated"}
+    for node, digest in known.items():
+        namespace, path, *_ = story.mirror.nodes[node]
+        assert digest == of_path(namespace, path, TIERS.block_size, TIERS.extra_ids, names)
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from tests.drive import Driver, lines, padded
 ROWS, SIZE, WIDTH = 3, 4, 24
 LAYERS = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, window=6)]
 OPTIONS = {"max_seqs": ROWS, "max_length": WIDTH, "block_size": SIZE, "dtype": "float32"}
+SMALL = {**OPTIONS, "max_length": 12, "num_blocks": 4, "num_host_blocks": 4}
+ONE = kvjax.make_spec([kvjax.LayerSpec(1, 1)], **SMALL)
 
 
 def make_spec(**options):
@@ -153,28 +155,28 @@ def test_what_is_findable_holds_its_tokens(seed, dangerous, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.slow
-def test_evicted_documents_come_back():
-    cache = Fed(num_host_blocks=24)
-    texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(4)]  # 6 blocks each, where there are 8
+@pytest.mark.parametrize(("host", "documents"), [(6, 2), pytest.param(24, 4, marks=pytest.mark.slow)])
+def test_evicted_documents_come_back(host, documents):
+    cache = Fed(num_host_blocks=host)
+    texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(documents)]  # 6 blocks each, where there are 8
     for text in texts:
         assert cache.serve(0, text) == 0
     for text in texts:
         assert cache.serve(0, text) == WIDTH - 2  # all but the last token
         assert_true_bytes(cache.cache, {})
     assert cache.found(texts[0], tiers=("device",)) < cache.found(texts[0])
-    assert int(kvjax.lookup(cache.state, padded(texts[0], WIDTH), len(texts[0])).host_tokens) > 0
+    assert int(cache.cache.lookup(padded(texts[0], WIDTH), len(texts[0])).host_tokens) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_after_a_watermark_a_loop_evicts_nothing():
-    tiered = Fed(num_host_blocks=24)
+    tiered = Fed()
     text = list(range(1, 9))
     for n in range(4):
         tiered.serve(0, [100 * n + t for t in text])
     assert tiered.admit(0, [5]) == ["OK"]
     for group in range(2):
-        tiered.do("watermark", 4, most=8, group=group)
+        tiered.do("watermark", 4, most=4, group=group)
         assert int(tiered.state.groups[group].num_empty) >= 4
 
     @jax.jit
@@ -197,27 +199,24 @@ def test_after_a_watermark_a_loop_evicts_nothing():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_sequence_goes_and_comes_back():
     cache, text = Fed(), list(range(1, 20))
     assert cache.admit(1, text) == ["OK"]
     cache.feed(1, text)
     cache.do("swap_out", 1)
     assert int(cache.state.groups[0].num_empty) == 8
-    alone = Driver(cache.state)
-    assert alone.grow(0, 1, 0) == ["OK", "HELD", "OK"]
+    assert cache.grow(0, 1, 0) == ["OK", "HELD", "OK"]
     for verb, args in (("fork", (1, 2)), ("truncate", (1, 5)), ("swap_out", (1,))):
-        assert alone.status(verb, *args) == ["BAD_REQUEST"]
+        assert cache.status(verb, *args) == ["BAD_REQUEST"]
     cache.serve(0, [900 + t for t in range(22)])  # uses the room
     cache.do("swap_in", 1)
     assert_true_bytes(cache.cache, {1: text})
     assert cache.grow(0, 1, 0) == ["OK"] * ROWS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_block_on_the_move_cannot_be_found():
-    state = kvjax.init(kvjax.make_spec(num_blocks=4, num_host_blocks=4, **OPTIONS))
-    cache, asked = Driver(state), [*range(1, 10)]
+    cache, asked = Driver(kvjax.init(ONE)), [*range(1, 10)]
     cache.start(0, asked[:8])
     cache.do("release", 0)
     blocks = np.flatnonzero(np.asarray(cache.state.groups[0].blocks.fill)).astype(np.int32)
@@ -240,15 +239,12 @@ def test_a_block_on_the_move_cannot_be_found():
     assert int(cache.state.groups[0].host.num_empty) == 4
 
 
-PLAIN = {"layers": [kvjax.LayerSpec(1, 1)], "max_seqs": 3, "max_length": 8, "block_size": 4, "dtype": "float32"}
-
-
 class Tenants(Driver):
-    """A cache of one layer over two tiers whose K/V say whose they are."""
+    """A cache of one layer over two tiers whose K/V say whose they are; all are `ONE`, so that programs are shared."""
 
-    def __init__(self, **options):
-        super().__init__(kvjax.tiers.TieredCache.create(kvjax.make_spec(**{**PLAIN, **options})))
-        self.width = self.state.spec.max_length
+    def __init__(self, num_blocks):
+        super().__init__(kvjax.tiers.TieredCache.create(ONE, num_blocks=num_blocks))
+        self.width = ONE.max_length
 
     def admit_all(self, seqs, texts, namespaces):
         tokens = np.stack([padded(text, self.width, text) for text in texts])
@@ -282,10 +278,10 @@ def _compute(cache, tokens, count, namespace):
     return kvjax.Cache(cache.state, kvjax.write(cache.pools, 0, kv, kv, view)).commit(tokens, count)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_row_copies_from_is_held_until_the_call_ends():
     """A later row of the call brought another tenant's block into the pool row that an earlier one copied from."""
-    life = Tenants(num_blocks=3, num_host_blocks=4)
+    life = Tenants(num_blocks=3)
     life.serve([2, 2, 2, 2], namespace=1)
     filled = np.flatnonzero(np.asarray(life.state.groups[0].blocks.fill)).astype(np.int32)
     life.do("offload", filled)
@@ -303,10 +299,10 @@ def test_what_a_row_copies_from_is_held_until_the_call_ends():
     assert life.read(1) == [102] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_contents_computed_again_keep_their_children_on_the_host():
     """What a loop may evict is known after a commit has brought a block back from over its children."""
-    life = Tenants(num_blocks=4, num_host_blocks=4, max_length=12)
+    life = Tenants(num_blocks=4)
     life.serve([1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
     blocks = np.flatnonzero(np.asarray(life.state.groups[0].blocks.fill)).astype(np.int32)
     life.do("offload", blocks)
@@ -317,10 +313,9 @@ def test_contents_computed_again_keep_their_children_on_the_host():
     assert alone.admit(0, [7] * 12) == ["NO_BLOCKS"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # `Life` releases rows that rest on the host, with a full group beside the window
 def test_a_tail_on_the_host_is_not_stored_as_if_it_were_on_the_device():
-    layers = [kvjax.LayerSpec(1, 1, window=6)]
-    cache = Driver(kvjax.init(kvjax.make_spec(**{**PLAIN, "layers": layers}, num_blocks=4, num_host_blocks=4)))
+    cache = Driver(kvjax.init(kvjax.make_spec([kvjax.LayerSpec(1, 1, window=6)], **SMALL)))
     cache.start(0, range(1, 7))
     cache.do("swap_out", 0)
     cache.do("release", 0)

@@ -11,11 +11,12 @@ import pytest
 import kvjax
 from kvjax import LayerSpec
 from kvjax.testing import SMALL, Trial, jitted_verbs, requests
+from tests.drive import EXTRA
 
 OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4}
 TIERS = kvjax.make_spec(num_host_blocks=4, **OPTIONS)
 SPECS = {
-    "extra ids": kvjax.make_spec(extra_ids=True, **OPTIONS),
+    "extra ids": EXTRA,
     "windows": kvjax.make_spec([LayerSpec(1, 1), LayerSpec(1, 1, 6, 1)], **OPTIONS),
     "windows alone": kvjax.make_spec([LayerSpec(1, 1, 5)], **OPTIONS),
     "tiers": TIERS,
@@ -47,8 +48,9 @@ def test_the_strategys_requests_are_carried_out_and_obey_the_law():
     assert all(tally[name] for name in (*SOME, "updated")), tally
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "extra ids" else pytest.mark.slow) for name in SPECS]
+)
 def test_every_verb_obeys_the_law(name):
     tally, spec = collections.Counter(), SPECS[name]
 

@@ -32,8 +32,12 @@ SINKS = spec_of((WINDOW, 5))
 class Story(Driver):
     """A cache with windows, and which blocks its rows hold."""
 
-    def __init__(self, spec=BOTH):
-        super().__init__(kvjax.init(spec))
+    def __init__(self, spec=BOTH, **blocks):
+        """`blocks`, of a group, are how many are in use: caches of several sizes share their programs."""
+        state = kvjax.init(spec)
+        few = [kvjax.init(spec, num_blocks=blocks.get(name)).groups for name in ("full", "window")]
+        groups = tuple(groups[number] for number, groups in enumerate(few[: len(state.groups)]))
+        super().__init__(state.replace(groups=groups))
 
     def step(self, *rows):
         """One more token for some rows, given as (row, token); how many blocks were copied for that."""
@@ -94,7 +98,6 @@ def test_a_row_holds_what_its_window_needs_and_no_more():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_blocks_leave_with_the_last_token_that_is_seen_and_stay_cached():
     story, held = Story(), []
     story.start(0, TEXT[:3])
@@ -132,7 +135,7 @@ def test_a_prefix_is_found_where_every_group_has_what_is_seen():
 
 @pytest.mark.long
 def test_a_copy_moves_a_window_off_a_block_that_is_gone():
-    story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 24, WINDOW: 4}))
+    story = Story(window=4)
     story.start(0, TEXT[:12])
     story.do("release", 0)
     story.start(1, OTHER[:5])  # takes the window group's last empty block, and of the text the first
@@ -151,7 +154,7 @@ def test_a_copy_moves_a_window_off_a_block_that_is_gone():
 
 @pytest.mark.long
 def test_without_room_for_its_copy_a_prefix_over_a_gap_is_not_taken():
-    story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 5, WINDOW: 4}))
+    story = Story(full=5, window=4)
     story.start(0, TEXT[:12])
     story.do("release", 0)
     story.start(1, OTHER[:5])
@@ -164,7 +167,7 @@ def test_without_room_for_its_copy_a_prefix_over_a_gap_is_not_taken():
 
 @pytest.mark.long
 def test_a_tail_is_stored_again_in_a_window_that_lost_it():
-    story = Story(spec_of((None,), (WINDOW,), num_blocks={None: 24, WINDOW: 3}))
+    story = Story(window=3)
     story.start(0, TEXT[:6])
     story.do("release", 0)
     story.start(1, OTHER[:12])  # takes all of the window's blocks

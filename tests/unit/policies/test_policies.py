@@ -103,16 +103,15 @@ def test_whatever_the_score_there_are_victims(name):
     assert tally["removed"] > 10 and tally["NO_BLOCKS"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
-        kvjax.lru,
-        kvjax.policies.fifo,
-        kvjax.policies.lfu,
-        kvjax.policies.random,
-        kvjax.policies.cost_aware,
-        kvjax.policies.trt_leaf,
+        pytest.param(kvjax.lru, marks=pytest.mark.slow),
+        pytest.param(kvjax.policies.fifo, marks=pytest.mark.slow),
+        pytest.param(kvjax.policies.lfu, marks=pytest.mark.slow),
+        pytest.param(kvjax.policies.random, marks=pytest.mark.slow),
+        pytest.param(kvjax.policies.cost_aware, marks=pytest.mark.slow),
+        pytest.param(kvjax.policies.trt_leaf, marks=pytest.mark.long),
     ],
 )
 def test_the_librarys_policies_conform(policy):
@@ -288,8 +287,7 @@ def a_row_and_something_cached(state):
 @pytest.mark.parametrize(
     ("spec", "verbs"),
     [
-        (PLAIN, ("admit", "extend", "commit", "release")),
-        pytest.param(TIERED, REFUSED, marks=pytest.mark.slow),
+        (TIERED, REFUSED),
         pytest.param(PLAIN, list(REFUSED)[:-4], marks=pytest.mark.slow),
     ],
 )
@@ -374,7 +372,7 @@ def test_a_touch_without_a_state_is_named():
         kvjax.by_score(lambda blocks: blocks.fill, touch=lambda pstate, *_: pstate)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scores_with_a_state_conform():
     assert check_policy(most_often_released_last(), seed=5, steps=STEPS)["removed"] > 10
 

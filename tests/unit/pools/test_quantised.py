@@ -11,11 +11,11 @@ import pytest
 
 import kvjax
 from models import load, recall, train, verify
-from tests.drive import DATA
+from tests.drive import DATA, METHODS
 from tests.poison import poisoned
 
 DTYPES = {"int8": 0.01, "float8_e4m3fn": 0.06}  # relative error of attention
-EACH = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
+EACH = ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]  # tests/kernels/ has both
 LAYERS = [kvjax.LayerSpec(2, 32), kvjax.LayerSpec(2, 32)]
 
 
@@ -50,12 +50,12 @@ def history(dtype):
         seen.append(np.asarray(out))
         return cache
 
-    cache, events = cache.admit(0, jnp.arange(6, dtype=jnp.int32), 6)
+    cache, events = METHODS["admit"](cache, 0, jnp.arange(6, dtype=jnp.int32), 6)
     assert events.ok
     cache = run(cache, 6, [6, 0])
-    cache, _ = cache.fork(0, 1)
+    cache, _ = METHODS["fork"](cache, 0, 1)
     for _ in range(3):
-        cache, events = cache.extend(jnp.array([True, True]))
+        cache, events = METHODS["extend"](cache, jnp.array([True, True]))
         assert events.ok
         cache = run(cache, 1, [1, 1])
     return cache, seen
@@ -115,8 +115,8 @@ def test_an_index_finds_the_layers_scales():
     chex.assert_tree_all_finite(out)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", EACH)
 def test_recall_is_as_accurate_as_over_float32(dtype):
     assert abs(accuracy(dtype) - accuracy("float32")) <= 0.01
 
@@ -130,7 +130,8 @@ def accuracy(dtype):
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=rows * -(-length // 16), max_seqs=rows, max_length=length, dtype=dtype
     )
-    cache, events = kvjax.Cache.create(spec).admit(np.arange(rows, dtype=np.int32), tokens, np.full(rows, length))
+    cache = kvjax.Cache.create(spec)
+    cache, events = METHODS["admit"](cache, np.arange(rows, dtype=np.int32), tokens, np.full(rows, length))
     assert events.ok
 
     @jax.jit
@@ -141,7 +142,7 @@ def accuracy(dtype):
     return float(np.mean(np.asarray(answers(model, cache)) == tokens[:, marks + 1]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_verify_reports_the_error_of_the_logits(capsys):
     folder = DATA / "goldens" / "llama"
     assert verify.main(["--kv-dtype", "int8", str(folder)]) == 0

@@ -23,6 +23,7 @@ from tests.poison import poisoned
 pytestmark = pytest.mark.long
 VOCAB, STEPS = 61, 5
 PROMPTS = [[1, 2, 3], list(range(20)), [*range(20), 33, 34], [7] * 9, [50]]
+THREE = PROMPTS[:3]  # one batch; prompts of other numbers and lengths are other programs
 
 
 WINDOW = 6
@@ -106,9 +107,9 @@ def test_stream_hands_out_tokens_as_they_come():
 def test_stop_tokens_end_a_row():
     tokens = plain(tuple(PROMPTS[1]))[0]
     stop = tokens[3]
-    outputs, _, _ = generate(empty_cache(), [PROMPTS[1]], stop_tokens=[stop, 60])
-    assert outputs[0].finish == "stop"
-    assert outputs[0].tokens == tokens[: tokens.index(stop) + 1]
+    outputs, _, _ = generate(empty_cache(), THREE, stop_tokens=[stop, 60])
+    assert outputs[1].finish == "stop"
+    assert outputs[1].tokens == tokens[: tokens.index(stop) + 1]
 
 
 def test_rows_that_cannot_go_on_come_back_with_the_reason():
@@ -148,8 +149,7 @@ def put_back(monkeypatch):
 LONG = [list(range(55)), [*range(40), 7, 8], [5] * 51]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("windows", [(WINDOW, None), (WINDOW, WINDOW)])
+@pytest.mark.parametrize("windows", [(WINDOW, None), pytest.param((WINDOW, WINDOW), marks=pytest.mark.slow)])
 def test_windows_take_no_more_blocks_than_their_rows_see(windows, put_back):
     """Three rows of up to 16 blocks, of which those of the window group hold 4 while they are computed, then 3."""
     cache = windowed_cache(12, windows)
@@ -170,7 +170,6 @@ def test_windows_take_no_more_blocks_than_their_rows_see(windows, put_back):
     assert kvjax.fold(events + more).index == kvjax.events.index_of(cache.state)
 
 
-@pytest.mark.slow
 def test_prompts_that_find_no_block_for_a_chunk_wait_and_go_on(put_back):
     """There is room for a chunk more of the first two rows, whose first 40 tokens are the same, not of the third."""
     windows = (WINDOW, None)
@@ -211,29 +210,27 @@ def test_logs_have_room_for_the_worst_step(layers, host):
     assert prefill_log(spec, 3, 12).records.shape[0] >= 4 * worst  # rows of up to 4 blocks, each as in such a step
 
 
-@pytest.mark.slow
 def test_a_row_chooses_by_its_seed_alone():
     options = {"sampling": kvjax.Sampling(temperature=1.5, top_k=20, top_p=0.95), "max_new_tokens": 8}
     together, _, _ = generate(empty_cache(), [PROMPTS[1]] * 3, seeds=[5, 6, 5], **options)
-    alone, _, _ = generate(empty_cache(), [PROMPTS[0], PROMPTS[1]], seeds=[9, 6], **options)
+    alone, _, _ = generate(empty_cache(), THREE, seeds=[9, 6, 9], **options)
     assert together[0].tokens == together[2].tokens != together[1].tokens == alone[1].tokens
 
 
-@pytest.mark.slow
 def test_a_user_function_sees_the_logits():
     def only_even(logits, tokens, positions):
         assert logits.shape[1:] == (VOCAB,)
         assert tokens.shape == positions.shape == logits.shape[:1]
         return jnp.where((jnp.arange(VOCAB) % 2 == 0)[None], logits, -jnp.inf)
 
-    outputs, _, _ = generate(empty_cache(), logits_fn=only_even)
+    outputs, _, _ = generate(empty_cache(), THREE, logits_fn=only_even)
     assert all(token % 2 == 0 for output in outputs for token in output.tokens)
 
 
 def test_namespaces_do_not_share():
-    outputs, cache, _ = generate(empty_cache(), [PROMPTS[1]], namespaces=[1])
-    outputs, cache, _ = generate(cache, [PROMPTS[1], PROMPTS[1]], namespaces=[2, 1])
-    assert [o.cached_tokens for o in outputs] == [0, 19]
+    outputs, cache, _ = generate(empty_cache(), [PROMPTS[1]] * 3, namespaces=[1] * 3)
+    outputs, cache, _ = generate(cache, [PROMPTS[1]] * 3, namespaces=[2, 1, 3])
+    assert [o.cached_tokens for o in outputs] == [0, 19, 0]
 
 
 def test_bad_options_are_named():

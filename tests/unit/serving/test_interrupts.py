@@ -153,7 +153,7 @@ def together(cache, prompts, **options):
     ("kind", "host"),
     [
         ("plain", False),
-        pytest.param("plain", True, marks=pytest.mark.slow),
+        ("plain", True),
         pytest.param("windows", False, marks=pytest.mark.slow),
         pytest.param("windows", True, marks=pytest.mark.slow),
     ],
@@ -285,7 +285,7 @@ def test_other_threads_leave_signals_alone():
     assert [output.finish for output in results[0][0]] == ["length"] * 2
 
 
-@pytest.mark.parametrize("host", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("host", [False, True])
 def test_a_stream_that_nobody_reads_on_releases_its_rows(host):
     cache, events = start(host=host), []
     for progress in kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS):
@@ -351,7 +351,6 @@ def test_a_prompt_whose_row_was_lost_is_admitted_again(monkeypatch):
     assert_whole(cache, events, prompts_of(0), outputs)
 
 
-@pytest.mark.slow
 def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_children_on_the_host():
     cache = start("windows", host=True)
     for number in range(4):
@@ -359,7 +358,6 @@ def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_child
         assert [output.finish for output in outputs] == ["length"] * 2
 
 
-@pytest.mark.slow
 def test_a_cache_with_a_host_tier_steps():
     cache, tokens = start(host=True), np.arange(14, dtype=np.int32).reshape(2, 7)
     after, logits, events = cache.step(MODEL, tokens, np.asarray([0, 3], np.int32))
@@ -376,7 +374,6 @@ def test_a_cache_with_a_host_tier_steps():
         after.step(successor, tokens, np.asarray([0, 0], np.int32))
 
 
-@pytest.mark.slow
 def test_a_failed_move_is_tried_again_and_then_done_without(monkeypatch):
     cache, copy, failed = start(host=True), host_pool._copy, []
     outputs, cache, events = together(cache, prompts_of(0) + prompts_of(1))  # some are on the host now

@@ -68,8 +68,7 @@ def cached(model, size):
     return history, copies
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_equal_to_a_search_that_computes_everything_anew(size):
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
     (got, copies), wanted = cached(model, size), recomputed(model)

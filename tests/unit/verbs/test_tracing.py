@@ -37,7 +37,15 @@ def history(state, offset):
 
 
 @pytest.mark.slow
-def test_jit_scan_and_vmap_do_what_separate_calls_do():
+def test_jit_does_what_it_does_without():
+    offset = jnp.int32(0)
+    with jax.disable_jit():
+        plain = history(kvjax.init(SPEC), offset)
+    chex.assert_trees_all_equal(plain, jax.jit(history)(kvjax.init(SPEC), offset))
+
+
+@pytest.mark.long
+def test_scan_and_vmap_do_what_separate_calls_do():
     compiled = jax.jit(history)
     offsets = jnp.arange(6, dtype=jnp.int32) % 4
     state, parts = kvjax.init(SPEC), []
@@ -45,18 +53,14 @@ def test_jit_scan_and_vmap_do_what_separate_calls_do():
         state, events = compiled(state, offset)
         parts.append(events)
         kvjax.check(state)
-    with jax.disable_jit():
-        plain, events = history(kvjax.init(SPEC), offsets[0])
-    chex.assert_trees_all_equal((plain, events), compiled(kvjax.init(SPEC), offsets[0]))
-
-    scanned, stacked = jax.jit(lambda s: lax.scan(history, s, offsets))(kvjax.init(SPEC))
-    chex.assert_trees_all_equal(scanned, state)
-    chex.assert_trees_all_equal(stacked, jax.tree.map(lambda *x: jnp.stack(x), *parts))
 
     def of_size(n):
         return lax.scan(history, kvjax.init(SPEC, num_blocks=n), offsets)
 
     sizes, alone = jnp.array([12, 7, 3], jnp.int32), jax.jit(of_size)
+    scanned, stacked = alone(sizes[0])
+    chex.assert_trees_all_equal(scanned, state)
+    chex.assert_trees_all_equal(stacked, jax.tree.map(lambda *x: jnp.stack(x), *parts))
     together = jax.jit(jax.vmap(of_size))(sizes)
     for i, size in enumerate(sizes):
         chex.assert_trees_all_equal(jax.tree.map(lambda x, i=i: x[i], together), alone(size))

@@ -48,16 +48,24 @@ def test_no_select_and_no_copy_of_all_blocks():
     assert_small("commit", "windows", "2 x 4 caches")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("layers", LAYERS)
+# Two batch axes have all that one has, and windows come with full attention: the rest is for a night.
+MOST = ("windows", "2 x 4 caches")
+ALL = [
+    pytest.param(layers, batch, marks=pytest.mark.long if (layers, batch) == MOST else pytest.mark.slow)
+    for layers in LAYERS
+    for batch in BATCHES
+]
+
+
+@pytest.mark.parametrize(("layers", "batch"), ALL)
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_select_and_no_copy_of_all_blocks_in_any_batch(verb, layers, batch):
     assert_small(verb, layers, batch)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    "batch", [pytest.param(name, marks=pytest.mark.long if name in MOST else pytest.mark.slow) for name in BATCHES]
+)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_policy_by_score_selects_over_its_scores_alone(verb, batch):
     assert_small(verb, "full", batch, kvjax.policies.fifo())
