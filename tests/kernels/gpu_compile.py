@@ -23,15 +23,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.experimental import topologies
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kvjax
 import pallas_kernels
+from kvjax.pools.placement import Placement
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
+from models.placement import partition_spec
 
 ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS = 32, 32, 8, 128, 4096, 4
 
@@ -131,40 +132,18 @@ def whole_step(scan=False):
     return step, (model, cache, i32(ROWS, 1)), (1,)
 
 
-class Summed(nnx.Module):
-    """A linear layer whose input is divided among devices: each has a part of the sum."""
-
-    def __init__(self, linear: nnx.Linear, name: str):
-        self.linear, self.name = linear, name
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        with jax.named_scope(self.name):
-            return lax.psum(self.linear(x), "x")
-
-
 def sharded_step():
-    """The same step, tensor-parallel: heads and the MLP's inner width are divided, the metadata is everywhere the same.
-
-    All of it is mapped over the devices, not the model alone: a kernel cannot be partitioned from outside, and
-    `extend` copies blocks.
-    """
+    """The same step on a mesh: heads, the MLP's inner width and the vocabulary are divided, the metadata is not."""
     step, (model, cache, tokens), donate = whole_step()
-    for layer in model.layers:
-        layer.self_attn.o_proj = Summed(layer.self_attn.o_proj, "attention")
-        layer.mlp.down_proj = Summed(layer.mlp.down_proj, "mlp")
-    weights = jax.tree_util.tree_map_with_path(_divided, model)
-    divided = kvjax.Cache(P(), P(None, None, None, "x"))
-    specs = (weights, divided, P())
-    step = jax.shard_map(step, in_specs=specs, out_specs=(divided, P(), P(), P()), check_vma=False)
-    return step, (model, cache, tokens), donate, specs
+    mesh = AbstractMesh((4,), ("x",))
 
+    def weight(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        return partition_spec(name, leaf.shape, mesh, "x")
 
-def _divided(path, _) -> P:
-    """How a weight of the model is divided."""
-    place = jax.tree_util.keystr(path)
-    if re.search("(q|k|v|gate|up)_proj", place):
-        return P(None, "x")
-    return P("x") if re.search("(o|down)_proj", place) else P()
+    cache = cache.replace(pools=cache.pools.replace(placement=Placement(mesh, "x")))
+    weights = jax.tree_util.tree_map_with_path(weight, model)
+    return step, (model, cache, tokens), donate, (weights, kvjax.Cache(P(), P(None, None, None, "x")), P())
 
 
 CASES = {

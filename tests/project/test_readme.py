@@ -16,7 +16,8 @@ README = ROOT / "README.md"
 
 @pytest.mark.long
 def test_the_readmes_code_runs(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # it saves a cache
+    monkeypatch.chdir(tmp_path)  # it saves a cache, and loads a model
+    (tmp_path / "models").symlink_to(ROOT / "models")
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S))
     exec(compile(code, str(README), "exec"), {"__name__": "readme"})
     assert "cached" in capsys.readouterr().out
