@@ -216,8 +216,9 @@ def measure_caches(num_blocks: int, caches: int, repeats: int) -> float:
         numbers = numbers[0]
     state, _ = jax.jit(fill)(state, numbers, jnp.int32(0))
     compiled = jax.jit(run, donate_argnums=0).lower(state, numbers, jnp.int32(start)).compile()
-    make_args = lambda: (jax.tree.map(jnp.copy, state), numbers, jnp.int32(start))  # noqa: E731
-    seconds, (state, done) = common.best_of(compiled, make_args, repeats)
+    seconds, (state, done) = common.best_of(
+        compiled, lambda: (jax.tree.map(jnp.copy, state), numbers, jnp.int32(start)), repeats
+    )
     served, removed, cached = np.atleast_2d(np.asarray(done)).T
     common.require((served == REQUESTS).all() and (removed > 0).all() and (cached > 0).all(), "a request went wrong")
     print(
@@ -236,9 +237,13 @@ def main() -> None:
     metrics["step_with_log_us"] = measure_steps(65_536, args.repeats, steps_with_log)[0]
     metrics["call_us"] = measure_calls(65_536, args.repeats)
     metrics["admit_us"] = measure_admit(65_536, args.repeats)
-    sizes = {"vmap_us_2k": (2_048, 4), "vmap_us_64k": (65_536, 4), "alone_us_16k": (16_384, 1)}
-    sizes["vmap_64_us_16k"] = 16_384, 64
-    metrics |= {name: measure_caches(*size, args.repeats) for name, size in sizes.items()}
+    for name, num_blocks, caches in (
+        ("vmap_us_2k", 2_048, 4),
+        ("vmap_us_64k", 65_536, 4),
+        ("alone_us_16k", 16_384, 1),
+        ("vmap_64_us_16k", 16_384, 64),
+    ):
+        metrics[name] = measure_caches(num_blocks, caches, args.repeats)
     metrics["vmap_growth"] = metrics["vmap_us_64k"] / metrics["vmap_us_2k"]
     metrics["vmap_64"] = metrics["vmap_64_us_16k"] / metrics["alone_us_16k"]
     metrics["state_leaves"] = len(jax.tree.leaves(warm(4_096)))

@@ -72,7 +72,7 @@ def placed(
         return jnp.asarray(read((slice(None),) * len(shape)))
     parts: dict[str, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         if str(index) not in parts:
             parts[str(index)] = read(index)
         return parts[str(index)]
@@ -95,7 +95,11 @@ def under_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
         matrix, axis = model.vocabulary()
         divided = P(*[None] * (tokens.ndim if last is None else 1), jax.typeof(matrix).sharding.spec[axis])
         specs = divided, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, pools)
-        run = jax.sharding.auto_axes(lambda *args: call(*args[:-1], last=args[-1]), out_sharding=specs)
+
+        def positional(model, tokens, pools, view, last):
+            return call(model, tokens, pools, view, last=last)
+
+        run: Any = jax.sharding.auto_axes(positional, out_sharding=specs)
         logits, pools = run(model, tokens, pools, view, last)
         return jax.sharding.reshard(logits, P()), pools
 

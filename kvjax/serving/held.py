@@ -53,7 +53,7 @@ class Held[C: (Cache, TieredCache)]:
         self.ctrl_c.act()
         if self.clock is not None:
             reading = np.uint32(self.clock() & 0xFFFFFFFF).view(np.int32)
-            self.time = np.int32(agreed_time(self.cache.state, reading))
+            self.time = np.int32(agreed_time(self.cache.state, int(reading)))
         return self.time
 
     def _hear(self, events: Any) -> None:

@@ -122,7 +122,9 @@ def test_the_whole_step_is_made_of_the_kernels(case):
 def test_four_gpus_talk_once_for_attention_and_once_for_the_mlp():
     """The metadata is worked out by each for itself, and nothing of a pool is sent."""
     sent = result_of("h200", "step_sharded")["collectives"]
-    layers = [f"all-reduce in layer{number}/dot_general" for number in range(gpu_compile.LAYERS) for _ in ("mix", "mlp")]
+    layers = [
+        f"all-reduce in layer{number}/dot_general" for number in range(gpu_compile.LAYERS) for _ in ("mix", "mlp")
+    ]
     assert [one for one in sent if "layer" in one] == layers
     assert len(sent) == len(layers) + 2, sent  # the embeddings' sum, and the likeliest token of each part
     assert result_of("h200", "step")["collectives"] == []

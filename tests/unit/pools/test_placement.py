@@ -99,10 +99,13 @@ def test_heads_are_computed_apart(dtype, kind, shape):
     chex.assert_trees_all_close(jax.tree.map(np.asarray, seen), jax.tree.map(np.asarray, wanted), atol=2e-6)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "kind", "shape"),
-    [("float32", AUTO, (1, 4)), ("int8", EXPLICIT, (2, 2)), ("float8_e4m3fn", AUTO, (2, 4))],
+    [
+        pytest.param("int8", EXPLICIT, (2, 2), marks=pytest.mark.long),
+        pytest.param("float32", AUTO, (1, 4), marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", AUTO, (2, 4), marks=pytest.mark.slow),
+    ],
 )
 def test_a_history_on_a_mesh_is_that_on_one_device(dtype, kind, shape):
     spec = spec_of(dtype=dtype)
@@ -140,7 +143,7 @@ def test_verbs_send_nothing_and_steps_copy_no_pool():
             assert memory.alias_size_in_bytes > own and memory.temp_size_in_bytes < own / 2, (name, memory)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_verbs_called_one_by_one_are_those_of_jit():
     with mesh_of(1, 4) as mesh:
         cache = kvjax.Cache.create(spec_of(), mesh=mesh, heads="heads")
