@@ -55,7 +55,7 @@ def attend(
     """
     group, pool, index, array = pools.at(layer, index)
     _check(q, array, view, window, soft_cap, sinks)
-    decode = view.starts is None and q.shape[1] == 1
+    shape, decode = q.shape, view.starts is None and q.shape[1] == 1
     name = "decode_attention" if decode else "prefill_attention"
     static = {
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
@@ -67,31 +67,30 @@ def attend(
     }
 
     def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None):
-        rows = (lengths,) if decode else (lengths, starts, num_tokens)
+        q, rows = q[:, 0] if decode else q.reshape(-1, *q.shape[2:]), (lengths,)
+        if not decode:
+            rows = lengths, _starts(starts, *shape[:2]), num_tokens
         return pallas_kernels.call(name, q, pool, index, table, *rows, scales=scales, sinks=sinks, **static)
 
     operands = {
-        "q": q[:, 0] if decode else q.reshape(-1, *q.shape[2:]),
+        "q": q,
         "pool": array,
         "index": index,
         "table": view.tables[group],
         "scales": pools.scales_of(group, pool),
         "sinks": sinks,
         "lengths": view.lengths,
-        **({} if decode else {"starts": _starts(view), "num_tokens": view.num_tokens}),
+        **({} if decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
     }
     with jax.named_scope("attend"):
-        axes = {"q": 1, "pool": 3, "scales": 3, "sinks": 0}
+        axes = {"q": 2, "pool": 3, "scales": 3, "sinks": 0}
         result = pools.over_heads(compute, operands, axes, (1, 1) if return_lse else 1)
-    return jax.tree.map(lambda x: x.reshape(*q.shape[:2], *x.shape[1:]), result)
+    return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
 
 
-def _starts(view: View) -> jax.Array:
+def _starts(starts: jax.Array | None, rows: int, count: int) -> jax.Array:
     """i32[R]; where each row's tokens start on one line."""
-    if view.starts is not None:
-        return view.starts
-    rows, count = view.positions.shape
-    return jnp.arange(rows, dtype=jnp.int32) * count
+    return jnp.arange(rows, dtype=jnp.int32) * count if starts is None else starts
 
 
 def _check(q, array, view, window, soft_cap, sinks) -> None:

@@ -177,18 +177,19 @@ def write(
         "pool": array,
         "scales": pools.scales_of(group, pool),
         "index": index,
-        "k": k.reshape(-1, kv_heads, width),
-        "v": v.reshape(-1, kv_heads, width),
-        "slots": view.slots[group].reshape(-1),
+        "k": k,
+        "v": v,
+        "slots": view.slots[group],
     }
 
     def append(pool, scales, index, k, v, slots):
-        args = (pool, index, k, v, slots) if scales is None else (pool, index, k, v, slots, scales)
+        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+        args = (pool, index, k, v, slots.reshape(-1)) + (() if scales is None else (scales,))
         return pallas_kernels.call("append_kv", *args, implementation=implementation)
 
     quantised = operands["scales"] is not None
     with jax.named_scope("write"):
-        axes = {"pool": 3, "scales": 3, "k": 1, "v": 1}
+        axes = {"pool": 3, "scales": 3, "k": 2, "v": 2}
         written = pools.over_heads(append, operands, axes, (3, 3) if quantised else 3)
     return pools.with_pool(group, pool, *(written if quantised else (written,)))
 
