@@ -224,7 +224,8 @@ def _held(table: list[int]) -> list[int]:
 
 def _prompt(step: dict[str, Any]) -> Prompt:
     tokens = step["tokens"]
-    return Prompt(tokens, step.get("extra_ids", [0] * len(tokens)), step.get("salt"), step.get("lora"))
+    salt = str(step["salt"]) if "salt" in step else None  # TensorRT-LLM's are numbers
+    return Prompt(tokens, step.get("extra_ids", [0] * len(tokens)), salt, step.get("lora"))
 
 
 def _require(holds: bool, message: str) -> None:
