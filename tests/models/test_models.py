@@ -19,7 +19,7 @@ from tests.drive import DATA
 from tests.poison import poisoned
 
 GOLDENS = DATA / "goldens"
-FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "gemma3_options", "gemma4", "gemma4_options")
+FAMILIES = ("llama", "llama_heads", "mistral", "qwen3", "gemma3", "gemma3_options", "gemma4", "gemma4_options")
 SMALL = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2,
