@@ -83,10 +83,8 @@ class Cache(Pytree):
 
         On a mesh the state is the same on every device.
         """
-        pools, state = (
-            init_pools(spec, mesh=mesh, heads=heads),
-            init(spec, policy, num_blocks, policy_state=policy_state),
-        )
+        state = init(spec, policy, num_blocks, policy_state=policy_state)
+        pools = init_pools(spec, mesh=mesh, heads=heads)
         if mesh is not None:
             state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
         return cls(state, pools)

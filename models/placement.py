@@ -45,10 +45,8 @@ def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str) ->
             if shape[axis] % mesh.shape[heads] == 0:
                 return P(*[None] * axis, heads)
             if (pattern, axis) in DIVIDED:
-                count = mesh.shape[heads]
-                raise ValueError(
-                    f"mesh: got {count} devices along {heads!r}, wanted a divisor of {shape[axis]} ({path})"
-                )
+                got = f"{mesh.shape[heads]} devices along {heads!r}"
+                raise ValueError(f"mesh: got {got}, wanted a divisor of {shape[axis]} ({path})")
     return P()
 
 
@@ -69,7 +67,7 @@ def placed(
 ) -> jax.Array:
     """A parameter made of the parts that `read` gives; it is asked once for each part that this process needs."""
     if mesh is None or heads is None:
-        return jnp.asarray(read((slice(None),) * len(shape)))
+        return jnp.array(read((slice(None),) * len(shape)))  # a copy: numpy's memory cannot be donated
     parts: dict[str, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
@@ -88,7 +86,7 @@ def under_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(call)
-    def placed(model: Any, tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array | None = None) -> Any:
+    def call_placed(model: Any, tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array | None = None) -> Any:
         if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
             return call(model, tokens, pools, view, last=last)
         # The logits are divided as the vocabulary is until they are computed: so they are gathered, and not the matrix.
@@ -103,4 +101,4 @@ def under_auto_axes(call: Callable[..., Any]) -> Callable[..., Any]:
         logits, pools = run(model, tokens, pools, view, last)
         return jax.sharding.reshard(logits, P()), pools
 
-    return placed
+    return call_placed

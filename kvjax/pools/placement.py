@@ -48,9 +48,8 @@ class Placement:
         if self.heads in mesh.manual_axes:  # the caller has mapped the whole step: these are a device's own heads
             return function(**operands)
         specs = {name: self.partition(axes.get(name)) for name in operands}
-        explicit = {
-            name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit
-        }
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
         if explicit:
             operands = {name: _placed(name, x, NamedSharding(mesh, specs[name])) for name, x in operands.items()}
         return jax.shard_map(
