@@ -89,41 +89,33 @@ def test_goldens_with_windows_on_two_by_two_devices(family, kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "shape", "kind", "dtype"),
-    [
-        ("llama_heads", (1, 4), EXPLICIT, "float32"),
-        ("llama", (2, 2), AUTO, "int8"),
-        ("llama_heads", (2, 4), AUTO, "float8_e4m3fn"),
-    ],
+    ("shape", "kind", "dtype"),
+    [((1, 4), EXPLICIT, "float32"), ((2, 2), AUTO, "int8"), ((2, 4), AUTO, "float8_e4m3fn")],
 )
-def test_generate_with_reuse_and_eviction(family, shape, kind, dtype):
-    plain, _ = load(GOLDENS / family)
-    golden = read_golden(GOLDENS / family, plain.config.vocab_size)
-    prompts = [golden.prompts[row, : golden.lengths[row]].tolist() for row in range(len(golden.lengths))]
-    prompts, steps = prompts * 2, golden.greedy.shape[1]
+def test_generate_and_stream_with_reuse_and_eviction(shape, kind, dtype):
+    plain, _ = load(HEADS)
+    golden = read_golden(HEADS, 64)
+    prompts = [golden.prompts[row, : golden.lengths[row]].tolist() for row in range(3)] * 2
+    steps = golden.greedy.shape[1]
     longest = max(map(len, prompts)) + steps
-    layers = plain.layer_specs()
     options = {"max_seqs": 2, "max_length": longest, "block_size": 8, "dtype": dtype}
-    spec = kvjax.make_spec(layers, num_blocks=2 * -(-longest // 8) + 2, **options)
+    spec = kvjax.make_spec(plain.layer_specs(), num_blocks=2 * -(-longest // 8) + 2, **options)
 
-    def run(model, cache, stream=False):
-        if stream:
-            *_, last = kvjax.stream(model, cache, prompts, max_new_tokens=steps, chunk=16)
-            return last.outputs
-        return kvjax.generate(model, cache, prompts, max_new_tokens=steps, chunk=16)[0]
+    def run(generate, model, **where):
+        return generate(model, kvjax.Cache.create(spec, **where), prompts, max_new_tokens=steps, chunk=16)
 
-    wanted = run(plain, kvjax.Cache.create(spec))
+    wanted, _, _ = run(kvjax.generate, plain)
     with mesh_of(*shape, kind) as mesh:
-        model, _ = load(GOLDENS / family, mesh=mesh, heads="heads")
-        outputs = run(model, kvjax.Cache.create(spec, mesh=mesh, heads="heads"))
-        streamed = run(model, kvjax.Cache.create(spec, mesh=mesh, heads="heads"), stream=True)
-    assert [output.tokens for output in outputs] == [output.tokens for output in streamed]
-    assert any(output.cached_tokens for output in outputs)
-    assert [output.cached_tokens for output in outputs] == [output.cached_tokens for output in wanted]
-    for row, output in enumerate(outputs):
-        assert output.tokens == wanted[row].tokens
+        where = {"mesh": mesh, "heads": "heads"}
+        model, _ = load(HEADS, **where)
+        outputs, _, events = run(kvjax.generate, model, **where)
+        *_, last = run(kvjax.stream, model, **where)
+    assert "removed" in {event["kind"] for event in events} and any(output.cached_tokens for output in outputs)
+    for row, (output, streamed, alone) in enumerate(zip(outputs, last.outputs, wanted, strict=True)):
+        assert output.tokens == streamed.tokens == alone.tokens
+        assert output.cached_tokens == streamed.cached_tokens == alone.cached_tokens
         if dtype == "float32":
-            assert output.tokens == golden.greedy[row % len(golden.lengths)].tolist()[: len(output.tokens)]
+            assert output.tokens == golden.greedy[row % 3].tolist()
 
 
 def test_only_the_parts_that_a_device_needs_are_read(monkeypatch):
