@@ -18,7 +18,7 @@ from models.scan import Run, Turn, longest_run
 from tests.models.test_models import FAMILIES, FULL, GEMMA4, GOLDENS, SLIDING, config
 from tests.poison import poisoned
 
-QUICK = ("qwen3", "gemma3", "gemma4_options")  # equal layers, a period, reused K/V with inputs of each layer's own
+QUICK = ("qwen3", "gemma3")  # equal layers, a period; gemma4_options has reused K/V and inputs of each layer's own
 TOKENS = np.random.default_rng(0).integers(32, size=(2, 12)).astype(np.int32)
 KINDS = {"F": LayerConfig(2, 8), "s": LayerConfig(2, 8, window=5), "w": LayerConfig(1, 8)}
 

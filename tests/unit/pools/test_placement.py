@@ -83,7 +83,12 @@ def write_attend_copy(pools, state, q, kv, sinks):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "shape"), [("float32", AUTO, (1, 4)), ("float32", EXPLICIT, (2, 2)), ("int8", AUTO, (2, 4))]
+    ("dtype", "kind", "shape"),
+    [
+        ("float32", EXPLICIT, (2, 2)),
+        ("int8", AUTO, (1, 4)),
+        pytest.param("float32", AUTO, (2, 4), marks=pytest.mark.long),
+    ],
 )
 def test_heads_are_computed_apart(dtype, kind, shape):
     args = numbers(1, 2, 6, 8, 16), numbers(2, 2, 2, 6, 4, 16), numbers(3, 8)
@@ -127,6 +132,7 @@ def test_a_history_on_a_mesh_is_that_on_one_device(dtype, kind, shape):
         chex.assert_trees_all_close(jax.tree.map(np.asarray, seen), jax.tree.map(np.asarray, wanted), atol=2e-6)
 
 
+@pytest.mark.long
 def test_verbs_send_nothing_and_steps_copy_no_pool():
     with mesh_of(1, 4) as mesh:
         cache = kvjax.Cache.create(spec_of(num_blocks=256), mesh=mesh, heads="heads")
