@@ -200,6 +200,30 @@ def test_replicas_mapped_over_another_axis():
         chex.assert_trees_all_equal(mine, jax.tree.map(np.asarray, alone.state))
 
 
+@pytest.mark.long
+def test_a_step_that_its_caller_maps_over_the_heads_is_mapped_once():
+    q, kv, sinks = numbers(1, 2, 6, 8, 16), numbers(2, 2, 2, 6, 4, 16), numbers(3, 8)
+    with mesh_of(1, 4) as mesh:
+        cache = rows_of_three_and_six(kvjax.Cache.create(spec_of(), mesh=mesh, heads="heads"))
+        _, wanted = jax.jit(write_attend)(cache.pools, cache.state, q, kv, sinks)
+        mapped = jax.shard_map(
+            write_attend,
+            mesh=mesh,
+            in_specs=(P(None, None, None, "heads"), P(), P(None, None, "heads"), P(*[None] * 3, "heads"), P("heads")),
+            out_specs=(P(None, None, None, "heads"), P(None, None, "heads")),
+            check_vma=False,
+        )
+        _, seen = jax.jit(mapped)(cache.pools, cache.state, q, kv, sinks)
+    chex.assert_trees_all_close(jax.tree.map(np.asarray, seen), jax.tree.map(np.asarray, wanted), atol=2e-6)
+
+
+def write_attend(pools, state, q, kv, sinks):
+    """One write and one attention, for any number of heads."""
+    view = kvjax.view(state, 6)
+    pools = kvjax.write(pools, 0, *kv, view)
+    return pools, kvjax.attend(q, pools, 0, view, sinks=sinks)
+
+
 def test_what_cannot_be_placed_is_refused():
     with mesh_of(2, 4) as mesh:
         for options, message in (
