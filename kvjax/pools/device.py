@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 import pallas_kernels
 from kvjax._arrays import Pytree, count, put, rank
 from kvjax.events.records import EventKind, Events
-from kvjax.pools.placement import Placement, place
+from kvjax.pools.placement import Placement, placement_of
 from kvjax.pools.views import View
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
 
@@ -115,7 +115,7 @@ def init_pools(spec: CacheSpec, *, mesh: Mesh | None = None, heads: str | None =
     Raises:
       ValueError: if `mesh` has no axis `heads`, or its size does not divide the kv heads of a layer.
     """
-    placement, sharding = place(spec, mesh, heads)
+    placement, sharding = placement_of(spec, mesh, heads)
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         if sharding is None:

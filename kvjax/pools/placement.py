@@ -86,7 +86,9 @@ def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
     return jax.sharding.reshard(x, wanted.update(spec=spec))
 
 
-def place(spec: CacheSpec, mesh: Mesh | None, heads: str | None) -> tuple[Placement | None, NamedSharding | None]:
+def placement_of(
+    spec: CacheSpec, mesh: Mesh | None, heads: str | None
+) -> tuple[Placement | None, NamedSharding | None]:
     """The placement of pools, and the sharding of their arrays; None if there is no mesh. See `init_pools`."""
     if mesh is None and heads is None:
         return None, None
