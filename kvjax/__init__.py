@@ -28,6 +28,7 @@ from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.init import init
 from kvjax.verbs.release import release
+from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "commit",
     "fork",
     "truncate",
+    "trim",
     "release",
     "beam_step",
     "pin",

@@ -27,6 +27,7 @@ from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.init import init
 from kvjax.verbs.release import release
+from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
 
@@ -94,6 +95,7 @@ class Cache(Pytree):
     commit = _method(commit)
     fork = _method(fork)
     truncate = _method(truncate)
+    trim = _method(trim)
     release = _method(release)
     beam_step = _method(beam_step)
     evict = _method(evict)

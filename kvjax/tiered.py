@@ -32,6 +32,7 @@ from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.offload import offload, onboard, swap_in, swap_out, watermark
 from kvjax.verbs.release import release
+from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
 _release = jax.jit(release, donate_argnums=0)
@@ -166,6 +167,7 @@ class TieredCache:
     commit = _resting_method(commit)
     fork = _resting_method(fork)
     truncate = _resting_method(truncate)
+    trim = _resting_method(trim, "max_tokens")
     release = _resting_method(release)
     beam_step = _resting_method(beam_step)
     evict = _resting_method(evict, "max_removed")

@@ -2,7 +2,8 @@
 """What a model step needs of the cache: where each token is written, and what it may read.
 
 A view is for the next tokens of some rows, those after the committed ones, for which `admit` or `extend` has made
-room. It has one of two forms, and a model sees a batch of rows in both:
+room; in a block of steps, for those after the ones that earlier steps have written. It has one of two forms, and a
+model sees a batch of rows in both:
 
     view(state, [3, 1, 0], max_tokens=4)       ragged(state, [3, 1, 0], size=6)
     [ a5 a6 a7 .  ]                            [ a5 a6 a7 b2 .  .  ]
@@ -20,7 +21,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, pick
-from kvjax._checks import on_state
+from kvjax._checks import each_row, on_state
 from kvjax.state import CacheState
 
 
@@ -52,6 +53,8 @@ def view(
     num_tokens: ArrayLike,
     max_tokens: int | None = None,
     seqs: ArrayLike | None = None,
+    *,
+    written: ArrayLike = 0,
 ) -> View:
     """A view in padded form: one line of C tokens for each row.
 
@@ -61,6 +64,7 @@ def view(
         int stands for all rows.
       max_tokens: C; may be left out if num_tokens is an int.
       seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
+      written: i32[R]; tokens of each row whose K/V are written and not yet committed; the view is for those after them.
 
     Raises:
       ValueError: on arguments of the wrong shape or dtype.
@@ -69,13 +73,15 @@ def view(
         max_tokens = int(num_tokens) if max_tokens is None else max_tokens
     if not isinstance(max_tokens, int) or max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens!r}, wanted an int of at least 1")
-    tables, committed, count = _rows(state, num_tokens, seqs)
+    tables, start, count = _rows(state, num_tokens, seqs, written)
     owner, offset = np.indices((count.shape[0], max_tokens), np.int32)
-    return _view(state, tables, committed, jnp.minimum(count, max_tokens), owner, offset, None)
+    return _view(state, tables, start, jnp.minimum(count, max_tokens), owner, offset, None)
 
 
 @on_state
-def ragged(state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike | None = None) -> View:
+def ragged(
+    state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike | None = None, *, written: ArrayLike = 0
+) -> View:
     """A view in ragged form: all rows' tokens on one line of T, one row after the other.
 
     For batches that mix long chunks with single tokens, which the padded form would pad to the longest.
@@ -86,23 +92,24 @@ def ragged(state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike 
         row that reaches the end of T: commit `num_tokens` of the view.
       size: T.
       seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
+      written: as in `view`.
 
     Raises:
       ValueError: on arguments of the wrong shape or dtype.
     """
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: got {size!r}, wanted an int of at least 1")
-    tables, committed, count = _rows(state, num_tokens, seqs)
+    tables, start, count = _rows(state, num_tokens, seqs, written)
     starts = jnp.minimum(jnp.cumsum(count, dtype=jnp.int32) - count, size)
     count = jnp.minimum(count, size - starts)
     token = jnp.arange(size, dtype=jnp.int32)[None]
     # A slot's owner is the last row that starts there or before: a row without tokens starts where the next one does.
     owner = jnp.sum(token >= starts[:, None], axis=0, dtype=jnp.int32)[None] - 1
-    return _view(state, tables, committed, count, owner, token - pick(starts, owner), starts)
+    return _view(state, tables, start, count, owner, token - pick(starts, owner), starts)
 
 
-def _rows(state: CacheState, num_tokens, seqs):
-    """Block tables [R, M] per group, committed lengths i32[R], and tokens i32[R] that each row has room for."""
+def _rows(state: CacheState, num_tokens, seqs, written):
+    """Block tables [R, M] per group, tokens i32[R] before the view's, and those i32[R] that each row has room for."""
     max_seqs = state.spec.max_seqs
     seqs = jnp.arange(max_seqs, dtype=jnp.int32) if seqs is None else jnp.asarray(seqs)
     if seqs.ndim != 1 or not jnp.issubdtype(seqs.dtype, jnp.integer):
@@ -118,19 +125,20 @@ def _rows(state: CacheState, num_tokens, seqs):
         pool_row = group.pool_row(table)
         on_device = real[:, None] & (table >= 0) & (pool_row < spec.num_blocks)
         tables.append(jnp.where(on_device, pool_row, spec.num_blocks))
-    committed = jnp.where(real, pick(state.seqs.committed, seqs), 0)
-    room = jnp.where(real, pick(state.seqs.length, seqs), 0) - committed
-    return tuple(tables), committed, jnp.clip(num_tokens.astype(jnp.int32), 0, room)
+    written = jnp.maximum(each_row("written", written, seqs.shape), 0)  # committed tokens are never written again
+    start = jnp.where(real, pick(state.seqs.committed, seqs) + written, 0)
+    room = jnp.where(real, pick(state.seqs.length, seqs), 0) - start
+    return tuple(tables), start, jnp.clip(num_tokens.astype(jnp.int32), 0, jnp.maximum(room, 0))
 
 
-def _view(state, tables, committed, count, owner, offset, starts) -> View:
+def _view(state, tables, start, count, owner, offset, starts) -> View:
     """The view whose tokens are the offset-th ones of rows owner; both shaped like `View.positions`."""
     size = state.spec.block_size
     real = offset < pick(count, owner)
-    positions = jnp.where(real, pick(committed, owner) + offset, 0)
+    positions = jnp.where(real, pick(start, owner) + offset, 0)
     slots = []
     for table, group in zip(tables, state.spec.groups, strict=True):
         pool_row = pick(table, (owner, positions // size))
         slots.append(jnp.where(real, pool_row, group.num_blocks) * size + positions % size)
-    lengths = jnp.where(count > 0, committed + count, 0)
+    lengths = jnp.where(count > 0, start + count, 0)
     return View(tables, positions, lengths, tuple(slots), count, starts)

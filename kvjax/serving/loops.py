@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -11,32 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, put
+from kvjax._arrays import put
+from kvjax._checks import static_int
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.records import Events
 from kvjax.model import Model
-from kvjax.serving.sampling import Sampling, sample
+from kvjax.serving.sampling import Sampling
+from kvjax.serving.steps import LogitsFn, Rows, choose, compute, most_events, num_steps
 from kvjax.spec import CacheSpec
 from kvjax.tiered import TieredCache
-
-LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-class Rows(Pytree):
-    """The rows of a decode loop, all [S].
-
-    Attributes:
-      token: i32; the last token chosen, not yet in the cache.
-      active: bool; whether to go on.
-      left: i32; tokens still wanted.
-      seed: u32; of the row's random stream.
-    """
-
-    token: jax.Array
-    active: jax.Array
-    left: jax.Array
-    seed: jax.Array
 
 
 class Decoded(NamedTuple):
@@ -90,22 +74,17 @@ def check_cache(cache: Any) -> None:
 def decode_log(spec: CacheSpec, steps: int) -> EventLog:
     """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is nearly full."""
     usual = steps * spec.max_seqs * len(spec.groups) // 2
-    return init_log(usual + 2 * _most_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
+    return init_log(usual + 2 * _worst(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
 
 
 def prefill_log(spec: CacheSpec, rows: int, width: int) -> EventLog:
     """A log that holds the events of `prefill` of so many prompts, each of up to `width` tokens."""
-    return init_log(_most_events(spec, rows * (width // spec.block_size + 1)), spec.block_size, spec.extra_ids)
+    return init_log(_worst(spec, rows * (width // spec.block_size + 1)), spec.block_size, spec.extra_ids)
 
 
-def _most_events(spec: CacheSpec, blocks: int) -> int:
-    """The most events of extending and committing rows while they enter and fill so many blocks in each group.
-
-    Each block may remove one (and those beside it if it is the first group's), be copied and be stored; with a host
-    tier a stored block may also replace one there.
-    """
-    groups, host_groups = len(spec.groups), sum(group.num_host_blocks > 0 for group in spec.groups)
-    return blocks * (2 * groups - 1 + groups + groups + host_groups)
+def _worst(spec: CacheSpec, blocks: int) -> int:
+    """The most events of single steps while rows enter and fill so many blocks in each group."""
+    return most_events(spec, blocks, blocks, blocks)
 
 
 def decode(
@@ -118,62 +97,70 @@ def decode(
     stop: jax.Array,
     sampling: Sampling,
     logits_fn: LogitsFn | None = None,
+    k: int | None = None,
+    fixed: bool = False,
     now: Any = 0,
 ) -> tuple[Cache, Rows, EventLog, Decoded]:
-    """Up to `steps` steps for all active rows: extend, copies, model, commit, sampling, stop check; jit and donate it.
+    """Up to `steps` steps for all active rows, in blocks of up to k; jit and donate it.
 
-    Ends early if no row is active, if the pool has too few blocks for all of them, or if the log is nearly full.
+    Ends early if no row is active, if the pool has too few blocks for all of them, or if the log is nearly full. What
+    it chooses does not depend on k.
 
     Args:
       model: see `step`.
-      cache: its active rows have all but `rows.token` committed.
+      cache: its active rows have all but `rows.token` committed, and no room yet for that.
       rows: where each row stands.
       log: takes the events.
       steps: static.
       stop: i32[...]; stop tokens.
       sampling: static.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      k: static; the most steps of a block, 1 to P; P if None. See `serving/steps.py`.
+      fixed: static; every block runs k steps of the model, whatever it has to do. For a GPU without command buffers,
+        where XLA stops the device for the host at each turn of a loop of unknown length.
       now: i32[] ms, the same for all steps.
+
+    Raises:
+      ValueError: if k is out of range.
     """
     spec = cache.state.spec
+    k = spec.block_size if k is None else static_int("k", k, 1)
+    if k > spec.block_size:
+        raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
+    loop = functools.partial(
+        compute, model, most=k, stop=stop, sampling=sampling, logits_fn=logits_fn, fixed=fixed
+    )  # fmt: skip
 
     def going(carry):
-        number, _, rows, log, decoded = carry
-        enough = log.room >= _most_events(spec, spec.max_seqs)
+        number, _, rows, log, decoded, _ = carry
+        enough = log.room >= _worst(spec, spec.max_seqs)
         return (number < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & enough
 
-    def one(carry):
-        number, cache, rows, log, decoded = carry
-        cache, extended = cache.extend(rows.active, now=now)
-        active = rows.active & extended.ok
-        cache, logits, committed = step(model, cache, rows.token[:, None], active.astype(jnp.int32), now=now)
-        token, logprob = _choose(logits, rows, cache.state.seqs.committed, sampling, logits_fn)
+    def block(carry):
+        number, cache, rows, log, decoded, refused = carry
+        room = spec.max_length - cache.state.seqs.length
+        want = jnp.minimum(jnp.minimum(rows.left, room), jnp.minimum(steps - number, k))
+        want = jnp.where(rows.active, jnp.maximum(want, 1), 0)
+        n = jnp.where(refused, 1, num_steps(cache.state, want, k, log.room))
+        cache, extended = cache.extend(rows.active, jnp.minimum(want, n), max_tokens=k, now=now)
+        begun = rows.active & extended.ok
+        pools, rows, done = loop(cache, rows, want, jnp.where(extended.ok, n, 0))
+        cache, committed = cache.replace(pools=pools).commit(done.text, done.count, now=now)
+        if k > 1:
+            cache, _ = cache.trim(begun, max_tokens=k)
+        log = append(append(log, extended), committed)
         decoded = Decoded(
-            decoded.tokens.at[:, number].set(jnp.where(active, token, -1)),
-            decoded.logprobs.at[:, number].set(jnp.where(active, logprob, 0.0)),
-            ~extended.ok,
+            lax.dynamic_update_slice(decoded.tokens, done.tokens, (0, number)),
+            lax.dynamic_update_slice(decoded.logprobs, done.logprobs, (0, number)),
+            ~extended.ok & (n == 1),
         )
-        rows = advance(rows, active, token, stop, cache.state.seqs.length < spec.max_length)
-        return number + extended.ok.astype(jnp.int32), cache, rows, append(append(log, extended), committed), decoded
+        return number + jnp.max(done.count), cache, rows, log, decoded, ~extended.ok
 
-    shape = (spec.max_seqs, steps)
+    shape = (spec.max_seqs, steps + k - 1)  # the last block may begin anywhere
     decoded = Decoded(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.bool_(False))
-    _, cache, rows, log, decoded = lax.while_loop(going, one, (jnp.int32(0), cache, rows, log, decoded))
-    return cache, rows, log, decoded
-
-
-def _choose(logits, rows: Rows, positions, sampling: Sampling, logits_fn: LogitsFn | None):
-    if logits_fn is not None:
-        logits = logits_fn(logits, rows.token, positions)
-    return sample(logits, sampling, rows.seed, positions)
-
-
-def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:
-    """The rows after each row where chose bool[S] took `token` i32[S]; room bool[S]: the row can hold it."""
-    stopped = jnp.any(token[:, None] == stop[None], axis=1)
-    left = rows.left - chose.astype(jnp.int32)
-    on = rows.active & (~chose | (~stopped & (left > 0) & room))
-    return rows.replace(token=jnp.where(chose, token, rows.token), left=left, active=on)
+    start = (jnp.int32(0), cache, rows, log, decoded, jnp.bool_(False))
+    _, cache, rows, log, decoded, _ = lax.while_loop(going, block, start)
+    return cache, rows, log, Decoded(decoded.tokens[:, :steps], decoded.logprobs[:, :steps], decoded.out_of_blocks)
 
 
 def prefill(
@@ -227,7 +214,7 @@ def prefill(
         new = jnp.take_along_axis(prompts, jnp.minimum(position, prompts.shape[1] - 1), axis=1)
         cache, logits, committed = step(model, cache, new, count, seqs, now=now)
         rows = Rows(new[:, 0], count > 0, left, seeds)
-        token, logprob = _choose(logits, rows, start + count, sampling, logits_fn)
+        token, logprob = choose(logits, rows, start + count, sampling, logits_fn)
         done = (count > 0) & (count == left)
         return (
             cache,

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block of steps: the bookkeeping of up to k decode steps at once.
+
+    extend      room for the next tokens of each active row: min(n, what the row can still use)
+    compute     n times view -> model -> choice; the K/V of each step go to the next slot of that room
+    commit      what each row has written; blocks that filled become findable
+    trim        rows that stopped early give back the room that they did not use
+
+`num_steps` finds n before anything is changed, so that `extend` succeeds wherever counting can tell. Tokens,
+log-probabilities and lengths are those of single steps. So are the index and the events, in another order, where
+nothing is evicted; otherwise a row may take a block up to n - 1 steps earlier than it needs it.
+
+Source: MAX's multi-step decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import Pytree, count, pick
+from kvjax.blocks.rows import table_entry
+from kvjax.cache import Cache
+from kvjax.model import Model, forward
+from kvjax.pools.device import Pools
+from kvjax.serving.sampling import Sampling, sample
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Rows(Pytree):
+    """The rows of a decode loop, all [S].
+
+    Attributes:
+      token: i32; the last token chosen, not yet in the cache.
+      active: bool; whether to go on.
+      left: i32; tokens still wanted.
+      seed: u32; of the row's random stream.
+    """
+
+    token: jax.Array
+    active: jax.Array
+    left: jax.Array
+    seed: jax.Array
+
+
+class Written(Pytree):
+    """What a block of steps has computed.
+
+    Attributes:
+      count: i32[S]; tokens of each row whose K/V were written.
+      text: i32[S, k]; these tokens.
+      tokens: i32[S, k]; the tokens chosen after each of them, -1 for none.
+      logprobs: f32[S, k]; their log-probabilities.
+    """
+
+    count: jax.Array
+    text: jax.Array
+    tokens: jax.Array
+    logprobs: jax.Array
+
+
+def num_steps(state: CacheState, want: jax.Array, most: int, room: jax.Array) -> jax.Array:
+    """The largest number of steps for which every group has the blocks, and a log the room; at least 1.
+
+    Sharers of a last block are counted as if each of them copied it, although its last holder may keep it. So the
+    answer 1 is no promise: a step may be refused, or may succeed where counting says that it cannot.
+
+    Args:
+      state: the cache.
+      want: i32[S]; tokens that each row can use, 0 for those that are not active.
+      most: static; k.
+      room: i32[]; events that the log still holds.
+
+    Returns:
+      i32[], from 1 to `most`.
+    """
+    size, length, committed = state.spec.block_size, state.seqs.length, state.seqs.committed
+    ahead = jnp.minimum(want[:, None], np.arange(1, most + 1, dtype=np.int32)[None])
+
+    def crossed(start: jax.Array, round_up: int) -> jax.Array:
+        """i32[k]; edges of blocks that all rows cross, by the number of steps."""
+        edge = (start[:, None] + ahead + round_up) // size - (start[:, None] + round_up) // size
+        return jnp.sum(edge, axis=0, dtype=jnp.int32)
+
+    new, filled = crossed(length, size - 1), crossed(committed, 0)
+    rows, inside = np.arange(want.shape[0], dtype=np.int32), (want > 0) & (length % size > 0)
+    fits, copied = jnp.ones((most,), jnp.bool_), jnp.int32(0)
+    for group in state.groups:
+        last = table_entry(group, rows, length // size)
+        shared = inside & ((pick(group.blocks.refcount, last) > 1) | (pick(group.blocks.fill, last) > 0))
+        fits = fits & (new + count(shared) <= group.available)
+        copied = jnp.maximum(copied, count(shared))
+    fits = fits & (most_events(state.spec, new + copied, copied, filled) <= room)
+    return jnp.maximum(count(fits), 1)
+
+
+def most_events(spec: CacheSpec, entered: Any, copied: Any, filled: Any) -> Any:
+    """The most events of extending and committing rows that enter, copy and fill so many blocks in each group.
+
+    Each block that is entered may remove one, and those beside it if it is the first group's. With a host tier a block
+    that is stored may also replace one there.
+    """
+    groups, host_groups = len(spec.groups), len(spec.host_groups)
+    return entered * (2 * groups - 1) + copied * groups + filled * (groups + host_groups)
+
+
+def compute(
+    model: Model,
+    cache: Cache,
+    rows: Rows,
+    want: jax.Array,
+    steps: jax.Array,
+    *,
+    most: int,
+    stop: jax.Array,
+    sampling: Sampling,
+    logits_fn: LogitsFn | None = None,
+    fixed: bool = False,
+) -> tuple[Pools, Rows, Written]:
+    """Steps of the model for all active rows, in room that `extend` has made; the metadata stay as they are.
+
+    Args:
+      model: see `kvjax.step`.
+      cache: its active rows have all but `rows.token` committed, and room for min(want, steps) tokens.
+      rows: where each row stands.
+      want: i32[S]; tokens that each row can use.
+      steps: i32[]; how many steps, 0 to `most`; it ends early once no row is active.
+      most: static; k.
+      stop: i32[...]; stop tokens.
+      sampling: static.
+      logits_fn: static; as in `decode`.
+      fixed: static; always loops `most` times.
+
+    Returns:
+      The pools with the K/V of `Written.count` tokens of each row, to be committed; the rows; and what was written.
+    """
+    state, shape = cache.state, (want.shape[0], most)
+
+    def going(carry):
+        number, _, rows, _ = carry
+        return (number < steps) & jnp.any(rows.active)
+
+    def one(carry):
+        number, pools, rows, done = carry
+        active = rows.active & (number < jnp.minimum(want, steps))
+        view = cache.view(active.astype(jnp.int32), 1, written=done.count)
+        logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
+        written = done.count + active.astype(jnp.int32)
+        position = state.seqs.committed + written
+        token, logprob = choose(logits, rows, position, sampling, logits_fn)
+        done = Written(
+            written,
+            done.text.at[:, number].set(rows.token),
+            done.tokens.at[:, number].set(jnp.where(active, token, -1)),
+            done.logprobs.at[:, number].set(jnp.where(active, logprob, 0.0)),
+        )
+        return number + 1, pools, advance(rows, active, token, stop, position < state.spec.max_length), done
+
+    none = Written(
+        jnp.zeros_like(want), jnp.zeros(shape, jnp.int32), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
+    )
+    start = (jnp.int32(0), cache.pools, rows, none)
+    if fixed:
+        _, pools, rows, done = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
+    else:
+        _, pools, rows, done = lax.while_loop(going, one, start)
+    return pools, rows, done
+
+
+def choose(
+    logits: jax.Array, rows: Rows, positions: jax.Array, sampling: Sampling, logits_fn: LogitsFn | None
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of each row and its log-probability, at positions i32[S]."""
+    if logits_fn is not None:
+        logits = logits_fn(logits, rows.token, positions)
+    return sample(logits, sampling, rows.seed, positions)
+
+
+def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:
+    """The rows after each row where chose bool[S] took `token` i32[S]; room bool[S]: the row can hold it."""
+    stopped = jnp.any(token[:, None] == stop[None], axis=1)
+    left = rows.left - chose.astype(jnp.int32)
+    on = rows.active & (~chose | (~stopped & (left > 0) & room))
+    return rows.replace(token=jnp.where(chose, token, rows.token), left=left, active=on)

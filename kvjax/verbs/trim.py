@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trim`: rows give back the room that they have not used, in all groups."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvjax._arrays import fence, put, runs
+from kvjax._checks import on_state, row_mask, static_int
+from kvjax.blocks import windows
+from kvjax.blocks.rows import table_entry
+from kvjax.blocks.tiers import push_empty
+from kvjax.events.records import Events, Status
+from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group
+from kvjax.verbs._request import assemble, first_failure
+
+
+@on_state
+def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None) -> tuple[CacheState, Events]:
+    """Gives back the room that rows have beyond their committed tokens, such as steps that a stop token cut short.
+
+    Blocks without a committed token become empty; nothing else changes. The policy is not asked: nothing was cached.
+
+    Args:
+      state: the cache.
+      active: bool[S]; rows to trim.
+      max_tokens: static; the most room that a row has; None: any. The cost follows it.
+
+    Returns:
+      The cache, and no events. Status BAD_REQUEST for a row that is free, has no committed token, or more room than
+      `max_tokens`; HELD for one swapped out. The other rows are done.
+
+    Source: MAX's multi-step decoding, which commits what was computed and keeps no room beyond it.
+    """
+    spec, seqs, size = state.spec, state.seqs, state.spec.block_size
+    active = row_mask("active", active, spec.max_seqs)
+    most = spec.max_length if max_tokens is None else static_int("max_tokens", max_tokens, 1)
+    bad = active & ((seqs.committed == 0) | (seqs.length - seqs.committed > most))
+    status = first_failure((bad, Status.BAD_REQUEST), (active & seqs.rests, Status.HELD))
+    length = jnp.where(active & (status == Status.OK), seqs.committed, seqs.length)
+    columns = runs(-(-length // size), -(-most // size))
+    beyond = columns * size < seqs.length[:, None]
+    groups = [
+        _discard(group, windows.policy_of(number, state.policy), columns, beyond)
+        for number, group in enumerate(state.groups)
+    ]
+    state = state.replace(groups=tuple(groups), seqs=seqs.replace(length=length))
+    return state, assemble(state, status)
+
+
+def _discard(group: Group, policy: EvictionPolicy, columns: jax.Array, where: jax.Array) -> Group:
+    """Empties the blocks in columns i32[S, F] of all rows, where bool[S, F]; they are private and not findable."""
+    rows = np.arange(columns.shape[0], dtype=np.int32)[:, None]
+    table, ids = fence(group.table, table_entry(group, rows, columns))
+    table = put(table, (jnp.broadcast_to(rows, columns.shape), columns), NO_BLOCK, where)
+    ids, where = ids.reshape(-1), where.reshape(-1)
+    blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 0, where))
+    return push_empty(group.replace(blocks=blocks, table=table), policy, ids, where)
