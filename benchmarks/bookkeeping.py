@@ -6,6 +6,9 @@ evicted one. Some rows are twins that generate the same tokens, so that their bl
 where there is no dispatch; the same step as a jitted call of its own is reported too. Answers are checked: every
 request was done, the counts of evicted, stored and merged blocks add up, and the states are sound.
 
+The same steps in blocks of k: one `extend`, one `commit` and one `trim` for up to k tokens of each row, as
+`kvjax.generate` decodes. Their time a step is compared with that of single steps, in turns.
+
 Several caches under `vmap` serve different requests; their time is compared with that of smaller pools and with that of
 one cache alone.
 """
@@ -96,6 +99,25 @@ def steps_with_log(state: kvjax.CacheState):
     return lax.scan(one, (state, kvjax.events.init_log(STEPS * ROWS // 4, BLOCK)), jnp.arange(STEPS))[0]
 
 
+def blocks_of_steps(state: kvjax.CacheState, k: int):
+    """The same in blocks of k steps; all k tokens of each row are used."""
+    rows, every = jnp.arange(ROWS, dtype=jnp.int32), jnp.ones((ROWS,), jnp.bool_)
+
+    def one(carry, number):
+        state, total = carry
+        positions = state.seqs.committed[:, None] + np.arange(k, dtype=np.int32)[None]
+        state, extended = kvjax.extend(state, every, jnp.full((ROWS,), k, jnp.int32), max_tokens=k)
+        empty = state.groups[0].num_empty
+        state, committed = kvjax.commit(state, tokens_of(rows[:, None], positions), jnp.full((ROWS,), k, jnp.int32))
+        ok, merged = extended.ok & committed.ok, state.groups[0].num_empty - empty
+        if k > 1:
+            state, _ = kvjax.trim(state, every, max_tokens=k)
+        removed, stored = kvjax.events.counts(extended)["removed"], kvjax.events.counts(committed)["stored"]
+        return (state, total + jnp.stack([k * ok.astype(jnp.int32), removed, stored, merged])), None
+
+    return lax.scan(one, (state, jnp.zeros((4,), jnp.int32)), jnp.arange(STEPS // k))[0]
+
+
 def admissions(state: kvjax.CacheState):
     """A 2,048-token prompt into every row, the first half of each cached; the state, and the sums of the counts."""
     shared = (jnp.arange(LENGTH, dtype=jnp.int32) * 7 + 104_729) % 50_021 + 50_021
@@ -142,6 +164,25 @@ def checked_steps(num_blocks: int, repeats: int) -> float:
     if num_blocks <= 65_536:
         kvjax.check(state)
     return micros
+
+
+def measure_blocks_of_steps(num_blocks: int, repeats: int) -> dict[str, float]:
+    """Microseconds a step in blocks of 1, 4 and 16 steps, in turns, and the latter two to the first."""
+    state, least, answers = warm(num_blocks), {}, {}
+    runs = {k: compiled_steps(state, functools.partial(blocks_of_steps, k=k)) for k in (1, 4, 16)}
+    for k, run in runs.items():
+        common.require(not copies_of_blocks(run, state), f"a block of {k} steps copies arrays of {num_blocks} blocks")
+    for _ in range(repeats):
+        for k, run in runs.items():
+            seconds, answers[k] = common.best_of(run, lambda: (jax.tree.map(jnp.copy, state),), 1)
+            least[k] = min(seconds, least.get(k, np.inf))
+    for k, (after, done) in answers.items():
+        ok, removed, stored, merged = done.tolist()
+        common.require(ok == STEPS and removed > 0, f"a block of {k} steps was refused")
+        common.require(stored + merged == ROWS * STEPS // BLOCK, "not every filled block was stored or merged")
+        kvjax.check(after)
+    metrics = {f"step_us_k{k}": 1e6 * seconds / STEPS for k, seconds in least.items()}
+    return metrics | {f"k{k}_to_k1": least[k] / least[1] for k in (4, 16)}
 
 
 def measure_admit(num_blocks: int, repeats: int) -> float:
@@ -235,6 +276,7 @@ def main() -> None:
     metrics = {name: checked_steps(size, args.repeats) for name, size in sizes.items()}
     metrics["growth_4k_to_1m"] = metrics["step_us_1m"] / metrics["step_us_4k"]
     metrics["step_with_log_us"] = measure_steps(65_536, args.repeats, steps_with_log)[0]
+    metrics |= measure_blocks_of_steps(65_536, args.repeats)
     metrics["call_us"] = measure_calls(65_536, args.repeats)
     metrics["admit_us"] = measure_admit(65_536, args.repeats)
     for name, num_blocks, caches in (

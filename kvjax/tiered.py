@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from kvjax._compile import OutermostJit
 from kvjax._methods import check_alive, face
 from kvjax.cache import Cache
 from kvjax.debug.text import one_line, page
@@ -35,8 +36,8 @@ from kvjax.verbs.release import release
 from kvjax.verbs.trim import trim
 from kvjax.verbs.truncate import truncate
 
-_release = jax.jit(release, donate_argnums=0)
-_step = jax.jit(Cache.step, donate_argnums=0, static_argnames="logits")
+_release = OutermostJit(release, donate_argnums=0)
+_step = OutermostJit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
 def _finish(cache: Cache, events: Events, ok: ArrayLike) -> tuple[Cache, Events]:
@@ -45,7 +46,7 @@ def _finish(cache: Cache, events: Events, ok: ArrayLike) -> tuple[Cache, Events]
     return Cache(state, apply(cache.pools, events)), done
 
 
-_finish = jax.jit(_finish, donate_argnums=0)
+_finish = OutermostJit(_finish, donate_argnums=0)
 
 
 class FailedTransfer(RuntimeError):
@@ -67,7 +68,7 @@ def _tiered_method[**P](
     verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str, **given: Any
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that also makes the moves and copies that it orders."""
-    jitted = jax.jit(functools.partial(verb, **given), donate_argnums=0, static_argnames=static)
+    jitted = OutermostJit(functools.partial(verb, **given), donate_argnums=0, static_argnames=static)
     compiled: set[Any] = set()  # shapes
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
@@ -88,7 +89,7 @@ def _resting_method[**P](
     verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that orders neither moves nor copies."""
-    jitted = jax.jit(verb, donate_argnums=0, static_argnames=static)
+    jitted = OutermostJit(verb, donate_argnums=0, static_argnames=static)
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
         check_alive(self.cache, self.host)
@@ -179,7 +180,7 @@ class TieredCache:
     watermark = _tiered_method(watermark, "most", "group")
     swap_out = _tiered_method(swap_out)
     swap_in = _tiered_method(swap_in)
-    lookup = _tiered_reader(lookup, jax.jit(lookup, static_argnames="tiers"))
+    lookup = _tiered_reader(lookup, OutermostJit(lookup, static_argnames="tiers"))
     view = _tiered_reader(view)
     ragged = _tiered_reader(ragged)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops over a model and a cache: steps, decoding on the device, generation for many prompts."""
 
+from kvjax._compile import compiler_options
 from kvjax.model import Model
 from kvjax.serving.generation import Progress, generate, stream
 from kvjax.serving.interrupt import GenerationInterrupted
@@ -14,6 +15,7 @@ __all__ = [
     "Output",
     "Progress",
     "Sampling",
+    "compiler_options",
     "generate",
     "step",
     "stream",

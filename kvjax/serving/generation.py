@@ -58,6 +58,8 @@ def generate[C: (Cache, TieredCache)](
     logits_fn: LogitsFn | None = None,
     chunk: int = 64,
     steps: int = 32,
+    k: int | None = None,
+    fixed_steps: bool = False,
     log_events: bool = True,
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts, as many at a time as there are rows and blocks.
@@ -85,6 +87,10 @@ def generate[C: (Cache, TieredCache)](
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       chunk: prompt tokens of each row that one model call computes.
       steps: the most decode steps of one jitted loop.
+      k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. What is chosen does not
+        depend on it.
+      fixed_steps: whether every block runs k steps of the model, even if fewer are wanted: for a GPU without command
+        buffers, see `compiler_options`.
       log_events: whether to decode the events.
 
     Returns:
@@ -99,7 +105,7 @@ def generate[C: (Cache, TieredCache)](
     """
     run = Run(
         model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, clock,
-        logits_fn, chunk, steps, log_events,
+        logits_fn, chunk, steps, k, fixed_steps, log_events,
     )  # fmt: skip
     try:
         with run.ctrl_c:
@@ -127,6 +133,8 @@ def stream[C: (Cache, TieredCache)](
     logits_fn: LogitsFn | None = None,
     chunk: int = 64,
     steps: int = 32,
+    k: int | None = None,
+    fixed_steps: bool = False,
     log_events: bool = True,
 ) -> Generator[Progress[C], None, None]:
     """Generates for all prompts, handing out tokens after every `steps` steps; the arguments are those of `generate`.
@@ -140,7 +148,7 @@ def stream[C: (Cache, TieredCache)](
     """
     run = Run(
         model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, clock,
-        logits_fn, chunk, steps, log_events,
+        logits_fn, chunk, steps, k, fixed_steps, log_events,
     )  # fmt: skip
     return _progress(run)
 

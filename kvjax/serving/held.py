@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from kvjax._compile import OutermostJit
 from kvjax._methods import check_alive
 from kvjax.cache import Cache
 from kvjax.events.mirror import to_list
@@ -19,7 +20,7 @@ from kvjax.serving.interrupt import CtrlC
 from kvjax.tiered import FailedTransfer, TieredCache
 from kvjax.verbs.release import release
 
-_let_go = jax.jit(release)
+_let_go = OutermostJit(release)
 
 
 class Held[C: (Cache, TieredCache)]:

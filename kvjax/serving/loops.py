@@ -12,13 +12,12 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import put
-from kvjax._checks import static_int
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.records import Events
 from kvjax.model import Model
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.steps import LogitsFn, Rows, choose, compute, most_events, num_steps
+from kvjax.serving.steps import LogitsFn, Rows, choose, compute, most_events, num_steps, steps_of_a_block
 from kvjax.spec import CacheSpec
 from kvjax.tiered import TieredCache
 
@@ -98,7 +97,7 @@ def decode(
     sampling: Sampling,
     logits_fn: LogitsFn | None = None,
     k: int | None = None,
-    fixed: bool = False,
+    fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Cache, Rows, EventLog, Decoded]:
     """Up to `steps` steps for all active rows, in blocks of up to k; jit and donate it.
@@ -116,19 +115,17 @@ def decode(
       sampling: static.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       k: static; the most steps of a block, 1 to P; P if None. See `serving/steps.py`.
-      fixed: static; every block runs k steps of the model, whatever it has to do. For a GPU without command buffers,
-        where XLA stops the device for the host at each turn of a loop of unknown length.
+      fixed_steps: static; every block runs k steps of the model, even if fewer are wanted. For a GPU without command
+        buffers, where the device waits for the host at each turn of a loop of unknown length.
       now: i32[] ms, the same for all steps.
 
     Raises:
       ValueError: if k is out of range.
     """
     spec = cache.state.spec
-    k = spec.block_size if k is None else static_int("k", k, 1)
-    if k > spec.block_size:
-        raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
+    k = steps_of_a_block(spec, k)
     loop = functools.partial(
-        compute, model, most=k, stop=stop, sampling=sampling, logits_fn=logits_fn, fixed=fixed
+        compute, model, most=k, stop=stop, sampling=sampling, logits_fn=logits_fn, fixed_steps=fixed_steps
     )  # fmt: skip
 
     def going(carry):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._checks import host_integers
+from kvjax._compile import OutermostJit
 from kvjax._methods import alive
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
@@ -24,14 +25,17 @@ from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.loops import LogitsFn, Rows, check_cache, decode, decode_log, prefill, prefill_log, step
 from kvjax.serving.output import Output
 from kvjax.serving.sampling import Sampling
+from kvjax.serving.steps import steps_of_a_block
 from kvjax.tiered import TieredCache
 
 _STATIC = ("sampling", "logits_fn")
-_admit = jax.jit(Cache.admit, static_argnames="room", donate_argnums=0)
-_release = jax.jit(Cache.release, donate_argnums=0)
-_step = jax.jit(step)
-_prefill = jax.jit(prefill, static_argnames=(*_STATIC, "chunk"), donate_argnames=("cache", "log"))
-_decode = jax.jit(decode, static_argnames=(*_STATIC, "steps"), donate_argnames=("cache", "log"))
+_admit = OutermostJit(Cache.admit, static_argnames="room", donate_argnums=0)
+_release = OutermostJit(Cache.release, donate_argnums=0)
+_step = OutermostJit(step)
+_prefill = OutermostJit(prefill, static_argnames=(*_STATIC, "chunk"), donate_argnames=("cache", "log"))
+_decode = OutermostJit(
+    decode, static_argnames=(*_STATIC, "steps", "k", "fixed_steps"), donate_argnames=("cache", "log")
+)
 
 
 class Run[C: (Cache, TieredCache)](Held[C]):
@@ -53,6 +57,8 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         logits_fn: LogitsFn | None,
         chunk: int,
         steps: int,
+        k: int | None,
+        fixed_steps: bool,
         log_events: bool,
     ):
         for name, value in (("max_new_tokens", max_new_tokens), ("chunk", chunk), ("steps", steps)):
@@ -61,6 +67,7 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         check_model(model)
         check_cache(cache)
         super().__init__(cache, clock, log_events)
+        self.blocks = {"k": steps_of_a_block(self.spec, k), "fixed_steps": fixed_steps}
         self.model, self.prompts = model, prompt_ids(prompts)
         self.max_new, self.chunk, self.steps = max_new_tokens, chunk, steps
         self.static = {"sampling": sampling or Sampling(), "logits_fn": logits_fn}
@@ -231,8 +238,9 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         stop = np.asarray(self.stop, np.int32)
         log = decode_log(self.spec, self.steps)
         self.cache, _, log, decoded = _decode(
-            self.model, self.cache, rows, log, steps=self.steps, stop=stop, now=self._next(), **self.static
-        )
+            self.model, self.cache, rows, log, steps=self.steps, stop=stop, now=self._next(), **self.static,
+            **self.blocks,
+        )  # fmt: skip
         self._hear(log)
         tokens, logprobs = np.asarray(decoded.tokens), np.asarray(decoded.logprobs)
         for row, n in live.items():

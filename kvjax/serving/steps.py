@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, count, pick
+from kvjax._checks import static_int
 from kvjax.blocks.rows import table_entry
 from kvjax.cache import Cache
 from kvjax.model import Model, forward
@@ -65,6 +66,14 @@ class Written(Pytree):
     text: jax.Array
     tokens: jax.Array
     logprobs: jax.Array
+
+
+def steps_of_a_block(spec: CacheSpec, k: int | None) -> int:
+    """The most steps of a block: k, or P for None; a ValueError if k is out of range."""
+    k = spec.block_size if k is None else static_int("k", k, 1)
+    if k > spec.block_size:
+        raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
+    return k
 
 
 def num_steps(state: CacheState, want: jax.Array, most: int, room: jax.Array) -> jax.Array:
@@ -123,7 +132,7 @@ def compute(
     stop: jax.Array,
     sampling: Sampling,
     logits_fn: LogitsFn | None = None,
-    fixed: bool = False,
+    fixed_steps: bool = False,
 ) -> tuple[Pools, Rows, Written]:
     """Steps of the model for all active rows, in room that `extend` has made; the metadata stay as they are.
 
@@ -137,7 +146,7 @@ def compute(
       stop: i32[...]; stop tokens.
       sampling: static.
       logits_fn: static; as in `decode`.
-      fixed: static; always loops `most` times.
+      fixed_steps: static; always loops `most` times.
 
     Returns:
       The pools with the K/V of `Written.count` tokens of each row, to be committed; the rows; and what was written.
@@ -168,7 +177,7 @@ def compute(
         jnp.zeros_like(want), jnp.zeros(shape, jnp.int32), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
     )
     start = (jnp.int32(0), cache.pools, rows, none)
-    if fixed:
+    if fixed_steps:
         _, pools, rows, done = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
     else:
         _, pools, rows, done = lax.while_loop(going, one, start)

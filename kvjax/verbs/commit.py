@@ -57,7 +57,9 @@ def commit(
     tokens = integers("tokens", tokens, (rows.shape[0], "T"))
     asked, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
     text = known_text(spec, tokens, extra_ids)
-    exists = (rows >= 0) & (rows < spec.max_seqs) & ~(repeated(rows) & (asked != 0))
+    exists = (rows >= 0) & (rows < spec.max_seqs)
+    if seqs is not None:
+        exists = exists & ~(repeated(rows) & (asked != 0))
     length, start = pick(state.seqs.length, rows), pick(state.seqs.committed, rows)
     most = tokens.shape[1]
     steps = np.arange(most, dtype=np.int32)[None]
@@ -67,7 +69,7 @@ def commit(
     end = start + jnp.where(bad, 0, asked)
     group = write_text(state.groups[0], rows, start, end, text)
     state = state.replace(groups=(group, *state.groups[1:]))
-    state, stored, updated = publish_filled(state, rows, start // size, end // size, (most + size - 2) // size + 1, now)
+    state, stored, updated = publish_filled(state, rows, start // size, end // size, most, now)
     slid = [
         windows.slide(group, group_spec, rows, start, end, most, size, now)
         for group, group_spec in zip(state.groups[1:], spec.groups[1:], strict=True)
@@ -81,25 +83,27 @@ _BATCH = 32  # rows: about what 256 rows fill in a step with blocks of 16, measu
 
 
 def publish_filled(
-    state: CacheState, rows: jax.Array, first: jax.Array, end: jax.Array, most: int, now: jax.Array
+    state: CacheState, rows: jax.Array, first: jax.Array, end: jax.Array, max_tokens: int, now: jax.Array
 ) -> tuple[CacheState, list[Records], list[Records]]:
     """Publishes the blocks that rows have just filled, or merges them with equal ones, in every group.
 
-    Processes the rows that filled a block in small batches, so that a step's cost follows their number alone.
+    Processes the rows that filled a block in passes, so that the cost follows their number alone. A pass is as wide as
+    what this many tokens of each row usually fill.
 
     Args:
       state: the cache, the first group's `blocks.text` up to date.
       rows: i32[R]; all different.
       first: i32[R]; column of the first block that a row filled.
       end: i32[R]; column after the last one.
-      most: static; the most blocks that a row can have filled.
+      max_tokens: static; the most tokens that a row has written.
       now: i32[] ms.
 
     Returns:
       The cache; for each group R * most records, stored, and for each with a host tier as many, updated.
     """
-    total = rows.shape[0]
-    batch = min(_BATCH, total)
+    total, size = rows.shape[0], state.spec.block_size
+    most = (max_tokens + size - 1) // size  # blocks that a row can have filled
+    batch = min(max(_BATCH, -(-total * max_tokens // size)), total)
     fills = end > first
     order = put(jnp.zeros((total + batch,), jnp.int32), rank(fills), jnp.arange(total, dtype=jnp.int32), fills)
     num_lists = len(state.groups) + len(state.spec.host_groups)  # of stored, of updated records
