@@ -140,9 +140,9 @@ def decode(
         want = jnp.where(rows.active, jnp.maximum(want, 1), 0)
         n = jnp.where(refused, 1, num_steps(cache.state, want, k, log.room))
         cache, extended = cache.extend(rows.active, jnp.minimum(want, n), max_tokens=k, now=now)
-        begun = rows.active & extended.ok
+        begun, first = rows.active & extended.ok, rows.token
         pools, rows, done = loop(cache, rows, want, jnp.where(extended.ok, n, 0))
-        cache, committed = cache.replace(pools=pools).commit(done.text, done.count, now=now)
+        cache, committed = cache.replace(pools=pools).commit(done.text(first), done.count, now=now)
         if k > 1:
             cache, _ = cache.trim(begun, max_tokens=k)
         log = append(append(log, extended), committed)

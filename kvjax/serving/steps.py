@@ -57,15 +57,17 @@ class Written(Pytree):
 
     Attributes:
       count: i32[S]; tokens of each row whose K/V were written.
-      text: i32[S, k]; these tokens.
       tokens: i32[S, k]; the tokens chosen after each of them, -1 for none.
       logprobs: f32[S, k]; their log-probabilities.
     """
 
     count: jax.Array
-    text: jax.Array
     tokens: jax.Array
     logprobs: jax.Array
+
+    def text(self, first: jax.Array) -> jax.Array:
+        """i32[S, k]; the tokens that were written, of which the first i32[S] had been chosen before."""
+        return jnp.concatenate([first[:, None], self.tokens[:, :-1]], axis=1)
 
 
 def steps_of_a_block(spec: CacheSpec, k: int | None) -> int:
@@ -151,37 +153,36 @@ def compute(
     Returns:
       The pools with the K/V of `Written.count` tokens of each row, to be committed; the rows; and what was written.
     """
-    state, shape = cache.state, (want.shape[0], most)
-
-    def going(carry):
-        number, _, rows, _ = carry
-        return (number < steps) & jnp.any(rows.active)
+    committed, most_tokens = cache.state.seqs.committed, cache.state.spec.max_length
 
     def one(carry):
-        number, pools, rows, done = carry
+        number, _, pools, rows, done = carry
         active = rows.active & (number < jnp.minimum(want, steps))
         view = cache.view(active.astype(jnp.int32), 1, written=done.count)
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
         written = done.count + active.astype(jnp.int32)
-        position = state.seqs.committed + written
-        token, logprob = choose(logits, rows, position, sampling, logits_fn)
-        done = Written(
-            written,
-            done.text.at[:, number].set(rows.token),
-            done.tokens.at[:, number].set(jnp.where(active, token, -1)),
-            done.logprobs.at[:, number].set(jnp.where(active, logprob, 0.0)),
+        token, logprob = choose(logits, rows, committed + written, sampling, logits_fn)
+        new = Written(written, jnp.where(active, token, -1), jnp.where(active, logprob, 0.0))
+        done = new.replace(
+            tokens=_column(done.tokens, number, new.tokens), logprobs=_column(done.logprobs, number, new.logprobs)
         )
-        return number + 1, pools, advance(rows, active, token, stop, position < state.spec.max_length), done
+        rows = advance(rows, active, token, stop, committed + written < most_tokens)
+        # Here, not in the loop's condition: one kernel less in every step.
+        return number + 1, (number + 1 < steps) & jnp.any(rows.active), pools, rows, done
 
-    none = Written(
-        jnp.zeros_like(want), jnp.zeros(shape, jnp.int32), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
-    )
-    start = (jnp.int32(0), cache.pools, rows, none)
+    shape = (want.shape[0], most)
+    none = Written(jnp.zeros_like(want), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+    start = (jnp.int32(0), (steps > 0) & jnp.any(rows.active), cache.pools, rows, none)
     if fixed_steps:
-        _, pools, rows, done = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
+        _, _, pools, rows, done = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
     else:
-        _, pools, rows, done = lax.while_loop(going, one, start)
+        _, _, pools, rows, done = lax.while_loop(lambda carry: carry[1], one, start)
     return pools, rows, done
+
+
+def _column(array: jax.Array, number: jax.Array, values: jax.Array) -> jax.Array:
+    """The array [S, k] with values [S] in a column."""
+    return lax.dynamic_update_slice_in_dim(array, values[:, None], number, axis=1)
 
 
 def choose(
