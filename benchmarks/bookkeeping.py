@@ -94,7 +94,7 @@ def steps_with_log(state: kvjax.CacheState):
 
     def one(carry, number):
         state, (_, extended, committed) = step(carry[0], number)
-        return (state, kvjax.events.append(kvjax.events.append(carry[1], extended), committed)), None
+        return (state, kvjax.events.append(carry[1], extended, committed)), None
 
     return lax.scan(one, (state, kvjax.events.init_log(STEPS * ROWS // 4, BLOCK)), jnp.arange(STEPS))[0]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import count, put, rank
-from kvjax.events.records import COLUMNS, EventKind, Events, Records
+from kvjax.events.records import COLUMNS, EventKind, Events, Records, joined
 from kvjax.state import Text
 
 
@@ -44,13 +44,18 @@ def init_log(capacity: int, block_size: int, extra_ids: bool = False) -> EventLo
     )
 
 
-def append(log: EventLog, events: Events) -> EventLog:
-    """Adds a transition's events to the log. The caller has checked `log.room`: what does not fit is lost."""
-    real = events.kind != EventKind.NONE
+def append(log: EventLog, *events: Events) -> EventLog:
+    """Adds the events of transitions to the log, in one pass.
+
+    The caller has checked `log.room`: what does not fit is lost.
+    """
+    records = joined(*events)
+    text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(transition.text for transition in events))
+    real = records.kind != EventKind.NONE
     index = log.size + rank(real)
     where = real & (index < log.records.shape[0])
     return EventLog(
-        records=put(log.records, index, events.records, where),
-        text=put(log.text, index, events.text, where),
+        records=put(log.records, index, records.records, where),
+        text=put(log.text, index, text, where),
         size=jnp.minimum(log.size + count(real), log.records.shape[0]),
     )

@@ -145,7 +145,7 @@ def decode(
         cache, committed = cache.replace(pools=pools).commit(done.text(first), done.count, now=now)
         if k > 1:
             cache, _ = cache.trim(begun, max_tokens=k)
-        log = append(append(log, extended), committed)
+        log = append(log, extended, committed)
         decoded = Decoded(
             lax.dynamic_update_slice(decoded.tokens, done.tokens, (0, number)),
             lax.dynamic_update_slice(decoded.logprobs, done.logprobs, (0, number)),

@@ -65,6 +65,12 @@ def test_decoding_drops_padding_and_names_everything():
         np.testing.assert_array_equal(getattr(SOME, name), column)
 
 
+@pytest.mark.parametrize("capacity", [20, 9])
+def test_events_of_several_transitions_are_appended_at_once(capacity):
+    log = init_log(capacity, 4)
+    chex.assert_trees_all_equal(append(log, SOME, SOME), append(append(log, SOME), SOME))
+
+
 def test_a_log_packs_and_tells_its_room():
     log = append(append(init_log(20, 4), SOME), SOME)
     assert kvjax.to_list(log) == DECODED * 2
