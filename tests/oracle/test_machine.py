@@ -16,6 +16,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvjax
+from kvjax.serving.steps import num_steps
 from tests import drive
 from tests.drive import BOTH, VERBS
 from tests.oracle.cache import NO_BLOCK, Block, Oracle, Retention, Worth, lru
@@ -46,6 +47,8 @@ POLICIES = {
 }  # fmt: skip
 TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step", "offload", "onboard", "watermark",
          "swap_out", "swap_in")  # fmt: skip
+
+NUM_STEPS = jax.jit(num_steps, static_argnames="most")
 
 
 def nearly_wrapped(state):
@@ -113,6 +116,12 @@ class CacheMachine(RuleBasedStateMachine):
     @property
     def used(self):
         return any(row.length for row in self.oracle.rows)
+
+    @property
+    def ready(self):
+        """Rows that a decode loop could go on with."""
+        rows = enumerate(self.oracle.rows)
+        return [seq for seq, row in rows if 0 < row.length == len(row.tokens) and not row.swapped]
 
     def both(self, verb, wanted, *args, **kwargs):
         """Runs the library's verb and holds what it reports against the oracle's Result."""
@@ -293,6 +302,10 @@ class CacheMachine(RuleBasedStateMachine):
             tokens = [[0] * WIDTH] * ROWS
         if negative:
             tokens = [[-1, *tokens[0][1:]], *tokens[1:]]
+        self.write(tokens, counts)
+
+    def write(self, tokens, counts):
+        """Commits lines of `WIDTH` tokens."""
         mine = [self.ids(line)[0] for line in tokens] if self.extra else None
         wanted = self.oracle.commit(tokens, counts, extra_ids=mine)
         library = np.asarray(mine, np.int32) if self.extra else None
@@ -320,6 +333,39 @@ class CacheMachine(RuleBasedStateMachine):
     def truncate(self, seqs, lengths):
         wanted = [self.oracle.truncate(*pair) for pair in zip(seqs, lengths, strict=True)]
         self.both("truncate", joined(wanted), np.asarray(seqs, np.int32), np.asarray(lengths, np.int32))
+
+    @precondition(lambda self: self.used)
+    @rule(active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), most=st.sampled_from((None, SIZE)))
+    def trim(self, active, most):
+        self.both("trim", self.oracle.trim(active, most), np.asarray(active), max_tokens=most)
+
+    @precondition(lambda self: self.ready)
+    @rule(
+        k=st.sampled_from((1, 3, SIZE, SIZE)), idle=st.sets(st.integers(0, ROWS - 1), max_size=2),
+        left=lists(st.integers(1, 9), min_size=ROWS, max_size=ROWS),
+        stops=lists(st.sampled_from((9, 9, 1, 2, 3)), min_size=ROWS, max_size=ROWS),
+        tokens=lists(lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE), min_size=ROWS, max_size=ROWS),
+        log=st.sampled_from((99, 99, 0, 5, 8, 11, 15, 20)), same=st.booleans(),
+    )  # fmt: skip
+    def decode_block(self, k, idle, left, stops, tokens, log, same):
+        """A block of steps as `decode` does it; each row stops after so many tokens."""
+        active = [seq in self.ready and seq not in idle for seq in range(ROWS)]
+        lengths = [row.length for row in self.oracle.rows]
+        want = [max(min(a, WIDTH - b, k), 1) * on for a, b, on in zip(left, lengths, active, strict=True)]
+        n = self.oracle.num_steps(want, k, log)
+        assert int(NUM_STEPS(self.state, np.asarray(want, np.int32), k, np.int32(log))) == n
+        for steps in sorted({n, 1}, reverse=True):  # as many as there are blocks for by counting, or else one
+            counts = [min(tokens, steps) for tokens in want]
+            wanted = self.oracle.extend(active, counts)
+            self.both("extend", wanted, np.asarray(active), np.asarray(counts, np.int32), max_tokens=MOST)
+            if wanted.ok:
+                break
+        written = [min(a, b) if wanted.ok else 0 for a, b in zip(counts, stops, strict=True)]
+        tokens = [padded(line).tolist() for line in (tokens[:1] * ROWS if same else tokens)]
+        self.write(tokens, written)
+        begun = [on and wanted.ok for on in active]
+        self.both("trim", self.oracle.trim(begun, SIZE), np.asarray(begun), max_tokens=SIZE)
+        assert wanted.ok <= all(row.length == len(row.tokens) for row, on in zip(self.oracle.rows, begun) if on)
 
     @precondition(lambda self: self.used)
     @rule(seq=rows)
