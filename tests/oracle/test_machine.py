@@ -75,6 +75,14 @@ pairs = st.tuples(st.sampled_from((0, 0, 1)), prompts)
 worths = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None, 0, 5)))
 # Where the first and the second range begin and end, what they are worth, and generated blocks.
 retentions = st.tuples(st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0, 1, 2))), worths, worths, worths)
+# Blocks of steps: their k, a row that is idle, tokens that rows want and after which they stop, the room of the log.
+per_row = functools.partial(lists, min_size=ROWS, max_size=ROWS)
+lines_of_steps = st.one_of(per_row(lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE)), st.just([[0] * SIZE] * ROWS))
+blocks_of_steps = lists(st.fixed_dictionaries({
+    "k": st.sampled_from((1, 3, SIZE, SIZE)), "idle": st.integers(0, 2 * ROWS), "left": per_row(st.integers(1, 9)),
+    "stops": per_row(st.sampled_from((9, 9, 1, 2, 3))), "tokens": lines_of_steps,
+    "log": st.sampled_from((99, 99, 99, 0, 6, 12, 18, 24)),
+}), max_size=3)  # fmt: skip
 
 
 def padded(tokens):
@@ -226,9 +234,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         prompts=lists(pairs, max_size=3), retention=retentions, wide=st.sampled_from((True, True, False)),
-        end=st.sampled_from(("release", "release", "release", "swap_out", "stay")), hurry=st.booleans(),
+        end=st.sampled_from(("release", "release", "release", "swap_out", "stay", "decode", "decode")),
+        hurry=st.booleans(), blocks=blocks_of_steps,
     )  # fmt: skip
-    def serve(self, prompts, retention, wide, end, hurry):
+    def serve(self, prompts, retention, wide, end, hurry, blocks):
         """Whole lives of sequences, so that there is something cached to work with."""
         for prompt in prompts:
             free = [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
@@ -256,6 +265,8 @@ class CacheMachine(RuleBasedStateMachine):
                 self.swap_out(seq)
             if hurry:
                 self.complete(True, True)
+        if end == "decode" and self.used:
+            self.decode(blocks, hurry)
 
     @rule(prompts=lists(pairs, min_size=ROWS, max_size=ROWS), same=st.booleans(), retention=retentions)
     def admit_batch(self, prompts, same, retention):
@@ -339,17 +350,21 @@ class CacheMachine(RuleBasedStateMachine):
     def trim(self, active, most):
         self.both("trim", self.oracle.trim(active, most), np.asarray(active), max_tokens=most)
 
-    @precondition(lambda self: self.ready)
-    @rule(
-        k=st.sampled_from((1, 3, SIZE, SIZE)), idle=st.sets(st.integers(0, ROWS - 1), max_size=2),
-        left=lists(st.integers(1, 9), min_size=ROWS, max_size=ROWS),
-        stops=lists(st.sampled_from((9, 9, 1, 2, 3)), min_size=ROWS, max_size=ROWS),
-        tokens=lists(lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE), min_size=ROWS, max_size=ROWS),
-        log=st.sampled_from((99, 99, 0, 5, 8, 11, 15, 20)), same=st.booleans(),
-    )  # fmt: skip
-    def decode_block(self, k, idle, left, stops, tokens, log, same):
-        """A block of steps as `decode` does it; each row stops after so many tokens."""
-        active = [seq in self.ready and seq not in idle for seq in range(ROWS)]
+    @precondition(lambda self: self.used)
+    @rule(blocks=blocks_of_steps, forked=st.booleans())
+    def decode(self, blocks, forked):
+        """Blocks of steps for the rows in use, once their prompts are written; perhaps two rows share theirs."""
+        room = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
+        self.write([[0] * WIDTH] * ROWS, room)
+        ready, free = self.ready, [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
+        if forked and ready and free:
+            self.fork([ready[0], ready[-1]], [free[0], free[-1]])
+        for block in blocks:
+            self.decode_block(**block)
+
+    def decode_block(self, k, idle, left, stops, tokens, log):
+        """A block of steps as `decode` of `serving/loops.py` does it; each row stops after so many tokens."""
+        active = [seq in self.ready and seq != idle for seq in range(ROWS)]
         lengths = [row.length for row in self.oracle.rows]
         want = [max(min(a, WIDTH - b, k), 1) * on for a, b, on in zip(left, lengths, active, strict=True)]
         n = self.oracle.num_steps(want, k, log)
@@ -361,11 +376,10 @@ class CacheMachine(RuleBasedStateMachine):
             if wanted.ok:
                 break
         written = [min(a, b) if wanted.ok else 0 for a, b in zip(counts, stops, strict=True)]
-        tokens = [padded(line).tolist() for line in (tokens[:1] * ROWS if same else tokens)]
-        self.write(tokens, written)
+        self.write([padded(line).tolist() for line in tokens], written)
         begun = [on and wanted.ok for on in active]
         self.both("trim", self.oracle.trim(begun, SIZE), np.asarray(begun), max_tokens=SIZE)
-        assert wanted.ok <= all(row.length == len(row.tokens) for row, on in zip(self.oracle.rows, begun) if on)
+        assert all(row.length == len(row.tokens) for row, on in zip(self.oracle.rows, begun, strict=True) if on)
 
     @precondition(lambda self: self.used)
     @rule(seq=rows)
