@@ -145,7 +145,9 @@ class Decoding:
         pools = poisoned(cache.pools)
         group, pool, _, array = pools.at(0)
         self.cache = cache.replace(pools=pools.with_pool(group, pool, array.at[-1, 0, 0, 0, -1, 0].set(0)))
-        self.rows = Rows(jnp.zeros(S, jnp.int32), jnp.zeros(S, bool), jnp.zeros(S, jnp.int32), jnp.arange(S, dtype="u4"))
+        self.rows = Rows(
+            jnp.zeros(S, jnp.int32), jnp.zeros(S, bool), jnp.zeros(S, jnp.int32), jnp.arange(S, dtype="u4")
+        )
         self.mirror, self.heard, self.counted = kvjax.events.Mirror(), collections.Counter(), []
         self.texts: list[list[tuple[int, float]]] = [[] for _ in range(S)]
         self.out_of_blocks, self.log_room, self.stop = False, 200, jnp.full((4,), -7, jnp.int32)
@@ -212,9 +214,7 @@ class Decoding:
         want = jnp.where(rows.active, jnp.minimum(rows.left, jnp.maximum(WIDTH - before.seqs.length, 1)), 0)
         self.counted.append(int(NUM_STEPS(before, jnp.minimum(want, SIZE), SIZE, jnp.int32(self.log_room))))
         log = self.log.replace(size=self.log.room - self.log_room)
-        self.cache, self.rows, log, decoded = loop(
-            MODEL, self.cache, rows, log, stop=self.stop, now=np.int32(now)
-        )
+        self.cache, self.rows, log, decoded = loop(MODEL, self.cache, rows, log, stop=self.stop, now=np.int32(now))
         self.records = np.asarray(log.records)[int(self.log.room) - self.log_room : int(log.size)]
         self.hear(kvjax.to_list(log))
         self.out_of_blocks = bool(decoded.out_of_blocks)

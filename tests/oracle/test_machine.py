@@ -77,7 +77,9 @@ worths = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None
 retentions = st.tuples(st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0, 1, 2))), worths, worths, worths)
 # Blocks of steps: their k, a row that is idle, tokens that rows want and after which they stop, the room of the log.
 per_row = functools.partial(lists, min_size=ROWS, max_size=ROWS)
-lines_of_steps = st.one_of(per_row(lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE)), st.just([[0] * SIZE] * ROWS))
+lines_of_steps = st.one_of(
+    per_row(lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE)), st.just([[0] * SIZE] * ROWS)
+)
 blocks_of_steps = lists(st.fixed_dictionaries({
     "k": st.sampled_from((1, 3, SIZE, SIZE)), "idle": st.integers(0, 2 * ROWS), "left": per_row(st.integers(1, 9)),
     "stops": per_row(st.sampled_from((9, 9, 1, 2, 3))), "tokens": lines_of_steps,

@@ -14,8 +14,8 @@ OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4, "d
 SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 2)], **OPTIONS)
 TIERED = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_host_blocks=4, **OPTIONS)
 VERBS = (
-    "admit", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin", "unpin", "reset", "lookup",
-    "view", "ragged",
+    "admit", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin", "unpin", "reset",
+    "lookup", "view", "ragged",
 )  # fmt: skip
 MOVES = ("offload", "onboard", "watermark", "swap_out", "swap_in")
 

@@ -153,8 +153,8 @@ def test_a_name_is_no_namespace():
     "verb",
     [
         "admit", "lookup", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin",
-        "unpin", "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged", "show",
-        "stats", "check", "snapshot", "index_of", "plot_blocks",
+        "unpin", "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged",
+        "show", "stats", "check", "snapshot", "index_of", "plot_blocks",
     ],
 )  # fmt: skip
 def test_a_cache_is_no_state(verb):

@@ -96,8 +96,8 @@ def test_one_trace_whatever_kind_of_number(verb):
         "admit": lambda n: (n(0), np.arange(8, dtype=np.int32), n(8)), "extend": lambda n: (np.ones(S, bool),),
         "commit": lambda n: (np.zeros((S, 1), np.int32), np.zeros(S, np.int32)), "fork": lambda n: (n(0), n(1)),
         "truncate": lambda n: (n(0), n(1)), "release": lambda n: (n(0),),
-        "trim": lambda n: (np.ones(S, bool),), "lookup": lambda n: (np.arange(8, dtype=np.int32), n(8)), "pin": lambda n: (np.zeros(2, np.int32),),
-        "reset": lambda n: (),
+        "trim": lambda n: (np.ones(S, bool),), "lookup": lambda n: (np.arange(8, dtype=np.int32), n(8)),
+        "pin": lambda n: (np.zeros(2, np.int32),), "reset": lambda n: (),
     }[verb]  # fmt: skip
 
     # A Python int is weakly typed, which is a type of its own to jit.
