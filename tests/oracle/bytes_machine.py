@@ -217,7 +217,8 @@ def programs() -> dict[str, Callable[..., Any]]:
     found = {f"Cache.{name}": jit(getattr(Cache, name), name) for name in _ON_CACHES}
     found |= {name: jit(drive.verb(name), name) for name in (*_ON_STATES, "complete")}
     return found | {
-        "apply": jit(kvjax.apply), "compute": jit(compute), "decode": jit(block_of_steps), "view": jax.jit(kvjax.view, static_argnums=1),
+        "apply": jit(kvjax.apply), "compute": jit(compute), "decode": jit(block_of_steps),
+        "view": jax.jit(kvjax.view, static_argnums=1),
     }  # fmt: skip
 
 
