@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two caches behind the same few methods, for the scenario runner: the one in plain Python and the library's.
 
-Rows are numbered. `append` is `extend` and then `commit`; with a number k, in blocks of up to k steps, if all of it fits.
-Each method returns what a scenario can check. Every
-program of the library is compiled once for a small set of rounded shapes: the pool's true size is a traced number.
+Rows are numbered. `append` is `extend` and then `commit`; with a number k, in blocks of up to k steps, if all of it
+fits. Each method returns what a scenario can check. Every program of the library is compiled once for a small set of
+rounded shapes: the pool's true size is a traced number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import kvjax
 from kvjax.serving.steps import num_steps
 from tests import drive
 from tests.oracle.cache import NO_BLOCK, Oracle, Result, Retention, Worth
-
 
 _NUM_STEPS = jax.jit(num_steps, static_argnames="most")
 _ROOM = 2**30  # of a log without end
@@ -202,14 +201,16 @@ class LibraryBackend:
         return self._do("commit", tokens, num_tokens, now=now, **extra)
 
     def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
-        before = self.driver.cache
-        fits = self.k is not None and self.extend(row, len(prompt.tokens), now).ok
-        self.driver.cache = before
+        ahead = drive.Driver(self.value, verified=False)  # the value stays as it is
+        fits = self.k is not None and self._extend(ahead, row, len(prompt.tokens), now).ok
         return _in_blocks(self, row, prompt, now) if fits else _at_once(self, row, prompt, now)
 
     def extend(self, row: int, num_tokens: int, now: int) -> Outcome:
+        return self._extend(self.driver, row, num_tokens, now)
+
+    def _extend(self, driver: drive.Driver, row: int, num_tokens: int, now: int) -> Outcome:
         active, count = self._at(row, True), self._at(row, num_tokens)
-        return self._do("extend", active, count, max_tokens=self.spec.max_length, now=now)
+        return self._do("extend", active, count, max_tokens=self.spec.max_length, now=now, driver=driver)
 
     def num_steps(self, row: int) -> int:
         room = self.spec.max_length - int(self.value.seqs.length[row])
@@ -268,10 +269,10 @@ class LibraryBackend:
     def value(self) -> Any:
         return self.driver.state
 
-    def _do(self, verb: str, *args: Any, **kwargs: Any) -> Outcome:
+    def _do(self, verb: str, *args: Any, driver: drive.Driver | None = None, **kwargs: Any) -> Outcome:
         if verb in ("admit", "extend") and self.spec.has_host:
             kwargs["tiers"] = drive.BOTH
-        events = self.driver.ask(verb, *args, **kwargs)
+        events = (driver or self.driver).ask(verb, *args, **kwargs)
         kinds = collections.Counter(e["kind"] for e in kvjax.to_list(events) if e["group"] in self.groups)
         return Outcome(bool(events.ok), int(np.sum(np.asarray(events.cached))) if verb == "admit" else None, kinds)
 

@@ -34,11 +34,13 @@ STEPS = {"k=1": 1, "k=4": 4, "k=P": 2**30}
 
 def growing(short=()):
     """(path, k); files that append, by default those of `short`."""
+    found = []
     for path in GROWING:
         for name, k in STEPS.items():
             large = [pytest.mark.slow] if path.stem in LARGE else []
             marks = large or ([] if (path.stem, name) in short else [pytest.mark.long])
-            yield pytest.param(path, k, marks=marks, id=f"{path.stem}, {name}")
+            found.append(pytest.param(path, k, marks=marks, id=f"{path.stem}, {name}"))
+    return found
 
 
 @pytest.mark.parametrize(("path", "k"), growing())
