@@ -114,6 +114,7 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
         "commit": ((texts, rows), several),
         "fork": ((i32(), i32()), {}),
         "truncate": ((i32(), i32()), {}),
+        "trim": ((flags,), {"max_tokens": 4}),
         "release": ((i32(),), {}),
         "release several": ((rows,), {}),
         "beam_step": ((rows, rows), {}),

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two caches behind the same few methods, for the scenario runner: the one in plain Python and the library's.
 
-Rows are numbered; `append` is `extend` and then `commit`. Each method returns what a scenario can check. Every
-program of the library is compiled once for a small set of rounded shapes: the pool's true size is a traced number.
+Rows are numbered. `append` is `extend` and then `commit`; with a number k, in blocks of up to k steps, if all of it
+fits. Each method returns what a scenario can check. Every program of the library is compiled once for a small set of
+rounded shapes: the pool's true size is a traced number.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.serving.steps import num_steps
 from tests import drive
 from tests.oracle.cache import NO_BLOCK, Oracle, Result, Retention, Worth
+
+_NUM_STEPS = jax.jit(num_steps, static_argnames="most")
+_ROOM = 2**30  # of a log without end
 
 
 class Prompt(NamedTuple):
@@ -68,7 +74,8 @@ def done(cached: int | None = None) -> Outcome:
 class OracleBackend:
     """The cache in plain Python."""
 
-    def __init__(self, size: Size):
+    def __init__(self, size: Size, k: int | None = None):
+        self.k = None if k is None else min(k, size.block_size)
         blocks_per_row = -(-size.length // size.block_size)
         windows = [(window, 0, size.num_blocks) for window in sorted(w for w in size.windows if w is not None)]
         bare = size.rows * blocks_per_row + len(windows) * size.num_blocks
@@ -99,10 +106,20 @@ class OracleBackend:
         return self._outcome(self.cache.commit(tokens, [len(new) for new in tokens], extra_ids=extra_ids))
 
     def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
-        active = [seq == row for seq in range(len(self.cache.rows))]
         self.cache.now = now
-        extended = self._outcome(self.cache.extend(active, len(prompt.tokens), tiers=True))
-        return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
+        fits = copy.deepcopy(self.cache).extend(self._at(row, True), len(prompt.tokens), tiers=True).ok
+        return _in_blocks(self, row, prompt, now) if self.k and fits else _at_once(self, row, prompt, now)
+
+    def extend(self, row: int, num_tokens: int, now: int) -> Outcome:
+        self.cache.now = now
+        return self._outcome(self.cache.extend(self._at(row, True), num_tokens, tiers=True))
+
+    def num_steps(self, row: int) -> int:
+        room = self.cache.block_size * self.cache.max_blocks_per_seq - self.cache.rows[row].length
+        return self.cache.num_steps(self._at(row, min(self.k, room)), self.k, _ROOM)
+
+    def trim(self, row: int) -> Outcome:
+        return self._outcome(self.cache.trim(self._at(row, True), self.k))
 
     def release(self, row: int, now: int) -> Outcome:
         self.cache.now = now
@@ -147,6 +164,10 @@ class OracleBackend:
     def is_state(self, before: Any) -> bool:
         return self.cache.snapshot() == before
 
+    def _at(self, row: int, value: Any) -> list[Any]:
+        """A list of one entry per row, zero but at `row`."""
+        return [value if seq == row else type(value)(0) for seq in range(len(self.cache.rows))]
+
     def _outcome(self, result: Result) -> Outcome:
         self.cache.complete(result.moves, True)
         kinds = collections.Counter(event.kind for event in result.events if event.group in self.groups)
@@ -159,7 +180,8 @@ class OracleBackend:
 class LibraryBackend:
     """The library, jitted; arrays are padded so that scenarios share programs."""
 
-    def __init__(self, size: Size):
+    def __init__(self, size: Size, k: int | None = None):
+        self.k = None if k is None else min(k, size.block_size)
         self.spec, self.groups, self.namespaces = _spec(size), size.groups, kvjax.Namespaces()
         state = _with_host_blocks(_init()(self.spec, np.int32(size.num_blocks)), size.num_host_blocks)
         self.driver = drive.Driver(state, verified=False)  # large pools; the scenario says what to verify
@@ -179,9 +201,23 @@ class LibraryBackend:
         return self._do("commit", tokens, num_tokens, now=now, **extra)
 
     def append(self, row: int, prompt: Prompt, now: int) -> Outcome:
-        active, count = self._at(row, True), self._at(row, len(prompt.tokens))
-        extended = self._do("extend", active, count, max_tokens=self.spec.max_length, now=now)
-        return _then(extended, self.compute(row, prompt, now)) if extended.ok else extended
+        ahead = drive.Driver(self.value, verified=False)  # the value stays as it is
+        fits = self.k is not None and self._extend(ahead, row, len(prompt.tokens), now).ok
+        return _in_blocks(self, row, prompt, now) if fits else _at_once(self, row, prompt, now)
+
+    def extend(self, row: int, num_tokens: int, now: int) -> Outcome:
+        return self._extend(self.driver, row, num_tokens, now)
+
+    def _extend(self, driver: drive.Driver, row: int, num_tokens: int, now: int) -> Outcome:
+        active, count = self._at(row, True), self._at(row, num_tokens)
+        return self._do("extend", active, count, max_tokens=self.spec.max_length, now=now, driver=driver)
+
+    def num_steps(self, row: int) -> int:
+        room = self.spec.max_length - int(self.value.seqs.length[row])
+        return int(_NUM_STEPS(self.value, self._at(row, min(self.k, room)), self.k, np.int32(_ROOM)))
+
+    def trim(self, row: int) -> Outcome:
+        return self._do("trim", self._at(row, True), max_tokens=self.spec.max_length)
 
     def release(self, row: int, now: int) -> Outcome:
         return self._do("release", row, now=now)
@@ -233,10 +269,10 @@ class LibraryBackend:
     def value(self) -> Any:
         return self.driver.state
 
-    def _do(self, verb: str, *args: Any, **kwargs: Any) -> Outcome:
+    def _do(self, verb: str, *args: Any, driver: drive.Driver | None = None, **kwargs: Any) -> Outcome:
         if verb in ("admit", "extend") and self.spec.has_host:
             kwargs["tiers"] = drive.BOTH
-        events = self.driver.ask(verb, *args, **kwargs)
+        events = (driver or self.driver).ask(verb, *args, **kwargs)
         kinds = collections.Counter(e["kind"] for e in kvjax.to_list(events) if e["group"] in self.groups)
         return Outcome(bool(events.ok), int(np.sum(np.asarray(events.cached))) if verb == "admit" else None, kinds)
 
@@ -292,6 +328,34 @@ def _init() -> Any:
         return kvjax.init(spec, kvjax.policies.priority() if spec.retention else kvjax.lru(), num_blocks)
 
     return jax.jit(init, static_argnums=0)
+
+
+def _at_once(cache: Any, row: int, prompt: Prompt, now: int) -> Outcome:
+    """Room for all tokens, and then all tokens."""
+    extended = cache.extend(row, len(prompt.tokens), now)
+    return _then(extended, cache.compute(row, prompt, now)) if extended.ok else extended
+
+
+def _in_blocks(cache: Any, row: int, prompt: Prompt, now: int) -> Outcome:
+    """In blocks of up to k steps, as a decode loop that learns of the end when it is there: the last one stops early.
+
+    As there, a block that is refused becomes a single step. A block that stops early may have evicted up to one block
+    in each group in vain. A file whose expectations that changes is named in `test_scenarios.py`; there is none.
+    """
+    outcome, done = Outcome(True, None, collections.Counter()), 0
+    while done < len(prompt.tokens):
+        n = cache.num_steps(row)
+        extended = cache.extend(row, n, now)
+        if not extended.ok and n > 1:
+            n, extended = 1, cache.extend(row, 1, now)
+        if not extended.ok:
+            return _then(outcome, extended)
+        end = min(done + n, len(prompt.tokens))
+        part = prompt._replace(tokens=prompt.tokens[done:end], extra_ids=prompt.extra_ids[done:end])
+        for each in (extended, cache.compute(row, part, now), cache.trim(row)):
+            outcome = _then(outcome, each)
+        done = end
+    return outcome
 
 
 def _then(first: Outcome, second: Outcome) -> Outcome:

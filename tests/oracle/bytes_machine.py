@@ -184,7 +184,26 @@ def compute(cache: Cache, model: Any, tokens: Any, counts: Any, extra_ids: Any) 
     return Cache(cache.state, pools).commit(tokens, counts, extra_ids=extra_ids)
 
 
-_ON_CACHES = ("admit", "extend", "fork", "truncate", "release", "beam_step", "evict", "pin", "unpin", "reset")
+def block_of_steps(
+    cache: Cache, values: Any, tokens: Any, counts: Any, begun: Any, extra_ids: Any
+) -> tuple[Cache, kvjax.Events, kvjax.Events]:
+    """Writes counts i32[S] tokens of each row, one in a step, in room that there is; commits them and trims the rows.
+
+    `values` are those of `Given` for up to P steps; `begun` bool[S].
+    """
+
+    def one(number: Any, pools: Pools) -> Pools:
+        active, written = (number < counts).astype(jnp.int32), jnp.minimum(number, counts)
+        view = Cache(cache.state, pools).view(active, 1, written=written)
+        return write(pools, view, jax.lax.dynamic_slice_in_dim(values, number, 1, axis=1))
+
+    pools = jax.lax.fori_loop(0, SIZE, one, cache.pools)
+    cache, committed = Cache(cache.state, pools).commit(tokens, counts, extra_ids=extra_ids)
+    cache, trimmed = cache.trim(begun, max_tokens=SIZE)
+    return cache, committed, trimmed
+
+
+_ON_CACHES = ("admit", "extend", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin", "unpin", "reset")
 _ON_STATES = ("admit", "extend", "offload", "onboard", "watermark", "swap_out", "swap_in")
 
 
@@ -198,7 +217,8 @@ def programs() -> dict[str, Callable[..., Any]]:
     found = {f"Cache.{name}": jit(getattr(Cache, name), name) for name in _ON_CACHES}
     found |= {name: jit(drive.verb(name), name) for name in (*_ON_STATES, "complete")}
     return found | {
-        "apply": jit(kvjax.apply), "compute": jit(compute), "view": jax.jit(kvjax.view, static_argnums=1),
+        "apply": jit(kvjax.apply), "compute": jit(compute), "decode": jit(block_of_steps),
+        "view": jax.jit(kvjax.view, static_argnums=1),
     }  # fmt: skip
 
 
@@ -513,6 +533,18 @@ class Life:
             new[seq] = () if row.swapped else rest[: min(request["counts"][seq], room)]
         if not any(new):
             return
+        values, tokens, counts, extra = self.appended(new)
+        before = self.state.groups
+        self.cache, events = self.programs["compute"](self.cache, Given(values), tokens, counts, extra)
+        assert bool(events.ok), f"commit: {np.asarray(events.status)}"
+        self.tally["took over"] += sum(e["kind"] == "updated" for e in kvjax.to_list(events))
+        self.note("commit", events)
+        tables = [(b.table, np.asarray(a.table)) for b, a in zip(before, self.cache.state.groups, strict=True)]
+        self.tally["merged"] += int(np.sum((tables[0][0] >= 0) & (tables[0][0] != tables[0][1])))
+        self.tally["slid"] += int(sum(np.sum((old >= 0) & (new < 0)) for old, new in tables[1:]))
+
+    def appended(self, new: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Adds items to the rows; their K/V f32[S, T, L, 2, 2], tokens i32[S, T], counts i32[S] and extra ids."""
         values = np.zeros((ROWS, WIDTH, len(self.config.layers), 2, 2), np.float32)
         for seq, line in enumerate(new):
             if line:
@@ -522,15 +554,41 @@ class Life:
                 names = names_of(row.namespace, row.items)[start:]
                 values[seq, : len(line)] = vectors(names, len(self.config.layers))
         tokens = np.stack([padded([x[0] if self.extra else x for x in line]) for line in new])
-        counts, before = np.array([len(line) for line in new], np.int32), self.state.groups
         extra = np.stack([padded([x[1] for x in line]) for line in new]) if self.extra else None
-        self.cache, events = self.programs["compute"](self.cache, Given(values), tokens, counts, extra)
-        assert bool(events.ok), f"commit: {np.asarray(events.status)}"
-        self.tally["took over"] += sum(e["kind"] == "updated" for e in kvjax.to_list(events))
-        self.note("commit", events)
-        tables = [(b.table, np.asarray(a.table)) for b, a in zip(before, self.cache.state.groups, strict=True)]
-        self.tally["merged"] += int(np.sum((tables[0][0] >= 0) & (tables[0][0] != tables[0][1])))
-        self.tally["slid"] += int(sum(np.sum((old >= 0) & (new < 0)) for old, new in tables[1:]))
+        return values, tokens, np.array([len(line) for line in new], np.int32), extra
+
+    def _decode(self, request: Request) -> None:
+        """A block of up to k steps, as `serving/loops.py` runs it: rows may stop early."""
+        seqs, k = self.state.seqs, request["k"]
+        want = np.zeros(ROWS, np.int32)
+        for seq, row in self.rows.items():
+            if not row.swapped and request["active"][seq] and int(seqs.length[seq]) == len(row.items):
+                want[seq] = min(k, WIDTH - len(row.items))
+        if not want.any():
+            return
+        if request["wide"]:
+            events, lost = self.moving("extend", want > 0, want, max_tokens=MOST)
+            self.lose(lost)
+            want[lost] = 0
+        else:
+            events = self.on_cache("extend", want > 0, want, max_tokens=MOST)
+        if not bool(events.ok):
+            return
+        self.tally["copied on write"] += sum(e["kind"] == "copied" for e in kvjax.to_list(events))
+        new: list[Path] = [()] * ROWS
+        for seq in np.flatnonzero(want).tolist():
+            row = self.rows[seq]
+            rest = row.prompt[len(row.items) :] + self.items(request["tokens"][seq])
+            new[seq] = rest[: min(request["counts"][seq], int(want[seq]))]
+        values, tokens, counts, extra = self.appended(new)
+        extra = None if extra is None else extra[:, :SIZE]
+        self.cache, committed, trimmed = self.programs["decode"](
+            self.cache, values[:, :SIZE], tokens[:, :SIZE], counts, want > 0, extra
+        )
+        assert bool(committed.ok) and bool(trimmed.ok), np.asarray([committed.status, trimmed.status])
+        self.note("decode", committed)
+        crossed = -(-(seqs.length + want) // SIZE) - -(-(seqs.length + counts) // SIZE)
+        self.tally["block given back"] += int(crossed.sum())
 
     def _extend(self, request: Request) -> None:
         lengths = self.state.seqs.length
@@ -570,6 +628,9 @@ class Life:
         if bool(events.ok):
             row = self.rows[seq]
             row.prompt, row.items = row.prompt[:length], row.items[:length]
+
+    def _trim(self, request: Request) -> None:
+        self.on_cache("trim", np.array(request["active"]))
 
     def _release(self, request: Request) -> None:
         seqs = request["seqs"]
@@ -661,7 +722,7 @@ class Life:
             warnings.simplefilter("always")
             outputs, cache, events = kvjax.generate(
                 Chain(roots, len(self.config.layers)), cache, prompts, max_new_tokens=request["most"],
-                namespaces=spaces, chunk=8, steps=4,
+                namespaces=spaces, chunk=8, steps=4, k=request["k"],
             )  # fmt: skip
         self.tally["failed in generate"] += len(failed)
         self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
@@ -706,6 +767,7 @@ def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
 
 _WEIGHTS = {
     "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
+    "decode": 24, "trim": 3,
     "unpin": 2, "evict": 1, "reset": 40, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
 }  # fmt: skip
 
@@ -754,6 +816,10 @@ class Requests:
         """Of a prompt: often of whole blocks, whose last one is computed again."""
         return SIZE * self.number(1, WIDTH // SIZE + 1) if self.chance(0.4) else self.number(1, WIDTH + 1)
 
+    def number_of_steps(self) -> int:
+        """k of a block of steps."""
+        return (1, SIZE - 1, SIZE)[self.number(3)]
+
     def few(self, rows: list[int], count: int) -> list[int]:
         """So many of the rows, -1 where there are too few; sometimes a row that will not do."""
         rows = [rows[i] for i in self.rng.permutation(len(rows)).tolist()]
@@ -772,6 +838,7 @@ class Requests:
         asleep = [seq for seq, row in life.rows.items() if row.swapped]
         possible = {
             "admit": free, "compute": [seq for seq in used if room[seq]], "extend": used, "release": life.rows,
+            "decode": [seq for seq in used if not room[seq]], "trim": used,
             "fork": used and free, "truncate": used, "beam_step": used[1:], "pin": used, "unpin": life.pins,
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
             "shift": between and life.mirror.nodes, "watermark": between and life.mirror.nodes,
@@ -798,6 +865,13 @@ class Requests:
             case "extend":
                 request["counts"] = [self.number(MOST + 1) * self.number(2) for _ in range(ROWS)]
                 request["wide"] = between and (known is None or "wide extend" in known)
+            case "decode":
+                request |= {"k": self.number_of_steps(), "active": [self.chance(0.8) for _ in range(ROWS)]}
+                request["counts"] = [self.number(1, SIZE + 1) if self.chance(0.5) else SIZE for _ in range(ROWS)]
+                request["tokens"] = [self.continued(life.rows.get(seq)) for seq in range(ROWS)]
+                request["wide"] = between and (known is None or "wide extend" in known)
+            case "trim":
+                request["active"] = [self.chance(0.6) for _ in range(ROWS)]
             case "release":
                 request["seqs"] = [*self.few(list(life.rows), 1 + self.number(2)), -1][:2]
             case "fork":
@@ -820,6 +894,7 @@ class Requests:
             case "generate":
                 request["prompts"] = [self.text(self.number(9, 13)) for _ in range(2)]
                 request |= {"space_of": self.rng.integers(0, TENANTS, VOCAB).tolist(), "most": self.number(1, 5)}
+                request["k"] = self.number_of_steps()
         request["poison"] = self.chance(0.7)
         if life.has_host:
             request |= {"defer": self.chance(0.15), "fault": self.number(2) if self.chance(0.1) else None}
@@ -885,7 +960,7 @@ def shrink(config: Config, requests: list[Request]) -> list[Request]:
 
 
 FULL = (None, 0)
-FAST = ("admit", "loop admit", "compute", "extend", "release", "fork", "truncate", "complete")
+FAST = ("admit", "loop admit", "compute", "extend", "release", "fork", "truncate", "decode", "trim", "complete")
 CONFIGS = {
     "fast host": Config(host=5, generate=False, verbs=FAST),
     "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),

@@ -329,6 +329,25 @@ class Oracle(Tiers):
             events += self._remove(row.tables[0][-1])
         return Result([Status.OK], events)
 
+    def trim(self, active, max_tokens=None) -> Result:
+        """Active rows give back the room that they have beyond their written tokens."""
+        status = []
+        for row, on in zip(self.rows, active, strict=True):
+            room = row.length - len(row.tokens)
+            if on and (not row.tokens or (max_tokens is not None and room > max_tokens)):
+                status.append(Status.BAD_REQUEST)
+            elif on and row.swapped:
+                status.append(Status.HELD)
+            else:
+                status.append(Status.OK)
+            if on and status[-1] == Status.OK:
+                row.length = len(row.tokens)
+                for group in self.groups:
+                    table = row.tables[group.number]
+                    while len(table) > self._blocks_for(row.length):
+                        self._drop(group, table.pop())
+        return Result(status)
+
     def release(self, seqs) -> Result:
         """Ends rows (an int or several), one after the other; blocks in the index stay cached, tails age first.
 
@@ -448,6 +467,34 @@ class Oracle(Tiers):
             for block in group.blocks:
                 block.node, block.host, block.stuck = None, False, False
         return Result([Status.OK], [Event("cleared", group=group.number) for group in self.groups])
+
+    # Blocks of steps.
+
+    def num_steps(self, want, most, room) -> int:
+        """For how many steps, 1 to `most`, there are blocks, and room for so many events, where rows want tokens.
+
+        Each sharer of a last block counts as one that copies it.
+        """
+        fits = (n for n in range(most, 1, -1) if self._enough([min(tokens, n) for tokens in want], room))
+        return next(fits, 1)
+
+    def _enough(self, counts: Sequence[int], room: int) -> bool:
+        """Whether there are blocks and events enough for rows that extend by these numbers and commit them."""
+        rows, size = [(row, count) for row, count in zip(self.rows, counts, strict=True) if count], self.block_size
+        entered = sum(self._blocks_for(row.length + count) - self._blocks_for(row.length) for row, count in rows)
+        filled = sum((len(row.tokens) + count) // size - len(row.tokens) // size for row, count in rows)
+        copied = []
+        for group in self.groups:
+            last = [group.blocks[row.tables[group.number][-1]] for row, _ in rows if row.length % size]
+            copied.append(sum(block.refcount > 1 or block.node is not None for block in last))
+            if self._missing(group, entered + copied[-1]):
+                return False
+        events = 0
+        for group in self.groups:
+            with_shadows = len(self.groups) if group.number == 0 else 1  # what leaves the first index leaves all
+            events += (entered + max(copied)) * with_shadows + max(copied)
+            events += filled * (2 if group.num_host_blocks else 1)  # a stored block may replace one on the host
+        return events <= room
 
     # The index.
 

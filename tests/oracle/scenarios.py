@@ -63,10 +63,10 @@ def size_of(scenario: dict[str, Any]) -> Size:
 class Run:
     """One scenario on one back end: names of the file on the left, rows and blocks of the cache on the right."""
 
-    def __init__(self, scenario: dict[str, Any], backend: str):
+    def __init__(self, scenario: dict[str, Any], backend: str, k: int | None = None):
         self.scenario = scenario
         self.size = size = size_of(scenario)
-        self.cache = BACKENDS[backend](size)
+        self.cache = BACKENDS[backend](size, k)
         self.num_blocks = size.num_blocks
         self.free_rows = list(range(size.rows))
         self.rows: dict[str, int] = {}
@@ -242,11 +242,11 @@ def scenario_files(paths: Sequence[Path]) -> list[Path]:
     return [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
 
 
-def run_file(path: Path, backend: str) -> tuple[str, str]:
-    """Runs one file; (pass or fail, and why)."""
+def run_file(path: Path, backend: str, k: int | None = None) -> tuple[str, str]:
+    """Runs one file; (pass or fail, and why). With a number k, tokens are appended in blocks of up to k steps."""
     try:
         scenario = json.loads(path.read_text(encoding="utf-8"))
-        Run(scenario, backend).run()
+        Run(scenario, backend, k).run()
     except Mismatch as error:
         return "fail", str(error)
     except (OSError, LookupError, TypeError, ValueError) as error:  # not a scenario file

@@ -2,15 +2,20 @@
 """Every byte that anyone may read is the right one, after every step of random histories (`bytes_machine.py`)."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.oracle.bytes_machine import CONFIGS, carry_out, live
+import kvjax
+from kvjax import Cache
+from tests.oracle import bytes_machine
+from tests.oracle.bytes_machine import CONFIGS, SIZE, carry_out, live
 
 NIGHTLY = 20_000  # steps, of all configurations together
 SLOW = [name for name, config in CONFIGS.items() if config.generate]
 HAPPENS = (
     "hit", "partial hit", "copied on write", "fork", "truncate", "merged", "stored", "removed", "NO_BLOCKS",
+    "decode", "trim", "block given back",
 )  # fmt: skip
 ON_HOSTS = ("offloaded", "onboarded", "copied from the host", "took over", "failed", "lost")
 
@@ -62,6 +67,57 @@ def test_a_copy_from_the_host_that_failed_is_not_stored_when_its_row_is_released
     history = served([0, 1, 2, 0, 1], namespace=1) + served([0] * 16, [1] * 12)
     life = carry_out(CONFIGS["fast host"], lambda _: [*history, served([0, 1, 1], namespace=1, fault=0)[0]])
     assert_happened(life.tally, "copied from the host", "failed", "lost")
+
+
+def forgetful(monkeypatch):
+    """A view that is for the first tokens that are not committed, in every step."""
+    monkeypatch.setattr(Cache, "view", lambda cache, count, width, written: kvjax.view(cache.state, count, width))
+
+
+def greedy(monkeypatch):
+    """A `trim` that takes one block more."""
+    trim = Cache.trim
+
+    def wrong(cache, active, *, max_tokens):
+        seqs = cache.state.seqs
+        less = cache.state.replace(seqs=seqs.replace(committed=jnp.maximum(seqs.committed - SIZE, 1)))
+        cache, events = trim(cache.replace(state=less), active, max_tokens=max_tokens + SIZE)
+        return cache.replace(state=cache.state.replace(seqs=seqs.replace(length=seqs.committed))), events
+
+    monkeypatch.setattr(Cache, "trim", wrong)
+
+
+def boastful(monkeypatch):
+    """A `commit` of one token more than was written, where there is room."""
+    commit = Cache.commit
+
+    def wrong(cache, tokens, counts, **options):
+        seqs = cache.state.seqs
+        return commit(cache, tokens, jnp.minimum(counts + 1, seqs.length - seqs.committed), **options)
+
+    monkeypatch.setattr(Cache, "commit", wrong)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mistake", "noticed"),
+    [(None, None), (forgetful, "is read by"), (greedy, "tables hold blocks"), (boastful, "row 0 has")],
+)
+def test_mistakes_in_a_block_of_steps_are_noticed(mistake, noticed, monkeypatch):
+    rows, programs = np.zeros((3, 16), int).tolist(), bytes_machine.programs()
+    history = [
+        *served([0, 1, 2, 0, 1, 2], [1, 1])[:2],
+        asked("decode", k=4, active=[True] * 3, counts=[2, 4, 0], tokens=rows, wide=False),
+    ]
+    if mistake is not None:
+        mistake(monkeypatch)
+    monkeypatch.setitem(programs, "decode", jax.jit(lambda *args: bytes_machine.block_of_steps(*args)))
+    if mistake is None:
+        tally = carry_out(CONFIGS["fast host"], lambda _: history).tally
+        assert_happened(tally, "decode", "block given back")
+    else:
+        with pytest.raises(AssertionError, match=f"^step 3, .*{noticed}"):
+            carry_out(CONFIGS["fast host"], lambda _: history)
 
 
 @pytest.mark.long

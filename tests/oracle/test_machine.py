@@ -16,6 +16,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvjax
+from kvjax.serving.steps import num_steps
 from tests import drive
 from tests.drive import BOTH, VERBS
 from tests.oracle.cache import NO_BLOCK, Block, Oracle, Retention, Worth, lru
@@ -47,6 +48,8 @@ POLICIES = {
 TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step", "offload", "onboard", "watermark",
          "swap_out", "swap_in")  # fmt: skip
 
+NUM_STEPS = jax.jit(num_steps, static_argnames="most")
+
 
 def nearly_wrapped(state):
     """An empty cache whose counters wrap soon."""
@@ -72,6 +75,16 @@ pairs = st.tuples(st.sampled_from((0, 0, 1)), prompts)
 worths = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None, 0, 5)))
 # Where the first and the second range begin and end, what they are worth, and generated blocks.
 retentions = st.tuples(st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0, 1, 2))), worths, worths, worths)
+# Blocks of steps: their k, a row that is idle, tokens that rows want and after which they stop, the room of the log.
+per_row = functools.partial(lists, min_size=ROWS, max_size=ROWS)
+lines_of_steps = st.one_of(
+    per_row(lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE)), st.just([[0] * SIZE] * ROWS)
+)
+blocks_of_steps = lists(st.fixed_dictionaries({
+    "k": st.sampled_from((1, 3, SIZE, SIZE)), "idle": st.integers(0, 2 * ROWS), "left": per_row(st.integers(1, 9)),
+    "stops": per_row(st.sampled_from((9, 9, 1, 2, 3))), "tokens": lines_of_steps,
+    "log": st.sampled_from((99, 99, 99, 0, 6, 12, 18, 24)),
+}), max_size=3)  # fmt: skip
 
 
 def padded(tokens):
@@ -113,6 +126,12 @@ class CacheMachine(RuleBasedStateMachine):
     @property
     def used(self):
         return any(row.length for row in self.oracle.rows)
+
+    @property
+    def ready(self):
+        """Rows that a decode loop could go on with."""
+        rows = enumerate(self.oracle.rows)
+        return [seq for seq, row in rows if 0 < row.length == len(row.tokens) and not row.swapped]
 
     def both(self, verb, wanted, *args, **kwargs):
         """Runs the library's verb and holds what it reports against the oracle's Result."""
@@ -217,9 +236,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         prompts=lists(pairs, max_size=3), retention=retentions, wide=st.sampled_from((True, True, False)),
-        end=st.sampled_from(("release", "release", "release", "swap_out", "stay")), hurry=st.booleans(),
+        end=st.sampled_from(("release", "release", "release", "swap_out", "stay", "decode", "decode")),
+        hurry=st.booleans(), blocks=blocks_of_steps,
     )  # fmt: skip
-    def serve(self, prompts, retention, wide, end, hurry):
+    def serve(self, prompts, retention, wide, end, hurry, blocks):
         """Whole lives of sequences, so that there is something cached to work with."""
         for prompt in prompts:
             free = [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
@@ -247,6 +267,8 @@ class CacheMachine(RuleBasedStateMachine):
                 self.swap_out(seq)
             if hurry:
                 self.complete(True, True)
+        if end == "decode" and self.used:
+            self.decode(blocks, hurry)
 
     @rule(prompts=lists(pairs, min_size=ROWS, max_size=ROWS), same=st.booleans(), retention=retentions)
     def admit_batch(self, prompts, same, retention):
@@ -293,6 +315,10 @@ class CacheMachine(RuleBasedStateMachine):
             tokens = [[0] * WIDTH] * ROWS
         if negative:
             tokens = [[-1, *tokens[0][1:]], *tokens[1:]]
+        self.write(tokens, counts)
+
+    def write(self, tokens, counts):
+        """Commits lines of `WIDTH` tokens."""
         mine = [self.ids(line)[0] for line in tokens] if self.extra else None
         wanted = self.oracle.commit(tokens, counts, extra_ids=mine)
         library = np.asarray(mine, np.int32) if self.extra else None
@@ -320,6 +346,42 @@ class CacheMachine(RuleBasedStateMachine):
     def truncate(self, seqs, lengths):
         wanted = [self.oracle.truncate(*pair) for pair in zip(seqs, lengths, strict=True)]
         self.both("truncate", joined(wanted), np.asarray(seqs, np.int32), np.asarray(lengths, np.int32))
+
+    @precondition(lambda self: self.used)
+    @rule(active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), most=st.sampled_from((None, SIZE)))
+    def trim(self, active, most):
+        self.both("trim", self.oracle.trim(active, most), np.asarray(active), max_tokens=most)
+
+    @precondition(lambda self: self.used)
+    @rule(blocks=blocks_of_steps, forked=st.booleans())
+    def decode(self, blocks, forked):
+        """Blocks of steps for the rows in use, once their prompts are written; perhaps two rows share theirs."""
+        room = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
+        self.write([[0] * WIDTH] * ROWS, room)
+        ready, free = self.ready, [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
+        if forked and ready and free:
+            self.fork([ready[0], ready[-1]], [free[0], free[-1]])
+        for block in blocks:
+            self.decode_block(**block)
+
+    def decode_block(self, k, idle, left, stops, tokens, log):
+        """A block of steps as `decode` of `serving/loops.py` does it; each row stops after so many tokens."""
+        active = [seq in self.ready and seq != idle for seq in range(ROWS)]
+        lengths = [row.length for row in self.oracle.rows]
+        want = [max(min(a, WIDTH - b, k), 1) * on for a, b, on in zip(left, lengths, active, strict=True)]
+        n = self.oracle.num_steps(want, k, log)
+        assert int(NUM_STEPS(self.state, np.asarray(want, np.int32), k, np.int32(log))) == n
+        for steps in sorted({n, 1}, reverse=True):  # as many as there are blocks for by counting, or else one
+            counts = [min(tokens, steps) for tokens in want]
+            wanted = self.oracle.extend(active, counts)
+            self.both("extend", wanted, np.asarray(active), np.asarray(counts, np.int32), max_tokens=MOST)
+            if wanted.ok:
+                break
+        written = [min(a, b) if wanted.ok else 0 for a, b in zip(counts, stops, strict=True)]
+        self.write([padded(line).tolist() for line in tokens], written)
+        begun = [on and wanted.ok for on in active]
+        self.both("trim", self.oracle.trim(begun, SIZE), np.asarray(begun), max_tokens=SIZE)
+        assert all(row.length == len(row.tokens) for row, on in zip(self.oracle.rows, begun, strict=True) if on)
 
     @precondition(lambda self: self.used)
     @rule(seq=rows)

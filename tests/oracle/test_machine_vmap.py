@@ -16,7 +16,7 @@ from tests.oracle.test_machine import CONFIGS, CacheMachine, joined
 pytestmark = pytest.mark.long
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 NAMES = [name for name in CONFIGS if "host" not in name] if NIGHTLY else ["windows, retention"]
-SHARED = ("admit", "admit_batch", "extend", "commit", "fork", "beam_step", "truncate", "release", "reset")
+SHARED = ("admit", "admit_batch", "extend", "commit", "fork", "beam_step", "truncate", "trim", "release", "reset")
 
 
 def batched(name):

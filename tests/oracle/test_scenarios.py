@@ -28,6 +28,63 @@ def test_scenario_on_the_library(path):
     assert result == "pass", why
 
 
+GROWING = [path for path in FILES if '"op": "append"' in path.read_text(encoding="utf-8")]
+STEPS = {"k=1": 1, "k=4": 4, "k=P": 2**30}
+
+
+def growing(short=()):
+    """(path, k); files that append, by default those of `short`."""
+    found = []
+    for path in GROWING:
+        for name, k in STEPS.items():
+            large = [pytest.mark.slow] if path.stem in LARGE else []
+            marks = large or ([] if (path.stem, name) in short else [pytest.mark.long])
+            found.append(pytest.param(path, k, marks=marks, id=f"{path.stem}, {name}"))
+    return found
+
+
+@pytest.mark.parametrize(("path", "k"), growing())
+def test_scenario_in_blocks_of_steps_on_the_oracle(path, k):
+    result, why = scenarios.run_file(path, "oracle", k)
+    assert result == "pass", why
+
+
+# Blocks that are shared, refused, freed by a window, and of which a cached one is evicted.
+SHORT = (
+    "own_fork_full_pool",
+    "own_refused_append_unchanged",
+    "own_turns",
+    "trt_decode_timed_eviction",
+    "trt_two_windows",
+)
+
+
+@pytest.mark.parametrize(("path", "k"), growing([(name, "k=P") for name in SHORT]))
+def test_scenario_in_blocks_of_steps_on_the_library(path, k):
+    result, why = scenarios.run_file(path, "library", k)
+    assert result == "pass", why
+
+
+@pytest.mark.parametrize("backend", ["oracle", "library"])
+def test_a_block_of_steps_that_stops_early_may_evict_in_vain(backend, tmp_path):
+    """What no file depends on: a cached block leaves for room that is then given back."""
+
+    def story(removed):
+        old = [
+            {"op": op, "seq": "a"} | ({"tokens": list(range(8))} if op == "admit" else {})
+            for op in ("admit", "compute")
+        ]
+        new = [{"op": "admit", "seq": "b", "tokens": [9, 9, 9]}, {"op": "compute", "seq": "b"}]
+        last = {"op": "append", "seq": "b", "tokens": [9]}
+        expect = {"events": {"removed": removed, "stored": 1}, "num_used": 1, "num_free": 2, "num_blocks": 1}
+        return _steps(*old, {"op": "release", "seq": "a"}, *new, last | {"expect": expect}, num_blocks=3)
+
+    file = tmp_path / "made.json"
+    for k, removed in ((None, 0), (1, 0), (4, 1)):
+        file.write_text(json.dumps(story(removed)))
+        assert scenarios.run_file(file, backend, k) == ("pass", "")
+
+
 def test_the_whole_set_is_here():
     assert len(FILES) == 103
     assert {path.stem for path in FILES} >= LARGE

@@ -14,8 +14,8 @@ OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4, "d
 SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 2)], **OPTIONS)
 TIERED = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_host_blocks=4, **OPTIONS)
 VERBS = (
-    "admit", "extend", "commit", "fork", "truncate", "release", "beam_step", "evict", "pin", "unpin", "reset", "lookup",
-    "view", "ragged",
+    "admit", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin", "unpin", "reset",
+    "lookup", "view", "ragged",
 )  # fmt: skip
 MOVES = ("offload", "onboard", "watermark", "swap_out", "swap_in")
 
@@ -54,6 +54,7 @@ STORY = [
     ("truncate", (ints(1), ints(6)), {}),
     ("fork", (ints(1), ints(2)), {}),
     ("extend", (np.array([False, True, False]),), {"tiers": ("device",)}),
+    ("trim", (np.array([False, True, False]),), {"max_tokens": 4}),
     ("pin", (ints(0, -1),), {"group": 0}),
     ("beam_step", (ints(0, 2), ints(1, 1)), {}),
     ("release", (ints(0, 1, 2),), {}),

@@ -41,6 +41,7 @@ VERBS = {
     "commit": ((LINES, np.full(ROWS, 3)), {}),
     "fork": ((0, 1), {}),
     "truncate": ((0, 3), {}),
+    "trim": ((np.ones(ROWS, bool),), {"max_tokens": 4}),
     "release": ((0,), {}),
     "release several": ((np.arange(ROWS),), {}),
     "beam_step": ((np.arange(2), np.zeros(2, np.int64)), {}),

@@ -107,9 +107,53 @@ def test_ragged_view():
     assert np.all(np.asarray(short.slots[0])[0, 5:] >= 12 * 4)
 
 
+# Rows 0 and 3 have room for 3 and 10 tokens more. Tokens that are written and not committed use it up.
+WRITTEN = jnp.asarray([1, 0, 0, 4], jnp.int32)
+
+
+def test_a_view_goes_on_after_what_is_written():
+    got = jax.jit(functools.partial(view, max_tokens=3))(hand_made_state(), jnp.full(4, 3, jnp.int32), written=WRITTEN)
+    np.testing.assert_array_equal(got.num_tokens, [2, 0, 0, 3])
+    np.testing.assert_array_equal(got.lengths, [6, 0, 0, 17])
+    np.testing.assert_array_equal(got.positions[0, :2], [4, 5])
+    np.testing.assert_array_equal(got.positions[3], [14, 15, 16])
+    np.testing.assert_array_equal(got.slots[0][0], [0 * 4 + 0, 0 * 4 + 1, 12 * 4 + 0])
+    np.testing.assert_array_equal(got.slots[0][3], [8 * 4 + 2, 8 * 4 + 3, 9 * 4 + 0])
+    plain = view(hand_made_state(committed=[4, 0, 9, 14]), 3)  # as if it were committed
+    chex.assert_trees_all_equal(got, plain)
+
+
+def test_a_ragged_view_goes_on_after_what_is_written():
+    state, counts = hand_made_state(), jnp.asarray([9, 1, 1, 4], jnp.int32)
+    got = jax.jit(functools.partial(ragged, size=8))(state, counts, written=WRITTEN)
+    np.testing.assert_array_equal(got.num_tokens, [2, 0, 0, 4])
+    np.testing.assert_array_equal(got.starts, [0, 2, 2, 2])
+    np.testing.assert_array_equal(got.lengths, [6, 0, 0, 18])
+    np.testing.assert_array_equal(got.positions[0, :6], [4, 5, 14, 15, 16, 17])
+    np.testing.assert_array_equal(got.slots[0][0], [0, 1, 34, 35, 36, 37, 48, 48])
+    chex.assert_trees_all_equal(got, ragged(hand_made_state(committed=[4, 0, 9, 14]), counts, 8))
+
+
+@pytest.mark.parametrize("form", [functools.partial(view, max_tokens=2), functools.partial(ragged, size=6)])
+def test_there_is_no_room_beyond_what_is_written_and_nothing_is_written_twice(form):
+    state, two = hand_made_state(), jnp.full(4, 2, jnp.int32)
+    for written in (3, 4, 2**20):
+        got = form(state, two, written=jnp.asarray([written, 0, 0, 0], jnp.int32))
+        assert int(got.num_tokens[0]) == int(got.lengths[0]) == 0
+        slots = np.asarray(got.slots[0]).reshape(-1)
+        assert set(slots[slots < 12 * 4]) == {26, 27}  # those of row 3
+    chex.assert_trees_all_equal(form(state, two, written=-WRITTEN), form(state, two))  # committed K/V stay
+    some, one = jnp.asarray([3, -1], jnp.int32), jnp.ones(2, jnp.int32)
+    got = form(state, one, seqs=some, written=jnp.asarray([9, 9], jnp.int32))  # like num_tokens, a number per row named
+    np.testing.assert_array_equal(got.lengths, [20, 0])
+    chex.assert_trees_all_equal(got, form(state, one, seqs=some, written=9))  # an int stands for all of them
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda s: view(s, 1, written=jnp.ones(3, jnp.int32)), r"written: got shape \[3\], wanted \[4\]"),
+        (lambda s: ragged(s, jnp.ones(4, jnp.int32), 4, written=jnp.ones(4)), "written: got dtype float32"),
         (lambda s: view(s, jnp.ones(4, jnp.int32)), "max_tokens: got None"),
         (lambda s: view(s, 0), "max_tokens: got 0"),
         (lambda s: view(s, jnp.ones(3, jnp.int32), 1), r"num_tokens: got int32\[3\], wanted i32\[4\]"),

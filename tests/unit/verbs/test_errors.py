@@ -39,6 +39,7 @@ GOOD = {
     "fork into many": {"src": 0, "dst": ints(2)},
     "truncate": {"seq": 0, "length": 3},
     "truncate batch": {"seq": ints(2), "length": ints(2)},
+    "trim": {"active": np.ones(4, bool), "max_tokens": 3},
     "release": {"seq": 0},
     "release batch": {"seq": ints(3)},
     "evict": {"blocks": ints(2)},
@@ -82,6 +83,9 @@ BAD = {
     "fork batch": {"src": BATCH, "dst": (floats(2), ints(2, 1))},
     "truncate": {"seq": (1.5, True, ints(2, 2)), "length": SCALAR, "now": SCALAR},
     "truncate batch": {"seq": (floats(2),), "length": BATCH, "now": SCALAR},
+    "trim": {
+        "active": (ints(4), np.ones(3, bool), np.ones((4, 1), bool), True, "all"), "max_tokens": (0, -1, 1.5, True),
+    },
     "release": {"seq": (1.5, True, ints(2, 2)), "now": SCALAR},
     "release batch": {"seq": (floats(3), ints(3, 1)), "now": SCALAR},
     "evict": {"blocks": (0, floats(2), ints(2, 1), np.ones(2, bool)), "max_removed": (-1, 1.5)},
@@ -148,9 +152,9 @@ def test_a_name_is_no_namespace():
 @pytest.mark.parametrize(
     "verb",
     [
-        "admit", "lookup", "extend", "commit", "fork", "truncate", "release", "beam_step", "evict", "pin", "unpin",
-        "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged", "show",
-        "stats", "check", "snapshot", "index_of", "plot_blocks",
+        "admit", "lookup", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin",
+        "unpin", "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged",
+        "show", "stats", "check", "snapshot", "index_of", "plot_blocks",
     ],
 )  # fmt: skip
 def test_a_cache_is_no_state(verb):

@@ -21,7 +21,7 @@ VERBS = {
 # What a verb is asked for: positional after the state, in this order. Only `num_tokens` of `extend` has a default.
 ASKED = {
     "admit": "seq tokens length", "lookup": "tokens length", "extend": "active num_tokens",
-    "commit": "tokens num_tokens", "fork": "src dst", "truncate": "seq length", "release": "seq",
+    "commit": "tokens num_tokens", "fork": "src dst", "truncate": "seq length", "trim": "active", "release": "seq",
     "beam_step": "seqs parents", "pin": "blocks", "unpin": "blocks", "evict": "blocks", "reset": "",
     "offload": "blocks", "onboard": "blocks", "watermark": "empty", "swap_out": "seq", "swap_in": "seq",
     "complete": "transfer ok",
@@ -124,6 +124,8 @@ CALLS = {
     "fork into many": ((ID, IDS), {}),
     "truncate": ((ID, ID), {}),
     "truncate several": ((IDS, IDS), {}),
+    "trim": ((ACTIVE,), {"max_tokens": 4}),
+    "trim any room": ((ACTIVE,), {}),
     "release": ((ID,), {}),
     "release several": ((IDS,), {}),
     "beam_step": ((IDS, IDS), {}),

@@ -87,15 +87,17 @@ def test_hit_and_release_in_a_scan_outlives_the_ring():
     kvjax.check(state)
 
 
-@pytest.mark.parametrize("verb", ["admit", "extend", "commit", "fork", "truncate", "release", "lookup", "pin", "reset"])
+@pytest.mark.parametrize(
+    "verb", ["admit", "extend", "commit", "fork", "truncate", "trim", "release", "lookup", "pin", "reset"]
+)
 def test_one_trace_whatever_kind_of_number(verb):
     chex.clear_trace_counter()
     args = {
         "admit": lambda n: (n(0), np.arange(8, dtype=np.int32), n(8)), "extend": lambda n: (np.ones(S, bool),),
         "commit": lambda n: (np.zeros((S, 1), np.int32), np.zeros(S, np.int32)), "fork": lambda n: (n(0), n(1)),
         "truncate": lambda n: (n(0), n(1)), "release": lambda n: (n(0),),
-        "lookup": lambda n: (np.arange(8, dtype=np.int32), n(8)), "pin": lambda n: (np.zeros(2, np.int32),),
-        "reset": lambda n: (),
+        "trim": lambda n: (np.ones(S, bool),), "lookup": lambda n: (np.arange(8, dtype=np.int32), n(8)),
+        "pin": lambda n: (np.zeros(2, np.int32),), "reset": lambda n: (),
     }[verb]  # fmt: skip
 
     # A Python int is weakly typed, which is a type of its own to jit.

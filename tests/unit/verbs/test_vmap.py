@@ -22,6 +22,7 @@ VERBS = {
     ),
     "extend": lambda state: kvjax.extend(state, jnp.ones((S,), jnp.bool_)),
     "commit": lambda state: kvjax.commit(state, jnp.zeros((S, 1), jnp.int32), jnp.ones((S,), jnp.int32)),
+    "trim": lambda state: kvjax.trim(state, jnp.ones((S,), jnp.bool_), max_tokens=4),
     "release": lambda state: kvjax.release(state, 0),
     "release rows": lambda state: kvjax.release(state, jnp.arange(2, dtype=jnp.int32)),
 }

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode loop with its books kept after every step: what `serving.loops.decode` was before it ran in blocks.
+
+It shares nothing with the blocks but the verbs, `step`, `sample` and the types that go in and out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.events.log import append
+from kvjax.serving.loops import Decoded, step
+from kvjax.serving.sampling import sample
+
+
+def most_events(spec: Any) -> int:
+    """The most events of a step in which every row enters, copies and fills a block in each group."""
+    groups, host_groups = len(spec.groups), sum(group.num_host_blocks > 0 for group in spec.groups)
+    removed, copied, stored, updated = 2 * groups - 1, groups, groups, host_groups
+    return spec.max_seqs * (removed + copied + stored + updated)
+
+
+def decode(
+    model: Any, cache: Any, rows: Any, log: Any, *, steps: int, stop: Any, sampling: Any, logits_fn: Any = None, now=0
+) -> Any:
+    """Up to `steps` steps for all active rows: extend, copies, model, commit, sampling, stop check."""
+    spec = cache.state.spec
+
+    def going(carry):
+        number, _, rows, log, decoded = carry
+        return (number < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & (log.room >= most_events(spec))
+
+    def one(carry):
+        number, cache, rows, log, decoded = carry
+        cache, extended = cache.extend(rows.active, now=now)
+        active = rows.active & extended.ok
+        cache, logits, committed = step(model, cache, rows.token[:, None], active.astype(jnp.int32), now=now)
+        positions = cache.state.seqs.committed
+        if logits_fn is not None:
+            logits = logits_fn(logits, rows.token, positions)
+        token, logprob = sample(logits, sampling, rows.seed, positions)
+        decoded = Decoded(
+            decoded.tokens.at[:, number].set(jnp.where(active, token, -1)),
+            decoded.logprobs.at[:, number].set(jnp.where(active, logprob, 0.0)),
+            ~extended.ok,
+        )
+        left = rows.left - active.astype(jnp.int32)
+        stopped = jnp.any(token[:, None] == stop[None], axis=1)
+        goes_on = ~stopped & (left > 0) & (cache.state.seqs.length < spec.max_length)
+        rows = rows.replace(
+            token=jnp.where(active, token, rows.token), left=left, active=rows.active & (~active | goes_on)
+        )
+        return number + extended.ok.astype(jnp.int32), cache, rows, append(append(log, extended), committed), decoded
+
+    shape = (spec.max_seqs, steps)
+    decoded = Decoded(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.bool_(False))
+    _, cache, rows, log, decoded = lax.while_loop(going, one, (jnp.int32(0), cache, rows, log, decoded))
+    return cache, rows, log, decoded
