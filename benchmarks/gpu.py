@@ -30,6 +30,13 @@ import pallas_kernels
 from benchmarks import common
 
 
+# Options of XLA, by who decides how a loop goes on: the device itself (command buffers), or the host, for which it stops.
+DECIDES = {
+    "device": {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,CUBLAS,CUBLASLT,CUDNN,WHILE,CONDITIONAL"},
+    "host": {"xla_gpu_enable_command_buffer": ""},
+}
+
+
 class Effort(NamedTuple):
     """How long to measure: each round about so many seconds, so many rounds."""
 
