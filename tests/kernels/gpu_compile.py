@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles kernels for a GPU on a machine that has none: `python -m tests.kernels.gpu_compile TARGET CASE [CASE ...]`.
 
-Needs what scripts/gpu_toolchain.sh installs, on PYTHONPATH. One target per process; bad parameters can abort it, so
-each case's result is printed as soon as it is there, a line of JSON: ptxas's account of each kernel (registers, bytes
-of stack and spills), how many asynchronous 16-byte copies, tensor copies and matrix products are in its PTX, what
-kernels were emitted as, and of the whole program its collectives and temporaries.
+Needs what scripts/gpu_toolchain.sh installs, on PYTHONPATH (.gpu-toolchain/<version of jaxlib>). One target per
+process; bad parameters can abort it, so each case's result is printed as soon as it is there, a line of JSON: ptxas's
+account of each kernel (registers, bytes of stack and spills), how many asynchronous 16-byte copies, tensor copies and
+matrix products are in its PTX, what kernels were emitted as, and of the whole program its collectives and temporaries.
 """
 
 import functools
@@ -117,7 +117,10 @@ def prefill(size=16, width=WIDTH, implementation=None):
     return kernel("prefill_attention", **options), args, ()
 
 
-def small_llama(layers=(LayerConfig(KV_HEADS, WIDTH),) * LAYERS, scan=False):
+LAYER = LayerConfig(KV_HEADS, WIDTH)
+
+
+def small_llama(layers=(LAYER,) * LAYERS, scan=False):
     config = ModelConfig("llama", 32_000, 1024, 2048, HEADS, layers)
     return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, scan=scan, rngs=nnx.Rngs(0)))
 
@@ -205,11 +208,11 @@ def place(target: str, gpus: int, args, *specs):
     return jax.tree.map(put, args, jax.tree.broadcast(specs[0] if specs else P(), args)), mesh
 
 
-def compile_for(mesh, function, args, donate, dump: str, options=None):
-    """The lowered and the compiled program; `dump` receives the PTX and the thunks."""
+def compile_for(mesh, function, args, donate, dump: str, **options):
+    """The lowered and the compiled program; `dump` receives what XLA writes of it, by these options of its."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
-    return lowered, lowered.compile({"xla_dump_to": dump, "xla_dump_emitter_re": ".*", **(options or {})})
+    return lowered, lowered.compile({"xla_dump_to": dump, **options})
 
 
 def account(ptx: pathlib.Path, arch: str) -> dict[str, dict[str, int]]:
@@ -258,7 +261,7 @@ def measure(target: str, case: str) -> dict[str, Any]:
     args, mesh = place(target, GPUS.get(case, 1), args, *specs)
     with tempfile.TemporaryDirectory() as dump:
         os.environ["MOSAIC_GPU_DUMP_TO"] = dump
-        lowered, compiled = compile_for(mesh, function, args, donate, dump)
+        lowered, compiled = compile_for(mesh, function, args, donate, dump, xla_dump_emitter_re=".*")
         kernels: dict[str, dict[str, int]] = {}
         for ptx in pathlib.Path(dump).rglob("*.ptx"):
             kernels |= account(ptx, TARGETS[target][0])

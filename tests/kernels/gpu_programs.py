@@ -32,7 +32,18 @@ from benchmarks import gpu
 from kvjax.serving.loops import Rows, decode, decode_log
 from models.config import LayerConfig
 from tests.kernels import gpu_thunks
-from tests.kernels.gpu_compile import KV_HEADS, ROWS, WIDTH, compile_for, divided, i32, place, prepare, small_llama
+from tests.kernels.gpu_compile import (
+    KV_HEADS,
+    LAYER,
+    ROWS,
+    WIDTH,
+    compile_for,
+    divided,
+    i32,
+    place,
+    prepare,
+    small_llama,
+)
 from tests.kernels.gpu_thunks import Counts, Thunk
 
 BUDGETS = pathlib.Path(__file__).parents[1] / "data" / "gpu_step_budgets.json"
@@ -41,7 +52,6 @@ HELD = ("stops", "kernels", "copies", "launches")  # against budgets
 TOLD = ("whiles", "conditionals", "command_buffers", "rare")
 BUFFERS = gpu.DECIDES["device"]["xla_gpu_enable_command_buffer"]
 VOCABULARY, STEPS, BLOCK = 32_000, 32, 16
-LAYER = LayerConfig(KV_HEADS, WIDTH)
 
 
 def bookkeeping(tokens: int):
@@ -152,6 +162,7 @@ PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
     "loop_window": (functools.partial(decoder_loop, WINDOWED), BUFFERS, 1),
     "loop_host": (functools.partial(decoder_loop, num_host_blocks=1024), BUFFERS, 1),
     "loop_sharded": (sharded_loop, BUFFERS, 4),
+    "loop_sharded_collectives": (sharded_loop, f"{BUFFERS},COLLECTIVES", 4),
 }
 
 
@@ -198,7 +209,7 @@ def measure(name: str, rare: Sequence[str] = ()) -> dict[str, Counts]:
     args, mesh = place("h200", gpus, args, *specs)
     options = {} if buffers is None else {"xla_gpu_enable_command_buffer": buffers}
     with tempfile.TemporaryDirectory() as dump:
-        _, compiled = compile_for(mesh, function, args, donate, dump, options)
+        _, compiled = compile_for(mesh, function, args, donate, dump, **options)
         root = gpu_thunks.read(pathlib.Path(dump), compiled.as_text())
     return parts_of(root, rare)
 
@@ -210,7 +221,7 @@ class Budgets:
       rare: parts of the scopes of loops that usually do not turn.
       bars: {part: {count: {"bar": number, "aim": number}}}.
       budgets: {jaxlib: {part: {count: number}}}; a part is a program and a part of it, such as "block_16 step".
-      jaxlib: the version whose budgets hold: the installed one, or else the latest before it.
+      jaxlib: the version whose budgets hold: the installed one, or else the latest before it, or else the first.
       exact: whether that is the installed one.
     """
 
@@ -218,9 +229,10 @@ class Budgets:
         self.file, read = file, json.loads(file.read_text())
         self.rare, self.bars, self.budgets = read["rare"], read["bars"], read["budgets"]
         self.installed = jaxlib or importlib.metadata.version("jaxlib")
-        order = sorted({*self.budgets, self.installed}, key=_numbers)
+        order = sorted(self.budgets, key=_numbers)
         self.exact = self.installed in self.budgets
-        self.jaxlib = self.installed if self.exact else order[max(order.index(self.installed) - 1, 0)]
+        before = [version for version in order if _numbers(version) <= _numbers(self.installed)]
+        self.jaxlib = (before or order[:1] or [self.installed])[-1]
 
     def of(self, part: str) -> dict[str, int]:
         """The budgets of a part."""
@@ -275,7 +287,7 @@ def line(part: str, counts: Mapping[str, int], budgets: Budgets) -> str:
     cells = [f"{counts.get(what, 0):5} of {budgets.of(part).get(what, '-'):>3}" for what in HELD]
     cells += [f"{counts.get(what, 0):6}" for what in TOLD]
     bars = [f"{what} {kind} {n}" for what, kinds in budgets.bars.get(part, {}).items() for kind, n in kinds.items()]
-    return f"{part:22}{' '.join(cells)}  {', '.join(bars)}".rstrip()
+    return f"{part:32}{' '.join(cells)}  {', '.join(bars)}".rstrip()
 
 
 def main() -> None:
@@ -285,7 +297,7 @@ def main() -> None:
     parser.add_argument("--update", action="store_true", help="write what is measured as the budgets")
     args, budgets, measured = parser.parse_args(), Budgets(), {}
     if not args.json:
-        print(f"{'jaxlib ' + budgets.installed:22}{' '.join(f'{what:>12}' for what in HELD)} {' '.join(TOLD)}")
+        print(f"{'jaxlib ' + budgets.installed:32}{' '.join(f'{what:>12}' for what in HELD)} {' '.join(TOLD)}")
     for name in args.programs or PROGRAMS:
         parts = measure(name, budgets.rare)
         if args.json:

@@ -72,9 +72,9 @@ def read(dump: pathlib.Path, hlo: str) -> Thunk:
     Raises:
       ValueError: if a line is not understood, or thunks or instructions are missing.
     """
-    # jaxlib 0.11 leaves the second file out where command buffers changed nothing.
-    after, before = (list(dump.glob(f"*.{name}.txt")) for name in ("thunk_sequence_after_thunk_passes", "thunk_sequence"))
-    (file,), (metadata,) = after or before, dump.glob("*.thunk_metadata.txt")
+    # jaxlib 0.11 leaves the file of the last state out where the passes, which make command buffers, changed nothing.
+    last = list(dump.glob("*.thunk_sequence_after_thunk_passes.txt"))
+    (file,), (metadata,) = last or dump.glob("*.thunk_sequence.txt"), dump.glob("*.thunk_metadata.txt")
     root = parse(file.read_text())
     named = re.findall(r'profile_annotation: "([^"]+)"\s+thunk_id: (\d+)', metadata.read_text())
     instructions = {int(number): name for name, number in named}
