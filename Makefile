@@ -12,6 +12,7 @@ BASE ?= HEAD~1
 # Test files are dealt out to one process per core: most of their time is compilation. tests/conftest.py orders them.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=25
 OLDEST := .venv-jax0112
+JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
 BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))
 
 ifeq ($(PYTHON),.venv/bin/python)
@@ -22,11 +23,12 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo test test-long test-all test-oldest fingerprint bench $(BENCHMARKS:%=bench-%) gpu lint format wheel
+.PHONY: help demo test test-long test-all test-oldest test-oldest-gpu fingerprint bench $(BENCHMARKS:%=bench-%) \
+	gpu gpu-counts lint format wheel
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
-	  printf '  make %-12s %s\n' "$$name" "$$what"; done
+	  printf '  make %-16s %s\n' "$$name" "$$what"; done
 
 demo: ## generate with the bundled model: reuse, forks, eviction, events
 	@$(SETUP)
@@ -46,10 +48,16 @@ test-all: ## what a night adds: the same at length, with other seeds, specs, sha
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
+	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest-gpu)
 
 test-oldest: ## the default tests on the oldest jax that CI covers
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
 	@$(OLDEST)/bin/python $(PYTEST) $(ARGS)
+
+test-oldest-gpu: ## what the oldest jax compiles for GPUs; the last part of test-all
+	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
+	@scripts/gpu_toolchain.sh $(OLDEST)/bin/python
+	@$(OLDEST)/bin/python $(PYTEST) -m "not gpu" tests/kernels/test_gpu_*.py $(ARGS)
 
 fingerprint: ## which programs of the verbs differ from those of another commit, and how (BASE=HEAD~1)
 	@$(SETUP)
@@ -65,6 +73,11 @@ $(BENCHMARKS:%=bench-%): bench-%:
 
 gpu: ## tests and benchmarks that need a GPU (CUDA=cuda12 for older drivers)
 	@PYTHON="$(PYTHON)" CUDA="$(CUDA)" scripts/gpu.sh $(ARGS)
+
+gpu-counts: ## kernels, copies and stops of a decode step on a GPU, counted without one
+	@$(SETUP)
+	@$(TOOLCHAIN)
+	@JAX_PLATFORMS=cpu PYTHONPATH=.gpu-toolchain/$$($(PYTHON) -c "$(JAXLIB)"):. $(PYTHON) -m tests.kernels.gpu_programs $(ARGS)
 
 lint: ## ruff and pyright
 	@$(SETUP)

@@ -29,6 +29,12 @@ from jax import lax
 import pallas_kernels
 from benchmarks import common
 
+# Options of XLA, by who decides how a loop goes on: the device (command buffers), or the host, for which it stops.
+DECIDES = {
+    "device": {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,CUBLAS,CUBLASLT,CUDNN,WHILE,CONDITIONAL"},
+    "host": {"xla_gpu_enable_command_buffer": ""},
+}
+
 
 class Effort(NamedTuple):
     """How long to measure: each round about so many seconds, so many rounds."""

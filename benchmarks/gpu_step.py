@@ -4,6 +4,9 @@
 The rows go on from their middle in a pool that is full, so that every new block is an evicted one. A step is held
 against the time that a copy on the device takes for as many bytes as it has to read: all weights once, and the K/V of
 all rows. Bookkeeping is the same loop with a model that only reads the view.
+
+The loop is also timed one step and a block of steps at a time, with command buffers, so that the device decides how it
+goes on, and without. Each of these programs is run several times from the same state, and must choose the same tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +46,15 @@ class Size(NamedTuple):
 
 
 QUICK = Size(48, 8, 1)
+NO_MODEL = jax.tree_util.Partial(no_model)
+
+
+class Timed(NamedTuple):
+    """Median seconds of a step; the pools, which were donated; and the tokens of each run, i32[runs, S, steps]."""
+
+    seconds: float
+    pools: kvjax.pools.Pools
+    tokens: jax.Array
 
 
 def measure(record: Record, name: str, rows: int, quick: bool) -> None:
@@ -50,14 +62,9 @@ def measure(record: Record, name: str, rows: int, quick: bool) -> None:
     config, size, metric = CONFIGS[name], QUICK if quick else Size(), f"step_{name}_b{rows}"
     error = compare_with_dense(dataclasses.replace(config, layers=config.layers[:2]))
     common.require(error <= TOLERANCE, f"the paged model's logits differ from the dense one's by {error}")
-    model = random_model(config)
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=rows * -(-(size.context + size.steps) // 16), max_seqs=rows,
-        max_length=size.context + size.steps,
-    )  # fmt: skip
-    state, pools = rows_in_the_middle(spec, config.vocab_size, size.context - size.steps // 2), pools_of(spec)
-    seconds, pools = time_loop(model, state, pools, size)
-    bookkeeping, _ = time_loop(jax.tree_util.Partial(no_model), state, pools, size)
+    model, state, pools = begin(config, rows, size)
+    seconds, pools, _ = time_loop(model, state, pools, size)
+    bookkeeping, *_ = time_loop(NO_MODEL, state, pools, size)
 
     weights = sum(x.nbytes for x in jax.tree.leaves(model))
     if not config.tie_word_embeddings:  # else it is the output matrix too
@@ -69,6 +76,34 @@ def measure(record: Record, name: str, rows: int, quick: bool) -> None:
     record.rate("kvjax", metric, (weights + kv) / seconds, "copy_tb_s")
     record.add("kvjax", f"{metric}_bookkeeping_us", 1e6 * bookkeeping)
     record.add("kvjax", f"{metric}_bookkeeping_share", bookkeeping / seconds)
+
+
+def measure_loops(record: Record, name: str, rows: int, quick: bool) -> None:
+    """One model's loop, by steps at a time and by who decides how it goes on."""
+    size = QUICK if quick else Size()
+    model, state, pools = begin(CONFIGS[name], rows, size)
+    for k in (1, state.spec.block_size):
+        tokens = {}
+        for who, options in gpu.DECIDES.items():
+            for kind, called in (("", model), ("_bookkeeping", NO_MODEL)):
+                metric = f"loop_{name}_b{rows}_k{k}_{who}{kind}"
+                seconds, pools, found = time_loop(called, state, pools, size, k, options)
+                common.require(bool(jnp.all(found == found[:1])), f"{metric}: two runs chose different tokens")
+                record.add("kvjax", f"{metric}_us", 1e6 * seconds)
+                tokens.setdefault(kind, []).append(found[0])
+        # Another compilation may have chosen other kernels for the products: that is no error.
+        record.add("kvjax", f"loop_{name}_b{rows}_k{k}_same_tokens", float(jnp.mean(jnp.equal(*tokens[""]))))
+
+
+def begin(config: ModelConfig, rows: int, size: Size) -> tuple[Decoder, kvjax.CacheState, kvjax.pools.Pools]:
+    """A model of random weights, and so many rows in the middle of their texts."""
+    model = random_model(config)
+    spec = kvjax.make_spec(
+        model.layer_specs(), num_blocks=rows * -(-(size.context + size.steps) // 16), max_seqs=rows,
+        max_length=size.context + size.steps,
+    )  # fmt: skip
+    state = rows_in_the_middle(spec, config.vocab_size, size.context - size.steps // 2)
+    return model, state, pools_of(spec)
 
 
 def random_model(config: ModelConfig) -> Decoder:
@@ -128,14 +163,20 @@ def rows_in_the_middle(spec: kvjax.CacheSpec, vocabulary: int, length: int) -> k
 
 
 def time_loop(
-    model: Any, state: kvjax.CacheState, pools: kvjax.pools.Pools, size: Size
-) -> tuple[float, kvjax.pools.Pools]:
-    """Median seconds of a step; and the pools, which are donated."""
+    model: Any,
+    state: kvjax.CacheState,
+    pools: kvjax.pools.Pools,
+    size: Size,
+    k: int | None = None,
+    options: dict[str, str] | None = None,
+) -> Timed:
+    """Times the decode loop from a state, k steps at a time, compiled with these options of XLA."""
     spec = state.spec
     one = jnp.ones((spec.max_seqs,), jnp.int32)
     rows = loops.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
-    loop = functools.partial(loops.decode, steps=size.steps, sampling=kvjax.Sampling())
-    loop, times = jax.jit(loop, donate_argnames=("cache", "log")), []
+    loop = functools.partial(loops.decode, steps=size.steps, sampling=kvjax.Sampling(), k=k)
+    loop = jax.jit(loop, donate_argnames=("cache", "log"), compiler_options=options)
+    times, tokens = [], []
     for _ in range(size.rounds + 1):
         cache, log = kvjax.Cache(jax.tree.map(jnp.copy, state), pools), loops.decode_log(spec, size.steps)
         jax.block_until_ready((cache, log))
@@ -144,4 +185,5 @@ def time_loop(
         times.append(time.perf_counter() - began)
         common.require(bool(jnp.all(decoded.tokens >= 0)), "the loop ended early")
         pools = cache.pools
-    return statistics.median(times[1:]) / size.steps, pools
+        tokens.append(decoded.tokens)
+    return Timed(statistics.median(times[1:]) / size.steps, pools, jnp.stack(tokens))

@@ -81,11 +81,11 @@ BARS = [
 def sections(size: Size, quick: bool) -> dict[str, Callable[[Record], None]]:
     """The sections to measure, the most important first."""
 
-    def steps(model, rows):
+    def steps(model, rows, measure="measure"):
         def run(record):
             from benchmarks import gpu_step
 
-            gpu_step.measure(record, model, rows, quick)
+            getattr(gpu_step, measure)(record, model, rows, quick)
 
         return run
 
@@ -94,6 +94,7 @@ def sections(size: Size, quick: bool) -> dict[str, Callable[[Record], None]]:
 
     order = [("tiny", 2)] if quick else [("8b", 32), ("1b", 32), ("8b", 1), ("8b", 128), ("1b", 1), ("1b", 128)]
     models = {f"step_{model}_b{rows}": steps(model, rows) for model, rows in order}
+    model, rows = order[0] if quick else ("1b", 32)
     return {
         "ceilings": lambda record: gpu.ceilings(record, size.copied_bytes, size.side, size.effort),
         **{f"decode_{name}": attention("decode", name, shape) for name, shape in size.decode.items()},
@@ -101,6 +102,7 @@ def sections(size: Size, quick: bool) -> dict[str, Callable[[Record], None]]:
         "append": lambda record: gpu_moves.append(record, size.moves, size.effort),
         "moves": lambda record: gpu_moves.moves(record, size.moves, size.effort),
         **dict(list(models.items())[:2]),
+        f"loop_{model}_b{rows}": steps(model, rows, "measure_loops"),
         "host": lambda record: gpu_host.measure(record, size.host, size.effort),
         **dict(list(models.items())[2:]),
     }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles kernels for a GPU on a machine that has none: `python -m tests.kernels.gpu_compile TARGET CASE [CASE ...]`.
 
-Needs what scripts/gpu_toolchain.sh installs, on PYTHONPATH. One target per process; bad parameters can abort it, so
-each case's result is printed as soon as it is there, a line of JSON: ptxas's account of each kernel (registers, bytes
-of stack and spills), how many asynchronous 16-byte copies, tensor copies and matrix products are in its PTX, what
-kernels were emitted as, and of the whole program its collectives and temporaries.
+Needs what scripts/gpu_toolchain.sh installs, on PYTHONPATH (.gpu-toolchain/<version of jaxlib>). One target per
+process; bad parameters can abort it, so each case's result is printed as soon as it is there, a line of JSON: ptxas's
+account of each kernel (registers, bytes of stack and spills), how many asynchronous 16-byte copies, tensor copies and
+matrix products are in its PTX, what kernels were emitted as, and of the whole program its collectives and temporaries.
 """
 
 import functools
@@ -47,7 +47,8 @@ def _description(name, major, cores, smem_core, smem_block, bandwidth, memory, l
       shared_memory_per_block_optin: {smem_block}
       cuda_compute_capability {{ major: {major} feature_extension: {extension} }}
       registers_per_core_limit: 65536 registers_per_block_limit: 65536
-      thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64 }}
+      thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+      driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" }}
     platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}" """
 
 
@@ -116,11 +117,17 @@ def prefill(size=16, width=WIDTH, implementation=None):
     return kernel("prefill_attention", **options), args, ()
 
 
+LAYER = LayerConfig(KV_HEADS, WIDTH)
+
+
+def small_llama(layers=(LAYER,) * LAYERS, scan=False):
+    config = ModelConfig("llama", 32_000, 1024, 2048, HEADS, layers)
+    return jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, scan=scan, rngs=nnx.Rngs(0)))
+
+
 def whole_step(scan=False):
     """A decode step of a small Llama over pools of a gigabyte: extend, copies, model, commit."""
-    layers = (LayerConfig(KV_HEADS, WIDTH),) * LAYERS
-    config = ModelConfig("llama", 32_000, 1024, 2048, HEADS, layers)
-    model = jax.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16, scan=scan, rngs=nnx.Rngs(0)))
+    model = small_llama(scan=scan)
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=2**12, max_seqs=ROWS, max_length=LENGTH)
     cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
 
@@ -132,9 +139,8 @@ def whole_step(scan=False):
     return step, (model, cache, i32(ROWS, 1)), (1,)
 
 
-def sharded_step():
-    """The same step on a mesh: heads, the MLP's inner width and the vocabulary are divided, the metadata is not."""
-    step, (model, cache, tokens), donate = whole_step()
+def divided(model, cache):
+    """The cache for a mesh of four, and how both are divided there: heads, the MLP's inner width, the vocabulary."""
     mesh = AbstractMesh((4,), ("x",))
 
     def weight(path, leaf):
@@ -143,7 +149,14 @@ def sharded_step():
 
     cache = cache.replace(pools=cache.pools.replace(placement=Placement(mesh, "x")))
     weights = jax.tree_util.tree_map_with_path(weight, model)
-    return step, (model, cache, tokens), donate, (weights, kvjax.Cache(P(), P(None, None, None, "x")), P())
+    return cache, (weights, kvjax.Cache(P(), P(None, None, None, "x")))
+
+
+def sharded_step():
+    """The same step on a mesh; the metadata is not divided."""
+    step, (model, cache, tokens), donate = whole_step()
+    cache, specs = divided(model, cache)
+    return step, (model, cache, tokens), donate, (*specs, P())
 
 
 CASES = {
@@ -195,11 +208,11 @@ def place(target: str, gpus: int, args, *specs):
     return jax.tree.map(put, args, jax.tree.broadcast(specs[0] if specs else P(), args)), mesh
 
 
-def compile_for(mesh, function, args, donate, dump: str):
-    """The lowered and the compiled program; `dump` receives the PTX."""
+def compile_for(mesh, function, args, donate, dump: str, **options):
+    """The lowered and the compiled program; `dump` receives what XLA writes of it, by these options of its."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
-    return lowered, lowered.compile({"xla_dump_to": dump, "xla_dump_emitter_re": ".*"})
+    return lowered, lowered.compile({"xla_dump_to": dump, **options})
 
 
 def account(ptx: pathlib.Path, arch: str) -> dict[str, dict[str, int]]:
@@ -248,7 +261,7 @@ def measure(target: str, case: str) -> dict[str, Any]:
     args, mesh = place(target, GPUS.get(case, 1), args, *specs)
     with tempfile.TemporaryDirectory() as dump:
         os.environ["MOSAIC_GPU_DUMP_TO"] = dump
-        lowered, compiled = compile_for(mesh, function, args, donate, dump)
+        lowered, compiled = compile_for(mesh, function, args, donate, dump, xla_dump_emitter_re=".*")
         kernels: dict[str, dict[str, int]] = {}
         for ptx in pathlib.Path(dump).rglob("*.ptx"):
             kernels |= account(ptx, TARGETS[target][0])
@@ -264,9 +277,14 @@ def measure(target: str, case: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-if __name__ == "__main__":
+def prepare() -> None:
+    """What a process that compiles for GPUs begins with."""
     warnings.filterwarnings("ignore", message=".*[Tt]riton.*")
     # With dumps XLA's warnings come with stack traces, for which llvm-symbolizer takes seconds each where there is one.
     os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"
+
+
+if __name__ == "__main__":
+    prepare()
     for name in sys.argv[2:]:
         print(json.dumps(measure(sys.argv[1], name)), flush=True)

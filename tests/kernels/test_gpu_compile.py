@@ -6,17 +6,14 @@ use local memory, and no program may copy a pool.
 """
 
 import functools
-import importlib.metadata
 import json
-import os
-import sys
 
 import pytest
 
-from tests.drive import DATA, ROOT, output_of
+from tests.drive import DATA
 from tests.kernels import gpu_compile
+from tests.kernels.toolchain import needs_toolchain, results_of
 
-TOOLCHAIN = ROOT / ".gpu-toolchain"
 BUDGETS = json.loads((DATA / "gpu_budgets.json").read_text())
 CASES = {
     "h200": list(gpu_compile.CASES),
@@ -40,25 +37,19 @@ ALL = [
 ]  # fmt: skip
 TRITON, MOSAIC = ["__gpu$xla.gpu.triton"], ["mosaic_gpu_v2"]
 
-INSTALLED = TOOLCHAIN / ".installed"  # says for which jaxlib
-pytestmark = pytest.mark.skipif(
-    not INSTALLED.exists() or INSTALLED.read_text().strip() != importlib.metadata.version("jaxlib"),
-    reason="no CUDA compiler for this jaxlib (scripts/gpu_toolchain.sh)",
-)
+pytestmark = needs_toolchain
 
 
 @functools.cache
-def results_of(target, *cases, **more):
+def compiled(target, *cases, **more):
     """What came of compiles in a process of their own: bad parameters can abort it."""
-    path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
-    printed = output_of(sys.executable, "-m", "tests.kernels.gpu_compile", target, *cases, PYTHONPATH=path, **more)
-    return dict(zip(cases, map(json.loads, printed.splitlines()), strict=True))
+    return dict(zip(cases, results_of("tests.kernels.gpu_compile", target, *cases, **more), strict=True))
 
 
 def result_of(target, case, **more):
     """What came of one compile; the default cases share a process, which saves seven starts."""
     cases = sorted(QUICK) if case in QUICK and target == "h200" and not more else [case]
-    return results_of(target, *cases, **more)[case]
+    return compiled(target, *cases, **more)[case]
 
 
 @pytest.mark.parametrize(

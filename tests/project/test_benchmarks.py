@@ -6,6 +6,7 @@ The benchmarks check their own answers, so that a tiny one is a test of the part
 
 import json
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def test_kernels_run_without_a_gpu_when_tiny(tmp_path, monkeypatch):
     sections = "decode_2x64_int8", "decode_ragged", "prefill", "append", "moves", "host"
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention is not strict
         result = run_kernels(monkeypatch, tmp_path / "quick.json", "--quick", "--only", *sections)
-    assert not result["errors"] and set(result["not_measured"]) == {"decode_2x64_b16", "step_tiny_b2"}
+    assert not result["errors"] and set(result["not_measured"]) == {"decode_2x64_b16", "step_tiny_b2", "loop_tiny_b2"}
     wanted = {"decode_2x64_int8_of_copy", "prefill_tiny_of_product", "append_us", "gather_tiny_of_copy"}
     assert wanted <= set(result["metrics"]["xla"])
     assert {"copy_tb_s", "host_scatter_same_memory"} <= set(result["metrics"]["device"])
@@ -109,6 +110,26 @@ def test_whole_steps_read_what_they_are_held_against():
     assert shape["weight_bytes"] == sum(x.nbytes for x in model) - 2 * 128 * 32  # but the embedding
     assert shape["kv_bytes"] == 2 * 48 * 2 * 2 * (2 * 16 * 2)  # rows, tokens, layers, K and V, heads of bf16
     assert record.value("kvjax", "step_tiny_b2_tokens_s") > 0
+
+
+@pytest.mark.slow
+def test_loops_choose_the_same_tokens_however_they_are_run():
+    record = gpu.Record("toy", [], None)
+    gpu_step.measure_loops(record, "tiny", 2, quick=True)
+    metrics = record.result["metrics"]["kvjax"]
+    names = {f"{who}{kind}_us" for who in gpu.DECIDES for kind in ("", "_bookkeeping")} | {"same_tokens"}
+    assert set(metrics) == {f"loop_tiny_b2_k{k}_{name}" for k in (1, 16) for name in names}
+    assert metrics["loop_tiny_b2_k1_same_tokens"] == metrics["loop_tiny_b2_k16_same_tokens"] == 1
+    assert all(value > 0 for value in metrics.values())
+
+
+def test_a_loop_that_chooses_other_tokens_in_its_second_run_is_an_error(monkeypatch):
+    timed = gpu_step.Timed(1e-6, None, jnp.array([[[3, 4]], [[3, 5]]]))
+    state = types.SimpleNamespace(spec=types.SimpleNamespace(block_size=16))
+    monkeypatch.setattr(gpu_step, "begin", lambda *_: (None, state, None))
+    monkeypatch.setattr(gpu_step, "time_loop", lambda *_: timed)
+    with pytest.raises(SystemExit, match="loop_tiny_b2_k1_device: two runs chose different tokens"):
+        gpu_step.measure_loops(gpu.Record("toy", [], None), "tiny", 2, quick=True)
 
 
 def test_kernels_say_so_where_there_is_no_gpu(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ tests/kernels/gpu_compile.py.
 import dataclasses
 import importlib
 import json
-import os
 import sys
 from typing import Any
 
@@ -23,7 +22,7 @@ from kvjax.pools import host as host_pool
 from kvjax.pools.device import init_pools
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
 from tests.drive import ROOT, output_of
-from tests.kernels.test_gpu_compile import TOOLCHAIN
+from tests.kernels.toolchain import needs_toolchain, results_of
 
 N, H = (7, 5), (6, 8)  # device and host blocks of the two groups
 FLOAT = PoolSpec((0, 1), 2, 4, "float32"), PoolSpec((2,), 1, 8, "bfloat16"), PoolSpec((3, 4), 3, 2, "float32")
@@ -300,16 +299,14 @@ def test_pools_may_be_divided_among_devices():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not (TOOLCHAIN / ".installed").exists(), reason="no CUDA compiler (scripts/gpu_toolchain.sh)")
+@needs_toolchain
 def test_on_a_gpu_both_pools_are_updated_in_place():
-    path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
-    found = output_of(sys.executable, "-m", "tests.unit.pools.test_host_pool", PYTHONPATH=path)
-    for line in found.splitlines():
-        result = json.loads(line)
+    results = results_of("tests.unit.pools.test_host_pool")
+    for result in results:
         assert result["aliased"] == result["target"], result
         assert result["temporaries"] < 3 * result["block"], result
         assert (result["host_code"], result["loops"]) == (0, 1), result  # and the loop's length is known
-    assert len(found.splitlines()) == 4
+    assert len(results) == 4
 
 
 def compile_for_gpu():

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what a GPU runs around the kernels, without a GPU: `python -m tests.kernels.gpu_programs [PROGRAM ...]`.
+
+Prints a table of all programs or of those named, or with --json a line of JSON for each. Needs what
+scripts/gpu_toolchain.sh installs, on PYTHONPATH. What is counted: `gpu_thunks.count`. Of a decode loop `block` is what
+a block of steps runs around its steps, with the loop of blocks itself; `step` is one step without the model, with the
+loop of steps itself; both have the stop of their loop. `start` is what comes before and after, `model` the model.
+
+tests/data/gpu_step_budgets.json has the most that each count may be, by version of jaxlib, and beside the budgets the
+bars and aims that they are to come down to. --update writes what is measured there. `rare` names loops that usually do
+not turn, by parts of their scopes.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.sharding import PartitionSpec as P
+
+import kvjax
+from benchmarks import gpu
+from kvjax.serving.loops import Rows, decode, decode_log
+from models.config import LayerConfig
+from tests.kernels import gpu_thunks
+from tests.kernels.gpu_compile import (
+    KV_HEADS,
+    LAYER,
+    ROWS,
+    WIDTH,
+    compile_for,
+    divided,
+    i32,
+    place,
+    prepare,
+    small_llama,
+)
+from tests.kernels.gpu_thunks import Counts, Thunk
+
+BUDGETS = pathlib.Path(__file__).parents[1] / "data" / "gpu_step_budgets.json"
+PARTS = ("all", "model", "start", "block", "step", "around")
+HELD = ("stops", "kernels", "copies", "launches")  # against budgets
+TOLD = ("whiles", "conditionals", "command_buffers", "rare")
+BUFFERS = gpu.DECIDES["device"]["xla_gpu_enable_command_buffer"]
+VOCABULARY, STEPS, BLOCK = 32_000, 32, 16
+
+
+def bookkeeping(tokens: int):
+    """extend and commit of so many tokens for each of 128 rows."""
+    spec = kvjax.make_spec(num_blocks=8192, max_seqs=128, max_length=2048, block_size=BLOCK)
+
+    def step(state, tokens, active):
+        count = tokens.shape[1]
+        state, extended = kvjax.extend(state, active, count)
+        state, committed = kvjax.commit(state, tokens, jnp.where(active, count, 0))
+        return state, extended, committed
+
+    state = jax.eval_shape(lambda: kvjax.init(spec))
+    return step, (state, i32(128, tokens), jax.ShapeDtypeStruct((128,), jnp.bool_)), (0,)
+
+
+def null_model(tokens, pools, view, *, last):
+    """One kernel that takes all that a model takes and updates the pool: nothing of the loop is left out for it."""
+    ((pool,),) = pools.arrays
+    inputs = [tokens, last, *jax.tree.leaves(view), pool]
+
+    def kernel(tokens, *refs):
+        *_, logits, pool = refs
+        logits[0, 0] = pool[0, 0, 0, 0, 0, 0].astype(jnp.float32) + tokens[0, 0].astype(jnp.float32)
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    logits, pool = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((len(tokens), VOCABULARY), jnp.float32), pool],
+        in_specs=[whole] * len(inputs),
+        out_specs=[whole] * 2,
+        input_output_aliases={len(inputs) - 1: 1},
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        name="null_model",
+    )(*inputs)
+    return logits, pools.replace(arrays=((pool,),))
+
+
+def in_scope(model, *args, **options):
+    """A model whose kernels can be told from the loop's by their scope."""
+    with jax.named_scope("model"):
+        return model(*args, **options)
+
+
+def loop(cache, model=null_model, *weights, steps=STEPS, k=BLOCK, fixed=False):
+    """The decode loop."""
+    state = cache.state
+    flags = jax.ShapeDtypeStruct((state.spec.max_seqs,), jnp.bool_)
+    row = i32(*flags.shape)
+    rows = Rows(row, flags, row, jax.ShapeDtypeStruct(row.shape, jnp.uint32))
+    log = jax.eval_shape(lambda: decode_log(state.spec, steps))
+
+    def run(weights, cache, rows, log, stop):
+        called = jax.tree_util.Partial(in_scope, *(weights or [jax.tree_util.Partial(model)]))
+        return decode(called, cache, rows, log, steps=steps, stop=stop, sampling=kvjax.Sampling(), k=k, fixed=fixed)
+
+    return run, (weights, cache, rows, log, i32(2)), (1, 3)
+
+
+def make_cache(layers, rows=ROWS, num_blocks=4096, **options):
+    spec = kvjax.make_spec(layers, num_blocks=num_blocks, max_seqs=rows, max_length=2048, block_size=BLOCK, **options)
+    return jax.eval_shape(lambda: kvjax.Cache.create(spec))
+
+
+def block(k: int):
+    """One block of k steps around a model of one kernel."""
+    return loop(make_cache([kvjax.LayerSpec(KV_HEADS, WIDTH)], 128, 8192), steps=k, k=k)
+
+
+def decoder_loop(layers=(LAYER,), fixed=False, **options):
+    """32 steps in blocks of 16 with a small decoder."""
+    model = small_llama(layers)
+    return loop(make_cache(model.layer_specs(), **options), None, model, fixed=fixed)
+
+
+def sharded_loop():
+    """The same on four GPUs."""
+    run, ((model,), cache, *rest), donate = decoder_loop()
+    cache, (weights, parts) = divided(model, cache)
+    return run, ((model,), cache, *rest), donate, ((weights,), parts, *[P()] * len(rest))
+
+
+def layer():
+    """A step of a decoder with one layer."""
+    model = small_llama((LAYER,))
+
+    def step(model, cache, tokens):
+        cache, extended = cache.extend(jnp.ones((ROWS,), jnp.bool_))
+        scoped = jax.tree_util.Partial(in_scope, model)
+        cache, logits, committed = kvjax.step(scoped, cache, tokens, jnp.ones((ROWS,), jnp.int32))
+        return cache, jnp.argmax(logits, axis=-1), extended, committed
+
+    return step, (model, make_cache(model.layer_specs()), i32(ROWS, 1)), (1,)
+
+
+WINDOWED = (LAYER, LayerConfig(KV_HEADS, WIDTH, window=512))
+# By name: what makes it, command buffers (None: as XLA does by itself), and GPUs.
+PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
+    "extend_commit_1": (functools.partial(bookkeeping, 1), None, 1),
+    "extend_commit_16": (functools.partial(bookkeeping, BLOCK), None, 1),
+    "block_1": (functools.partial(block, 1), None, 1),
+    "block_4": (functools.partial(block, 4), None, 1),
+    "block_16": (functools.partial(block, BLOCK), None, 1),
+    "layer": (layer, None, 1),
+    "loop_buffered": (decoder_loop, BUFFERS, 1),
+    "loop_unbuffered": (decoder_loop, "", 1),
+    "loop_fixed": (functools.partial(decoder_loop, fixed=True), "", 1),
+    "loop_window": (functools.partial(decoder_loop, WINDOWED), BUFFERS, 1),
+    "loop_host": (functools.partial(decoder_loop, num_host_blocks=1024), BUFFERS, 1),
+    "loop_sharded": (sharded_loop, BUFFERS, 4),
+    "loop_sharded_collectives": (sharded_loop, f"{BUFFERS},COLLECTIVES", 4),
+}
+
+
+def is_of_model(thunk: Thunk) -> bool:
+    """Whether a thunk was traced by the model."""
+    return "/model/" in thunk.op_name
+
+
+def loops_around_model(thunk: Thunk) -> list[Thunk]:
+    """The loops that the model is called in, from the outer to the inner."""
+    for part in thunk.parts.values():
+        for inside in part:
+            if is_of_model(inside):
+                return [thunk] if thunk.kind == "kWhile" else []
+            if any(map(is_of_model, inside)):
+                return [thunk] * (thunk.kind == "kWhile") + loops_around_model(inside)
+    return []
+
+
+def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
+    """The counts of a program by its parts."""
+    if not any(map(is_of_model, root)):
+        return {"all": gpu_thunks.count(root, rare)}
+    loops = loops_around_model(root)
+    inner = loops[-1] if loops else root
+    outside = gpu_thunks.count(inner, rare, is_of_model)
+    model = gpu_thunks.count(inner, rare)
+    model.subtract(outside)
+    if not loops:
+        return {"model": model, "around": outside}
+    outer, _ = loops
+    return {
+        "model": model,
+        "start": gpu_thunks.count(root, rare, lambda thunk: thunk is outer),
+        "block": gpu_thunks.count(outer, rare, lambda thunk: thunk is inner),
+        "step": outside,
+    }
+
+
+def measure(name: str, rare: Sequence[str] = ()) -> dict[str, Counts]:
+    """Compiles one program for an H200; its counts."""
+    make, buffers, gpus = PROGRAMS[name]
+    function, args, donate, *specs = make()
+    args, mesh = place("h200", gpus, args, *specs)
+    options = {} if buffers is None else {"xla_gpu_enable_command_buffer": buffers}
+    with tempfile.TemporaryDirectory() as dump:
+        _, compiled = compile_for(mesh, function, args, donate, dump, **options)
+        root = gpu_thunks.read(pathlib.Path(dump), compiled.as_text())
+    return parts_of(root, rare)
+
+
+class Budgets:
+    """The file of budgets.
+
+    Attributes:
+      rare: parts of the scopes of loops that usually do not turn.
+      bars: {part: {count: {"bar": number, "aim": number}}}.
+      budgets: {jaxlib: {part: {count: number}}}; a part is a program and a part of it, such as "block_16 step".
+      jaxlib: the version whose budgets hold: the installed one, or else the latest before it, or else the first.
+      exact: whether that is the installed one.
+    """
+
+    def __init__(self, file: pathlib.Path = BUDGETS, jaxlib: str | None = None):
+        self.file, read = file, json.loads(file.read_text())
+        self.rare, self.bars, self.budgets = read["rare"], read["bars"], read["budgets"]
+        self.installed = jaxlib or importlib.metadata.version("jaxlib")
+        order = sorted(self.budgets, key=_numbers)
+        self.exact = self.installed in self.budgets
+        before = [version for version in order if _numbers(version) <= _numbers(self.installed)]
+        self.jaxlib = (before or order[:1] or [self.installed])[-1]
+
+    def of(self, part: str) -> dict[str, int]:
+        """The budgets of a part."""
+        return self.budgets.get(self.jaxlib, {}).get(part, {})
+
+    def faults(self, part: str, counts: Mapping[str, int]) -> list[str]:
+        """What is over its budget, and which budgets are so loose that a gain could be lost unnoticed.
+
+        By another version of jaxlib than the budgets', counts may differ as far as budgets may be loose.
+        """
+        faults = []
+        for what in HELD:
+            found, budget = counts.get(what, 0), self.of(part).get(what)
+            if budget is None:
+                faults.append(f"{part}: {found} {what}, and no budget")
+            elif found > budget + (0 if self.exact else _slack(budget)):
+                faults.append(f"{part}: {found} {what}, the budget is {budget}")
+            elif self.exact and budget > found + _slack(found):
+                faults.append(f"{part}: {found} {what}, the budget of {budget} is too loose")
+        return faults
+
+    def update(self, measured: Mapping[str, Mapping[str, int]]) -> None:
+        """Writes counts as the budgets of the installed jaxlib; parts that were not measured keep theirs."""
+        parts = self.budgets.setdefault(self.installed, {})
+        parts |= {part: {what: counts.get(what, 0) for what in HELD} for part, counts in measured.items()}
+        order = [f"{name} {part}" for name in PROGRAMS for part in PARTS]
+        self.budgets[self.installed] = {part: parts[part] for part in order if part in parts}
+        lines = {
+            "rare": json.dumps(self.rare),
+            "bars": _object(self.bars, "    "),
+            "budgets": _object(self.budgets, "    ", lambda parts: _object(parts, "      ")),
+        }
+        self.file.write_text(_object(lines, "  ", str) + "\n")
+
+
+def _object(values: Mapping[str, Any], indent: str, of: Callable[[Any], str] = json.dumps) -> str:
+    """JSON with a line to each value."""
+    lines = [f"{indent}{json.dumps(name)}: {of(value)}" for name, value in values.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{indent[2:]}}}"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
+
+
+def _slack(count: int) -> int:
+    return max(2, count // 10)
+
+
+def line(part: str, counts: Mapping[str, int], budgets: Budgets) -> str:
+    """A line of the table."""
+    cells = [f"{counts.get(what, 0):5} of {budgets.of(part).get(what, '-'):>3}" for what in HELD]
+    cells += [f"{counts.get(what, 0):6}" for what in TOLD]
+    bars = [f"{what} {kind} {n}" for what, kinds in budgets.bars.get(part, {}).items() for kind, n in kinds.items()]
+    return f"{part:32}{' '.join(cells)}  {', '.join(bars)}".rstrip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.gpu_programs", description=__doc__)
+    parser.add_argument("programs", nargs="*", choices=[*PROGRAMS, []], metavar="PROGRAM", help=", ".join(PROGRAMS))
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each program")
+    parser.add_argument("--update", action="store_true", help="write what is measured as the budgets")
+    args, budgets, measured = parser.parse_args(), Budgets(), {}
+    if not args.json:
+        print(f"{'jaxlib ' + budgets.installed:32}{' '.join(f'{what:>12}' for what in HELD)} {' '.join(TOLD)}")
+    for name in args.programs or PROGRAMS:
+        parts = measure(name, budgets.rare)
+        if args.json:
+            print(json.dumps(parts), flush=True)
+            continue
+        for part, counts in parts.items():
+            measured[f"{name} {part}"] = counts
+            print(line(f"{name} {part}", counts, budgets), flush=True)
+    if args.update:
+        budgets.update(measured)
+
+
+if __name__ == "__main__":
+    prepare()
+    main()

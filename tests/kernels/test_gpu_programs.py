@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GPU runs around the kernels, held against tests/data/gpu_step_budgets.json from both sides.
+
+A count over its budget is a loss; a budget far over its count would let a gain be lost again.
+"""
+
+import functools
+import json
+
+import pytest
+
+from tests.kernels import gpu_programs
+from tests.kernels.gpu_programs import BUDGETS, HELD, PROGRAMS, Budgets
+from tests.kernels.toolchain import needs_toolchain, results_of
+
+# By default a block of steps, the loop that the device runs by itself, and a layer of kernels; the others by night.
+QUICK = ("block_16", "layer", "loop_buffered")
+ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
+BUFFERED = {name for name, (_, buffers, _) in PROGRAMS.items() if buffers} - {"loop_sharded"}
+
+
+@functools.cache
+def measured(*names):
+    return dict(zip(names, results_of("tests.kernels.gpu_programs", "--json", *names), strict=True))
+
+
+def parts_of(name):
+    """What was counted in a program; the default ones share a process."""
+    return measured(*(QUICK if name in QUICK else (name,)))[name]
+
+
+@needs_toolchain
+@pytest.mark.parametrize("name", ALL)
+def test_programs_stay_within_their_budgets_which_stay_close(name):
+    budgets = Budgets()
+    faults = [fault for part, counts in parts_of(name).items() for fault in budgets.faults(f"{name} {part}", counts)]
+    assert not faults, "\n".join(faults)
+
+
+@needs_toolchain
+@pytest.mark.parametrize("name", [case for case in ALL if case.values[0] in BUFFERED])
+def test_with_command_buffers_a_whole_loop_is_one(name):
+    parts = parts_of(name)
+    assert sum(counts.get("command_buffers", 0) for counts in parts.values()) == 1
+    assert not any(counts["stops"] for counts in parts.values())
+
+
+@needs_toolchain
+@pytest.mark.parametrize("name", ALL)
+def test_the_models_kernels_are_told_from_the_loops(name):
+    parts = parts_of(name)
+    if name.startswith("extend"):
+        assert set(parts) == {"all"}
+    elif name == "layer":
+        assert set(parts) == {"model", "around"} and parts["model"]["kernels"] > 10
+    else:
+        assert set(parts) == {"model", "start", "block", "step"}
+        kernels = parts["model"]["kernels"]
+        assert kernels == 1 if name.startswith("block") else kernels > 10
+
+
+@needs_toolchain
+@pytest.mark.slow
+def test_a_loop_of_steps_whose_length_is_fixed_does_not_stop():
+    assert parts_of("loop_fixed")["step"]["stops"] == 0
+    assert parts_of("loop_unbuffered")["step"]["stops"] == 1
+
+
+def write(tmp_path, budgets, **more):
+    file = tmp_path / "budgets.json"
+    file.write_text(json.dumps({"rare": [], "bars": {}, "budgets": budgets, **more}))
+    return file
+
+
+def numbers(stops=0, kernels=0, copies=0, launches=0):
+    return dict(zip(HELD, (stops, kernels, copies, launches), strict=True))
+
+
+def test_a_count_over_its_budget_and_a_loose_budget_are_faults(tmp_path):
+    file = write(tmp_path, {"1.2.0": {"loop step": numbers(1, 100, 3, 103)}})
+    budgets = Budgets(file, "1.2.0")
+    assert budgets.faults("loop step", numbers(1, 100, 3, 103)) == []
+    assert budgets.faults("loop step", numbers(1, 91, 1, 94)) == []
+    assert budgets.faults("loop step", numbers(2, 101, 0, 103)) == [
+        "loop step: 2 stops, the budget is 1",
+        "loop step: 101 kernels, the budget is 100",
+        "loop step: 0 copies, the budget of 3 is too loose",
+    ]
+    assert budgets.faults("loop step", numbers(1, 90, 3, 93)) == [
+        "loop step: 90 kernels, the budget of 100 is too loose",
+        "loop step: 93 launches, the budget of 103 is too loose",
+    ]
+    assert budgets.faults("loop block", {"kernels": 3})[1] == "loop block: 3 kernels, and no budget"
+
+
+def test_another_jaxlib_is_held_to_the_budgets_of_the_latest_before_it_less_strictly(tmp_path):
+    file = write(tmp_path, {"1.10.0": {"a": numbers(kernels=20)}, "1.9.0": {"a": numbers(kernels=50)}})
+    for jaxlib, wanted in [("1.9.0", "1.9.0"), ("1.9.7", "1.9.0"), ("1.10.1", "1.10.0"), ("1.8.0", "1.9.0")]:
+        budgets = Budgets(file, jaxlib)
+        assert (budgets.jaxlib, budgets.exact) == (wanted, jaxlib == wanted)
+    later = Budgets(file, "2.0.0")
+    assert later.faults("a", numbers(2, 22)) == later.faults("a", numbers(kernels=3)) == []
+    assert later.faults("a", numbers(3, 23)) == ["a: 3 stops, the budget is 0", "a: 23 kernels, the budget is 20"]
+
+
+def test_an_update_keeps_what_was_not_measured_and_a_line_for_each_part(tmp_path):
+    bars = {"layer around": {"kernels": {"bar": 9}}}
+    old = {"layer around": numbers(kernels=8), "block_1 step": numbers(1), "gone step": numbers(1)}
+    file = write(tmp_path, {"1.0": {"layer model": numbers(7)}, "2.0": old}, bars=bars)
+    Budgets(file, "2.0").update({"layer around": {"kernels": 5, "rare": 2}, "block_1 block": numbers(2)})
+    assert json.loads(file.read_text()) == {
+        "rare": [], "bars": bars,
+        "budgets": {
+            "1.0": {"layer model": numbers(7)},
+            "2.0": {"block_1 block": numbers(2), "block_1 step": numbers(1), "layer around": numbers(kernels=5)},
+        },
+    }  # fmt: skip
+    assert '\n      "layer around": {"stops": 0, "kernels": 5, "copies": 0, "launches": 0}\n' in file.read_text()
+
+
+def test_every_part_has_budgets_and_what_has_a_bar_is_a_part():
+    read = json.loads(BUDGETS.read_text())
+    names = [set(parts) for parts in read["budgets"].values()]
+    assert len(names) == 2 and names[0] == names[1] >= set(read["bars"])
+    assert {part.split()[0] for part in names[0]} == set(PROGRAMS)
+    assert all(list(budget) == list(HELD) for parts in read["budgets"].values() for budget in parts.values())
+
+
+def test_the_table_shows_counts_with_their_budgets_and_bars(tmp_path):
+    bars = {"layer around": {"kernels": {"bar": 9, "aim": 4}}}
+    budgets = Budgets(write(tmp_path, {"1.0": {"layer around": numbers(1, 12)}}, bars=bars), "1.0")
+    line = gpu_programs.line("layer around", {"stops": 1, "kernels": 11, "whiles": 3}, budgets)
+    assert " ".join(line.split()) == "layer around 1 of 1 11 of 12 0 of 0 0 of 0 3 0 0 0 kernels bar 9, kernels aim 4"

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compilers for GPUs that scripts/gpu_toolchain.sh has installed for this jaxlib, and processes that use them."""
+
+import importlib.metadata
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from tests.drive import ROOT, output_of
+
+TOOLCHAIN = ROOT / ".gpu-toolchain" / importlib.metadata.version("jaxlib")
+needs_toolchain = pytest.mark.skipif(
+    not (TOOLCHAIN / ".installed").exists(), reason="no CUDA compiler for this jaxlib (scripts/gpu_toolchain.sh)"
+)
+
+
+def results_of(module: str, *args: str, **environment: str) -> list[Any]:
+    """What a module prints as a process that finds the compilers: lines of JSON."""
+    path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
+    printed = output_of(sys.executable, "-m", module, *args, PYTHONPATH=path, **environment)
+    return [json.loads(line) for line in printed.splitlines()]
