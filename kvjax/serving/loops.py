@@ -138,8 +138,7 @@ def decode(
         room = spec.max_length - cache.state.seqs.length
         want = jnp.minimum(jnp.minimum(rows.left, room), jnp.minimum(steps - number, k))
         want = jnp.where(rows.active, jnp.maximum(want, 1), 0)
-        n = jnp.minimum(num_steps(cache.state, want, k, log.room), steps - number)  # or rows would be idle, yet active
-        n = jnp.where(refused, 1, n)
+        n = jnp.where(refused, 1, jnp.minimum(num_steps(cache.state, want, k, log.room), steps - number))
         cache, extended = cache.extend(rows.active, jnp.minimum(want, n), max_tokens=k, now=now)
         begun, first = rows.active & extended.ok, rows.token
         pools, rows, done = loop(cache, rows, want, jnp.where(extended.ok, n, 0))

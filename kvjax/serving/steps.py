@@ -15,6 +15,8 @@ Source: MAX's multi-step decoding.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -155,34 +157,37 @@ def compute(
     """
     committed, most_tokens = cache.state.seqs.committed, cache.state.spec.max_length
 
+    # What a step does beside the model is a handful of kernels on a GPU: each operation on a scalar, each write of its
+    # own and each turn of the loop's condition would be another. So each row has its own number of the step, and both
+    # results go to one array.
     def one(carry):
-        number, _, pools, rows, done = carry
+        number, _, pools, rows, written, chosen = carry
         active = rows.active & (number < jnp.minimum(want, steps))
-        view = cache.view(active.astype(jnp.int32), 1, written=done.count)
+        view = cache.view(active.astype(jnp.int32), 1, written=written)
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
-        written = done.count + active.astype(jnp.int32)
+        written = written + active.astype(jnp.int32)
         token, logprob = choose(logits, rows, committed + written, sampling, logits_fn)
-        new = Written(written, jnp.where(active, token, -1), jnp.where(active, logprob, 0.0))
-        done = new.replace(
-            tokens=_column(done.tokens, number, new.tokens), logprobs=_column(done.logprobs, number, new.logprobs)
-        )
-        rows = advance(rows, active, token, stop, committed + written < most_tokens)
-        # Here, not in the loop's condition: one kernel less in every step.
-        return number + 1, (number + 1 < steps) & jnp.any(rows.active), pools, rows, done
+        result = jnp.stack([token, lax.bitcast_convert_type(logprob.astype(jnp.float32), jnp.int32)])
+        chosen = lax.dynamic_update_slice_in_dim(chosen, result[:, :, None], number[0], axis=2)
+        rows, number = advance(rows, active, token, stop, committed + written < most_tokens), number + 1
+        return number, jnp.any(rows.active & (number < steps)), pools, rows, written, chosen
 
-    shape = (want.shape[0], most)
-    none = Written(jnp.zeros_like(want), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
-    start = (jnp.int32(0), (steps > 0) & jnp.any(rows.active), cache.pools, rows, none)
+    zeros = jnp.zeros_like(want)
+    start = (
+        zeros,
+        jnp.any(rows.active & (steps > 0)),
+        cache.pools,
+        rows,
+        zeros,
+        jnp.zeros((2, *want.shape, most), jnp.int32),
+    )
     if fixed_steps:
-        _, _, pools, rows, done = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
+        _, _, pools, rows, written, chosen = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
     else:
-        _, _, pools, rows, done = lax.while_loop(lambda carry: carry[1], one, start)
-    return pools, rows, done
-
-
-def _column(array: jax.Array, number: jax.Array, values: jax.Array) -> jax.Array:
-    """The array [S, k] with values [S] in a column."""
-    return lax.dynamic_update_slice_in_dim(array, values[:, None], number, axis=1)
+        _, _, pools, rows, written, chosen = lax.while_loop(lambda carry: carry[1], one, start)
+    none = np.arange(most, dtype=np.int32)[None] >= written[:, None]
+    logprobs = jnp.where(none, 0.0, lax.bitcast_convert_type(chosen[1], jnp.float32))
+    return pools, rows, Written(written, jnp.where(none, -1, chosen[0]), logprobs)
 
 
 def choose(
@@ -196,7 +201,7 @@ def choose(
 
 def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:
     """The rows after each row where chose bool[S] took `token` i32[S]; room bool[S]: the row can hold it."""
-    stopped = jnp.any(token[:, None] == stop[None], axis=1)
+    stopped = functools.reduce(operator.or_, [token == one for one in stop.reshape(-1)], jnp.zeros_like(chose))
     left = rows.left - chose.astype(jnp.int32)
     on = rows.active & (~chose | (~stopped & (left > 0) & room))
     return rows.replace(token=jnp.where(chose, token, rows.token), left=left, active=on)

@@ -96,7 +96,7 @@ def in_scope(model, *args, **options):
         return model(*args, **options)
 
 
-def loop(cache, model=null_model, *weights, steps=STEPS, k=BLOCK, fixed=False):
+def loop(cache, model=null_model, *weights, steps=STEPS, k=BLOCK, fixed_steps=False):
     """The decode loop."""
     state = cache.state
     flags = jax.ShapeDtypeStruct((state.spec.max_seqs,), jnp.bool_)
@@ -106,7 +106,9 @@ def loop(cache, model=null_model, *weights, steps=STEPS, k=BLOCK, fixed=False):
 
     def run(weights, cache, rows, log, stop):
         called = jax.tree_util.Partial(in_scope, *(weights or [jax.tree_util.Partial(model)]))
-        return decode(called, cache, rows, log, steps=steps, stop=stop, sampling=kvjax.Sampling(), k=k, fixed=fixed)
+        return decode(
+            called, cache, rows, log, steps=steps, stop=stop, sampling=kvjax.Sampling(), k=k, fixed_steps=fixed_steps
+        )
 
     return run, (weights, cache, rows, log, i32(2)), (1, 3)
 
@@ -121,10 +123,10 @@ def block(k: int):
     return loop(make_cache([kvjax.LayerSpec(KV_HEADS, WIDTH)], 128, 8192), steps=k, k=k)
 
 
-def decoder_loop(layers=(LAYER,), fixed=False, **options):
+def decoder_loop(layers=(LAYER,), fixed_steps=False, **options):
     """32 steps in blocks of 16 with a small decoder."""
     model = small_llama(layers)
-    return loop(make_cache(model.layer_specs(), **options), None, model, fixed=fixed)
+    return loop(make_cache(model.layer_specs(), **options), None, model, fixed_steps=fixed_steps)
 
 
 def sharded_loop():
@@ -158,7 +160,7 @@ PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
     "layer": (layer, None, 1),
     "loop_buffered": (decoder_loop, BUFFERS, 1),
     "loop_unbuffered": (decoder_loop, "", 1),
-    "loop_fixed": (functools.partial(decoder_loop, fixed=True), "", 1),
+    "loop_fixed": (functools.partial(decoder_loop, fixed_steps=True), "", 1),
     "loop_window": (functools.partial(decoder_loop, WINDOWED), BUFFERS, 1),
     "loop_host": (functools.partial(decoder_loop, num_host_blocks=1024), BUFFERS, 1),
     "loop_sharded": (sharded_loop, BUFFERS, 4),
