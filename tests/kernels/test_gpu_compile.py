@@ -24,7 +24,17 @@ CASES = {
 }
 STEPS = ("step", "step_scanned", "step_sharded")
 # By default each kernel once; `long` adds quantised ones and whole steps, `slow` further shapes and the other chip.
-QUICK = {"decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather", "scatter"}
+QUICK = {
+    "extend_16",
+    "decode_16",
+    "triton_prefill_16",
+    "mosaic_decode_16",
+    "prefill_16",
+    "append",
+    "copy",
+    "gather",
+    "scatter",
+}
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
@@ -94,12 +104,28 @@ def test_kernels_are_emitted_as_expected(target, case):
     assert result_of(target, case)["emitted"] == (MOSAIC if mosaic else TRITON)
 
 
-@pytest.mark.parametrize("case", ["scatter", *(pytest.param(case, marks=pytest.mark.long) for case in STEPS)])
+@pytest.mark.parametrize(
+    "case", ["scatter", "extend_16", *(pytest.param(case, marks=pytest.mark.long) for case in STEPS)]
+)
 def test_pools_are_updated_in_place(case):
     result = result_of("h200", case)
     assert result["pool_copies"] == 0
     assert result["aliased"] >= result["pool"]
     assert result["temporaries"] < 0.05 * result["pool"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.long)
+        for case in CASES["h200"]
+        if case.startswith(("extend", "commit"))
+    ],
+)
+def test_bookkeeping_takes_few_kernels_and_never_stops_the_device(case):
+    """Each transition was some seventy kernels, and five loops whose end the host decides."""
+    result = result_of("h200", case)
+    assert result["launches"] <= 7 and result["stops"] == 0
 
 
 @pytest.mark.long
