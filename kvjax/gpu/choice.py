@@ -23,7 +23,8 @@ def serves(state: CacheState, rows: int, num_tokens: int) -> bool:
     """Whether the kernels serve a cache, for `rows` rows with at most num_tokens tokens each; all of it static."""
     spec = state.spec
     more = len(spec.groups) > 1, spec.has_host, spec.retention, state.policy != lru()
-    return not any(more) and num_tokens <= spec.block_size and max(rows, spec.max_seqs) <= MAX_ROWS
+    few = 0 < num_tokens <= spec.block_size and 0 < rows <= MAX_ROWS and spec.max_seqs <= MAX_ROWS
+    return few and not any(more)
 
 
 def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T:

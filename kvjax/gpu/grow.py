@@ -23,7 +23,7 @@ CHANGED = (
     "refcount", "fill", "children", "released", "clock", *TEXT, "next", "prev", "num_empty",
     "num_cached", "table", "order", "stamp", "head", "tail",
 )  # fmt: skip
-READ = ("parent", "empty", "length", "committed")
+READ = ("parent", "generation", "empty", "length", "committed")
 
 
 class Grown(NamedTuple):
@@ -40,7 +40,7 @@ def grow_rows(
     state: CacheState, grown: jax.Array, max_tokens: int, interpret: bool = False
 ) -> tuple[CacheState, Grown]:
     """As `verbs/extend.grow`, for a state that `choice.serves`: all rows or none, exactly the same."""
-    spec, generation = state.spec, state.groups[0].blocks.generation
+    spec = state.spec
     width = (max_tokens + spec.block_size - 2) // spec.block_size + 1
     rows, most = spec.max_seqs, min(spec.max_seqs * width, spec.groups[0].num_blocks)
     lanes = lanes_of(rows * width)
@@ -51,16 +51,13 @@ def grow_rows(
         reads=arrays_of(state, READ) | {"grown": grown},
         changes=arrays_of(state, CHANGED),
         makes={
-            "ok": (1,), "shortfall": (1,), "victims": (most,), "removed": (most,), "copies": (rows,), "ids": (rows,),
-            "source": (rows,), "written": (rows,), "holders": (rows,), "kept": (rows,), "taken": (most,),
-            "peers": (lanes,),
+            "ok": (1,), "shortfall": (1,), "victims": (most,), "removed": (most,), "generations": (most,),
+            "copies": (rows,), "ids": (rows,), "source": (rows,), "written": (rows,), "holders": (rows,),
+            "kept": (rows,), "taken": (most,), "peers": (lanes,),
         },
         interpret=interpret,
     )  # fmt: skip
-    victims = done["victims"]
-    removed = record(
-        EventKind.REMOVED, done["removed"] > 0, block=victims, generation=generation[jnp.maximum(victims, 0)]
-    )
+    removed = record(EventKind.REMOVED, done["removed"] > 0, block=done["victims"], generation=done["generations"])
     copied = record(
         EventKind.COPIED, done["copies"] > 0, block=done["ids"], source=done["source"], num_tokens=done["written"]
     )

@@ -105,3 +105,11 @@ def add(memory: Memory, names: tuple[str, ...], index: jax.Array, by: int, where
             memory.put(name, index, memory.pick(name, index, last) + by * found.number, last)
 
     memory.when(count(where) > 0, change)
+
+
+def exchange(memory: Memory, index: jax.Array, *values: jax.Array) -> list[jax.Array]:
+    """values[index] of each of the values i32[lanes]; index i32[lanes] names lanes."""
+    lane = numbered(index.shape[0])
+    for number, value in enumerate(values):
+        memory.put(f"lane{number}", lane, value)
+    return [memory.pick(f"lane{number}", index) for number in range(len(values))]

@@ -16,8 +16,8 @@ from kvjax.state import NO_BLOCK
 def take(memory: Memory, need: jax.Array, lanes: int) -> jax.Array:
     """Takes `need` i32[] blocks, no more than are empty or cached, for one holder each; whether all could be taken.
 
-    Writes the blocks to `taken`, NO_BLOCK after them or if not all could be taken; to `victims` those that were chosen
-    to leave, and to `removed` which of them have left the index.
+    Writes the blocks to `taken`, NO_BLOCK after them or if not all could be taken; to `victims` and `generations` those
+    that were chosen to leave, and to `removed` which of them have left the index.
     """
     lane, (most,) = numbered(lanes), memory.shape("taken")
     inside = lane < most
@@ -27,6 +27,8 @@ def take(memory: Memory, need: jax.Array, lanes: int) -> jax.Array:
     memory.put("victims", lane, NO_BLOCK, inside)
     memory.put("removed", lane, 0, inside)
     ok = memory.when(wanted > 0, lambda: _evict(memory, wanted, lanes), wanted == 0)
+    chosen = memory.pick("victims", lane, inside)
+    memory.put("generations", lane, memory.pick("generation", jnp.maximum(chosen, 0)), inside)
     pops = ok & (lane < from_stack)
     stacked = memory.pick("empty", num_empty - 1 - lane, pops)
     memory.put("refcount", stacked, 1, pops)

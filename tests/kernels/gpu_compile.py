@@ -146,13 +146,17 @@ def sharded_step():
     return step, (model, cache, tokens), donate, (weights, kvjax.Cache(P(), P(None, None, None, "x")), P())
 
 
-def bookkeeping(verb, num_tokens):
-    """One of the two transitions of a decode step, which steps of several tokens ask for at once."""
+def bookkeeping(num_tokens):
+    """What a block of so many decode steps asks of the metadata: room, and later that its tokens are recorded."""
     spec = kvjax.make_spec(num_blocks=8192, max_seqs=SEQS, max_length=2048)
-    state, active = jax.eval_shape(lambda: kvjax.init(spec)), jax.ShapeDtypeStruct((SEQS,), jnp.bool_)
-    if verb == "extend":
-        return functools.partial(kvjax.extend, num_tokens=num_tokens), (state, active), (0,)
-    return kvjax.commit, (state, i32(SEQS, num_tokens), i32(SEQS)), (0,)
+
+    def keep(state, active, tokens):
+        state, extended = kvjax.extend(state, active, num_tokens)
+        state, committed = kvjax.commit(state, tokens, jnp.where(active, num_tokens, 0))
+        return state, extended, committed
+
+    active = jax.ShapeDtypeStruct((SEQS,), jnp.bool_)
+    return keep, (jax.eval_shape(lambda: kvjax.init(spec)), active, i32(SEQS, num_tokens)), (0,)
 
 
 CASES = {
@@ -186,10 +190,8 @@ CASES = {
     "scatter": lambda: (
         kernel("scatter_blocks"), (pool_of(), bf16(64, *pool_of().shape[1:]), i32(64), i32()), (0,)
     ),
-    **{
-        f"{verb}_{num_tokens}": functools.partial(bookkeeping, verb, num_tokens)
-        for verb in ("extend",) for num_tokens in (1, 16)
-    },
+    "bookkeeping_1": functools.partial(bookkeeping, 1),
+    "bookkeeping_16": functools.partial(bookkeeping, 16),
     "step": whole_step,
     "step_scanned": functools.partial(whole_step, scan=True),
     "step_sharded": sharded_step,
@@ -250,13 +252,15 @@ def collectives(text: str) -> list[str]:
 
 
 def launches(text: str) -> dict[str, int]:
-    """The kernels of a compiled program's entry, and its stops: where the device waits for the host to look."""
+    """The kernels of a program's entry; its stops, where the device waits for the host; its copies of large arrays."""
     entry = text[text.index("\nENTRY ") :]
     names = "fusion|custom-call|scatter|sort|reduce|dot|convolution|all-reduce"
     unbounded = [line for line in text.splitlines() if " while(" in line and "known_trip_count" not in line]
+    copied = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]\S* copy\(", text)]
     return {
         "launches": len(re.findall(rf" (?:{names})\(", entry[: entry.index("\n}")])),
         "stops": len(unbounded) + len(re.findall(r" conditional\(", text)),
+        "large_copies": sum(size >= 8192 for size in copied),
     }
 
 

@@ -77,9 +77,16 @@ class Both(dict[str, Any]):
             > len({e["source"] for e in kvjax.to_list(events) if e["kind"] == "copied"}),
             "merged": name == "commit" and np.any(new.table != old.table),
             "merged with a cached block": name == "commit" and new.num_cached < old.num_cached,
+            "collided": name == "commit" and collided(before, new),
             "a victim refused": name == "extend" and claims[: claims.size // 2].any(),
         }
         self.reached.update(mark for mark, reached in marks.items() if reached)
+
+
+def collided(before: Any, group: Any) -> bool:
+    """Whether a row is left with a full block that is not findable, though its prefix is."""
+    full = (before.seqs.committed // group.blocks.tokens.shape[1])[:, None] > np.arange(group.table.shape[1])
+    return bool(np.any(group.blocks.fill[group.table[full]] == 0))
 
 
 def variants(state: Any, rng: np.random.Generator) -> list[Any]:
@@ -101,11 +108,20 @@ def variants(state: Any, rng: np.random.Generator) -> list[Any]:
 
 
 class History:
-    """A cache to which random things happen."""
+    """A cache to which random things happen.
 
-    def __init__(self, spec: kvjax.CacheSpec, seed: int, num_blocks: int | None = None, verbs: Both | None = None):
+    Attributes:
+      spec: its shapes.
+      most: tokens that a row can ask for, or commit, in one call.
+      verbs: what compares.
+    """
+
+    def __init__(
+        self, spec: kvjax.CacheSpec, seed: int, *, most: int | None = None, num_blocks: int | None = None,
+        verbs: Both | None = None,
+    ):  # fmt: skip
         self.verbs, self.rng = Both(seed) if verbs is None else verbs, np.random.default_rng(seed)
-        self.spec = spec
+        self.spec, self.most, self.rows = spec, most or spec.block_size, np.arange(spec.max_seqs, dtype=np.int32)
         self.driver = drive.Driver(kvjax.init(spec, num_blocks=num_blocks), self.verbs, verified=False)
 
     def run(self, steps: int) -> collections.Counter[str]:
@@ -134,8 +150,9 @@ class History:
         return self.rng.integers(0, self.rng.choice((1, 1, 2)), shape, dtype=np.int32)
 
     def ids(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        rare = self.rng.random() < 0.3
         return (
-            {"extra_ids": self.rng.choice((0, 0, 0, 1), tokens.shape).astype(np.int32)} if self.spec.extra_ids else {}
+            {"extra_ids": (self.rng.random(tokens.shape) < 0.2 * rare).astype(np.int32)} if self.spec.extra_ids else {}
         )
 
     def admit(self) -> None:
@@ -146,15 +163,12 @@ class History:
             options["extra_ids"] = np.zeros(self.spec.max_length + 1, np.int32)
         if self.driver.admit(seq, tokens, namespace=int(self.rng.choice((0, 0, 0, 1))), **options) == ["OK"]:
             while self.room[seq] and self.rng.random() < 0.95:
-                self.written(
-                    {seq: min(self.room[seq], self.spec.block_size)}, tokens[self.lengths[seq] - self.room[seq] :]
-                )
+                counts = np.where(self.rows == seq, min(self.room[seq], self.most), 0).astype(np.int32)
+                left = np.resize(tokens[self.lengths[seq] - self.room[seq] :], (len(self.rows), self.most))
+                self.written(self.rows, left, counts)
 
-    def written(self, counts: dict[int, int], text: np.ndarray) -> None:
-        """Commits so many tokens of rows, no more than a block holds."""
-        tokens = np.resize(text, (self.spec.max_seqs, self.spec.block_size)).astype(np.int32)
-        asked = np.array([counts.get(row, 0) for row in range(self.spec.max_seqs)], np.int32)
-        self.driver.ask("commit", tokens, asked, **self.ids(tokens))
+    def written(self, seqs: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        self.driver.ask("commit", tokens, counts, seqs=seqs, **self.ids(tokens))
 
     def release(self) -> None:
         self.driver.ask("release", self.a_row(used=True))
@@ -174,32 +188,28 @@ class History:
 
     def commit(self) -> None:
         """Of many rows at once, in any order: rows that do not exist or come twice, and too many or bad tokens."""
-        seqs, size = self.rng.permutation(self.spec.max_seqs).astype(np.int32), self.spec.block_size
-        counts = np.minimum(self.room[seqs], size).astype(np.int32)
+        seqs = self.rng.permutation(self.rows)
+        counts = np.minimum(self.room[seqs], self.most).astype(np.int32)
         counts = self.rng.integers(0, counts + 1, dtype=np.int32) if self.rng.random() < 0.5 else counts
-        tokens = self.text(self.spec.max_seqs, size)
+        tokens = self.text(len(seqs), self.most)
         if self.rng.random() < 0.3:  # what each row has is equal to what the others have
             tokens[:] = tokens[0]
         fault = self.rng.choice(("none",) * 7 + ("too many", "token", "twice", "nowhere"))
-        at = self.rng.integers(self.spec.max_seqs)
+        at = self.rng.integers(len(seqs))
         counts[at] += fault == "too many"
         tokens[at, 0] -= 3 * (fault == "token")
         seqs[at] = {"twice": seqs[0], "nowhere": -1}.get(str(fault), seqs[at])
-        self.driver.ask("commit", tokens, counts, seqs=seqs, **self.ids(tokens))
+        self.written(seqs, tokens, counts)
 
     def extend(self) -> None:
         """Of some rows or all; by more than a row can hold, by less than nothing, and rows that are free."""
-        rows, size = self.spec.max_seqs, self.spec.block_size
+        rows, room = len(self.rows), self.spec.max_length - self.lengths
         active = (self.lengths > 0) & (self.rng.random(rows) < self.rng.choice((0.4, 1.0, 1.0)))
-        counts = self.rng.integers(0, size + 1, rows, dtype=np.int32)
+        counts = self.rng.integers(0, self.most + 1, rows, dtype=np.int32)
         fault = self.rng.choice(("none",) * 5 + ("full", "negative", "free"))
         if fault != "full":
-            active = active & (self.lengths < self.spec.max_length)
-            counts = np.minimum(counts, np.maximum(self.spec.max_length - self.lengths, 0)).astype(np.int32)
+            counts = np.minimum(counts, np.maximum(room, 0)).astype(np.int32)
         at = self.rng.integers(rows)
         active[at] = active[at] | (fault == "free")
-        counts[at] -= (size + 1) * (fault == "negative")
-        if self.rng.random() < 0.4:
-            self.driver.ask("extend", active)
-        else:
-            self.driver.ask("extend", active, counts, max_tokens=size)
+        counts[at] -= (self.most + 1) * (fault == "negative")
+        self.driver.ask("extend", active, counts, max_tokens=self.most)

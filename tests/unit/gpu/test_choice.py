@@ -42,7 +42,9 @@ def has_kernel(verb, state, *args, **options):
 def test_kernels_serve_some_caches(options, policy, num_tokens, served):
     spec = kvjax.make_spec(**{"layers": [], **OPTIONS, **options})
     state = jax.eval_shape(lambda: kvjax.init(spec, policy))
-    assert has_kernel("extend", state, np.ones(spec.max_seqs, bool), num_tokens) == served
+    tokens, counts = np.zeros((spec.max_seqs, num_tokens), np.int32), np.zeros(spec.max_seqs, np.int32)
+    assert has_kernel("extend", state, counts == 0, num_tokens) == served
+    assert has_kernel("commit", state, tokens, counts) == served
 
 
 def half_full():
@@ -54,7 +56,7 @@ def half_full():
 
 
 TOKENS, COUNTS = np.arange(S * P, dtype=np.int32).reshape(S, P), np.zeros(S, np.int32)
-CALLS = [("extend", (ROWS,))]
+CALLS = [("extend", (ROWS,)), ("commit", (TOKENS, COUNTS))]
 
 
 @pytest.mark.parametrize(("verb", "args"), CALLS)

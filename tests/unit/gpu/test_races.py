@@ -8,7 +8,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import kvjax
-from kvjax.gpu.grow import grow_rows
 from kvjax.gpu.memory import run
 from tests.unit.gpu.races import barriers_of, kernels_of, races_of
 
@@ -19,20 +18,21 @@ SPECS = {
 }
 
 
-def extend_kernel(spec, num_tokens):
-    state = jax.eval_shape(lambda: kvjax.init(spec))
-    grown = jax.ShapeDtypeStruct((spec.max_seqs,), jnp.int32)
-    return kernels_of(lambda state, grown: grow_rows(state, grown, num_tokens), state, grown)
+def extended(state, counts, tokens):
+    return kvjax.extend(state, counts > 0, tokens.shape[1])
 
 
-KERNELS = {"extend": extend_kernel}
+def committed(state, counts, tokens):
+    return kvjax.commit(state, tokens, counts)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("num_tokens", [1, P])
-@pytest.mark.parametrize("name", KERNELS)
-def test_no_races_and_each_barrier_is_needed(name, num_tokens, spec):
-    (kernel,) = KERNELS[name](SPECS[spec], num_tokens)
+@pytest.mark.parametrize("verb", [extended, committed])
+def test_no_races_and_each_barrier_is_needed(verb, num_tokens, spec):
+    state, rows = jax.eval_shape(lambda: kvjax.init(SPECS[spec])), SPECS[spec].max_seqs
+    tokens = jax.ShapeDtypeStruct((rows, num_tokens), jnp.int32)
+    (kernel,) = kernels_of(verb, state, jax.ShapeDtypeStruct((rows,), jnp.int32), tokens)
     barriers = barriers_of(kernel)
     assert len(barriers) > 5 and races_of(kernel) == []
     for number, barrier in enumerate(barriers):
