@@ -19,12 +19,22 @@ import numpy as np
 from kvjax._arrays import mix
 from kvjax.state import Text
 
-_LANES = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
+LANES = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)
 
 
 def root_key(namespace: jax.Array) -> jax.Array:
     """u32[..., 2]; the key of the empty prefix of each namespace i32[...]."""
-    return mix(namespace.astype(jnp.uint32)[..., None] + _last_axes(_LANES, namespace.ndim + 1))
+    return mix(namespace.astype(jnp.uint32)[..., None] + _last_axes(LANES, namespace.ndim + 1))
+
+
+def content_words(words: jax.Array, position, lane) -> jax.Array:
+    """u32[...]; what the token word u32[...] at `position` in its block adds to a lane of the block's key."""
+    return mix(words + (position * np.uint32(0x9E3779B1) + lane))
+
+
+def block_words(depth: jax.Array, fill: jax.Array) -> jax.Array:
+    """u32[...]; a word for a block's place in its sequence and the tokens in it, i32[...]."""
+    return depth.astype(jnp.uint32) * np.uint32(0x27D4EB2F) + fill.astype(jnp.uint32) * np.uint32(0x165667B1)
 
 
 def token_words(text: Text) -> jax.Array:
@@ -46,14 +56,14 @@ def prefix_keys(start: jax.Array, text: Text, fill, depth: jax.Array) -> jax.Arr
       u32[..., F, 2].
     """
     size, ndim = text.tokens.shape[-1], text.tokens.ndim
-    lane = np.arange(size, dtype=np.uint32)[:, None] * np.uint32(0x9E3779B1) + _LANES
+    position = np.arange(size, dtype=np.uint32)[:, None]
     words = token_words(text)[..., None]
     fill = jnp.broadcast_to(jnp.asarray(fill, jnp.int32), text.tokens.shape[:-1])
     counts = _last_axes(np.arange(size, dtype=np.int32), ndim) < fill[..., None]
-    words = jnp.where(counts[..., None], mix(words + _last_axes(lane, ndim + 1)), np.uint32(0))
+    words = content_words(words, _last_axes(position, ndim + 1), _last_axes(LANES, ndim + 1))
+    words = jnp.where(counts[..., None], words, np.uint32(0))
     content = jnp.sum(words, axis=-2, dtype=jnp.uint32)
-    position = depth.astype(jnp.uint32) * np.uint32(0x27D4EB2F) + fill.astype(jnp.uint32) * np.uint32(0x165667B1)
-    blocks = mix(content ^ mix(position[..., None] + _last_axes(_LANES, ndim)))
+    blocks = mix(content ^ mix(block_words(depth, fill)[..., None] + _last_axes(LANES, ndim)))
     return start[..., None, :] + jnp.cumsum(blocks, axis=-2, dtype=jnp.uint32)
 
 

@@ -22,6 +22,16 @@ class Prompt(NamedTuple):
     valid: jax.Array
 
 
+class Chunk(NamedTuple):
+    """What rows i32[R] write: text i32[R, T] at positions start..end-1 i32[R]; `done` bool[R]: nothing is wrong."""
+
+    rows: jax.Array
+    start: jax.Array
+    end: jax.Array
+    done: jax.Array
+    text: Text
+
+
 class Row(Pytree):
     """One row of the block tables.
 

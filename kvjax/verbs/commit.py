@@ -14,10 +14,11 @@ from kvjax._checks import integers, on_state
 from kvjax.blocks import windows
 from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
-from kvjax.blocks.rows import write_text
+from kvjax.blocks.rows import Chunk, write_text
 from kvjax.blocks.tiers import take_over
 from kvjax.blocks.twins import resolve
 from kvjax.events.records import COLUMNS, Events, Records, Status
+from kvjax.gpu.choice import fused, serves
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, first_failure, known_text
 
@@ -52,7 +53,7 @@ def commit(
 
     Source: vLLM's mark_blocks_as_computed and MAX's commit, which swap equal blocks likewise.
     """
-    spec, size = state.spec, state.spec.block_size
+    spec = state.spec
     rows = integers("seqs", np.arange(spec.max_seqs) if seqs is None else seqs, ("R",))
     tokens = integers("tokens", tokens, (rows.shape[0], "T"))
     asked, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
@@ -67,19 +68,49 @@ def commit(
     bad = bad | jnp.any((steps < asked[:, None]) & (tokens < 0), axis=1)
     bad = bad | ((asked > 0) & pick(state.seqs.rests, rows))
     end = start + jnp.where(bad, 0, asked)
+    state, stored, updated = _written(state, Chunk(rows, start, end, exists & ~bad, text), now)
+    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
+
+
+Written = tuple[CacheState, list[Records], list[Records]]  # the cache; for each group the records stored, updated
+
+
+def _written(state: CacheState, chunk: Chunk, now: jax.Array) -> Written:
+    """`write`, as one kernel where there is one."""
+    total, most = chunk.text.tokens.shape
+
+    def kernel(state: CacheState, chunk: Chunk, now: jax.Array, *, interpret: bool = False) -> Written:
+        from kvjax.gpu.fill import fill_rows  # late: to import Triton takes a tenth of a second
+
+        del now  # only retention asks for the time
+        state, stored = fill_rows(state, chunk, pass_width(total, most, state.spec.block_size), interpret)
+        return state, [stored], []
+
+    return fused(kernel, write, state, chunk, now) if serves(state, total, most) else write(state, chunk, now)
+
+
+def write(state: CacheState, chunk: Chunk, now: jax.Array) -> Written:
+    """Stores what the rows have written, and publishes the blocks that they fill, in every group."""
+    rows, start, end, done, text = chunk
+    size, most = state.spec.block_size, text.tokens.shape[1]
     group = write_text(state.groups[0], rows, start, end, text)
     state = state.replace(groups=(group, *state.groups[1:]))
     state, stored, updated = publish_filled(state, rows, start // size, end // size, most, now)
     slid = [
         windows.slide(group, group_spec, rows, start, end, most, size, now)
-        for group, group_spec in zip(state.groups[1:], spec.groups[1:], strict=True)
+        for group, group_spec in zip(state.groups[1:], state.spec.groups[1:], strict=True)
     ]
-    committed = put(state.seqs.committed, rows, end, exists & ~bad)
+    committed = put(state.seqs.committed, rows, end, done)
     state = state.replace(groups=(state.groups[0], *slid), seqs=state.seqs.replace(committed=committed))
-    return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
+    return state, stored, updated
 
 
 _BATCH = 32  # rows: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256
+
+
+def pass_width(total: int, max_tokens: int, size: int) -> int:
+    """How many of so many rows `publish_filled` looks at in one pass."""
+    return min(max(_BATCH, -(-total * max_tokens // size)), total)
 
 
 def publish_filled(
@@ -103,7 +134,7 @@ def publish_filled(
     """
     total, size = rows.shape[0], state.spec.block_size
     most = (max_tokens + size - 1) // size  # blocks that a row can have filled
-    batch = min(max(_BATCH, -(-total * max_tokens // size)), total)
+    batch = pass_width(total, max_tokens, size)
     fills = end > first
     order = put(jnp.zeros((total + batch,), jnp.int32), rank(fills), jnp.arange(total, dtype=jnp.int32), fills)
     num_lists = len(state.groups) + len(state.spec.host_groups)  # of stored, of updated records

@@ -18,8 +18,9 @@ from kvjax.blocks.publish import forget
 from kvjax.blocks.rows import copy_text, table_entry
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import priorities
-from kvjax.events.records import EventKind, Events, Records, Status, record
-from kvjax.events.transfer import Transfer
+from kvjax.events.records import EventKind, Events, Records, Status, no_records, record
+from kvjax.events.transfer import Transfer, no_moves
+from kvjax.gpu.choice import fused, serves
 from kvjax.policies.retention import apply_retention
 from kvjax.state import CacheState
 from kvjax.verbs._request import all_or_nothing, assemble, first_failure, known_tiers
@@ -67,7 +68,7 @@ def extend(
     full = active & (-(-grown // size) > spec.max_blocks_per_seq)
     rests = active & seqs.rests
     fine = ~jnp.any(bad | rests | full)
-    state, grew = grow(state, jnp.where(fine, grown, seqs.length), max_tokens, now, known_tiers(tiers))
+    state, grew = _grown(state, jnp.where(fine, grown, seqs.length), max_tokens, now, known_tiers(tiers))
     status = first_failure(
         (bad, Status.BAD_REQUEST), (rests, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
     )
@@ -88,6 +89,25 @@ class Growth(Pytree):
     shortfall: jax.Array
     updated: list[Records]
     moves: list[Transfer]
+
+
+def _grown(
+    state: CacheState, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
+) -> tuple[CacheState, Growth]:
+    """`grow`, as one kernel where there is one."""
+
+    def kernel(state: CacheState, grown: jax.Array, now: jax.Array, *, interpret: bool = False):
+        from kvjax.gpu.grow import grow_rows  # late: to import Triton takes a tenth of a second
+
+        del now  # only retention asks for the time
+        state, grew = grow_rows(state, grown, max_tokens, interpret)
+        return state, Growth(grew.ok, [grew.removed], [grew.copied], grew.shortfall, [no_records()], [no_moves()])
+
+    def plain(state: CacheState, grown: jax.Array, now: jax.Array) -> tuple[CacheState, Growth]:
+        return grow(state, grown, max_tokens, now, tiers)
+
+    served = serves(state, state.spec.max_seqs, max_tokens)
+    return fused(kernel, plain, state, grown, now) if served else plain(state, grown, now)
 
 
 def grow(

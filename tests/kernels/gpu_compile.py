@@ -34,7 +34,7 @@ from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
 from models.placement import partition_spec
 
-ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS = 32, 32, 8, 128, 4096, 4
+ROWS, HEADS, KV_HEADS, WIDTH, LENGTH, LAYERS, SEQS = 32, 32, 8, 128, 4096, 4, 128
 
 
 def _description(name, major, cores, smem_core, smem_block, bandwidth, memory, l2, clock_ghz, fpus) -> str:
@@ -159,6 +159,19 @@ def sharded_step():
     return step, (model, cache, tokens), donate, (*specs, P())
 
 
+def bookkeeping(num_tokens):
+    """What a block of so many decode steps asks of the metadata: room, and later that its tokens are recorded."""
+    spec = kvjax.make_spec(num_blocks=8192, max_seqs=SEQS, max_length=2048)
+
+    def keep(state, active, tokens):
+        state, extended = kvjax.extend(state, active, num_tokens)
+        state, committed = kvjax.commit(state, tokens, jnp.where(active, num_tokens, 0))
+        return state, extended, committed
+
+    active = jax.ShapeDtypeStruct((SEQS,), jnp.bool_)
+    return keep, (jax.eval_shape(lambda: kvjax.init(spec)), active, i32(SEQS, num_tokens)), (0,)
+
+
 CASES = {
     "decode_16": decode,
     "decode_64": functools.partial(decode, 64),
@@ -190,6 +203,8 @@ CASES = {
     "scatter": lambda: (
         kernel("scatter_blocks"), (pool_of(), bf16(64, *pool_of().shape[1:]), i32(64), i32()), (0,)
     ),
+    "bookkeeping_1": functools.partial(bookkeeping, 1),
+    "bookkeeping_16": functools.partial(bookkeeping, 16),
     "step": whole_step,
     "step_scanned": functools.partial(whole_step, scan=True),
     "step_sharded": sharded_step,
@@ -222,7 +237,7 @@ def account(ptx: pathlib.Path, arch: str) -> dict[str, dict[str, int]]:
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     text, kernels = ptx.read_text(), {}
     for name, stack, stores, loads, registers in re.findall(
-        r"function '(\w+(?:_attention|_kv|_blocks)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
+        r"function '(\w+(?:_attention|_kv|_blocks|_rows)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
         r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", said, re.DOTALL,
     ):  # fmt: skip
         body = text[text.index(f".entry {name}") :]
@@ -249,6 +264,19 @@ def collectives(text: str) -> list[str]:
     return found
 
 
+def launches(text: str) -> dict[str, int]:
+    """The kernels of a program's entry; its stops, where the device waits for the host; its copies of large arrays."""
+    entry = text[text.index("\nENTRY ") :]
+    names = "fusion|custom-call|scatter|sort|reduce|dot|convolution|all-reduce"
+    unbounded = [line for line in text.splitlines() if " while(" in line and "known_trip_count" not in line]
+    copied = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]\S* copy\(", text)]
+    return {
+        "launches": len(re.findall(rf" (?:{names})\(", entry[: entry.index("\n}")])),
+        "stops": len(unbounded) + len(re.findall(r" conditional\(", text)),
+        "large_copies": sum(size >= 8192 for size in copied),
+    }
+
+
 def layer_bytes(args) -> int:
     """Bytes of one layer's weights, where a model is among the arguments; its layers are equal, stacked or not."""
     layers = [arg.layers for arg in args if isinstance(arg, Decoder)]
@@ -266,14 +294,14 @@ def measure(target: str, case: str) -> dict[str, Any]:
         for ptx in pathlib.Path(dump).rglob("*.ptx"):
             kernels |= account(ptx, TARGETS[target][0])
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    pool = next(a for a in jax.tree.leaves(args) if len(a.shape) == 6)
+    pool = max(jax.tree.leaves(args), key=lambda a: (len(a.shape), a.size))  # without a pool, the largest array
     part = pool.sharding.shard_shape(pool.shape)  # what one GPU has of it
     moved = re.findall(rf"\w+\[{','.join(map(str, part))}\]\S* (copy|dynamic-slice|dynamic-update-slice)\(", text)
     return {
         "case": case, "kernels": kernels, "pool": math.prod(part) * pool.dtype.itemsize, "pool_copies": len(moved),
         "layer": layer_bytes(args), "temporaries": memory.temp_size_in_bytes, "aliased": memory.alias_size_in_bytes,
         "emitted": sorted(set(re.findall(r'custom_call @"?([\w$.]*(?:triton|mosaic)[\w$.]*)', lowered.as_text()))),
-        "collectives": sorted(collectives(text)),
+        "collectives": sorted(collectives(text)), **launches(text),
     }  # fmt: skip
 
 

@@ -21,7 +21,17 @@ CASES = {
 }
 STEPS = ("step", "step_scanned", "step_sharded")
 # By default each kernel once; `long` adds quantised ones and whole steps, `slow` further shapes and the other chip.
-QUICK = {"decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather", "scatter"}
+QUICK = {
+    "extend_16",
+    "decode_16",
+    "triton_prefill_16",
+    "mosaic_decode_16",
+    "prefill_16",
+    "append",
+    "copy",
+    "gather",
+    "scatter",
+}
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
@@ -85,12 +95,22 @@ def test_kernels_are_emitted_as_expected(target, case):
     assert result_of(target, case)["emitted"] == (MOSAIC if mosaic else TRITON)
 
 
-@pytest.mark.parametrize("case", ["scatter", *(pytest.param(case, marks=pytest.mark.long) for case in STEPS)])
+@pytest.mark.parametrize(
+    "case", ["scatter", "bookkeeping_16", *(pytest.param(case, marks=pytest.mark.long) for case in STEPS)]
+)
 def test_pools_are_updated_in_place(case):
     result = result_of("h200", case)
     assert result["pool_copies"] == 0
     assert result["aliased"] >= result["pool"]
     assert result["temporaries"] < 0.05 * result["pool"]
+
+
+@pytest.mark.parametrize("case", ["bookkeeping_16", pytest.param("bookkeeping_1", marks=pytest.mark.long)])
+def test_bookkeeping_takes_few_kernels_and_never_stops_the_device(case):
+    """As plain jax it is 140 kernels, and ten loops whose end the host decides."""
+    result = result_of("h200", case)
+    assert set(result["kernels"]) == {"extend_rows", "commit_rows"}
+    assert result["launches"] <= 12 and result["stops"] == 0 and result["large_copies"] == 0
 
 
 @pytest.mark.long

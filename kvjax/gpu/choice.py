@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which version of a transition a program has: one kernel on a GPU where a kernel serves the cache, or plain jax."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+from kvjax.policies.ring import lru
+from kvjax.state import CacheState
+
+MAX_ROWS = 1024  # a kernel has a lane for each, or two
+
+_interpreted = False
+
+
+def serves(state: CacheState, rows: int, num_tokens: int) -> bool:
+    """Whether the kernels serve a cache, for `rows` rows with at most num_tokens tokens each; all of it static."""
+    spec = state.spec
+    more = len(spec.groups) > 1, spec.has_host, spec.retention, state.policy != lru()
+    few = 0 < num_tokens <= spec.block_size and 0 < rows <= MAX_ROWS and spec.max_seqs <= MAX_ROWS
+    return few and not any(more)
+
+
+def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T:
+    """kernel(*args) in a program for a CUDA GPU; plain(*args), which is equal, on other platforms and under `vmap`.
+
+    Args:
+      kernel: takes `interpret` as well.
+      plain: the same in plain jax.
+      *args: pytrees of all arrays that they use.
+    """
+    if _interpreted:
+        return kernel(*args, interpret=True)
+    leaves, tree = jax.tree.flatten(args)
+
+    @custom_vmap
+    def call(*leaves):
+        return lax.platform_dependent(*jax.tree.unflatten(tree, leaves), cuda=kernel, default=plain)
+
+    @call.def_vmap
+    def _batched(axis_size, in_batched, *leaves):
+        # A kernel is one program for one cache; a grid of them would wait for the slowest, and share no memory.
+        def one(*leaves):
+            return plain(*jax.tree.unflatten(tree, leaves))
+
+        in_axes = [0 if batched else None for batched in in_batched]
+        out = jax.vmap(one, in_axes=in_axes, axis_size=axis_size)(*leaves)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call(*leaves)
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """What is traced inside has the kernels, run as plain jax on any platform: for tests."""
+    global _interpreted
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before

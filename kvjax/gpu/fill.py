@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `verbs/commit` does to a state as one kernel."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.blocks.rows import Chunk
+from kvjax.events.records import COLUMNS, EventKind, Records
+from kvjax.gpu.lanes import count, lanes_of, numbered, rank
+from kvjax.gpu.memory import Memory, run
+from kvjax.gpu.publish import merge, publish
+from kvjax.gpu.state import TEXT, arrays_of, with_arrays
+from kvjax.gpu.twins import Filled, Resolution, resolve
+from kvjax.state import DEFAULT_PRIORITY, CacheState
+
+CHANGED = (
+    *TEXT, "committed", "refcount", "fill", "key", "generation", "parent", "children", "depth", "hits", "stored",
+    "clock", "next", "prev", "empty", "num_empty", "num_cached", "table",
+)  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("batch", "interpret"))
+def fill_rows(state: CacheState, chunk: Chunk, batch: int, interpret: bool = False) -> tuple[CacheState, Records]:
+    """As `verbs/commit.write`, for a state that `choice.serves`, exactly the same; also returns R records, stored.
+
+    Args:
+      state: the cache.
+      chunk: what the rows have written, at most a block's tokens each.
+      batch: static; how many blocks that were filled the kernel looks at in one pass, as plain jax does.
+      interpret: static; see `choice.interpreted`.
+    """
+    rows, start, end, done, text = chunk
+    total, size = rows.shape[0], np.int32(state.spec.block_size)
+    lanes, room = lanes_of(total), (lanes_of(batch),)
+    reads = {"rows": rows, "start": start, "end": end, "done": done.astype(jnp.int32)}
+    result = run(
+        functools.partial(_fill, lanes=lanes, batch=batch, size=size),
+        "commit_rows",
+        lanes=lanes,
+        reads=reads | arrays_of(state, ("namespace",)) | {f"new_{name}": part for name, part in text.parts().items()},
+        changes=arrays_of(state, CHANGED),
+        makes={"records": (total, len(COLUMNS)), "queue": (total,), "peers": room, **_rooms(room)},
+        interpret=interpret,
+    )
+    return with_arrays(state, result), Records(result["records"])
+
+
+def _rooms(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """What `lanes.exchange` needs for five values at once."""
+    return {f"lane{number}": shape for number in range(5)}
+
+
+def _fill(memory: Memory, *, lanes: int, batch: int, size: np.int32) -> None:
+    """The kernel: a lane for each row while it writes, then one for each of a pass of blocks that were filled."""
+    number = _write(memory, lanes, size)
+
+    def step(done: jax.Array) -> jax.Array:
+        filled = Filled.of(memory, done, number, batch, size)
+        news = resolve(memory, filled, size)
+        memory.when(count(news.publish) > 0, lambda: publish(memory, filled, news, size))
+        memory.when(count(news.merge) > 0, lambda: merge(memory, filled, news))
+        _record(memory, done, filled, news, size)
+        return done + batch
+
+    memory.loop(lambda done: done < number, step, jnp.int32(0))
+
+
+def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
+    """Writes the rows' tokens, and the queue of those that filled a block; returns how many these are."""
+    lane, (rows, columns) = numbered(lanes), memory.shape("table")
+    real = lane < memory.shape("rows")[0]
+    start, end = memory.pick("start", lane, real), memory.pick("end", lane, real)
+    row = jnp.clip(memory.pick("rows", lane, real), 0, rows - 1)
+    memory.put("committed", row, end, real & (memory.pick("done", lane, real) > 0))
+
+    first = lax.div(start, size)
+    turn = (first + 1) * size  # where a row's second block begins
+    blocks = [
+        memory.pick("table", (row, jnp.minimum(first + i, columns - 1)), real & (end > turn + (i - 1) * size))
+        for i in (0, 1)
+    ]
+    steps = memory.shape("new_tokens")[1]
+    width = min(memory.tile(lanes), lanes_of(steps))
+
+    def write(done: jax.Array) -> jax.Array:
+        step = (done + numbered(width))[None]
+        position = start[:, None] + step
+        where, second = position < end[:, None], position >= turn[:, None]
+        block = jnp.where(second, blocks[1][:, None], blocks[0][:, None])
+        slot = position - turn[:, None] + jnp.where(second, 0, size)
+        for name in TEXT:
+            if name in memory:
+                memory.put(name, (block, slot), memory.pick(f"new_{name}", (lane[:, None], step), where), where)
+        return done + width
+
+    memory.loop(lambda done: done < steps, write, jnp.int32(0))
+    fills = real & (end >= turn)
+    memory.put("queue", rank(fills), lane, fills)
+    column = numbered(16)[None]
+    memory.put("records", (lane[:, None], column), 0, real[:, None] & (column < len(COLUMNS)))
+    return count(fills)
+
+
+def _record(memory: Memory, done: jax.Array, filled: Filled, news: Resolution, size: np.int32) -> None:
+    """The records of a pass, stored; those of kind NONE say what plain jax says there."""
+    lane, column = numbered(filled.own.shape[0]), numbered(16)[None]
+    values = {
+        "kind": jnp.where(news.publish, int(EventKind.STORED), 0), "block": filled.own,
+        "generation": memory.pick("generation", jnp.maximum(filled.own, 0)), "source": filled.before,
+        "source_generation": filled.link(memory), "num_tokens": jnp.full_like(lane, size),
+        "priority": jnp.full_like(lane, DEFAULT_PRIORITY),
+    }  # fmt: skip
+    records = jnp.zeros((lane.shape[0], column.shape[1]), jnp.int32)
+    for name, value in values.items():
+        records = jnp.where(column == COLUMNS.index(name), value[:, None], records)
+    index = (done + lane)[:, None]
+    inside = filled.inside[:, None] & (index < memory.shape("records")[0]) & (column < len(COLUMNS))
+    memory.put("records", (index, column), records, inside)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verbs/extend.grow` as one kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.events.records import EventKind, Records, record
+from kvjax.gpu import ring
+from kvjax.gpu.lanes import count, lanes_of, numbered, peers, rank
+from kvjax.gpu.memory import Memory, run
+from kvjax.gpu.state import TEXT, arrays_of, with_arrays
+from kvjax.gpu.take import take
+from kvjax.state import CacheState
+
+CHANGED = (
+    "refcount", "fill", "children", "released", "clock", *TEXT, "next", "prev", "num_empty",
+    "num_cached", "table", "order", "stamp", "head", "tail",
+)  # fmt: skip
+READ = ("parent", "generation", "empty", "length", "committed")
+
+
+class Grown(NamedTuple):
+    """What came of `grow_rows`: whether every row could grow, the records, and how many blocks are missing."""
+
+    ok: jax.Array
+    removed: Records
+    copied: Records
+    shortfall: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("max_tokens", "interpret"))
+def grow_rows(
+    state: CacheState, grown: jax.Array, max_tokens: int, interpret: bool = False
+) -> tuple[CacheState, Grown]:
+    """As `verbs/extend.grow`, for a state that `choice.serves`: all rows or none, exactly the same."""
+    spec = state.spec
+    width = (max_tokens + spec.block_size - 2) // spec.block_size + 1
+    rows, most = spec.max_seqs, min(spec.max_seqs * width, spec.groups[0].num_blocks)
+    lanes = lanes_of(rows * width)
+    done = run(
+        functools.partial(_grow, size=np.int32(spec.block_size), width=np.int32(width), lanes=lanes),
+        "extend_rows",
+        lanes=lanes,
+        reads=arrays_of(state, READ) | {"grown": grown},
+        changes=arrays_of(state, CHANGED),
+        makes={
+            "ok": (1,), "shortfall": (1,), "victims": (most,), "removed": (most,), "generations": (most,),
+            "copies": (rows,), "ids": (rows,), "source": (rows,), "written": (rows,), "holders": (rows,),
+            "kept": (rows,), "taken": (most,), "peers": (lanes,),
+        },
+        interpret=interpret,
+    )  # fmt: skip
+    removed = record(EventKind.REMOVED, done["removed"] > 0, block=done["victims"], generation=done["generations"])
+    copied = record(
+        EventKind.COPIED, done["copies"] > 0, block=done["ids"], source=done["source"], num_tokens=done["written"]
+    )
+    return with_arrays(state, done), Grown(done["ok"][0] > 0, removed, copied, done["shortfall"][0])
+
+
+def _grow(memory: Memory, *, size: np.int32, width: np.int32, lanes: int) -> None:
+    """The kernel: a lane for each of the `width` columns that a row may write, in the order of the rows."""
+    span = _Span.of(memory, size, width, lanes)
+    copies = _unshare(memory, span, span.begins & (span.grown > span.length) & (span.first * size < span.length))
+    need = count(span.beyond | copies)
+    lack = need - (memory.number("num_empty") + memory.number("num_cached"))
+    ok = take(memory, jnp.where(lack <= 0, need, 0), lanes) & (lack <= 0)
+    span = _Span.of(memory, size, width, lanes)
+    _settle(memory, span, ok)
+    _hand_out(memory, span, ok, size)
+    memory.set_number("ok", ok)
+    memory.set_number("shortfall", jnp.where(ok, 0, jnp.maximum(lack, 1)))
+
+
+class _Span(NamedTuple):
+    """What rows ask for, a lane for each column; worked out twice, since registers are few.
+
+    Attributes:
+      row: i32.
+      begins: bool; the lane of a row's first column.
+      length: i32; tokens that the row has room for.
+      grown: i32; and those that it asks for.
+      first: i32; the row's first column, the one that it is in.
+      column: i32.
+      beyond: bool; the column needs a block that the row does not have.
+    """
+
+    row: jax.Array
+    begins: jax.Array
+    length: jax.Array
+    grown: jax.Array
+    first: jax.Array
+    column: jax.Array
+    beyond: jax.Array
+
+    @classmethod
+    def of(cls, memory: Memory, size: np.int32, width: np.int32, lanes: int) -> _Span:
+        lane = numbered(lanes)
+        row = lax.div(lane, width)
+        real = row < memory.shape("table")[0]
+        length, grown = memory.pick("length", row, real), memory.pick("grown", row, real)
+        first = lax.div(length, size)
+        column = first + lane - row * width
+        beyond = real & (column * size < grown) & (column * size >= length)
+        return cls(row, real & (lane == row * width), length, grown, first, column, beyond)
+
+    def block(self, memory: Memory) -> jax.Array:
+        """The block that each row is in, at its first lane."""
+        columns = memory.shape("table")[1]
+        return memory.pick("table", (self.row, jnp.minimum(self.first, columns - 1)), self.begins)
+
+
+def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
+    """`copy_on_write.unshare`: which rows must copy the block that they are in before they write, where bool[lanes].
+
+    Of the rows that share a block the last one notes the block's `holders`, and how many are `kept` if the others
+    release it. Leaves the same marks as plain jax in the refcounts of blocks that nobody would hold any more.
+    """
+    block = span.block(memory)
+    holders = memory.pick("refcount", block, writes)
+    findable = memory.pick("fill", block, writes) > 0
+    shared = writes & ((holders > 1) | findable)
+
+    def mark() -> tuple[jax.Array, jax.Array]:
+        sharers = peers(memory, block, shared, "after", "number")
+        remaining, final = holders - sharers.number, shared & sharers.last
+        memory.put("refcount", block, jnp.where(remaining == 0, -1 - span.row, remaining), final)
+        return remaining, final
+
+    remaining, final = memory.when(count(shared) > 0, mark, (holders, shared))
+    keeps = final & (remaining == 0) & ~findable
+    copies = shared & ~keeps
+    notes = {"copies": copies, "holders": jnp.where(final, holders, 0), "kept": jnp.where(keeps, 1, remaining)}
+    for name, values in notes.items():
+        memory.put(name, span.row, values, span.begins)
+    return copies
+
+
+def _settle(memory: Memory, span: _Span, ok: jax.Array) -> None:
+    """`copy_on_write.settle`, by what `_unshare` has noted."""
+    holders = memory.pick("holders", span.row, span.begins)
+
+    def release() -> None:
+        block, kept = span.block(memory), memory.pick("kept", span.row, span.begins)
+        memory.put("refcount", block, jnp.where(ok, kept, holders), holders > 0)
+        cached, clock = ok & (holders > 0) & (kept == 0), memory.number("clock")
+        memory.put("released", block, clock + rank(cached), cached)
+        memory.set_number("clock", clock + count(cached))
+        memory.set_number("num_cached", memory.number("num_cached") + count(cached))
+        ring.push(memory, block, cached)
+
+    memory.when(count(holders > 0) > 0, release)
+
+
+def _hand_out(memory: Memory, span: _Span, ok: jax.Array, size: np.int32) -> None:
+    """Gives the rows the blocks `taken` if ok bool[], with the text of those that they copy; makes the records."""
+    block, copies = span.block(memory), memory.pick("copies", span.row, span.begins) > 0
+    wanted = span.beyond | copies
+    ids = memory.pick("taken", jnp.minimum(rank(wanted), memory.shape("taken")[0] - 1))
+    memory.put("table", (span.row, span.column), ids, wanted & ok)
+    written = jnp.maximum(memory.pick("committed", span.row, span.begins) - span.first * size, 0)
+    copies = copies & ok & (written > 0)
+    memory.when(count(copies) > 0, lambda: _copy_text(memory, ids, block, copies, size))
+    for name, values in {"copies": copies, "ids": ids, "source": block, "written": written}.items():
+        memory.put(name, span.row, values, span.begins)
+
+
+def _copy_text(memory: Memory, ids: jax.Array, source: jax.Array, where: jax.Array, size: np.int32) -> None:
+    """Stores in blocks ids i32[lanes], where bool[lanes], the text of their sources; none is a source itself."""
+    width = min(memory.tile(ids.shape[0]), lanes_of(int(size)))
+    ids, source, where = ids[:, None], source[:, None], where[:, None]
+
+    def step(start: jax.Array) -> jax.Array:
+        position = start + numbered(width)[None]
+        counts = where & (position < size)
+        parts = [name for name in TEXT if name in memory]
+        for name, text in [(name, memory.pick(name, (source, position), counts)) for name in parts]:
+            memory.put(name, (ids, position), text, counts)
+        return start + width
+
+    memory.loop(lambda start: start < size, step, jnp.int32(0))

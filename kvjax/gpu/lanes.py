@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes that count, rank and find one another."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.gpu.memory import Memory
+
+
+def lanes_of(size: int) -> int:
+    """The lanes that hold `size` entries: a power of two."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def numbered(lanes: int) -> jax.Array:
+    """i32[lanes]; the number of each lane."""
+    return jnp.arange(lanes, dtype=jnp.int32)
+
+
+def count(where: jax.Array) -> jax.Array:
+    """i32[]; how many lanes hold."""
+    return jnp.sum(where.astype(jnp.int32), dtype=jnp.int32)
+
+
+def rank(where: jax.Array) -> jax.Array:
+    """i32[lanes]; how many lanes before each hold."""
+    one = where.astype(jnp.int32)
+    return lax.cumsum(one) - one
+
+
+class Peers(NamedTuple):
+    """What a lane knows of those with its value, all i32[lanes], None where nobody asked.
+
+    Attributes:
+      first: the first of them, perhaps the lane itself.
+      before: the last one before the lane, or -1.
+      after: the first one after the lane, or the number of lanes.
+      number: how many there are.
+    """
+
+    first: Any = None
+    before: Any = None
+    after: Any = None
+    number: Any = None
+
+    @property
+    def last(self) -> jax.Array:
+        """bool[lanes]; no peer comes after the lane."""
+        return self.after == self.after.shape[0]
+
+
+def peers(memory: Memory, value: jax.Array, where: jax.Array, *asked: str) -> Peers:
+    """Finds the peers of each lane by its value i32[lanes], at least 0, among the lanes where bool[lanes].
+
+    Each lane compares its value with a row of others at a time, so that nothing depends on who comes first. Says
+    nothing of a lane that does not hold.
+
+    Args:
+      memory: the kernel's; with an array `peers` of a number for each lane.
+      value: as above.
+      where: as above.
+      *asked: fields of `Peers`.
+    """
+    lanes = value.shape[0]
+    lane, width = numbered(lanes), min(memory.tile(lanes), lanes)
+    memory.put("peers", lane, jnp.where(where, value, -1))
+    memory.settle("peers")
+    end = jnp.max(jnp.where(where, lane + 1, 0))
+
+    def compare(i: jax.Array, found: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        other, mine = (i * width + numbered(width))[None], lane[:, None]
+        equal = value[:, None] == memory.pick("peers", other)
+
+        def least(where: jax.Array, name: str) -> jax.Array:
+            return jnp.minimum(found[name], jnp.min(jnp.where(where, other, lanes), axis=1))
+
+        finds = {
+            "first": lambda: least(equal, "first"),
+            "before": lambda: jnp.maximum(
+                found["before"], jnp.max(jnp.where(equal & (other < mine), other, -1), axis=1)
+            ),
+            "after": lambda: least(equal & (other > mine), "after"),
+            "number": lambda: found["number"] + jnp.sum(equal.astype(jnp.int32), axis=1, dtype=jnp.int32),
+        }
+        return {name: finds[name]() for name in asked}
+
+    none = {"first": lanes, "before": -1, "after": lanes, "number": 0}
+    start = {name: jnp.full((lanes,), none[name], jnp.int32) for name in asked}
+    return Peers(**lax.fori_loop(np.int32(0), (end + width - 1) // width, compare, start))
+
+
+def add(memory: Memory, names: tuple[str, ...], index: jax.Array, by: int, where: jax.Array) -> None:
+    """Adds `by` at `index` i32[lanes], where bool[lanes], in arrays of these names; lanes may share an index."""
+
+    def change() -> None:
+        found = peers(memory, index, where, "after", "number")
+        last = where & found.last
+        for name in names:
+            memory.put(name, index, memory.pick(name, index, last) + by * found.number, last)
+
+    memory.when(count(where) > 0, change)
+
+
+def exchange(memory: Memory, index: jax.Array, *values: jax.Array) -> list[jax.Array]:
+    """values[index] of each of the values i32[lanes]; index i32[lanes] names lanes."""
+    lane = numbered(index.shape[0])
+    for number, value in enumerate(values):
+        memory.put(f"lane{number}", lane, value)
+    return [memory.pick(f"lane{number}", index) for number in range(len(values))]

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel's arrays, and when its threads have to wait for one another.
+
+A kernel is one program of one or more warps. A value in it is a tensor with an entry for each lane. Warps do not run in
+step: what one has stored, another may load only after a barrier at which both arrive. `Memory` puts a barrier wherever
+one array would otherwise be both loaded and stored, or stored twice, without any between; tests/unit/gpu/races.py
+verifies the kernels without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+WARP = 32  # threads
+LANES_PER_THREAD = 16  # of a tile: what a thread can hold in its registers beside everything else
+
+
+class Memory:
+    """The arrays of a kernel by name.
+
+    Attributes:
+      warps: static; how many warps run the kernel.
+    """
+
+    def __init__(self, refs: Mapping[str, Any], warps: int, interpret: bool):
+        self.warps = warps
+        self._refs, self._interpret = refs, interpret
+        self._loaded, self._stored = set[str](), set[str]()  # since the last barrier
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._refs
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of array `name`."""
+        return self._refs[name].shape
+
+    def tile(self, lanes: int) -> int:
+        """Columns of a tile with so many rows: a power of two."""
+        return max(self.warps * WARP * LANES_PER_THREAD // lanes, 1)
+
+    def pick(self, name: str, index: Any, where: jax.Array | None = None) -> jax.Array:
+        """x[index], and 0 where bool[...] does not hold; an index that counts is in range.
+
+        Args:
+          name: of the array x.
+          index: i32[...], or a tuple of them for all axes, which are broadcast.
+          where: None: everywhere.
+        """
+        if name in self._stored:
+            self._barrier()
+        self._loaded.add(name)
+        index = _each_axis(index)
+        if where is None:
+            return plt.load(self._refs[name].at[index])
+        return plt.load(self._refs[name].at[index], mask=where, other=np.zeros((), self._refs[name].dtype))
+
+    def put(self, name: str, index: Any, values: Any, where: jax.Array | None = None) -> None:
+        """Writes `values` at `index`, all different or with equal values, where bool[...] holds; see `pick`."""
+        if name in self._loaded | self._stored:
+            self._barrier()
+        self._stored.add(name)
+        ref, (first, *others) = self._refs[name], _each_axis(index)
+        shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in (first, *others)))
+        values = jnp.broadcast_to(jnp.asarray(values, ref.dtype), shape)
+        if where is None:
+            plt.store(ref.at[(first, *others)], values)
+        else:  # the interpreter stores an old value where a mask does not hold: beyond the end it is dropped
+            first, where = jnp.broadcast_to(first, shape), jnp.broadcast_to(where, shape)
+            plt.store(ref.at[(jnp.where(where, first, ref.shape[0]), *others)], values, mask=where)
+
+    def number(self, name: str) -> jax.Array:
+        """The only number of array `name`."""
+        return self.pick(name, 0)
+
+    def set_number(self, name: str, value: jax.Array) -> None:
+        """Writes the only number of array `name`."""
+        self.put(name, 0, value)
+
+    def loop[T](self, going: Callable[[T], jax.Array], step: Callable[[T], T], start: T, *, barrier: bool = True) -> T:
+        """`while_loop` for a step that stores; one that only loads is a loop of `lax`, perhaps behind `settle`.
+
+        Args:
+          going: as in `while_loop`.
+          step: likewise.
+          start: likewise.
+          barrier: static; whether there has to be one between a step and the next.
+        """
+        before = self._loaded.copy(), self._stored.copy()
+
+        def run(carry: T) -> T:
+            if barrier:
+                self._barrier()
+            return step(carry)
+
+        end = lax.while_loop(going, run, start)
+        self._since(before)
+        return end
+
+    def when[T](self, where: jax.Array, do: Callable[[], T], otherwise: T = None) -> T:
+        """What `do` returns if where bool[] holds, without which it is not called; else `otherwise`."""
+        before = self._loaded.copy(), self._stored.copy()
+        result = lax.cond(where, do, lambda: otherwise)
+        self._since(before)
+        return result
+
+    def settle(self, *names: str) -> None:
+        """Lets the arrays be loaded by a loop of `lax`."""
+        if self._stored & set(names):
+            self._barrier()
+
+    def _since(self, before: tuple[set[str], set[str]]) -> None:
+        """Behind a part that may have been left out: what was done before it is not over."""
+        self._loaded |= before[0]
+        self._stored |= before[1]
+
+    def _barrier(self) -> None:
+        self._loaded, self._stored = set(), set()
+        if not self._interpret:  # there lanes do run in step
+            plt.debug_barrier()
+
+
+def _each_axis(index: Any) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(i, jnp.int32) for i in (index if isinstance(index, tuple) else (index,)))
+
+
+def run(
+    kernel: Callable[[Memory], None],
+    name: str,
+    *,
+    lanes: int,
+    reads: Mapping[str, jax.Array],
+    changes: Mapping[str, jax.Array],
+    makes: Mapping[str, Sequence[int]],
+    interpret: bool,
+) -> dict[str, jax.Array]:
+    """Runs a kernel as one program.
+
+    Args:
+      kernel: what to run.
+      name: of the kernel, in profiles.
+      lanes: of its tensors, mostly.
+      reads: the arrays that it only reads.
+      changes: those that it changes, in place if they are donated.
+      makes: shapes of further i32 arrays, results or a room for values that other lanes need; with any contents.
+      interpret: whether to run as plain jax, on any platform.
+
+    Returns:
+      The arrays of `changes` and `makes` afterwards.
+    """
+    warps = min(max(lanes // WARP, 1), 8)
+    whole = {key: value.reshape(value.shape or 1) for key, value in changes.items()}
+    out_shape = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in whole.values()]
+    out_shape += [jax.ShapeDtypeStruct(tuple(shape), jnp.int32) for shape in makes.values()]
+
+    def body(*refs: Any) -> None:
+        inputs, outputs = refs[: len(reads)], refs[len(reads) + len(whole) :]  # a changed array is an output alone
+        kernel(Memory(dict(zip([*reads, *whole, *makes], [*inputs, *outputs], strict=True)), warps, interpret))
+
+    outputs = pl.pallas_call(
+        body,
+        out_shape=out_shape,
+        grid=(1,),
+        input_output_aliases={len(reads) + i: i for i in range(len(whole))},
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*reads.values(), *whole.values())
+    found = dict(zip([*whole, *makes], outputs, strict=True))
+    return {key: value.reshape(changes[key].shape) if key in changes else value for key, value in found.items()}

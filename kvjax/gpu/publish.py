@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`blocks/publish.publish` and `holders.merge` in a kernel: blocks that were filled become findable, or are merged."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.blocks import index
+from kvjax.blocks.keys import token_words
+from kvjax.gpu.lanes import add, count, exchange, peers, rank
+from kvjax.gpu.memory import Memory
+from kvjax.gpu.state import TEXT
+from kvjax.gpu.twins import Filled, Resolution, key_bucket, table_sizes
+from kvjax.state import Text
+
+
+def publish(memory: Memory, filled: Filled, news: Resolution, size: np.int32) -> None:
+    """Makes the blocks findable that are to be published."""
+    own, before, where = filled.own, filled.before, news.publish
+    memory.put("generation", own, memory.pick("generation", own, where) + 1, where)
+    values = {"fill": size, "depth": filled.column, "hits": 0}
+    for name, value in values.items():
+        memory.put(name, own, value, where)
+    clock = memory.number("clock")
+    memory.put("stored", own, clock + rank(where), where)
+    memory.set_number("clock", clock + count(where))
+    pairs = {"key": news.key, "parent": (before, filled.link(memory))}
+    for name, pair in pairs.items():
+        for number, value in enumerate(pair):
+            memory.put(name, (own, number), value, where)
+    add(memory, ("children",), before, 1, where & (before >= 0))
+    _insert(memory, own, key_bucket(memory, news.key), 0, where)
+    _insert(memory, own, _child_bucket(memory, filled, where), memory.shape("fill")[0], where)
+
+
+def _insert(memory: Memory, ids: jax.Array, bucket: jax.Array, offset: int, where: jax.Array) -> None:
+    """`index.insert` for one of the two tables, whose handles are the block's numbers plus `offset`.
+
+    The blocks of a bucket become a run in front of its old chain, the last one first.
+    """
+    found = peers(memory, bucket, where, "before", "after")
+    lanes, node = ids.shape[0], ids + offset
+    (following,) = exchange(memory, jnp.maximum(found.before, 0), node)
+    (preceding,) = exchange(memory, jnp.minimum(found.after, lanes - 1), node)
+    ends, begins = where & (found.before < 0), where & found.last
+    old = memory.pick("next", bucket, ends)
+    memory.put("next", node, jnp.where(ends, old, following), where)
+    memory.put("next", bucket, node, begins)
+    memory.put("prev", node, jnp.where(begins, bucket, preceding), where)
+    memory.put("prev", old, node, ends & (old >= 0))
+
+
+def _child_bucket(memory: Memory, filled: Filled, where: jax.Array) -> jax.Array:
+    """`index.child_bucket`."""
+    handles, buckets = table_sizes(memory)
+    parent = [word.astype(jnp.uint32) for word in (filled.before, filled.link(memory))]
+    parts = {name: memory.pick(name, (filled.own, 0), where) for name in TEXT if name in memory}
+    first = token_words(Text(**{"extra_ids": None, **parts}))
+    mixed = index.mix(index.mix(parent[0] * np.uint32(0x9E3779B1) + parent[1]) + first)
+    return handles + buckets + (mixed & np.uint32(buckets - 1)).astype(jnp.int32)
+
+
+def merge(memory: Memory, filled: Filled, news: Resolution) -> None:
+    """Moves rows from their own blocks to equal ones; their own, which nobody else holds, become empty."""
+    own, target, where = filled.own, news.target, news.merge
+    unheld = count(where & news.first & (memory.pick("refcount", target, where) == 0))
+    memory.set_number("num_cached", memory.number("num_cached") - unheld)
+    add(memory, ("refcount", "hits"), target, 1, where)
+    memory.put("refcount", own, 0, where)
+    num_empty = memory.number("num_empty")
+    memory.put("empty", num_empty + rank(where), own, where)
+    memory.set_number("num_empty", num_empty + count(where))
+    memory.put("table", (filled.row, filled.column), target, where)

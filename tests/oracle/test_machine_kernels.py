@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine with `extend` and `commit` as kernels, which must agree with the oracle, and in every bit with plain jax.
+
+A kernel serves calls with no more tokens than a block holds; calls of the machine that ask for more stay as they are.
+"""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis.stateful import initialize
+
+from tests.oracle.test_machine import SIZE, CacheMachine
+from tests.unit.gpu.histories import FUSED, Both
+
+pytestmark = pytest.mark.long
+
+
+class KernelsMachine(CacheMachine):
+    """The same requests, no wider than they have to be; both versions answer them."""
+
+    config = "plain"
+
+    @initialize(blocks=st.integers(1, 12))
+    def start(self, blocks):
+        super().start(self.config, blocks)
+        self.verbs = Both(seed=blocks)
+
+    def both(self, verb, wanted, *args, **kwargs):
+        if verb not in FUSED or not self.narrow(verb, args):
+            return super().both(verb, wanted, *args, **kwargs)
+        if verb == "commit":
+            tokens, counts = args
+            cut = {name: ids[:, :SIZE] for name, ids in kwargs.items() if name == "extra_ids" and ids is not None}
+            args, kwargs = (np.ascontiguousarray(tokens[:, :SIZE]), counts), {**kwargs, **cut}
+        elif len(args) > 1:
+            kwargs = {**kwargs, "max_tokens": SIZE}
+        before = self.state
+        self.state, events = self.verbs[verb](before, *args, **self.timely(verb, kwargs))
+        return self.compare(verb, wanted, before, events)
+
+    def narrow(self, verb, args):
+        return len(args) < 2 or bool(np.all(np.asarray(args[1]) <= SIZE))
+
+
+class ExtraIdsMachine(KernelsMachine):
+    """With extra ids beside the tokens."""
+
+    config = "extra ids"
+
+
+TestKernels = KernelsMachine.TestCase
+TestExtraIds = ExtraIdsMachine.TestCase

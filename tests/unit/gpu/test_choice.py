@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a program has the kernels, and where it does not."""
+
+import functools
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.gpu import choice
+from tests.drive import PLAIN, Driver
+
+S, P = PLAIN.max_seqs, PLAIN.block_size
+ROWS = np.ones(S, bool)
+OPTIONS = {"num_blocks": 12, "max_seqs": 4, "max_length": 20, "block_size": P}
+WINDOW = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, window=6)]
+
+
+def has_kernel(verb, state, *args, **options):
+    """Whether the program has a kernel, when it is lowered for a GPU."""
+    text = str(jax.make_jaxpr(lambda state: getattr(kvjax, verb)(state, *args, **options))(state))
+    return "pallas_call" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "num_tokens", "served"),
+    [
+        ({}, None, 1, True),
+        ({}, kvjax.policies.vllm_v1(), P, True),
+        ({"extra_ids": True}, None, P, True),
+        ({}, None, P + 1, False),
+        ({}, kvjax.policies.fifo(), 1, False),
+        ({"retention": True}, None, 1, False),
+        ({"num_host_blocks": 4}, None, 1, False),
+        ({"layers": WINDOW}, None, 1, False),
+        ({"max_seqs": 1024}, None, 1, True),
+        ({"max_seqs": 1025}, None, 1, False),
+    ],
+)
+def test_kernels_serve_some_caches(options, policy, num_tokens, served):
+    spec = kvjax.make_spec(**{"layers": [], **OPTIONS, **options})
+    state = jax.eval_shape(lambda: kvjax.init(spec, policy))
+    tokens, counts = np.zeros((spec.max_seqs, num_tokens), np.int32), np.zeros(spec.max_seqs, np.int32)
+    assert has_kernel("extend", state, counts == 0, num_tokens) == served
+    assert has_kernel("commit", state, tokens, counts) == served
+
+
+def half_full():
+    """A cache whose rows have all written something."""
+    driver = Driver(kvjax.init(PLAIN), verified=False)
+    for seq in range(S):
+        driver.start(seq, range(seq, 2 * seq + 3))
+    return driver.state
+
+
+TOKENS, COUNTS = np.arange(S * P, dtype=np.int32).reshape(S, P), np.zeros(S, np.int32)
+CALLS = [("extend", (ROWS,)), ("commit", (TOKENS, COUNTS))]
+
+
+@pytest.mark.parametrize(("verb", "args"), CALLS)
+def test_a_program_for_the_cpu_has_no_kernel(verb, args):
+    traced = jax.jit(getattr(kvjax, verb)).trace(jax.eval_shape(lambda: kvjax.init(PLAIN)), *args)
+    assert "pallas_call" in str(traced.jaxpr) and "_rows" not in traced.lower().as_text()
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_under_vmap_there_is_no_kernel(axes):
+    state, active = half_full(), np.array([[True] * S, [False] * S, [True, *[False] * (S - 1)]])
+    run = functools.partial(kvjax.extend, state)
+    together, batch = run, active
+    for axis in range(axes):
+        together, batch = jax.vmap(together), active.reshape(*[1] * axis, *active.shape)
+    assert "pallas_call" not in str(jax.make_jaxpr(together)(batch))
+    got = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), jax.jit(together)(batch))
+    alone = jax.jit(run)
+    for number, rows in enumerate(active):
+        chex.assert_trees_all_equal(jax.tree.map(lambda x, number=number: x[number], got), alone(rows))
+
+
+@pytest.mark.parametrize(("verb", "args"), CALLS)
+def test_kernels_can_be_interpreted(verb, args):
+    def jaxpr():
+        return str(jax.make_jaxpr(lambda state: getattr(kvjax, verb)(state, *args))(kvjax.init(PLAIN)))
+
+    with choice.interpreted():
+        assert "interpret=True" in jaxpr()
+    assert "interpret=True" not in jaxpr()
