@@ -15,6 +15,7 @@ from kvjax.policies.ring import lru
 from kvjax.state import CacheState
 
 MAX_ROWS = 1024  # a kernel has a lane for each, or two
+MAX_RECORDS = 4 * MAX_ROWS  # likewise of a transition's events
 
 _interpreted = False
 

@@ -17,7 +17,7 @@ from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.records import Events
 from kvjax.model import Model
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.steps import LogitsFn, Rows, choose, compute, most_events, num_steps, steps_of_a_block
+from kvjax.serving.steps import Chosen, LogitsFn, Rows, choose, compute, most_events, num_steps, steps_of_a_block
 from kvjax.spec import CacheSpec
 from kvjax.tiered import TieredCache
 
@@ -128,13 +128,12 @@ def decode(
         compute, model, most=k, stop=stop, sampling=sampling, logits_fn=logits_fn, fixed_steps=fixed_steps
     )  # fmt: skip
 
-    def going(carry):
-        number, _, rows, log, decoded, _ = carry
+    def going(number: jax.Array, rows: Rows, log: EventLog, out_of_blocks: jax.Array) -> jax.Array:
         enough = log.room >= _worst(spec, spec.max_seqs)
-        return (number < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & enough
+        return jnp.any(rows.active & (number < steps) & ~out_of_blocks & enough)
 
     def block(carry):
-        number, cache, rows, log, decoded, refused = carry
+        _, number, cache, rows, log, chosen, refused, _ = carry
         room = spec.max_length - cache.state.seqs.length
         want = jnp.minimum(jnp.minimum(rows.left, room), jnp.minimum(steps - number, k))
         want = jnp.where(rows.active, jnp.maximum(want, 1), 0)
@@ -146,18 +145,16 @@ def decode(
         if k > 1:
             cache, _ = cache.trim(begun, max_tokens=k)
         log = append(log, extended, committed)
-        decoded = Decoded(
-            lax.dynamic_update_slice(decoded.tokens, done.tokens, (0, number)),
-            lax.dynamic_update_slice(decoded.logprobs, done.logprobs, (0, number)),
-            ~extended.ok & (n == 1),
-        )
-        return number + jnp.max(done.count), cache, rows, log, decoded, ~extended.ok
+        chosen, number = chosen.put(done.chosen, number), number + jnp.max(done.count)
+        refused, out_of_blocks = ~extended.ok, ~extended.ok & (n == 1)
+        more = going(number, rows, log, out_of_blocks)  # here, so that the loop's condition is no kernel
+        return more, number, cache, rows, log, chosen, refused, out_of_blocks
 
-    shape = (spec.max_seqs, steps + k - 1)  # the last block may begin anywhere
-    decoded = Decoded(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.bool_(False))
-    start = (jnp.int32(0), cache, rows, log, decoded, jnp.bool_(False))
-    _, cache, rows, log, decoded, _ = lax.while_loop(going, block, start)
-    return cache, rows, log, Decoded(decoded.tokens[:, :steps], decoded.logprobs[:, :steps], decoded.out_of_blocks)
+    zero, false = jnp.int32(0), jnp.bool_(False)
+    chosen = Chosen.none(spec.max_seqs, steps + k - 1)  # the last block may begin anywhere
+    start = going(zero, rows, log, false), zero, cache, rows, log, chosen, false, false
+    _, _, cache, rows, log, chosen, _, out_of_blocks = lax.while_loop(lambda carry: carry[0], block, start)
+    return cache, rows, log, Decoded(chosen.tokens[:, :steps], chosen.logprobs[:, :steps], out_of_blocks)
 
 
 def prefill(

@@ -33,7 +33,7 @@ from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.serving.sampling import Sampling, sample
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState
+from kvjax.state import CacheState, Group
 
 LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -54,22 +54,61 @@ class Rows(Pytree):
     seed: jax.Array
 
 
+class Chosen(Pytree):
+    """Tokens that were chosen, with their log-probabilities; one array, since each write is a kernel on a GPU.
+
+    Attributes:
+      bits: i32[2, S, n]; the tokens, -1 for none, and the bits of the log-probabilities.
+    """
+
+    bits: jax.Array
+
+    @property
+    def tokens(self) -> jax.Array:
+        """i32[S, n]; -1 for none."""
+        return self.bits[0]
+
+    @property
+    def logprobs(self) -> jax.Array:
+        """f32[S, n]; 0 where there is no token."""
+        return lax.bitcast_convert_type(self.bits[1], jnp.float32)
+
+    @classmethod
+    def none(cls, rows: int, size: int) -> Chosen:
+        """No tokens, in an array for `size` of each row."""
+        return cls(jnp.broadcast_to(_NONE, (2, rows, size)))
+
+    @classmethod
+    def of(cls, tokens: jax.Array, logprobs: jax.Array) -> Chosen:
+        """A token for each row, i32[S], with its log-probability."""
+        return cls(jnp.stack([tokens, lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)])[:, :, None])
+
+    def only(self, where: jax.Array) -> Chosen:
+        """Those where bool[S, n], none elsewhere."""
+        return Chosen(jnp.where(where[None], self.bits, _NONE))
+
+    def put(self, others: Chosen, start: jax.Array) -> Chosen:
+        """These, with the others from column start i32[] on."""
+        return Chosen(lax.dynamic_update_slice_in_dim(self.bits, others.bits, start, axis=2))
+
+
+_NONE = np.array([-1, 0], np.int32)[:, None, None]
+
+
 class Written(Pytree):
     """What a block of steps has computed.
 
     Attributes:
       count: i32[S]; tokens of each row whose K/V were written.
-      tokens: i32[S, k]; the tokens chosen after each of them, -1 for none.
-      logprobs: f32[S, k]; their log-probabilities.
+      chosen: what was chosen after each of them; k columns.
     """
 
     count: jax.Array
-    tokens: jax.Array
-    logprobs: jax.Array
+    chosen: Chosen
 
     def text(self, first: jax.Array) -> jax.Array:
         """i32[S, k]; the tokens that were written, of which the first i32[S] had been chosen before."""
-        return jnp.concatenate([first[:, None], self.tokens[:, :-1]], axis=1)
+        return jnp.concatenate([first[:, None], self.chosen.tokens[:, :-1]], axis=1)
 
 
 def steps_of_a_block(spec: CacheSpec, k: int | None) -> int:
@@ -96,22 +135,25 @@ def num_steps(state: CacheState, want: jax.Array, most: int, room: jax.Array) ->
       i32[], from 1 to `most`.
     """
     size, length, committed = state.spec.block_size, state.seqs.length, state.seqs.committed
-    ahead = jnp.minimum(want[:, None], np.arange(1, most + 1, dtype=np.int32)[None])
+    steps = np.arange(1, most + 1, dtype=np.int32)[:, None]
+    ahead = jnp.minimum(want[None], steps)  # i32[k, S]
 
     def crossed(start: jax.Array, round_up: int) -> jax.Array:
-        """i32[k]; edges of blocks that all rows cross, by the number of steps."""
-        edge = (start[:, None] + ahead + round_up) // size - (start[:, None] + round_up) // size
-        return jnp.sum(edge, axis=0, dtype=jnp.int32)
+        """i32[k, S]; edges of blocks that each row crosses, by the number of steps."""
+        return (start[None] + ahead + round_up) // size - (start[None] + round_up) // size
 
-    new, filled = crossed(length, size - 1), crossed(committed, 0)
-    rows, inside = np.arange(want.shape[0], dtype=np.int32), (want > 0) & (length % size > 0)
-    fits, copied = jnp.ones((most,), jnp.bool_), jnp.int32(0)
-    for group in state.groups:
-        last = table_entry(group, rows, length // size)
-        shared = inside & ((pick(group.blocks.refcount, last) > 1) | (pick(group.blocks.fill, last) > 0))
-        fits = fits & (new + count(shared) <= group.available)
-        copied = jnp.maximum(copied, count(shared))
-    fits = fits & (most_events(state.spec, new + copied, copied, filled) <= room)
+    def copies(group: Group) -> jax.Array:
+        """i32[k, S]; whether each row may have to copy its last block."""
+        last = table_entry(group, np.arange(want.shape[0], dtype=np.int32), length // size)
+        shared = (pick(group.blocks.refcount, last) > 1) | (pick(group.blocks.fill, last) > 0)
+        return ((ahead > 0) & (length % size > 0) & shared).astype(jnp.int32)
+
+    counted = [crossed(length, size - 1), crossed(committed, 0), *map(copies, state.groups)]
+    new, filled, *copied = jnp.sum(jnp.stack(counted), axis=-1, dtype=jnp.int32)
+    most_copied = functools.reduce(jnp.maximum, copied)
+    fits = most_events(state.spec, new + most_copied, most_copied, filled) <= room
+    for group, copies_of_group in zip(state.groups, copied, strict=True):
+        fits = fits & (new + copies_of_group <= group.available)
     return jnp.maximum(count(fits), 1)
 
 
@@ -157,9 +199,8 @@ def compute(
     """
     committed, most_tokens = cache.state.seqs.committed, cache.state.spec.max_length
 
-    # What a step does beside the model is a handful of kernels on a GPU: each operation on a scalar, each write of its
-    # own and each turn of the loop's condition would be another. So each row has its own number of the step, and both
-    # results go to one array.
+    # What a step does beside the model is a handful of kernels on a GPU. An operation on a scalar would be another, and
+    # so would the loop's condition: each row has its own number of the step, and the step says whether to go on.
     def one(carry):
         number, _, pools, rows, written, chosen = carry
         active = rows.active & (number < jnp.minimum(want, steps))
@@ -167,27 +208,17 @@ def compute(
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
         written = written + active.astype(jnp.int32)
         token, logprob = choose(logits, rows, committed + written, sampling, logits_fn)
-        result = jnp.stack([token, lax.bitcast_convert_type(logprob.astype(jnp.float32), jnp.int32)])
-        chosen = lax.dynamic_update_slice_in_dim(chosen, result[:, :, None], number[0], axis=2)
+        chosen = chosen.put(Chosen.of(token, logprob), number[0])
         rows, number = advance(rows, active, token, stop, committed + written < most_tokens), number + 1
         return number, jnp.any(rows.active & (number < steps)), pools, rows, written, chosen
 
     zeros = jnp.zeros_like(want)
-    start = (
-        zeros,
-        jnp.any(rows.active & (steps > 0)),
-        cache.pools,
-        rows,
-        zeros,
-        jnp.zeros((2, *want.shape, most), jnp.int32),
-    )
+    start = zeros, jnp.any(rows.active & (steps > 0)), cache.pools, rows, zeros, Chosen.none(want.shape[0], most)
     if fixed_steps:
         _, _, pools, rows, written, chosen = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
     else:
         _, _, pools, rows, written, chosen = lax.while_loop(lambda carry: carry[1], one, start)
-    none = np.arange(most, dtype=np.int32)[None] >= written[:, None]
-    logprobs = jnp.where(none, 0.0, lax.bitcast_convert_type(chosen[1], jnp.float32))
-    return pools, rows, Written(written, jnp.where(none, -1, chosen[0]), logprobs)
+    return pools, rows, Written(written, chosen.only(np.arange(most, dtype=np.int32)[None] < written[:, None]))
 
 
 def choose(

@@ -59,9 +59,10 @@ def commit(
     asked, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
     text = known_text(spec, tokens, extra_ids)
     exists = (rows >= 0) & (rows < spec.max_seqs)
+    length, start = state.seqs.length, state.seqs.committed
     if seqs is not None:
         exists = exists & ~(repeated(rows) & (asked != 0))
-    length, start = pick(state.seqs.length, rows), pick(state.seqs.committed, rows)
+        length, start = pick(length, rows), pick(start, rows)
     most = tokens.shape[1]
     steps = np.arange(most, dtype=np.int32)[None]
     bad = (~exists & (asked > 0)) | (asked < 0) | (asked > jnp.minimum(length - start, most))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from kvjax.blocks import windows
 from kvjax.blocks.rows import table_entry
 from kvjax.blocks.tiers import push_empty
 from kvjax.events.records import Events, Status
+from kvjax.gpu.choice import fused, serves
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group
 from kvjax.verbs._request import assemble, first_failure
 
@@ -35,20 +38,37 @@ def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None)
 
     Source: MAX's multi-step decoding, which commits what was computed and keeps no room beyond it.
     """
-    spec, seqs, size = state.spec, state.seqs, state.spec.block_size
+    spec, seqs = state.spec, state.seqs
     active = row_mask("active", active, spec.max_seqs)
     most = spec.max_length if max_tokens is None else static_int("max_tokens", max_tokens, 1)
     bad = active & ((seqs.committed == 0) | (seqs.length - seqs.committed > most))
     status = first_failure((bad, Status.BAD_REQUEST), (active & seqs.rests, Status.HELD))
     length = jnp.where(active & (status == Status.OK), seqs.committed, seqs.length)
+    return _shortened(state, length, most), assemble(state, status)
+
+
+def _shortened(state: CacheState, length: jax.Array, most: int) -> CacheState:
+    """`cut`, as one kernel where there is one."""
+
+    def kernel(state: CacheState, length: jax.Array, *, interpret: bool = False) -> CacheState:
+        from kvjax.gpu.trim import trim_rows  # late: to import Triton takes a tenth of a second
+
+        return trim_rows(state, length, interpret)
+
+    plain = functools.partial(cut, most=most)
+    return fused(kernel, plain, state, length) if serves(state, state.spec.max_seqs, most) else plain(state, length)
+
+
+def cut(state: CacheState, length: jax.Array, most: int) -> CacheState:
+    """The state with rows of length i32[S], at most `most` tokens less than they have room for."""
+    size = state.spec.block_size
     columns = runs(-(-length // size), -(-most // size))
-    beyond = columns * size < seqs.length[:, None]
+    beyond = columns * size < state.seqs.length[:, None]
     groups = [
         _discard(group, windows.policy_of(number, state.policy), columns, beyond)
         for number, group in enumerate(state.groups)
     ]
-    state = state.replace(groups=tuple(groups), seqs=seqs.replace(length=length))
-    return state, assemble(state, status)
+    return state.replace(groups=tuple(groups), seqs=state.seqs.replace(length=length))
 
 
 def _discard(group: Group, policy: EvictionPolicy, columns: jax.Array, where: jax.Array) -> Group:

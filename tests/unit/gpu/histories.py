@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random histories of a cache in which `extend` and `commit` run as kernels too, and must be equal in every bit."""
+"""Random histories of a cache in which verbs run as kernels too, which must be equal in every bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.gpu import choice
 from kvjax.policies.ring import Ring
 from tests import drive
 
-FUSED = ("extend", "commit")
+FUSED = ("extend", "commit", "trim")
 
 
 def interpreted(name: str) -> Any:
@@ -78,6 +78,7 @@ class Both(dict[str, Any]):
             "merged": name == "commit" and np.any(new.table != old.table),
             "merged with a cached block": name == "commit" and new.num_cached < old.num_cached,
             "collided": name == "commit" and collided(before, new),
+            "trimmed": name == "trim" and new.num_empty > old.num_empty,
             "a victim refused": name == "extend" and claims[: claims.size // 2].any(),
         }
         self.reached.update(mark for mark, reached in marks.items() if reached)
@@ -126,9 +127,9 @@ class History:
 
     def run(self, steps: int) -> collections.Counter[str]:
         """What has been reached after so many steps."""
-        kinds = [self.admit, self.release, self.truncate, self.fork, self.commit, self.extend]
+        kinds = [self.admit, self.release, self.truncate, self.fork, self.commit, self.trim, self.extend]
         for _ in range(steps):
-            self.rng.choice(kinds, p=(0.15, 0.08, 0.12, 0.15, 0.12, 0.38))()
+            self.rng.choice(kinds, p=(0.15, 0.08, 0.12, 0.15, 0.09, 0.03, 0.38))()
             kvjax.check(self.driver.state)
         return self.verbs.reached
 
@@ -200,6 +201,11 @@ class History:
         tokens[at, 0] -= 3 * (fault == "token")
         seqs[at] = {"twice": seqs[0], "nowhere": -1}.get(str(fault), seqs[at])
         self.written(seqs, tokens, counts)
+
+    def trim(self) -> None:
+        """Of some rows: those with much room, without a token or free are refused."""
+        active = self.rng.random(len(self.rows)) < 0.6
+        self.driver.ask("trim", active, max_tokens=self.spec.block_size)
 
     def extend(self) -> None:
         """Of some rows or all; by more than a row can hold, by less than nothing, and rows that are free."""

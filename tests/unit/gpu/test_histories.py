@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of `extend` and `commit` against plain jax, bit by bit, over histories that reach every part of them."""
+"""The kernels against plain jax, bit by bit, over histories that reach every part of them."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import pytest
 import kvjax
 from kvjax._arrays import mix
 from kvjax.blocks import twins
+from kvjax.events.records import COLUMNS
+from kvjax.gpu import choice
 from kvjax.gpu import twins as gpu_twins
 from tests import drive
 from tests.drive import EXTRA, PLAIN
@@ -16,7 +19,7 @@ from tests.unit.gpu.histories import Both, History, interpreted
 REACHED = {
     "extend: OK", "extend: NO_BLOCKS", "extend: BAD_REQUEST", "extend: removed", "extend: copied", "squeezed",
     "copied twice", "a victim refused", "commit: OK", "commit: BAD_REQUEST", "commit: stored", "merged",
-    "merged with a cached block",
+    "merged with a cached block", "trim: OK", "trim: BAD_REQUEST", "trimmed",
 }  # fmt: skip
 OFTEN = {"extend: OK", "extend: NO_BLOCKS", "extend: removed", "commit: OK", "commit: stored"}
 
@@ -28,10 +31,10 @@ def spec_of(num_blocks, max_seqs, columns, size, **options):
 
 
 @pytest.mark.parametrize(
-    ("spec", "seed"), [(PLAIN, 3), pytest.param(EXTRA, 4, marks=pytest.mark.long)], ids=["plain", "extra ids"]
+    ("spec", "seed"), [(PLAIN, 5), pytest.param(EXTRA, 5, marks=pytest.mark.long)], ids=["plain", "extra ids"]
 )
 def test_kernels_are_equal_to_plain_jax(spec, seed):
-    reached = History(spec, seed, num_blocks=9).run(125)
+    reached = History(spec, seed, num_blocks=9).run(250)
     assert reached.keys() >= REACHED, REACHED - reached.keys()
 
 
@@ -85,6 +88,28 @@ def test_equal_keys_of_other_contents(mask, reached, monkeypatch, fresh):
     verbs = Both(0, drive.Verbs(interpreted), drive.Verbs(functions))
     wanted = {"commit: stored", "collided", *reached}
     assert wanted <= History(PLAIN, 4, verbs=verbs).run(200).keys()
+
+
+@pytest.mark.parametrize("extra_ids", [False, True])
+def test_logs_are_equal(extra_ids):
+    """Transitions with gaps, into a log that one of them fills."""
+    rng, log = np.random.default_rng(0), kvjax.events.init_log(7, 3, extra_ids)
+    _, empty = kvjax.release(kvjax.init(EXTRA if extra_ids else PLAIN), 0)
+    for _ in range(4):
+        both = [events_of(empty, rng, size, log) for size in (5, 1)]
+        with choice.interpreted():
+            kernel = kvjax.events.append(log, *both)
+        log = kvjax.events.append(log, *both)
+        chex.assert_trees_all_equal(kernel, log)
+    assert int(log.room) == 0
+
+
+def events_of(empty, rng, size, log):
+    """Events like `empty`, of which some are of kind NONE."""
+    records = rng.integers(1, 9, (size, len(COLUMNS)), np.int32)
+    records[:, 0] *= rng.random(size) < 0.6
+    text = jax.tree.map(lambda x: rng.integers(0, 99, (size, x.shape[1]), np.int32), log.text)
+    return empty.replace(records=records, text=text)
 
 
 @pytest.mark.parametrize("same", [False, True])

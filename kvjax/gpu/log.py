@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`events/log.append` as one kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.events.log import EventLog
+from kvjax.events.records import EventKind, Events
+from kvjax.gpu.lanes import count, lanes_of, numbered, rank
+from kvjax.gpu.memory import Memory, run
+from kvjax.gpu.state import TEXT
+from kvjax.state import Text
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def append_events(log: EventLog, events: Sequence[Events], interpret: bool = False) -> EventLog:
+    """As `events/log.append`, exactly the same."""
+    lanes = [lanes_of(transition.kind.shape[0]) for transition in events]
+    reads = {}
+    for number, transition in enumerate(events):
+        parts = {"records": transition.records, **transition.text.parts()}
+        reads |= {f"{name}{number}": part for name, part in parts.items()}
+    done = run(
+        functools.partial(_append, lanes=lanes),
+        "append_events",
+        lanes=max(lanes),
+        reads=reads,
+        changes={"records": log.records, "size": log.size, **log.text.parts()},
+        makes={},
+        interpret=interpret,
+    )
+    text = Text(**{name: done.get(name) for name in TEXT})
+    return EventLog(records=done["records"], text=text, size=done["size"])
+
+
+def _append(memory: Memory, *, lanes: Sequence[int]) -> None:
+    """The kernel: a lane for each record of a transition, one transition after the other."""
+    capacity, size = memory.shape("records")[0], memory.number("size")
+    for number, width in enumerate(lanes):
+        lane = numbered(width)
+        inside = lane < memory.shape(f"records{number}")[0]
+        real = memory.pick(f"records{number}", (lane, 0), inside) != int(EventKind.NONE)
+        index = size + rank(real)
+        where = real & (index < capacity)
+        for name in ("records", *TEXT):
+            if name in memory:
+                _copy_rows(memory, f"{name}{number}", name, index, where)
+        size = size + count(real)
+    memory.set_number("size", jnp.minimum(size, capacity))
+
+
+def _copy_rows(memory: Memory, source: str, target: str, index: jax.Array, where: jax.Array) -> None:
+    """Copies row i of an array to row index[i] of another, where bool[lanes]."""
+    lanes, columns = index.shape[0], memory.shape(source)[1]
+    width = min(memory.tile(lanes), lanes_of(columns))
+    lane, index, where = numbered(lanes)[:, None], index[:, None], where[:, None]
+
+    def copy(start: jax.Array) -> jax.Array:
+        column = start + numbered(width)[None]
+        inside = where & (column < columns)
+        memory.put(target, (index, column), memory.pick(source, (lane, column), inside), inside)
+        return start + width
+
+    memory.loop(lambda start: start < columns, copy, jnp.int32(0))

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `verbs/trim` does to a state as one kernel."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+from jax import lax
+
+from kvjax.gpu.lanes import count, lanes_of, numbered, rank
+from kvjax.gpu.memory import Memory, run
+from kvjax.gpu.state import arrays_of, with_arrays
+from kvjax.state import NO_BLOCK, CacheState
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def trim_rows(state: CacheState, length: jax.Array, interpret: bool = False) -> CacheState:
+    """As `verbs/trim.cut`, for a state that `choice.serves` and rows that lose a block at most, exactly the same."""
+    rows = state.spec.max_seqs
+    done = run(
+        functools.partial(_trim, lanes=lanes_of(rows), rows=rows, size=np.int32(state.spec.block_size)),
+        "trim_rows",
+        lanes=lanes_of(rows),
+        reads={"wanted": length},
+        changes=arrays_of(state, ("length", "table", "refcount", "empty", "num_empty")),
+        makes={},
+        interpret=interpret,
+    )
+    return with_arrays(state, done)
+
+
+def _trim(memory: Memory, *, lanes: int, rows: int, size: np.int32) -> None:
+    """The kernel: a lane for each row."""
+    row = numbered(lanes)
+    real = row < rows
+    wanted, length = memory.pick("wanted", row, real), memory.pick("length", row, real)
+    column = lax.div(wanted + (size - 1), size)  # of the first block that is not wanted
+    beyond = column * size < length
+    block, height = memory.pick("table", (row, column), beyond), memory.number("num_empty")
+    memory.put("length", row, wanted, real)
+    memory.put("table", (row, column), NO_BLOCK, beyond)
+    memory.put("refcount", block, 0, beyond)
+    memory.put("empty", height + rank(beyond), block, beyond)
+    memory.set_number("num_empty", height + count(beyond))
