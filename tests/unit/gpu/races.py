@@ -15,6 +15,7 @@ import jax
 from jax.extend import core
 
 LOADS, STORES = ("masked_load", "get"), ("masked_swap", "swap")
+BARRIERS = ("debug_barrier", "debug_barrier_p")  # the second until jax 0.11
 # For each array, what has been done to it since a barrier.
 Pending = dict[Any, frozenset[str]]
 
@@ -86,7 +87,7 @@ class _Walk:
 
     def after(self, eqn, operands: list[Any], pending: Pending) -> Pending:
         name, params = eqn.primitive.name, eqn.params
-        if name == "debug_barrier":
+        if name in BARRIERS:
             if not any(eqn is barrier for barrier in self.found):
                 self.found.append(eqn)
             return pending if eqn is self.without else {}
