@@ -34,8 +34,7 @@ def append_events(log: EventLog, events: Sequence[Events], interpret: bool = Fal
         makes={},
         interpret=interpret,
     )
-    text = Text(**{name: done.get(name) for name in TEXT})
-    return EventLog(records=done["records"], text=text, size=done["size"])
+    return EventLog(done["records"], Text(done["tokens"], done.get("extra_ids")), done["size"])
 
 
 def _append(memory: Memory, *, lanes: Sequence[int]) -> None:

@@ -218,7 +218,7 @@ def compute(
         _, _, pools, rows, written, chosen = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
     else:
         _, _, pools, rows, written, chosen = lax.while_loop(lambda carry: carry[1], one, start)
-    return pools, rows, Written(written, chosen.only(np.arange(most, dtype=np.int32)[None] < written[:, None]))
+    return pools, rows, Written(written, chosen.only(written[:, None] > np.arange(most, dtype=np.int32)[None]))
 
 
 def choose(
