@@ -14,8 +14,8 @@ import kvjax
 HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
-    "_arrays", "_methods", "_parts", "_values", "spec", "state", "_checks", "events", "policies", "blocks", "gpu",
-    "names", "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "serving",
+    "_arrays", "_compile", "_methods", "_parts", "_values", "spec", "state", "_checks", "events", "policies", "blocks",
+    "gpu", "names", "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "serving",
     "testing", "tiers", "__init__",
 )  # fmt: skip
 # What a value shows of itself is drawn where the drawing is; imported when it is asked for.
