@@ -294,9 +294,10 @@ def line(part: str, counts: Mapping[str, int], budgets: Budgets) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.gpu_programs", description=__doc__)
-    parser.add_argument("programs", nargs="*", choices=[*PROGRAMS, []], metavar="PROGRAM", help=", ".join(PROGRAMS))
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each program")
-    parser.add_argument("--update", action="store_true", help="write what is measured as the budgets")
+    parser.add_argument("programs", nargs="*", choices=PROGRAMS, metavar="PROGRAM", help=", ".join(PROGRAMS))
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="a line of JSON for each program")
+    form.add_argument("--update", action="store_true", help="write what is measured as the budgets")
     args, budgets, measured = parser.parse_args(), Budgets(), {}
     if not args.json:
         print(f"{'jaxlib ' + budgets.installed:32}{' '.join(f'{what:>12}' for what in HELD)} {' '.join(TOLD)}")
