@@ -26,12 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import kvjax
 import pallas_kernels
 from benchmarks import common
 
 # Options of XLA, by who decides how a loop goes on: the device (command buffers), or the host, for which it stops.
 DECIDES = {
-    "device": {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,CUBLAS,CUBLASLT,CUDNN,WHILE,CONDITIONAL"},
+    "device": kvjax.serving.compiler_options("cuda"),
     "host": {"xla_gpu_enable_command_buffer": ""},
 }
 

@@ -81,7 +81,7 @@ def loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -
     return lax.while_loop(lambda carry: in_any(going(carry)), step, start)
 
 
-def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
+def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int = 0) -> tuple[jax.Array, jax.Array]:
     """Finds the last occurrence of each id, where an id may occur several times.
 
     Each occurrence writes its own negative number into the counts by minimum, the last one the smallest. The
@@ -91,11 +91,13 @@ def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array) -> tuple[j
       counts: i32[B]; none negative at the ids.
       ids: i32[K].
       where: bool[K]; the entries that count.
+      below: static; marks begin so far below -1: lower than those of calls between this one and the overwriting.
 
     Returns:
-      The counts with marks, -1 - k of entry k, which the caller overwrites; and bool[K], the last entry of each id.
+      The counts with marks, -1 - below - k of entry k, which the caller overwrites; and bool[K], the last entry of each
+      id.
     """
-    mark = -1 - np.arange(ids.shape[0], dtype=np.int32)
+    mark = -1 - below - np.arange(ids.shape[0], dtype=np.int32)
     marked = counts.at[jnp.where(where, ids, counts.shape[0])].min(mark, mode="drop")
     return fence(marked, where & (pick(marked, ids) == mark))
 

@@ -34,7 +34,8 @@ class Writers(Pytree):
 def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, Writers]:
     """Finds the rows that must copy `block` i32[S] before they write, where writes bool[S].
 
-    `settle` must follow. Until then a refcount of 0 holds a mark of `last_of_each`, so that no such block looks unheld.
+    `settle` must follow. Until then a refcount of 0 holds a mark of `last_of_each`, so that no such block looks unheld;
+    `claim`, which may come between, tells it from the marks of its victims, of which there are fewer than blocks.
     """
     holders = pick(group.blocks.refcount, block)
     findable = pick(group.blocks.fill, block) > 0
@@ -42,7 +43,7 @@ def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, W
     refcount, holders, shared, findable = fence(group.blocks.refcount, holders, shared, findable)
     refcount = add(refcount, block, -1, shared, unique=False)
     remaining = pick(refcount, block)
-    refcount, last = last_of_each(refcount, block, shared & (remaining == 0))
+    refcount, last = last_of_each(refcount, block, shared & (remaining == 0), below=refcount.shape[0])
     writers = Writers(block, shared, holders, remaining, last, copies=shared & ~(last & ~findable))
     return group.replace(blocks=group.blocks.replace(refcount=refcount)), writers
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -51,19 +49,6 @@ def append(log: EventLog, *events: Events) -> EventLog:
 
     The caller has checked `log.room`: what does not fit is lost.
     """
-    from kvjax.gpu.choice import MAX_RECORDS, fused  # late: it imports policies, which import this file's room
-
-    few = max(transition.kind.size for transition in events) <= MAX_RECORDS
-    return fused(_kernel, _append, log, events) if few else _append(log, events)
-
-
-def _kernel(log: EventLog, events: Sequence[Events], *, interpret: bool = False) -> EventLog:
-    from kvjax.gpu.log import append_events
-
-    return append_events(log, events, interpret)
-
-
-def _append(log: EventLog, events: Sequence[Events]) -> EventLog:
     records = joined(*events)
     text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(transition.text for transition in events))
     real = records.kind != EventKind.NONE

@@ -130,7 +130,8 @@ def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
     def mark() -> tuple[jax.Array, jax.Array]:
         sharers = peers(memory, block, shared, "after", "number")
         remaining, final = holders - sharers.number, shared & sharers.last
-        memory.put("refcount", block, jnp.where(remaining == 0, -1 - span.row, remaining), final)
+        mark = -1 - memory.shape("refcount")[0] - span.row
+        memory.put("refcount", block, jnp.where(remaining == 0, mark, remaining), final)
         return remaining, final
 
     remaining, final = memory.when(count(shared) > 0, mark, (holders, shared))

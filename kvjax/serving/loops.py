@@ -15,6 +15,7 @@ from kvjax._arrays import put
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.records import Events
+from kvjax.gpu.choice import MAX_RECORDS, fused
 from kvjax.model import Model
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.steps import Chosen, LogitsFn, Rows, choose, compute, most_events, num_steps, steps_of_a_block
@@ -86,6 +87,18 @@ def _worst(spec: CacheSpec, blocks: int) -> int:
     return most_events(spec, blocks, blocks, blocks)
 
 
+def note(log: EventLog, *events: Events) -> EventLog:
+    """`append`, as one kernel where there is one."""
+
+    def kernel(log: EventLog, *events: Events, interpret: bool = False) -> EventLog:
+        from kvjax.gpu.log import append_events  # late: to import Triton takes a tenth of a second
+
+        return append_events(log, events, interpret)
+
+    few = max(transition.kind.shape[0] for transition in events) <= MAX_RECORDS
+    return fused(kernel, append, log, *events) if few else append(log, *events)
+
+
 def decode(
     model: Model,
     cache: Cache,
@@ -144,7 +157,7 @@ def decode(
         cache, committed = cache.replace(pools=pools).commit(done.text(first), done.count, now=now)
         if k > 1:
             cache, _ = cache.trim(begun, max_tokens=k)
-        log = append(log, extended, committed)
+        log = note(log, extended, committed)
         chosen, number = chosen.put(done.chosen, number), number + jnp.max(done.count)
         refused, out_of_blocks = ~extended.ok, ~extended.ok & (n == 1)
         more = going(number, rows, log, out_of_blocks)  # here, so that the loop's condition is no kernel

@@ -33,12 +33,12 @@ STEPS = {"k=1": 1, "k=4": 4, "k=P": 2**30}
 
 
 def growing(short=()):
-    """(path, k); files that append, by default those of `short`."""
+    """(path, k); files that append, by default those of `short`, in blocks that are not whole ones by night."""
     found = []
     for path in GROWING:
         for name, k in STEPS.items():
-            large = [pytest.mark.slow] if path.stem in LARGE else []
-            marks = large or ([] if (path.stem, name) in short else [pytest.mark.long])
+            by_night = path.stem in LARGE or name != "k=P"
+            marks = pytest.mark.slow if by_night else [] if (path.stem, name) in short else pytest.mark.long
             found.append(pytest.param(path, k, marks=marks, id=f"{path.stem}, {name}"))
     return found
 

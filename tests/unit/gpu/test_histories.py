@@ -12,6 +12,7 @@ from kvjax.blocks import twins
 from kvjax.events.records import COLUMNS
 from kvjax.gpu import choice
 from kvjax.gpu import twins as gpu_twins
+from kvjax.serving.loops import note
 from tests import drive
 from tests.drive import EXTRA, PLAIN
 from tests.unit.gpu.histories import Both, History, interpreted
@@ -138,7 +139,7 @@ def test_logs_are_equal(extra_ids):
     for _ in range(4):
         both = [events_of(empty, rng, size, log) for size in (5, 1)]
         with choice.interpreted():
-            kernel = kvjax.events.append(log, *both)
+            kernel = note(log, *both)
         log = kvjax.events.append(log, *both)
         chex.assert_trees_all_equal(kernel, log)
     assert int(log.room) == 0

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 
 import kvjax
 from kvjax.gpu.memory import run
+from kvjax.serving.loops import note
 from tests.unit.gpu.races import barriers_of, kernels_of, races_of
 
 P = 4
@@ -34,7 +35,7 @@ def logged(state, counts, tokens):
     """Of two transitions; their own kernels are left out."""
     _, events = jax.eval_shape(lambda: kvjax.release(state, counts))
     events = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), events)
-    return kvjax.events.append(kvjax.events.init_log(9, P, state.spec.extra_ids), *[events] * tokens.shape[1])
+    return note(kvjax.events.init_log(9, P, state.spec.extra_ids), *[events] * tokens.shape[1])
 
 
 @pytest.mark.parametrize("spec", SPECS)

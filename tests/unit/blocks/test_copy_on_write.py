@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A row that copies the block it is in, where the copy takes the place of a cached block."""
+
+import pytest
+
+import kvjax
+from tests.drive import PLAIN, Driver
+
+SEQS = range(PLAIN.max_seqs)
+
+
+@pytest.mark.parametrize("seq", SEQS)
+def test_a_child_of_the_block_that_is_copied_can_leave(seq):
+    """Whatever the row's number: it is a mark in the refcount of the block while its child is claimed."""
+    cache = Driver(kvjax.init(PLAIN, num_blocks=4))
+    cache.start(seq, range(1, 13))
+    cache.do("truncate", seq, 6)  # into a block that has a cached child
+    cache.start((seq + 1) % len(SEQS), [90, 91])
+    assert int(cache.state.groups[0].num_empty) == 0
+    counts = [int(row == seq) for row in SEQS]
+    assert cache.grow(*counts) == ["OK"] * len(SEQS)
+    assert [event["kind"] for event in kvjax.to_list(cache.events)] == ["removed", "copied"]
