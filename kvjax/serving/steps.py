@@ -146,7 +146,7 @@ def num_steps(state: CacheState, want: jax.Array, most: int, room: jax.Array) ->
         """i32[k, S]; whether each row may have to copy its last block."""
         last = table_entry(group, np.arange(want.shape[0], dtype=np.int32), length // size)
         shared = (pick(group.blocks.refcount, last) > 1) | (pick(group.blocks.fill, last) > 0)
-        return ((ahead > 0) & (length % size > 0) & shared).astype(jnp.int32)
+        return ((ahead > 0) & (shared & (length % size > 0))[None]).astype(jnp.int32)
 
     counted = [crossed(length, size - 1), crossed(committed, 0), *map(copies, state.groups)]
     new, filled, *copied = jnp.sum(jnp.stack(counted), axis=-1, dtype=jnp.int32)
