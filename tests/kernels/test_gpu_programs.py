@@ -126,6 +126,14 @@ def test_every_part_has_budgets_and_what_has_a_bar_is_a_part():
     assert all(list(budget) == list(HELD) for parts in read["budgets"].values() for budget in parts.values())
 
 
+def test_no_budget_is_over_its_bar():
+    read = json.loads(BUDGETS.read_text())
+    for jaxlib, parts in read["budgets"].items():
+        for part, bars in read["bars"].items():
+            over = {what: parts[part][what] for what, bar in bars.items() if parts[part][what] > bar["bar"]}
+            assert not over, f"{jaxlib} {part}: {over}, wanted at most {bars}"
+
+
 def test_the_table_shows_counts_with_their_budgets_and_bars(tmp_path):
     bars = {"layer around": {"kernels": {"bar": 9, "aim": 4}}}
     budgets = Budgets(write(tmp_path, {"1.0": {"layer around": numbers(1, 12)}}, bars=bars), "1.0")
