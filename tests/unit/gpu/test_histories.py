@@ -131,7 +131,7 @@ def test_rows_that_merge_with_one_cached_block_hold_it_together():
     assert verbs.reached["merged with a cached block"] == 1
 
 
-@pytest.mark.parametrize("extra_ids", [False, True])
+@pytest.mark.parametrize("extra_ids", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_logs_are_equal(extra_ids):
     """Transitions with gaps, into a log that one of them fills."""
     rng, log = np.random.default_rng(0), kvjax.events.init_log(7, 3, extra_ids)
