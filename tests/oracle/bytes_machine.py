@@ -30,6 +30,7 @@ import numpy as np
 import kvjax
 from kvjax import Cache, CacheSpec, Status
 from kvjax._arrays import Pytree
+from kvjax.gpu import choice
 from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
 from kvjax.state import NO_BLOCK
@@ -207,11 +208,22 @@ _ON_CACHES = ("admit", "extend", "fork", "truncate", "trim", "release", "beam_st
 _ON_STATES = ("admit", "extend", "offload", "onboard", "watermark", "swap_out", "swap_in")
 
 
+def with_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the kernels of `kvjax/gpu` wherever they serve, in Pallas's interpreter."""
+
+    def call(*args, **kwargs):
+        with choice.interpreted():
+            return function(*args, **kwargs)
+
+    return call
+
+
 @functools.cache
-def programs() -> dict[str, Callable[..., Any]]:
+def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
     """Jitted: methods of `Cache` as "Cache.admit", verbs on states as "admit"; all donate what they are called on."""
 
     def jit(function, name=None):
+        function = with_kernels(function) if kernels else function
         return jax.jit(function, donate_argnums=0, static_argnames=drive.STATIC.get(name))
 
     found = {f"Cache.{name}": jit(getattr(Cache, name), name) for name in _ON_CACHES}
@@ -238,6 +250,7 @@ class Config:
       room: of admit, for prompts that are computed in pieces.
       heads: kv heads; if more than one, a mesh of as many devices divides them.
       generate: whether `generate` takes its turn.
+      kernels: whether the transitions of a decode step are kernels, interpreted.
       verbs: what may be asked for, None for all; "loop admit" is an admit inside a loop, "wide extend" an extend
         between loops. Fewer take less time to compile.
       options: for `make_spec`.
@@ -251,6 +264,7 @@ class Config:
     room: int | None = None
     heads: int = 1
     generate: bool = True
+    kernels: bool = False
     verbs: tuple[str, ...] | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -303,7 +317,7 @@ class Life:
         self.flying: list[kvjax.tiers.Transfer] = []
         self.mirror = kvjax.events.Mirror()
         self.tally: collections.Counter[str] = collections.Counter()
-        self.programs = programs()
+        self.programs = programs(config.kernels)
         self.look()
         self.poison()
 
@@ -720,7 +734,8 @@ class Life:
         cache = self.cache if self.host is None else TieredCache(self.cache, self.host)
         with warnings.catch_warnings(record=True) as failed:
             warnings.simplefilter("always")
-            outputs, cache, events = kvjax.generate(
+            generate = with_kernels(kvjax.generate) if self.config.kernels else kvjax.generate
+            outputs, cache, events = generate(
                 Chain(roots, len(self.config.layers)), cache, prompts, max_new_tokens=request["most"],
                 namespaces=spaces, chunk=8, steps=4, k=request["k"],
             )  # fmt: skip
@@ -965,6 +980,8 @@ CONFIGS = {
     "fast host": Config(host=5, generate=False, verbs=FAST),
     "fast windows": Config((FULL, (6, 1)), dtype="int8", generate=False, verbs=FAST),
     "extra ids": Config(options={"extra_ids": True}),
+    "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
+    "kernels, extra ids": Config(kernels=True, options={"extra_ids": True}),
     "host": Config(host=5),
     "host, int8, methods": Config(host=5, dtype="int8", methods=True),
     "whole blocks, host": Config(host=4, options={"partial_reuse": False}),

@@ -121,6 +121,14 @@ def test_mistakes_in_a_block_of_steps_are_noticed(mistake, noticed, monkeypatch)
 
 
 @pytest.mark.long
+def test_bytes_with_kernels():
+    life = live(CONFIGS["fast kernels"], seed=3, steps=500)
+    assert_happened(life.tally, *HAPPENS)
+    traced = life.programs["Cache.extend"].trace(life.cache, np.ones(3, bool), max_tokens=bytes_machine.MOST)
+    assert "extend_rows" in str(traced.jaxpr)
+
+
+@pytest.mark.long
 def test_quantised_bytes_under_windows():
     assert_happened(live(CONFIGS["fast windows"], seed=0, steps=400).tally, "hit", "partial hit", "merged", "slid")
 
