@@ -90,7 +90,11 @@ def test_goldens_with_windows_on_two_by_two_devices(family, kind):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "kind", "dtype"),
-    [((1, 4), EXPLICIT, "float32"), ((2, 2), AUTO, "int8"), ((2, 4), AUTO, "float8_e4m3fn")],
+    [
+        pytest.param((1, 4), EXPLICIT, "float32", marks=pytest.mark.slow),
+        ((2, 2), AUTO, "int8"),
+        pytest.param((2, 4), AUTO, "float8_e4m3fn", marks=pytest.mark.slow),
+    ],
 )
 def test_generate_and_stream_with_reuse_and_eviction(shape, kind, dtype):
     plain, _ = load(HEADS)

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from tests import drive
 from tests.oracle.test_machine import CONFIGS, CacheMachine, joined
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow  # tests/unit/verbs/test_vmap.py runs before
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 NAMES = [name for name in CONFIGS if "host" not in name] if NIGHTLY else ["windows, retention"]
 SHARED = ("admit", "admit_batch", "extend", "commit", "fork", "beam_step", "truncate", "trim", "release", "reset")

@@ -9,10 +9,12 @@ from tests.oracle import scenarios
 
 FILES = scenarios.scenario_files([scenarios.DATA])
 LARGE = {"trt_manager_beams"}  # for plain Python
+LARGER = {"vllm0_append_blocks_1"}  # in blocks of steps
 # Each is the only one of its shapes, or nearly: its programs take longest to compile.
 ALONE = {
-    "max_router_query", "own_window_long_prompt", "trt_extra_ids", "trt_leaf_with_dependent_75",
-    "trt_window_equals_prompt", "vllm0_append_blocks_1", "vllm1_window_release",
+    "max_router_query", "max_tier_budget_one", "own_window_long_prompt", "own_window_one", "trt_extra_ids",
+    "trt_leaf_with_dependent_75", "trt_two_windows", "trt_window_equals_prompt", "vllm0_append_blocks_1",
+    "vllm1_window_release",
 }  # fmt: skip
 
 
@@ -42,7 +44,7 @@ def growing(short=()):
     found = []
     for path in GROWING:
         for name, k in STEPS.items():
-            by_night = path.stem in LARGE or name != "k=P"
+            by_night = path.stem in LARGE | LARGER or name != "k=P"
             marks = pytest.mark.slow if by_night else [] if (path.stem, name) in short else pytest.mark.long
             found.append(pytest.param(path, k, marks=marks, id=f"{path.stem}, {name}"))
     return found

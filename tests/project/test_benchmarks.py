@@ -194,7 +194,8 @@ def test_bookkeeping_evicts_stores_and_merges(monkeypatch):
     assert bookkeeping.measure_admit(1024, repeats=1) > 0
 
 
-@pytest.mark.parametrize("caches", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.slow
+@pytest.mark.parametrize("caches", [1, 3])
 def test_caches_under_vmap_are_served(caches):
     assert bookkeeping.measure_caches(256, caches, repeats=1) > 0
 

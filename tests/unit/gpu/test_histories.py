@@ -153,6 +153,7 @@ def events_of(empty, rng, size, log):
     return empty.replace(records=records, text=text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("same", [False, True])
 def test_more_rows_fill_a_block_than_one_pass_looks_at(same):
     rows, verbs = 40, Both(0)
