@@ -5,6 +5,9 @@ For each shape three programs take turns, so that a noisy machine is noisy for a
 `kvjax.attend`, each row's blocks scattered over the pool; attention over contiguous K/V `[R, K, T, D]`; and a plain
 sum over the same bytes. All layers run in one program, each on the output of the one before, as in a model. The answers
 are compared before anything is timed. Times are the least of all rounds, for one layer.
+
+Then a step that mixes decode with chunks of prompts: one layer of attention on a mixed line, to two calls for the
+decode rows and the chunks apart; and the same line in ragged form, where a decode row is a chunk of one token.
 """
 
 from __future__ import annotations
@@ -125,6 +128,64 @@ def measure(name: str, shape: Shape, rounds: int) -> dict[str, float]:
     return metrics
 
 
+class Line(NamedTuple):
+    """Rows that decode and rows with a chunk, all of `length` tokens; of one layer."""
+
+    rows: int = 32
+    chunks: int = 4
+    chunk: int = 64
+    length: int = 512
+    heads: int = 8
+    kv_heads: int = 4
+    width: int = 64
+    block_size: int = 16
+
+
+def make_line(line: Line):
+    """Queries [1, T, Q, D], pools, and the state of a cache whose rows lack one token, or a chunk."""
+    rng, rows = np.random.default_rng(0), line.rows + line.chunks
+    spec = kvjax.make_spec(
+        [kvjax.LayerSpec(line.kv_heads, line.width)], num_blocks=rows * -(-line.length // line.block_size),
+        max_seqs=rows, max_length=line.length, block_size=line.block_size, dtype="float32",
+    )  # fmt: skip
+    pools = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape, np.float32)), kvjax.init_pools(spec))
+    state = kvjax.init(spec)
+    (group,) = state.groups
+    table = jnp.asarray(rng.permutation(group.table.size).reshape(group.table.shape), jnp.int32)
+    lacks = np.repeat(np.array([1, line.chunk], np.int32), (line.rows, line.chunks))
+    seqs = state.seqs.replace(length=jnp.full((rows,), line.length), committed=jnp.asarray(line.length - lacks))
+    q = rng.standard_normal((1, rows + line.chunks * line.chunk, line.heads, line.width), np.float32)
+    return jnp.asarray(q), pools, state.replace(groups=(group.replace(table=table),), seqs=seqs)
+
+
+def measure_mixed(line: Line, rounds: int) -> dict[str, float]:
+    """The time of a mixed line, to that of both calls apart."""
+    q, pools, state = make_line(line)
+    rows, size = state.spec.max_seqs, line.chunks * line.chunk
+    decode = np.arange(rows) < line.rows
+    chunks = np.arange(line.rows, rows, dtype=np.int32)
+    counts = np.full(line.chunks, line.chunk, np.int32)
+    view = kvjax.pools.mixed(state, decode, chunks, counts, size)
+    attend = jax.jit(lambda q, pools, view: kvjax.attend(q, pools, 0, view))
+    programs = {
+        "mixed": functools.partial(attend, q, pools, view),
+        "mixed_as_ragged": functools.partial(attend, q, pools, view.replace(decodes=0)),
+        "decode": functools.partial(
+            attend, q[0, :rows, None], pools, kvjax.view(state, jnp.asarray(decode, jnp.int32), 1)
+        ),
+        "chunks": functools.partial(attend, q[:, rows:], pools, kvjax.ragged(state, counts, size, chunks)),
+    }
+    answers = {name: np.asarray(run()).reshape(-1, *q.shape[2:]) for name, run in programs.items()}
+    answers["apart"] = np.concatenate([answers.pop("decode"), answers.pop("chunks")])
+    for name, answer in answers.items():
+        common.require(np.allclose(answer, answers["mixed"], 1e-4, 1e-4), f"{name}: answers differ from a mixed line's")
+    least = least_s(programs, rounds)
+    least["apart"] = least.pop("decode") + least.pop("chunks")
+    metrics = {f"{name}_ms": 1e3 * s for name, s in least.items()}
+    ratios = {f"{name}_over_apart": least[name] / least["apart"] for name in ("mixed", "mixed_as_ragged")}
+    return metrics | ratios
+
+
 def main() -> None:
     def add(parser):
         parser.add_argument("--rounds", type=int, default=30, help="how often each program runs")
@@ -134,6 +195,7 @@ def main() -> None:
     metrics = {}
     for name in args.shapes:
         metrics |= measure(name, SHAPES[name], args.rounds)
+    metrics |= measure_mixed(Line(), args.rounds)
     common.report("attention", metrics, args.json)
 
 

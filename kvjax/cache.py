@@ -17,7 +17,7 @@ from kvjax.debug.text import one_line, page
 from kvjax.events.records import Events
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools, apply, init_pools
-from kvjax.pools.views import ragged, view
+from kvjax.pools.views import mixed, ragged, view
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
@@ -105,6 +105,7 @@ class Cache(Pytree):
     lookup = _reader(lookup)
     view = _reader(view)
     ragged = _reader(ragged)
+    mixed = _reader(mixed)
 
     def __repr__(self) -> str:
         return one_line(self)

@@ -24,14 +24,16 @@ class Model(Protocol):
         """The logits, and the pools with these tokens' K/V.
 
         Args:
-          tokens: i32[R, C]; ids in 0..V-1, also where the view has padding.
+          tokens: i32[R, C]; i32[1, T] with a view on one line, ragged or mixed. Ids in 0..V-1, also where the view
+            has padding.
           pools: the K/V written so far.
           view: where these tokens are, and what they see.
-          last: i32[R]; the one position in 0..C-1 of each row whose logits are wanted. None: all of them; only
-            `step(..., logits="all")` asks for that.
+          last: i32[R]; the one position in 0..C-1 of each row whose logits are wanted. On one line i32[n], any n
+            positions of it. `x[jnp.arange(x.shape[0]), last]` of x [R, C, E] is right for both. None: all of them;
+            only `step(..., logits="all")` asks for that.
 
         Returns:
-          Logits f32[R, V], or f32[R, C, V] if `last` is None; and the pools.
+          Logits f32[R, V] or f32[n, V], like `last`; f32[R, C, V] if it is None. And the pools.
         """
         ...
 
@@ -50,7 +52,7 @@ def check_model(model: Any) -> None:
 def forward(
     model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None
 ) -> tuple[jax.Array, Pools]:
-    """Calls the model; returns its logits and pools.
+    """Calls the model with `last` as `Model` has it; returns its logits and pools.
 
     Raises:
       ValueError: if the model returns something else, or cannot give all logits.
@@ -62,9 +64,9 @@ def forward(
             result = model(tokens, pools, view, last=None)
         except Exception as error:
             raise ValueError(f'model: got {error!r} for last=None, wanted all logits (logits="all")') from error
-    shape = tokens.shape[:1] if last is not None else tokens.shape
+    shape = tokens.shape if last is None else last.shape
     wanted = f"a pair of logits f32{[*shape, 'V']} and pools".replace("'", "")
-    which = "last=i32[R]" if last is not None else "last=None"
+    which = "last=None" if last is None else f"last=i32{list(last.shape)}"
     if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], Pools):
         raise ValueError(f"model: got {_described(result)} for {which}, wanted {wanted}")
     logits, pools = result

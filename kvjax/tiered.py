@@ -21,7 +21,7 @@ from kvjax.events.records import Events, Status
 from kvjax.model import Model, check_model
 from kvjax.pools.device import Pools, apply
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
-from kvjax.pools.views import ragged, view
+from kvjax.pools.views import mixed, ragged, view
 from kvjax.processes import failed_anywhere
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
@@ -183,6 +183,7 @@ class TieredCache:
     lookup = _tiered_reader(lookup, OutermostJit(lookup, static_argnames="tiers"))
     view = _tiered_reader(view)
     ragged = _tiered_reader(ragged)
+    mixed = _tiered_reader(mixed)
 
     def __repr__(self) -> str:
         return one_line(self)

@@ -171,13 +171,14 @@ class Decoder(nnx.Module):
         """Runs the next tokens of every row through the paged cache.
 
         Args:
-          tokens: i32[R, C]; ids in 0..V-1, also where the view has padding.
+          tokens: i32[R, C]; ids in 0..V-1, also where the view has padding. On one line i32[1, T].
           pools: the K/V written so far.
-          view: `kvjax.view` of the cache for these tokens.
-          last: i32[R]; the one position in 0..C-1 of each row whose logits are wanted. None: all of them.
+          view: `kvjax.view` of the cache for these tokens; `ragged` or `mixed` for those on one line.
+          last: i32[R]; the one position in 0..C-1 of each row whose logits are wanted; on one line i32[n], any n
+            positions of it. None: all of them.
 
         Returns:
-          logits f32[R, C, V], or f32[R, V] with `last`; and the pools with these tokens' K/V.
+          logits f32[R, C, V], or f32[R, V] or f32[n, V] with `last`; and the pools with these tokens' K/V.
         """
 
         def mix(number, turn, pools, q, kv):

@@ -9,6 +9,7 @@ import argparse
 import collections
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import pathlib
@@ -86,7 +87,7 @@ def lowered() -> dict[str, dict]:
 
 
 def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
-    """(name, function, shapes of its arguments) of every verb that a spec has."""
+    """(name, function, shapes of its arguments) of every verb that a spec has, of those that a tree has."""
     import jax
     import jax.numpy as jnp
 
@@ -111,6 +112,7 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
         "lookup": ((i32(WIDTH), i32()), one),
         "extend": ((flags,), {}),
         "extend by 6": ((flags, rows), {"max_tokens": 6}),
+        "extend some": ((flags, rows), {"max_tokens": 6, "seqs": rows}),
         "commit": ((texts, rows), several),
         "fork": ((i32(), i32()), {}),
         "truncate": ((i32(), i32()), {}),
@@ -132,12 +134,12 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
         }
     for name, (args, kwargs) in requests.items():
         verb = _find(name.split()[0])
-        if verb is None:
+        if verb is None or not kwargs.keys() <= inspect.signature(verb).parameters.keys():
             continue
         if name == "init":
             yield name, lambda verb=verb: verb(spec), ()
             continue
-        given = {key: kwargs.pop(key) for key in ("extra_ids", "retention") if key in kwargs}
+        given = {key: kwargs.pop(key) for key in ("extra_ids", "retention", "seqs") if key in kwargs}
         yield name, lambda given, *args, verb=verb, kw=kwargs: verb(*args, **given, **kw), (given, state, *args)
         if name == "admit over tiers":
             _, events = jax.eval_shape(lambda given, *args, v=verb, kw=kwargs: v(*args, **given, **kw),

@@ -41,9 +41,12 @@ STATIC: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+HOMES = (kvjax, kvjax.tiers, kvjax.pools, kvjax.debug, kvjax.events)
+
+
 def verb(name: str) -> Callable[..., Any]:
     """A verb, or another function of a state, by its name, from whichever module exports it."""
-    return next(getattr(home, name) for home in (kvjax, kvjax.tiers, kvjax.debug, kvjax.events) if hasattr(home, name))
+    return next(getattr(home, name) for home in HOMES if hasattr(home, name))
 
 
 class Verbs(dict[str, Callable[..., Any]]):

@@ -12,7 +12,7 @@ from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
 
 class Writers(Pytree):
-    """Rows that want to write into a block that is not theirs alone, all [S].
+    """Rows that want to write into a block that is not theirs alone, all [R].
 
     Attributes:
       block: i32; the block that each row is in.
@@ -32,7 +32,7 @@ class Writers(Pytree):
 
 
 def unshare(group: Group, block: jax.Array, writes: jax.Array) -> tuple[Group, Writers]:
-    """Finds the rows that must copy `block` i32[S] before they write, where writes bool[S].
+    """Finds the rows that must copy `block` i32[R] before they write, where writes bool[R].
 
     `settle` must follow. Until then a refcount of 0 holds a mark of `last_of_each`, so that no such block looks unheld;
     `claim`, which may come between, tells it from the marks of its victims, of which there are fewer than blocks.

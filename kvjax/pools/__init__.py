@@ -4,7 +4,7 @@
 from kvjax.pools.attention import attend
 from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
-from kvjax.pools.views import View, ragged, view
+from kvjax.pools.views import View, mixed, ragged, view
 
 __all__ = [
     "HostPools",
@@ -15,6 +15,7 @@ __all__ = [
     "attend",
     "init_host_pools",
     "init_pools",
+    "mixed",
     "move",
     "ragged",
     "view",

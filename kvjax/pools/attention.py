@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -31,10 +33,11 @@ def attend(
     """Causal attention of a view's tokens over their rows' paged K/V, softmax in float32.
 
     Each token attends to those before it in its row and to itself: call `write` first. With C = 1 this is decode;
-    with more, chunked prefill from any offset; a ragged view mixes both.
+    with more, and in a ragged view, chunked prefill from any offset; of a mixed view each part is served as what it is.
 
     Args:
-      q: [R, C, Q, D]; [1, T, Q, D] for a ragged view. Query heads g * Q / K to (g + 1) * Q / K - 1 share kv head g.
+      q: [R, C, Q, D]; [1, T, Q, D] for a view on one line, ragged or mixed. Query heads g * Q / K to
+        (g + 1) * Q / K - 1 share kv head g.
       pools: the K/V, those of the view's tokens written.
       layer: the model's layer number. It may be traced, i32[], where the spec has exactly one pool.
       view: where the tokens are.
@@ -55,22 +58,24 @@ def attend(
     """
     group, pool, index, array = pools.at(layer, index)
     _check(q, array, view, window, soft_cap, sinks)
-    shape, decode = q.shape, view.starts is None and q.shape[1] == 1
-    name = "decode_attention" if decode else "prefill_attention"
-    static = {
-        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "return_lse": return_lse,
-        "implementation": implementation,
-        **({} if decode else {"max_count": q.shape[1]}),
-    }
+    shape, is_decode = q.shape, view.starts is None and q.shape[1] == 1
+    decodes = q.shape[0] if is_decode else view.decodes
+    call = functools.partial(
+        pallas_kernels.call, scale=q.shape[-1] ** -0.5 if scale is None else scale, window=window, soft_cap=soft_cap,
+        return_lse=return_lse, implementation=implementation,
+    )  # fmt: skip
 
     def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None):
-        q, rows = q[:, 0] if decode else q.reshape(-1, *q.shape[2:]), (lengths,)
-        if not decode:
-            rows = lengths, _starts(starts, *shape[:2]), num_tokens
-        return pallas_kernels.call(name, q, pool, index, table, *rows, scales=scales, sinks=sinks, **static)
+        q, parts, options = q.reshape(-1, *q.shape[2:]), [], {"scales": scales, "sinks": sinks}
+        if decodes:
+            first = slice(0, decodes)
+            parts.append(call("decode_attention", q[first], pool, index, table[first], lengths[first], **options))
+        if num_tokens is not None:
+            rest, starts = slice(decodes, None), _starts(starts, *shape[:2])
+            rows = table[rest], lengths[rest], starts[rest] - decodes, num_tokens[rest]
+            options["max_count"] = shape[1] - decodes
+            parts.append(call("prefill_attention", q[rest], pool, index, *rows, **options))
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
     operands = {
         "q": q,
@@ -80,7 +85,7 @@ def attend(
         "scales": pools.scales_of(group, pool),
         "sinks": sinks,
         "lengths": view.lengths,
-        **({} if decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
+        **({} if is_decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
     }
     with jax.named_scope("attend"):
         axes = {"q": 2, "pool": 3, "scales": 3, "sinks": 0}

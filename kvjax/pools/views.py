@@ -2,13 +2,14 @@
 """What a model step needs of the cache: where each token is written, and what it may read.
 
 A view is for the next tokens of some rows, those after the committed ones, for which `admit` or `extend` has made
-room; in a block of steps, for those after the ones that earlier steps have written. It has one of two forms, and a
-model sees a batch of rows in both:
+room; in a block of steps, for those after the ones that earlier steps have written. It has one of three forms, and a
+model sees a batch of rows in each:
 
     view(state, [3, 1, 0], max_tokens=4)       ragged(state, [3, 1, 0], size=6)
     [ a5 a6 a7 .  ]                            [ a5 a6 a7 b2 .  .  ]
     [ b2 .  .  .  ]
-    [ .  .  .  .  ]
+    [ .  .  .  .  ]                            mixed(state, [False, True, False], [0], [3], size=4)
+                                               [ .  b2 .  a5 a6 a7 .  ]
 
 Padding is written to no slot, and attention returns zeros for it.
 """
@@ -21,12 +22,15 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, pick
-from kvjax._checks import each_row, on_state
+from kvjax._checks import each_row, integers, on_state, row_mask, static_int
 from kvjax.state import CacheState
 
 
-class View(Pytree):
+class View(Pytree, static=("decodes",)):
     """Where the tokens of one model step are.
+
+    A mixed view is a ragged one of S + R rows, of which the first S have one position each: what does not heed
+    `decodes` may treat it as ragged.
 
     Attributes:
       tables: per group i32[R, M]; pool rows, N (scratch) where a row has no block on the device.
@@ -37,6 +41,7 @@ class View(Pytree):
         row for padding.
       num_tokens: i32[R]; tokens of each row in this view.
       starts: i32[R]; if ragged, where each row's tokens start; None if padded.
+      decodes: static; S if mixed, else 0. Row i of the first S has position i of the line.
     """
 
     tables: tuple[jax.Array, ...]
@@ -45,6 +50,7 @@ class View(Pytree):
     slots: tuple[jax.Array, ...]
     num_tokens: jax.Array
     starts: jax.Array | None = None
+    decodes: int = 0
 
 
 @on_state
@@ -97,15 +103,48 @@ def ragged(
     Raises:
       ValueError: on arguments of the wrong shape or dtype.
     """
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"size: got {size!r}, wanted an int of at least 1")
+    size = static_int("size", size, 1)
     tables, start, count = _rows(state, num_tokens, seqs, written)
-    starts = jnp.minimum(jnp.cumsum(count, dtype=jnp.int32) - count, size)
-    count = jnp.minimum(count, size - starts)
-    token = jnp.arange(size, dtype=jnp.int32)[None]
-    # A slot's owner is the last row that starts there or before: a row without tokens starts where the next one does.
-    owner = jnp.sum(token >= starts[:, None], axis=0, dtype=jnp.int32)[None] - 1
-    return _view(state, tables, start, count, owner, token - pick(starts, owner), starts)
+    starts, count, owner, offset = _line(count, size)
+    return _view(state, tables, start, count, owner, offset, starts)
+
+
+@on_state
+def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: ArrayLike, size: int) -> View:
+    """A view in mixed form: one token of each row that decodes, then chunks of other rows, all on one line.
+
+    The line has S + `size` positions: i is row i's, and after these S the chunks are as in `ragged`. A model computes
+    the line at once; `attend` serves the two parts as decode and as prefill.
+
+    Args:
+      state: the cache, with room for the tokens.
+      decode: bool[S]; rows with a token each. A row without room has none.
+      seqs: i32[R]; the rows with chunks, all different; entries outside 0..S-1 are padding, and so are rows that
+        decode, whose tokens would be written twice.
+      num_tokens: i32[R]; as in `ragged`. An int stands for all rows.
+      size: positions for chunks.
+
+    Returns:
+      A view of S + R rows: all S, then `seqs`. Commit `num_tokens[:S]` of it for the former, the rest for `seqs`.
+
+    Raises:
+      ValueError: on arguments of the wrong shape or dtype.
+    """
+    size, most = static_int("size", size, 1), state.spec.max_seqs
+    decode, seqs = row_mask("decode", decode, most), integers("seqs", seqs, ("R",))
+    asked = jnp.where(pick(decode, seqs), 0, each_row("num_tokens", num_tokens, seqs.shape))
+    row = np.arange(most, dtype=np.int32)
+    counts = jnp.concatenate([decode.astype(jnp.int32), asked])
+    tables, start, count = _rows(state, counts, jnp.concatenate([row, seqs]), 0)
+    starts, chunks, owner, offset = _line(count[most:], size)
+    return _view(
+        state, tables, start,
+        count=jnp.concatenate([count[:most], chunks]),
+        owner=jnp.concatenate([row[None], owner + most], axis=1),
+        offset=jnp.concatenate([np.zeros_like(row)[None], offset], axis=1),
+        starts=jnp.concatenate([row, starts + most]),
+        decodes=most,
+    )  # fmt: skip
 
 
 def _rows(state: CacheState, num_tokens, seqs, written):
@@ -131,7 +170,22 @@ def _rows(state: CacheState, num_tokens, seqs, written):
     return tuple(tables), start, jnp.clip(num_tokens.astype(jnp.int32), 0, jnp.maximum(room, 0))
 
 
-def _view(state, tables, start, count, owner, offset, starts) -> View:
+def _line(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Rows of count i32[R] tokens on a line of `size` positions, one after the other.
+
+    Returns:
+      i32[R], where each row starts; i32[R], how many of its tokens fit; i32[1, size], whose each position is; and
+      i32[1, size], which of its owner's tokens, from 0 on, or beyond them for padding.
+    """
+    starts = jnp.minimum(jnp.cumsum(count, dtype=jnp.int32) - count, size)
+    count = jnp.minimum(count, size - starts)
+    token = jnp.arange(size, dtype=jnp.int32)[None]
+    # A slot's owner is the last row that starts there or before: a row without tokens starts where the next one does.
+    owner = jnp.sum(token >= starts[:, None], axis=0, dtype=jnp.int32)[None] - 1
+    return starts, count, owner, token - pick(starts, owner)
+
+
+def _view(state, tables, start, count, owner, offset, starts, decodes=0) -> View:
     """The view whose tokens are the offset-th ones of rows owner; both shaped like `View.positions`."""
     size = state.spec.block_size
     real = offset < pick(count, owner)
@@ -141,4 +195,4 @@ def _view(state, tables, start, count, owner, offset, starts) -> View:
         pool_row = pick(table, (owner, positions // size))
         slots.append(jnp.where(real, pool_row, group.num_blocks) * size + positions % size)
     lengths = jnp.where(count > 0, start + count, 0)
-    return View(tables, positions, lengths, tuple(slots), count, starts)
+    return View(tables, positions, lengths, tuple(slots), count, starts, decodes)

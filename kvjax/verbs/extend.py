@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import Pytree, count, pick, put, rank, runs
+from kvjax._arrays import Pytree, count, pick, put, rank, repeated, runs
 from kvjax._checks import each_row, integers, on_state, row_mask, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.copy_on_write import settle, unshare
@@ -22,7 +22,7 @@ from kvjax.events.records import EventKind, Events, Records, Status, no_records,
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.gpu.choice import fused, serves
 from kvjax.policies.retention import apply_retention
-from kvjax.state import CacheState
+from kvjax.state import CacheState, Sequences
 from kvjax.verbs._request import all_or_nothing, assemble, first_failure, known_tiers
 
 
@@ -32,6 +32,7 @@ def extend(
     active: ArrayLike,
     num_tokens: ArrayLike = 1,
     *,
+    seqs: ArrayLike | None = None,
     max_tokens: int | None = None,
     now: ArrayLike = 0,
     tiers: tuple[str, ...] = ("device",),
@@ -39,41 +40,51 @@ def extend(
     """Gives every active row room for its next tokens; all rows or none.
 
     A last block that is shared or findable is replaced by a private copy before it is written; of several active
-    holders of a block that is not findable the last one keeps it.
+    holders of a block that is not findable the last one keeps it. With `seqs` the cost follows R, not S.
 
     Args:
       state: the cache.
-      active: bool[S]; rows to grow.
-      num_tokens: a static number for all rows, or i32[S].
+      active: bool[R]; rows to grow.
+      num_tokens: a static number for all rows, or i32[R].
+      seqs: i32[R]; the rows, all different, -1 for padding, which is not active; None for all S.
       max_tokens: static; the most that a row asks for, needed where `num_tokens` is an array.
       now: i32[] ms.
       tiers: static; as in `admit`.
 
     Returns:
-      The cache, unchanged unless `events.ok`; and events, E = 2 S F a group for rows that touch up to F blocks (more
-      with both tiers): removed, updated, copied. Status ROW_FULL, BAD_REQUEST (a free row) or HELD (one swapped out) at
-      the rows to blame, NO_BLOCKS at all active rows; `events.shortfall` is the number of blocks missing in the group
-      that misses most.
+      The cache, unchanged unless `events.ok`; and events, E = 2 R F a group for rows that touch up to F blocks (more
+      with both tiers): removed, updated, copied. Status ROW_FULL, BAD_REQUEST (a row that is free, unknown or named
+      twice) or HELD (one swapped out) at the rows to blame, NO_BLOCKS at all active rows; `events.shortfall` is the
+      number of blocks missing in the group that misses most.
 
     Source: vLLM's append_slots with copy-on-write, for a whole batch in one pass.
     """
-    spec, seqs, size = state.spec, state.seqs, state.spec.block_size
-    active, now = row_mask("active", active, spec.max_seqs), integers("now", now, ())
+    spec, size = state.spec, state.spec.block_size
+    rows = None if seqs is None else integers("seqs", seqs, ("R",))
+    known = _known(state, rows)
+    length = known.length
+    active, now = row_mask("active", active, length.shape[0]), integers("now", now, ())
     if max_tokens is None:
         max_tokens = static_int("num_tokens", num_tokens, 1)
     asked = each_row("num_tokens", num_tokens, active.shape)
     max_tokens = static_int("max_tokens", max_tokens, 1)
-    bad = active & ((seqs.length == 0) | (asked < 0) | (asked > max_tokens))
-    grown = seqs.length + jnp.where(active & ~bad, asked, 0)
+    bad = active & ((length == 0) | (asked < 0) | (asked > max_tokens))
+    if rows is not None:
+        bad = bad | (active & ((rows < 0) | (rows >= spec.max_seqs) | repeated(rows)))
+    grown = length + jnp.where(active & ~bad, asked, 0)
     full = active & (-(-grown // size) > spec.max_blocks_per_seq)
-    rests = active & seqs.rests
+    rests = active & known.rests
     fine = ~jnp.any(bad | rests | full)
-    state, grew = _grown(state, jnp.where(fine, grown, seqs.length), max_tokens, now, known_tiers(tiers))
+    state, grew = _grown(state, rows, jnp.where(fine, grown, length), max_tokens, now, known_tiers(tiers))
     status = first_failure(
         (bad, Status.BAD_REQUEST), (rests, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
     )
-    seqs = seqs.replace(length=jnp.where(fine & grew.ok, grown, seqs.length))
-    state = state.replace(seqs=seqs)
+    ok = fine & grew.ok
+    if rows is None:
+        after = known.replace(length=jnp.where(ok, grown, length))
+    else:
+        after = state.seqs.replace(length=put(state.seqs.length, rows, grown, active & ok))
+    state = state.replace(seqs=after)
     return state, assemble(
         state, status, removed=grew.removed, updated=grew.updated, copied=grew.copied, shortfall=grew.shortfall,
         moves=grew.moves,
@@ -91,8 +102,13 @@ class Growth(Pytree):
     moves: list[Transfer]
 
 
+def _known(state: CacheState, rows: jax.Array | None) -> Sequences:
+    """What is known of rows i32[R]; None: of all."""
+    return state.seqs if rows is None else pick(state.seqs, rows)
+
+
 def _grown(
-    state: CacheState, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
+    state: CacheState, rows: jax.Array | None, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
 ) -> tuple[CacheState, Growth]:
     """`grow`, as one kernel where there is one."""
 
@@ -104,25 +120,34 @@ def _grown(
         return state, Growth(grew.ok, [grew.removed], [grew.copied], grew.shortfall, [no_records()], [no_moves()])
 
     def plain(state: CacheState, grown: jax.Array, now: jax.Array) -> tuple[CacheState, Growth]:
-        return grow(state, grown, max_tokens, now, tiers)
+        return grow(state, rows, grown, max_tokens, now, tiers)
 
-    served = serves(state, state.spec.max_seqs, max_tokens)
+    served = rows is None and serves(state, state.spec.max_seqs, max_tokens)
     return fused(kernel, plain, state, grown, now) if served else plain(state, grown, now)
 
 
 def grow(
-    state: CacheState, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
+    state: CacheState, rows: jax.Array | None, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
 ) -> tuple[CacheState, Growth]:
-    """Gives the rows blocks for `grown` i32[S] tokens, at most max_tokens more than they have; all rows or none."""
-    spec, seqs, size = state.spec, state.seqs, state.spec.block_size
-    rows = np.arange(spec.max_seqs, dtype=np.int32)
-    first = seqs.length // size
-    inside = (grown > seqs.length) & (seqs.length % size > 0)
-    columns = runs(first, (max_tokens + size - 2) // size + 1)
-    beyond = (columns * size < grown[:, None]) & (columns * size >= seqs.length[:, None])
-    written = jnp.maximum(seqs.committed - first * size, 0)  # tokens of the row's last block
+    """Gives rows blocks for `grown` tokens, at most max_tokens more than they have; all rows or none.
 
-    shared = [unshare(group, table_entry(group, rows, first), inside) for group in state.groups]
+    Args:
+      state: the cache; the rows' lengths stay as they are.
+      rows: i32[R]; those that grow are all different. None: all S.
+      grown: i32[R]; a row that does not grow has its length here, whichever row it names.
+      max_tokens: static.
+      now: i32[] ms.
+      tiers: static.
+    """
+    spec, known, size = state.spec, _known(state, rows), state.spec.block_size
+    seqs = np.arange(spec.max_seqs, dtype=np.int32) if rows is None else rows
+    first = known.length // size
+    inside = (grown > known.length) & (known.length % size > 0)
+    columns = runs(first, (max_tokens + size - 2) // size + 1)
+    beyond = (columns * size < grown[:, None]) & (columns * size >= known.length[:, None])
+    written = jnp.maximum(known.committed - first * size, 0)  # tokens of the row's last block
+
+    shared = [unshare(group, table_entry(group, seqs, first), inside) for group in state.groups]
     new = [beyond.at[:, 0].set(beyond[:, 0] | writers.copies) for _, writers in shared]
     lacks = [count(n) - group.available for n, (group, _) in zip(new, shared, strict=True)]
     ok = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
@@ -142,7 +167,7 @@ def grow(
         taken.append(new)
         group = settle(new.group, policy, writers, ok, now)
         ids = pick(new.ids, rank(wanted.reshape(-1)).reshape(wanted.shape))
-        table = put(group.table, (jnp.broadcast_to(rows[:, None], wanted.shape), columns), ids, wanted & ok)
+        table = put(group.table, (jnp.broadcast_to(seqs[:, None], wanted.shape), columns), ids, wanted & ok)
         copies = writers.copies & ok & (written > 0)
         group = group.replace(table=table)
         groups.append(group)
@@ -154,7 +179,7 @@ def grow(
         )  # fmt: skip
     ids, block, copies, wanted = fresh[0]
     group = copy_text(groups[0], ids[:, 0], block, copies)
-    stated = pick(seqs.retention, (rows[:, None], columns))
+    stated = pick(state.seqs.retention, (seqs[:, None], columns))
     groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted))
     shortfall = jnp.where(ok, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
     state, removed, updated, moves = all_or_nothing(

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.model import forward
 from models import Decoder, LayerConfig, ModelConfig, Rope, load, recall, save, train, verify
 from models.golden import read_golden
 from tests.drive import DATA
@@ -168,6 +169,40 @@ def paged(model: Decoder, tokens: np.ndarray, **options) -> jax.Array:
 
     cache = kvjax.Cache.create(spec)
     return run(model, cache.replace(pools=poisoned(cache.pools)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_hidden_layers": 2},
+        pytest.param({**GEMMA3, "sliding_window_pattern": 2}, marks=pytest.mark.long),
+        pytest.param(
+            {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}, marks=pytest.mark.long
+        ),
+    ],
+)
+def test_logits_of_any_positions_of_a_mixed_line(fields):
+    """Two rows decode while the third computes its prompt: the logits are those of whole sequences."""
+    model = Decoder(config(**fields), rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(32, size=(3, 8)).astype(np.int32)
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=8, max_seqs=3, max_length=8, block_size=4, dtype="float32")
+    last = np.array([8, 0, 10, 1, 3], np.int32)  # the line has rows 0 to 2, then eight tokens of row 2
+
+    @jax.jit
+    def run(model, cache):
+        done, on = jnp.array([5, 6, 0]), np.array([True, True, False])
+        cache, _ = cache.admit(np.arange(3), tokens, np.full(3, 8))
+        _, pools = model(jnp.asarray(tokens), cache.pools, cache.view(done, 8), last=None)
+        cache, _ = cache.replace(pools=pools).commit(tokens, done)
+        line = jnp.asarray(np.concatenate([tokens[0, 5:6], tokens[1, 6:7], [0], tokens[2]])[None])
+        view = cache.mixed(on, np.array([2, -1]), np.array([8, 4]), 8)
+        return forward(model, line, pools, view, last)[0]
+
+    cache = kvjax.Cache.create(spec)
+    dense = np.asarray(jax.jit(Decoder.dense)(model, tokens))
+    wanted = np.stack([dense[2, 5], dense[0, 5], dense[2, 7], dense[1, 6], dense[2, 0]])
+    atol = 5e-4 if fields.get("model_type") == "gemma4_text" else 1e-5
+    np.testing.assert_allclose(run(model, cache.replace(pools=poisoned(cache.pools))), wanted, atol=atol)
 
 
 def test_windows_are_read_per_layer():

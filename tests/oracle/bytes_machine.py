@@ -610,13 +610,18 @@ class Life:
             min(n, WIDTH - int(lengths[seq])) if seq in self.rows and not self.rows[seq].swapped else 0
             for seq, n in enumerate(request["counts"])
         ], np.int32)  # fmt: skip
+        some = {}
+        if request.get("seqs"):  # rows by name: a program of its own, for configurations that may take their time
+            some = {"seqs": np.array(request["seqs"], np.int32)}
+            counts = counts[some["seqs"]]
         if not counts.any():
             return
         if request["wide"]:
-            events, lost = self.moving("extend", counts > 0, counts, max_tokens=MOST)
+            events, lost = self.moving("extend", counts > 0, counts, max_tokens=MOST, **some)
             self.lose(lost)
         else:
-            events = self.on_cache("extend", counts > 0, counts, max_tokens=MOST)
+            events = self.on_cache("extend", counts > 0, counts, max_tokens=MOST, **some)
+        self.tally["rows by name"] += bool(some)
         self.tally["copied on write"] += sum(e["kind"] == "copied" for e in kvjax.to_list(events))
 
     def _fork(self, request: Request) -> None:
@@ -880,6 +885,8 @@ class Requests:
             case "extend":
                 request["counts"] = [self.number(MOST + 1) * self.number(2) for _ in range(ROWS)]
                 request["wide"] = between and (known is None or "wide extend" in known)
+                if known is None and self.chance(0.5):
+                    request["seqs"] = self.rng.permutation(ROWS)[:2].tolist()
             case "decode":
                 request |= {"k": self.number_of_steps(), "active": [self.chance(0.8) for _ in range(ROWS)]}
                 request["counts"] = [self.number(1, SIZE + 1) if self.chance(0.5) else SIZE for _ in range(ROWS)]

@@ -187,27 +187,30 @@ class Oracle(Tiers):
                     events.append(Event("copied", namespace, tuple(prompt[:cached]), group.number))
         return Result([Status.OK], events, [len(prompt)], [cached], moves=moves)
 
-    def extend(self, active, num_tokens=1, tiers=False) -> Result:
+    def extend(self, active, num_tokens=1, tiers=False, seqs=None) -> Result:
         """Room for `num_tokens` (an int, or one per row) more tokens in every active row, or in none.
 
         A row whose last block is held by others too, or findable, copies it before it writes there; of several rows
-        that share a block, the last one in row order need not copy once the others have.
+        that share a block, the last one need not copy once the others have. With `seqs` for these rows, in this order.
         """
-        counts = [num_tokens] * len(self.rows) if isinstance(num_tokens, int) else list(num_tokens)
-        status = [Status.OK] * len(self.rows)
-        wanted = [seq for seq, on in enumerate(active) if on]
-        for seq in wanted:
-            if not self.rows[seq].length or counts[seq] < 0:
-                status[seq] = Status.BAD_REQUEST
-            elif self.rows[seq].swapped:
-                status[seq] = Status.HELD
-            elif self._blocks_for(self.rows[seq].length + counts[seq]) > self.max_blocks_per_seq:
-                status[seq] = Status.ROW_FULL
+        seqs = list(range(len(self.rows)) if seqs is None else seqs)
+        counts = [num_tokens] * len(seqs) if isinstance(num_tokens, int) else list(num_tokens)
+        status = [Status.OK] * len(seqs)
+        for i, (seq, count, on) in enumerate(zip(seqs, counts, active, strict=True)):
+            row = self._row(seq)
+            if not on:
+                continue
+            if row is None or count < 0 or seqs.count(seq) > 1:
+                status[i] = Status.BAD_REQUEST
+            elif row.swapped:
+                status[i] = Status.HELD
+            elif self._blocks_for(row.length + count) > self.max_blocks_per_seq:
+                status[i] = Status.ROW_FULL
         if any(status):
             return Result(status)
-        wanted = [seq for seq in wanted if counts[seq]]
+        wanted = {seq: count for seq, count, on in zip(seqs, counts, active, strict=True) if on and count}
         copies = [self._copies(group, wanted) for group in self.groups]
-        grown = sum(self._blocks_for(self.rows[q].length + counts[q]) - len(self.rows[q].tables[0]) for q in wanted)
+        grown = sum(self._blocks_for(self.rows[q].length + n) - len(self.rows[q].tables[0]) for q, n in wanted.items())
         needed = [grown + len(rows) for rows in copies]
         missing = max(self._missing(group, needed[group.number]) for group in self.groups)
         taken = None if missing else self._take(needed, tiers)
@@ -215,9 +218,9 @@ class Oracle(Tiers):
             status = [Status.NO_BLOCKS if on else Status.OK for on in active]
             return Result(status, shortfall=max(missing, 1))
         fresh, events, moves = taken
-        for seq in wanted:
+        for seq, count in wanted.items():
             row, first = self.rows[seq], len(self.rows[seq].tables[0]) - (seq in copies[0])
-            length = row.length + counts[seq]
+            length = row.length + count
             for group in self.groups:
                 table, mine = row.tables[group.number], fresh[group.number]
                 if seq in copies[group.number]:
@@ -231,7 +234,7 @@ class Oracle(Tiers):
             self._state_worth(row, first)
         return Result(status, events, moves=moves)
 
-    def _copies(self, group: Group, wanted: Sequence[int]) -> list[int]:
+    def _copies(self, group: Group, wanted: Iterable[int]) -> list[int]:
         """The rows that may not write into the block of this group that they are in."""
         holders = [block.refcount for block in group.blocks]
         copies = []

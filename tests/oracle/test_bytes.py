@@ -144,7 +144,7 @@ def test_bytes_through_every_verb(name):
     jax.clear_caches()  # of the configuration before: see `forget_programs`
     config = CONFIGS[name]
     tally = live(config, seed=1, steps=NIGHTLY // len(SLOW)).tally
-    things = [*HAPPENS, "generated", "generate hit", "beam_step", "pin", "evict", "reset"]
+    things = [*HAPPENS, "rows by name", "generated", "generate hit", "beam_step", "pin", "evict", "reset"]
     things += [*ON_HOSTS, "watermark", "swap_in", "swap_out", "offload", "onboard"] if config.host else []
     things += ["slid"] if config.spec().groups[1:] else []
     if not config.spec().partial_reuse:

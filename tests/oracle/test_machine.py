@@ -291,18 +291,23 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), count=st.integers(0, MOST), one=st.booleans(),
-        wide=st.booleans(),
+        wide=st.booleans(), seqs=st.one_of(st.none(), st.permutations(range(ROWS)), lists(rows, min_size=3)),
     )  # fmt: skip
-    def extend(self, active, count, one, wide):
+    def extend(self, active, count, one, wide, seqs):
         there, here = self.tiers(wide)
-        active = [on and (row.length > 0 or count == 5) for on, row in zip(active, self.oracle.rows, strict=True)]
-        counts = [1 if one else (count + seq) % (MOST + 1) for seq in range(ROWS)]
-        wanted = self.oracle.extend(active, counts, **there)
-        mask = np.asarray(active)
-        if one:
+        named = range(ROWS) if seqs is None else seqs[:3]
+        used = [seq for seq, row in enumerate(self.oracle.rows) if row.length]
+        active = [on and (seq in used or count == 5) for on, seq in zip(active, named, strict=False)]
+        counts = [1 if one else (count + i) % (MOST + 1) for i in range(len(named))]
+        wanted = self.oracle.extend(active, counts, seqs=named, **there)
+        mask, numbers = np.asarray(active), np.asarray(counts, np.int32)
+        if seqs is not None:
+            rows = np.asarray(named, np.int32)
+            self.both("extend", wanted, mask, numbers, seqs=rows, max_tokens=MOST, **here)
+        elif one:
             self.both("extend", wanted, mask, **here)
         else:
-            self.both("extend", wanted, mask, np.asarray(counts, np.int32), max_tokens=MOST, **here)
+            self.both("extend", wanted, mask, numbers, max_tokens=MOST, **here)
 
     @rule(
         tokens=lists(lists(st.integers(0, 2), min_size=WIDTH, max_size=WIDTH), min_size=ROWS, max_size=ROWS),

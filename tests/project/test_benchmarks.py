@@ -186,6 +186,14 @@ def test_attention_agrees_with_contiguous_attention():
 
 
 @pytest.mark.long
+def test_attention_on_a_mixed_line_agrees_with_that_of_its_parts():
+    line = attention.Line(rows=2, chunks=2, chunk=8, length=64, heads=4, kv_heads=2, width=8)
+    metrics = attention.measure_mixed(line, rounds=1)
+    assert metrics.keys() >= {"mixed_over_apart", "mixed_as_ragged_over_apart"}
+    assert all(value > 0 for value in metrics.values())
+
+
+@pytest.mark.long
 def test_bookkeeping_evicts_stores_and_merges(monkeypatch):
     for name, value in {"ROWS": 32, "LENGTH": 256, "STEPS": 32, "CALLS": 2}.items():
         monkeypatch.setattr(bookkeeping, name, value)

@@ -15,7 +15,7 @@ SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 2)], **OPTIONS)
 TIERED = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_host_blocks=4, **OPTIONS)
 VERBS = (
     "admit", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin", "unpin", "reset",
-    "lookup", "view", "ragged",
+    "lookup", "view", "ragged", "mixed",
 )  # fmt: skip
 MOVES = ("offload", "onboard", "watermark", "swap_out", "swap_in")
 
@@ -53,7 +53,7 @@ STORY = [
     ("commit", (np.stack([TOKENS] * 2), ints(7, 8)), {"seqs": ints(0, 1)}),
     ("truncate", (ints(1), ints(6)), {}),
     ("fork", (ints(1), ints(2)), {}),
-    ("extend", (np.array([False, True, False]),), {"tiers": ("device",)}),
+    ("extend", (np.array([False, True]),), {"seqs": ints(-1, 1), "tiers": ("device",)}),
     ("trim", (np.array([False, True, False]),), {"max_tokens": 4}),
     ("pin", (ints(0, -1),), {"group": 0}),
     ("beam_step", (ints(0, 2), ints(1, 1)), {}),
@@ -91,6 +91,7 @@ def test_the_verbs_of_a_tiered_cache():
             assert int(tiered.lookup(TOKENS, 8).cached_tokens) == 6
             assert tiered.view(1).positions.shape == (3, 1)
             assert tiered.ragged(ints(1, 1, 1), 4).positions.shape == (1, 4)
+            assert tiered.mixed(np.ones(3, bool), ints(-1), 1, 4).positions.shape == (1, 7)
     assert kvjax.debug.stats(driver.state).empty_blocks == 8
 
 

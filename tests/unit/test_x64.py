@@ -38,6 +38,7 @@ VERBS = {
     "admit several": ((np.arange(ROWS), LINES, np.full(ROWS, 9)), {}),
     "lookup": ((LINE, 9), {}),
     "extend": ((np.ones(ROWS, bool),), {}),
+    "extend some": ((np.ones(2, bool), np.arange(2)), {"seqs": np.arange(2), "max_tokens": 2}),
     "commit": ((LINES, np.full(ROWS, 3)), {}),
     "fork": ((0, 1), {}),
     "truncate": ((0, 3), {}),
@@ -59,7 +60,7 @@ MOVES = {
     "swap_out": ((0,), {}),
     "swap_in": ((0,), {}),
 }
-CASES = [("plain", verb, VERBS) for verb in ("admit several", "extend", "commit")]
+CASES = [("plain", verb, VERBS) for verb in ("admit several", "extend", "extend some", "commit")]
 CASES += [pytest.param("all of it", verb, of, marks=pytest.mark.long) for of in (VERBS, MOVES) for verb in of]
 
 
@@ -109,14 +110,16 @@ def test_policies(policy):
 
 
 def pools_and_view(spec, form):
-    """With the shapes that a model sees in decode, in padded prefill and in a ragged batch."""
+    """With the shapes that a model sees in decode, in padded prefill, in a ragged batch and in a mixed one."""
     state, pools = kvjax.init(spec), kvjax.init_pools(spec)
     if form == "ragged":
         return pools, kvjax.ragged(state, np.full(ROWS, 3), 8, np.arange(ROWS))
+    if form == "mixed":
+        return pools, kvjax.pools.mixed(state, np.ones(ROWS, bool), np.arange(ROWS), np.full(ROWS, 3), 8)
     return pools, kvjax.view(state, np.full(ROWS, 3), max_tokens=1 if form == "decode" else 4)
 
 
-@pytest.mark.parametrize("form", ["decode", "prefill", "ragged"])
+@pytest.mark.parametrize("form", ["decode", "prefill", "ragged", "mixed"])
 @pytest.mark.parametrize(
     "name", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("all of it", "bfloat16"))]
 )

@@ -107,6 +107,30 @@ def test_heads_are_computed_apart(dtype, kind, shape):
     chex.assert_trees_all_close(jax.tree.map(np.asarray, seen), jax.tree.map(np.asarray, wanted), atol=2e-6)
 
 
+def write_attend_line(pools, state, q, kv, sinks):
+    """Row 0's next token and row 1's chunk on one line: the pools and, where the line has tokens, the attention."""
+    view = kvjax.pools.mixed(state, np.array([True, False]), np.array([1, -1]), np.array([6, 1]), 7)
+    pools = kvjax.write(pools, 0, kv[0], kv[1], view)
+    seen = kvjax.attend(q, pools, 0, view, window=4, sinks=sinks, return_lse=True)
+    return pools, [x[0, np.array([0, *range(2, 8)])] for x in seen]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "kind", "shape"), [("float32", EXPLICIT, (2, 2)), ("int8", AUTO, (1, 4))])
+def test_heads_of_a_mixed_line_are_computed_apart(dtype, kind, shape):
+    args = numbers(1, 1, 9, 8, 16), numbers(2, 2, 1, 9, 4, 16), numbers(3, 8)
+    alone = rows_of_three_and_six(kvjax.Cache.create(spec_of(dtype=dtype)))
+    pools, wanted = jax.jit(write_attend_line)(alone.pools, alone.state, *args)
+    with mesh_of(*shape, kind) as mesh:
+        cache = rows_of_three_and_six(kvjax.Cache.create(spec_of(dtype=dtype), mesh=mesh, heads="heads"))
+        program = jax.jit(write_attend_line, donate_argnums=0).lower(cache.pools, cache.state, *args).compile()
+        assert not collectives(program)
+        got, seen = program(cache.pools, cache.state, *args)
+    for leaf, like in zip(jax.tree.leaves(got), jax.tree.leaves(pools), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(like))
+    chex.assert_trees_all_close(jax.tree.map(np.asarray, seen), jax.tree.map(np.asarray, wanted), atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("dtype", "kind", "shape"),
     [

@@ -300,7 +300,7 @@ def test_a_model_that_returns_something_else_is_named(returns, got):
     def wrong(tokens, pools, view, *, last):
         return returns(jnp.zeros((*tokens.shape, VOCAB)), pools)
 
-    wanted = r" for last=i32\[R\], wanted a pair of logits f32\[1, V\] and pools"
+    wanted = r" for last=i32\[1\], wanted a pair of logits f32\[1, V\] and pools"
     raises(f"^model: got {got}{wanted}", jax.tree_util.Partial(wrong), empty_cache(), PROMPTS)
 
 

@@ -32,6 +32,7 @@ GOOD = {
     "lookup": {"tokens": ints(8), "length": 4},
     "extend": {"active": np.ones(4, bool), "num_tokens": 2},
     "extend rows": {"active": np.ones(4, bool), "num_tokens": ints(4), "max_tokens": 3},
+    "extend some": {"active": np.ones(2, bool), "num_tokens": ints(2), "max_tokens": 3, "seqs": ints(2)},
     "commit": {"tokens": ints(4, 8), "num_tokens": ints(4)},
     "commit rows": {"tokens": ints(2, 8), "num_tokens": ints(2), "seqs": ints(2)},
     "fork": {"src": 0, "dst": 1},
@@ -70,6 +71,10 @@ BAD = {
     "extend rows": {
         "num_tokens": (floats(4), ints(3), ints(4, 1), np.ones(4, bool)), "max_tokens": (0, None, 1.5),
         "now": SCALAR,
+    },
+    "extend some": {
+        "seqs": (0, floats(2), ints(2, 1)), "active": (np.ones(4, bool), ints(2)), "num_tokens": (ints(4), floats(2)),
+        "max_tokens": (0, None), "now": SCALAR,
     },
     "commit": {
         "tokens": (floats(4, 8), ints(8), ints(3, 8), ints(4, 8, 1)),
@@ -154,7 +159,7 @@ def test_a_name_is_no_namespace():
     [
         "admit", "lookup", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin",
         "unpin", "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged",
-        "show", "stats", "check", "snapshot", "index_of", "plot_blocks",
+        "mixed", "show", "stats", "check", "snapshot", "index_of", "plot_blocks",
     ],
 )  # fmt: skip
 def test_a_cache_is_no_state(verb):
@@ -381,6 +386,8 @@ def test_unknown_rows(seq):
     assert cache.status("fork", 0, seq) == ["BAD_REQUEST"]
     rows = np.array([seq, 0], np.int32)
     assert cache.status("commit", ints(2, 20), np.array([1, 0], np.int32), seqs=rows) == ["BAD_REQUEST", "OK"]
+    assert cache.grow(1, 1, seqs=rows) == ["BAD_REQUEST", "OK"]  # all rows or none
+    assert cache.grow(0, 1, seqs=rows) == ["OK", "OK"] and cache.state.seqs.length.tolist() == [2, 0, 0, 0]
 
 
 def test_rows_in_use_and_free_rows():
@@ -458,6 +465,9 @@ def test_the_same_row_twice_in_one_call():
     assert cache.status("admit", rows, tokens, lengths) == ["OK", "HELD", "OK", "BAD_REQUEST"]
     assert np.asarray(cache.state.groups[0].blocks.refcount).sum() == 2
     rows = np.array([2, 1, 2, -1], np.int32)
+    assert cache.grow(1, 1, 1, 0, seqs=rows) == ["BAD_REQUEST", "OK", "BAD_REQUEST", "OK"]
+    assert cache.grow(0, 1, 1, 0, seqs=rows) == ["OK", "OK", "BAD_REQUEST", "OK"]  # named twice, if asked for once
+    assert cache.grow(0, 1, 0, 0, seqs=rows) == OK4 and cache.state.seqs.length.tolist() == [0, 4, 3, 0]
     assert cache.status("release", rows) == ["OK", "OK", "BAD_REQUEST", "BAD_REQUEST"]
 
 

@@ -119,6 +119,7 @@ CALLS = {
     "admit several": ((IDS, LINES, IDS), {"room": 4}),
     "extend": ((ACTIVE,), {}),
     "extend by numbers": ((ACTIVE, np.arange(ROWS)), {"max_tokens": 5}),
+    "extend some": ((ACTIVE[:2], IDS), {"seqs": IDS, "max_tokens": 5}),
     "commit": ((LINES, IDS), {"seqs": IDS}),
     "fork": ((ID, ID), {}),
     "fork into many": ((ID, IDS), {}),
@@ -137,6 +138,7 @@ CALLS = {
 HOST_CALLS = {
     "admit on both tiers": ((ID, LINE, ID), {"tiers": BOTH}),
     "extend on both tiers": ((ACTIVE,), {"tiers": BOTH}),
+    "extend some on both tiers": ((ACTIVE[:2],), {"seqs": IDS, "tiers": BOTH}),
     "offload": ((IDS,), {"group": 1}),
     "onboard": ((IDS,), {}),
     "watermark": ((ID,), {"most": 3}),

@@ -21,6 +21,9 @@ VERBS = {
         state, jnp.arange(2, dtype=jnp.int32), jnp.zeros((2, 32), jnp.int32), jnp.full((2,), 30, jnp.int32)
     ),
     "extend": lambda state: kvjax.extend(state, jnp.ones((S,), jnp.bool_)),
+    "extend rows": lambda state: kvjax.extend(
+        state, jnp.ones((2,), jnp.bool_), 6, seqs=jnp.arange(2, dtype=jnp.int32)[::-1]
+    ),
     "commit": lambda state: kvjax.commit(state, jnp.zeros((S, 1), jnp.int32), jnp.ones((S,), jnp.int32)),
     "trim": lambda state: kvjax.trim(state, jnp.ones((S,), jnp.bool_), max_tokens=4),
     "release": lambda state: kvjax.release(state, 0),
