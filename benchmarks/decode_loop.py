@@ -34,7 +34,6 @@ from kvjax.serving.sampling import sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
 
-GREEDY = kvjax.Sampling()
 STEP_TARGET, ATTENTION_TARGET = 1.15, 1.3  # times what the contiguous loop takes
 TOLERANCE = 1e-3
 
@@ -114,7 +113,7 @@ def make_start(model: Decoder, size: Size) -> Start:
     cache, admitted = admit(full_cache(model, size), seqs, prompts, jnp.full((size.rows,), length))
     common.require(bool(admitted.ok), "the prompts were not admitted")
     log = kvjax.events.init_log(size.rows * (length // size.block_size + 1), size.block_size)
-    prefill = jax.jit(functools.partial(loops.prefill, chunk=64, sampling=GREEDY), donate_argnums=(1, 5))
+    prefill = jax.jit(functools.partial(loops.prefill, chunk=64, sampling=None), donate_argnums=(1, 5))
     cache, _, token, _ = prefill(model, cache, seqs, prompts, seeds, log)
     rows = loops.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
     return Start(cache, rows, jax.jit(contiguous_kv)(cache))
@@ -156,7 +155,7 @@ def paged_loop(model, start: Start, size: Size, steps: int = CALL_STEPS):
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(model, state):
-        *state, decoded = loops.decode(model, *state, steps=steps, sampling=GREEDY, stop=jnp.asarray([-1]))
+        *state, decoded = loops.decode(model, *state, steps=steps, sampling=None, stop=jnp.asarray([-1]))
         return tuple(state), (decoded.tokens, decoded.logprobs)
 
     return lambda: jax.tree.map(jnp.copy, begin), functools.partial(run, model)
@@ -169,8 +168,8 @@ def contiguous_loop(model, start: Start, plain: bool):
     def step(model, state):
         layers, token, position = state
         logits, layers = contiguous_step(model, layers, token, position, plain)
-        token, logprob = sample(logits, GREEDY, start.rows.seed, position + 1)
-        return (layers, token, position + 1), (token, logprob)
+        chosen = sample(logits, None, start.rows.seed, position + 1)
+        return (layers, chosen.tokens, position + 1), (chosen.tokens, chosen.logprobs)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(model, state):

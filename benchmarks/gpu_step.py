@@ -174,7 +174,7 @@ def time_loop(
     spec = state.spec
     one = jnp.ones((spec.max_seqs,), jnp.int32)
     rows = loops.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
-    loop = functools.partial(loops.decode, steps=size.steps, sampling=kvjax.Sampling(), k=k)
+    loop = functools.partial(loops.decode, steps=size.steps, sampling=None, k=k)
     loop = jax.jit(loop, donate_argnames=("cache", "log"), compiler_options=options)
     times, tokens = [], []
     for _ in range(size.rounds + 1):

@@ -170,9 +170,7 @@ def in_place() -> dict[str, float]:
     log = jax.eval_shape(lambda: loops.decode_log(spec, STEPS))
     each = jax.ShapeDtypeStruct((16,), jnp.int32)
     rows = loops.Rows(each, jax.ShapeDtypeStruct((16,), jnp.bool_), each, jax.ShapeDtypeStruct((16,), jnp.uint32))
-    decode = jax.jit(
-        functools.partial(loops.decode, steps=STEPS, sampling=kvjax.Sampling()), donate_argnames=("cache", "log")
-    )
+    decode = jax.jit(functools.partial(loops.decode, steps=STEPS, sampling=None), donate_argnames=("cache", "log"))
     compiled = decode.lower(model, cache, rows, log, stop=jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
     pools = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache.pools))
     shapes = {",".join(map(str, array.shape)) for array in jax.tree.leaves(cache.pools)}

@@ -57,7 +57,7 @@ def either[T](where: jax.Array, new: T, old: T) -> T:
 
 @jax.custom_batching.custom_vmap
 def in_any(where: jax.Array) -> jax.Array:
-    """bool[]; `where` bool[] itself; under `vmap`, whether it holds in any of the caches, the same for all of them."""
+    """bool[...]; `where` itself; under `vmap`, whether it holds in any of the caches, the same for all of them."""
     return where
 
 

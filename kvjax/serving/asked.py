@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from kvjax._checks import host_integers
 from kvjax.blocks.keys import Namespaces
 from kvjax.policies.retention import UNSTATED, Retention
+from kvjax.serving.sampling import Sampling
 
 
 def prompt_ids(prompts: Any) -> list[np.ndarray]:
@@ -69,6 +73,48 @@ def retentions(given: Any, prompts: int, possible: bool) -> Retention | None:
     for i, one in enumerate(each):
         ranges[i, : len(one.ranges)] = one.ranges
     return Retention(ranges, np.stack([np.asarray(one.decode, np.int32) for one in each]))
+
+
+def samplings(given: Any, prompts: int) -> Sampling | None:
+    """The prompts' samplings as one of numpy arrays [prompts]; None if all are greedy without `min_tokens`."""
+    asked = given if isinstance(given, Sampling) else _stacked(given, prompts)
+    leaves = {}
+    for field in dataclasses.fields(Sampling):
+        leaf = np.asarray(getattr(asked, field.name))
+        if leaf.shape not in ((), (prompts,)):
+            raise ValueError(f"sampling.{field.name}: got shape {list(leaf.shape)}, wanted [] or [{prompts}]")
+        leaves[field.name] = np.broadcast_to(leaf, (prompts,))
+    asked = Sampling(**leaves)  # checks what was a jax array
+    return asked if np.any((asked.temperature > 0) | (asked.min_tokens > 0)) else None
+
+
+def _stacked(given: Any, prompts: int) -> Sampling:
+    """A sampling, or None for greedy, for each prompt as one of arrays [prompts]."""
+    if not isinstance(given, Iterable | None):
+        raise ValueError(f"sampling: got {reprlib.repr(given)}, wanted a kvjax.Sampling, or one for each prompt")
+    each = [None] * prompts if given is None else list(given)
+    if len(each) != prompts:
+        raise ValueError(f"sampling: got {len(each)}, wanted one for each of {prompts} prompts")
+    for number, one in enumerate(each):
+        if not isinstance(one, Sampling | None) or any(map(np.ndim, jax.tree.leaves(one))):
+            raise ValueError(
+                f"sampling: got {reprlib.repr(one)} for prompt {number}, wanted a kvjax.Sampling of numbers or None"
+            )
+    off = Sampling()
+    return jax.tree.map(lambda off, *leaves: np.array(leaves, off.dtype), off, *[one or off for one in each])
+
+
+def sampling_of(asked: Sampling | None, prompts: Sequence[int], rows: Sequence[int], size: int) -> Sampling | None:
+    """The samplings of some of the prompts in their rows, numpy arrays [size]; all other rows are greedy."""
+    if asked is None:
+        return None
+
+    def placed(off: np.ndarray, leaf: np.ndarray) -> np.ndarray:
+        placed = np.full((size,), off)
+        placed[rows] = leaf[prompts]
+        return placed
+
+    return jax.tree.map(placed, Sampling(), asked)
 
 
 def bucket(size: int, smallest: int) -> int:

@@ -48,7 +48,7 @@ def generate[C: (Cache, TieredCache)](
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 32,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling | None] | None = None,
     seeds: Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     namespaces: Sequence[int] | None = None,
@@ -76,7 +76,8 @@ def generate[C: (Cache, TieredCache)](
         tiers fails, a RuntimeWarning says so, and the lost K/V are computed again.
       prompts: token ids.
       max_new_tokens: for each prompt.
-      sampling: how tokens are chosen; greedy if None.
+      sampling: how tokens are chosen, for all prompts or one for each; None: greedy. What a prompt gets does not depend
+        on the others.
       seeds: of each prompt's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
@@ -123,7 +124,7 @@ def stream[C: (Cache, TieredCache)](
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 32,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling | None] | None = None,
     seeds: Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     namespaces: Sequence[int] | None = None,

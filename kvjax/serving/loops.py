@@ -107,7 +107,7 @@ def decode(
     *,
     steps: int,
     stop: jax.Array,
-    sampling: Sampling,
+    sampling: Sampling | None,
     logits_fn: LogitsFn | None = None,
     k: int | None = None,
     fixed_steps: bool = False,
@@ -125,7 +125,8 @@ def decode(
       log: takes the events.
       steps: static.
       stop: i32[...]; stop tokens.
-      sampling: static.
+      sampling: how each row chooses, leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is
+        compiled.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       k: static; the most steps of a block, 1 to P; P if None. See `serving/steps.py`.
       fixed_steps: static; every block runs k steps of the model, even if fewer are wanted. For a GPU without command
@@ -133,7 +134,7 @@ def decode(
       now: i32[] ms, the same for all steps.
 
     Raises:
-      ValueError: if k is out of range.
+      ValueError: if k is out of range, or `rows.prompt` is missing.
     """
     spec = cache.state.spec
     k = steps_of_a_block(spec, k)
@@ -179,7 +180,8 @@ def prefill(
     log: EventLog,
     *,
     chunk: int,
-    sampling: Sampling,
+    sampling: Sampling | None,
+    stop: jax.Array | None = None,
     lengths: jax.Array | None = None,
     logits_fn: LogitsFn | None = None,
     now: Any = 0,
@@ -194,7 +196,8 @@ def prefill(
       seeds: u32[R].
       log: of `prefill_log`.
       chunk: static; tokens of each row that a model call computes.
-      sampling: static.
+      sampling: how each row chooses, leaves [] or [R]; padding should be greedy. None: all are.
+      stop: i32[...]; stop tokens, which `min_tokens` rules out; None: there are none.
       lengths: i32[R]; tokens of each prompt, for rows that were admitted with `room=chunk`: they are extended chunk by
         chunk, until there are too few blocks for all that go on. None: the rows have room for their whole prompts.
       logits_fn: static; as in `decode`.
@@ -204,6 +207,7 @@ def prefill(
       The cache, the log, the tokens i32[R] and their log-probabilities f32[R]; token -1 for padding and for rows that
       are not done for lack of blocks.
     """
+    stop = jnp.zeros((0,), jnp.int32) if stop is None else stop
 
     def remaining(cache):
         end = cache.state.seqs.length[seqs] if lengths is None else lengths
@@ -220,8 +224,8 @@ def prefill(
         position = start[:, None] + np.arange(chunk, dtype=np.int32)[None]
         new = jnp.take_along_axis(prompts, jnp.minimum(position, prompts.shape[1] - 1), axis=1)
         cache, logits, committed = step(model, cache, new, count, seqs, now=now)
-        rows = Rows(new[:, 0], count > 0, left, seeds)
-        token, logprob = choose(logits, rows, start + count, sampling, logits_fn)
+        rows = Rows(new[:, 0], count > 0, left, seeds, prompt=start + left)
+        token, logprob = choose(logits, rows, start + count, stop, sampling, logits_fn)
         done = (count > 0) & (count == left)
         return (
             cache,

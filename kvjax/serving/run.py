@@ -19,7 +19,7 @@ from kvjax.cache import Cache
 from kvjax.events.records import Events, Status
 from kvjax.model import Model, check_model
 from kvjax.policies.retention import Retention
-from kvjax.serving.asked import bucket, known_namespaces, of_each, prompt_ids, retentions
+from kvjax.serving.asked import bucket, known_namespaces, of_each, prompt_ids, retentions, sampling_of, samplings
 from kvjax.serving.held import Held
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.loops import LogitsFn, Rows, check_cache, decode, decode_log, prefill, prefill_log, step
@@ -28,13 +28,12 @@ from kvjax.serving.sampling import Sampling
 from kvjax.serving.steps import steps_of_a_block
 from kvjax.tiered import TieredCache
 
-_STATIC = ("sampling", "logits_fn")
 _admit = OutermostJit(Cache.admit, static_argnames="room", donate_argnums=0)
 _release = OutermostJit(Cache.release, donate_argnums=0)
 _step = OutermostJit(step)
-_prefill = OutermostJit(prefill, static_argnames=(*_STATIC, "chunk"), donate_argnames=("cache", "log"))
+_prefill = OutermostJit(prefill, static_argnames=("logits_fn", "chunk"), donate_argnames=("cache", "log"))
 _decode = OutermostJit(
-    decode, static_argnames=(*_STATIC, "steps", "k", "fixed_steps"), donate_argnames=("cache", "log")
+    decode, static_argnames=("logits_fn", "steps", "k", "fixed_steps"), donate_argnames=("cache", "log")
 )
 
 
@@ -47,7 +46,7 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         cache: C,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        sampling: Sampling | None,
+        sampling: Sampling | Sequence[Sampling | None] | None,
         seeds: Sequence[int] | None,
         stop_tokens: Sequence[int],
         namespaces: Sequence[int] | None,
@@ -70,9 +69,10 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         self.blocks = {"k": steps_of_a_block(self.spec, k), "fixed_steps": fixed_steps}
         self.model, self.prompts = model, prompt_ids(prompts)
         self.max_new, self.chunk, self.steps = max_new_tokens, chunk, steps
-        self.static = {"sampling": sampling or Sampling(), "logits_fn": logits_fn}
+        self.logits_fn = logits_fn
         num_prompts = len(self.prompts)
-        self.stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids").tolist()
+        self.sampling = samplings(sampling, num_prompts)
+        self.stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids")
         seeds = range(num_prompts) if seeds is None else seeds
         self.seeds = of_each("seeds", seeds, num_prompts, np.uint32, "a number")
         self.namespaces = known_namespaces(namespaces, num_prompts, names)
@@ -199,9 +199,11 @@ class Run[C: (Cache, TieredCache)](Held[C]):
             if lengths is not None:  # without windows the rows have all their blocks
                 self._keep_room(int(np.sum(seqs >= 0)), prompts.shape[1])
             log = prefill_log(self.spec, *prompts.shape)
+            sampling = sampling_of(self.sampling, batch, range(len(batch)), len(seqs))
+            stop = None if sampling is None else self.stop  # what it does not need would be another program
             self.cache, log, tokens, logprobs = _prefill(
                 self.model, self.cache, seqs, prompts, seeds, log, chunk=self.chunk, lengths=lengths,
-                now=self._next(), **self.static,
+                sampling=sampling, stop=stop, logits_fn=self.logits_fn, now=self._next(),
             )  # fmt: skip
             self._hear(log)
             tokens, logprobs = np.asarray(tokens), np.asarray(logprobs)
@@ -229,17 +231,18 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         live = {row: n for row, n in self.live.items() if self.outputs[n].finish is None}
         if not live:
             return
-        token, active, left, seed = (np.zeros((self.spec.max_seqs,), t) for t in ("i4", "?", "i4", "u4"))
+        token, active, left, seed, prompt = (np.zeros((self.spec.max_seqs,), t) for t in ("i4", "?", "i4", "u4", "i4"))
         for row, n in live.items():
             token[row], active[row] = self.outputs[n].tokens[-1], True
             left[row], seed[row] = self.max_new - len(self.outputs[n].tokens), self.seeds[n]
+            prompt[row] = self.outputs[n].prompt_tokens
         self._keep_room(len(live), self.steps)
-        rows = Rows(*map(jnp.asarray, (token, active, left, seed)))
-        stop = np.asarray(self.stop, np.int32)
+        rows = Rows(*map(jnp.asarray, (token, active, left, seed, prompt)))
+        sampling = sampling_of(self.sampling, list(live.values()), list(live), self.spec.max_seqs)
         log = decode_log(self.spec, self.steps)
         self.cache, _, log, decoded = _decode(
-            self.model, self.cache, rows, log, steps=self.steps, stop=stop, now=self._next(), **self.static,
-            **self.blocks,
+            self.model, self.cache, rows, log, steps=self.steps, stop=self.stop, sampling=sampling,
+            logits_fn=self.logits_fn, now=self._next(), **self.blocks,
         )  # fmt: skip
         self._hear(log)
         tokens, logprobs = np.asarray(decoded.tokens), np.asarray(decoded.logprobs)

@@ -1,72 +1,247 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing the next token from logits, every row with a random stream of its own."""
+"""Choosing the next token from logits, each row in its own way and with a random stream of its own."""
 
 from __future__ import annotations
 
 import dataclasses
+import reprlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import count, in_any, put
+from kvjax._checks import integers, static_int
+
+_DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_tokens": np.int32}
 
 
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to choose; static. The default is greedy.
+    """How to choose; the default is greedy. A pytree: each leaf is a number for all rows, or an array of one for each.
+
+    Numbers, lists and numpy arrays are checked and become numpy arrays. A jax array is taken as it is, traced or not.
 
     Attributes:
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: sample among this many of the likeliest tokens only.
-      top_p: sample among the fewest likeliest tokens that have this probability together.
+      temperature: f32; divides the logits; 0 takes the likeliest token.
+      top_k: i32; sample among this many of the likeliest tokens only; None or 0: among all.
+      top_p: f32; sample among the fewest likeliest tokens that have this probability together; None or 1: among all.
+      min_tokens: i32; no stop token is chosen before so many tokens were generated.
+
+    Raises:
+      ValueError: naming the field, if something is no number or out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: Any = 0.0
+    top_k: Any = None
+    top_p: Any = None
+    min_tokens: Any = 0
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature: got {self.temperature}, wanted at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k: got {self.top_k}, wanted None or at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: got {self.top_p}, wanted None or a number in (0, 1]")
+        for name, off, holds, wanted in (
+            ("temperature", None, lambda x: x >= 0, "at least 0"),
+            ("top_k", 0, lambda x: x >= 0, "None or an integer of at least 0"),
+            ("top_p", 1.0, lambda x: (x > 0) & (x <= 1), "None or a number in (0, 1]"),
+            ("min_tokens", None, lambda x: x >= 0, "an integer of at least 0"),
+        ):
+            given = getattr(self, name)
+            if isinstance(given, jax.Array):
+                continue
+            numbers = _host_numbers(off if given is None else given, _DTYPES[name])
+            if numbers is None or not np.all(holds(numbers)):
+                raise ValueError(f"{name}: got {reprlib.repr(given)}, wanted {wanted}")
+            object.__setattr__(self, name, numbers)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other contents in some fields."""
+        return dataclasses.replace(self, **changes)
+
+    def each_row(self, rows: int) -> Sampling:
+        """The same with leaves [rows]; a ValueError if a leaf is neither that nor one number."""
+
+        def each(name: str, dtype: Any) -> jax.Array:
+            leaf = jnp.asarray(getattr(self, name))
+            if leaf.shape not in ((), (rows,)):
+                raise ValueError(f"sampling.{name}: got shape {list(leaf.shape)}, wanted [] or [{rows}]")
+            return jnp.broadcast_to(leaf.astype(dtype), (rows,))
+
+        return Sampling(**{name: each(name, dtype) for name, dtype in _DTYPES.items()})
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+        """The leaves, with their names."""
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _DTYPES], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, leaves: Any) -> Self:
+        """Leaves as they are, unchecked: jax also puts in what is no number."""
+        sampling = object.__new__(cls)
+        for name, leaf in zip(_DTYPES, leaves, strict=True):
+            object.__setattr__(sampling, name, leaf)
+        return sampling
+
+
+def _host_numbers(given: Any, dtype: Any) -> np.ndarray | None:
+    """Numbers of the host as a numpy array of a dtype, larger integers as the largest; None if they are none."""
+    try:
+        numbers = np.asarray(given)
+    except ValueError:  # lists of different lengths
+        return None
+    integral = np.issubdtype(dtype, np.integer)
+    if numbers.dtype.kind not in ("iu" if integral else "iuf"):
+        return None
+    return np.asarray(np.minimum(numbers, np.iinfo(dtype).max) if integral else numbers, dtype)
+
+
+class Choice(NamedTuple):
+    """What was chosen for each row.
+
+    Attributes:
+      tokens: i32[R].
+      logprobs: f32[R]; their log-probabilities under the logits as they came, whatever the sampling.
+      top_tokens: i32[R, n]; the likeliest tokens under the logits as they came, the likeliest first; None if n is 0.
+      top_logprobs: f32[R, n]; their log-probabilities; None if n is 0.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    top_tokens: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
 
 
 def sample(
-    logits: jax.Array, sampling: Sampling, seeds: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    logits: jax.Array,
+    sampling: Sampling | None,
+    seeds: jax.Array,
+    positions: jax.Array,
+    *,
+    stop: jax.Array | None = None,
+    generated: jax.Array | None = None,
+    top_logprobs: int = 0,
+) -> Choice:
     """Chooses a token for each row.
 
-    A row's choice depends on its seed and position alone, not on the batch it is in.
+    A row's choice depends on its logits, sampling, seed and position alone, not on the batch it is in. What no row of
+    the batch needs is not computed: a batch that is greedy throughout draws nothing, and one without top-k and top-p
+    does not sort.
 
     Args:
       logits: f32[R, V].
-      sampling: how.
+      sampling: how; leaves [] or [R]. None: greedy, and nothing else is traced.
       seeds: u32[R].
       positions: i32[R]; of the tokens that are chosen.
+      stop: i32[K] or i32[R, K]; stop tokens, for `min_tokens`; ids outside 0..V-1 are padding. None: there are none.
+      generated: i32[R]; tokens that each row has generated so far; needed where there are stop tokens.
+      top_logprobs: static; n.
+
+    Raises:
+      ValueError: if a leaf of `sampling`, `stop` or `generated` has another shape, or n is negative.
+    """
+    num_top = static_int("top_logprobs", top_logprobs, 0)
+
+    def scored(tokens: jax.Array) -> Choice:
+        scores = jax.nn.log_softmax(logits, axis=-1)
+        logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0]
+        if num_top == 0:
+            return Choice(tokens, logprobs)
+        most, top = lax.top_k(scores, num_top)
+        return Choice(tokens, logprobs, top.astype(jnp.int32), most)
+
+    if sampling is None:
+        return scored(_likeliest(logits))
+    needed, programs = _programs(logits, sampling.each_row(len(logits)), seeds, positions, stop, generated)
+    # The scores are in the branches: a greedy one finds the largest logit, which they need, with the token.
+    return lax.switch(needed, [lambda program=program: scored(program()) for program in programs])
+
+
+def _programs(
+    logits: jax.Array,
+    sampling: Sampling,
+    seeds: jax.Array,
+    positions: jax.Array,
+    stop: jax.Array | None,
+    generated: jax.Array | None,
+) -> tuple[jax.Array, tuple[Callable[[], jax.Array], ...]]:
+    """Four programs that choose by a sampling with leaves [R], each for all rows that those before it are for.
 
     Returns:
-      i32[R] tokens; and f32[R], their log-probabilities under the logits as they came, whatever the sampling.
+      i32[], the number of the first program that is for all rows of the batch; and the programs, () -> i32[R].
     """
-    if sampling.temperature == 0:
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
+    rows, size = logits.shape
+    draws = sampling.temperature > 0
+    restricts = draws & (((sampling.top_k > 0) & (sampling.top_k < size)) | (sampling.top_p < 1))
+    stop, early = _stops(sampling, rows, stop, generated)
+
+    def draw(limit: Callable[[jax.Array, Sampling], jax.Array]) -> jax.Array:
+        """As `jax.random.categorical`, without noise for greedy rows."""
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
-        kept = restrict(logits / sampling.temperature, sampling)
-        tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
-    scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, None], axis=1)
-    return tokens, scores[:, 0]
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
+        allowed = _without(logits, stop, early).astype(jnp.float32)
+        kept = limit(allowed / jnp.where(draws, sampling.temperature, 1)[:, None], sampling)
+        return _likeliest(kept + jnp.where(draws[:, None], noise, 0))
+
+    programs = (
+        lambda: _likeliest(logits),
+        lambda: _likeliest(_without(logits, stop, early)),
+        lambda: draw(lambda kept, _: kept),
+        lambda: draw(restrict),
+    )
+    least = jnp.where(draws, jnp.where(restricts, np.int32(3), np.int32(2)), early.astype(jnp.int32))
+    needed = in_any(jnp.max(least) > np.arange(len(programs) - 1, dtype=np.int32))
+    return count(needed), programs
+
+
+def _likeliest(logits: jax.Array) -> jax.Array:
+    """i32[R]."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _stops(
+    sampling: Sampling, rows: int, stop: jax.Array | None, generated: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Stop tokens i32[R, K], and bool[R]: whether it is too early for them."""
+    if stop is None:
+        return jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows,), jnp.bool_)
+    stop = integers("stop", stop, ("K",) if jnp.ndim(stop) == 1 else (rows, "K"))
+    early = integers("generated", generated, (rows,)) < sampling.min_tokens
+    return jnp.broadcast_to(stop, (rows, stop.shape[-1])), early
+
+
+def _without(logits: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
+    """f32[R, V]; logits, -inf for tokens ids i32[R, K] in rows where bool[R]."""
+    rows, size = logits.shape
+    each = jnp.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], ids.shape)
+    return put(logits, (each, ids), -jnp.inf, where[:, None] & (ids >= 0) & (ids < size), unique=False)
 
 
 def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """f32[R, V]; logits, -inf for the tokens that top-k and then top-p leave out."""
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        order = -jnp.sort(-logits, axis=-1)
-        weights = jax.nn.softmax(order, axis=-1)
-        before = jnp.cumsum(weights, axis=-1) - weights  # probability of all likelier tokens
-        least = jnp.min(jnp.where(before < sampling.top_p, order, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return logits
+    """f32[R, V]; logits, -inf for the tokens that each row's top-k and then its top-p leave out.
+
+    A token that is as likely as one that stays also stays. The likeliest always stays.
+    """
+    rows, size = logits.shape
+    sampling = sampling.each_row(rows)
+    order = _descending(logits)
+    last = jnp.where((sampling.top_k > 0) & (sampling.top_k < size), sampling.top_k, size) - 1
+    of_k = jnp.take_along_axis(order, last[:, None], axis=1)
+    order = jnp.where(order < of_k, -jnp.inf, order)
+    weights = jax.nn.softmax(order, axis=-1)
+    before = jnp.cumsum(weights, axis=-1) - weights  # probability of all likelier tokens
+    top_p = sampling.top_p[:, None]
+    of_p = jnp.min(jnp.where(before < top_p, order, jnp.inf), axis=-1, keepdims=True)
+    of_p = jnp.where(top_p < 1, jnp.minimum(of_p, order[:, :1]), -jnp.inf)
+    return jnp.where(logits < jnp.maximum(of_k, of_p), -jnp.inf, logits)
+
+
+def _descending(x: jax.Array) -> jax.Array:
+    """f32[R, V]; each row in descending order. As integers they sort in a quarter of the time on a CPU."""
+
+    def turn(bits: jax.Array) -> jax.Array:
+        """The integers whose order is that of the numbers with these bits; and back again."""
+        return jnp.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
+
+    keys = turn(lax.bitcast_convert_type(x, jnp.int32))
+    return lax.bitcast_convert_type(turn(~lax.sort(~keys, is_stable=False)), jnp.float32)

@@ -46,12 +46,14 @@ class Rows(Pytree):
       active: bool; whether to go on.
       left: i32; tokens still wanted.
       seed: u32; of the row's random stream.
+      prompt: i32; tokens of the row's prompt; None if all choose greedily (`sampling` is None).
     """
 
     token: jax.Array
     active: jax.Array
     left: jax.Array
     seed: jax.Array
+    prompt: jax.Array | None = None
 
 
 class Chosen(Pytree):
@@ -176,7 +178,7 @@ def compute(
     *,
     most: int,
     stop: jax.Array,
-    sampling: Sampling,
+    sampling: Sampling | None,
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
 ) -> tuple[Pools, Rows, Written]:
@@ -190,7 +192,7 @@ def compute(
       steps: i32[]; how many steps, 0 to `most`; it ends early once no row is active.
       most: static; k.
       stop: i32[...]; stop tokens.
-      sampling: static.
+      sampling: leaves [] or [S]; None: greedy.
       logits_fn: static; as in `decode`.
       fixed_steps: static; always loops `most` times.
 
@@ -207,7 +209,7 @@ def compute(
         view = cache.view(active.astype(jnp.int32), 1, written=written)
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
         written = written + active.astype(jnp.int32)
-        token, logprob = choose(logits, rows, committed + written, sampling, logits_fn)
+        token, logprob = choose(logits, rows, committed + written, stop, sampling, logits_fn)
         chosen = chosen.put(Chosen.of(token, logprob), number[0])
         rows, number = advance(rows, active, token, stop, committed + written < most_tokens), number + 1
         return number, jnp.any(rows.active & (number < steps)), pools, rows, written, chosen
@@ -222,12 +224,24 @@ def compute(
 
 
 def choose(
-    logits: jax.Array, rows: Rows, positions: jax.Array, sampling: Sampling, logits_fn: LogitsFn | None
+    logits: jax.Array,
+    rows: Rows,
+    positions: jax.Array,
+    stop: jax.Array,
+    sampling: Sampling | None,
+    logits_fn: LogitsFn | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row and its log-probability, at positions i32[S]."""
+    """The next token of each row and its log-probability, at positions i32[S]; stop i32[...]: the stop tokens."""
     if logits_fn is not None:
         logits = logits_fn(logits, rows.token, positions)
-    return sample(logits, sampling, rows.seed, positions)
+    if sampling is None:
+        chosen = sample(logits, None, rows.seed, positions)
+    elif rows.prompt is None:
+        raise ValueError("rows.prompt: got None, wanted the tokens of each row's prompt, or sampling=None")
+    else:
+        generated = positions - rows.prompt
+        chosen = sample(logits, sampling, rows.seed, positions, stop=stop.reshape(-1), generated=generated)
+    return chosen.tokens, chosen.logprobs
 
 
 def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:

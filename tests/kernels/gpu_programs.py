@@ -106,9 +106,7 @@ def loop(cache, model=null_model, *weights, steps=STEPS, k=BLOCK, fixed_steps=Fa
 
     def run(weights, cache, rows, log, stop):
         called = jax.tree_util.Partial(in_scope, *(weights or [jax.tree_util.Partial(model)]))
-        return decode(
-            called, cache, rows, log, steps=steps, stop=stop, sampling=kvjax.Sampling(), k=k, fixed_steps=fixed_steps
-        )
+        return decode(called, cache, rows, log, steps=steps, stop=stop, sampling=None, k=k, fixed_steps=fixed_steps)
 
     return run, (weights, cache, rows, log, i32(2)), (1, 3)
 

@@ -83,18 +83,17 @@ def single(steps: int, **options: Any) -> Callable[..., Any]:
 
 @functools.cache
 def in_blocks(k: int, steps: int, **options: Any) -> Callable[..., Any]:
-    """Jitted: `decode` in blocks of up to k steps; `fixed_steps`, `sampling` and `logits_fn` are as there."""
+    """Jitted: `decode` in blocks of up to k steps; `fixed_steps` and `logits_fn` are as there."""
     return _jit(loops.decode, steps=steps, k=k, **options)
 
 
 def _jit(decode: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    options = {"sampling": kvjax.Sampling(), **options}
     return jax.jit(functools.partial(decode, **options), compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache
 def prefill() -> Callable[..., Any]:
-    return jax.jit(functools.partial(loops.prefill, chunk=1, sampling=kvjax.Sampling()))
+    return jax.jit(functools.partial(loops.prefill, chunk=1, sampling=None))
 
 
 NUM_STEPS = jax.jit(num_steps, static_argnames="most")
@@ -146,8 +145,9 @@ class Decoding:
         group, pool, _, array = pools.at(0)
         self.cache = cache.replace(pools=pools.with_pool(group, pool, array.at[-1, 0, 0, 0, -1, 0].set(0)))
         self.rows = Rows(
-            jnp.zeros(S, jnp.int32), jnp.zeros(S, bool), jnp.zeros(S, jnp.int32), jnp.arange(S, dtype="u4")
-        )
+            jnp.zeros(S, jnp.int32), jnp.zeros(S, bool), jnp.zeros(S, jnp.int32), jnp.arange(S, dtype="u4"),
+            jnp.zeros(S, jnp.int32),
+        )  # fmt: skip
         self.mirror, self.heard, self.counted = kvjax.events.Mirror(), collections.Counter(), []
         self.texts: list[list[tuple[int, float]]] = [[] for _ in range(S)]
         self.out_of_blocks, self.log_room, self.stop = False, 200, jnp.full((4,), -7, jnp.int32)
@@ -174,6 +174,7 @@ class Decoding:
         if start.idle:
             self.ask("extend", idle, np.where(idle, 3, 0).astype(np.int32), max_tokens=drive.MOST)
         self.activate(np.flatnonzero(used & ~idle), start.left)
+        self.rows = self.rows.replace(prompt=self.cache.state.seqs.committed)
         self.stop = jnp.asarray(drive.padded(start.stop, 4, -7))
         self.heard, self.counted, self.first_call = collections.Counter(), [], calls(self.cache)
         self.texts = [[] for _ in range(S)]
@@ -208,13 +209,15 @@ class Decoding:
             assert self.call(loop, **options) or self.out_of_blocks, "the loop does nothing"
         return self
 
-    def call(self, loop: Callable[..., Any], now: int = 0) -> int:
+    def call(self, loop: Callable[..., Any], now: int = 0, sampling: kvjax.Sampling | None = None) -> int:
         """Calls a loop once; the most tokens that a row has chosen."""
         before, rows, spec = self.cache.state, self.rows, self.cache.state.spec
         want = jnp.where(rows.active, jnp.minimum(rows.left, jnp.maximum(WIDTH - before.seqs.length, 1)), 0)
         self.counted.append(int(NUM_STEPS(before, jnp.minimum(want, SIZE), SIZE, jnp.int32(self.log_room))))
         log = self.log.replace(size=self.log.room - self.log_room)
-        self.cache, self.rows, log, decoded = loop(MODEL, self.cache, rows, log, stop=self.stop, now=np.int32(now))
+        self.cache, self.rows, log, decoded = loop(
+            MODEL, self.cache, rows, log, stop=self.stop, now=np.int32(now), sampling=sampling
+        )
         self.records = np.asarray(log.records)[int(self.log.room) - self.log_room : int(log.size)]
         self.hear(kvjax.to_list(log))
         self.out_of_blocks = bool(decoded.out_of_blocks)

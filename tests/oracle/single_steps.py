@@ -41,7 +41,8 @@ def decode(
         positions = cache.state.seqs.committed
         if logits_fn is not None:
             logits = logits_fn(logits, rows.token, positions)
-        token, logprob = sample(logits, sampling, rows.seed, positions)
+        counted = {} if sampling is None else {"stop": stop, "generated": positions - rows.prompt}
+        token, logprob, *_ = sample(logits, sampling, rows.seed, positions, **counted)
         decoded = Decoded(
             decoded.tokens.at[:, number].set(jnp.where(active, token, -1)),
             decoded.logprobs.at[:, number].set(jnp.where(active, logprob, 0.0)),

@@ -13,8 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, bookkeeping, common, decode_loop, gpu, gpu_step, kernels, memory, offload, scan
+import kvjax
+from benchmarks import (
+    attention,
+    bookkeeping,
+    common,
+    decode_loop,
+    gpu,
+    gpu_step,
+    kernels,
+    memory,
+    offload,
+    sampling,
+    scan,
+)  # fmt: skip
 from benchmarks.memory import read_lengths
+from tests.oracle import static_sampling
 
 
 def test_report_writes_what_was_measured_where(tmp_path, capsys):
@@ -81,6 +95,22 @@ def test_scanned_steps_equal_the_unrolled_ones_and_copy_no_pool(tmp_path, monkey
     assert {"scanned_compile_ratio", "unrolled_compile_ratio", "step_ratio"} <= set(metrics)
     assert metrics.pop("more_temporaries_of_a_layer") <= 1
     assert all(value > 0 for value in metrics.values())
+
+
+@pytest.mark.long
+def test_sampling_by_row_chooses_what_programs_for_one_way_choose(tmp_path, monkeypatch):
+    file = tmp_path / "sampling.json"
+    monkeypatch.setattr(sys, "argv", ["sampling", "--quick", "--json", str(file)])
+    sampling.main()
+    metrics = json.loads(file.read_text())["metrics"]
+    assert {"greedy_ratio", *(f"{way}_ratio" for way in sampling.WAYS)} <= set(metrics)
+    assert all(value > 0 for value in metrics.values())
+
+
+def test_a_program_that_chooses_other_tokens_ends_the_benchmark_of_sampling():
+    wrong = {"plain": sampling.plain, "other": sampling.static(static_sampling.Static(5.0))}
+    with pytest.raises(SystemExit, match="programs chose different tokens"):
+        sampling.compare(wrong, kvjax.Sampling(), sampling.QUICK, 1)
 
 
 def run_kernels(monkeypatch, file, *args):

@@ -4,6 +4,7 @@
 import functools
 import inspect
 import logging
+import re
 
 import chex
 import jax
@@ -217,6 +218,22 @@ def test_a_row_chooses_by_its_seed_alone():
     assert together[0].tokens == together[2].tokens != together[1].tokens == alone[1].tokens
 
 
+def test_each_prompt_is_sampled_in_its_own_way():
+    """In one program: what a prompt gets is what it gets where all prompts are sampled in its way."""
+    stop = plain(tuple(PROMPTS[2]))[0][1]  # where the third prompt ends if it may
+    ways = [kvjax.Sampling(0.9, top_k=30), kvjax.Sampling(1.5, top_p=0.8), kvjax.Sampling(min_tokens=6)]
+    options = {"max_new_tokens": 8, "stop_tokens": [stop], "seeds": [3, 4, 5]}
+    together, _, _ = generate(empty_cache(), THREE, sampling=ways, **options)
+    for number, way in enumerate(ways):
+        same, _, _ = generate(empty_cache(), THREE, sampling=way, **options)
+        assert together[number].tokens == same[number].tokens
+        assert together[number].logprobs == same[number].logprobs
+    greedy, _, _ = generate(empty_cache(), THREE, sampling=[*ways[:2], None], **options)
+    assert [output.tokens for output in greedy[:2]] == [output.tokens for output in together[:2]]
+    assert greedy[2].finish == "stop" and greedy[2].tokens[-1] == stop and len(greedy[2].tokens) <= 2
+    assert stop not in together[2].tokens[:6] and len(together[2].tokens) >= 6
+
+
 def test_a_user_function_sees_the_logits():
     def only_even(logits, tokens, positions):
         assert logits.shape[1:] == (VOCAB,)
@@ -239,7 +256,9 @@ def test_bad_options_are_named():
             generate(empty_cache(), **{name: 0})
     with pytest.raises(ValueError, match="seeds"):
         generate(empty_cache(), seeds=[1])
-    for options in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}):
+    with pytest.raises(ValueError, match="sampling: got 1, wanted one for each of 5 prompts"):
+        generate(empty_cache(), sampling=[kvjax.Sampling(0.5)])
+    for options in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             kvjax.Sampling(**options)
 
@@ -325,9 +344,7 @@ def finite_loop(model, cache, rows, log):
         chex.assert_tree_all_finite(logits)
         return logits
 
-    return decode(
-        model, cache, rows, log, steps=STEPS, stop=jnp.zeros((1,), jnp.int32), sampling=kvjax.Sampling(), logits_fn=look
-    )
+    return decode(model, cache, rows, log, steps=STEPS, stop=jnp.zeros((1,), jnp.int32), sampling=None, logits_fn=look)
 
 
 def test_no_step_reads_what_was_never_written():
@@ -377,22 +394,26 @@ def test_top_k_and_top_p_leave_out_the_unlikely():
     assert kept(top_p=0.5) == [True, False, False, False, False]
     assert kept(top_p=0.8) == [True, True, True, False, False]
     assert kept(top_p=1.0) == [True] * 5
-    tokens, _ = jax.vmap(lambda seed: sample(logits, kvjax.Sampling(1.0), seed[None], jnp.zeros(1, jnp.int32)))(
+    chosen = jax.vmap(lambda seed: sample(logits, kvjax.Sampling(1.0), seed[None], jnp.zeros(1, jnp.int32)))(
         jnp.arange(4000, dtype=jnp.uint32)
     )
-    np.testing.assert_allclose(np.bincount(tokens[:, 0], minlength=5) / 4000, np.exp(logits[0]), atol=0.03)
+    np.testing.assert_allclose(np.bincount(chosen.tokens[:, 0], minlength=5) / 4000, np.exp(logits[0]), atol=0.03)
 
 
-def test_the_decode_loop_stays_on_the_device_and_in_place():
+@pytest.mark.parametrize("sampling", [None, kvjax.Sampling(0.5, 40, 0.9, 3)], ids=["greedy", "by row"])
+def test_the_decode_loop_stays_on_the_device_and_in_place(sampling):
     cache = empty_cache(1, num_blocks=20_000, max_seqs=8, max_length=256)
     spec = cache.state.spec
-    rows = Rows(*(jnp.zeros((8,), dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.uint32)))
-    loop = jax.jit(
-        functools.partial(decode, steps=4, sampling=kvjax.Sampling()), donate_argnames=("cache", "rows", "log")
-    )
-    lowered = loop.lower(model(), cache, rows, decode_log(spec, 4), stop=jnp.zeros((1,), jnp.int32))
+    rows = Rows(*(jnp.zeros((8,), dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.uint32, jnp.int32)))
+    sampling = jax.tree.map(lambda leaf: np.repeat(leaf, 8), sampling)
+    loop = jax.jit(functools.partial(decode, steps=4), donate_argnames=("cache", "rows", "log"))
+    lowered = loop.lower(model(), cache, rows, decode_log(spec, 4), stop=jnp.zeros((1,), jnp.int32), sampling=sampling)
     assert "callback" not in lowered.as_text()
-    memory = lowered.compile().memory_analysis()
+    compiled = lowered.compile()
+    shapes = {",".join(map(str, array.shape)) for array in jax.tree.leaves(cache.pools)}
+    copies = [line for line in compiled.as_text().splitlines() if re.search(r"\bcopy(-start)?\(", line)]
+    assert not [line for line in copies if any(f"[{shape}]" in line for shape in shapes)]
+    memory = compiled.memory_analysis()
     pool_bytes = sum(x.nbytes for x in jax.tree.leaves(cache.pools))
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes
     assert memory.alias_size_in_bytes >= pool_bytes

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding in blocks of steps against the loop of single steps, by a model that reads every byte its rows can see."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -16,6 +17,7 @@ from tests import drive
 from tests.oracle import single_steps
 from tests.oracle.decoding import (
     BLOCKS,
+    MODEL,
     NUM_STEPS,
     SIZE,
     VOCAB,
@@ -263,22 +265,28 @@ def no_token_twice(logits, tokens, positions):
     return jnp.where(shut, -1e9, logits)
 
 
+# Rows that choose in four ways, two of them with `min_tokens`, of which one was generated before the first step.
+SAMPLINGS = kvjax.Sampling([1.3, 0, 0.8, 2.5], top_k=[9, 0, 0, 4], top_p=[1, 1, 0.9, 1], min_tokens=[6, 0, 0, 5])
+
+
 @pytest.mark.long
 @few_loops
 def test_random_choices_and_a_users_function_do_not_depend_on_k(loop):
-    options = {"sampling": kvjax.Sampling(temperature=1.3, top_k=9), "logits_fn": no_token_twice}
-    start = STARTS["last blocks are shared"]
-    one = Decoding(make_spec("full")).begin(start).run(single(STEPS, **options))
-    blocks = Decoding(make_spec("full")).begin(start).run(in_blocks(*loop[:2], **options, **dict(loop[2:])))
+    options, how = {"logits_fn": no_token_twice}, {"sampling": SAMPLINGS}
+    start = dataclasses.replace(STARTS["last blocks are shared"], stop=(2, 5, 7, 11))
+    one = Decoding(make_spec("full")).begin(start).run(single(STEPS, **options), **how)
+    blocks = Decoding(make_spec("full")).begin(start).run(in_blocks(*loop[:2], **options, **dict(loop[2:])), **how)
     assert_same(blocks, one)
-    assert one.texts != alone("full", "last blocks are shared").texts
-    for text in one.texts:
-        assert all(a != b for (a, _), (b, _) in itertools.pairwise(text))
+    for text, least in zip(one.texts, SAMPLINGS.min_tokens.tolist(), strict=True):
+        tokens = [token for token, _ in text]
+        assert all(a != b for a, b in itertools.pairwise(tokens))
+        assert not set(start.stop) & set(tokens[: max(least - 1, 0)])
+    assert len(one.texts[0]) > 5 and min(map(len, one.texts)) < 5  # without `min_tokens` a row stops earlier
 
 
 def test_a_wrong_k_is_named():
     decoding = Decoding(make_spec("full"))
-    options = {"steps": 2, "stop": decoding.stop, "sampling": kvjax.Sampling()}
+    options = {"steps": 2, "stop": decoding.stop, "sampling": None}
     for k, wanted in (
         (0, "an int of at least 1"),
         (SIZE + 1, "at most the block size, 4"),
@@ -290,3 +298,14 @@ def test_a_wrong_k_is_named():
                 lambda cache, k=k: decode(None, cache, decoding.rows, decoding.log, k=k, **options), decoding.cache
             )
     assert WIDTH % SIZE == 0
+
+
+def test_rows_that_do_not_say_where_their_prompts_end_cannot_be_sampled():
+    decoding = Decoding(make_spec("full"))
+    rows, options = decoding.rows.replace(prompt=None), {"steps": 2, "stop": decoding.stop}
+    with pytest.raises(
+        ValueError, match=r"^rows\.prompt: got None, wanted the tokens of each row's prompt, or sampling"
+    ):
+        jax.eval_shape(
+            lambda cache: decode(MODEL, cache, rows, decoding.log, sampling=kvjax.Sampling(), **options), decoding.cache
+        )

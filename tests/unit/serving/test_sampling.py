@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch in which each row chooses in its own way: bit for bit what a program for that way alone chooses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from kvjax import Sampling
+from kvjax.serving.asked import sampling_of, samplings
+from kvjax.serving.sampling import restrict, sample
+from tests.oracle import static_sampling
+from tests.oracle.static_sampling import Static
+
+R, V = 8, 37
+STATICS = (
+    Static(), Static(0.7), Static(1.3, 5), Static(1.0, V), Static(0.9, V + 4), Static(2.0, None, 0.9),
+    Static(0.8, 12, 0.7), Static(1.1, 1), Static(1.0, None, 1e-6), Static(3.0, 3, 1.0), Static(1.5, None, 0.5),
+)  # fmt: skip
+SEEDS, POSITIONS = jnp.arange(R, dtype=jnp.uint32) * 5, jnp.arange(R, dtype=jnp.int32) * 11
+NONE = jnp.full((3,), -1, jnp.int32)  # stop tokens: three of padding
+NEW = jnp.zeros((R,), jnp.int32)
+by_row, limited = jax.jit(sample, static_argnames="top_logprobs"), jax.jit(restrict)
+
+
+@functools.cache
+def make_logits(seed=0):
+    """Random logits with many ties, among the likeliest too."""
+    return jnp.asarray(np.round(np.random.default_rng(seed).normal(size=(R, V)) * 4) / 2, jnp.float32)
+
+
+@jax.jit
+def alone(logits, seeds, positions):
+    """What each static program chooses for all rows, and which tokens it leaves in."""
+    chosen = [static_sampling.sample(logits, static, seeds, positions) for static in STATICS]
+    return chosen, [static_sampling.restrict(logits, static) > -jnp.inf for static in STATICS]
+
+
+def in_rows(statics):
+    """A sampling of arrays, from one static sampling for each row."""
+    fields = zip(*statics, strict=True)
+    return Sampling(*([off if x is None else x for x in field] for off, field in zip((0, 0, 1), fields, strict=True)))
+
+
+@pytest.mark.parametrize("shift", range(len(STATICS)))
+def test_each_row_chooses_what_a_program_of_its_own_chooses(shift):
+    numbers = (np.arange(R) * 3 + shift) % len(STATICS)
+    chosen, kept = alone(make_logits(), SEEDS, POSITIONS)
+    wanted = [[np.asarray(of)[number][row] for row, number in enumerate(numbers)] for of in zip(*chosen, strict=True)]
+    sampling = in_rows([STATICS[number] for number in numbers])
+    found = by_row(make_logits(), sampling, SEEDS, POSITIONS, stop=NONE, generated=NEW)
+    assert [found.tokens.tolist(), found.logprobs.tolist()] == wanted
+    left = np.asarray(limited(make_logits(), sampling) > -jnp.inf)
+    assert np.array_equal(left, [np.asarray(kept)[number][row] for row, number in enumerate(numbers)])
+
+
+@pytest.mark.parametrize("number", range(len(STATICS)))
+def test_one_sampling_for_all_rows(number):
+    (tokens, logprobs), static = alone(make_logits(), SEEDS, POSITIONS)[0][number], STATICS[number]
+    one = by_row(make_logits(), Sampling(*static), SEEDS, POSITIONS, stop=NONE, generated=NEW)
+    assert one.tokens.tolist() == tokens.tolist() and one.logprobs.tolist() == logprobs.tolist()
+    if static == Static():
+        greedy = by_row(make_logits(), None, SEEDS, POSITIONS)
+        assert greedy.tokens.tolist() == tokens.tolist() and greedy.logprobs.tolist() == logprobs.tolist()
+
+
+def test_tokens_as_likely_as_the_last_one_that_stays_stay_too():
+    logits = jnp.log(jnp.array([[0.3, 0.2, 0.2, 0.2, 0.1]] * 6, jnp.float32))
+    sampling = Sampling(1.0, top_k=[2, 4, 5, 0, 0, 2], top_p=[1, 1, 1, 0.4, 1e-9, 0.2])
+    kept = np.isfinite(limited(logits, sampling)).sum(axis=1)
+    assert kept.tolist() == [4, 4, 5, 4, 1, 1]
+
+
+def test_a_row_depends_on_its_own_logits_sampling_seed_and_position_alone():
+    sampling = in_rows([STATICS[number] for number in (1, 2, 5, 0, 6, 1, 2, 9)]).each_row(R)
+    order = np.array([5, 2, 7, 0, 1, 6, 3, 4])
+    args = (make_logits(), sampling, SEEDS, POSITIONS)
+    found = by_row(*args, stop=NONE, generated=NEW)
+    other = by_row(*jax.tree.map(lambda x: x[order], args), stop=NONE, generated=NEW)
+    assert other.tokens.tolist() == found.tokens[order].tolist()
+    assert other.logprobs.tolist() == found.logprobs[order].tolist()
+    later = by_row(make_logits(), sampling, SEEDS, POSITIONS + 1, stop=NONE, generated=NEW)
+    assert later.tokens.tolist() != found.tokens.tolist()
+
+
+# What is computed.
+
+TAKES = [
+    ("greedy throughout", Sampling(), 0),
+    ("greedy rows do not use their top-k and top-p", Sampling(0.0, 3, 0.5), 0),
+    ("enough was generated", Sampling(min_tokens=[4, 2, 0] + [0] * 5), 0),
+    ("too early to stop", Sampling(min_tokens=[4, 3, 0] + [0] * 5), 1),
+    ("one row draws", Sampling([0] * 7 + [0.5], top_k=[3] * 7 + [0]), 2),
+    ("a top-k of all tokens", Sampling(0.5, V), 2),
+    ("a row that draws has a top-k", Sampling([0, 0.5] * 4, [0, 3] + [0] * 6), 3),
+    ("a row that draws has a top-p", Sampling([0, 0.5] * 4, top_p=[1] * 7 + [0.9], min_tokens=9), 3),
+]
+
+
+@pytest.mark.parametrize(("sampling", "number"), [pytest.param(*case, id=name) for name, *case in TAKES])
+def test_only_what_some_row_needs_runs(sampling, number, monkeypatch):
+    taken, switch = [], lax.switch
+    monkeypatch.setattr(lax, "switch", lambda index, programs: taken.append(int(index)) or switch(index, programs))
+    generated = jnp.array([4, 2, 0, 0, 0, 0, 0, 0], jnp.int32)
+    sample(make_logits(), sampling, SEEDS, POSITIONS, stop=jnp.array([1, 2, -1], jnp.int32), generated=generated)
+    assert taken == [number]
+
+
+def primitives(jaxpr, into_branches=True):
+    """The names of all primitives in a jaxpr, in those inside it too."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        if equation.primitive.name == "cond" and not into_branches:
+            continue
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner, into_branches)
+
+
+COSTLY = {"sort", "top_k", "cumsum", "random_bits", "random_gumbel", "threefry2x32", "scatter"}
+
+
+@pytest.mark.parametrize("caches", [False, True], ids=["alone", "under vmap"])
+def test_what_draws_and_sorts_is_in_branches_that_a_greedy_batch_does_not_take(caches):
+    def run(logits, sampling, generated):
+        return sample(logits, sampling, SEEDS, POSITIONS, stop=jnp.array([1, 2], jnp.int32), generated=generated)
+
+    args = (make_logits(), Sampling().each_row(R), NEW)
+    if caches:
+        run, args = jax.vmap(run), jax.tree.map(lambda x: jnp.stack([x, x]), args)
+    jaxpr = jax.make_jaxpr(run)(*args).jaxpr
+    assert {"sort", "cumsum", "scatter"} <= set(primitives(jaxpr))
+    assert not COSTLY & set(primitives(jaxpr, into_branches=False))
+    (cond,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "cond"]
+    assert not COSTLY & set(primitives(cond.params["branches"][0].jaxpr))
+
+
+def test_without_a_sampling_nothing_but_the_greedy_choice_is_traced():
+    jaxpr = jax.make_jaxpr(lambda logits: sample(logits, None, SEEDS, POSITIONS))(make_logits()).jaxpr
+    assert not {"cond", *COSTLY} & set(primitives(jaxpr))
+
+
+# Stop tokens, and the likeliest tokens.
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one list", "a list for each row"])
+def test_no_stop_token_is_chosen_before_min_tokens(each):
+    greedy, order = jnp.argmax(make_logits(), axis=-1), jnp.argsort(-make_logits(), axis=-1, stable=True)
+    own = jnp.concatenate([order[:, :2], jnp.array([[-1, V, 2**31 - 1]] * R)], axis=1).astype(jnp.int32)
+    stop = own if each else own[0]
+    temperature, min_tokens = np.array([0, 0.9] * 4), np.array([0, 0, 3, 3, 4, 4, 9, 9])
+    generated = jnp.full((R,), 3, jnp.int32)
+    sampling = Sampling(temperature, [0, 3] * 4, min_tokens=min_tokens)
+    found = by_row(make_logits(), sampling, SEEDS, POSITIONS, stop=stop, generated=generated)
+    early = min_tokens > 3
+    barred = np.zeros((R, V), bool)
+    for row in np.flatnonzero(early):
+        barred[row, np.asarray(own[row if each else 0, :2])] = True
+    wanted = by_row(jnp.where(barred, -jnp.inf, make_logits()), sampling, SEEDS, POSITIONS, stop=NONE, generated=NEW)
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    assert not np.any(np.take_along_axis(barred, np.asarray(found.tokens)[:, None], axis=1))
+    assert found.tokens[:3:2].tolist() == greedy[:3:2].tolist()
+    if each:
+        assert found.tokens[4::2].tolist() == order[4::2, 2].tolist()  # the third likeliest
+    scores = np.asarray(jax.nn.log_softmax(make_logits()))
+    np.testing.assert_allclose(found.logprobs, scores[np.arange(R), found.tokens], rtol=1e-6)
+
+
+def test_the_likeliest_tokens_are_those_of_the_logits_as_they_came():
+    sampling = Sampling([0, 0.9] * 4, [0, 2] * 4, min_tokens=1)
+    stop = jnp.argmax(make_logits(), axis=-1).astype(jnp.int32)[:, None]
+    found = by_row(make_logits(), sampling, SEEDS, POSITIONS, stop=stop, generated=NEW, top_logprobs=4)
+    scores = np.asarray(jax.nn.log_softmax(make_logits()))
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :4]
+    assert found.top_tokens.dtype == jnp.int32 and found.top_tokens.tolist() == order.tolist()
+    np.testing.assert_allclose(found.top_logprobs, np.take_along_axis(scores, order, axis=1), rtol=1e-6)
+    without = by_row(make_logits(), sampling, SEEDS, POSITIONS, stop=stop, generated=NEW)
+    assert without.top_tokens is without.top_logprobs is None
+    assert without.tokens.tolist() == found.tokens.tolist()
+    with pytest.raises(ValueError, match=r"^top_logprobs: got -1, wanted an int of at least 0"):
+        sample(make_logits(), None, SEEDS, POSITIONS, top_logprobs=-1)
+
+
+# The pytree, and what a caller may say.
+
+
+def test_a_sampling_is_a_pytree_of_numbers_of_one_type():
+    one, many = Sampling(0.7, 40, 0.9, 3), Sampling([0.7, 0.0], [40, 0], [0.9, 1.0], [3, 0])
+    for sampling, shape in ((Sampling(), ()), (one, ()), (many, (2,)), (Sampling(1, top_p=1), ())):
+        assert [(type(x), x.dtype.name, x.shape) for x in jax.tree.leaves(sampling)] == [
+            (np.ndarray, name, shape) for name in ("float32", "int32", "float32", "int32")
+        ]
+    assert [float(x) for x in jax.tree.leaves(Sampling())] == [0, 0, 1, 0]
+    assert int(Sampling(top_k=2**40).top_k) == 2**31 - 1
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(one)]
+    assert names == [".temperature", ".top_k", ".top_p", ".min_tokens"]
+    assert one.replace(top_k=None).top_k == 0 and one.replace(top_k=None).top_p == one.top_p
+    assert jax.tree.map(lambda _: "anything", one).top_p == "anything"  # not checked: jax does so too
+    assert jax.jit(lambda x: x)(many).temperature.tolist() == many.temperature.tolist()
+
+
+def test_a_sampling_is_never_static():
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Sampling())
+
+
+def test_traced_numbers_are_not_checked():
+    made = jax.jit(lambda x: Sampling(x, top_p=x).replace(top_k=1))(jnp.float32(-1))
+    assert [float(x) for x in jax.tree.leaves(made)] == [-1, 1, -1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "temperature": (-1.0, float("nan"), "hot", [0.5, -0.5], True, None, [[1], [1, 2]]),
+        "top_k": (-1, 2.0, [1, -2], "all", [1, None]),
+        "top_p": (0.0, 1.5, float("nan"), np.array([0.5, 0.0])),
+        "min_tokens": (-1, 0.5, np.array([1, -1])),
+    }.items(),
+)
+def test_numbers_out_of_range_are_named(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{name}: got .*, wanted "):
+            Sampling(**{name: value})
+
+
+def test_shapes_are_named():
+    stop = jnp.zeros((2,), jnp.int32)
+    for message, sampling, options in (
+        (r"sampling\.top_k: got shape \[3\], wanted \[\] or \[8\]", Sampling(top_k=[1, 2, 3]), {}),
+        (r"sampling\.temperature: got shape \[1, 8\], wanted", Sampling([[1.0] * R]), {}),
+        (r"generated: got None, wanted integers", Sampling(), {"stop": stop}),
+        (r"generated: got shape \[3\], wanted \[8\]", Sampling(), {"stop": stop, "generated": NEW[:3]}),
+        (r"stop: got shape \[3, 2\], wanted \[8, K\]", Sampling(), {"stop": jnp.zeros((3, 2), jnp.int32)}),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            sample(make_logits(), sampling, SEEDS, POSITIONS, **options)
+
+
+def test_samplings_of_prompts_are_one_of_arrays():
+    asked = samplings([Sampling(0.5, 3), None, Sampling(min_tokens=2)], 3)
+    assert [x.tolist() for x in jax.tree.leaves(asked)] == [[0.5, 0, 0], [3, 0, 0], [1, 1, 1], [0, 0, 2]]
+    placed = sampling_of(asked, [2, 0], [3, 1], 4)
+    assert [x.tolist() for x in jax.tree.leaves(placed)] == [[0, 0.5, 0, 0], [0, 3, 0, 0], [1] * 4, [0, 0, 0, 2]]
+    assert [x.dtype.name for x in jax.tree.leaves(placed)] == ["float32", "int32", "float32", "int32"]
+    one = samplings(Sampling(jnp.array([0.5, 0.25]), top_p=0.5), 2)
+    assert [x.tolist() for x in jax.tree.leaves(one)] == [[0.5, 0.25], [0, 0], [0.5, 0.5], [0, 0]]
+    for greedy in (None, Sampling(), Sampling(top_k=3), [None, Sampling()], []):
+        assert samplings(greedy, len(greedy) if isinstance(greedy, list) else 2) is None
+    assert sampling_of(None, [0], [1], 4) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([Sampling()], "sampling: got 1, wanted one for each of 2 prompts"),
+        ([Sampling(), 0.5], r"sampling: got 0\.5 for prompt 1, wanted a kvjax\.Sampling of numbers or None"),
+        ([Sampling([0.5, 1.0]), None], r"sampling: got .* for prompt 0, wanted a kvjax\.Sampling of numbers"),
+        (0.5, r"sampling: got 0\.5, wanted a kvjax\.Sampling, or one for each prompt"),
+        (Sampling([0.5] * 3), r"sampling\.temperature: got shape \[3\], wanted \[\] or \[2\]"),
+        (Sampling(jnp.float32(-1)), r"temperature: got .*, wanted at least 0"),
+    ],
+)
+def test_wrong_samplings_of_prompts_are_named(given, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        samplings(given, 2)
