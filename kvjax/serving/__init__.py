@@ -1,22 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over a model and a cache: steps, decoding on the device, generation for many prompts."""
+"""Loops over a model and a cache: steps, decoding on the device, generation for many prompts, continuous batching."""
 
 from kvjax._compile import compiler_options
 from kvjax.model import Model
+from kvjax.serving.batch import run_batch
+from kvjax.serving.ending import cancel, drain, results
+from kvjax.serving.forecast import what_if
 from kvjax.serving.generation import Progress, generate, stream
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.loops import step
 from kvjax.serving.output import Output
+from kvjax.serving.requests import Requests, Serving, init_serving
 from kvjax.serving.sampling import Sampling
+from kvjax.serving.scheduler import Scheduler
+from kvjax.serving.serve import serve, serve_step, worst_step
+from kvjax.serving.submission import submit
 
 __all__ = [
     "GenerationInterrupted",
     "Model",
     "Output",
     "Progress",
+    "Requests",
     "Sampling",
+    "Scheduler",
+    "Serving",
+    "cancel",
     "compiler_options",
+    "drain",
     "generate",
+    "init_serving",
+    "results",
+    "run_batch",
+    "serve",
+    "serve_step",
     "step",
     "stream",
+    "submit",
+    "what_if",
+    "worst_step",
 ]

@@ -120,3 +120,56 @@ def sampling_of(asked: Sampling | None, prompts: Sequence[int], rows: Sequence[i
 def bucket(size: int, smallest: int) -> int:
     """`size` rounded up to `smallest` times a power of two, so that few shapes are compiled."""
     return smallest << max(-(-size // smallest) - 1, 0).bit_length()
+
+
+@dataclasses.dataclass
+class Asked:
+    """What a generation is asked for, by prompt; checked.
+
+    Attributes:
+      prompts: token ids.
+      max_new: tokens to generate, at most.
+      sampling: arrays [prompts]; None: all greedy.
+      seeds, namespaces, priorities: [prompts].
+      stop: i32[K].
+      retention: arrays [prompts, ...], or None.
+    """
+
+    prompts: list[np.ndarray]
+    max_new: np.ndarray
+    sampling: Sampling | None
+    seeds: np.ndarray
+    namespaces: np.ndarray
+    priorities: np.ndarray
+    stop: np.ndarray
+    retention: Retention | None
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling | None] | None,
+        seeds: Sequence[int] | None,
+        stop_tokens: Sequence[int],
+        namespaces: Sequence[int] | None,
+        names: Namespaces | None,
+        retention: Retention | Sequence[Retention | None] | None,
+        urgency: Sequence[int] | None,
+        possible: bool,
+    ) -> Asked:
+        """`urgency` are the priorities; `possible`: whether the spec has retention."""
+        ids = prompt_ids(prompts)
+        number = len(ids)
+        most = [max_new_tokens] * number if isinstance(max_new_tokens, int | np.integer) else max_new_tokens
+        most = of_each("max_new_tokens", most, number, np.int32, "a number")
+        if np.any(most < 1) or (isinstance(max_new_tokens, int) and max_new_tokens < 1):
+            raise ValueError(f"max_new_tokens: got {max_new_tokens}, wanted at least 1")
+        return cls(
+            ids, most, samplings(sampling, number),
+            of_each("seeds", range(number) if seeds is None else seeds, number, np.uint32, "a number"),
+            known_namespaces(namespaces, number, names),
+            of_each("priorities", [0] * number if urgency is None else urgency, number, np.int32, "a number"),
+            host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids"),
+            retentions(retention, number, possible),
+        )  # fmt: skip

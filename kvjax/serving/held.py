@@ -11,12 +11,13 @@ import jax
 import numpy as np
 
 from kvjax._compile import OutermostJit
-from kvjax._methods import check_alive
+from kvjax._methods import alive, check_alive
 from kvjax.cache import Cache
 from kvjax.events.mirror import to_list
 from kvjax.events.records import Events
 from kvjax.processes import agreed_time
-from kvjax.serving.interrupt import CtrlC
+from kvjax.serving.interrupt import CtrlC, GenerationInterrupted
+from kvjax.serving.output import Output
 from kvjax.tiered import FailedTransfer, TieredCache
 from kvjax.verbs.release import release
 
@@ -39,6 +40,7 @@ class Held[C: (Cache, TieredCache)]:
         self.clock, self.time = clock, np.int32(0)
         self.log_events = log_events
         self.events: list[dict[str, Any]] = []
+        self.outputs: list[Output] = []
         self.ctrl_c = CtrlC()
 
     @property
@@ -77,6 +79,20 @@ class Held[C: (Cache, TieredCache)]:
         if removed is not None:
             self._hear(removed)
         return events, lost
+
+    def interrupted(self, cause: BaseException) -> GenerationInterrupted:
+        """The error that has the cache as `cause` leaves it."""
+        cache, how = None, "the call that it had been donated to did not return: there is no cache"
+        if alive((self.cache, self.host)):
+            try:
+                jax.block_until_ready((self.cache, self.host))  # shows a call that died on the device
+                cache = self.result
+                self._let_go()
+                cache, how = self.result, "go on with this error's `cache`"
+            except Exception as error:
+                how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
+        what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        return GenerationInterrupted(f"interrupted by {what}; {how}", cache, self.outputs, self.events)
 
     def _let_go(self) -> None:
         """Releases all rows of this generation, at any point of it. Donates nothing, so nothing can be lost here.

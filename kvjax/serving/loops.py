@@ -74,17 +74,22 @@ def check_cache(cache: Any) -> None:
 def decode_log(spec: CacheSpec, steps: int) -> EventLog:
     """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is nearly full."""
     usual = steps * spec.max_seqs * len(spec.groups) // 2
-    return init_log(usual + 2 * _worst(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
+    return init_log(usual + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
 
 
 def prefill_log(spec: CacheSpec, rows: int, width: int) -> EventLog:
     """A log that holds the events of `prefill` of so many prompts, each of up to `width` tokens."""
-    return init_log(_worst(spec, rows * (width // spec.block_size + 1)), spec.block_size, spec.extra_ids)
+    return init_log(worst_events(spec, rows * (width // spec.block_size + 1)), spec.block_size, spec.extra_ids)
 
 
-def _worst(spec: CacheSpec, blocks: int) -> int:
+def worst_events(spec: CacheSpec, blocks: int) -> int:
     """The most events of single steps while rows enter and fill so many blocks in each group."""
     return most_events(spec, blocks, blocks, blocks)
+
+
+def admission_events(spec: CacheSpec, width: int) -> int:
+    """The most events of admitting a prompt of up to `width` tokens."""
+    return worst_events(spec, -(-width // spec.block_size) + 1)
 
 
 def note(log: EventLog, *events: Events) -> EventLog:
@@ -124,7 +129,7 @@ def decode(
       rows: where each row stands.
       log: takes the events.
       steps: static.
-      stop: i32[...]; stop tokens.
+      stop: i32[K], or i32[S, K] for each row; stop tokens.
       sampling: how each row chooses, leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is
         compiled.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
@@ -143,7 +148,7 @@ def decode(
     )  # fmt: skip
 
     def going(number: jax.Array, rows: Rows, log: EventLog, out_of_blocks: jax.Array) -> jax.Array:
-        enough = log.room >= _worst(spec, spec.max_seqs)
+        enough = log.room >= worst_events(spec, spec.max_seqs)
         return jnp.any(rows.active & (number < steps) & ~out_of_blocks & enough)
 
     def block(carry):
@@ -197,7 +202,7 @@ def prefill(
       log: of `prefill_log`.
       chunk: static; tokens of each row that a model call computes.
       sampling: how each row chooses, leaves [] or [R]; padding should be greedy. None: all are.
-      stop: i32[...]; stop tokens, which `min_tokens` rules out; None: there are none.
+      stop: i32[K] or i32[R, K]; stop tokens, which `min_tokens` rules out; None: there are none.
       lengths: i32[R]; tokens of each prompt, for rows that were admitted with `room=chunk`: they are extended chunk by
         chunk, until there are too few blocks for all that go on. None: the rows have room for their whole prompts.
       logits_fn: static; as in `decode`.

@@ -15,8 +15,9 @@ class Output:
       logprobs: their log-probabilities.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
-      finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks" or "bad_request"; None
-        while it goes on, and if the generation was interrupted.
+      preemptions: how often it had to give its row up and wait again.
+      finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks", "cancelled", "bad_request";
+        None while it goes on, and if the generation was interrupted.
     """
 
     prompt_tokens: int
@@ -24,3 +25,4 @@ class Output:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     cached_tokens: int = 0
     finish: str | None = None
+    preemptions: int = 0

@@ -21,7 +21,6 @@ from kvjax.model import Model, check_model
 from kvjax.policies.retention import Retention
 from kvjax.serving.asked import bucket, known_namespaces, of_each, prompt_ids, retentions, sampling_of, samplings
 from kvjax.serving.held import Held
-from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.loops import LogitsFn, Rows, check_cache, decode, decode_log, prefill, prefill_log, step
 from kvjax.serving.output import Output
 from kvjax.serving.sampling import Sampling
@@ -108,20 +107,6 @@ class Run[C: (Cache, TieredCache)](Held[C]):
             self._decode()
         self._release()
         return bool(self.waiting or self.live)
-
-    def interrupted(self, cause: BaseException) -> GenerationInterrupted:
-        """The error that has the cache as `cause` leaves it."""
-        cache, how = None, "the call that it had been donated to did not return: there is no cache"
-        if alive((self.cache, self.host)):
-            try:
-                jax.block_until_ready((self.cache, self.host))  # shows a call that died on the device
-                cache = self.result
-                self._let_go()
-                cache, how = self.result, "go on with this error's `cache`"
-            except Exception as error:
-                how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
-        what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-        return GenerationInterrupted(f"interrupted by {what}; {how}", cache, self.outputs, self.events)
 
     def close(self) -> None:
         """Releases the rows of a stream that is read no further, unless the caller has gone on with its cache."""

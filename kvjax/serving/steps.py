@@ -121,7 +121,15 @@ def steps_of_a_block(spec: CacheSpec, k: int | None) -> int:
     return k
 
 
-def num_steps(state: CacheState, want: jax.Array, most: int, room: jax.Array) -> jax.Array:
+def may_copy(state: CacheState, group: Group) -> jax.Array:
+    """bool[S]; rows whose last block is partly filled, and shared or findable: who writes into it copies it."""
+    size, length = state.spec.block_size, state.seqs.length
+    last = table_entry(group, np.arange(length.shape[0], dtype=np.int32), length // size)
+    shared = (pick(group.blocks.refcount, last) > 1) | (pick(group.blocks.fill, last) > 0)
+    return shared & (length % size > 0)
+
+
+def num_steps(state: CacheState, want: jax.Array, most: int, log_room: jax.Array) -> jax.Array:
     """The largest number of steps for which every group has the blocks, and a log the room; at least 1.
 
     Sharers of a last block are counted as if each of them copied it, although its last holder may keep it. So the
@@ -131,29 +139,25 @@ def num_steps(state: CacheState, want: jax.Array, most: int, room: jax.Array) ->
       state: the cache.
       want: i32[S]; tokens that each row can use, 0 for those that are not active.
       most: static; k.
-      room: i32[]; events that the log still holds.
+      log_room: i32[]; events that the log still holds.
 
     Returns:
       i32[], from 1 to `most`.
     """
-    size, length, committed = state.spec.block_size, state.seqs.length, state.seqs.committed
+    size, length, committed = state.spec.block_size, state.seqs.length[None], state.seqs.committed[None]
     steps = np.arange(1, most + 1, dtype=np.int32)[:, None]
-    ahead = jnp.minimum(want[None], steps)  # i32[k, S]
-
-    def crossed(start: jax.Array, round_up: int) -> jax.Array:
-        """i32[k, S]; edges of blocks that each row crosses, by the number of steps."""
-        return (start[None] + ahead + round_up) // size - (start[None] + round_up) // size
+    end = committed + jnp.minimum(want[None], steps)  # i32[k, S]
+    room = jnp.maximum(end, length)  # a row may have room already, for what its prompt has left
 
     def copies(group: Group) -> jax.Array:
         """i32[k, S]; whether each row may have to copy its last block."""
-        last = table_entry(group, np.arange(want.shape[0], dtype=np.int32), length // size)
-        shared = (pick(group.blocks.refcount, last) > 1) | (pick(group.blocks.fill, last) > 0)
-        return ((ahead > 0) & (shared & (length % size > 0))[None]).astype(jnp.int32)
+        return ((end > length) & may_copy(state, group)[None]).astype(jnp.int32)
 
-    counted = [crossed(length, size - 1), crossed(committed, 0), *map(copies, state.groups)]
+    new = (room + size - 1) // size - (length + size - 1) // size
+    counted = [new, end // size - committed // size, *map(copies, state.groups)]
     new, filled, *copied = jnp.sum(jnp.stack(counted), axis=-1, dtype=jnp.int32)
     most_copied = functools.reduce(jnp.maximum, copied)
-    fits = most_events(state.spec, new + most_copied, most_copied, filled) <= room
+    fits = most_events(state.spec, new + most_copied, most_copied, filled) <= log_room
     for group, copies_of_group in zip(state.groups, copied, strict=True):
         fits = fits & (new + copies_of_group <= group.available)
     return jnp.maximum(count(fits), 1)
@@ -191,7 +195,7 @@ def compute(
       want: i32[S]; tokens that each row can use.
       steps: i32[]; how many steps, 0 to `most`; it ends early once no row is active.
       most: static; k.
-      stop: i32[...]; stop tokens.
+      stop: i32[K], or i32[S, K] for each row; stop tokens.
       sampling: leaves [] or [S]; None: greedy.
       logits_fn: static; as in `decode`.
       fixed_steps: static; always loops `most` times.
@@ -231,7 +235,7 @@ def choose(
     sampling: Sampling | None,
     logits_fn: LogitsFn | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row and its log-probability, at positions i32[S]; stop i32[...]: the stop tokens."""
+    """The next token of each row and its log-probability, at positions i32[S]; stop i32[K] or i32[S, K]."""
     if logits_fn is not None:
         logits = logits_fn(logits, rows.token, positions)
     if sampling is None:
@@ -240,13 +244,14 @@ def choose(
         raise ValueError("rows.prompt: got None, wanted the tokens of each row's prompt, or sampling=None")
     else:
         generated = positions - rows.prompt
-        chosen = sample(logits, sampling, rows.seed, positions, stop=stop.reshape(-1), generated=generated)
+        chosen = sample(logits, sampling, rows.seed, positions, stop=stop, generated=generated)
     return chosen.tokens, chosen.logprobs
 
 
 def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:
     """The rows after each row where chose bool[S] took `token` i32[S]; room bool[S]: the row can hold it."""
-    stopped = functools.reduce(operator.or_, [token == one for one in stop.reshape(-1)], jnp.zeros_like(chose))
+    each = jnp.moveaxis(stop, -1, 0)  # of [], or [S]
+    stopped = functools.reduce(operator.or_, [token == one for one in each], jnp.zeros_like(chose))
     left = rows.left - chose.astype(jnp.int32)
     on = rows.active & (~chose | (~stopped & (left > 0) & room))
     return rows.replace(token=jnp.where(chose, token, rows.token), left=left, active=on)

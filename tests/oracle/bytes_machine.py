@@ -99,17 +99,36 @@ class Chain(Pytree, static=("layers",)):
     layers: int
 
     def __call__(self, tokens, pools, view, *, last):
-        first = view.positions[:, 0]
+        first = jnp.where(view.num_tokens > 0, view.lengths - view.num_tokens, 0)
+        padded = view.starts is None
+        opening = tokens[:, 0] if padded else tokens[0, jnp.minimum(view.starts, tokens.shape[1] - 1)]
+        start = self.names_before(opening, pools, view, first)
+        if padded:
+            name = start
+            names = jnp.stack([name := advance(name, tokens[:, i]) for i in range(tokens.shape[1])], axis=1)
+            chosen = jnp.take_along_axis(names, last[:, None], axis=1)[:, 0]
+        else:
+            place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            begins = jnp.full(place.shape, -1, jnp.int32)
+            begins = begins.at[jnp.where(view.num_tokens > 0, view.starts, place.size)].set(start, mode="drop")
+
+            def one(name, at):
+                begin, token = at
+                name = advance(jnp.where(begin >= 0, begin, name), token)
+                return name, name
+
+            names = jax.lax.scan(one, jnp.int32(0), (begins, tokens[0]))[1][None]
+            chosen = names[0, last]
+        return jax.nn.one_hot(chosen % VOCAB, VOCAB), write(pools, view, vectors(names, self.layers, jnp))
+
+    def names_before(self, opening, pools, view, first):
+        """i32[R]; the names before the rows' tokens at positions first i32[R], the first of which are `opening`."""
         group, pool, index, _ = pools.at(0)
         before = jnp.maximum(first - 1, 0)
         row = jnp.take_along_axis(view.tables[group], before[:, None] // SIZE, axis=1)[:, 0]
         keys = read(pools, group, pool)[row, index, 0, 0, before % SIZE]
-        name = jnp.where(first > 0, named(keys, jnp), self.roots[tokens[:, 0]])
-        name = jnp.where(self.blind(pools, view, first), 4_711, name)
-        names = [name := advance(name, tokens[:, i]) for i in range(tokens.shape[1])]
-        names = jnp.stack(names, axis=1)
-        chosen = jnp.take_along_axis(names, last[:, None], axis=1)[:, 0] % VOCAB
-        return jax.nn.one_hot(chosen, VOCAB), write(pools, view, vectors(names, self.layers, jnp))
+        name = jnp.where(first > 0, named(keys, jnp), self.roots[opening])
+        return jnp.where(self.blind(pools, view, first), 4_711, name)
 
     def blind(self, pools, view, first):
         """bool[R]; whether something is NaN of what the token at `first` sees."""

@@ -12,8 +12,6 @@ from hypothesis.stateful import initialize
 from tests.oracle.test_machine import SIZE, CacheMachine
 from tests.unit.gpu.histories import FUSED, Both
 
-pytestmark = pytest.mark.long
-
 
 class KernelsMachine(CacheMachine):
     """The same requests, no wider than they have to be; both versions answer them."""
@@ -48,5 +46,5 @@ class ExtraIdsMachine(KernelsMachine):
     config = "extra ids"
 
 
-TestKernels = KernelsMachine.TestCase
-TestExtraIds = ExtraIdsMachine.TestCase
+TestKernels = pytest.mark.long(KernelsMachine.TestCase)
+TestExtraIds = pytest.mark.slow(ExtraIdsMachine.TestCase)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The third part of a step: waiting requests get rows, one after the other, while counting says that they fit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import Pytree, compact, count, pick, put
+from kvjax.blocks.rows import fit
+from kvjax.events.log import EventLog
+from kvjax.policies.retention import Retention
+from kvjax.serving.loops import admission_events, note
+from kvjax.serving.requests import Finish, Requests, Serving, Stage
+from kvjax.serving.scheduler import Scheduler, first, future, most_blocks, of_a_sample, running
+from kvjax.state import NO_BLOCK, Match
+from kvjax.verbs.admit import lookup
+
+
+class Admitted(Pytree):
+    """What was admitted in a step, in order, all i32[S], -1 for none.
+
+    Attributes:
+      slots: the requests.
+      rows: the rows that they got.
+      cached: tokens that were found in the cache.
+    """
+
+    slots: jax.Array
+    rows: jax.Array
+    cached: jax.Array
+
+
+class _Search(Pytree):
+    """Where the loop over candidates stands.
+
+    Attributes:
+      slot: i32[]; the next candidate; -1: there is none.
+      skipped: bool[W]; those that cannot be admitted in this step.
+      number: i32[]; how many these are.
+      admitted: so far.
+    """
+
+    slot: jax.Array
+    skipped: jax.Array
+    number: jax.Array
+    admitted: Admitted
+
+
+def admit(
+    serving: Serving, log: EventLog, scheduler: Scheduler, tried: jax.Array, log_room: int, now: jax.Array
+) -> tuple[Serving, EventLog, Admitted]:
+    """Admits waiting requests in their order; one that cannot be admitted is passed over, at most `patience` times.
+
+    Where no row runs and nobody can be admitted, the first one is over: no block will ever become free for it.
+
+    Args:
+      serving: the requests, behind `grow`.
+      log: takes the events.
+      scheduler: static.
+      tried: bool[]; whether to try at all.
+      log_room: static; events that have to fit into the log afterwards.
+      now: i32[] ms.
+    """
+    key = scheduler.order(serving.requests, serving.cache.state)
+    worst = admission_events(serving.cache.state.spec, serving.width)
+    none = jnp.full(serving.row.shape, -1, jnp.int32)
+
+    def candidate(serving: Serving, log: EventLog, skipped: jax.Array, over: jax.Array) -> jax.Array:
+        possible = tried & ~over & jnp.any(serving.free) & (log.room >= worst + log_room)
+        return jnp.where(possible, _next(serving.requests, scheduler, key, skipped), -1)
+
+    def attempt(carry: tuple[Serving, EventLog, _Search]) -> tuple[Serving, EventLog, _Search]:
+        serving, log, search = carry
+        slot = search.slot
+        serving, log, row, done, cached = _admit(serving, log, scheduler, slot, now)
+        skipped = search.skipped | (~done & (np.arange(search.skipped.shape[0], dtype=np.int32) == slot))
+        number = search.number + (~done).astype(jnp.int32)
+        late = pick(serving.requests.passed, slot) >= scheduler.patience
+        at = count(search.admitted.slots >= 0)[None]
+        values = Admitted(slot[None], row[None], cached[None])
+        admitted = put(search.admitted, at, values, done[None])
+        over = (~done & late) | (number > scheduler.look) | (serving.onboards >= 0)
+        return serving, log, _Search(candidate(serving, log, skipped, over), skipped, number, admitted)
+
+    skipped = jnp.zeros(serving.requests.stage.shape, jnp.bool_)
+    begin = candidate(serving, log, skipped, jnp.bool_(False))
+    search = _Search(begin, skipped, jnp.int32(0), Admitted(none, none, none))
+    serving, log, search = lax.while_loop(lambda carry: carry[2].slot >= 0, attempt, (serving, log, search))
+    full = (log.room < worst + log_room) | (serving.onboards >= 0)
+    serving = serving.replace(fresh=serving.fresh & (~tried | full))
+    hopeless = tried & ~full & ~jnp.any(serving.row >= 0)
+    return _give_up(serving, scheduler, key, hopeless), log, search.admitted
+
+
+def _next(requests: Requests, scheduler: Scheduler, key: jax.Array, skipped: jax.Array) -> jax.Array:
+    """i32[]; the first request in order that waits and was not skipped; those passed over too often come first."""
+    waits = (requests.stage == Stage.WAITING) & (requests.parent < 0) & ~skipped
+    late = waits & (requests.passed >= scheduler.patience)
+    return jnp.where(
+        jnp.any(late), first(requests.arrival, requests.arrival, late), first(key, requests.arrival, waits)
+    )
+
+
+def _give_up(serving: Serving, scheduler: Scheduler, key: jax.Array, where: jax.Array) -> Serving:
+    """Ends the first waiting request, where bool[]."""
+    requests = serving.requests
+    slot = _next(requests, scheduler, key, jnp.zeros(requests.stage.shape, jnp.bool_))
+    where = where & (slot >= 0)
+    requests = requests.at(
+        slot[None], where[None], stage=int(Stage.DONE), finish=int(Finish.NO_BLOCKS), ended=serving.steps
+    ).without_parent(slot, where)
+    return serving.replace(requests=requests, fresh=serving.fresh | where)
+
+
+def _admit(
+    serving: Serving, log: EventLog, scheduler: Scheduler, slot: jax.Array, now: jax.Array
+) -> tuple[Serving, EventLog, jax.Array, jax.Array, jax.Array]:
+    """Admits request slot i32[] if it can be; also returns its row, whether it was, and the tokens found for it."""
+    requests, state = serving.requests, serving.cache.state
+    tokens = requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
+    known, namespace = pick(requests.known, slot), pick(requests.namespace, slot)
+    match = lookup(state, tokens, known, namespace=namespace, tiers=("device",))
+    free = serving.free
+    samples = count((requests.parent == slot) & (requests.stage == Stage.WAITING))
+    fits = _fits(serving, scheduler, slot, match, samples) & (count(free) > samples)
+    good = fits & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
+    if state.spec.has_host:
+        there = lookup(state, tokens, known, namespace=namespace).host_tokens
+        enough = there >= scheduler.min_onboard * state.spec.block_size
+        brings = good & enough & pick(requests.onboard, slot)
+        serving, good = serving.replace(onboards=jnp.where(brings, slot, serving.onboards)), good & ~brings
+    row = jnp.argmax(free).astype(jnp.int32)
+    room = scheduler.chunk if len(state.groups) > 1 else None
+    cache, events = serving.cache.admit(
+        jnp.where(good, row, -1), tokens, known, namespace=namespace, retention=_retention(requests, slot), room=room,
+        now=now,
+    )  # fmt: skip
+    done = good & events.ok
+    serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], done)
+    return serving, note(log, events), row, done, events.cached[0]
+
+
+def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
+    """Notes that request slot i32[] has got row i32[], where done bool[], with so many tokens cached i32[]."""
+    requests = serving.requests
+    samples = (requests.parent == slot) & (requests.stage == Stage.WAITING) & done
+    first_time = done & (pick(requests.preemptions, slot) == 0)
+    requests = requests.at(slot[None], done[None], stage=int(Stage.RUNNING))
+    requests = requests.at(slot[None], first_time[None], cached=cached, admitted=serving.steps)
+    earlier = (requests.stage == Stage.WAITING) & (requests.arrival < pick(requests.arrival, slot))
+    requests = requests.replace(passed=requests.passed + (done & earlier).astype(jnp.int32))
+    serving = serving.replace(
+        requests=requests,
+        row=put(serving.row, row[None], slot, done[None]),
+        leads=put(serving.leads, row[None], jnp.any(samples), done[None]),
+    )
+    return _hold_rows(serving, samples)
+
+
+def has_row(serving: Serving, placed: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
+    """After an admission between loops: a request runs, or is admitted without its blocks on the host the next time.
+
+    Args:
+      serving: the requests; the cache has admitted one of them.
+      placed: i32[2]; its slot, and the row that it was to get.
+      cached: i32[]; tokens that were found.
+      done: bool[]; whether it has the row.
+    """
+    slot, row = placed[0], placed[1]
+    requests = serving.requests.at(slot[None], ~done[None], onboard=False)
+    serving = serving.replace(requests=requests, onboards=jnp.int32(-1), fresh=jnp.bool_(True))
+    return enter(serving, slot, row, cached, done)
+
+
+def _hold_rows(serving: Serving, samples: jax.Array) -> Serving:
+    """Gives free rows to requests, where bool[W]: samples that wait there until their parent's prompt is computed."""
+    numbers = np.arange(samples.shape[0], dtype=np.int32)
+    slots, _ = compact(jnp.where(samples, numbers, -1))
+    rows = np.arange(serving.row.shape[0], dtype=np.int32)
+    free, _ = compact(jnp.where(serving.free, rows, -1))
+    slots, requests = fit(slots, rows.shape[0], NO_BLOCK), serving.requests
+    requests = requests.replace(
+        stage=jnp.where(samples, int(Stage.RUNNING), requests.stage),
+        admitted=jnp.where(samples & (requests.admitted < 0), serving.steps, requests.admitted),
+    )
+    return serving.replace(requests=requests, row=put(serving.row, free, slots, (slots >= 0) & (free >= 0)))
+
+
+def _retention(requests: Requests, slot: jax.Array) -> Retention | None:
+    """What request slot i32[] states of its blocks; those with generated tokens are no prompt's, if it comes back."""
+    if requests.retention is None:
+        return None
+    stated, prompt = pick(requests.retention, slot), pick(requests.prompt, slot)
+    ranges = jnp.asarray(stated.ranges).at[:, 1].min(prompt)
+    generated = jnp.stack([prompt, jnp.int32(np.iinfo(np.int32).max), stated.decode[0], stated.decode[1]])
+    return Retention(jnp.concatenate([ranges, generated[None]]), stated.decode)
+
+
+def _fits(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array) -> jax.Array:
+    """bool[]; whether there are blocks for a request and its i32[] samples, as `scheduler.reserve` wants it."""
+    state, requests = serving.cache.state, serving.requests
+    spec, size = state.spec, state.spec.block_size
+    known, goal, prompt = (pick(x, slot) for x in (requests.known, requests.goal, requests.prompt))
+    cached, places = match.cached_tokens, np.arange(match.blocks.shape[0], dtype=np.int32)
+    target = known if len(state.groups) == 1 else jnp.minimum(known, cached + scheduler.chunk)
+    most, may_need = most_blocks(spec, scheduler, goal), future(serving, scheduler)
+    more = of_a_sample(spec, scheduler, goal, prompt)
+    good = jnp.bool_(True)
+    for number, (group, group_spec) in enumerate(zip(state.groups, spec.groups, strict=True)):
+        ids = group.beside(match.blocks)
+        hits = (ids >= 0) & group_spec.keeps(places, cached, size)
+        held = count(hits & (pick(group.blocks.refcount, ids) > 0))
+        if scheduler.reserve == "known":
+            spare = jnp.where(jnp.any(running(serving)), scheduler.watermark, 0)
+            need = -(-target // size) - match.num_blocks + count(hits) - held + spare
+        else:
+            need = most[number] - held + may_need[number]
+        good = good & (need + samples * more[number] <= group.available)
+    return good
+
+
+def _waits_for_prefix(
+    serving: Serving, scheduler: Scheduler, slot: jax.Array, tokens: jax.Array, match: Match
+) -> jax.Array:
+    """bool[]; whether a row is about to compute the next whole block of a request's prefix.
+
+    Keys decide who might be: two words of each row. Then the tokens of one of them are compared.
+    """
+    if not scheduler.wait_for_prefix:
+        return jnp.bool_(False)
+    requests, seqs, size = serving.requests, serving.cache.state.seqs, serving.cache.state.spec.block_size
+    place, others = match.num_blocks, serving.row
+    end = (place + 1) * size
+    usable = (end <= pick(requests.known, slot) - 1) & (end <= pick(requests.prompt, slot))
+
+    def key(slots: jax.Array) -> jax.Array:
+        return pick(requests.keys, pick(requests.start, slots) // size + place)
+
+    alike = running(serving) & (others != slot) & (pick(requests.prompt, others) >= end) & (seqs.committed < end)
+    alike = alike & jnp.all(key(others) == key(slot)[None], axis=-1)
+    other = pick(others, jnp.argmax(alike))
+    theirs = requests.tokens(other[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
+    same = jnp.all((tokens == theirs) | (np.arange(serving.width, dtype=np.int32) >= end))
+    same = same & (pick(requests.namespace, other) == pick(requests.namespace, slot))
+    return usable & jnp.any(alike) & same

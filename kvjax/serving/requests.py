@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests as data: what is wanted, how far each one is, and which row of the cache it has.
+
+    slot  stage    tokens                                row
+    0     RUNNING  p p p p p p p g g  .  .               2     known 9 of goal 11: decode
+    1     RUNNING  p p p p p p p p p  .  .               0     nothing committed yet: prefill
+    2     WAITING  p p p p  .  .                         -
+    3     EMPTY    .  .  .  .  .  .                      -
+
+Nothing says in which phase a request is: its row wants `known - committed` tokens. One wanted token is decode, more is
+prefill. When `committed` reaches `known`, the row chooses a token, and `known` grows. A request that was preempted and
+comes back, its computed tokens perhaps still in the cache, is the same case.
+
+Source: vLLM v1's scheduler, which knows no phases either.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import Pytree, pick, put, runs
+from kvjax._checks import static_int
+from kvjax.cache import Cache
+from kvjax.policies.retention import Retention
+from kvjax.serving.sampling import Sampling
+
+
+class Stage(enum.IntEnum):
+    """Where a request stands; EMPTY: the slot is free."""
+
+    EMPTY = 0
+    WAITING = 1
+    RUNNING = 2
+    DONE = 3
+    CANCELLED = 4
+
+
+class Finish(enum.IntEnum):
+    """Why a request ended."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    NO_BLOCKS = 3
+    CANCELLED = 4
+
+
+class Requests(Pytree):
+    """W slots for requests. A slot and its generation name a request: a late cancel never hits the slot's next one.
+
+    Attributes:
+      text: i32[F]; the tokens of all requests, each from its `start` on: its prompt, then what was generated.
+      logprobs: f32[F]; of the tokens that were generated.
+      keys: u32[F / P, 2]; of the whole blocks of prompts (`blocks/keys.py`).
+      start: i32[W]; where its tokens begin, a multiple of P.
+      room: i32[W]; how many fit there.
+      generation: i32[W].
+      stage: i32[W]; `Stage`.
+      prompt: i32[W]; tokens of the prompt.
+      known: i32[W]; tokens that there are.
+      goal: i32[W]; tokens at which it ends. The last one is chosen and never written into the cache.
+      priority: i32[W]; higher first.
+      arrival: i32[W]; a number in order of submission.
+      passed: i32[W]; later requests that were admitted while this one waited.
+      parent: i32[W]; slot of the request whose prompt this one is another sample of, until that is computed; or -1.
+      namespace: i32[W].
+      seed: u32[W].
+      sampling: of each, [W]; None: all are greedy.
+      stop: i32[W, K]; tokens that end it; -1 is none.
+      retention: of each, [W, ...]; None if none may have one.
+      onboard: bool[W]; whether its blocks on the host, if there are any, are brought back before it is admitted.
+      finish: i32[W]; `Finish`.
+      cached: i32[W]; tokens that were found in the cache when it was first admitted.
+      preemptions: i32[W].
+      submitted: i32[W]; steps of the model that had been run then, as in the next three.
+      admitted: i32[W]; when it first got a row; -1 before.
+      first_token: i32[W]; when its first token was chosen; -1 before.
+      ended: i32[W]; -1 before.
+    """
+
+    text: jax.Array
+    logprobs: jax.Array
+    keys: jax.Array
+    start: jax.Array
+    room: jax.Array
+    generation: jax.Array
+    stage: jax.Array
+    prompt: jax.Array
+    known: jax.Array
+    goal: jax.Array
+    priority: jax.Array
+    arrival: jax.Array
+    passed: jax.Array
+    parent: jax.Array
+    namespace: jax.Array
+    seed: jax.Array
+    sampling: Sampling | None
+    stop: jax.Array
+    retention: Retention | None
+    onboard: jax.Array
+    finish: jax.Array
+    cached: jax.Array
+    preemptions: jax.Array
+    submitted: jax.Array
+    admitted: jax.Array
+    first_token: jax.Array
+    ended: jax.Array
+
+    @property
+    def size(self) -> int:
+        """W."""
+        return self.stage.shape[0]
+
+    def tokens(self, slots: jax.Array, first: jax.Array, width: int) -> jax.Array:
+        """i32[R, width]; tokens of requests slots i32[R] from token first i32[R] on; anything beyond their end."""
+        return pick(self.text, runs(pick(self.start, slots) + first, width))
+
+    def at(self, slots: jax.Array, where: jax.Array, **values: Any) -> Requests:
+        """These, with new values for requests slots i32[R], all different, where bool[R]."""
+        return self.replace(**{name: put(getattr(self, name), slots, new, where) for name, new in values.items()})
+
+    def without_parent(self, slot: jax.Array, where: jax.Array) -> Requests:
+        """These, where bool[]: the samples of request slot i32[] are requests like any other."""
+        return self.replace(parent=jnp.where((self.parent == slot) & (slot >= 0) & where, -1, self.parent))
+
+
+class Serving(Pytree, static=("width",)):
+    """Requests and the cache whose rows they run in: all that a step of the scheduler changes.
+
+    Attributes:
+      cache: rows in use that have no request here are left alone.
+      requests: what is to be done.
+      row: i32[S]; the slot of each row's request; -1: none.
+      leads: bool[S]; rows for whose prompts samples wait in other rows.
+      steps: i32[]; steps of the model so far.
+      arrivals: i32[]; requests so far.
+      fresh: bool[]; whether something has happened since nobody more could be admitted.
+      stalled: bool[S]; rows that found no block for their chunk in the last step.
+      refused: i32[]; the number of steps for which blocks could not be had in the last step, though counted; or 0.
+      put_off: i32[]; blocks of steps for which chunks have waited for others.
+      onboards: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
+      width: static; the most tokens that a request has when it is admitted.
+    """
+
+    cache: Cache
+    requests: Requests
+    row: jax.Array
+    leads: jax.Array
+    steps: jax.Array
+    arrivals: jax.Array
+    fresh: jax.Array
+    stalled: jax.Array
+    refused: jax.Array
+    put_off: jax.Array
+    onboards: jax.Array
+    width: int
+
+    @property
+    def free(self) -> jax.Array:
+        """bool[S]; rows that a request can have; those in use without a request here are somebody else's."""
+        return (self.row < 0) & (self.cache.state.seqs.length == 0)
+
+    @property
+    def busy(self) -> jax.Array:
+        """bool[]; whether a step would do something: a request has a row, or waits and there is a row to have."""
+        waits = jnp.any(self.requests.stage == Stage.WAITING)
+        return jnp.any(self.row >= 0) | (waits & jnp.any(self.free))
+
+
+def init_serving(
+    cache: Cache,
+    rooms: Sequence[int],
+    *,
+    capacity: int | None = None,
+    width: int | None = None,
+    num_stop_tokens: int = 1,
+    num_ranges: int | None = None,
+    greedy: bool = False,
+) -> Serving:
+    """Empty slots for requests, W = len(rooms), over a cache.
+
+    Args:
+      cache: rows in use already are left alone.
+      rooms: for each slot, how many tokens a request may have, generated ones included.
+      capacity: F, if more than the rooms take together, so that few shapes are compiled.
+      width: the most tokens that a request has when it is admitted, generated ones of a preempted request included;
+        the cost of an admission follows it. None: the largest room.
+      num_stop_tokens: K.
+      num_ranges: of each request's retention; None: no request has one.
+      greedy: whether no request samples; then nothing else is compiled.
+    """
+    size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(rooms)
+    room = np.array([-(-static_int("rooms", one, 0) // size) * size for one in rooms], np.int32)
+    starts, total = np.cumsum(room, dtype=np.int32) - room, int(room.sum())
+    if capacity is not None and (capacity < total or capacity % size):
+        raise ValueError(f"capacity: got {capacity}, wanted a multiple of {size}, at least {total}")
+    total = max(capacity or total, size)
+
+    def number(value: int = 0, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.full((num,), value, dtype)
+
+    retention = None
+    if num_ranges is not None:
+        retention = Retention(jnp.zeros((num, num_ranges, 4), jnp.int32), jnp.zeros((num, 2), jnp.int32))
+    requests = Requests(
+        text=jnp.zeros((total,), jnp.int32), logprobs=jnp.zeros((total,), jnp.float32),
+        keys=jnp.zeros((total // size, 2), jnp.uint32), start=jnp.asarray(starts), room=jnp.asarray(room),
+        generation=number(), stage=number(int(Stage.EMPTY)), prompt=number(), known=number(), goal=number(),
+        priority=number(), arrival=number(), passed=number(), parent=number(-1), namespace=number(),
+        seed=number(dtype=jnp.uint32), sampling=None if greedy else Sampling().each_row(num),
+        stop=jnp.full((num, num_stop_tokens), -1, jnp.int32), retention=retention, onboard=number(True, jnp.bool_),
+        finish=number(), cached=number(), preemptions=number(), submitted=number(), admitted=number(-1),
+        first_token=number(-1), ended=number(-1),
+    )  # fmt: skip
+    largest = min(int(room.max(initial=1)), cache.state.spec.max_length)
+
+    def zeros(dtype: str, *shape: int) -> jax.Array:  # all separate arrays, so that they can be donated
+        return jnp.zeros(shape, dtype)
+
+    return Serving(
+        cache=cache, requests=requests, row=zeros("i4", rows) - 1, leads=zeros("?", rows), steps=zeros("i4"),
+        arrivals=zeros("i4"), fresh=zeros("?"), stalled=zeros("?", rows), refused=zeros("i4"), put_off=zeros("i4"),
+        onboards=zeros("i4") - 1, width=largest if width is None else static_int("width", width, 1),
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first two parts of a step: rows that are done leave, and the others get room for their next tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import Pytree, count, pick
+from kvjax.events.log import EventLog
+from kvjax.serving.loops import note
+from kvjax.serving.requests import Finish, Serving, Stage
+from kvjax.serving.scheduler import Scheduler, decoding, last, needs, running, wanted
+from kvjax.serving.steps import num_steps
+
+
+class Retired(Pytree):
+    """What left the rows in a step.
+
+    Attributes:
+      released: bool[S]; rows that were released.
+      preempted: i32[S]; slots of the requests that went back to wait, in order; -1 for none.
+    """
+
+    released: jax.Array
+    preempted: jax.Array
+
+
+def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array) -> tuple[Serving, EventLog, Retired]:
+    """Releases the rows of requests that are over; then preempts while the next token of some row does not fit.
+
+    The last row in order goes first, and never the only one. A request that is alone and does not fit is over.
+    """
+    rows = np.arange(serving.row.shape[0], dtype=np.int32)
+
+    def leaving(serving: Serving) -> jax.Array:
+        """i32[]; the next row to release, or -1."""
+        over = (serving.row >= 0) & ~running(serving)
+        return jnp.where(jnp.any(over), jnp.argmax(over).astype(jnp.int32), _victim(serving, scheduler))
+
+    def let_go(carry):
+        serving, log, row, retired = carry
+        serving, log = _let_go(serving, log, row, now)
+        slot = pick(carry[0].row, row)
+        waits = pick(serving.requests.stage, slot) == Stage.WAITING
+        number = count(retired.preempted >= 0)
+        retired = Retired(
+            retired.released | (rows == row), jnp.where((rows == number) & waits, slot, retired.preempted)
+        )
+        return serving, log, leaving(serving), retired
+
+    none = Retired(jnp.zeros(rows.shape, jnp.bool_), jnp.full(rows.shape, -1, jnp.int32))
+    start = serving, log, leaving(serving), none
+    serving, log, _, retired = jax.lax.while_loop(lambda carry: carry[2] >= 0, let_go, start)
+    return serving, log, retired
+
+
+def _victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
+    """i32[]; the row to preempt, or to end if it is the only one; -1 if what the rows need next fits."""
+    state, want = serving.cache.state, wanted(serving)
+    next_tokens = jnp.where(decoding(serving), 1, jnp.where(serving.stalled, jnp.minimum(want, scheduler.chunk), 0))
+    need = needs(state, state.seqs.committed + next_tokens)
+    lacks = jnp.bool_(False)
+    for group, blocks in zip(state.groups, need, strict=True):
+        lacks = lacks | (jnp.sum(blocks, dtype=jnp.int32) > group.available)
+    lacks = lacks | (serving.refused == 1)
+    having = running(serving) & (state.seqs.length > 0)
+    key = pick(scheduler.order(serving.requests, state), serving.row)
+    return jnp.where(lacks, last(key, pick(serving.requests.arrival, serving.row), having), -1)
+
+
+def _let_go(serving: Serving, log: EventLog, row: jax.Array, now: jax.Array) -> tuple[Serving, EventLog]:
+    """Releases row i32[]; a request that runs waits again, with its place in the order, or ends if it is alone."""
+    requests, runs, slot = serving.requests, running(serving), pick(serving.row, row)
+    preempted, alone = pick(runs, row), count(runs & (serving.cache.state.seqs.length > 0)) == 1
+    waits, ends = preempted & ~alone, preempted & alone
+    requests = requests.at(
+        slot[None], preempted[None], stage=jnp.where(alone, int(Stage.DONE), int(Stage.WAITING)),
+        preemptions=pick(requests.preemptions, slot) + waits.astype(jnp.int32),
+    )  # fmt: skip
+    requests = requests.at(slot[None], ends[None], finish=int(Finish.NO_BLOCKS), ended=serving.steps)
+    held = runs & (pick(requests.parent, serving.row) == slot)  # samples that hold rows until its prompt is computed
+    requests = requests.at(serving.row, held, stage=int(Stage.WAITING)).without_parent(slot, ~waits)
+    cache, events = serving.cache.release(row, now=now)
+    free = held | (np.arange(held.shape[0], dtype=np.int32) == row)
+    serving = serving.replace(
+        cache=cache,
+        requests=requests,
+        row=jnp.where(free, -1, serving.row),
+        leads=serving.leads & ~free,
+        stalled=serving.stalled & ~free,
+        refused=jnp.zeros_like(serving.refused),
+        fresh=jnp.bool_(True),
+    )
+    return serving, note(log, events)
+
+
+def grow(
+    serving: Serving, log: EventLog, scheduler: Scheduler, most: int, single: jax.Array, log_room: jax.Array,
+    now: jax.Array,
+) -> tuple[Serving, EventLog, jax.Array, jax.Array]:  # fmt: skip
+    """Makes room for the next tokens of all decode rows.
+
+    While a request waits for a row or for blocks, a block of steps ends where the first row is known to end.
+
+    Args:
+      serving: its decode rows' next tokens fit.
+      log: takes the events.
+      scheduler: static.
+      most: static; k.
+      single: bool[]; whether to run one step only.
+      log_room: i32[]; events that the log holds for the block of steps.
+      now: i32[] ms.
+
+    Returns:
+      The requests and the log; i32[], the number n of steps, 0 if blocks were refused; and i32[S], how many tokens each
+      decode row may write in them.
+    """
+    requests, seqs = serving.requests, serving.cache.state.seqs
+    decode = decoding(serving)
+    left = jnp.where(decode, pick(requests.goal, serving.row) - pick(requests.known, serving.row), 0)
+    want = jnp.minimum(left, most)
+    waiting = jnp.any(requests.stage == Stage.WAITING)
+    first_end = jnp.min(jnp.where(decode, left, most))
+    limit = jnp.where(waiting, jnp.minimum(first_end, scheduler.k_waiting), most)
+    limit = jnp.where(
+        single | (serving.refused > 1), 1, jnp.minimum(limit, num_steps(serving.cache.state, want, most, log_room))
+    )
+    want = jnp.minimum(want, limit)
+    more = jnp.maximum(want - (seqs.length - seqs.committed), 0)
+    cache, events = serving.cache.extend(decode & (more > 0), jnp.where(decode, more, 0), max_tokens=most, now=now)
+    n = jnp.where(events.ok, limit, 0)
+    refused = jnp.where(events.ok, 0, limit)
+    return serving.replace(cache=cache, refused=refused), note(log, events), n, jnp.where(events.ok, want, 0)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How requests are scheduled: the options, the order of the requests, and what counting says of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from kvjax._arrays import pick
+from kvjax._checks import static_int
+from kvjax.serving.requests import Requests, Serving, Stage
+from kvjax.serving.steps import may_copy, steps_of_a_block
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+Order = Callable[[Requests, CacheState], jax.Array]
+
+
+def by_priority(requests: Requests, state: CacheState) -> jax.Array:
+    """i32[W]; the default order: higher priorities first."""
+    del state
+    return -requests.priority
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduler:
+    """The options of the scheduler; static.
+
+    Attributes:
+      reserve: when a request is admitted. "goal": when blocks suffice for all that it and the running ones can still
+        become; nothing is ever preempted. "known": when they suffice for the tokens that it has, and `watermark` more;
+        running requests are preempted where blocks run out. "batch": as "goal", when no row runs.
+      chunk: the most tokens of a row that a mixed step computes.
+      chunk_rows: R, the most rows that have chunks in a mixed step.
+      budget: positions of a mixed step: one for each of the S rows, the others for chunks; None: S + `chunk`.
+      chunks: who gets them: "fcfs", as many as they can use in their order; "equal", the same number each.
+      k: the most decode steps of a block, 1 to P; None: P.
+      k_waiting: the same while a request waits.
+      watermark: blocks that stay available when "known" admits, unless no row runs.
+      patience: how often later requests may be admitted before one; then it is the first, and nobody passes it.
+      look: how many requests that cannot be admitted one step looks at.
+      wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
+      min_onboard: blocks that a request has to have on the host, so that they are brought back. That is done between
+        loops: a loop ends for it.
+      coalesce: how many rows want chunks, or for how many blocks they have waited, before a step is mixed.
+      order: (requests, state) -> [W]; who is first: the smallest, then the earliest. Preempted is the last.
+
+    Source: TensorRT-LLM's GUARANTEED_NO_EVICT, MAX_UTILIZATION and STATIC_BATCH ("goal", "known", "batch"), and its
+    duplicate deferral (`wait_for_prefix`); vLLM's token budget and watermark; MAX's prefill coalescing.
+    """
+
+    reserve: Literal["goal", "known", "batch"] = "goal"
+    chunk: int = 64
+    chunk_rows: int = 4
+    budget: int | None = None
+    chunks: Literal["fcfs", "equal"] = "fcfs"
+    k: int | None = None
+    k_waiting: int = 4
+    watermark: int = 0
+    patience: int = 64
+    look: int = 4
+    wait_for_prefix: bool = True
+    min_onboard: int = 1
+    coalesce: int = 1
+    order: Order = by_priority
+
+    def __post_init__(self):
+        for name in ("chunk", "chunk_rows", "k_waiting", "patience", "min_onboard", "coalesce"):
+            static_int(name, getattr(self, name), 1)
+        for name in ("watermark", "look"):
+            static_int(name, getattr(self, name), 0)
+        for name, known in (("reserve", ("goal", "known", "batch")), ("chunks", ("fcfs", "equal"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {known}")
+
+    def check(self, spec: CacheSpec) -> None:
+        """Raises a ValueError if an option does not fit a spec."""
+        self.most_steps(spec)
+        self.chunk_tokens(spec)
+
+    def most_steps(self, spec: CacheSpec) -> int:
+        """The most decode steps of a block; a ValueError if k is out of range."""
+        return steps_of_a_block(spec, self.k)
+
+    def chunk_tokens(self, spec: CacheSpec) -> int:
+        """B: positions of a mixed step that are for chunks; a ValueError if there are none."""
+        if self.budget is None:
+            return self.chunk
+        if self.budget <= spec.max_seqs:
+            raise ValueError(f"budget: got {self.budget}, wanted more than the {spec.max_seqs} rows")
+        return self.budget - spec.max_seqs
+
+
+def most_blocks(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array) -> list[jax.Array]:
+    """For each group i32[...]: the most blocks that a request with goal i32[...] holds at a time."""
+    size, ahead = spec.block_size, max(scheduler.chunk, scheduler.most_steps(spec))
+    whole = -(-(goal - 1) // size)
+    found = [whole]
+    for group in spec.groups[1:]:
+        assert group.window is not None
+        seen = -(-(group.window - 1 + ahead) // size) + 1 + -(-group.sink_tokens // size)
+        found.append(jnp.minimum(whole, seen))
+    return found
+
+
+def of_a_sample(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array, prompt: jax.Array) -> list[jax.Array]:
+    """For each group i32[...]: blocks that a sample takes besides the whole ones of its prompt, which it shares."""
+    first, *windows = most_blocks(spec, scheduler, goal)
+    return [jnp.maximum(first - prompt // spec.block_size, 0), *windows]
+
+
+def needs(state: CacheState, end: jax.Array) -> list[jax.Array]:
+    """For each group i32[S]: blocks that the rows need for room up to end i32[S], copies of shared blocks included."""
+    size, length = state.spec.block_size, state.seqs.length
+    end = jnp.maximum(end, length)
+    new = -(-end // size) - -(-length // size)
+    return [new + (may_copy(state, group) & (end > length)).astype(jnp.int32) for group in state.groups]
+
+
+def future(serving: Serving, scheduler: Scheduler) -> list[jax.Array]:
+    """For each group i32[]: blocks that the running rows may still take until their goals."""
+    state, goal = serving.cache.state, pick(serving.requests.goal, serving.row)
+    found = []
+    for group, most in zip(state.groups, most_blocks(state.spec, scheduler, goal), strict=True):
+        held = jnp.sum(group.table >= 0, axis=1, dtype=jnp.int32)
+        more = jnp.maximum(most - held, 0) + may_copy(state, group).astype(jnp.int32)
+        found.append(jnp.sum(jnp.where(serving.row >= 0, more, 0), dtype=jnp.int32))
+    return found
+
+
+def running(serving: Serving) -> jax.Array:
+    """bool[S]; rows whose request runs."""
+    return (serving.row >= 0) & (pick(serving.requests.stage, serving.row) == Stage.RUNNING)
+
+
+def wanted(serving: Serving) -> jax.Array:
+    """i32[S]; tokens that each row wants to compute: 1 is decode, more is prefill. 0 where it waits for its parent."""
+    requests, row = serving.requests, serving.row
+    own = running(serving) & (pick(requests.parent, row) < 0)
+    return jnp.where(own, pick(requests.known, row) - serving.cache.state.seqs.committed, 0)
+
+
+def decoding(serving: Serving) -> jax.Array:
+    """bool[S]; rows that want one token, and whose prompt no samples wait for."""
+    return (wanted(serving) == 1) & ~serving.leads
+
+
+def prefilling(serving: Serving) -> jax.Array:
+    """bool[S]; rows that want chunks."""
+    return (wanted(serving) > 0) & ~decoding(serving)
+
+
+def ordered(serving: Serving, scheduler: Scheduler, rows: jax.Array) -> jax.Array:
+    """i32[S]; all rows, those where bool[S] first, in order."""
+    key = pick(scheduler.order(serving.requests, serving.cache.state), serving.row)
+    return jnp.lexsort((pick(serving.requests.arrival, serving.row), key, ~rows)).astype(jnp.int32)
+
+
+def first(key: jax.Array, arrival: jax.Array, where: jax.Array) -> jax.Array:
+    """i32[]; the entry with the smallest key [W], then the earliest arrival i32[W], where bool[W]; -1 if none."""
+    return _extreme(jnp.min, key, arrival, where)
+
+
+def last(key: jax.Array, arrival: jax.Array, where: jax.Array) -> jax.Array:
+    """i32[]; the entry with the largest key [W], then the latest arrival i32[W], where bool[W]; -1 if none."""
+    return _extreme(jnp.max, key, arrival, where)
+
+
+def _extreme(choose: Callable[..., jax.Array], key: jax.Array, arrival: jax.Array, where: jax.Array) -> jax.Array:
+    for values in (key, arrival):
+        worst = jnp.max(values) if choose is jnp.min else jnp.min(values)  # a value that no entry is worse than
+        where = where & (values == choose(jnp.where(where, values, worst)))
+    return jnp.where(jnp.any(where), jnp.argmax(where).astype(jnp.int32), -1)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of the scheduler, and a loop of them as one program.
+
+    retire    requests that are over leave their rows; others are preempted if the next tokens do not fit
+    grow      room for the next tokens of the rows that decode
+    admit     waiting requests get free rows
+    compute   either a mixed step, one token of every decode row and chunks of prompts on one line; or a block of
+              up to k decode steps
+    choose    rows whose tokens are all computed choose the next one; some requests are over then
+
+A part that is not needed is a loop that does not turn. A branch would copy the pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax._arrays import Pytree, count, pick, put, runs
+from kvjax._checks import integers
+from kvjax.events.log import EventLog
+from kvjax.model import Model
+from kvjax.serving.admission import Admitted, admit
+from kvjax.serving.chunks import Chunks, compute_line, fork_samples, last_tokens, make_room, plan, prefilled
+from kvjax.serving.loops import admission_events, note, worst_events
+from kvjax.serving.requests import Finish, Serving, Stage
+from kvjax.serving.retire import Retired, grow, retire
+from kvjax.serving.scheduler import Scheduler, decoding, prefilling
+from kvjax.serving.steps import Chosen, LogitsFn, Rows, choose, compute
+from kvjax.spec import CacheSpec
+
+
+class Served(Pytree):
+    """What a step of the scheduler did.
+
+    Attributes:
+      retired: which rows were released, and which requests preempted.
+      admitted: which requests got rows.
+      n: i32[]; for how many decode steps there was room; 0 if blocks were refused.
+      mixed: bool[]; whether it was a mixed step.
+      chunks: rows that had chunks, in order.
+      chosen: what each row chose, k columns.
+    """
+
+    retired: Retired
+    admitted: Admitted
+    n: jax.Array
+    mixed: jax.Array
+    chunks: Chunks
+    chosen: Chosen
+
+
+def once[T](where: jax.Array, do: Callable[[T], T], carry: T) -> T:
+    """do(carry) where bool[] holds, else `carry`; a loop of one turn at most, since XLA copies pools at a branch."""
+    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(where), do(c[1])), (where, carry))[1]
+
+
+def serve_step(
+    model: Model,
+    serving: Serving,
+    log: EventLog,
+    *,
+    scheduler: Scheduler,
+    logits_fn: LogitsFn | None = None,
+    fixed_steps: bool = False,
+    now: Any = 0,
+) -> tuple[Serving, EventLog, Served]:
+    """One step of the scheduler; jit it, and donate `serving` and `log`.
+
+    Args:
+      model: see `kvjax.step`.
+      serving: the requests and their cache.
+      log: takes the events, for `worst_step` of which it has room.
+      scheduler: static.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      fixed_steps: static; see `kvjax.generate`.
+      now: i32[] ms.
+    """
+    spec, now = serving.cache.state.spec, integers("now", now, ())
+    k, log_room = scheduler.most_steps(spec), worst_step(spec, scheduler)
+    serving, log, retired = retire(serving, log, scheduler, now)
+    tried = _tries(serving, scheduler, retired)
+    single = _has_chunks(serving, scheduler) | tried
+    serving, log, n, want = grow(serving, log, scheduler, k, single, log.room - log_room, now)
+    serving, log, admitted = admit(serving, log, scheduler, tried, log_room, now)
+
+    seqs, mixed = serving.cache.state.seqs, _has_chunks(serving, scheduler)
+    decode = decoding(serving) & (seqs.length > seqs.committed)
+    serving, log, chunks, chosen = mixed_step(
+        model, serving, log, scheduler, mixed, decode, k, logits_fn=logits_fn, now=now
+    )
+    steps = jnp.where(mixed, 0, jnp.maximum(n, 1))
+    want = jnp.where(decode, jnp.maximum(want, 1), 0)  # a row that was just admitted has room for one
+    rows, cache = _rows(serving, decode), serving.cache
+    pools, _, written = compute(
+        model, cache, rows, want, steps, most=k, stop=pick(serving.requests.stop, serving.row),
+        sampling=pick(serving.requests.sampling, serving.row), logits_fn=logits_fn, fixed_steps=fixed_steps,
+    )  # fmt: skip
+    wrote = jnp.where(mixed, decode.astype(jnp.int32), written.count)
+    chosen = Chosen(jnp.where(mixed, chosen.bits, written.chosen.bits))
+    cache, committed = cache.replace(pools=pools).commit(written.text(rows.token), wrote, now=now)
+    if k > 1:
+        cache, _ = cache.trim(decode, max_tokens=k)
+    serving = serving.replace(
+        cache=cache,
+        steps=serving.steps + jnp.where(mixed, 1, jnp.max(wrote)),
+        fresh=serving.fresh | mixed,
+        put_off=jnp.where(mixed | ~jnp.any(prefilling(serving)), 0, serving.put_off + 1),
+    )
+    return record(serving, chosen), note(log, committed), Served(retired, admitted, n, mixed, chunks, chosen)
+
+
+def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Array:
+    """bool[]; whether to look for requests to admit: where somebody waits for whom there may be room."""
+    waits = jnp.any((serving.requests.stage == Stage.WAITING) & (serving.requests.parent < 0))
+    tries = serving.fresh & waits & jnp.any(serving.free) & ~jnp.any(retired.preempted >= 0)
+    return tries & ~jnp.any(serving.row >= 0) if scheduler.reserve == "batch" else tries
+
+
+def _has_chunks(serving: Serving, scheduler: Scheduler) -> jax.Array:
+    """bool[]; whether a mixed step comes next: enough rows want chunks, or waited long enough, or nobody decodes."""
+    rows = prefilling(serving)
+    enough = (count(rows) >= scheduler.coalesce) | (serving.put_off >= scheduler.coalesce) | ~jnp.any(decoding(serving))
+    return jnp.any(rows) & enough
+
+
+def mixed_step(
+    model: Model,
+    serving: Serving,
+    log: EventLog,
+    scheduler: Scheduler,
+    where: jax.Array,
+    decode: jax.Array,
+    k: int,
+    *,
+    logits_fn: LogitsFn | None,
+    now: jax.Array,
+) -> tuple[Serving, EventLog, Chunks, Chosen]:
+    """Where bool[] holds: computes chunks and one token of the rows that decode bool[S], and lets rows choose.
+
+    Returns:
+      The requests and the log, the chunks committed; which these are; and what was chosen, k columns.
+    """
+    size, rows = scheduler.chunk_tokens(serving.cache.state.spec), decode.shape[0]
+
+    def step(carry):
+        serving, log, _, _ = carry
+        chunks = plan(serving, scheduler, size)
+        serving, log, chunks = make_room(serving, log, scheduler, chunks, now)
+        serving, log, logits = compute_line(model, serving, log, scheduler, chunks, decode, size, now)
+        ready = prefilled(serving, chunks)
+        serving, logits, ready = fork_samples(serving, logits, ready)
+        requests, row = serving.requests, serving.row
+        token, logprob = choose(
+            logits,
+            _rows(serving, decode),
+            pick(requests.known, row),
+            pick(requests.stop, row),
+            pick(requests.sampling, row),
+            logits_fn,
+        )
+        chosen = Chosen.of(token, logprob).only((decode | ready)[:, None])
+        return serving, log, chunks, Chosen.none(rows, k).put(chosen, jnp.int32(0))
+
+    none = jnp.full((min(scheduler.chunk_rows, rows),), -1, jnp.int32)
+    start = serving, log, Chunks(none, jnp.zeros_like(none)), Chosen.none(rows, k)
+    return once(where, step, start)
+
+
+def _rows(serving: Serving, active: jax.Array) -> Rows:
+    """The rows of a block of steps."""
+    requests, row = serving.requests, serving.row
+    left = pick(requests.goal, row) - pick(requests.known, row)
+    return Rows(last_tokens(serving), active, left, pick(requests.seed, row), pick(requests.prompt, row))
+
+
+def record(serving: Serving, chosen: Chosen) -> Serving:
+    """Adds what was chosen to the requests' tokens; those that ended so are done."""
+    requests, row, tokens = serving.requests, serving.row, chosen.tokens
+    real = tokens >= 0
+    new = jnp.sum(real, axis=1, dtype=jnp.int32)
+    any_chosen, known = new > 0, pick(requests.known, row) + new
+    at = runs(pick(requests.start, row) + pick(requests.known, row), tokens.shape[1])
+    final = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)
+    stopped = any_chosen & jnp.any(final == pick(requests.stop, row), axis=1)
+    over = stopped | (any_chosen & (known >= pick(requests.goal, row)))
+    begins = any_chosen & (pick(requests.known, row) == pick(requests.prompt, row))
+    steps = serving.steps
+    requests = requests.replace(
+        text=put(requests.text, at, tokens, real), logprobs=put(requests.logprobs, at, chosen.logprobs, real)
+    )
+    requests = requests.at(row, any_chosen, known=known)
+    requests = requests.at(row, begins, first_token=steps - jnp.maximum(new - 1, 0))
+    requests = requests.at(
+        row, over, stage=int(Stage.DONE), ended=steps, finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH))
+    )
+    return serving.replace(requests=requests)
+
+
+def serve(
+    model: Model,
+    serving: Serving,
+    log: EventLog,
+    *,
+    scheduler: Scheduler,
+    steps: int | jax.Array,
+    logits_fn: LogitsFn | None = None,
+    fixed_steps: bool = False,
+    now: Any = 0,
+) -> tuple[Serving, EventLog]:
+    """Steps until all requests are over, the model has run so often, or the log may not hold another step's events.
+
+    With a host tier also until a request could have blocks that are on the host: `serving.onboards` names it.
+
+    Args:
+      model: as all others see `serve_step`.
+      serving: the requests and their cache.
+      log: takes the events.
+      scheduler: static.
+      steps: the most steps of the model; the last block of steps may be longer.
+      logits_fn: static.
+      fixed_steps: static.
+      now: i32[] ms, the same for all steps.
+    """
+    spec, end = serving.cache.state.spec, serving.steps + steps
+    worst, one_admission = worst_step(spec, scheduler), admission_events(spec, serving.width)
+
+    def going(serving: Serving, log: EventLog) -> jax.Array:
+        more = serving.busy & (serving.onboards < 0)
+        return more & (serving.steps < end) & (log.room >= worst + one_admission)
+
+    def step(carry):
+        _, serving, log = carry
+        serving, log, _ = serve_step(
+            model, serving, log, scheduler=scheduler, logits_fn=logits_fn, fixed_steps=fixed_steps, now=now
+        )
+        return going(serving, log), serving, log
+
+    _, serving, log = lax.while_loop(lambda carry: carry[0], step, (going(serving, log), serving, log))
+    return serving, log
+
+
+def worst_step(spec: CacheSpec, scheduler: Scheduler) -> int:
+    """The most events of a step of the scheduler but for admissions, each of which looks for room in the log itself."""
+    rows, groups = spec.max_seqs, len(spec.groups)
+    chunk = min(scheduler.chunk_rows, rows) * (-(-scheduler.chunk // spec.block_size) + 1)
+    return 2 * worst_events(spec, rows) + worst_events(spec, chunk) + rows * groups

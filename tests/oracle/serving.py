@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random requests to the library's scheduler and to the one in plain Python, which must do the same in every step.
+
+The model's K/V tell what they are (`bytes_machine.Chain`), and tokens depend on them: a wrong byte is a wrong token.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax import Cache, Status
+from kvjax.events.log import init_log
+from kvjax.serving.ending import cancel, drain, results
+from kvjax.serving.requests import Stage, init_serving
+from kvjax.serving.scheduler import Scheduler as Options
+from kvjax.serving.serve import serve_step, worst_step
+from kvjax.serving.submission import submit
+from tests import drive
+from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
+from tests.oracle.cache import Oracle
+from tests.oracle.scheduler import Request, Scheduler
+
+ROWS, COLUMNS, SLOTS, BLOCKS, LINE, AT_ONCE = 4, 5, 7, 24, 64, 3
+LAYERS = {"full": ((None, 0), (None, 0)), "windows": ((None, 0), (6, 1))}
+LOG = 4_000
+MODEL = Chain(np.full(VOCAB, name_of(0, ()), np.int32), 2)
+
+_submit = jax.jit(submit, static_argnames="scheduler")
+_cancel, _drain = jax.jit(cancel), jax.jit(drain)
+
+
+@functools.cache
+def program(options: Options, layers: str = "full") -> Any:
+    """A step with these options, jitted; one for each kind of cache, so that a test can count what it compiles."""
+    del layers
+    step = functools.partial(serve_step, scheduler=options)
+    return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def make_spec(layers: str) -> kvjax.CacheSpec:
+    specs = [kvjax.LayerSpec(1, 2, *layer) for layer in LAYERS[layers]]
+    options = {"max_seqs": ROWS, "max_length": COLUMNS * SIZE, "block_size": SIZE, "dtype": "float32"}
+    return kvjax.make_spec(specs, num_blocks=BLOCKS, **options)
+
+
+def choose(request: Request) -> int:
+    """What the model chooses greedily."""
+    return name_of(request.namespace, tuple(request.tokens)) % VOCAB
+
+
+class Both:
+    """The library's scheduler and the oracle's.
+
+    Attributes:
+      tally: how often things happened.
+    """
+
+    def __init__(self, options: Options, layers: str, num_blocks: int, seed: int):
+        self.options, self.layers, self.spec = options, layers, make_spec(layers)
+        self.rng = np.random.default_rng(seed)
+        cache = Cache.create(self.spec, num_blocks=np.int32(num_blocks))
+        self.serving = init_serving(cache, [COLUMNS * SIZE + 1] * SLOTS)
+        windows = [(g.window, g.sink_tokens, num_blocks) for g in self.spec.groups[1:]]
+        oracle = Oracle(num_blocks, SIZE, ROWS, COLUMNS, windows=windows)
+        self.oracle = Scheduler(oracle, SLOTS, options, choose, LOG - worst_step(self.spec, options))
+        self.mirror = kvjax.fold(kvjax.events.snapshot(cache.state))
+        self.documents = self.rng.integers(0, VOCAB, (3, COLUMNS * SIZE)).tolist()
+        self.texts: dict[int, Request] = {}
+        self.tally: collections.Counter[str] = collections.Counter()
+
+    def run(self, steps: int) -> collections.Counter[str]:
+        for _ in range(steps):
+            kind = self.rng.choice(["submit", "cancel", "drain", "step"], p=(0.25, 0.03, 0.12, 0.6))
+            getattr(self, str(kind))()
+            self.agree()
+        return self.tally
+
+    def finish(self) -> None:
+        """Steps until nothing is left to do."""
+        for _ in range(400):
+            if not any(r.row is not None or r.stage == "waiting" for r in self.oracle._requests()):
+                break
+            self.step()
+            self.agree()
+        else:
+            raise AssertionError("requests do not end")
+        self.drain()
+        assert not np.asarray(self.serving.cache.state.seqs.length).any()
+
+    # What happens.
+
+    def submit(self) -> None:
+        """A few requests at once, that often begin alike or are samples of one; sometimes ones that cannot be."""
+        batch: list[dict[str, Any]] = []
+        for number in range(AT_ONCE):
+            new = int(self.rng.integers(0 if self.rng.random() < 0.1 else 1, 9))
+            asked = {"tokens": self.prompt(), "new": new, "of": -1, "priority": int(self.rng.integers(3))}
+            if number and self.rng.random() < 0.3:
+                asked["of"] = int(self.rng.integers(-1, number + 1)) if self.rng.random() < 0.1 else 0
+                asked["tokens"] = batch[max(min(asked["of"], number - 1), 0)]["tokens"]
+            batch.append(asked | {"stop": (1,) if self.rng.random() < 0.3 else ()})
+        statuses = self.oracle.submit(batch)
+        line = drive.padded([token for asked in batch for token in asked["tokens"]], LINE)
+
+        def column(name: str) -> np.ndarray:
+            return np.array([asked[name] for asked in batch], np.int32)
+
+        lengths = np.array([len(asked["tokens"]) for asked in batch], np.int32)
+        self.serving, status, _, _ = _submit(
+            self.serving, line, lengths, column("new"), scheduler=self.options, priority=column("priority"),
+            stop_tokens=np.array([[*asked["stop"], -1][:1] for asked in batch], np.int32), sample_of=column("of"),
+        )  # fmt: skip
+        assert [Status(s).name for s in np.asarray(status)] == statuses
+        self.tally.update(f"submit {name}" for name in statuses)
+        self.tally["sample"] += sum(asked["of"] >= 0 and s == "OK" for asked, s in zip(batch, statuses, strict=True))
+
+    def prompt(self) -> list[int]:
+        """Tokens that mostly begin like a document, and mostly leave room in a row."""
+        length = int(self.rng.integers(0 if self.rng.random() < 0.1 else 1, COLUMNS * SIZE - 3))
+        kept = int(self.rng.integers(length + 1)) if self.rng.random() < 0.7 else length
+        document = self.documents[self.rng.integers(3)]
+        return [*document[:kept], *self.rng.integers(0, VOCAB, length - kept).tolist()]
+
+    def cancel(self) -> None:
+        slot = int(self.rng.integers(SLOTS))
+        done = self.oracle.cancel(slot)
+        generation = np.asarray(self.serving.requests.generation)[slot]
+        self.serving, status = _cancel(self.serving, np.array([slot], np.int32), generation[None])
+        assert (int(status[0]) == Status.OK) == done
+        self.tally["cancelled"] += done
+
+    def drain(self) -> None:
+        over = self.oracle.drain()
+        found = results(self.serving)
+        self.serving = _drain(self.serving)
+        for request in over:
+            (output,) = [output for (slot, _), output in found.items() if slot == request.slot]
+            assert output.tokens == request.tokens[request.prompt :]
+            assert (output.finish, output.cached_tokens) == (request.finish, request.cached)
+            assert output.preemptions == request.preemptions
+            self.tally[f"finish {request.finish}"] += 1
+
+    def step(self) -> None:
+        log = init_log(LOG, SIZE)
+        self.serving, log, served = program(self.options, self.layers)(MODEL, self.serving, log)
+        wanted, served = self.oracle.step(), jax.device_get(served)
+        slots = served.admitted.slots
+        admitted = np.stack([slots, served.admitted.rows, served.admitted.cached], axis=1)[slots >= 0].tolist()
+        assert [tuple(one) for one in admitted] == wanted.admitted
+        assert served.retired.preempted[served.retired.preempted >= 0].tolist() == wanted.preempted
+        assert np.flatnonzero(served.retired.released).tolist() == sorted(set(wanted.released))
+        assert (int(served.n), bool(served.mixed)) == (wanted.n, wanted.mixed)
+        chunks = zip(served.chunks.rows.tolist(), served.chunks.count.tolist(), strict=True)
+        assert [chunk for chunk in chunks if chunk[0] >= 0] == wanted.chunks
+        chosen = {row: tokens[tokens >= 0].tolist() for row, tokens in enumerate(served.chosen.tokens)}
+        assert {row: tokens for row, tokens in chosen.items() if tokens} == dict(wanted.chosen)
+        heard = kvjax.to_list(log)
+        self.mirror = kvjax.fold(heard, self.mirror)
+        kinds = collections.Counter(event["kind"] for event in heard)
+        assert kinds == collections.Counter(event.kind for event in self.oracle.events)
+        self.tally.update(kinds)
+        self.tally.update(admitted=len(admitted), preempted=len(wanted.preempted), mixed=wanted.mixed)
+        self.tally[f"n={wanted.n}"] += 1
+
+    def agree(self) -> None:
+        """Both are in the same state, which is sound."""
+        serving = jax.device_get(self.serving)
+        state, requests, oracle = serving.cache.state, serving.requests, self.oracle
+        kvjax.check(state)
+        assert kvjax.events.index_of(state) == self.mirror.index
+        assert state.seqs.length.tolist() == [row.length for row in oracle.cache.rows]
+        assert state.seqs.committed.tolist() == [len(row.tokens) for row in oracle.cache.rows]
+        for number, group in enumerate(state.groups):
+            counts = oracle.cache.counts(number)
+            assert (int(group.num_empty), int(group.num_cached)) == (counts["empty"], counts["cached"])
+        assert int(serving.steps) == oracle.steps
+        stages = {"waiting": Stage.WAITING, "running": Stage.RUNNING}
+        for slot, request in enumerate(oracle.slots):
+            if request is None:
+                assert requests.stage[slot] == Stage.EMPTY
+                continue
+            over = Stage.CANCELLED if request.finish == "cancelled" else Stage.DONE
+            assert requests.stage[slot] == stages.get(request.stage, over)
+            start = requests.start[slot]
+            assert requests.text[start : start + requests.known[slot]].tolist() == request.tokens
+            for when in ("submitted", "admitted", "first_token", "ended"):
+                assert getattr(requests, when)[slot] == getattr(request, when), when
+            assert int(requests.passed[slot]) == request.passed
+        assert serving.row.tolist() == [-1 if oracle._at(s) is None else oracle._at(s).slot for s in range(ROWS)]

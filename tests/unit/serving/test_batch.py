@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`run_batch`: many prompts in one program, with and without a host tier."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Cache
+from kvjax.serving import GenerationInterrupted, Scheduler
+from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
+
+pytestmark = pytest.mark.long
+MODEL = Chain(np.full(VOCAB, name_of(0, ()), np.int32), 2)
+OPTIONS = Scheduler(reserve="known", chunk=8, chunk_rows=2)
+
+
+def make_cache(num_blocks=16, host=0):
+    layers = [kvjax.LayerSpec(1, 2)] * 2
+    spec = kvjax.make_spec(
+        layers, num_blocks=16, num_host_blocks=host, max_seqs=3, max_length=32, block_size=SIZE, dtype="float32"
+    )
+    kind = kvjax.tiers.TieredCache if host else Cache
+    return kind.create(spec, num_blocks=np.int32(num_blocks))
+
+
+def state_of(cache):
+    return cache.state if isinstance(cache, Cache) else cache.cache.state
+
+
+def prompts_of(number, seed=0):
+    rng = np.random.default_rng(seed)
+    documents = rng.integers(0, VOCAB, (3, 16)).tolist()
+    return [
+        [*documents[i % 3][: rng.integers(17)], *rng.integers(0, VOCAB, rng.integers(1, 5)).tolist()]
+        for i in range(number)
+    ]
+
+
+def assert_chained(prompts, outputs):
+    """Each token is what the model says after its prompt: no byte that it read was wrong."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        path = tuple(prompt)
+        for token in output.tokens:
+            assert token == name_of(0, path) % VOCAB
+            path += (token,)
+
+
+@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.slow), 12])
+def test_all_prompts_are_generated_for(host):
+    prompts, seen = prompts_of(20), []
+    outputs, cache, events = kvjax.run_batch(
+        MODEL, make_cache(9, host), prompts, max_new_tokens=[1 + i % 9 for i in range(20)], scheduler=OPTIONS, steps=25,
+        progress=lambda outputs: seen.append(sum(len(output.tokens) for output in outputs)),
+    )  # fmt: skip
+    assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 1 + i % 9) for i in range(20)]
+    assert_chained(prompts, outputs)
+    assert seen == sorted(seen)
+    assert len(seen) > 2
+    assert seen[-1] == sum(1 + i % 9 for i in range(20))
+    assert any(output.cached_tokens for output in outputs)
+    state = state_of(cache)
+    kvjax.check(state)
+    assert not np.asarray(state.seqs.length).any()
+    assert kvjax.fold(events).index == kvjax.events.index_of(state)
+    again, cache, events = kvjax.run_batch(MODEL, cache, prompts[:3], max_new_tokens=1, scheduler=OPTIONS, steps=25)
+    assert [output.tokens for output in again] == [output.tokens[:1] for output in outputs[:3]]
+    if host:
+        assert any(event["kind"] == "updated" for event in events)  # from the host
+
+
+def test_each_prompt_ends_for_its_own_reason():
+    prompts = [[1, 2, 0], [], [VOCAB], [-1], [1] * 33, [2] * 30, [1] * 22]
+    outputs, _, _ = kvjax.run_batch(MODEL, make_cache(6), prompts, max_new_tokens=5, scheduler=OPTIONS, steps=25)
+    assert [output.finish for output in outputs] == [
+        "length", "bad_request", "bad_request", "bad_request", "row_full", "no_blocks", "no_blocks",
+    ]  # fmt: skip
+    assert [len(output.tokens) for output in outputs] == [5, 0, 0, 0, 0, 0, 3]
+    outputs, _, _ = kvjax.run_batch(MODEL, make_cache(), [[2] * 30], max_new_tokens=5, scheduler=OPTIONS, steps=25)
+    assert [(output.finish, len(output.tokens)) for output in outputs] == [("row_full", 3)]
+    assert_chained([[2] * 30], outputs)
+
+
+def test_an_error_between_loops_leaves_the_cache_whole():
+    def fails(outputs):
+        raise RuntimeError("enough")
+
+    with pytest.raises(GenerationInterrupted, match="interrupted by RuntimeError: enough; go on") as caught:
+        kvjax.run_batch(MODEL, make_cache(9), prompts_of(20), scheduler=OPTIONS, steps=25, progress=fails)
+    kvjax.check(caught.value.cache.state)
+    assert not np.asarray(caught.value.cache.state.seqs.length).any()
+    assert kvjax.fold(caught.value.events).index == kvjax.events.index_of(caught.value.cache.state)
+    assert caught.value.outputs[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0, wanted at least 1"),
+        ({"max_new_tokens": [1, 2]}, "max_new_tokens: got 2, wanted one for each of 1 prompts"),
+        ({"priorities": [1, 2]}, "priorities: got 2, wanted one for each of 1 prompts"),
+        ({"steps": 0}, "steps: got 0, wanted at least 1"),
+        ({"scheduler": Scheduler(k=9)}, "k: got 9, wanted at most the block size, 4"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
+    cache = make_cache()
+    with pytest.raises(ValueError, match=wanted):
+        kvjax.run_batch(MODEL, cache, [[1]], **options)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
+
+
+def test_no_prompt_no_program():
+    outputs, cache, events = kvjax.run_batch(MODEL, make_cache(), [])
+    assert (outputs, events) == ([], [])
+    assert int(jnp.sum(cache.state.seqs.length)) == 0

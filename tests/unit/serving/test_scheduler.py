@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler promises, in small stories; `tests/oracle/test_machine_serving.py` compares random ones.
+
+All run the program of that file's first options: chunks of 6 tokens for 2 rows, in blocks of 4 tokens.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Cache, Status
+from kvjax.events.log import init_log
+from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve, submit, what_if, worst_step
+from kvjax.serving.requests import Stage
+from tests import drive
+from tests.oracle.bytes_machine import SIZE, VOCAB
+from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, ROWS, SLOTS, make_spec, program
+from tests.oracle.test_machine_serving import OPTIONS
+
+pytestmark = pytest.mark.long
+KNOWN = OPTIONS["known"]
+ROOM = COLUMNS * SIZE
+_submit = jax.jit(submit, static_argnames="scheduler")
+
+
+class Story:
+    """A cache of `num_blocks` blocks, and its requests."""
+
+    def __init__(self, num_blocks=24, pins=0):
+        cache = Cache.create(make_spec("full"), num_blocks=np.int32(num_blocks))
+        if pins:
+            state, _ = kvjax.admit(cache.state, 0, np.arange(pins * SIZE, dtype=np.int32), pins * SIZE)
+            counts = np.array([pins * SIZE, 0, 0, 0], np.int32)
+            state, _ = kvjax.commit(state, np.tile(np.arange(pins * SIZE, dtype=np.int32), (ROWS, 1)), counts)
+            state, _ = kvjax.pin(state, state.groups[0].table[0, :pins])
+            cache = cache.replace(state=kvjax.release(state, 0)[0])
+        self.serving = init_serving(cache, [ROOM + 1] * SLOTS)
+
+    def submit(self, *prompts, new=4, **options):
+        """Statuses, slots and generations."""
+        prompts = [list(prompt) for prompt in prompts] + [[]] * (3 - len(prompts))
+        line = drive.padded([token for prompt in prompts for token in prompt], LINE)
+        lengths, new = np.array(list(map(len, prompts)), np.int32), np.full(3, new, np.int32)
+        priority = np.full(3, options.pop("priority", 0), np.int32)
+        self.serving, *answers = _submit(
+            self.serving, line, lengths, new, scheduler=KNOWN, priority=priority,
+            stop_tokens=np.full((3, 1), -1, np.int32), sample_of=np.full(3, -1, np.int32),
+        )  # fmt: skip
+        return [np.asarray(answer).tolist() for answer in answers]
+
+    def step(self, number=1):
+        for _ in range(number):
+            self.serving, _, served = program(KNOWN)(MODEL, self.serving, init_log(LOG, SIZE))
+            kvjax.check(self.serving.cache.state)
+        return served
+
+    def until_done(self):
+        for _ in range(200):
+            if not bool(self.serving.busy):
+                return results(self.serving)
+            self.step()
+        raise AssertionError("requests do not end")
+
+
+def test_a_request_waits_while_its_prefix_is_computed():
+    story, prompt = Story(), [1, 2, 0, 1] * 4 + [2]
+    story.submit(prompt, prompt, prompt)
+    served = story.step()
+    assert served.admitted.slots.tolist() == [0, -1, -1, -1]  # there are rows and blocks for all
+    found = story.until_done()
+    assert [output.cached_tokens for output in found.values()] == [0, 16, 16]
+    assert len({tuple(output.tokens) for output in found.values()}) == 1
+
+
+def test_nobody_is_passed_over_more_often_than_patience_allows():
+    """Short urgent requests come at every step; the long one needs most of the blocks."""
+    story = Story(num_blocks=6)
+    story.submit([1] * 5, [2] * 5, [0] * 5)
+    story.step()
+    _, (slot, *_), _ = story.submit([1, 2] * 8)
+    for number in range(60):
+        story.submit([number % VOCAB, 1], [2, number % VOCAB], priority=5, new=2)
+        story.step()
+        story.serving = drain(story.serving)
+        requests = story.serving.requests
+        assert int(requests.passed[slot]) <= KNOWN.patience
+        if int(requests.admitted[slot]) >= 0:
+            break
+    else:
+        raise AssertionError("it starves")
+    assert int(requests.passed[slot]) == KNOWN.patience
+
+
+def test_a_late_cancel_hits_nobody_and_a_cancelled_row_is_free_after_the_next_step():
+    story = Story()
+    _, (first, *_), (generation, *_) = story.submit([1, 2, 0] * 4, new=8)
+    story.step(3)
+    assert int(jnp.sum(story.serving.row >= 0)) == 1
+    named = np.array([first], np.int32), np.array([generation], np.int32)
+    story.serving, status = cancel(story.serving, *named)
+    assert status.tolist() == [Status.OK]
+    assert cancel(story.serving, *named)[1].tolist() == [Status.BAD_REQUEST]
+    story.step()
+    assert not np.asarray(story.serving.cache.state.seqs.length).any()
+    assert results(story.serving)[first, generation].finish == "cancelled"
+    story.serving = drain(story.serving)
+    _, (second, *_), (later, *_) = story.submit([2, 2])
+    assert (second, later) == (first, generation + 1)
+    assert cancel(story.serving, *named)[1].tolist() == [Status.BAD_REQUEST]
+    assert story.serving.requests.stage[second] == Stage.WAITING
+
+
+def test_what_can_never_fit_is_refused_when_it_is_submitted():
+    story = Story(num_blocks=6, pins=2)
+    status, slots, _ = story.submit([1] * 10, [1] * 10, [1] * 3, new=7)
+    assert [Status(s).name for s in status] == ["OK", "OK", "OK"]  # 16 tokens written, 4 blocks
+    assert slots == [0, 1, 2]
+    status, slots, _ = story.submit([1] * 10, [1] * 20, [1] * 13, new=8)
+    assert [Status(s).name for s in status] == ["NO_BLOCKS", "ROW_FULL", "NO_BLOCKS"]
+    assert slots == [-1, -1, -1]
+    assert {output.finish for output in story.until_done().values()} == {"length"}
+
+
+def test_requests_that_hold_no_prompt_or_too_much_are_refused():
+    story = Story()
+    status, _, _ = story.submit([], [1, -2], [1])
+    assert [Status(s).name for s in status] == ["BAD_REQUEST", "BAD_REQUEST", "OK"]
+    for _ in range(3):
+        status, slots, _ = story.submit([1], [2], [0])
+    assert [Status(s).name for s in status] == ["HELD", "HELD", "HELD"]
+    assert slots == [-1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"reserve": "all"}, r"reserve: got 'all', wanted one of \('goal', 'known', 'batch'\)"),
+        ({"chunks": "lifo"}, r"chunks: got 'lifo', wanted one of \('fcfs', 'equal'\)"),
+        ({"chunk": 0}, "chunk: got 0, wanted an int of at least 1"),
+        ({"watermark": -1}, "watermark: got -1, wanted an int of at least 0"),
+        ({"k": 5}, "k: got 5, wanted at most the block size, 4"),
+        ({"budget": 4}, "budget: got 4, wanted more than the 4 rows"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        program(Scheduler(**options))(MODEL, Story().serving, init_log(LOG, SIZE))
+
+
+def successor(tokens, pools, view, *, last):
+    """A model that says what no prompt says, and stores nothing."""
+    del view
+    chosen = tokens[jnp.arange(tokens.shape[0]), last]
+    return jax.nn.one_hot(chosen % 400 + 500, 1000), pools
+
+
+def test_what_if_is_what_then_happens():
+    story, rng = Story(num_blocks=12), np.random.default_rng(3)
+    document = rng.integers(0, 100, 12).tolist()
+    for _ in range(2):
+        prompts = [[*document[: rng.integers(13)], *rng.integers(0, 100, 4).tolist()] for _ in range(3)]
+        story.submit(*prompts, new=int(rng.integers(2, 6)))
+    asked = jax.jit(functools.partial(what_if, scheduler=KNOWN, steps=100))(story.serving)
+    run = jax.jit(functools.partial(serve, scheduler=KNOWN, steps=100))
+    log = init_log(2 * LOG + 2 * worst_step(story.serving.cache.state.spec, KNOWN), SIZE)
+    after, _ = run(jax.tree_util.Partial(successor), story.serving, log)
+    assert not bool(after.busy)
+    for name in ("stage", "admitted", "cached", "first_token", "ended", "preemptions", "passed"):
+        np.testing.assert_array_equal(getattr(asked, name), getattr(after.requests, name), name)
+    assert np.asarray(after.requests.cached).any()
+    assert int(asked.admitted.max()) > 0  # some had to wait
+
+
+def test_the_loop_stays_on_the_device_and_copies_no_pool():
+    spec = kvjax.make_spec(
+        [kvjax.LayerSpec(1, 2)] * 2, num_blocks=16_384, max_seqs=4, max_length=64, block_size=4, dtype="float32"
+    )
+    serving = init_serving(Cache.create(spec), [65] * 8)
+    log = init_log(4 * worst_step(spec, KNOWN), 4)
+    run = jax.jit(functools.partial(serve, scheduler=KNOWN, steps=64), donate_argnums=(1, 2))
+    compiled = run.lower(MODEL, serving, log).compile()
+    (pool,) = serving.cache.pools.arrays[0]
+    shape = re.escape(f"f32[{','.join(map(str, pool.shape))}]")
+    assert not re.findall(rf"{shape}\S* copy\(", compiled.as_text())
+    assert "callback" not in compiled.as_text()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.nbytes
+    assert memory.temp_size_in_bytes < 0.05 * pool.nbytes + sum(x.nbytes for x in jax.tree.leaves(log))
+
+
+def test_a_loop_ends_where_no_row_is_left_for_those_who_wait():
+    """All rows are somebody else's: nothing that the loop could do would change that."""
+    story = Story()
+    state = story.serving.cache.state
+    for row in range(ROWS):
+        state, events = kvjax.admit(state, row, np.arange(SIZE, dtype=np.int32), SIZE)
+        assert bool(events.ok)
+    story.serving = story.serving.replace(cache=story.serving.cache.replace(state=state))
+    story.submit([1, 2, 0])
+    assert not bool(story.serving.busy)
+    story.serving = story.serving.replace(cache=story.serving.cache.replace(state=kvjax.release(state, 0)[0]))
+    assert bool(story.serving.busy)
