@@ -24,7 +24,7 @@ from kvjax.serving.submission import submit
 from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
 from tests.oracle.cache import Oracle
-from tests.oracle.scheduler import Request, Scheduler
+from tests.oracle.present_scheduler import Request, Scheduler
 
 ROWS, COLUMNS, SLOTS, BLOCKS, LINE, AT_ONCE = 4, 5, 7, 24, 64, 3
 LAYERS = {"full": ((None, 0), (None, 0)), "windows": ((None, 0), (6, 1))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler in plain Python, over the cache in plain Python: what `kvjax/serving` has to do, one step at a time.
+"""What `kvjax/serving` does at present, in plain Python; `scheduler.py` has the rules that it has yet to follow.
 
 Nothing is a model here: `choose(request)` gives the next token of a request whose tokens are all written.
 """
