@@ -231,8 +231,8 @@ class Scheduler:
         Where no row runs and nobody can be admitted, the first one is over: no block will ever become free for it.
         """
         options, skipped = self.options, []
-        places = {request: self._place(request) for request in self.requests}
-        while self._free_rows() and len(skipped) < options.look and (request := self._next(places, skipped)):
+        keys = {request: options.order(request, self.cache) for request in self.requests}
+        while self._free_rows() and len(skipped) < options.look and (request := self._next(keys, skipped)):
             if self._waits_for_prefix(request) or not self._fits(request) or not self._start(request, report):
                 skipped.append(request)
             else:
@@ -241,19 +241,16 @@ class Scheduler:
             if any(request.passed >= options.patience for request in skipped):
                 break
         self.changed = False
-        if not any(self.rows) and (first := self._next(places, [])):
+        if not any(self.rows) and (first := self._next(keys, [])):
             first.end(Finish.NO_BLOCKS, self.steps)
             self._orphan(first)
             self.changed = True
 
-    def _next(self, places: Mapping[Request, Any], skipped: Collection[Request]) -> Request | None:
-        """The first of those that wait, by their places; those that were passed over too often come before others."""
+    def _next(self, keys: Mapping[Request, Any], skipped: Collection[Request]) -> Request | None:
+        """The first in order of those that wait and were not skipped."""
         waiting = [request for request in self.requests if request.stage == Stage.WAITING and not request.parent]
         waiting = [request for request in waiting if request not in skipped]
-        late = [request for request in waiting if request.passed >= self.options.patience]
-        if late:
-            return min(late, key=lambda request: request.arrival)
-        return min(waiting, key=places.__getitem__, default=None)
+        return min(waiting, key=lambda request: self._place(request, keys[request]), default=None)
 
     def _start(self, request: Request, report: Report) -> bool:
         """Admits a request into the first free row, and gives its samples the next ones; False if it is refused."""
@@ -343,7 +340,7 @@ class Scheduler:
     def _deal(self) -> dict[int, int]:
         """Deals the positions of a mixed step that are for chunks out to rows, in order.
 
-        Rows that were passed over too often come before the others.
+        Rows that got none too often come before the others, the earliest request first.
         """
         options, prefilling = self.options, self.prefilling()
         left = options.chunk if options.budget is None else options.budget - len(self.rows)
@@ -466,12 +463,14 @@ class Scheduler:
         """Tokens that a row can write at once."""
         return self.cache.rows[row].length - self._committed(row)
 
-    def _place(self, request: Request) -> Any:
-        """A request's place in the order."""
-        return self.options.order(request, self.cache), request.arrival
+    def _place(self, request: Request, key: Any) -> Any:
+        """A request's place in the order: those that were passed over too often come before the others."""
+        late = request.passed >= self.options.patience
+        return (0, 0, request.arrival) if late else (1, key, request.arrival)
 
     def _place_of_row(self, row: int) -> Any:
-        return self._place(self._request(row))
+        request = self._request(row)
+        return self._place(request, self.options.order(request, self.cache))
 
     def _samples(self, request: Request) -> list[Request]:
         """The waiting samples of a request, in the order of their slots."""

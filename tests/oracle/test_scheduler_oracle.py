@@ -318,6 +318,34 @@ def test_nobody_starves(reserve, patience, why):
     watched.run()
 
 
+def test_nobody_starves_in_a_row():
+    """It never waited for one; then the prompts of more important ones take all chunks."""
+    watched = watch(rows=4, options=Options(chunk=1, k=1, patience=4))
+    (victim,) = watched.submit(Ask(text(9), 12))
+    for _ in range(80):
+        watched.step()
+        while len(watched.waiting) < 3:
+            watched.submit(Ask([100 + watched.scheduler.arrivals, 99, 98, 97], 5, 1))
+    assert victim.finish == Finish.LENGTH and victim.passed == 0
+    watched.run()
+
+
+def test_nobody_starves_by_being_preempted():
+    """More important ones never end to come; some run all the time, and fill the cache."""
+    options = Options("known", 4, k=1, patience=4, look=2)
+    for blocks in (6, 7, 8, 9):
+        watched = watch(blocks, rows=4, options=options)
+        victim = None
+        for number in range(200):
+            if number == 8:
+                (victim,) = watched.submit(Ask(text(8), 16))
+            while len(watched.waiting) < 3:
+                watched.submit(Ask([100 + watched.scheduler.arrivals, 99, 98, 97], 12, 1))
+            watched.step()
+        assert victim and victim.finish == Finish.LENGTH and watched.happened["preempted"]
+        watched.run()
+
+
 # Compute and choose.
 
 
