@@ -246,19 +246,20 @@ class Oracle(Tiers):
                 copies.append(seq)
         return copies
 
-    def commit(self, tokens, num_tokens, *, extra_ids=None) -> Result:
+    def commit(self, tokens, num_tokens, *, extra_ids=None, seqs=None) -> Result:
         """The K/V of each row's next `num_tokens[seq]` tokens are written: blocks that fill become findable.
 
-        A block whose content is already cached is swapped for the cached one.
+        A block whose content is already cached is swapped for the cached one. The rows are done in the order of `seqs`,
+        so of several that fill equal blocks the first one's stays; None: all rows, in theirs.
         """
-        status, events, slid = [], [], []
-        for seq, (row, count) in enumerate(zip(self.rows, num_tokens, strict=True)):
+        status, events, slid = [Status.OK] * len(self.rows), [], []
+        for seq in range(len(self.rows)) if seqs is None else seqs:
+            row, count = self.rows[seq], num_tokens[seq]
             new = list(tokens[seq][: max(count, 0)])
             most = min(row.length - len(row.tokens), len(tokens[seq]))
             if not 0 <= count <= most or min(new, default=0) < 0 or (count and row.swapped):
-                status.append(Status.BAD_REQUEST)
+                status[seq] = Status.BAD_REQUEST
                 continue
-            status.append(Status.OK)
             before = len(row.tokens)
             row.tokens += self._pair(new, None if extra_ids is None else extra_ids[seq][:count])
             for i in range(before // self.block_size, len(row.tokens) // self.block_size):
@@ -407,6 +408,14 @@ class Oracle(Tiers):
         """How many tokens of a prompt `admit` would find; changes nothing."""
         return self._match(namespace, self._pair(tokens, extra_ids), tiers)[2]
 
+    def found(self, tokens, *, namespace=0) -> tuple[int, list[list[int]]]:
+        """What `admit` would find on the device: the number of tokens, and each group's blocks of the whole ones.
+
+        A block that the next token does not see through its group's window is NO_BLOCK.
+        """
+        whole, _, cached = self._match(namespace, self._pair(tokens, None), False)
+        return cached, [[self._beside(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups]
+
     def pin(self, blocks, group: int = 0) -> Result:
         """Holds blocks that are in the index; NO_BLOCK entries are skipped."""
         mine, wanted = self.groups[group].blocks, [block for block in blocks if block != NO_BLOCK]
@@ -476,20 +485,20 @@ class Oracle(Tiers):
     def num_steps(self, want, most, room) -> int:
         """For how many steps, 1 to `most`, there are blocks, and room for so many events, where rows want tokens.
 
-        Each sharer of a last block counts as one that copies it.
+        A row may have room for some of them already. Each sharer of a last block counts as one that copies it.
         """
         fits = (n for n in range(most, 1, -1) if self._enough([min(tokens, n) for tokens in want], room))
         return next(fits, 1)
 
     def _enough(self, counts: Sequence[int], room: int) -> bool:
-        """Whether there are blocks and events enough for rows that extend by these numbers and commit them."""
+        """Whether there are blocks and events enough for rows that write these numbers of tokens and commit them."""
         rows, size = [(row, count) for row, count in zip(self.rows, counts, strict=True) if count], self.block_size
-        entered = sum(self._blocks_for(row.length + count) - self._blocks_for(row.length) for row, count in rows)
+        grown = [(row, len(row.tokens) + count) for row, count in rows if len(row.tokens) + count > row.length]
+        entered = sum(self._blocks_for(length) - self._blocks_for(row.length) for row, length in grown)
         filled = sum((len(row.tokens) + count) // size - len(row.tokens) // size for row, count in rows)
         copied = []
         for group in self.groups:
-            last = [group.blocks[row.tables[group.number][-1]] for row, _ in rows if row.length % size]
-            copied.append(sum(block.refcount > 1 or block.node is not None for block in last))
+            copied.append(sum(self.may_copy(row, group) for row, _ in grown))
             if self._missing(group, entered + copied[-1]):
                 return False
         events = 0
@@ -498,6 +507,11 @@ class Oracle(Tiers):
             events += (entered + max(copied)) * with_shadows + max(copied)
             events += filled * (2 if group.num_host_blocks else 1)  # a stored block may replace one on the host
         return events <= room
+
+    def may_copy(self, row: Row, group: Group) -> bool:
+        """Whether a row's last block has room that it may not write into: others hold the block, or can find it."""
+        last = group.blocks[row.tables[group.number][-1]] if row.length % self.block_size else None
+        return last is not None and (last.refcount > 1 or last.node is not None)
 
     # The index.
 
@@ -601,6 +615,8 @@ class Oracle(Tiers):
         """Victims on the device, in order, that make `count` blocks free; None if there are too few."""
         missing = max(0, count - group.counts()["empty"])
         victims: list[int] = []
+        if not missing:
+            return victims
         blocks = group.blocks
         candidates = {
             b for b in group.index.values() if not blocks[b].refcount and not blocks[b].host and not blocks[b].move
@@ -627,7 +643,7 @@ class Oracle(Tiers):
         Blocks `back` of each group come to the device, which takes room too. None, and nothing done, if it can't be.
         Else the blocks, events and moves.
         """
-        before = self.save()
+        before = self.save() if any(group.num_host_blocks for group in self.groups) else None  # else counting suffices
         events, moves, taken = [], [], []
         for group, count in zip(self.groups, counts, strict=True):
             spared = kept[group.number] if kept else set()

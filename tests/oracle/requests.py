@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler in plain Python (`scheduler.py`) is made of: options, requests, and what a step reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from tests.oracle.blocks import Retention
+
+
+class Stage(enum.IntEnum):
+    """Where a request stands; EMPTY: the slot is free. The numbers are the library's, as in `Finish`."""
+
+    EMPTY = 0
+    WAITING = 1
+    RUNNING = 2
+    DONE = 3
+    CANCELLED = 4
+
+
+class Finish(enum.IntEnum):
+    """Why a request ended."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    NO_BLOCKS = 3
+    CANCELLED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """A request as it is submitted; `sample_of` is the number of an earlier one of the batch with the same prompt."""
+
+    tokens: Sequence[int]
+    goal: int
+    priority: int = 0
+    namespace: int = 0
+    seed: int = 0
+    stop: Sequence[int] = ()
+    retention: Retention | None = None
+    sample_of: int = -1
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A slot for requests, and the one in it.
+
+    Attributes:
+      slot, generation: its name; no other request ever has the same.
+      tokens: its prompt, then what was generated.
+      prompt: tokens of the prompt.
+      goal: tokens at which it ends. The last one is never written into the cache.
+      arrival: a number in order of submission.
+      passed: later requests that were admitted while it waited.
+      parent: the request whose prompt it is another sample of, until that is computed.
+      cached: tokens that were found in the cache when it was first admitted.
+      submitted, first_token, ended: steps of the model until then; -1: not yet.
+    """
+
+    slot: int
+    generation: int = 0
+    stage: Stage = Stage.EMPTY
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    prompt: int = 0
+    goal: int = 0
+    priority: int = 0
+    arrival: int = 0
+    namespace: int = 0
+    seed: int = 0
+    stop: Sequence[int] = ()
+    retention: Retention | None = None
+    parent: Request | None = None
+    passed: int = 0
+    finish: Finish = Finish.NONE
+    cached: int = 0
+    preemptions: int = 0
+    submitted: int = 0
+    first_token: int = -1
+    ended: int = -1
+
+    @property
+    def known(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokens)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self.stage in (Stage.DONE, Stage.CANCELLED)
+
+    def end(self, finish: Finish, steps: int) -> None:
+        """Ends it after so many steps."""
+        self.stage = Stage.CANCELLED if finish == Finish.CANCELLED else Stage.DONE
+        self.finish, self.ended = finish, steps
+
+
+def by_priority(request: Request, cache: Any) -> Any:
+    """The default order: higher priorities first."""
+    del cache
+    return -request.priority
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the scheduler is told once.
+
+    Attributes:
+      reserve: "goal": a request is admitted when blocks suffice for all that it and the running ones can still become;
+        "batch": the same, when no row runs; "known": when they suffice for the tokens that it has.
+      chunk: the most tokens of a row that a mixed step computes.
+      chunk_rows: the most rows that have chunks in a mixed step.
+      budget: positions of a mixed step; each row has one, the others are for chunks. None: as many as a chunk has.
+      chunks: who gets those: "fcfs", as many as they can use in their order; "equal", the same number each.
+      k: the most decode steps of a block of steps.
+      k_waiting: the same while a request waits.
+      watermark: blocks that "known" leaves, unless no row runs.
+      patience: how often later requests may be admitted before one.
+      look: how many requests that cannot be admitted one step looks at.
+      wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
+      coalesce: how many rows want chunks, or for how many blocks of steps they have waited, before a step is mixed.
+      order: who is first, the smallest; then who arrived first. Preempted is the last.
+    """
+
+    reserve: Literal["goal", "known", "batch"] = "goal"
+    chunk: int = 64
+    chunk_rows: int = 4
+    budget: int | None = None
+    chunks: Literal["fcfs", "equal"] = "fcfs"
+    k: int = 4
+    k_waiting: int = 4
+    watermark: int = 0
+    patience: int = 64
+    look: int = 4
+    wait_for_prefix: bool = True
+    coalesce: int = 1
+    order: Callable[[Request, Any], Any] = by_priority
+
+
+@dataclasses.dataclass
+class Report:
+    """What one step of the scheduler did.
+
+    Attributes:
+      released: rows that were let go of, in order; those of preempted requests too.
+      preempted: slots, in order.
+      admitted: (slot, row, cached tokens), in order; without the samples that hold rows for one of these.
+      n: for how many decode steps there was room; 0: blocks were refused.
+      mixed: whether it was a mixed step.
+      chunks: {row: tokens of its chunk}, in order.
+      stalled: rows that found no block for their chunk.
+      decoded: rows that computed one token, or one in each step of a block.
+      chosen: {row: tokens that it chose}.
+    """
+
+    released: list[int] = dataclasses.field(default_factory=list)
+    preempted: list[int] = dataclasses.field(default_factory=list)
+    admitted: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    n: int = 0
+    mixed: bool = False
+    chunks: dict[int, int] = dataclasses.field(default_factory=dict)
+    stalled: list[int] = dataclasses.field(default_factory=list)
+    decoded: list[int] = dataclasses.field(default_factory=list)
+    chosen: dict[int, list[int]] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,556 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler in plain Python, written to be read and to be right.
+
+It stands on the cache in plain Python (`cache.py`). A step has five parts:
+
+    retire    requests that are over leave their rows; others are preempted while the next tokens do not fit
+    grow      room for the next tokens of the rows that decode
+    admit     waiting requests get free rows
+    compute   either a mixed step: one token of each row that decodes, and chunks of prompts; or a block of decode steps
+    choose    rows whose tokens are all computed choose the next one; some requests are over then
+
+Nothing says in which phase a row is: it wants the tokens that its request knows and the cache has not. One wanted token
+is decode, more is prefill. A request that was preempted and comes back is the same case.
+
+Samples of one prompt hold rows, without blocks, until the row that leads them has computed it; then they fork it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from tests.oracle.blocks import NO_BLOCK, Group, Retention, Status
+from tests.oracle.cache import Oracle
+from tests.oracle.requests import Ask, Finish, Options, Report, Request, Stage
+
+AMPLE = 1 << 30  # room for events
+
+
+class Scheduler:
+    """Requests, and the cache whose rows they run in.
+
+    Attributes:
+      cache: rows of it that are used without a request here are left alone.
+      requests: the slots.
+      rows: the request of each row, or None.
+      leads: rows for whose prompts samples hold rows.
+      passed: for each row, mixed steps in which it wanted a chunk and got none, since it last got one.
+      stalled: rows that found no block for their chunk in the last mixed step.
+      refused: the number of steps for which blocks could not be had in the last step, though counted; or 0.
+      changed: whether something has happened since nobody more could be admitted.
+      put_off: blocks of steps for which chunks have waited for others.
+      steps: of the model so far.
+    """
+
+    def __init__(
+        self, cache: Oracle, options: Options, choose: Callable[[Request, int], int], rooms: Sequence[int] = (64,) * 16
+    ):
+        """No requests, in slots for so many tokens each.
+
+        The model is `choose`: the token of a request at a position, by the tokens before it and the request's seed.
+        """
+        self.cache, self.options, self.model, self.rooms = cache, options, choose, rooms
+        self.requests = [Request(slot) for slot in range(len(rooms))]
+        self.rows: list[Request | None] = [None] * len(cache.rows)
+        self.passed = [0] * len(cache.rows)
+        self.leads: set[int] = set()
+        self.stalled: set[int] = set()
+        self.changed = False
+        self.refused = self.put_off = self.steps = self.arrivals = 0
+
+    # Requests come and go.
+
+    def submit(self, asks: Sequence[Ask]) -> list[tuple[Status, int, int]]:
+        """Each one waits from now on, in the first empty slot; one that could never run is refused.
+
+        Returns its status, its slot and the slot's generation; -1 for both if it is refused.
+        """
+        taken: list[Request | None] = []
+        answers = []
+        for number, ask in enumerate(asks):
+            samples = [other for other in asks if other.sample_of == number]
+            sound = ask.sample_of < number and self._is_alike(ask, asks, taken)
+            slot = next((request for request in self.requests if request.stage == Stage.EMPTY), None)
+            status = self._check(ask, samples, slot) if sound else Status.BAD_REQUEST
+            taken.append(slot if status == Status.OK else None)
+            if status != Status.OK or slot is None:
+                answers.append((status, -1, -1))
+                continue
+            self.requests[slot.slot] = taken[-1] = Request(
+                slot.slot, slot.generation, Stage.WAITING, list(ask.tokens), len(ask.tokens), ask.goal, ask.priority,
+                self.arrivals, ask.namespace, ask.seed, ask.stop, ask.retention, submitted=self.steps,
+                parent=taken[ask.sample_of] if ask.sample_of >= 0 else None,
+            )  # fmt: skip
+            self.arrivals += 1
+            self.changed = True
+            answers.append((status, slot.slot, slot.generation))
+        return answers
+
+    def _is_alike(self, ask: Ask, asks: Sequence[Ask], taken: Sequence[Request | None]) -> bool:
+        """Whether the one that it is a sample of, if any, was accepted, is nobody's sample and has the same prompt."""
+        if ask.sample_of < 0:
+            return True
+        lead = asks[ask.sample_of]
+        same = list(lead.tokens) == list(ask.tokens) and lead.namespace == ask.namespace
+        return taken[ask.sample_of] is not None and lead.sample_of < 0 and same
+
+    def _check(self, ask: Ask, samples: Sequence[Ask], slot: Request | None) -> Status:
+        cache, prompt = self.cache, len(ask.tokens)
+        longest = max(self.rooms, default=0)
+        if not 0 < prompt <= longest or min(ask.tokens) < 0 or ask.goal <= prompt or ask.namespace < 0:
+            return Status.BAD_REQUEST
+        if slot is None:
+            return Status.HELD
+        full = ask.goal - 1 > cache.max_blocks_per_seq * cache.block_size or ask.goal > self.rooms[slot.slot]
+        if full or len(samples) >= len(self.rows):
+            return Status.ROW_FULL
+        for group in cache.groups:
+            more = self._for_samples(group, prompt, [sample.goal for sample in samples])
+            if self.most(group, ask.goal) + more > group.num_blocks - self._pinned(group):
+                return Status.NO_BLOCKS
+        return Status.OK
+
+    def cancel(self, slot: int, generation: int) -> Status:
+        """Ends a request; one that runs keeps its row until the next step begins."""
+        request = self.requests[slot] if 0 <= slot < len(self.requests) else None
+        if request is None or request.generation != generation or request.stage == Stage.EMPTY or request.over:
+            return Status.BAD_REQUEST
+        if request.stage == Stage.WAITING:
+            self._orphan(request)
+        request.end(Finish.CANCELLED, self.steps)
+        self.changed = True
+        return Status.OK
+
+    def drain(self) -> list[Request]:
+        """Empties the slots of requests that are over and have no row; returns these requests."""
+        over = [request for request in self.requests if request.over and request not in self.rows]
+        for request in over:
+            self.requests[request.slot] = Request(request.slot, request.generation + 1)
+        return over
+
+    # A step.
+
+    def step(self, log_room: int = AMPLE) -> Report:
+        """One step; for a block of steps, there is room for so many events."""
+        report = Report()
+        self.retire(report)
+        tried = self.tries(report)
+        self.grow(report, tried or self.mixes(), log_room)
+        if tried:
+            self.admit(report)
+        if self.mixes():
+            self.compute_mixed(report)
+        else:
+            self.compute_block(report)
+        return report
+
+    # 1. Retire.
+
+    def retire(self, report: Report) -> None:
+        """Releases the rows of requests that are over; then preempts while the next tokens do not fit.
+
+        The last request in order goes first, and keeps its place in it. The only one is over.
+        """
+        for row, request in enumerate(self.rows):
+            if request and request.over:
+                self._leave(row, report)
+        while self._lacks_blocks():
+            having = [row for row in self._running() if self.cache.rows[row].length]
+            row = max(having, key=self._place_of_row)
+            request = self._request(row)
+            if len(having) > 1:
+                request.stage, request.preemptions = Stage.WAITING, request.preemptions + 1
+                report.preempted.append(request.slot)
+            else:
+                request.end(Finish.NO_BLOCKS, self.steps)
+            self._leave(row, report)
+
+    def _lacks_blocks(self) -> bool:
+        """Whether the next tokens of the rows that decode, and the chunks of those that stalled, do not fit."""
+        if self.refused == 1:
+            return True
+        wanted = dict.fromkeys(self.decoding(), 1)
+        wanted |= {row: min(self.want(row), self.options.chunk) for row in self.prefilling() if row in self.stalled}
+        return any(
+            sum(self._needs(group, row, count) for row, count in wanted.items()) > self._available(group)
+            for group in self.cache.groups
+        )
+
+    def _leave(self, row: int, report: Report) -> None:
+        """Frees a row; samples that hold rows for it wait again."""
+        request, self.rows[row] = self._request(row), None
+        for other in list(self._running()):
+            sample = self._request(other)
+            if sample.parent is request:
+                sample.stage, self.rows[other] = Stage.WAITING, None
+        if request.over:
+            self._orphan(request)
+        self.leads.discard(row)
+        self.stalled.discard(row)
+        self.passed[row] = 0
+        if self.cache.rows[row].length:
+            assert self.cache.release(row).ok
+        self.refused, self.changed = 0, True
+        report.released.append(row)
+
+    def _orphan(self, request: Request) -> None:
+        """The samples that wait for a request that is over are requests like any other."""
+        for sample in self._samples(request):
+            sample.parent = None
+
+    # 2. Grow.
+
+    def grow(self, report: Report, single: bool, log_room: int) -> None:
+        """Makes room for the next tokens of all rows that decode.
+
+        While a request waits for a row or for blocks, a block of steps ends where the first row is known to end.
+        """
+        most, decoding = self.options.k, self.decoding()
+        left = {row: self._request(row).goal - self._request(row).known for row in decoding}
+        want = [min(left.get(row, 0), most) for row in range(len(self.rows))]
+        limit = most
+        if any(request.stage == Stage.WAITING for request in self.requests):
+            limit = min(most, self.options.k_waiting, *left.values())
+        n = 1 if single or self.refused > 1 else min(limit, self.cache.num_steps(want, most, log_room))
+        more = [max(0, min(count, n) - self._room(row)) for row, count in enumerate(want)]
+        result = self.cache.extend([count > 0 for count in more], more)
+        report.n, self.refused = (n, 0) if result.ok else (0, n)
+
+    # 3. Admit.
+
+    def tries(self, report: Report) -> bool:
+        """Whether to look for requests to admit: somebody waits for whom there may be room."""
+        idle = self.options.reserve != "batch" or not any(self.rows)
+        somebody = any(request.stage == Stage.WAITING and not request.parent for request in self.requests)
+        return self.changed and idle and somebody and bool(self._free_rows()) and not report.preempted
+
+    def admit(self, report: Report) -> None:
+        """Admits waiting requests in their order; one that cannot be admitted is passed over, within its patience.
+
+        Where no row runs and nobody can be admitted, the first one is over: no block will ever become free for it.
+        """
+        options, skipped = self.options, []
+        keys = {request: options.order(request, self.cache) for request in self.requests}
+        while self._free_rows() and len(skipped) < options.look and (request := self._next(keys, skipped)):
+            if self._waits_for_prefix(request) or not self._fits(request) or not self._start(request, report):
+                skipped.append(request)
+            else:
+                for other in self.requests:
+                    other.passed += other.stage == Stage.WAITING and other.arrival < request.arrival
+            if any(request.passed >= options.patience for request in skipped):
+                break
+        self.changed = False
+        if not any(self.rows) and (first := self._next(keys, [])):
+            first.end(Finish.NO_BLOCKS, self.steps)
+            self._orphan(first)
+            self.changed = True
+
+    def _next(self, keys: Mapping[Request, Any], skipped: Collection[Request]) -> Request | None:
+        """The first in order of those that wait and were not skipped."""
+        waiting = [request for request in self.requests if request.stage == Stage.WAITING and not request.parent]
+        waiting = [request for request in waiting if request not in skipped]
+        return min(waiting, key=lambda request: self._place(request, keys[request]), default=None)
+
+    def _start(self, request: Request, report: Report) -> bool:
+        """Admits a request into the first free row, and gives its samples the next ones; False if it is refused."""
+        row, *others = self._free_rows()
+        result = self.cache.admit(
+            row, request.tokens, namespace=request.namespace, retention=_stated(request),
+            room=self.options.chunk if len(self.cache.groups) > 1 else None,
+        )  # fmt: skip
+        if not result.ok:
+            return False
+        request.stage, self.rows[row] = Stage.RUNNING, request
+        if not request.preemptions:
+            request.cached = result.cached[0]
+        report.admitted.append((request.slot, row, result.cached[0]))
+        for sample, held in zip(self._samples(request), others, strict=False):
+            sample.stage, self.rows[held] = Stage.RUNNING, sample
+            self.leads.add(row)
+        return True
+
+    def _waits_for_prefix(self, request: Request) -> bool:
+        """Whether a row is about to compute the next whole block of a request's prefix."""
+        size = self.cache.block_size
+        whole = self.cache.found(request.tokens, namespace=request.namespace)[0] // size
+        end = (whole + 1) * size
+        if not self.options.wait_for_prefix or end > request.known - 1 or end > request.prompt:
+            return False
+        return any(
+            self._request(row).namespace == request.namespace
+            and self._request(row).prompt >= end
+            and self._request(row).tokens[:end] == request.tokens[:end]
+            and self._committed(row) < end
+            for row in self._running()
+        )
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there are rows and blocks for a request and its samples, as `reserve` wants it."""
+        samples = self._samples(request)
+        if len(self._free_rows()) <= len(samples):
+            return False
+        count = self._fits_known if self.options.reserve == "known" else self._fits_goal
+        cached, found = self.cache.found(request.tokens, namespace=request.namespace)
+        goals = [sample.goal for sample in samples]
+        return all(
+            count(group, request, cached, found[group.number], self._for_samples(group, request.prompt, goals))
+            for group in self.cache.groups
+        )
+
+    def _fits_known(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
+        """Whether a group has the blocks that the row holds once it is admitted, and the watermark."""
+        length = request.known if len(self.cache.groups) == 1 else min(request.known, cached + self.options.chunk)
+        new = self._blocks(length) - len(found)
+        cold = sum(block != NO_BLOCK and not group.blocks[block].refcount for block in found)
+        watermark = self.options.watermark if any(self.rows) else 0
+        return new + cold + more <= self._available(group) - watermark
+
+    def _fits_goal(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
+        """Whether a group has the blocks that this row and those that run can still come to need.
+
+        Rows of full attention keep what they share as long as they run, so that it counts once. Rows with a window let
+        go of it one after the other, and each may then need as many blocks as alone.
+        """
+        most = self.most(group, request.goal) + more
+        if group.window is None:
+            held = sum(group.blocks[block].refcount > 0 for block in found)
+            return most - held + sum(self._future(group, row) for row in self._running()) <= self._available(group)
+        return most + sum(self._share(group, row) for row in self._running()) <= group.num_blocks - self._others(group)
+
+    # 4. Compute, and 5. choose.
+
+    def mixes(self) -> bool:
+        """Whether to compute chunks: enough rows want them, or have waited long enough, or nobody decodes."""
+        rows, coalesce = self.prefilling(), self.options.coalesce
+        return bool(rows) and (len(rows) >= coalesce or self.put_off >= coalesce or not self.decoding())
+
+    def compute_mixed(self, report: Report) -> None:
+        """One token of each row that decodes, and chunks; rows that know no more tokens then choose one."""
+        decode = [row for row in self.decoding() if self._room(row)]
+        chunks = self._make_room(self._deal())
+        report.mixed, report.decoded, report.chunks, report.stalled = True, decode, chunks, sorted(self.stalled)
+        self._commit(dict.fromkeys(decode, 1))
+        self._commit(chunks)
+        ready = [*decode, *(row for row in chunks if not self.want(row))]
+        self.steps, self.put_off, self.changed = self.steps + 1, 0, True
+        for row in sorted([*ready, *self._fork(ready)]):
+            self._choose(row, self.steps, report)
+
+    def _deal(self) -> dict[int, int]:
+        """Deals the positions of a mixed step that are for chunks out to rows, in order.
+
+        Rows that got none too often come before the others, the earliest request first.
+        """
+        options, prefilling = self.options, self.prefilling()
+        left = options.chunk if options.budget is None else options.budget - len(self.rows)
+        late = [row for row in prefilling if self.passed[row] >= options.patience]
+        rows = sorted(late, key=lambda row: self._request(row).arrival)
+        rows += sorted((row for row in prefilling if row not in late), key=self._place_of_row)
+        rows = rows[: options.chunk_rows]
+        ask = {row: min(self.want(row), options.chunk) for row in rows}
+        if options.chunks == "equal":
+            levels = range(1, options.chunk + 1)
+            level = max((x for x in levels if sum(min(count, x) for count in ask.values()) <= left), default=1)
+            ask = {row: min(count, level) for row, count in ask.items()}
+        chunks = {}
+        for row, count in ask.items():
+            chunks[row] = min(count, left)
+            left -= chunks[row]
+        for row in prefilling:
+            self.passed[row] = 0 if chunks.get(row) else self.passed[row] + 1
+        return {row: count for row, count in chunks.items() if count}
+
+    def _make_room(self, chunks: Mapping[int, int]) -> dict[int, int]:
+        """Room for chunks, in order as long as blocks suffice, where prompts have no room as a whole."""
+        self.stalled = set()
+        if len(self.cache.groups) == 1:
+            return dict(chunks)
+        needed, having = [0] * len(self.cache.groups), {}
+        for row, count in chunks.items():
+            for group in self.cache.groups:
+                needed[group.number] += self._needs(group, row, count)
+            if all(needed[group.number] <= self._available(group) for group in self.cache.groups):
+                having[row] = count
+        more = [max(0, having.get(row, 0) - self._room(row)) for row in range(len(self.rows))]
+        if not self.cache.extend([count > 0 for count in more], more).ok:
+            having = {}
+        self.stalled = set(chunks) - set(having)
+        return having
+
+    def _fork(self, ready: Sequence[int]) -> list[int]:
+        """Lets samples go on from prompts that are computed; returns their rows."""
+        forked = []
+        for row in self.leads.intersection(ready):
+            for other in self._running():
+                if self._request(other).parent is self.rows[row]:
+                    assert self.cache.fork(row, other).ok
+                    self._request(other).parent, self._request(other).cached = None, self._request(row).prompt
+                    forked.append(other)
+        self.leads.difference_update(ready)
+        return forked
+
+    def compute_block(self, report: Report) -> None:
+        """Up to n decode steps; a row goes on while it has room and its request is not over."""
+        report.decoded = [row for row in self.decoding() if self._room(row)]
+        written = dict.fromkeys(report.decoded, 0)
+        for number in range(1, max(report.n, 1) + 1):  # where blocks were refused, rows may have room for one token
+            for row in report.decoded:
+                if not self._request(row).over and written[row] < self._room(row):
+                    written[row] += 1
+                    self._choose(row, self.steps + number, report)
+        self._commit(written)
+        assert self.cache.trim([row in written for row in range(len(self.rows))]).ok
+        self.steps += max(written.values(), default=0)
+        self.put_off = self.put_off + 1 if self.prefilling() else 0
+
+    def _choose(self, row: int, step: int, report: Report) -> None:
+        """Chooses the next token of a row, in this step of the model."""
+        request = self._request(row)
+        if request.known == request.prompt:
+            request.first_token, self.changed = step, True
+        token = self.model(request, request.known)
+        request.tokens.append(token)
+        report.chosen.setdefault(row, []).append(token)
+        if token in request.stop:
+            request.end(Finish.STOP, step)
+        elif request.known == request.goal:
+            request.end(Finish.LENGTH, step)
+
+    def _commit(self, counts: Mapping[int, int]) -> None:
+        """The next tokens of rows are written, in this order of the rows."""
+        texts: list[list[int]] = [[] for _ in self.rows]
+        for row, count in counts.items():
+            texts[row] = self._request(row).tokens[self._committed(row) :][:count]
+        assert self.cache.commit(texts, [counts.get(row, 0) for row in range(len(self.rows))], seqs=list(counts)).ok
+
+    # Rows.
+
+    def want(self, row: int) -> int:
+        """Tokens that a row has to compute; 0 where it holds for the row that leads it."""
+        request = self.rows[row]
+        if request is None or request.stage != Stage.RUNNING or request.parent:
+            return 0
+        return request.known - self._committed(row)
+
+    def decoding(self) -> list[int]:
+        """Rows that want one token. That of a row that leads is a chunk, since samples fork before it chooses."""
+        return [row for row in range(len(self.rows)) if self.want(row) == 1 and row not in self.leads]
+
+    def prefilling(self) -> list[int]:
+        """Rows that want chunks."""
+        decoding = self.decoding()
+        return [row for row in range(len(self.rows)) if self.want(row) and row not in decoding]
+
+    def _running(self) -> Iterator[int]:
+        return (row for row, request in enumerate(self.rows) if request and request.stage == Stage.RUNNING)
+
+    def _free_rows(self) -> list[int]:
+        return [
+            row for row, (request, known) in enumerate(zip(self.rows, self.cache.rows, strict=True))
+            if request is None and not known.length
+        ]  # fmt: skip
+
+    def _request(self, row: int) -> Request:
+        request = self.rows[row]
+        assert request is not None
+        return request
+
+    def _committed(self, row: int) -> int:
+        return len(self.cache.rows[row].tokens)
+
+    def _room(self, row: int) -> int:
+        """Tokens that a row can write at once."""
+        return self.cache.rows[row].length - self._committed(row)
+
+    def _place(self, request: Request, key: Any) -> Any:
+        """A request's place in the order: those that were passed over too often come before the others."""
+        late = request.passed >= self.options.patience
+        return (0, 0, request.arrival) if late else (1, key, request.arrival)
+
+    def _place_of_row(self, row: int) -> Any:
+        request = self._request(row)
+        return self._place(request, self.options.order(request, self.cache))
+
+    def _samples(self, request: Request) -> list[Request]:
+        """The waiting samples of a request, in the order of their slots."""
+        return [other for other in self.requests if other.stage == Stage.WAITING and other.parent is request]
+
+    # Counting blocks.
+
+    def most(self, group: Group, goal: int) -> int:
+        """The most blocks of a group that a request holds at a time."""
+        whole = self._blocks(goal - 1)
+        if group.window is None:
+            return whole
+        ahead = max(self.options.chunk, self.options.k)
+        return min(whole, self._blocks(group.window - 1 + ahead) + 1 + self._blocks(group.sink_tokens))
+
+    def _for_samples(self, group: Group, prompt: int, goals: Sequence[int]) -> int:
+        """The most blocks that samples of a prompt add; all sharers of its last block are counted as copying it."""
+        shared = prompt // self.cache.block_size if group.window is None else 0
+        return sum(max(0, self.most(group, goal) - shared) for goal in goals) + (bool(goals) and self._is_cut(prompt))
+
+    def _needs(self, group: Group, row: int, count: int) -> int:
+        """Blocks that a row needs to write so many tokens; a copy of its last block, if it may have to copy it."""
+        known = self.cache.rows[row]
+        length = max(known.length, len(known.tokens) + count)
+        new = self._blocks(length) - self._blocks(known.length)
+        return new + (length > known.length and self.cache.may_copy(known, group))
+
+    def _future(self, group: Group, row: int) -> int:
+        """Blocks of the group with full attention that a row that runs may still take."""
+        held = len(self.cache.rows[row].tables[group.number])
+        return max(0, self.most(group, self._request(row).goal) - held) + self._copies(group, row)
+
+    def _share(self, group: Group, row: int) -> int:
+        """The most blocks of a group with a window that a row that runs holds at a time, or takes for a copy."""
+        return self.most(group, self._request(row).goal) + self._copies(group, row)
+
+    def _copies(self, group: Group, row: int) -> int:
+        """Blocks that a row may take for a copy, or, for the row that leads, one of its samples."""
+        leads = row in self.leads and self._is_cut(self._request(row).prompt)
+        return leads + self.cache.may_copy(self.cache.rows[row], group)
+
+    def _is_cut(self, prompt: int) -> bool:
+        """Whether the last block of a prompt is partly filled."""
+        return prompt % self.cache.block_size > 0
+
+    def _available(self, group: Group) -> int:
+        """Blocks that can be taken: empty ones and cached ones."""
+        counts = group.counts()
+        return counts["empty"] + counts["cached"]
+
+    def _pinned(self, group: Group) -> int:
+        """Blocks that are held, but by no row."""
+        of_rows = {block for row in self.cache.rows for block in row.tables[group.number]}
+        return sum(block.refcount > 0 and b not in of_rows and not block.host for b, block in enumerate(group.blocks))
+
+    def _others(self, group: Group) -> int:
+        """How often blocks of a group are held by others than the rows that run."""
+        tables = [self.cache.rows[row].tables[group.number] for row in self._running()]
+        mine = sum(block != NO_BLOCK for table in tables for block in table)
+        return sum(block.refcount for block in group.blocks) - mine
+
+    def _blocks(self, length: int) -> int:
+        return -(-length // self.cache.block_size)
+
+
+def _stated(request: Request) -> Retention:
+    """What a request states of its blocks; those with generated tokens are no prompt's, if it comes back."""
+    stated, prompt = request.retention or Retention(), request.prompt
+    ranges = [(start, prompt if end is None else min(end, prompt), worth) for start, end, worth in stated.ranges]
+    return Retention([*ranges, (prompt, None, stated.generated)], stated.generated)
+
+
+def cached_tokens(
+    cache: Oracle, options: Options, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> int:
+    """How many tokens of prompts that arrive at once are found in the cache, where this is generated behind each."""
+    goals = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
+    scheduler = Scheduler(cache, options, lambda request, at: outputs[request.slot][at - request.prompt], goals)
+    answers = scheduler.submit([Ask(prompt, goal) for prompt, goal in zip(prompts, goals, strict=True)])
+    assert all(status == Status.OK for status, *_ in answers)
+    while not all(request.over for request in scheduler.requests):
+        scheduler.step()
+    return sum(request.cached for request in scheduler.requests)
