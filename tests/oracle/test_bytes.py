@@ -104,7 +104,7 @@ def boastful(monkeypatch):
     [(None, None), (forgetful, "is read by"), (greedy, "tables hold blocks"), (boastful, "row 0 has")],
 )
 def test_mistakes_in_a_block_of_steps_are_noticed(mistake, noticed, monkeypatch):
-    rows, programs = np.zeros((3, 16), int).tolist(), bytes_machine.programs()
+    rows, programs = np.zeros((3, 16), int).tolist(), bytes_machine.programs(False)
     history = [
         *served([0, 1, 2, 0, 1, 2], [1, 1])[:2],
         asked("decode", k=4, active=[True] * 3, counts=[2, 4, 0], tokens=rows, wide=False),
