@@ -96,6 +96,11 @@ class Retention(Pytree):
         return Retention(np.array(filled, np.int32).reshape(-1, 4), np.array(decode, np.int32))
 
 
+def is_retention(tree: Any) -> bool:
+    """For `jax.tree.map` over what may be None: whether this is a retention, as a whole."""
+    return isinstance(tree, Retention)
+
+
 def _priority(name: str, value: int) -> int:
     if not 0 <= value <= HIGHEST_PRIORITY:
         raise ValueError(f"{name}: got {value}, wanted 0..{HIGHEST_PRIORITY}")

@@ -11,7 +11,7 @@ from jax import lax
 from kvjax._arrays import Pytree, compact, count, pick, put
 from kvjax.blocks.rows import fit
 from kvjax.events.log import EventLog
-from kvjax.policies.retention import Retention
+from kvjax.policies.retention import Retention, is_retention
 from kvjax.serving.loops import admission_events, note
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.scheduler import Scheduler, first, future, most_blocks, of_a_sample, running
@@ -191,12 +191,14 @@ def _hold_rows(serving: Serving, samples: jax.Array) -> Serving:
 
 def _retention(requests: Requests, slot: jax.Array) -> Retention | None:
     """What request slot i32[] states of its blocks; those with generated tokens are no prompt's, if it comes back."""
-    if requests.retention is None:
-        return None
-    stated, prompt = pick(requests.retention, slot), pick(requests.prompt, slot)
-    ranges = jnp.asarray(stated.ranges).at[:, 1].min(prompt)
-    generated = jnp.stack([prompt, jnp.int32(np.iinfo(np.int32).max), stated.decode[0], stated.decode[1]])
-    return Retention(jnp.concatenate([ranges, generated[None]]), stated.decode)
+    prompt = pick(requests.prompt, slot)
+
+    def stated(one: Retention) -> Retention:
+        ranges = jnp.asarray(one.ranges).at[:, 1].min(prompt)
+        generated = jnp.stack([prompt, jnp.int32(np.iinfo(np.int32).max), one.decode[0], one.decode[1]])
+        return Retention(jnp.concatenate([ranges, generated[None]]), one.decode)
+
+    return jax.tree.map(stated, pick(requests.retention, slot), is_leaf=is_retention)
 
 
 def _fits(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from kvjax.cache import Cache
 from kvjax.events.log import init_log
 from kvjax.events.records import Status
 from kvjax.model import Model, check_model
-from kvjax.policies.retention import Retention
+from kvjax.policies.retention import Retention, is_retention
 from kvjax.serving.admission import has_row
 from kvjax.serving.asked import Asked, bucket
 from kvjax.serving.held import Held
@@ -209,7 +209,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             capacity=bucket(max(int(np.sum(self.goals + size)), least), size),
             width=min(bucket(max(longest, 1024), size), spec.max_length),
             num_stop_tokens=bucket(max(len(stop), 1), 1),
-            num_ranges=None if retention is None else retention.ranges.shape[1],
+            num_ranges=jax.tree.map(lambda one: one.ranges.shape[1], retention, is_leaf=is_retention),
             greedy=self.asked.sampling is None,
         )  # fmt: skip
 
@@ -259,18 +259,13 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
     def _keep_room(self) -> None:
         """Offloads the blocks that the loop would evict: inside it they would be lost."""
-        if self.host is None:
-            return
         requests, size = self.serving.requests, self.spec.block_size
         stage, known = np.asarray(requests.stage), np.asarray(requests.known)
         each = -(-self.steps // size) + 1
         free = int(np.sum(np.asarray(self.serving.free)))
         waiting = known[stage == Stage.WAITING][:free]
         need = each * (int(np.sum(stage == Stage.RUNNING)) + len(waiting)) + int(np.sum(-(-waiting // size)))
-        for number, spec in enumerate(self.spec.groups):
-            if spec.num_host_blocks and int(self.cache.state.groups[number].num_empty) < need:
-                most = min(self.spec.max_seqs * (each + self.spec.max_blocks_per_seq), spec.num_blocks)
-                self._tiered(TieredCache.watermark, min(need, spec.num_blocks), most=most, group=number)
+        self._empty_blocks(need, self.spec.max_seqs * (each + self.spec.max_blocks_per_seq))
 
     def _onboard(self, slot: int) -> None:
         """Admits a request with its blocks on the host; the loop goes on without them if that cannot be done."""

@@ -80,6 +80,15 @@ class Held[C: (Cache, TieredCache)]:
             self._hear(removed)
         return events, lost
 
+    def _empty_blocks(self, need: int, most: int) -> None:
+        """Offloads blocks until `need` are empty in each group with a host tier, at most `most`: a loop evicts."""
+        for number, spec in enumerate(self.spec.groups):
+            if self.host is None or not spec.num_host_blocks:
+                continue
+            if int(self.cache.state.groups[number].num_empty) < need:
+                most = min(most, spec.num_blocks)
+                self._tiered(TieredCache.watermark, min(need, spec.num_blocks), most=most, group=number)
+
     def interrupted(self, cause: BaseException) -> GenerationInterrupted:
         """The error that has the cache as `cause` leaves it."""
         cache, how = None, "the call that it had been donated to did not return: there is no cache"

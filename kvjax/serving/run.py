@@ -131,8 +131,7 @@ class Run[C: (Cache, TieredCache)](Held[C]):
         spaces, seeds = np.pad(self.namespaces[batch], pad), np.pad(self.seeds[batch], pad)
         asked = jax.tree.map(lambda x: np.pad(x[batch], (pad, *[(0, 0)] * (x.ndim - 1))), self.retention)
         # Without windows a whole prompt stays in the cache: it is reserved at once, so that none stops halfway.
-        windows = len(self.spec.groups) > 1
-        room, ends = (self.chunk, lengths) if windows else (None, None)
+        room, ends = (self.chunk, lengths) if len(self.spec.groups) > 1 else (None, None)
         events, lost = self._reserve(seqs, tokens, lengths, namespace=spaces, retention=asked, room=room)
         status = np.where(np.isin(seqs, lost), Status.NO_BLOCKS, np.asarray(events.status))
         self._enter(batch, seqs, status, np.asarray(events.cached), bool(lost))
@@ -152,13 +151,8 @@ class Run[C: (Cache, TieredCache)](Held[C]):
 
         Inside the loop they would be lost; those with children on the host would stay, and the loop find no block.
         """
-        for number, spec in enumerate(self.spec.groups):
-            if self.host is None or not spec.num_host_blocks:
-                continue
-            each = -(-tokens // self.spec.block_size) + 1
-            if int(self.cache.state.groups[number].num_empty) < rows * each:
-                most = min(self.spec.max_seqs * each, spec.num_blocks)
-                self._tiered(TieredCache.watermark, rows * each, most=most, group=number)
+        each = -(-tokens // self.spec.block_size) + 1
+        self._empty_blocks(rows * each, self.spec.max_seqs * each)
 
     def _enter(self, batch: list[int], seqs: np.ndarray, status: np.ndarray, cached: np.ndarray, failed: bool) -> None:
         """Notes which prompts of the batch have a row now; the others wait on or end.

@@ -14,7 +14,7 @@ from kvjax._arrays import compact, count, pick, put, rank
 from kvjax._checks import each_row, integers
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.events.records import Status
-from kvjax.policies.retention import UNSTATED, Retention
+from kvjax.policies.retention import UNSTATED, Retention, is_retention
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.scheduler import Scheduler, most_blocks, of_a_sample
@@ -98,10 +98,7 @@ def submit(
         requests = requests.at(slots, good, sampling=(sampling or Sampling()).each_row(number))
     elif sampling is not None:
         raise ValueError("sampling: got one, wanted None (init_serving was asked for greedy=True)")
-    if requests.retention is not None:
-        requests = requests.at(slots, good, retention=_stated(retention, number, requests.retention.ranges.shape[1]))
-    elif retention is not None:
-        raise ValueError("retention: got one, wanted None (init_serving was asked for no ranges)")
+    requests = _state_retention(requests, slots, good, retention)
     serving = serving.replace(
         requests=requests, arrivals=serving.arrivals + count(good), fresh=serving.fresh | jnp.any(good)
     )
@@ -217,6 +214,16 @@ def _stop_tokens(given: ArrayLike | None, number: int, room: int) -> jax.Array:
             f"stop_tokens: got shape {list(stop.shape)}, wanted at most {room} for each of {number} entries"
         )
     return jnp.pad(stop, ((0, 0), (0, room - stop.shape[1])), constant_values=-1)
+
+
+def _state_retention(requests: Requests, slots: jax.Array, good: jax.Array, given: Retention | None) -> Requests:
+    """Stores what the entries state of their blocks, where `init_serving` was asked for room."""
+    if jax.tree.leaves(given) and not jax.tree.leaves(requests.retention):
+        raise ValueError("retention: got one, wanted None (init_serving was asked for no ranges)")
+    stated = jax.tree.map(
+        lambda room: _stated(given, slots.shape[0], room.ranges.shape[1]), requests.retention, is_leaf=is_retention
+    )
+    return requests.at(slots, good, retention=stated)
 
 
 def _stated(given: Retention | None, number: int, room: int) -> Retention:
