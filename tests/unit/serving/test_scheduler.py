@@ -19,7 +19,7 @@ from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve
 from kvjax.serving.requests import Stage
 from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB
-from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, ROWS, SLOTS, make_spec, program
+from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, ROWS, SLOTS, config, program
 from tests.oracle.test_machine_serving import OPTIONS
 
 pytestmark = pytest.mark.long
@@ -32,7 +32,7 @@ class Story:
     """A cache of `num_blocks` blocks, and its requests."""
 
     def __init__(self, num_blocks=24, pins=0):
-        cache = Cache.create(make_spec("full"), num_blocks=np.int32(num_blocks))
+        cache = Cache.create(config("full").spec(), num_blocks=np.int32(num_blocks))
         if pins:
             state, _ = kvjax.admit(cache.state, 0, np.arange(pins * SIZE, dtype=np.int32), pins * SIZE)
             counts = np.array([pins * SIZE, 0, 0, 0], np.int32)
