@@ -121,8 +121,11 @@ def compact(*lists: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def repeated(ids: jax.Array) -> jax.Array:
     """bool[K]; which of ids i32[K] occur more than once."""
-    ordered = jnp.sort(ids)
-    return jnp.searchsorted(ordered, ids, side="right") - jnp.searchsorted(ordered, ids, side="left") > 1
+    order = jnp.argsort(ids)
+    ordered = ids[order]
+    same = ordered[1:] == ordered[:-1]
+    same = (jnp.pad(same, (1, 0)) | jnp.pad(same, (0, 1)))[: ids.shape[0]]
+    return put(jnp.zeros(ids.shape, jnp.bool_), order, True, same)
 
 
 def fence(tree, *reads):

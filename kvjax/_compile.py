@@ -34,7 +34,8 @@ def compiler_options(platform: str | None = None) -> dict[str, str]:
         platform = "cuda" if device.platform == "gpu" and "cuda" in version.lower() else device.platform
     if platform != "cuda" or os.environ.get(VARIABLE) == "0":
         return {}
-    return {"xla_gpu_enable_command_buffer": COMMANDS}
+    # A loop is one command, whatever is in it, and XLA would record no fewer than five.
+    return {"xla_gpu_enable_command_buffer": COMMANDS, "xla_gpu_graph_min_graph_size": "1"}
 
 
 class OutermostJit:

@@ -141,12 +141,6 @@ def fork_samples(serving: Serving, logits: jax.Array, ready: jax.Array) -> tuple
     """
     rows = np.arange(ready.shape[0], dtype=np.int32)
 
-    def sources(serving: Serving) -> jax.Array:
-        """i32[S]; the row of each sample's parent, where that is ready; else -1."""
-        parent = jnp.where(running(serving), pick(serving.requests.parent, serving.row), -1)
-        is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & (ready & serving.leads)[None]
-        return jnp.where(jnp.any(is_parent, axis=1), jnp.argmax(is_parent, axis=1).astype(jnp.int32), -1)
-
     def fork(carry):
         serving, source, dst, left = carry
         src = pick(left, dst)
@@ -159,7 +153,9 @@ def fork_samples(serving: Serving, logits: jax.Array, ready: jax.Array) -> tuple
         source = jnp.where(rows == dst, src, source)
         return serving.replace(cache=cache, requests=requests), source, jnp.argmax(left >= 0).astype(jnp.int32), left
 
-    left = lax.cond(jnp.any(ready & serving.leads), lambda: sources(serving), lambda: jnp.full_like(serving.row, -1))
+    parent = jnp.where(running(serving), pick(serving.requests.parent, serving.row), -1)
+    is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & (ready & serving.leads)[None]
+    left = jnp.where(jnp.any(is_parent, axis=1), jnp.argmax(is_parent, axis=1).astype(jnp.int32), -1)
     start = serving, rows + jnp.zeros_like(left), jnp.argmax(left >= 0).astype(jnp.int32), left
     serving, source, _, _ = lax.while_loop(lambda carry: jnp.any(carry[3] >= 0), fork, start)
     return serving.replace(leads=serving.leads & ~ready), pick(logits, source), ready | (source != rows)

@@ -5,6 +5,8 @@ Prints a table of all programs or of those named, or with --json a line of JSON 
 scripts/gpu_toolchain.sh installs, on PYTHONPATH. What is counted: `gpu_thunks.count`. Of a decode loop `block` is what
 a block of steps runs around its steps, with the loop of blocks itself; `step` is one step without the model, with the
 loop of steps itself; both have the stop of their loop. `start` is what comes before and after, `model` the model.
+Of the scheduler's loop `mixed` is what a mixed step adds to that, with its model, and `seldom` what releases, preempts
+and admits.
 
 tests/data/gpu_step_budgets.json has the most that each count may be, by version of jaxlib, and beside the budgets the
 bars and aims that they are to come down to. --update writes what is measured there. `rare` names loops that usually do
@@ -29,6 +31,8 @@ from jax.sharding import PartitionSpec as P
 
 import kvjax
 from benchmarks import gpu
+from kvjax.events.log import init_log
+from kvjax.serving import Scheduler, init_serving, serve, worst_step
 from kvjax.serving.loops import Rows, decode, decode_log
 from models.config import LayerConfig
 from tests.kernels import gpu_thunks
@@ -47,7 +51,7 @@ from tests.kernels.gpu_compile import (
 from tests.kernels.gpu_thunks import Counts, Thunk
 
 BUDGETS = pathlib.Path(__file__).parents[1] / "data" / "gpu_step_budgets.json"
-PARTS = ("all", "model", "start", "block", "step", "around")
+PARTS = ("all", "model", "start", "block", "step", "mixed", "seldom", "around")
 HELD = ("stops", "kernels", "copies", "launches")  # against budgets
 TOLD = ("whiles", "conditionals", "command_buffers", "rare")
 BUFFERS = gpu.DECIDES["device"]["xla_gpu_enable_command_buffer"]
@@ -80,7 +84,7 @@ def null_model(tokens, pools, view, *, last):
     whole = pl.BlockSpec(memory_space=pl.ANY)
     logits, pool = pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((len(tokens), VOCABULARY), jnp.float32), pool],
+        out_shape=[jax.ShapeDtypeStruct((len(last), VOCABULARY), jnp.float32), pool],
         in_specs=[whole] * len(inputs),
         out_specs=[whole] * 2,
         input_output_aliases={len(inputs) - 1: 1},
@@ -134,6 +138,20 @@ def sharded_loop():
     return run, ((model,), cache, *rest), donate, ((weights,), parts, *[P()] * len(rest))
 
 
+def scheduled(k: int = BLOCK):
+    """The loop of the scheduler around a model of one kernel: 128 rows, 256 requests."""
+    cache = make_cache([kvjax.LayerSpec(KV_HEADS, WIDTH)], 128, 8192)
+    spec, scheduler = cache.state.spec, Scheduler(k=k, chunk=256, chunk_rows=4)
+    serving = jax.eval_shape(lambda: init_serving(kvjax.Cache.create(spec), [spec.max_length] * 256, greedy=True))
+    log = jax.eval_shape(lambda: init_log(4 * worst_step(spec, scheduler), spec.block_size))
+
+    def run(serving, log, steps):
+        model = jax.tree_util.Partial(in_scope, jax.tree_util.Partial(null_model))
+        return serve(model, serving, log, scheduler=scheduler, steps=steps)
+
+    return run, (serving, log, i32()), (0, 1)
+
+
 def layer():
     """A step of a decoder with one layer."""
     model = small_llama((LAYER,))
@@ -156,6 +174,7 @@ PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
     "block_4": (functools.partial(block, 4), None, 1),
     "block_16": (functools.partial(block, BLOCK), None, 1),
     "layer": (layer, None, 1),
+    "scheduled": (scheduled, BUFFERS, 1),
     "loop_buffered": (decoder_loop, BUFFERS, 1),
     "loop_unbuffered": (decoder_loop, "", 1),
     "loop_fixed": (functools.partial(decoder_loop, fixed_steps=True), "", 1),
@@ -187,6 +206,19 @@ def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
     if not any(map(is_of_model, root)):
         return {"all": gpu_thunks.count(root, rare)}
     loops = loops_around_model(root)
+    inside = [thunk for part in loops[0].parts.values() for thunk in part if thunk.kind == "kWhile"] if loops else []
+    if len(inside) > 1:
+        mixed, step = (thunk for thunk in inside if any(map(is_of_model, thunk)))
+        seldom = Counts()
+        for thunk in inside:
+            seldom.update({} if thunk in (mixed, step) else gpu_thunks.count(thunk, rare))
+        return {
+            "start": gpu_thunks.count(root, rare, lambda thunk: thunk is loops[0]),
+            "block": gpu_thunks.count(loops[0], rare, lambda thunk: thunk in inside),
+            "step": gpu_thunks.count(step, rare, is_of_model),
+            "mixed": gpu_thunks.count(mixed, rare),
+            "seldom": seldom,
+        }
     inner = loops[-1] if loops else root
     outside = gpu_thunks.count(inner, rare, is_of_model)
     model = gpu_thunks.count(inner, rare)
@@ -207,7 +239,7 @@ def measure(name: str, rare: Sequence[str] = ()) -> dict[str, Counts]:
     make, buffers, gpus = PROGRAMS[name]
     function, args, donate, *specs = make()
     args, mesh = place("h200", gpus, args, *specs)
-    options = {} if buffers is None else {"xla_gpu_enable_command_buffer": buffers}
+    options = {} if buffers is None else gpu.DECIDES["device"] | {"xla_gpu_enable_command_buffer": buffers}
     with tempfile.TemporaryDirectory() as dump:
         _, compiled = compile_for(mesh, function, args, donate, dump, **options)
         root = gpu_thunks.read(pathlib.Path(dump), compiled.as_text())

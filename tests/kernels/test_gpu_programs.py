@@ -53,6 +53,9 @@ def test_the_models_kernels_are_told_from_the_loops(name):
         assert set(parts) == {"all"}
     elif name == "layer":
         assert set(parts) == {"model", "around"} and parts["model"]["kernels"] > 10
+    elif name == "scheduled":
+        assert set(parts) == {"start", "block", "step", "mixed", "seldom"}
+        assert parts["step"]["kernels"] < parts["block"]["kernels"] < parts["mixed"]["kernels"]
     else:
         assert set(parts) == {"model", "start", "block", "step"}
         kernels = parts["model"]["kernels"]
