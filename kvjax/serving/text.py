@@ -48,7 +48,8 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
     requests: Any = jax.device_get(serving.requests)
     groups, stages = serving.cache.state.groups, requests.stage.tolist()
     runs, waits, over = stages.count(Stage.RUNNING), stages.count(Stage.WAITING), sum(map(stages.count, _OVER))
-    lines = [f"after {_number(int(serving.steps), 'step')} of the model: {runs:,} run, {waits:,} wait, {over:,} are over"]
+    steps = _number(int(serving.steps), "step")
+    lines = [f"after {steps} of the model: {runs:,} run, {waits:,} wait, {over:,} are over"]
     for number, _ in enumerate(groups):
         lines.append((f"group {number}: " if len(groups) > 1 else "") + str(stats(serving.cache.state, number)))
     parts = [list(_in_rows(serving, requests)), list(_waiting(requests)), list(_over(serving, requests))]
@@ -59,12 +60,12 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
         tokens = tokens._replace(per_letter=2 * tokens.per_letter)
     lines.append(_LEGEND + (f"; a letter for {tokens.per_letter:,} tokens" if tokens.per_letter > 1 else ""))
     lines = [part for line in lines for part in textwrap.wrap(line, width)]
-    for part in parts:
+    for part, name in zip(parts, ("rows in use", "that wait", "that are over"), strict=True):
         for line in part[:max_lines]:
             texts = [text.ljust(column) for text, column in zip(_texts(line), columns, strict=True)]
             lines.append("  ".join([*texts, tokens.of(line)]))
         if len(part) > max_lines:
-            lines.append(f"{part[0].where.split()[0]}: {len(part) - max_lines:,} more")
+            lines.append(f"and {len(part) - max_lines:,} more {name}")
     return "\n".join(line[:width].rstrip() for line in lines)
 
 
@@ -100,8 +101,8 @@ def _waiting(requests: Any) -> Iterator[_Line]:
         if requests.stage[slot] == Stage.WAITING:
             says = f"known {requests.known[slot]:,} of {requests.goal[slot]:,}"
             for name in ("priority", "passed", "preemptions"):
-                number = getattr(requests, name)[slot]
-                says += f", {name} {number:,}" if number else ""
+                times = getattr(requests, name)[slot]
+                says += f", {name} {times:,}" if times != 0 else ""
             yield _Line("waits", int(slot), says)
 
 
