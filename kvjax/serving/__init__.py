@@ -15,6 +15,7 @@ from kvjax.serving.sampling import Sampling
 from kvjax.serving.scheduler import Scheduler
 from kvjax.serving.serve import serve, serve_step, worst_step
 from kvjax.serving.submission import submit
+from kvjax.serving.text import show_requests, show_step
 
 __all__ = [
     "GenerationInterrupted",
@@ -34,6 +35,8 @@ __all__ = [
     "run_batch",
     "serve",
     "serve_step",
+    "show_requests",
+    "show_step",
     "step",
     "stream",
     "submit",

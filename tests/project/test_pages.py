@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of docs/: their code runs as it stands there, and prints what they say; all links lead somewhere."""
+
+import re
+
+import pytest
+
+from tests.drive import ROOT
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"^```(python)?\n(.*?)^```$", re.M | re.S)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda page: page.stem)
+def test_a_page_prints_what_it_says(page, capsys):
+    """A block that is not Python is what the Python since the last one has printed."""
+    names, shown = {"__name__": page.stem}, 0
+    for python, text in BLOCK.findall(page.read_text()):
+        if python:
+            exec(compile(text, str(page), "exec"), names)
+        else:
+            assert capsys.readouterr().out == text
+            shown += 1
+    assert shown > 0 and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem)
+def test_links_lead_to_files(page):
+    links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if "://" not in link]
+    assert all((page.parent / link).exists() for link in links), links
+    assert links or page.stem in ("README", "CONTRIBUTING")
+
+
+def test_readme_leads_to_every_page():
+    readme = (ROOT / "README.md").read_text()
+    assert PAGES and all(f"(docs/{page.name})" in readme for page in PAGES)
