@@ -20,7 +20,7 @@ from kvjax.serving.requests import Stage
 from tests import drive
 from tests.drive import PLAIN, TIERS, Driver
 from tests.oracle.bytes_machine import SIZE
-from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, ROWS, SLOTS, make_spec, program
+from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, ROWS, SLOTS, config, program
 from tests.oracle.test_machine_serving import OPTIONS
 
 VLLM = Scheduler(reserve="known", chunk=3, chunk_rows=2, budget=ROWS + 5, k=4, k_waiting=2, watermark=1)
@@ -57,7 +57,7 @@ class Desk:
 
     def __init__(self, scheduler, num_blocks=24):
         self.scheduler = scheduler
-        cache = Cache.create(make_spec("full"), num_blocks=np.int32(num_blocks))
+        cache = Cache.create(config("full").spec(), num_blocks=np.int32(num_blocks))
         self.serving = init_serving(cache, [COLUMNS * SIZE + 1] * SLOTS)
 
     def submit(self, *prompts, new=4, priority=0):
