@@ -35,7 +35,7 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
 
     When each is admitted and with how many cached tokens, and when it ends, are what then happens, but for what depends
     on the tokens that a model chooses: stop tokens, and generated text that is found in the cache. Every token that is
-    generated here is 0. Costs a step's bookkeeping, and no bytes.
+    generated here is 0. What is on the host is not found. Costs a step's bookkeeping, and no bytes.
 
     Args:
       serving: the requests and their cache; a batch that is not wanted yet can be `submit`ted to it first.
@@ -46,7 +46,10 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     spec, state = serving.cache.state.spec, serving.cache.state
     groups = tuple(dataclasses.replace(group, pools=()) for group in spec.groups)
     pools = Pools(tuple(() for _ in groups), dataclasses.replace(spec, groups=groups))
-    serving = serving.replace(cache=Cache(state, pools))
+    # No blocks come from the host or go there.
+    scheduler = dataclasses.replace(scheduler, preempt="recompute")
+    requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
+    serving = serving.replace(cache=Cache(state, pools), requests=requests, onboards=jnp.int32(-1))
     capacity = 4 * worst_step(spec, scheduler) + admission_events(spec, serving.width)
     end = serving.steps + steps
 

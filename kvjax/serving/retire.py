@@ -37,7 +37,7 @@ def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array
     def leaving(serving: Serving) -> jax.Array:
         """i32[]; the next row to release, or -1."""
         over = (serving.row >= 0) & ~running(serving)
-        return jnp.where(jnp.any(over), jnp.argmax(over).astype(jnp.int32), _victim(serving, scheduler))
+        return jnp.where(jnp.any(over), jnp.argmax(over).astype(jnp.int32), victim(serving, scheduler))
 
     def let_go(carry):
         serving, log, row, retired = carry
@@ -56,23 +56,29 @@ def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array
     return serving, log, retired
 
 
-def _victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """i32[]; the row to preempt, or to end if it is the only one; -1 if what the rows need next fits."""
+def victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
+    """i32[]; the row to preempt, or to end if it is the only one; -1 if what the rows need next fits.
+
+    The last one in order; one that rests only if a single other one runs, or if blocks could not be had.
+    """
     state, want = serving.cache.state, wanted(serving)
     next_tokens = jnp.where(decoding(serving), 1, jnp.where(serving.stalled, jnp.minimum(want, scheduler.chunk), 0))
     need = needs(state, state.seqs.committed + next_tokens)
-    lacks = jnp.bool_(False)
+    over = (serving.row >= 0) & ~running(serving)  # their blocks come back before anybody is preempted
+    lacks = refused = serving.refused == 1
     for group, blocks in zip(state.groups, need, strict=True):
-        lacks = lacks | (jnp.sum(blocks, dtype=jnp.int32) > group.available)
-    lacks = lacks | (serving.refused == 1)
-    having = running(serving) & (state.seqs.length > 0)
-    return jnp.where(lacks, last(places_of_rows(serving, scheduler), having), -1)
+        freed = count(over[:, None] & (group.table >= 0) & (pick(group.blocks.refcount, group.table) == 1))
+        lacks = lacks | (jnp.sum(blocks, dtype=jnp.int32) > group.available + freed)
+    having, rests = running(serving) & (state.seqs.length > 0), state.seqs.rests
+    give_up = jnp.any(having & rests) & ((count(having & ~rests) <= 1) | refused)
+    return jnp.where(lacks, last(places_of_rows(serving, scheduler), having & (rests == give_up)), -1)
 
 
 def _let_go(serving: Serving, log: EventLog, row: jax.Array, now: jax.Array) -> tuple[Serving, EventLog]:
     """Releases row i32[]; a request that runs waits again, with its place in the order, or ends if it is alone."""
     requests, runs, slot = serving.requests, running(serving), pick(serving.row, row)
-    preempted, alone = pick(runs, row), count(runs & (serving.cache.state.seqs.length > 0)) == 1
+    seqs = serving.cache.state.seqs
+    preempted, alone = pick(runs, row), (count(runs & (seqs.length > 0)) == 1) & ~pick(seqs.rests, row)
     waits, ends = preempted & ~alone, preempted & alone
     requests = requests.at(
         slot[None], preempted[None], stage=jnp.where(alone, int(Stage.DONE), int(Stage.WAITING)),

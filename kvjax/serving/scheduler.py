@@ -44,6 +44,11 @@ class Scheduler:
       patience: how often later requests may be admitted before one; then it is late: late requests come first in
         the order, and none that came after them is admitted before they are. Also for how many mixed steps others may
         have chunks before a row.
+      preempt: what becomes of a request that is preempted. "recompute": it waits, and computes again what it does not
+        find in the cache when it comes back. "swap": in `run_batch`, with a host tier, it keeps its row, and its blocks
+        wait on the host, if it has computed at least `min_swap` of them: as many as cost more to compute than to move.
+        Where the host has no room for them, it waits as by "recompute".
+      min_swap: as above.
       look: at how many requests that cannot be admitted one step looks.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
       min_onboard: blocks that a request has to have on the host, so that they are brought back. That is done between
@@ -64,6 +69,8 @@ class Scheduler:
     k: int | None = None
     k_waiting: int = 4
     watermark: int = 0
+    preempt: Literal["recompute", "swap"] = "recompute"
+    min_swap: int = 1
     patience: int = 64
     look: int = 4
     wait_for_prefix: bool = True
@@ -72,10 +79,11 @@ class Scheduler:
     order: Order = by_priority
 
     def __post_init__(self):
-        for name in ("chunk", "chunk_rows", "k_waiting", "patience", "look", "min_onboard", "coalesce"):
+        for name in ("chunk", "chunk_rows", "k_waiting", "patience", "look", "min_onboard", "min_swap", "coalesce"):
             static_int(name, getattr(self, name), 1)
         static_int("watermark", self.watermark, 0)
-        for name, known in (("reserve", ("goal", "known", "batch")), ("chunks", ("fcfs", "equal"))):
+        kinds = {"reserve": ("goal", "known", "batch"), "chunks": ("fcfs", "equal"), "preempt": ("recompute", "swap")}
+        for name, known in kinds.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {known}")
 
@@ -83,6 +91,8 @@ class Scheduler:
         """Raises a ValueError if an option does not fit a spec."""
         self.most_steps(spec)
         self.chunk_tokens(spec)
+        if self.preempt == "swap" and not spec.has_host:
+            raise ValueError("preempt: got 'swap', wanted 'recompute' (the cache has no host tier)")
 
     def most_steps(self, spec: CacheSpec) -> int:
         """The most decode steps of a block; a ValueError if k is out of range."""
@@ -183,10 +193,13 @@ def running(serving: Serving) -> jax.Array:
 
 
 def wanted(serving: Serving) -> jax.Array:
-    """i32[S]; tokens that each row wants to compute: 1 is decode, more is prefill. 0 where it waits for its parent."""
-    requests, row = serving.requests, serving.row
-    own = running(serving) & (pick(requests.parent, row) < 0)
-    return jnp.where(own, pick(requests.known, row) - serving.cache.state.seqs.committed, 0)
+    """i32[S]; tokens that each row wants to compute: 1 is decode, more is prefill.
+
+    0 where it waits for its parent, or rests.
+    """
+    requests, row, seqs = serving.requests, serving.row, serving.cache.state.seqs
+    own = running(serving) & (pick(requests.parent, row) < 0) & ~seqs.rests
+    return jnp.where(own, pick(requests.known, row) - seqs.committed, 0)
 
 
 def decoding(serving: Serving) -> jax.Array:

@@ -28,6 +28,7 @@ from kvjax.serving.admission import Admitted, admit
 from kvjax.serving.chunks import Chunks, compute_line, fork_samples, last_tokens, make_room, plan, prefilled
 from kvjax.serving.loops import admission_events, note, worst_events
 from kvjax.serving.requests import Finish, Serving, Stage
+from kvjax.serving.resting import swaps
 from kvjax.serving.retire import Retired, grow, retire
 from kvjax.serving.scheduler import Scheduler, decoding, prefilling
 from kvjax.serving.steps import Chosen, LogitsFn, Rows, choose, compute
@@ -119,6 +120,7 @@ def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Arra
     """bool[]; whether to look for requests to admit: where somebody waits for whom there may be room."""
     waits = jnp.any((serving.requests.stage == Stage.WAITING) & (serving.requests.parent < 0))
     tries = serving.fresh & waits & jnp.any(serving.free) & ~jnp.any(retired.preempted >= 0)
+    tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.rests)
     return tries & ~jnp.any(serving.row >= 0) if scheduler.reserve == "batch" else tries
 
 
@@ -215,7 +217,8 @@ def serve(
 ) -> tuple[Serving, EventLog]:
     """Steps until all requests are over, the model has run so often, or the log may not hold another step's events.
 
-    With a host tier also until a request could have blocks that are on the host: `serving.onboards` names it.
+    With a host tier also until a request could have blocks that are on the host, `serving.onboards` names it; or until
+    a row is to rest, or can go on (`resting.swaps`).
 
     Args:
       model: as all others see `serve_step`.
@@ -231,7 +234,7 @@ def serve(
     worst, one_admission = worst_step(spec, scheduler), admission_events(spec, serving.width)
 
     def going(serving: Serving, log: EventLog) -> jax.Array:
-        more = serving.busy & (serving.onboards < 0)
+        more = serving.busy & (serving.onboards < 0) & ~swaps(serving, scheduler).any
         return more & (serving.steps < end) & (log.room >= worst + one_admission)
 
     def step(carry):

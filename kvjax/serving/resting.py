@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that rest: their blocks wait on the host until there is room again (`Scheduler(preempt="swap")`).
+
+A loop moves no blocks between the tiers. It ends where a row is to rest or can go on; the host moves the blocks, and
+enters it again. Nobody is admitted while a row rests.
+
+Source: vLLM v0, whose swapped requests come before those that wait.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kvjax._arrays import Pytree, count, pick
+from kvjax.serving.requests import Serving
+from kvjax.serving.retire import victim
+from kvjax.serving.scheduler import Scheduler, first, places_of_rows, running
+
+
+class Swaps(Pytree):
+    """What the host is to do before the loop goes on; both -1 if nothing.
+
+    Attributes:
+      out: i32[]; the row that is to rest.
+      back: i32[]; the resting row that can go on.
+    """
+
+    out: jax.Array
+    back: jax.Array
+
+    @property
+    def any(self) -> jax.Array:
+        """bool[]."""
+        return (self.out >= 0) | (self.back >= 0)
+
+
+def swaps(serving: Serving, scheduler: Scheduler) -> Swaps:
+    """Which row is to rest now, and which can go on."""
+    if scheduler.preempt != "swap":
+        return Swaps(jnp.int32(-1), jnp.int32(-1))
+    return Swaps(_out(serving, scheduler), _back(serving, scheduler))
+
+
+def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
+    """The row that would be preempted, if its tokens cost more to compute than to move; or -1."""
+    state = serving.cache.state
+    row, rests = victim(serving, scheduler), state.seqs.rests
+    others = count(running(serving) & (state.seqs.length > 0) & ~rests) > 1
+    blocks = pick(state.seqs.committed, row) // state.spec.block_size
+    rest = (row >= 0) & ~pick(rests, row) & others & (blocks >= scheduler.min_swap) & (serving.refused != 1)
+    return jnp.where(rest, row, -1)
+
+
+def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
+    """The first resting row in order, if there is room for it and a block for each row that runs, or if none runs."""
+    state = serving.cache.state
+    resting = running(serving) & state.seqs.rests
+    row = first(places_of_rows(serving, scheduler), resting)
+    awake = count((serving.row >= 0) & ~state.seqs.rests)
+    fits = jnp.bool_(True)
+    for group in state.groups:
+        table = pick(group.table, row)
+        absent = count((table >= 0) & ~group.on_device(table))
+        fits = fits & (absent + awake + 1 + scheduler.watermark <= group.available)
+    return jnp.where((row >= 0) & (fits | (awake == 0)), row, -1)
