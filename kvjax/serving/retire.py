@@ -75,22 +75,31 @@ def victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
 
 
 def _let_go(serving: Serving, log: EventLog, row: jax.Array, now: jax.Array) -> tuple[Serving, EventLog]:
-    """Releases row i32[]; a request that runs waits again, with its place in the order, or ends if it is alone."""
-    requests, runs, slot = serving.requests, running(serving), pick(serving.row, row)
+    """Releases row i32[]; a request that runs waits again, or ends if it is alone."""
     seqs = serving.cache.state.seqs
-    preempted, alone = pick(runs, row), (count(runs & (seqs.length > 0)) == 1) & ~pick(seqs.rests, row)
-    waits, ends = preempted & ~alone, preempted & alone
+    alone = (count(running(serving) & (seqs.length > 0)) == 1) & ~pick(seqs.rests, row)
+    serving = leave(serving, row, alone)
+    cache, events = serving.cache.release(row, now=now)
+    return serving.replace(cache=cache), note(log, events)
+
+
+def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
+    """Takes row i32[] from its request; one that runs waits again, with its place in the order, or where bool[] ends.
+
+    The cache's row is as before: it is to be released, or has been.
+    """
+    requests, runs, slot = serving.requests, running(serving), pick(serving.row, row)
+    preempted = pick(runs, row)
+    waits, ends = preempted & ~ends, preempted & ends
     requests = requests.at(
-        slot[None], preempted[None], stage=jnp.where(alone, int(Stage.DONE), int(Stage.WAITING)),
+        slot[None], preempted[None], stage=jnp.where(ends, int(Stage.DONE), int(Stage.WAITING)),
         preemptions=pick(requests.preemptions, slot) + waits.astype(jnp.int32),
     )  # fmt: skip
     requests = requests.at(slot[None], ends[None], finish=int(Finish.NO_BLOCKS), ended=serving.steps)
     held = runs & (pick(requests.parent, serving.row) == slot)  # samples that hold rows until its prompt is computed
     requests = requests.at(serving.row, held, stage=int(Stage.WAITING)).without_parent(slot, ~waits)
-    cache, events = serving.cache.release(row, now=now)
     free = held | (np.arange(held.shape[0], dtype=np.int32) == row)
-    serving = serving.replace(
-        cache=cache,
+    return serving.replace(
         requests=requests,
         row=jnp.where(free, -1, serving.row),
         leads=serving.leads & ~free,
@@ -99,7 +108,6 @@ def _let_go(serving: Serving, log: EventLog, row: jax.Array, now: jax.Array) -> 
         refused=jnp.zeros_like(serving.refused),
         fresh=jnp.bool_(True),
     )
-    return serving, note(log, events)
 
 
 def grow(
