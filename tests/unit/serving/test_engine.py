@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.serving.loops import Rows, decode, decode_log, prefill_log
-from kvjax.serving.run import Run, _admit
+from kvjax.serving import Rows, decode, decode_log
 from kvjax.serving.sampling import restrict, sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
