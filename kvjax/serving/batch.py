@@ -167,7 +167,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             self._cache, [*self.goals.tolist(), *[0] * (number - len(self.goals))],
             capacity=bucket(max(int(np.sum(self.goals + size)), least), size),
             width=min(bucket(max(longest, 1024), size), spec.max_length),
-            num_stop_tokens=bucket(max(len(stop), 1), 1),
+            num_stop_tokens=bucket(len(stop), 4),
             num_ranges=jax.tree.map(lambda one: one.ranges.shape[1], retention, is_leaf=is_retention),
             greedy=self.asked.sampling is None,
         )  # fmt: skip

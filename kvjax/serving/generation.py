@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation as a user calls it: all prompts at once, a stream of what is new, or a batch with a scheduler's options."""
+"""Generation as a user calls it: `generate`, `stream` and `run_batch`."""
 
 from __future__ import annotations
 
