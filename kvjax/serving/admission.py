@@ -125,12 +125,12 @@ def _admit(
     match = lookup(state, tokens, known, namespace=namespace, tiers=("device",))
     free = serving.free
     samples = count((requests.parent == slot) & (requests.stage == Stage.WAITING))
-    fits = _fits(serving, scheduler, slot, match, samples) & (count(free) > samples)
-    good = fits & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
+    fits, evicts = _fits(serving, scheduler, slot, match, samples)
+    good = fits & (count(free) > samples) & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
     if state.spec.has_host:
         there = lookup(state, tokens, known, namespace=namespace).host_tokens
         enough = there >= scheduler.min_onboard * state.spec.block_size
-        brings = good & enough & pick(requests.onboard, slot)
+        brings = good & (enough | evicts) & pick(requests.onboard, slot)
         serving, good = serving.replace(onboards=jnp.where(brings, slot, serving.onboards)), good & ~brings
     row = jnp.argmax(free).astype(jnp.int32)
     room = scheduler.chunk if len(state.groups) > 1 else None
@@ -201,8 +201,13 @@ def _retention(requests: Requests, slot: jax.Array) -> Retention | None:
     return jax.tree.map(stated, pick(requests.retention, slot), is_leaf=is_retention)
 
 
-def _fits(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array) -> jax.Array:
-    """bool[]; whether there are blocks for a request and its i32[] samples, as `scheduler.reserve` wants it."""
+def _fits(
+    serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """bool[]; whether there are blocks for a request and its i32[] samples, as `scheduler.reserve` wants it.
+
+    And bool[], whether cached blocks may have to be evicted for it: inside a loop they do not go to the host.
+    """
     state, requests = serving.cache.state, serving.requests
     spec, size = state.spec, state.spec.block_size
     known, goal, prompt = (pick(x, slot) for x in (requests.known, requests.goal, requests.prompt))
@@ -210,7 +215,7 @@ def _fits(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match,
     target = known if len(state.groups) == 1 else jnp.minimum(known, cached + scheduler.chunk)
     most, may_need = most_blocks(spec, scheduler, goal), future(serving, scheduler)
     more = of_a_sample(spec, scheduler, goal, prompt)
-    good = jnp.bool_(True)
+    good, evicts = jnp.bool_(True), jnp.bool_(False)
     for number, (group, group_spec) in enumerate(zip(state.groups, spec.groups, strict=True)):
         ids = group.beside(match.blocks)
         hits = (ids >= 0) & group_spec.keeps(places, cached, size)
@@ -220,8 +225,9 @@ def _fits(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match,
             need = -(-target // size) - match.num_blocks + count(hits) - held + spare
         else:
             need = most[number] - held + may_need[number]
-        good = good & (need + samples * more[number] <= group.available)
-    return good
+        need = need + samples * more[number]
+        good, evicts = good & (need <= group.available), evicts | (need - count(hits) + held > group.num_empty)
+    return good, evicts
 
 
 def _waits_for_prefix(

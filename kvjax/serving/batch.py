@@ -222,13 +222,21 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
     # The host tier.
 
     def _keep_room(self) -> None:
-        """Offloads the blocks that the loop would evict: inside it they would be lost."""
-        size, (requests, row, _) = self.spec.block_size, self._read()
-        each = -(-self.steps // size) + 1
-        free = int(np.sum(self.own & (row < 0)))
-        waiting = requests.known[requests.stage == Stage.WAITING][:free]
-        need = each * (int(np.sum(row >= 0)) + len(waiting)) + int(np.sum(-(-waiting // size)))
-        self._empty_blocks(need, self.spec.max_seqs * (each + self.spec.max_blocks_per_seq))
+        """Offloads the blocks that the rows would evict as they grow: inside the loop they would be lost.
+
+        A request that is admitted where blocks have to be evicted for it comes back to `_onboard`.
+        """
+        rows, each = self.spec.max_seqs, self._blocks(self.steps) + 1
+        need, most = int(np.sum(self.own)) * each, rows * each
+        if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
+            requests, _, _ = self._read()
+            need += int(np.sum(self._blocks(requests.known[requests.stage == Stage.RUNNING])))
+            most += rows * self.spec.max_blocks_per_seq
+        self._empty_blocks(need, most)
+
+    def _blocks(self, tokens: Any) -> Any:
+        """The blocks that so many tokens fill, the last one perhaps in part."""
+        return -(-tokens // self.spec.block_size)
 
     def _onboard(self, requests: Any, slot: int, row: int) -> None:
         """Admits a request with its blocks on the host; the loop goes on without them if that cannot be done."""
