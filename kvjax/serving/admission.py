@@ -122,12 +122,12 @@ def _admit(
     match = lookup(state, tokens, known, namespace=namespace, tiers=("device",))
     free = serving.free
     samples = (requests.parent == slot) & (requests.stage == Stage.WAITING)
-    fits = _fits(serving, scheduler, slot, match, samples) & (count(free) > count(samples))
-    good = fits & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
+    fits, evicts = _fits(serving, scheduler, slot, match, samples)
+    good = fits & (count(free) > count(samples)) & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
     if state.spec.has_host:
         there = lookup(state, tokens, known, namespace=namespace).host_tokens
         enough = there >= scheduler.min_onboard * state.spec.block_size
-        brings = good & enough & pick(requests.onboard, slot)
+        brings = good & (enough | evicts) & pick(requests.onboard, slot)
         serving, good = serving.replace(onboards=jnp.where(brings, slot, serving.onboards)), good & ~brings
     row = jnp.argmax(free).astype(jnp.int32)
     room = scheduler.chunk if len(state.groups) > 1 else None
@@ -198,8 +198,13 @@ def _retention(requests: Requests, slot: jax.Array) -> Retention | None:
     return jax.tree.map(stated, pick(requests.retention, slot), is_leaf=is_retention)
 
 
-def _fits(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array) -> jax.Array:
-    """bool[]; whether there are blocks for a request and its samples bool[W], as `scheduler.reserve` wants it."""
+def _fits(
+    serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """bool[]; whether there are blocks for a request and its samples bool[W], as `scheduler.reserve` wants it.
+
+    And bool[], whether cached blocks may have to be evicted for it: inside a loop they do not go to the host.
+    """
     state, requests = serving.cache.state, serving.requests
     spec, size = state.spec, state.spec.block_size
     known, goal, prompt = (pick(x, slot) for x in (requests.known, requests.goal, requests.prompt))
@@ -208,7 +213,7 @@ def _fits(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match,
     new, most = -(-length // size) - match.num_blocks, most_blocks(spec, scheduler, goal)
     more = for_samples(spec, scheduler, requests.goal, prompt, samples)
     counted = reserved(serving, scheduler)
-    good = jnp.bool_(True)
+    good, evicts = jnp.bool_(True), jnp.bool_(False)
     for number, (group, group_spec) in enumerate(zip(state.groups, spec.groups, strict=True)):
         ids = group.beside(match.blocks)
         found = (ids >= 0) & group_spec.keeps(positions, cached, size)
@@ -219,8 +224,9 @@ def _fits(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match,
         else:
             shared = 0 if group_spec.window else count(held)
             need, limit = most[number] - shared + counted[number].need, counted[number].limit
-        good = good & (need + more[number] <= limit)
-    return good
+        need = need + more[number]
+        good, evicts = good & (need <= limit), evicts | (need - count(found & ~held) > limit - group.num_cached)
+    return good, evicts
 
 
 def _waits_for_prefix(

@@ -104,19 +104,6 @@ def _stacked(given: Any, prompts: int) -> Sampling:
     return jax.tree.map(lambda off, *leaves: np.array(leaves, off.dtype), off, *[one or off for one in each])
 
 
-def sampling_of(asked: Sampling | None, prompts: Sequence[int], rows: Sequence[int], size: int) -> Sampling | None:
-    """The samplings of some of the prompts in their rows, numpy arrays [size]; all other rows are greedy."""
-    if asked is None:
-        return None
-
-    def placed(off: np.ndarray, leaf: np.ndarray) -> np.ndarray:
-        placed = np.full((size,), off)
-        placed[rows] = leaf[prompts]
-        return placed
-
-    return jax.tree.map(placed, Sampling(), asked)
-
-
 def bucket(size: int, smallest: int) -> int:
     """`size` rounded up to `smallest` times a power of two, so that few shapes are compiled."""
     return smallest << max(-(-size // smallest) - 1, 0).bit_length()

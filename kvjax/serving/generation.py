@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation as a user calls it: prompts wait, rows come and go on the host, the loops of `loops.py` do the rest."""
+"""Generation as a user calls it: `generate`, `stream` and `run_batch`."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -12,10 +12,12 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
-from kvjax.serving.loops import LogitsFn
+from kvjax.serving.asked import Asked
+from kvjax.serving.batch import Batch
 from kvjax.serving.output import Output
-from kvjax.serving.run import Run
 from kvjax.serving.sampling import Sampling
+from kvjax.serving.scheduler import Scheduler
+from kvjax.serving.steps import LogitsFn
 from kvjax.tiered import TieredCache
 
 
@@ -34,12 +36,12 @@ class Progress[C: (Cache, TieredCache)]:
     new: dict[int, list[int]]
     events: list[dict[str, Any]]
     closing: list[dict[str, Any]]
-    _run: Run[C] = dataclasses.field(repr=False, compare=False)
+    _batch: Batch[C] = dataclasses.field(repr=False, compare=False)
 
     @property
     def cache(self) -> C:
         """The latest cache, also after the stream was closed; earlier ones have been donated."""
-        return self._run.result
+        return self._batch.result
 
 
 def generate[C: (Cache, TieredCache)](
@@ -64,9 +66,9 @@ def generate[C: (Cache, TieredCache)](
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts, as many at a time as there are rows and blocks.
 
-    Prompts wait until a row and blocks are free. If a running batch needs a block and there is none, the row that
-    was admitted last ends with the tokens it has and finish "no_blocks". With windows a prompt has blocks for its next
-    chunk only; a prompt that finds none for a chunk waits again, and its computed part stays cached.
+    A prompt waits until a row is free, and blocks for all that it can become; then it runs to its end. The next one
+    takes its row at once. Prompts that share a prefix compute it once, also if they come together. A prompt that wants
+    more tokens than the whole cache has room for ends with those it has room for and finish "no_blocks".
 
     Args:
       model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`.
@@ -104,18 +106,14 @@ def generate[C: (Cache, TieredCache)](
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with. Ctrl-C waits until a jitted loop
         is done; a second one does not, and may cost the cache.
     """
-    run = Run(
-        model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, clock,
-        logits_fn, chunk, steps, k, fixed_steps, log_events,
+    asked = functools.partial(
+        Asked.of, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, None
+    )
+    batch = Batch(
+        model, cache, asked, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
+        logits_fn=logits_fn, log_events=log_events,
     )  # fmt: skip
-    try:
-        with run.ctrl_c:
-            while run.turn():
-                pass
-    except BaseException as cause:
-        with run.ctrl_c:
-            raise run.interrupted(cause) from cause
-    return run.outputs, run.result, run.events
+    return _run(batch)
 
 
 def stream[C: (Cache, TieredCache)](
@@ -147,24 +145,108 @@ def stream[C: (Cache, TieredCache)](
     Yields:
       A `Progress`; the last one has every output finished and every row released.
     """
-    run = Run(
-        model, cache, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, clock,
-        logits_fn, chunk, steps, k, fixed_steps, log_events,
+    asked = functools.partial(
+        Asked.of, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, None
+    )
+    batch = Batch(
+        model, cache, asked, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
+        logits_fn=logits_fn, log_events=log_events,
     )  # fmt: skip
-    return _progress(run)
+    return _progress(batch)
 
 
-def _progress[C: (Cache, TieredCache)](run: Run[C]) -> Generator[Progress[C], None, None]:
+def _progress[C: (Cache, TieredCache)](batch: Batch[C]) -> Generator[Progress[C], None, None]:
     more = True
     try:
         while more:
-            run.new, run.events = collections.defaultdict(list), []
-            with run.ctrl_c:
-                more = run.turn()
-            yield Progress(run.outputs, dict(run.new), run.events, run.closing, run)
+            batch.events = []
+            with batch.ctrl_c:
+                more = batch.turn()
+            yield Progress(batch.outputs, batch.new, batch.events, batch.closing, batch)
     except GeneratorExit:
-        run.close()
+        batch.close()
         raise
     except BaseException as cause:
-        with run.ctrl_c:
-            raise run.interrupted(cause) from cause
+        with batch.ctrl_c:
+            raise batch.interrupted(cause) from cause
+
+
+def run_batch[C: (Cache, TieredCache)](
+    model: Model,
+    cache: C,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int] = 32,
+    sampling: Sampling | Sequence[Sampling | None] | None = None,
+    seeds: Sequence[int] | None = None,
+    stop_tokens: Sequence[int] = (),
+    namespaces: Sequence[int] | None = None,
+    names: Namespaces | None = None,
+    retention: Retention | Sequence[Retention | None] | None = None,
+    priorities: Sequence[int] | None = None,
+    scheduler: Scheduler | None = None,
+    clock: Callable[[], int] | None = None,
+    logits_fn: LogitsFn | None = None,
+    steps: int = 1024,
+    fixed_steps: bool = False,
+    progress: Callable[[list[Output]], None] | None = None,
+    log_events: bool = True,
+) -> tuple[list[Output], C, list[dict[str, Any]]]:
+    """Generates for all prompts by continuous batching, in one program that admits, computes and evicts by itself.
+
+    As soon as a row ends, the next prompt takes it. Prompts that share a prefix compute it once, also if they come
+    together. The program returns to the host when all is done, after `steps` steps, when its log of events is nearly
+    full, and where blocks are to be brought back from the host tier.
+
+    Args:
+      model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`.
+      cache: is donated: go on with the returned one. Rows in use already are left alone.
+      prompts: token ids.
+      max_new_tokens: for all prompts, or for each.
+      sampling: how tokens are chosen, for all prompts or one for each; None: greedy.
+      seeds: of each prompt's random stream; its number if None.
+      stop_tokens: end a row when chosen.
+      namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
+      names: the `Namespaces` that gave them out; None: any number will do.
+      retention: of each prompt's blocks, or one for all prompts, where the spec has it.
+      priorities: of each prompt, higher first; None: they come in their order.
+      scheduler: the options; None: `Scheduler()`, which preempts nobody.
+      clock: () -> ms; see `generate`.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      steps: the most steps of the model between two returns to the host.
+      fixed_steps: see `generate`.
+      progress: called with the outputs so far after each return.
+      log_events: whether to decode the events.
+
+    Returns:
+      list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
+
+    Raises:
+      ValueError: before anything is donated, as `generate` does, and for options of the scheduler that do not fit.
+      GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with.
+    """
+    asked = functools.partial(
+        Asked.of, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, priorities
+    )
+    batch = Batch(
+        model, cache, asked, scheduler or Scheduler(), steps=steps, fixed_steps=fixed_steps, clock=clock,
+        logits_fn=logits_fn, log_events=log_events,
+    )  # fmt: skip
+    return _run(batch, progress)
+
+
+def _run[C: (Cache, TieredCache)](
+    batch: Batch[C], progress: Callable[[list[Output]], None] | None = None
+) -> tuple[list[Output], C, list[dict[str, Any]]]:
+    """All turns of a batch."""
+    try:
+        with batch.ctrl_c:
+            more = True
+            while more:
+                more = batch.turn()
+                if progress is not None:
+                    progress(batch.outputs)
+    except BaseException as cause:
+        with batch.ctrl_c:
+            raise batch.interrupted(cause) from cause
+    return batch.outputs, batch.result, batch.events

@@ -8,17 +8,15 @@ from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from kvjax._arrays import put
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.records import Events
 from kvjax.gpu.choice import MAX_RECORDS, fused
 from kvjax.model import Model
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.steps import Chosen, LogitsFn, Rows, choose, compute, most_events, num_steps, steps_of_a_block
+from kvjax.serving.steps import Chosen, LogitsFn, Rows, compute, most_events, num_steps, steps_of_a_block
 from kvjax.spec import CacheSpec
 from kvjax.tiered import TieredCache
 
@@ -75,11 +73,6 @@ def decode_log(spec: CacheSpec, steps: int) -> EventLog:
     """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is nearly full."""
     usual = steps * spec.max_seqs * len(spec.groups) // 2
     return init_log(usual + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
-
-
-def prefill_log(spec: CacheSpec, rows: int, width: int) -> EventLog:
-    """A log that holds the events of `prefill` of so many prompts, each of up to `width` tokens."""
-    return init_log(worst_events(spec, rows * (width // spec.block_size + 1)), spec.block_size, spec.extra_ids)
 
 
 def worst_events(spec: CacheSpec, blocks: int) -> int:
@@ -174,80 +167,3 @@ def decode(
     start = going(zero, rows, log, false), zero, cache, rows, log, chosen, false, false
     _, _, cache, rows, log, chosen, _, out_of_blocks = lax.while_loop(lambda carry: carry[0], block, start)
     return cache, rows, log, Decoded(chosen.tokens[:, :steps], chosen.logprobs[:, :steps], out_of_blocks)
-
-
-def prefill(
-    model: Model,
-    cache: Cache,
-    seqs: jax.Array,
-    prompts: jax.Array,
-    seeds: jax.Array,
-    log: EventLog,
-    *,
-    chunk: int,
-    sampling: Sampling | None,
-    stop: jax.Array | None = None,
-    lengths: jax.Array | None = None,
-    logits_fn: LogitsFn | None = None,
-    now: Any = 0,
-) -> tuple[Cache, EventLog, jax.Array, jax.Array]:
-    """Computes the uncached part of admitted prompts, in chunks, and chooses their first tokens; jit and donate it.
-
-    Args:
-      model: see `step`.
-      cache: with the rows admitted.
-      seqs: i32[R]; the rows; -1 is padding.
-      prompts: i32[R, T]; their prompts, padded with valid ids.
-      seeds: u32[R].
-      log: of `prefill_log`.
-      chunk: static; tokens of each row that a model call computes.
-      sampling: how each row chooses, leaves [] or [R]; padding should be greedy. None: all are.
-      stop: i32[K] or i32[R, K]; stop tokens, which `min_tokens` rules out; None: there are none.
-      lengths: i32[R]; tokens of each prompt, for rows that were admitted with `room=chunk`: they are extended chunk by
-        chunk, until there are too few blocks for all that go on. None: the rows have room for their whole prompts.
-      logits_fn: static; as in `decode`.
-      now: i32[] ms, the same for all chunks.
-
-    Returns:
-      The cache, the log, the tokens i32[R] and their log-probabilities f32[R]; token -1 for padding and for rows that
-      are not done for lack of blocks.
-    """
-    stop = jnp.zeros((0,), jnp.int32) if stop is None else stop
-
-    def remaining(cache):
-        end = cache.state.seqs.length[seqs] if lengths is None else lengths
-        return jnp.where(seqs >= 0, end - cache.state.seqs.committed[seqs], 0)
-
-    def one(carry):
-        cache, log, tokens, logprobs, _ = carry
-        left, start, ok = remaining(cache), cache.state.seqs.committed[seqs], jnp.bool_(True)
-        count = jnp.minimum(left, chunk)
-        if lengths is not None:
-            cache, extended = _make_room(cache, seqs, count, chunk, now)
-            log, ok = append(log, extended), extended.ok
-            count = jnp.where(ok, count, 0)
-        position = start[:, None] + np.arange(chunk, dtype=np.int32)[None]
-        new = jnp.take_along_axis(prompts, jnp.minimum(position, prompts.shape[1] - 1), axis=1)
-        cache, logits, committed = step(model, cache, new, count, seqs, now=now)
-        rows = Rows(new[:, 0], count > 0, left, seeds, prompt=start + left)
-        token, logprob, *_ = choose(logits, rows, start + count, stop, sampling, logits_fn)
-        done = (count > 0) & (count == left)
-        return (
-            cache,
-            append(log, committed),
-            jnp.where(done, token, tokens),
-            jnp.where(done, logprob, logprobs),
-            ok,
-        )
-
-    start = (cache, log, jnp.full(seqs.shape, -1, jnp.int32), jnp.zeros(seqs.shape, jnp.float32), jnp.bool_(True))
-    return lax.while_loop(lambda carry: jnp.any(remaining(carry[0]) > 0) & carry[4], one, start)[:4]
-
-
-def _make_room(cache: Cache, seqs: jax.Array, count: jax.Array, most: int, now: Any) -> tuple[Cache, Events]:
-    """Extends rows seqs i32[R] so that there is room for their next count i32[R] tokens, at most `most` each."""
-    state = cache.state
-    more = count - (state.seqs.length - state.seqs.committed)[seqs]
-    wanted = jnp.zeros((state.spec.max_seqs,), jnp.int32)
-    wanted = put(wanted, seqs, jnp.maximum(more, 0), (seqs >= 0) & (more > 0))
-    return cache.extend(wanted > 0, wanted, max_tokens=most, now=now)

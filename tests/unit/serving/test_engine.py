@@ -14,8 +14,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.serving.loops import Rows, decode, decode_log, prefill_log
-from kvjax.serving.run import Run, _admit
+from kvjax.serving import Rows, decode, decode_log
 from kvjax.serving.sampling import restrict, sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -127,69 +126,57 @@ def test_rows_that_cannot_go_on_come_back_with_the_reason():
     assert outputs[5].tokens == plain(tuple(prompts[5]), 3)[0]  # the last one needs no room
     kvjax.check(cache.state)
 
-    # Three rows of up to 7 blocks in a pool of 10: they end with what they have, and what they have is right.
+    # Rows of 7 blocks: in a pool of 10 they wait for each other; in one of 5 they end with what they have.
     prompts = [[i] * 6 for i in range(1, 5)]
-    outputs, cache, events = generate(empty_cache(10), prompts, max_new_tokens=20)
-    assert {o.finish for o in outputs} == {"length", "no_blocks"}
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.tokens == plain(tuple(prompt), 20)[0][: len(output.tokens)]
-    assert any(event["kind"] == "removed" for event in events)
+    for blocks, finish, new in ((10, "length", 20), (5, "no_blocks", 15)):
+        outputs, cache, events = generate(empty_cache(blocks), prompts, max_new_tokens=20)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert (output.tokens, output.finish) == (plain(tuple(prompt), 20)[0][:new], finish)
+        assert any(event["kind"] == "removed" for event in events)
     kvjax.check(cache.state)
     outputs, _, _ = generate(empty_cache(2), [[1] * 20, [2]], max_new_tokens=2)
     assert [o.finish for o in outputs] == ["no_blocks", "length"]
-
-
-@pytest.fixture
-def put_back(monkeypatch):
-    """Rows whose prompts had to wait again."""
-    rows, inner = [], Run._put_back
-    monkeypatch.setattr(Run, "_put_back", lambda run, row: (rows.append(row), inner(run, row)))
-    return rows
 
 
 LONG = [list(range(55)), [*range(40), 7, 8], [5] * 51]
 
 
 @pytest.mark.parametrize("windows", [(WINDOW, None), pytest.param((WINDOW, WINDOW), marks=pytest.mark.slow)])
-def test_windows_take_no_more_blocks_than_their_rows_see(windows, put_back):
-    """Three rows of up to 16 blocks, of which those of the window group hold 4 while they are computed, then 3."""
-    cache = windowed_cache(12, windows)
+def test_windows_take_no_more_blocks_than_their_rows_see(windows):
+    """Three rows of up to 16 blocks, for each of which 5 of the window group's are counted."""
+    cache = windowed_cache(15, windows)
     outputs, cache, events = generate(cache, LONG, windows)
     for prompt, output in zip(LONG, outputs, strict=True):
         tokens, logprobs = plain(tuple(prompt), 8, windows, 96)
         assert (output.tokens, output.finish) == (tokens, "length")
         np.testing.assert_allclose(output.logprobs, logprobs, atol=1e-4)
-    assert [o.cached_tokens for o in outputs] == [0, 0, 0]  # admitted together
+    assert [o.cached_tokens for o in outputs] == [0, 40, 0]  # the second waits for what it shares with the first
     # What comes after the answers finds all that was written; the prompts alone would not find their windows.
     longer = [prompt + output.tokens for prompt, output in zip(LONG, outputs, strict=True)]
     again, cache, more = generate(cache, longer, windows)
     assert [o.cached_tokens for o in again] == [len(tokens) - 1 for tokens in longer]
     for prompt, output in zip(longer, again, strict=True):
         assert output.tokens == plain(tuple(prompt), 8, windows, 96)[0]
-    assert not put_back
     kvjax.check(cache.state)
     assert kvjax.fold(events + more).index == kvjax.events.index_of(cache.state)
 
 
-def test_prompts_that_find_no_block_for_a_chunk_wait_and_go_on(put_back):
-    """There is room for a chunk more of the first two rows, whose first 40 tokens are the same, not of the third."""
+def test_prompts_wait_for_the_blocks_of_their_windows():
+    """One row at a time; of 16 blocks it holds at most 5 of the window group's."""
     windows = (WINDOW, None)
-    outputs, cache, events = generate(windowed_cache(7), LONG[:3], windows)
+    outputs, cache, events = generate(windowed_cache(7), LONG, windows)
     assert [o.finish for o in outputs] == ["length"] * 3
-    assert put_back == [2]
-    for prompt, output in zip(LONG, outputs, strict=False):
+    for prompt, output in zip(LONG, outputs, strict=True):
         assert output.tokens == plain(tuple(prompt), 8, windows, 96)[0]
-    assert [o.cached_tokens for o in outputs] == [0, 0, 0]  # by the third its own first chunk, when it came again
     kvjax.check(cache.state)
     assert not np.any(cache.state.seqs.length)
     assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
 
-    # One that has all blocks to itself and still finds none for its second chunk ends.
+    # One that all blocks together are too few for is refused.
     outputs, cache, events = generate(windowed_cache(3), LONG[:1], windows)
     assert [(o.finish, len(o.tokens)) for o in outputs] == [("no_blocks", 0)]
-    assert put_back == [2, 0]
+    assert not events
     kvjax.check(cache.state)
-    assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
 
 
 @pytest.mark.parametrize("layers", [[None], [None, 6], [5, 6, 9]])
@@ -208,7 +195,6 @@ def test_logs_have_room_for_the_worst_step(layers, host):
 
     worst = sum(records.shape[0] for records in jax.eval_shape(told))
     assert decode_log(spec, 0).records.shape[0] >= 2 * worst
-    assert prefill_log(spec, 3, 12).records.shape[0] >= 4 * worst  # rows of up to 4 blocks, each as in such a step
 
 
 def test_a_row_chooses_by_its_seed_alone():
@@ -309,7 +295,7 @@ def test_wrong_arguments_are_named_before_anything_is_donated():
     ("returns", "got"),
     [
         (lambda logits, pools: logits[:, 0], r"float32\[1, 61\]"),
-        (lambda logits, pools: (logits, pools), r"logits float32\[1, 1, 61\]"),
+        (lambda logits, pools: (logits, pools), r"logits float32\[1, 4, 61\]"),
         (lambda logits, pools: (logits[0, 0], pools), r"logits float32\[61\]"),
         (lambda logits, pools: (pools, logits[:, 0]), r"\(Pools, float32\[1, 61\]\)"),
         (lambda logits, pools: None, "NoneType"),
@@ -319,7 +305,7 @@ def test_a_model_that_returns_something_else_is_named(returns, got):
     def wrong(tokens, pools, view, *, last):
         return returns(jnp.zeros((*tokens.shape, VOCAB)), pools)
 
-    wanted = r" for last=i32\[1\], wanted a pair of logits f32\[1, V\] and pools"
+    wanted = r" for last=i32\[3\], wanted a pair of logits f32\[3, V\] and pools"
     raises(f"^model: got {got}{wanted}", jax.tree_util.Partial(wrong), empty_cache(), PROMPTS)
 
 
@@ -330,7 +316,7 @@ def all_logits(cache, tokens, count):
 def test_a_step_gives_the_logits_of_every_token():
     cache = empty_cache()
     prompt, count = np.asarray(PROMPTS[1][:8], np.int32), np.asarray([8, 0, 0], np.int32)
-    cache, _ = _admit(cache, np.asarray([0]), prompt[None], np.asarray([8]))
+    cache, _ = jax.jit(kvjax.Cache.admit)(cache, np.asarray([0]), prompt[None], np.asarray([8]))
     cache, logits, _ = jax.jit(all_logits)(cache, np.stack([prompt] * 3), count)
     assert logits.shape == (3, 8, VOCAB)
     assert int(cache.state.seqs.committed[0]) == 8
@@ -350,7 +336,7 @@ def finite_loop(model, cache, rows, log):
 def test_no_step_reads_what_was_never_written():
     prompt, idle, cache = PROMPTS[1], [0, 0], empty_cache()
     cache = cache.replace(pools=poisoned(cache.pools))
-    cache, _ = _admit(cache, np.asarray([0]), np.asarray([prompt], np.int32), np.asarray([20]))
+    cache, _ = jax.jit(kvjax.Cache.admit)(cache, np.asarray([0]), np.asarray([prompt], np.int32), np.asarray([20]))
     cache, logits, _ = jax.jit(kvjax.step)(model(), cache, np.asarray([prompt] * 3, np.int32), np.asarray([20, *idle]))
     chex.assert_tree_all_finite(logits)
     first, *wanted = plain(tuple(prompt))[0]
