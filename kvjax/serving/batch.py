@@ -24,6 +24,8 @@ from kvjax.serving.held import Held
 from kvjax.serving.loops import admission_events, check_cache
 from kvjax.serving.output import Output
 from kvjax.serving.requests import Finish, Serving, Stage, init_serving
+from kvjax.serving.resting import swaps
+from kvjax.serving.retire import leave
 from kvjax.serving.scheduler import Scheduler, most_blocks
 from kvjax.serving.serve import serve, worst_step
 from kvjax.serving.steps import LogitsFn
@@ -44,6 +46,8 @@ _serve = OutermostJit(
     serve, static_argnames=("scheduler", "logits_fn", "fixed_steps"), donate_argnames=("serving", "log")
 )
 _has_row = OutermostJit(has_row, donate_argnums=0)
+_leave = OutermostJit(leave, donate_argnums=0)
+_swaps = OutermostJit(swaps, static_argnames="scheduler")
 
 
 class Batch[C: (Cache, TieredCache)](Held[C]):
@@ -124,7 +128,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         """The most tokens of a request whose K/V fit, alone in the cache."""
         most = self.spec.max_length
         for group, blocks in zip(
-            self.cache.state.groups, most_blocks(self.spec, self.scheduler, np.int32(most + 1)), strict=True
+            self.cache.state.groups, most_blocks(self.spec, self.scheduler, jnp.int32(most + 1)), strict=True
         ):
             if blocks > group.num_blocks:
                 most = min(most, int(group.num_blocks) * self.spec.block_size)
@@ -137,8 +141,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             return False
         if not self.submitted:
             self._submit()
-        if self.host is not None:
-            self._keep_room()
+        self._empty_blocks(self._room_to_grow)
         log = init_log(self.log_size, self.spec.block_size, self.spec.extra_ids)
         self.serving, log = _serve(self.model, self.serving, log, steps=self.limit, now=self._next(), **self.static)
         self._hear(log)
@@ -146,6 +149,8 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         self._drain(requests)
         if onboards >= 0:
             self._onboard(requests, int(onboards), int(np.argmax(self.own & (row < 0))))
+        if self.scheduler.preempt == "swap":
+            self._swap()
         return bool(np.any(row >= 0) or np.any(requests.stage == Stage.WAITING))
 
     def close(self) -> None:
@@ -219,8 +224,8 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
     # The host tier.
 
-    def _keep_room(self) -> None:
-        """Offloads the blocks that the rows would evict as they grow: inside the loop they would be lost.
+    def _room_to_grow(self) -> tuple[int, int]:
+        """Blocks that the rows may take in the loop, and the most that they ever take: those evicted there are lost.
 
         A request that is admitted where blocks have to be evicted for it comes back to `_onboard`.
         """
@@ -231,7 +236,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
             need += np.sum(self._blocks(known))
             most += self.spec.max_seqs * self.spec.max_blocks_per_seq
-        self._empty_blocks(int(need), most)
+        return int(need), most
 
     def _blocks(self, tokens: Any) -> Any:
         """The blocks that so many tokens fill, the last one perhaps in part."""
@@ -249,4 +254,21 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             namespace=requests.namespace[slot][None], retention=stated, room=room,
         )  # fmt: skip
         done = events.ok & (row not in lost)
+        self._forget(lost)
         self.serving = _has_row(self.serving, np.array([slot, row], np.int32), events.cached[0], done)
+
+    def _swap(self) -> None:
+        """Puts the row to rest that the loop names, or brings one back; if that cannot be done, the loop preempts."""
+        swaps = jax.device_get(_swaps(self.serving, scheduler=self.scheduler))
+        if not swaps.any:
+            return
+        verb, row = (TieredCache.swap_out, swaps.out) if swaps.out >= 0 else (TieredCache.swap_in, swaps.back)
+        events, lost = self._tiered(verb, row)
+        self._forget(lost)
+        if not bool(events.ok):
+            self.serving = self.serving.replace(refused=jnp.int32(1))
+
+    def _forget(self, lost: list[int]) -> None:
+        """Takes rows that have been released, since they lost K/V, from their requests, which wait again."""
+        for row in lost:
+            self.serving = _leave(self.serving, np.int32(row), np.bool_(False))

@@ -80,14 +80,17 @@ class Held[C: (Cache, TieredCache)]:
             self._hear(removed)
         return events, lost
 
-    def _empty_blocks(self, need: int, most: int) -> None:
-        """Offloads blocks until `need` are empty in each group with a host tier, at most `most`: a loop evicts."""
+    def _empty_blocks(self, wanted: Callable[[], tuple[int, int]]) -> None:
+        """Offloads blocks until as many are empty in each group with a host tier as wanted: a loop evicts.
+
+        `wanted` gives how many, and how many it ever gives.
+        """
         for number, spec in enumerate(self.spec.groups):
             if self.host is None or not spec.num_host_blocks:
                 continue
+            need, most = (min(blocks, spec.num_blocks) for blocks in wanted())
             if int(self.cache.state.groups[number].num_empty) < need:
-                most = min(most, spec.num_blocks)
-                self._tiered(TieredCache.watermark, min(need, spec.num_blocks), most=most, group=number)
+                self._tiered(TieredCache.watermark, need, most=most, group=number)
 
     def interrupted(self, cause: BaseException) -> GenerationInterrupted:
         """The error that has the cache as `cause` leaves it."""

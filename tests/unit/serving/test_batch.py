@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`run_batch`: many prompts in one program, with and without a host tier."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,3 +117,38 @@ def test_no_prompt_no_program():
     outputs, cache, events = kvjax.run_batch(MODEL, make_cache(), [])
     assert (outputs, events) == ([], [])
     assert int(jnp.sum(cache.state.seqs.length)) == 0
+
+
+@pytest.mark.parametrize("host", [12, pytest.param(2, marks=pytest.mark.slow)])
+def test_rows_rest_on_the_host_instead_of_being_preempted(host, monkeypatch):
+    """With 12 blocks there the host has room for each row that has to rest; with 2 they are preempted after all."""
+    moved = {"swap_out": [], "swap_in": []}
+
+    def counting(method, calls):
+        def counted(cache, row, **options):
+            cache, events = method(cache, row, **options)
+            calls.append(bool(events.ok))
+            return cache, events
+
+        return counted
+
+    for name, calls in moved.items():
+        method = getattr(kvjax.tiers.TieredCache, name)
+        monkeypatch.setattr(kvjax.tiers.TieredCache, name, counting(method, calls))
+    prompts = [[i % VOCAB, *prompt] for i, prompt in enumerate(prompts_of(9, seed=4))]
+    options = dataclasses.replace(OPTIONS, preempt="swap", wait_for_prefix=False)
+    outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9, host), prompts, max_new_tokens=10, scheduler=options)
+    assert {output.finish for output in outputs} == {"length"}
+    assert_chained(prompts, outputs)
+    preemptions = sum(output.preemptions for output in outputs)
+    if host == 12:
+        assert preemptions == 0 and any(moved["swap_out"]) and sum(moved["swap_in"]) == sum(moved["swap_out"])
+    else:
+        assert preemptions > 0 and moved["swap_out"] and not any(moved["swap_out"])
+    kvjax.check(state_of(cache))
+    assert not np.asarray(state_of(cache).seqs.length).any()
+
+
+def test_rows_rest_only_where_there_is_a_host_tier():
+    with pytest.raises(ValueError, match="preempt: got 'swap', wanted 'recompute'"):
+        kvjax.run_batch(MODEL, make_cache(9), [[1]], scheduler=dataclasses.replace(OPTIONS, preempt="swap"))
