@@ -14,7 +14,7 @@ from kvjax.events.log import EventLog
 from kvjax.policies.retention import Retention, is_retention
 from kvjax.serving.loops import admission_events, note
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
-from kvjax.serving.scheduler import Scheduler, first, future, most_blocks, of_a_sample, running
+from kvjax.serving.scheduler import Scheduler, first, for_samples, most_blocks, places, reserved, running
 from kvjax.state import NO_BLOCK, Match
 from kvjax.verbs.admit import lookup
 
@@ -78,11 +78,11 @@ def admit(
         serving, log, row, done, cached = _admit(serving, log, scheduler, slot, now)
         skipped = search.skipped | (~done & (np.arange(search.skipped.shape[0], dtype=np.int32) == slot))
         number = search.number + (~done).astype(jnp.int32)
-        late = pick(serving.requests.passed, slot) >= scheduler.patience
+        late = jnp.any(skipped & (serving.requests.passed >= scheduler.patience))
         at = count(search.admitted.slots >= 0)[None]
         values = Admitted(slot[None], row[None], cached[None])
         admitted = put(search.admitted, at, values, done[None])
-        over = (~done & late) | (number > scheduler.look) | (serving.onboards >= 0)
+        over = late | (number >= scheduler.look) | (serving.onboards >= 0)
         return serving, log, _Search(candidate(serving, log, skipped, over), skipped, number, admitted)
 
     skipped = jnp.zeros(serving.requests.stage.shape, jnp.bool_)
@@ -96,12 +96,9 @@ def admit(
 
 
 def _next(requests: Requests, scheduler: Scheduler, key: jax.Array, skipped: jax.Array) -> jax.Array:
-    """i32[]; the first request in order that waits and was not skipped; those passed over too often come first."""
+    """i32[]; the first request in order that waits and was not skipped."""
     waits = (requests.stage == Stage.WAITING) & (requests.parent < 0) & ~skipped
-    late = waits & (requests.passed >= scheduler.patience)
-    return jnp.where(
-        jnp.any(late), first(requests.arrival, requests.arrival, late), first(key, requests.arrival, waits)
-    )
+    return first(places(requests, scheduler, key), waits)
 
 
 def _give_up(serving: Serving, scheduler: Scheduler, key: jax.Array, where: jax.Array) -> Serving:
@@ -124,8 +121,8 @@ def _admit(
     known, namespace = pick(requests.known, slot), pick(requests.namespace, slot)
     match = lookup(state, tokens, known, namespace=namespace, tiers=("device",))
     free = serving.free
-    samples = count((requests.parent == slot) & (requests.stage == Stage.WAITING))
-    fits = _fits(serving, scheduler, slot, match, samples) & (count(free) > samples)
+    samples = (requests.parent == slot) & (requests.stage == Stage.WAITING)
+    fits = _fits(serving, scheduler, slot, match, samples) & (count(free) > count(samples))
     good = fits & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
     if state.spec.has_host:
         there = lookup(state, tokens, known, namespace=namespace).host_tokens
@@ -202,25 +199,27 @@ def _retention(requests: Requests, slot: jax.Array) -> Retention | None:
 
 
 def _fits(serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array) -> jax.Array:
-    """bool[]; whether there are blocks for a request and its i32[] samples, as `scheduler.reserve` wants it."""
+    """bool[]; whether there are blocks for a request and its samples bool[W], as `scheduler.reserve` wants it."""
     state, requests = serving.cache.state, serving.requests
     spec, size = state.spec, state.spec.block_size
     known, goal, prompt = (pick(x, slot) for x in (requests.known, requests.goal, requests.prompt))
-    cached, places = match.cached_tokens, np.arange(match.blocks.shape[0], dtype=np.int32)
-    target = known if len(state.groups) == 1 else jnp.minimum(known, cached + scheduler.chunk)
-    most, may_need = most_blocks(spec, scheduler, goal), future(serving, scheduler)
-    more = of_a_sample(spec, scheduler, goal, prompt)
+    cached, positions = match.cached_tokens, np.arange(match.blocks.shape[0], dtype=np.int32)
+    length = known if len(state.groups) == 1 else jnp.minimum(known, cached + scheduler.chunk)
+    new, most = -(-length // size) - match.num_blocks, most_blocks(spec, scheduler, goal)
+    more = for_samples(spec, scheduler, requests.goal, prompt, samples)
+    counted = reserved(serving, scheduler)
     good = jnp.bool_(True)
     for number, (group, group_spec) in enumerate(zip(state.groups, spec.groups, strict=True)):
         ids = group.beside(match.blocks)
-        hits = (ids >= 0) & group_spec.keeps(places, cached, size)
-        held = count(hits & (pick(group.blocks.refcount, ids) > 0))
+        found = (ids >= 0) & group_spec.keeps(positions, cached, size)
+        held = found & (pick(group.blocks.refcount, ids) > 0)
         if scheduler.reserve == "known":
             spare = jnp.where(jnp.any(running(serving)), scheduler.watermark, 0)
-            need = -(-target // size) - match.num_blocks + count(hits) - held + spare
+            need, limit = new + count(found & ~held), group.available - spare
         else:
-            need = most[number] - held + may_need[number]
-        good = good & (need + samples * more[number] <= group.available)
+            shared = 0 if group_spec.window else count(held)
+            need, limit = most[number] - shared + counted[number].need, counted[number].limit
+        good = good & (need + more[number] <= limit)
     return good
 
 

@@ -15,7 +15,7 @@ from kvjax.model import Model, forward
 from kvjax.pools.views import mixed
 from kvjax.serving.loops import note
 from kvjax.serving.requests import Serving
-from kvjax.serving.scheduler import Scheduler, needs, ordered, prefilling, running, wanted
+from kvjax.serving.scheduler import Scheduler, needs, places_of_rows, prefilling, running, wanted
 
 
 class Chunks(Pytree):
@@ -30,10 +30,16 @@ class Chunks(Pytree):
     count: jax.Array
 
 
-def plan(serving: Serving, scheduler: Scheduler, size: int) -> Chunks:
-    """Deals `size` tokens of the line out to the first rows in order that want more than one."""
+def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Chunks]:
+    """Deals `size` tokens of the line out to the first rows in order that want chunks.
+
+    Rows that got none too often come before the others, the earliest request first.
+    """
     want, prefill = wanted(serving), prefilling(serving)
-    rows = ordered(serving, scheduler, prefill)[: scheduler.chunk_rows]
+    late = serving.starved >= scheduler.patience
+    on_time, key, arrival = places_of_rows(serving, scheduler)
+    keys = arrival, jnp.where(late, jnp.zeros_like(key), key), jnp.where(late, 0, on_time), ~late, ~prefill
+    rows = jnp.lexsort(keys).astype(jnp.int32)[: scheduler.chunk_rows]  # the last key decides
     real = pick(prefill, rows)
     ask = jnp.where(real, jnp.minimum(pick(want, rows), scheduler.chunk), 0)
     if scheduler.chunks == "equal":
@@ -42,7 +48,10 @@ def plan(serving: Serving, scheduler: Scheduler, size: int) -> Chunks:
         share = jnp.maximum(jnp.sum(total <= size, dtype=jnp.int32), 1)
         ask = jnp.minimum(ask, share)
     before = jnp.cumsum(ask, dtype=jnp.int32) - ask
-    return Chunks(jnp.where(real, rows, -1), jnp.clip(size - before, 0, ask))
+    chunks = Chunks(jnp.where(real, rows, -1), jnp.clip(size - before, 0, ask))
+    dealt = put(jnp.zeros_like(prefill), rows, True, chunks.count > 0)
+    starved = jnp.where(prefill & ~dealt, serving.starved + 1, 0)
+    return serving.replace(starved=starved), chunks
 
 
 def make_room(

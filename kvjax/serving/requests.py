@@ -141,7 +141,8 @@ class Serving(Pytree, static=("width",)):
       steps: i32[]; steps of the model so far.
       arrivals: i32[]; requests so far.
       fresh: bool[]; whether something has happened since nobody more could be admitted.
-      stalled: bool[S]; rows that found no block for their chunk in the last step.
+      starved: i32[S]; mixed steps in which each row wanted a chunk and got none, since it last got one.
+      stalled: bool[S]; rows that found no block for their chunk in the last mixed step.
       refused: i32[]; the number of steps for which blocks could not be had in the last step, though counted; or 0.
       put_off: i32[]; blocks of steps for which chunks have waited for others.
       onboards: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
@@ -155,6 +156,7 @@ class Serving(Pytree, static=("width",)):
     steps: jax.Array
     arrivals: jax.Array
     fresh: jax.Array
+    starved: jax.Array
     stalled: jax.Array
     refused: jax.Array
     put_off: jax.Array
@@ -225,6 +227,7 @@ def init_serving(
 
     return Serving(
         cache=cache, requests=requests, row=zeros("i4", rows) - 1, leads=zeros("?", rows), steps=zeros("i4"),
-        arrivals=zeros("i4"), fresh=zeros("?"), stalled=zeros("?", rows), refused=zeros("i4"), put_off=zeros("i4"),
+        arrivals=zeros("i4"), fresh=zeros("?"), starved=zeros("i4", rows), stalled=zeros("?", rows),
+        refused=zeros("i4"), put_off=zeros("i4"),
         onboards=zeros("i4") - 1, width=largest if width is None else static_int("width", width, 1),
     )  # fmt: skip

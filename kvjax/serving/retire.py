@@ -11,7 +11,7 @@ from kvjax._arrays import Pytree, count, pick
 from kvjax.events.log import EventLog
 from kvjax.serving.loops import note
 from kvjax.serving.requests import Finish, Serving, Stage
-from kvjax.serving.scheduler import Scheduler, decoding, last, needs, running, wanted
+from kvjax.serving.scheduler import Scheduler, decoding, last, needs, places_of_rows, running, wanted
 from kvjax.serving.steps import num_steps
 
 
@@ -66,8 +66,7 @@ def _victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
         lacks = lacks | (jnp.sum(blocks, dtype=jnp.int32) > group.available)
     lacks = lacks | (serving.refused == 1)
     having = running(serving) & (state.seqs.length > 0)
-    key = pick(scheduler.order(serving.requests, state), serving.row)
-    return jnp.where(lacks, last(key, pick(serving.requests.arrival, serving.row), having), -1)
+    return jnp.where(lacks, last(places_of_rows(serving, scheduler), having), -1)
 
 
 def _let_go(serving: Serving, log: EventLog, row: jax.Array, now: jax.Array) -> tuple[Serving, EventLog]:
@@ -89,6 +88,7 @@ def _let_go(serving: Serving, log: EventLog, row: jax.Array, now: jax.Array) -> 
         requests=requests,
         row=jnp.where(free, -1, serving.row),
         leads=serving.leads & ~free,
+        starved=jnp.where(free, 0, serving.starved),
         stalled=serving.stalled & ~free,
         refused=jnp.zeros_like(serving.refused),
         fresh=jnp.bool_(True),

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import pick
+from kvjax._arrays import count, pick
 from kvjax._checks import static_int
 from kvjax.serving.requests import Requests, Serving, Stage
 from kvjax.serving.steps import may_copy, steps_of_a_block
@@ -41,13 +41,16 @@ class Scheduler:
       k: the most decode steps of a block, 1 to P; None: P.
       k_waiting: the same while a request waits.
       watermark: blocks that stay available when "known" admits, unless no row runs.
-      patience: how often later requests may be admitted before one; then it is the first, and nobody passes it.
-      look: how many requests that cannot be admitted one step looks at.
+      patience: how often later requests may be admitted before one; then it is late: late requests come first in
+        the order, and none that came after them is admitted before they are. Also for how many mixed steps others may
+        have chunks before a row.
+      look: at how many requests that cannot be admitted one step looks.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
       min_onboard: blocks that a request has to have on the host, so that they are brought back. That is done between
         loops: a loop ends for it.
       coalesce: how many rows want chunks, or for how many blocks they have waited, before a step is mixed.
-      order: (requests, state) -> [W]; who is first: the smallest, then the earliest. Preempted is the last.
+      order: (requests, state) -> [W]; who is first: the smallest, then the earliest. They are admitted and have chunks
+        in this order; preempted is the last.
 
     Source: TensorRT-LLM's GUARANTEED_NO_EVICT, MAX_UTILIZATION and STATIC_BATCH ("goal", "known", "batch"), and its
     duplicate deferral (`wait_for_prefix`); vLLM's token budget and watermark; MAX's prefill coalescing.
@@ -69,10 +72,9 @@ class Scheduler:
     order: Order = by_priority
 
     def __post_init__(self):
-        for name in ("chunk", "chunk_rows", "k_waiting", "patience", "min_onboard", "coalesce"):
+        for name in ("chunk", "chunk_rows", "k_waiting", "patience", "look", "min_onboard", "coalesce"):
             static_int(name, getattr(self, name), 1)
-        for name in ("watermark", "look"):
-            static_int(name, getattr(self, name), 0)
+        static_int("watermark", self.watermark, 0)
         for name, known in (("reserve", ("goal", "known", "batch")), ("chunks", ("fcfs", "equal"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {known}")
@@ -107,10 +109,28 @@ def most_blocks(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array) -> list[
     return found
 
 
-def of_a_sample(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array, prompt: jax.Array) -> list[jax.Array]:
-    """For each group i32[...]: blocks that a sample takes besides the whole ones of its prompt, which it shares."""
-    first, *windows = most_blocks(spec, scheduler, goal)
-    return [jnp.maximum(first - prompt // spec.block_size, 0), *windows]
+def for_samples(
+    spec: CacheSpec, scheduler: Scheduler, goal: jax.Array, prompt: jax.Array, where: jax.Array
+) -> list[jax.Array]:
+    """For each group i32[...]: the most blocks that samples, where bool[..., K], add to the row that leads them.
+
+    They share the whole blocks of their prompt, i32[...] tokens, with it; in a group with a window each may let go of
+    them at another time than the others. All sharers of a last block are counted as copying it: one more than do.
+
+    Args:
+      spec: of the cache.
+      scheduler: static.
+      goal: i32[K]; of each possible sample.
+      prompt: i32[...].
+      where: as above.
+    """
+    shared, cut = prompt // spec.block_size, jnp.any(where, axis=-1) & (prompt % spec.block_size > 0)
+    found = []
+    for group, most in zip(spec.groups, most_blocks(spec, scheduler, goal), strict=True):
+        more = jnp.broadcast_to(most, where.shape)
+        more = jnp.maximum(more - shared[..., None], 0) if group.window is None else more
+        found.append(jnp.sum(jnp.where(where, more, 0), axis=-1, dtype=jnp.int32) + cut.astype(jnp.int32))
+    return found
 
 
 def needs(state: CacheState, end: jax.Array) -> list[jax.Array]:
@@ -121,14 +141,39 @@ def needs(state: CacheState, end: jax.Array) -> list[jax.Array]:
     return [new + (may_copy(state, group) & (end > length)).astype(jnp.int32) for group in state.groups]
 
 
-def future(serving: Serving, scheduler: Scheduler) -> list[jax.Array]:
-    """For each group i32[]: blocks that the running rows may still take until their goals."""
-    state, goal = serving.cache.state, pick(serving.requests.goal, serving.row)
+class Reserved(NamedTuple):
+    """What `reserve="goal"` counts of one group: a request fits if its blocks and `need` are at most `limit`.
+
+    Attributes:
+      need: i32[]; blocks for the rows that run.
+      limit: i32[].
+    """
+
+    need: jax.Array
+    limit: jax.Array
+
+
+def reserved(serving: Serving, scheduler: Scheduler) -> list[Reserved]:
+    """For each group what the running rows may come to need.
+
+    Rows of full attention keep what they share as long as they run, so that it counts once: they need what they do not
+    hold yet. Rows with a window let go of shared blocks one after the other, and each may then need as many as alone.
+    """
+    state, requests, row = serving.cache.state, serving.requests, serving.row
+    most = most_blocks(state.spec, scheduler, pick(requests.goal, row))
+    # A leader keeps a block for the copy of a sample, since the samples are counted without it.
+    leads = serving.leads & (pick(requests.prompt, row) % state.spec.block_size > 0)
     found = []
-    for group, most in zip(state.groups, most_blocks(state.spec, scheduler, goal), strict=True):
-        held = jnp.sum(group.table >= 0, axis=1, dtype=jnp.int32)
-        more = jnp.maximum(most - held, 0) + may_copy(state, group).astype(jnp.int32)
-        found.append(jnp.sum(jnp.where(serving.row >= 0, more, 0), dtype=jnp.int32))
+    for group, spec, each in zip(state.groups, state.spec.groups, most, strict=True):
+        copies = may_copy(state, group).astype(jnp.int32) + leads.astype(jnp.int32)
+        mine = (group.table >= 0) & running(serving)[:, None]
+        if spec.window is None:
+            need = jnp.maximum(each - jnp.sum(mine, axis=1, dtype=jnp.int32), 0) + copies
+            limit = group.available
+        else:
+            need = each + copies
+            limit = group.num_blocks - (jnp.sum(group.blocks.refcount, dtype=jnp.int32) - count(mine.reshape(-1)))
+        found.append(Reserved(jnp.sum(jnp.where(running(serving), need, 0), dtype=jnp.int32), limit))
     return found
 
 
@@ -154,24 +199,27 @@ def prefilling(serving: Serving) -> jax.Array:
     return (wanted(serving) > 0) & ~decoding(serving)
 
 
-def ordered(serving: Serving, scheduler: Scheduler, rows: jax.Array) -> jax.Array:
-    """i32[S]; all rows, those where bool[S] first, in order."""
-    key = pick(scheduler.order(serving.requests, serving.cache.state), serving.row)
-    return jnp.lexsort((pick(serving.requests.arrival, serving.row), key, ~rows)).astype(jnp.int32)
+def places(requests: Requests, scheduler: Scheduler, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Each request's place in the order, all [W], the first decides: late ones, then by key [W], then by arrival."""
+    late = requests.passed >= scheduler.patience
+    return (~late).astype(jnp.int32), jnp.where(late, jnp.zeros_like(key), key), requests.arrival
 
 
-def first(key: jax.Array, arrival: jax.Array, where: jax.Array) -> jax.Array:
-    """i32[]; the entry with the smallest key [W], then the earliest arrival i32[W], where bool[W]; -1 if none."""
-    return _extreme(jnp.min, key, arrival, where)
+def places_of_rows(serving: Serving, scheduler: Scheduler) -> tuple[jax.Array, ...]:
+    """The places of the rows' requests, all [S]."""
+    key = scheduler.order(serving.requests, serving.cache.state)
+    return pick(places(serving.requests, scheduler, key), serving.row)
 
 
-def last(key: jax.Array, arrival: jax.Array, where: jax.Array) -> jax.Array:
-    """i32[]; the entry with the largest key [W], then the latest arrival i32[W], where bool[W]; -1 if none."""
-    return _extreme(jnp.max, key, arrival, where)
+def first(place: tuple[jax.Array, ...], where: jax.Array) -> jax.Array:
+    """i32[]; the entry with the smallest place, each [W], where bool[W]; -1 if none."""
+    for values in place:
+        where = where & (values == jnp.min(jnp.where(where, values, jnp.max(values))))
+    return jnp.where(jnp.any(where), jnp.argmax(where).astype(jnp.int32), -1)
 
 
-def _extreme(choose: Callable[..., jax.Array], key: jax.Array, arrival: jax.Array, where: jax.Array) -> jax.Array:
-    for values in (key, arrival):
-        worst = jnp.max(values) if choose is jnp.min else jnp.min(values)  # a value that no entry is worse than
-        where = where & (values == choose(jnp.where(where, values, worst)))
+def last(place: tuple[jax.Array, ...], where: jax.Array) -> jax.Array:
+    """i32[]; the entry with the largest place, each [W], where bool[W]; -1 if none."""
+    for values in place:
+        where = where & (values == jnp.max(jnp.where(where, values, jnp.min(values))))
     return jnp.where(jnp.any(where), jnp.argmax(where).astype(jnp.int32), -1)

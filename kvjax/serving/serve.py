@@ -107,11 +107,11 @@ def serve_step(
         cache, _ = cache.trim(decode, max_tokens=k)
     serving = serving.replace(
         cache=cache,
-        steps=serving.steps + jnp.where(mixed, 1, jnp.max(wrote)),
         fresh=serving.fresh | mixed,
         put_off=jnp.where(mixed | ~jnp.any(prefilling(serving)), 0, serving.put_off + 1),
     )
-    return record(serving, chosen), note(log, committed), Served(retired, admitted, n, mixed, chunks, chosen)
+    serving = record(serving, chosen, jnp.where(mixed, 1, jnp.max(wrote)))
+    return serving, note(log, committed), Served(retired, admitted, n, mixed, chunks, chosen)
 
 
 def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Array:
@@ -149,7 +149,7 @@ def mixed_step(
 
     def step(carry):
         serving, log, _, _ = carry
-        chunks = plan(serving, scheduler, size)
+        serving, chunks = plan(serving, scheduler, size)
         serving, log, chunks = make_room(serving, log, scheduler, chunks, now)
         serving, log, logits = compute_line(model, serving, log, scheduler, chunks, decode, size, now)
         ready = prefilled(serving, chunks)
@@ -178,8 +178,8 @@ def _rows(serving: Serving, active: jax.Array) -> Rows:
     return Rows(last_tokens(serving), active, left, pick(requests.seed, row), pick(requests.prompt, row))
 
 
-def record(serving: Serving, chosen: Chosen) -> Serving:
-    """Adds what was chosen to the requests' tokens; those that ended so are done."""
+def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
+    """Adds what was chosen in so many steps i32[] to the requests' tokens; those that ended so are done."""
     requests, row, tokens = serving.requests, serving.row, chosen.tokens
     real = tokens >= 0
     new = jnp.sum(real, axis=1, dtype=jnp.int32)
@@ -189,16 +189,17 @@ def record(serving: Serving, chosen: Chosen) -> Serving:
     stopped = any_chosen & jnp.any(final == pick(requests.stop, row), axis=1)
     over = stopped | (any_chosen & (known >= pick(requests.goal, row)))
     begins = any_chosen & (pick(requests.known, row) == pick(requests.prompt, row))
-    steps = serving.steps
     requests = requests.replace(
         text=put(requests.text, at, tokens, real), logprobs=put(requests.logprobs, at, chosen.logprobs, real)
     )
     requests = requests.at(row, any_chosen, known=known)
-    requests = requests.at(row, begins, first_token=steps - jnp.maximum(new - 1, 0))
+    requests = requests.at(row, begins, first_token=serving.steps + 1)  # a row that chooses does so in each step
     requests = requests.at(
-        row, over, stage=int(Stage.DONE), ended=steps, finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH))
-    )
-    return serving.replace(requests=requests)
+        row, over, stage=int(Stage.DONE), ended=serving.steps + new,
+        finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH)),
+    )  # fmt: skip
+    fresh = serving.fresh | jnp.any(begins)
+    return serving.replace(requests=requests, steps=serving.steps + steps, fresh=fresh)
 
 
 def serve(

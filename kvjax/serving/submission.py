@@ -8,16 +8,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax._arrays import compact, count, pick, put, rank
+from kvjax._arrays import Pytree, compact, count, pick, put, rank
 from kvjax._checks import each_row, integers
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.events.records import Status
 from kvjax.policies.retention import UNSTATED, Retention, is_retention
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.scheduler import Scheduler, most_blocks, of_a_sample
+from kvjax.serving.scheduler import Scheduler, for_samples, most_blocks
 from kvjax.state import CacheState, Group, Text
 from kvjax.verbs._request import first_failure
 
@@ -57,10 +58,11 @@ def submit(
         same time, and share what is computed of the prompt.
 
     Returns:
-      The requests; and for each entry i32[R]: its status, its slot (-1 if refused) and the slot's generation. Status
-      BAD_REQUEST (no tokens, negative ones or more than there are, a larger goal than the slot has room for, nothing to
-      generate, not the prompt that it is a sample of), ROW_FULL (it does not fit into a row), NO_BLOCKS (not even alone
-      in the cache, pinned blocks left out), HELD (no slot is empty).
+      The requests; and for each entry i32[R]: its status, its slot (-1 if refused) and the slot's generation. The first
+      status that fits: BAD_REQUEST (no tokens, negative ones or more than there are, nothing to generate; for a sample
+      also another prompt, or a refused one), HELD (no slot is empty), ROW_FULL (it has no room in a row or in its slot,
+      or its samples have no rows), NO_BLOCKS (they do not fit alone into the cache, pinned blocks left out). A refused
+      entry takes no slot.
     """
     spec, requests = serving.cache.state.spec, serving.requests
     tokens, lengths = integers("tokens", tokens, ("T",)), integers("lengths", lengths, ("R",))
@@ -72,18 +74,14 @@ def submit(
             ("sample_of", sample_of),
         )
     )  # fmt: skip
-    line = _Line.of(tokens, lengths)
-    goal, stop = lengths + jnp.maximum(new, 0), _stop_tokens(stop_tokens, number, requests.stop.shape[1])
+    line, stop = _Line.of(tokens, lengths), _stop_tokens(stop_tokens, number, requests.stop.shape[1])
+    goal = lengths + jnp.clip(new, 0, spec.max_length + 2)  # beyond that it is refused, and must not overflow
     bad = (lengths < 1) | (line.start + lengths > tokens.shape[0]) | (new < 1)
     bad = bad | (namespace < 0) | line.any(line.tokens < 0) | _no_sample(line, lengths, namespace, parent)
-    entries = np.arange(number, dtype=np.int32)
-    samples = jnp.sum(parent[None] == entries[:, None], axis=1, dtype=jnp.int32)
-    full = (goal - 1 > spec.max_length) | (samples >= spec.max_seqs)
-    status = first_failure(
-        (bad, Status.BAD_REQUEST), (full, Status.ROW_FULL), (goal - 1 > serving.width, Status.BAD_REQUEST),
-        (_never_fits(serving.cache.state, scheduler, lengths, goal, samples), Status.NO_BLOCKS),
-    )  # fmt: skip
-    status, slots = _place(requests, status, goal, parent, slots)
+    samples = parent[None] == np.arange(number, dtype=np.int32)[:, None]
+    full = (goal - 1 > min(spec.max_length, serving.width)) | (jnp.sum(samples, axis=1) >= spec.max_seqs)
+    large = _never_fits(serving.cache.state, scheduler, lengths, goal, samples)
+    status, slots = _place(requests, _Asked(parent, goal, bad, full, large), slots)
     good, zero = status == Status.OK, jnp.zeros((number,), jnp.int32)
     seed = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (number,))
     requests = _write_prompts(requests, slots, good, line, lengths, namespace, spec.block_size)
@@ -148,11 +146,11 @@ def _no_sample(line: _Line, lengths: jax.Array, namespace: jax.Array, parent: ja
 def _never_fits(
     state: CacheState, scheduler: Scheduler, length: jax.Array, goal: jax.Array, samples: jax.Array
 ) -> jax.Array:
-    """bool[R]; whether requests, with so many samples, need more blocks than a group has besides those pinned."""
+    """bool[R]; requests that, with their samples bool[R, R], need more blocks than a group has besides those pinned."""
     fits = jnp.ones(goal.shape, jnp.bool_)
-    whole, more = most_blocks(state.spec, scheduler, goal), of_a_sample(state.spec, scheduler, goal, length)
-    for group, most, of_each in zip(state.groups, whole, more, strict=True):
-        fits = fits & (most + samples * of_each <= group.num_blocks - _pinned(group))
+    whole, more = most_blocks(state.spec, scheduler, goal), for_samples(state.spec, scheduler, goal, length, samples)
+    for group, most, of_samples in zip(state.groups, whole, more, strict=True):
+        fits = fits & (most + of_samples <= group.num_blocks - _pinned(group))
     return ~fits
 
 
@@ -163,21 +161,51 @@ def _pinned(group: Group) -> jax.Array:
     return count((group.blocks.refcount > 0) & ~of_rows & group.on_device(group.ids))
 
 
-def _place(
-    requests: Requests, status: jax.Array, goal: jax.Array, parent: jax.Array, given: ArrayLike | None
-) -> tuple[jax.Array, jax.Array]:
-    """Statuses, and slots for entries that are OK, both i32[R]: those given, or the first empty ones."""
-    status = jnp.where((parent >= 0) & (pick(status, jnp.maximum(parent, 0)) != Status.OK), Status.BAD_REQUEST, status)
-    good = status == Status.OK
+class _Asked(Pytree):
+    """What speaks for and against each entry, all [R].
+
+    Attributes:
+      parent: i32; the entry that it is a sample of, or -1.
+      goal: i32.
+      bad: bool; it is no request.
+      full: bool; it does not fit into a row.
+      large: bool; it does not fit into the cache.
+    """
+
+    parent: jax.Array
+    goal: jax.Array
+    bad: jax.Array
+    full: jax.Array
+    large: jax.Array
+
+
+def _place(requests: Requests, asked: _Asked, given: ArrayLike | None) -> tuple[jax.Array, jax.Array]:
+    """Statuses and slots of the entries, both i32[R]: those given, or the first empty ones; one entry by another."""
+    number = asked.goal.shape[0]
+    empty = requests.stage == Stage.EMPTY
     if given is None:
-        numbers = np.arange(requests.size, dtype=np.int32)
-        empty, number = compact(jnp.where(requests.stage == Stage.EMPTY, numbers, -1))
-        slots, held = pick(empty, rank(good)), good & (rank(good) >= number)
+        slots, _ = compact(jnp.where(empty, np.arange(requests.size, dtype=np.int32), -1))
     else:
-        slots = integers("slots", given, status.shape)
-        held = good & (pick(requests.stage, slots) != Stage.EMPTY)
-    wide = good & ~held & (goal > pick(requests.room, slots))
-    return jnp.where(wide, int(Status.BAD_REQUEST), jnp.where(held, int(Status.HELD), status)), slots
+        slots = integers("slots", given, asked.goal.shape)
+        slots = jnp.where((slots >= 0) & (slots < requests.size) & pick(empty, slots), slots, -1)
+
+    def place(carry: tuple[jax.Array, jax.Array], entry: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        taken, placed = carry
+        one = pick(asked, entry)
+        at = entry if given is not None else taken
+        slot = jnp.where(at < slots.shape[0], pick(slots, at), -1)
+        alone = (one.parent >= 0) & (pick(placed, one.parent) < 0)
+        status = first_failure(
+            (one.bad | alone, Status.BAD_REQUEST), (slot < 0, Status.HELD),
+            (one.full | (one.goal > pick(requests.room, slot)), Status.ROW_FULL), (one.large, Status.NO_BLOCKS),
+        )  # fmt: skip
+        good = status == Status.OK
+        placed = put(placed, entry[None], slot, good[None])
+        return (taken + good.astype(jnp.int32), placed), status
+
+    start = jnp.int32(0), jnp.full((number,), -1, jnp.int32)
+    (_, slots), status = lax.scan(place, start, jnp.arange(number, dtype=jnp.int32))
+    return status, slots
 
 
 def _write_prompts(

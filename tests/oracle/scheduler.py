@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.oracle.blocks import NO_BLOCK, Group, Retention, Status
+from tests.oracle.blocks import NO_BLOCK, Event, Group, Result, Retention, Status
 from tests.oracle.cache import Oracle
 from tests.oracle.requests import Ask, Finish, Options, Report, Request, Stage
 
@@ -41,6 +41,7 @@ class Scheduler:
       changed: whether something has happened since nobody more could be admitted.
       put_off: blocks of steps for which chunks have waited for others.
       steps: of the model so far.
+      events: of the cache in the last step.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Scheduler:
         self.stalled: set[int] = set()
         self.changed = False
         self.refused = self.put_off = self.steps = self.arrivals = 0
+        self.events: list[Event] = []
 
     # Requests come and go.
 
@@ -97,8 +99,7 @@ class Scheduler:
 
     def _check(self, ask: Ask, samples: Sequence[Ask], slot: Request | None) -> Status:
         cache, prompt = self.cache, len(ask.tokens)
-        longest = max(self.rooms, default=0)
-        if not 0 < prompt <= longest or min(ask.tokens) < 0 or ask.goal <= prompt or ask.namespace < 0:
+        if not prompt or min(ask.tokens) < 0 or ask.goal <= prompt or ask.namespace < 0:
             return Status.BAD_REQUEST
         if slot is None:
             return Status.HELD
@@ -133,7 +134,7 @@ class Scheduler:
 
     def step(self, log_room: int = AMPLE) -> Report:
         """One step; for a block of steps, there is room for so many events."""
-        report = Report()
+        report, self.events = Report(), []
         self.retire(report)
         tried = self.tries(report)
         self.grow(report, tried or self.mixes(), log_room)
@@ -190,7 +191,7 @@ class Scheduler:
         self.stalled.discard(row)
         self.passed[row] = 0
         if self.cache.rows[row].length:
-            assert self.cache.release(row).ok
+            assert self._heard(self.cache.release(row)).ok
         self.refused, self.changed = 0, True
         report.released.append(row)
 
@@ -214,7 +215,7 @@ class Scheduler:
             limit = min(most, self.options.k_waiting, *left.values())
         n = 1 if single or self.refused > 1 else min(limit, self.cache.num_steps(want, most, log_room))
         more = [max(0, min(count, n) - self._room(row)) for row, count in enumerate(want)]
-        result = self.cache.extend([count > 0 for count in more], more)
+        result = self._heard(self.cache.extend([count > 0 for count in more], more))
         report.n, self.refused = (n, 0) if result.ok else (0, n)
 
     # 3. Admit.
@@ -259,7 +260,7 @@ class Scheduler:
             row, request.tokens, namespace=request.namespace, retention=_stated(request),
             room=self.options.chunk if len(self.cache.groups) > 1 else None,
         )  # fmt: skip
-        if not result.ok:
+        if not self._heard(result).ok:
             return False
         request.stage, self.rows[row] = Stage.RUNNING, request
         if not request.preemptions:
@@ -330,11 +331,12 @@ class Scheduler:
         decode = [row for row in self.decoding() if self._room(row)]
         chunks = self._make_room(self._deal())
         report.mixed, report.decoded, report.chunks, report.stalled = True, decode, chunks, sorted(self.stalled)
-        self._commit(dict.fromkeys(decode, 1))
         self._commit(chunks)
-        ready = [*decode, *(row for row in chunks if not self.want(row))]
+        computed = [row for row in chunks if not self.want(row)]
+        forked = self._fork(computed)
+        self._commit(dict.fromkeys(decode, 1))
         self.steps, self.put_off, self.changed = self.steps + 1, 0, True
-        for row in sorted([*ready, *self._fork(ready)]):
+        for row in sorted([*decode, *computed, *forked]):
             self._choose(row, self.steps, report)
 
     def _deal(self) -> dict[int, int]:
@@ -373,7 +375,7 @@ class Scheduler:
             if all(needed[group.number] <= self._available(group) for group in self.cache.groups):
                 having[row] = count
         more = [max(0, having.get(row, 0) - self._room(row)) for row in range(len(self.rows))]
-        if not self.cache.extend([count > 0 for count in more], more).ok:
+        if not self._heard(self.cache.extend([count > 0 for count in more], more)).ok:
             having = {}
         self.stalled = set(chunks) - set(having)
         return having
@@ -384,7 +386,7 @@ class Scheduler:
         for row in self.leads.intersection(ready):
             for other in self._running():
                 if self._request(other).parent is self.rows[row]:
-                    assert self.cache.fork(row, other).ok
+                    assert self._heard(self.cache.fork(row, other)).ok
                     self._request(other).parent, self._request(other).cached = None, self._request(row).prompt
                     forked.append(other)
         self.leads.difference_update(ready)
@@ -400,7 +402,7 @@ class Scheduler:
                     written[row] += 1
                     self._choose(row, self.steps + number, report)
         self._commit(written)
-        assert self.cache.trim([row in written for row in range(len(self.rows))]).ok
+        assert self._heard(self.cache.trim([row in written for row in range(len(self.rows))])).ok
         self.steps += max(written.values(), default=0)
         self.put_off = self.put_off + 1 if self.prefilling() else 0
 
@@ -422,7 +424,12 @@ class Scheduler:
         texts: list[list[int]] = [[] for _ in self.rows]
         for row, count in counts.items():
             texts[row] = self._request(row).tokens[self._committed(row) :][:count]
-        assert self.cache.commit(texts, [counts.get(row, 0) for row in range(len(self.rows))], seqs=list(counts)).ok
+        numbers = [counts.get(row, 0) for row in range(len(self.rows))]
+        assert self._heard(self.cache.commit(texts, numbers, seqs=list(counts))).ok
+
+    def _heard(self, result: Result) -> Result:
+        self.events += result.events
+        return result
 
     # Rows.
 

@@ -7,7 +7,9 @@ The model's K/V tell what they are (`bytes_machine.Chain`), and tokens depend on
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -24,7 +26,9 @@ from kvjax.serving.submission import submit
 from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
 from tests.oracle.cache import Oracle
-from tests.oracle.present_scheduler import Request, Scheduler
+from tests.oracle.requests import Ask, Request
+from tests.oracle.requests import Options as OracleOptions
+from tests.oracle.scheduler import Scheduler
 
 ROWS, COLUMNS, SLOTS, BLOCKS, LINE, AT_ONCE = 4, 5, 7, 24, 64, 3
 LAYERS = {"full": ((None, 0), (None, 0)), "windows": ((None, 0), (6, 1))}
@@ -49,9 +53,16 @@ def make_spec(layers: str) -> kvjax.CacheSpec:
     return kvjax.make_spec(specs, num_blocks=BLOCKS, **options)
 
 
-def choose(request: Request) -> int:
+def choose(request: Request, position: int) -> int:
     """What the model chooses greedily."""
+    assert position == len(request.tokens)
     return name_of(request.namespace, tuple(request.tokens)) % VOCAB
+
+
+def oracle_options(options: Options) -> OracleOptions:
+    """The same options for the oracle; who is first is its own."""
+    names = {field.name for field in dataclasses.fields(OracleOptions)} - {"k", "order"}
+    return OracleOptions(k=options.k or SIZE, **{name: getattr(options, name) for name in names})
 
 
 class Both:
@@ -68,10 +79,9 @@ class Both:
         self.serving = init_serving(cache, [COLUMNS * SIZE + 1] * SLOTS)
         windows = [(g.window, g.sink_tokens, num_blocks) for g in self.spec.groups[1:]]
         oracle = Oracle(num_blocks, SIZE, ROWS, COLUMNS, windows=windows)
-        self.oracle = Scheduler(oracle, SLOTS, options, choose, LOG - worst_step(self.spec, options))
+        self.oracle = Scheduler(oracle, oracle_options(options), choose, [COLUMNS * SIZE + 1] * SLOTS)
         self.mirror = kvjax.fold(kvjax.events.snapshot(cache.state))
         self.documents = self.rng.integers(0, VOCAB, (3, COLUMNS * SIZE)).tolist()
-        self.texts: dict[int, Request] = {}
         self.tally: collections.Counter[str] = collections.Counter()
 
     def run(self, steps: int) -> collections.Counter[str]:
@@ -84,12 +94,13 @@ class Both:
     def finish(self) -> None:
         """Steps until nothing is left to do."""
         for _ in range(400):
-            if not any(r.row is not None or r.stage == "waiting" for r in self.oracle._requests()):
+            if all(request.stage in (Stage.EMPTY, Stage.DONE, Stage.CANCELLED) for request in self.oracle.requests):
                 break
             self.step()
             self.agree()
         else:
             raise AssertionError("requests do not end")
+        self.step()  # the last rows are released
         self.drain()
         assert not np.asarray(self.serving.cache.state.seqs.length).any()
 
@@ -97,28 +108,34 @@ class Both:
 
     def submit(self) -> None:
         """A few requests at once, that often begin alike or are samples of one; sometimes ones that cannot be."""
-        batch: list[dict[str, Any]] = []
+        batch: list[Ask] = []
         for number in range(AT_ONCE):
+            tokens, lead = self.prompt(), -1
             new = int(self.rng.integers(0 if self.rng.random() < 0.1 else 1, 9))
-            asked = {"tokens": self.prompt(), "new": new, "of": -1, "priority": int(self.rng.integers(3))}
             if number and self.rng.random() < 0.3:
-                asked["of"] = int(self.rng.integers(-1, number + 1)) if self.rng.random() < 0.1 else 0
-                asked["tokens"] = batch[max(min(asked["of"], number - 1), 0)]["tokens"]
-            batch.append(asked | {"stop": (1,) if self.rng.random() < 0.3 else ()})
-        statuses = self.oracle.submit(batch)
-        line = drive.padded([token for asked in batch for token in asked["tokens"]], LINE)
+                lead = int(self.rng.integers(-1, number + 1)) if self.rng.random() < 0.1 else 0
+                tokens = batch[max(min(lead, number - 1), 0)].tokens
+            stop = (1,) if self.rng.random() < 0.3 else ()
+            ask = Ask(tokens, len(tokens) + new, priority=int(self.rng.integers(3)), stop=stop, sample_of=lead)
+            batch.append(ask)
+        wanted = self.oracle.submit(batch)
+        line = drive.padded([token for ask in batch for token in ask.tokens], LINE)
 
-        def column(name: str) -> np.ndarray:
-            return np.array([asked[name] for asked in batch], np.int32)
+        def column(values: Iterable[int]) -> np.ndarray:
+            return np.array(list(values), np.int32)
 
-        lengths = np.array([len(asked["tokens"]) for asked in batch], np.int32)
-        self.serving, status, _, _ = _submit(
-            self.serving, line, lengths, column("new"), scheduler=self.options, priority=column("priority"),
-            stop_tokens=np.array([[*asked["stop"], -1][:1] for asked in batch], np.int32), sample_of=column("of"),
+        lengths = column(len(ask.tokens) for ask in batch)
+        self.serving, *answers = _submit(
+            self.serving, line, lengths, column(ask.goal for ask in batch) - lengths, scheduler=self.options,
+            priority=column(ask.priority for ask in batch), sample_of=column(ask.sample_of for ask in batch),
+            stop_tokens=np.array([[*ask.stop, -1][:1] for ask in batch], np.int32),
         )  # fmt: skip
-        assert [Status(s).name for s in np.asarray(status)] == statuses
-        self.tally.update(f"submit {name}" for name in statuses)
-        self.tally["sample"] += sum(asked["of"] >= 0 and s == "OK" for asked, s in zip(batch, statuses, strict=True))
+        assert np.stack(answers, axis=1).tolist() == [list(map(int, answer)) for answer in wanted]
+        statuses = [status for status, *_ in wanted]
+        self.tally.update(f"submit {status.name}" for status in statuses)
+        self.tally["sample"] += sum(
+            ask.sample_of >= 0 and s == Status.OK for ask, s in zip(batch, statuses, strict=True)
+        )
 
     def prompt(self) -> list[int]:
         """Tokens that mostly begin like a document, and mostly leave room in a row."""
@@ -128,28 +145,28 @@ class Both:
         return [*document[:kept], *self.rng.integers(0, VOCAB, length - kept).tolist()]
 
     def cancel(self) -> None:
+        """Ends some request, or names one that is no more."""
         slot = int(self.rng.integers(SLOTS))
-        done = self.oracle.cancel(slot)
-        generation = np.asarray(self.serving.requests.generation)[slot]
-        self.serving, status = _cancel(self.serving, np.array([slot], np.int32), generation[None])
-        assert (int(status[0]) == Status.OK) == done
-        self.tally["cancelled"] += done
+        generation = self.oracle.requests[slot].generation - int(self.rng.random() < 0.1)
+        wanted = self.oracle.cancel(slot, generation)
+        self.serving, status = _cancel(self.serving, np.array([slot], np.int32), np.array([generation], np.int32))
+        assert int(status[0]) == wanted
+        self.tally["cancelled"] += wanted == Status.OK
 
     def drain(self) -> None:
-        over = self.oracle.drain()
         found = results(self.serving)
         self.serving = _drain(self.serving)
-        for request in over:
-            (output,) = [output for (slot, _), output in found.items() if slot == request.slot]
+        for request in self.oracle.drain():
+            output = found[request.slot, request.generation]
             assert output.tokens == request.tokens[request.prompt :]
-            assert (output.finish, output.cached_tokens) == (request.finish, request.cached)
+            assert (output.finish, output.cached_tokens) == (request.finish.name.lower(), request.cached)
             assert output.preemptions == request.preemptions
-            self.tally[f"finish {request.finish}"] += 1
+            self.tally[f"finish {request.finish.name}"] += 1
 
     def step(self) -> None:
         log = init_log(LOG, SIZE)
         self.serving, log, served = program(self.options, self.layers)(MODEL, self.serving, log)
-        wanted, served = self.oracle.step(), jax.device_get(served)
+        wanted, served = self.oracle.step(LOG - worst_step(self.spec, self.options)), jax.device_get(served)
         slots = served.admitted.slots
         admitted = np.stack([slots, served.admitted.rows, served.admitted.cached], axis=1)[slots >= 0].tolist()
         assert [tuple(one) for one in admitted] == wanted.admitted
@@ -157,15 +174,16 @@ class Both:
         assert np.flatnonzero(served.retired.released).tolist() == sorted(set(wanted.released))
         assert (int(served.n), bool(served.mixed)) == (wanted.n, wanted.mixed)
         chunks = zip(served.chunks.rows.tolist(), served.chunks.count.tolist(), strict=True)
-        assert [chunk for chunk in chunks if chunk[0] >= 0] == wanted.chunks
+        assert [(row, number) for row, number in chunks if number] == list(wanted.chunks.items())
         chosen = {row: tokens[tokens >= 0].tolist() for row, tokens in enumerate(served.chosen.tokens)}
-        assert {row: tokens for row, tokens in chosen.items() if tokens} == dict(wanted.chosen)
+        assert {row: tokens for row, tokens in chosen.items() if tokens} == wanted.chosen
         heard = kvjax.to_list(log)
         self.mirror = kvjax.fold(heard, self.mirror)
         kinds = collections.Counter(event["kind"] for event in heard)
         assert kinds == collections.Counter(event.kind for event in self.oracle.events)
         self.tally.update(kinds)
         self.tally.update(admitted=len(admitted), preempted=len(wanted.preempted), mixed=wanted.mixed)
+        self.tally.update(stalled=len(wanted.stalled), refused=wanted.n == 0)
         self.tally[f"n={wanted.n}"] += 1
 
     def agree(self) -> None:
@@ -180,16 +198,18 @@ class Both:
             counts = oracle.cache.counts(number)
             assert (int(group.num_empty), int(group.num_cached)) == (counts["empty"], counts["cached"])
         assert int(serving.steps) == oracle.steps
-        stages = {"waiting": Stage.WAITING, "running": Stage.RUNNING}
-        for slot, request in enumerate(oracle.slots):
-            if request is None:
-                assert requests.stage[slot] == Stage.EMPTY
+        assert serving.row.tolist() == [-1 if request is None else request.slot for request in oracle.rows]
+        assert np.flatnonzero(serving.leads).tolist() == sorted(oracle.leads)
+        assert np.flatnonzero(serving.stalled).tolist() == sorted(oracle.stalled)
+        assert serving.starved.tolist() == oracle.passed
+        assert (int(serving.refused), int(serving.put_off)) == (oracle.refused, oracle.put_off)
+        assert bool(serving.fresh) == oracle.changed
+        for slot, request in enumerate(oracle.requests):
+            assert (requests.stage[slot], requests.generation[slot]) == (request.stage, request.generation)
+            if request.stage == Stage.EMPTY:
                 continue
-            over = Stage.CANCELLED if request.finish == "cancelled" else Stage.DONE
-            assert requests.stage[slot] == stages.get(request.stage, over)
             start = requests.start[slot]
             assert requests.text[start : start + requests.known[slot]].tolist() == request.tokens
-            for when in ("submitted", "admitted", "first_token", "ended"):
-                assert getattr(requests, when)[slot] == getattr(request, when), when
-            assert int(requests.passed[slot]) == request.passed
-        assert serving.row.tolist() == [-1 if oracle._at(s) is None else oracle._at(s).slot for s in range(ROWS)]
+            assert request.over or requests.parent[slot] == (request.parent.slot if request.parent else -1)
+            for name in ("arrival", "passed", "submitted", "first_token", "ended", "preemptions"):
+                assert getattr(requests, name)[slot] == getattr(request, name), name

@@ -12,7 +12,7 @@ from tests.oracle.serving import BLOCKS, Both, program
 OPTIONS = {
     "known": Scheduler(reserve="known", chunk=6, chunk_rows=2, k_waiting=2, patience=3, look=2),
     "goal": Scheduler(chunk=6, chunk_rows=3, k=3, k_waiting=3, chunks="equal", patience=4, coalesce=2),
-    "batch": Scheduler(reserve="batch", chunk=20, chunk_rows=4, k=1, look=0, wait_for_prefix=False),
+    "batch": Scheduler(reserve="batch", chunk=20, chunk_rows=4, k=1, look=1, wait_for_prefix=False),
     "tight": Scheduler(reserve="known", chunk=3, chunk_rows=1, budget=6, k=4, watermark=1, patience=2),
 }
 LONG = [("goal", "full"), ("known", "windows")]
@@ -20,7 +20,7 @@ BY_NIGHT = [("batch", "full"), ("tight", "full"), ("tight", "windows"), ("goal",
 FEWEST = {"full": 6, "windows": 7}  # blocks: enough for one row
 LENGTH = 60  # of a history
 HAPPENS = (
-    "admitted", "mixed", "sample", "cancelled", "stored", "removed", "copied", "finish stop", "finish length",
+    "admitted", "mixed", "sample", "cancelled", "stored", "removed", "copied", "finish STOP", "finish LENGTH",
     "submit ROW_FULL", "submit BAD_REQUEST", "submit HELD",
 )  # fmt: skip
 

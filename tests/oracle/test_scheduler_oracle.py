@@ -44,7 +44,7 @@ def admitted(report):
         (Ask([3, -1], 3), Status.BAD_REQUEST),
         (Ask([3, 4], 2), Status.BAD_REQUEST),
         (Ask([3, 4], 3, namespace=-1), Status.BAD_REQUEST),
-        (Ask(text(26), 27), Status.BAD_REQUEST),  # more tokens than a slot has
+        (Ask(text(26), 27), Status.ROW_FULL),  # more tokens than a slot has
         (Ask([3], 26), Status.ROW_FULL),
         (Ask([3], 25), Status.OK),  # the last token is not written
         (Ask([3], 3, sample_of=0), Status.BAD_REQUEST),  # of itself
