@@ -76,5 +76,14 @@ def results(serving: Serving) -> dict[tuple[int, int], Output]:
             cached_tokens=int(requests.cached[slot]),
             finish=_FINISH.get(Finish(int(requests.finish[slot]))),
             preemptions=int(requests.preemptions[slot]),
+            top_logprobs=top_of(requests, generated),
         )
     return found
+
+
+def top_of(requests: Any, where: slice) -> list[dict[int, float]]:
+    """The likeliest tokens in some places of the text of requests on the host, with their log-probabilities."""
+    if requests.top is None:
+        return []
+    tokens, logprobs = (column[where].tolist() for column in requests.top)
+    return [dict(zip(*one, strict=True)) for one in zip(tokens, logprobs, strict=True)]

@@ -230,7 +230,7 @@ def prefill(
         new = jnp.take_along_axis(prompts, jnp.minimum(position, prompts.shape[1] - 1), axis=1)
         cache, logits, committed = step(model, cache, new, count, seqs, now=now)
         rows = Rows(new[:, 0], count > 0, left, seeds, prompt=start + left)
-        token, logprob = choose(logits, rows, start + count, stop, sampling, logits_fn)
+        token, logprob, *_ = choose(logits, rows, start + count, stop, sampling, logits_fn)
         done = (count > 0) & (count == left)
         return (
             cache,

@@ -13,6 +13,8 @@ class Output:
     Attributes:
       tokens: the generated tokens, the stop token included.
       logprobs: their log-probabilities.
+      top_logprobs: for each of them the likeliest tokens with their log-probabilities, the likeliest first; empty if
+        that was not asked for.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
       preemptions: how often it had to give its row up and wait again.
@@ -26,3 +28,4 @@ class Output:
     cached_tokens: int = 0
     finish: str | None = None
     preemptions: int = 0
+    top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)

@@ -57,6 +57,7 @@ class Requests(Pytree):
     Attributes:
       text: i32[F]; the tokens of all requests, each from its `start` on: its prompt, then what was generated.
       logprobs: f32[F]; of the tokens that were generated.
+      top: i32[F, T] and f32[F, T]; the likeliest tokens in the place of each, and their log-probabilities; or None.
       keys: u32[F / P, 2]; of the whole blocks of prompts (`blocks/keys.py`).
       start: i32[W]; where its tokens begin, a multiple of P.
       room: i32[W]; how many fit there.
@@ -86,6 +87,7 @@ class Requests(Pytree):
 
     text: jax.Array
     logprobs: jax.Array
+    top: tuple[jax.Array, jax.Array] | None
     keys: jax.Array
     start: jax.Array
     room: jax.Array
@@ -116,6 +118,11 @@ class Requests(Pytree):
     def size(self) -> int:
         """W."""
         return self.stage.shape[0]
+
+    @property
+    def num_top(self) -> int:
+        """T; 0 if no log-probabilities of others are noted."""
+        return 0 if self.top is None else self.top[0].shape[1]
 
     def tokens(self, slots: jax.Array, first: jax.Array, width: int) -> jax.Array:
         """i32[R, width]; tokens of requests slots i32[R] from token first i32[R] on; anything beyond their end."""
@@ -184,6 +191,7 @@ def init_serving(
     num_stop_tokens: int = 1,
     num_ranges: int | None = None,
     greedy: bool = False,
+    top_logprobs: int = 0,
 ) -> Serving:
     """Empty slots for requests, W = len(rooms), over a cache.
 
@@ -196,6 +204,7 @@ def init_serving(
       num_stop_tokens: K.
       num_ranges: of each request's retention; None: no request has one.
       greedy: whether no request samples; then nothing else is compiled.
+      top_logprobs: T, for how many of the likeliest tokens to note log-probabilities, at each step.
     """
     size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(rooms)
     room = np.array([-(-static_int("rooms", one, 0) // size) * size for one in rooms], np.int32)
@@ -207,11 +216,14 @@ def init_serving(
     def number(value: int = 0, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.full((num,), value, dtype)
 
+    top = None
+    if static_int("top_logprobs", top_logprobs, 0):
+        top = jnp.zeros((total, top_logprobs), jnp.int32), jnp.zeros((total, top_logprobs), jnp.float32)
     retention = None
     if num_ranges is not None:
         retention = Retention(jnp.zeros((num, num_ranges, 4), jnp.int32), jnp.zeros((num, 2), jnp.int32))
     requests = Requests(
-        text=jnp.zeros((total,), jnp.int32), logprobs=jnp.zeros((total,), jnp.float32),
+        text=jnp.zeros((total,), jnp.int32), logprobs=jnp.zeros((total,), jnp.float32), top=top,
         keys=jnp.zeros((total // size, 2), jnp.uint32), start=jnp.asarray(starts), room=jnp.asarray(room),
         generation=number(), stage=number(int(Stage.EMPTY)), prompt=number(), known=number(), goal=number(),
         priority=number(), arrival=number(), passed=number(), parent=number(-1), namespace=number(),

@@ -98,7 +98,8 @@ def serve_step(
     rows, cache = _rows(serving, decode), serving.cache
     pools, _, written = compute(
         model, cache, rows, want, steps, most=k, stop=pick(serving.requests.stop, serving.row),
-        sampling=pick(serving.requests.sampling, serving.row), logits_fn=logits_fn, fixed_steps=fixed_steps,
+        sampling=pick(serving.requests.sampling, serving.row), top=serving.requests.num_top, logits_fn=logits_fn,
+        fixed_steps=fixed_steps,
     )  # fmt: skip
     wrote = jnp.where(mixed, decode.astype(jnp.int32), written.count)
     chosen = Chosen(jnp.where(mixed, chosen.bits, written.chosen.bits))
@@ -146,6 +147,7 @@ def mixed_step(
       The requests and the log, the chunks committed; which these are; and what was chosen, k columns.
     """
     size, rows = scheduler.chunk_tokens(serving.cache.state.spec), decode.shape[0]
+    nothing = Chosen.none(rows, k, serving.requests.num_top)
 
     def step(carry):
         serving, log, _, _ = carry
@@ -155,19 +157,15 @@ def mixed_step(
         ready = prefilled(serving, chunks)
         serving, logits, ready = fork_samples(serving, logits, ready)
         requests, row = serving.requests, serving.row
-        token, logprob = choose(
-            logits,
-            _rows(serving, decode),
-            pick(requests.known, row),
-            pick(requests.stop, row),
-            pick(requests.sampling, row),
-            logits_fn,
-        )
-        chosen = Chosen.of(token, logprob).only((decode | ready)[:, None])
-        return serving, log, chunks, Chosen.none(rows, k).put(chosen, jnp.int32(0))
+        choice = choose(
+            logits, _rows(serving, decode), pick(requests.known, row), pick(requests.stop, row),
+            pick(requests.sampling, row), logits_fn, requests.num_top,
+        )  # fmt: skip
+        chosen = Chosen.of(choice).only((decode | ready)[:, None])
+        return serving, log, chunks, nothing.put(chosen, jnp.int32(0))
 
     none = jnp.full((min(scheduler.chunk_rows, rows),), -1, jnp.int32)
-    start = serving, log, Chunks(none, jnp.zeros_like(none)), Chosen.none(rows, k)
+    start = serving, log, Chunks(none, jnp.zeros_like(none)), nothing
     return once(where, step, start)
 
 
@@ -192,6 +190,8 @@ def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
     requests = requests.replace(
         text=put(requests.text, at, tokens, real), logprobs=put(requests.logprobs, at, chosen.logprobs, real)
     )
+    if requests.top is not None:
+        requests = requests.replace(top=put(requests.top, at, chosen.top, real))
     requests = requests.at(row, any_chosen, known=known)
     requests = requests.at(row, begins, first_token=serving.steps + 1)  # a row that chooses does so in each step
     requests = requests.at(

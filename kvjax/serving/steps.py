@@ -31,7 +31,7 @@ from kvjax.blocks.rows import table_entry
 from kvjax.cache import Cache
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
-from kvjax.serving.sampling import Sampling, sample
+from kvjax.serving.sampling import Choice, Sampling, sample
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, Group
 
@@ -60,7 +60,8 @@ class Chosen(Pytree):
     """Tokens that were chosen, with their log-probabilities; one array, since each write is a kernel on a GPU.
 
     Attributes:
-      bits: i32[2, S, n]; the tokens, -1 for none, and the bits of the log-probabilities.
+      bits: i32[2 + 2 T, S, n]; the tokens, -1 for none, and the bits of the log-probabilities; then the T likeliest
+        tokens, and the bits of theirs.
     """
 
     bits: jax.Array
@@ -75,26 +76,41 @@ class Chosen(Pytree):
         """f32[S, n]; 0 where there is no token."""
         return lax.bitcast_convert_type(self.bits[1], jnp.float32)
 
-    @classmethod
-    def none(cls, rows: int, size: int) -> Chosen:
-        """No tokens, in an array for `size` of each row."""
-        return cls(jnp.broadcast_to(_NONE, (2, rows, size)))
+    @property
+    def top(self) -> tuple[jax.Array, jax.Array]:
+        """i32[S, n, T], the likeliest tokens, and f32[S, n, T], their log-probabilities."""
+        tokens, logprobs = jnp.split(jnp.moveaxis(self.bits[2:], 0, -1), 2, axis=-1)
+        return tokens, lax.bitcast_convert_type(logprobs, jnp.float32)
 
     @classmethod
-    def of(cls, tokens: jax.Array, logprobs: jax.Array) -> Chosen:
-        """A token for each row, i32[S], with its log-probability."""
-        return cls(jnp.stack([tokens, lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)])[:, :, None])
+    def none(cls, rows: int, size: int, top: int = 0) -> Chosen:
+        """No tokens, in an array for `size` of each row, each with the `top` likeliest."""
+        return cls(jnp.broadcast_to(_nothing(2 + 2 * top), (2 + 2 * top, rows, size)))
+
+    @classmethod
+    def of(cls, choice: Choice) -> Chosen:
+        """What was chosen for each of S rows."""
+        bits = [choice.tokens, _bits(choice.logprobs)]
+        if choice.top_tokens is not None and choice.top_logprobs is not None:
+            bits += [*choice.top_tokens.T, *_bits(choice.top_logprobs).T]
+        return cls(jnp.stack(bits)[:, :, None])
 
     def only(self, where: jax.Array) -> Chosen:
         """Those where bool[S, n], none elsewhere."""
-        return Chosen(jnp.where(where[None], self.bits, _NONE))
+        return Chosen(jnp.where(where[None], self.bits, _nothing(self.bits.shape[0])))
 
     def put(self, others: Chosen, start: jax.Array) -> Chosen:
         """These, with the others from column start i32[] on."""
         return Chosen(lax.dynamic_update_slice_in_dim(self.bits, others.bits, start, axis=2))
 
 
-_NONE = np.array([-1, 0], np.int32)[:, None, None]
+def _bits(logprobs: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
+
+
+def _nothing(number: int) -> np.ndarray:
+    """i32[number, 1, 1]; no token, and 0 for all that is said of it."""
+    return np.array([-1, *[0] * (number - 1)], np.int32)[:, None, None]
 
 
 class Written(Pytree):
@@ -183,6 +199,7 @@ def compute(
     most: int,
     stop: jax.Array,
     sampling: Sampling | None,
+    top: int = 0,
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
 ) -> tuple[Pools, Rows, Written]:
@@ -197,6 +214,7 @@ def compute(
       most: static; k.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
       sampling: leaves [] or [S]; None: greedy.
+      top: static; T, of how many of the likeliest tokens to note the log-probabilities.
       logits_fn: static; as in `decode`.
       fixed_steps: static; always loops `most` times.
 
@@ -213,13 +231,14 @@ def compute(
         view = cache.view(active.astype(jnp.int32), 1, written=written)
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
         written = written + active.astype(jnp.int32)
-        token, logprob = choose(logits, rows, committed + written, stop, sampling, logits_fn)
-        chosen = chosen.put(Chosen.of(token, logprob), number[0])
-        rows, number = advance(rows, active, token, stop, committed + written < most_tokens), number + 1
+        choice = choose(logits, rows, committed + written, stop, sampling, logits_fn, top)
+        chosen = chosen.put(Chosen.of(choice), number[0])
+        rows, number = advance(rows, active, choice.tokens, stop, committed + written < most_tokens), number + 1
         return number, jnp.any(rows.active & (number < steps)), pools, rows, written, chosen
 
     zeros = jnp.zeros_like(want)
-    start = zeros, jnp.any(rows.active & (steps > 0)), cache.pools, rows, zeros, Chosen.none(want.shape[0], most)
+    none = Chosen.none(want.shape[0], most, top)
+    start = zeros, jnp.any(rows.active & (steps > 0)), cache.pools, rows, zeros, none
     if fixed_steps:
         _, _, pools, rows, written, chosen = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
     else:
@@ -234,18 +253,17 @@ def choose(
     stop: jax.Array,
     sampling: Sampling | None,
     logits_fn: LogitsFn | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row and its log-probability, at positions i32[S]; stop i32[K] or i32[S, K]."""
+    top: int = 0,
+) -> Choice:
+    """The next token of each row, at positions i32[S]; stop i32[K] or i32[S, K]."""
     if logits_fn is not None:
         logits = logits_fn(logits, rows.token, positions)
     if sampling is None:
-        chosen = sample(logits, None, rows.seed, positions)
-    elif rows.prompt is None:
+        return sample(logits, None, rows.seed, positions, top_logprobs=top)
+    if rows.prompt is None:
         raise ValueError("rows.prompt: got None, wanted the tokens of each row's prompt, or sampling=None")
-    else:
-        generated = positions - rows.prompt
-        chosen = sample(logits, sampling, rows.seed, positions, stop=stop, generated=generated)
-    return chosen.tokens, chosen.logprobs
+    generated = positions - rows.prompt
+    return sample(logits, sampling, rows.seed, positions, stop=stop, generated=generated, top_logprobs=top)
 
 
 def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:

@@ -262,6 +262,8 @@ class Config:
 
     Attributes:
       layers: (window, sink tokens) of each layer.
+      rows: S.
+      width: tokens of a row.
       blocks: N of each group; a bare first one has what it needs.
       host: H of each group.
       dtype: of the pools.
@@ -276,6 +278,8 @@ class Config:
     """
 
     layers: tuple[tuple[int | None, int], ...] = ((None, 0), (None, 0))
+    rows: int = ROWS
+    width: int = WIDTH
     blocks: int = 7
     host: int = 0
     dtype: str = "float32"
@@ -290,8 +294,8 @@ class Config:
     def spec(self) -> CacheSpec:
         layers = [kvjax.LayerSpec(self.heads, 2, *layer) for layer in self.layers]
         return kvjax.make_spec(
-            layers, num_blocks=self.blocks, num_host_blocks=self.host, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE,
-            dtype=self.dtype, **self.options,
+            layers, num_blocks=self.blocks, num_host_blocks=self.host, max_seqs=self.rows, max_length=self.width,
+            block_size=SIZE, dtype=self.dtype, **self.options,
         )  # fmt: skip
 
     def placement(self) -> dict[str, Any]:
@@ -371,7 +375,7 @@ class Life:
             assert all(np.array_equal(first, other) for other in others), "the devices have different states"
         assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
         seqs = self.state.seqs
-        for seq in range(ROWS):
+        for seq in range(self.spec.max_seqs):
             row = self.rows.get(seq, Row(0, (), ()))
             found = int(seqs.committed[seq]), int(seqs.namespace[seq]), int(seqs.length[seq]) > 0
             assert found == (len(row.items), row.namespace, seq in self.rows), f"row {seq} has {found}, wanted {row}"

@@ -2,6 +2,7 @@
 """Random requests to the library's scheduler and to the one in plain Python, which must do the same in every step.
 
 The model's K/V tell what they are (`bytes_machine.Chain`), and tokens depend on them: a wrong byte is a wrong token.
+After each step every byte that anyone may read is compared, and all others are NaN (`bytes_machine.Life`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvjax.serving.scheduler import Scheduler as Options
 from kvjax.serving.serve import serve_step, worst_step
 from kvjax.serving.submission import submit
 from tests import drive
-from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
+from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, Config, Faults, Life, Row, name_of
 from tests.oracle.cache import Oracle
 from tests.oracle.requests import Ask, Request
 from tests.oracle.requests import Options as OracleOptions
@@ -32,8 +33,9 @@ from tests.oracle.scheduler import Scheduler
 
 ROWS, COLUMNS, SLOTS, BLOCKS, LINE, AT_ONCE = 4, 5, 7, 24, 64, 3
 LAYERS = {"full": ((None, 0), (None, 0)), "windows": ((None, 0), (6, 1))}
+TENANTS = np.array([0, 1, 0], np.int32)  # the namespace of a prompt, by its first token: what a model knows of it
 LOG = 4_000
-MODEL = Chain(np.full(VOCAB, name_of(0, ()), np.int32), 2)
+MODEL = Chain(np.array([name_of(tenant, ()) for tenant in TENANTS.tolist()], np.int32), 2)
 
 _submit = jax.jit(submit, static_argnames="scheduler")
 _cancel, _drain = jax.jit(cancel), jax.jit(drain)
@@ -47,10 +49,9 @@ def program(options: Options, layers: str = "full") -> Any:
     return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def make_spec(layers: str) -> kvjax.CacheSpec:
-    specs = [kvjax.LayerSpec(1, 2, *layer) for layer in LAYERS[layers]]
-    options = {"max_seqs": ROWS, "max_length": COLUMNS * SIZE, "block_size": SIZE, "dtype": "float32"}
-    return kvjax.make_spec(specs, num_blocks=BLOCKS, **options)
+def config(layers: str) -> Config:
+    """What the caches are made with."""
+    return Config(layers=LAYERS[layers], rows=ROWS, width=COLUMNS * SIZE, blocks=BLOCKS)
 
 
 def choose(request: Request, position: int) -> int:
@@ -73,14 +74,14 @@ class Both:
     """
 
     def __init__(self, options: Options, layers: str, num_blocks: int, seed: int):
-        self.options, self.layers, self.spec = options, layers, make_spec(layers)
-        self.rng = np.random.default_rng(seed)
-        cache = Cache.create(self.spec, num_blocks=np.int32(num_blocks))
-        self.serving = init_serving(cache, [COLUMNS * SIZE + 1] * SLOTS)
+        self.options, self.layers, self.life = options, layers, Life(config(layers), Faults())
+        self.spec, self.rng = self.life.spec, np.random.default_rng(seed)
+        self.life.cache = Cache.create(self.spec, num_blocks=np.int32(num_blocks))
+        serving = init_serving(self.life.cache, [COLUMNS * SIZE + 1] * SLOTS)
+        self.serving = jax.device_put(serving, jax.devices()[0])  # as all that comes after, or it is another program
         windows = [(g.window, g.sink_tokens, num_blocks) for g in self.spec.groups[1:]]
         oracle = Oracle(num_blocks, SIZE, ROWS, COLUMNS, windows=windows)
         self.oracle = Scheduler(oracle, oracle_options(options), choose, [COLUMNS * SIZE + 1] * SLOTS)
-        self.mirror = kvjax.fold(kvjax.events.snapshot(cache.state))
         self.documents = self.rng.integers(0, VOCAB, (3, COLUMNS * SIZE)).tolist()
         self.tally: collections.Counter[str] = collections.Counter()
 
@@ -116,8 +117,8 @@ class Both:
                 lead = int(self.rng.integers(-1, number + 1)) if self.rng.random() < 0.1 else 0
                 tokens = batch[max(min(lead, number - 1), 0)].tokens
             stop = (1,) if self.rng.random() < 0.3 else ()
-            ask = Ask(tokens, len(tokens) + new, priority=int(self.rng.integers(3)), stop=stop, sample_of=lead)
-            batch.append(ask)
+            options = {"priority": int(self.rng.integers(3)), "namespace": int(TENANTS[tokens[0]]) if tokens else 0}
+            batch.append(Ask(tokens, len(tokens) + new, **options, stop=stop, sample_of=lead))
         wanted = self.oracle.submit(batch)
         line = drive.padded([token for ask in batch for token in ask.tokens], LINE)
 
@@ -127,7 +128,8 @@ class Both:
         lengths = column(len(ask.tokens) for ask in batch)
         self.serving, *answers = _submit(
             self.serving, line, lengths, column(ask.goal for ask in batch) - lengths, scheduler=self.options,
-            priority=column(ask.priority for ask in batch), sample_of=column(ask.sample_of for ask in batch),
+            priority=column(ask.priority for ask in batch), namespace=column(ask.namespace for ask in batch),
+            sample_of=column(ask.sample_of for ask in batch),
             stop_tokens=np.array([[*ask.stop, -1][:1] for ask in batch], np.int32),
         )  # fmt: skip
         assert np.stack(answers, axis=1).tolist() == [list(map(int, answer)) for answer in wanted]
@@ -177,8 +179,7 @@ class Both:
         assert [(row, number) for row, number in chunks if number] == list(wanted.chunks.items())
         chosen = {row: tokens[tokens >= 0].tolist() for row, tokens in enumerate(served.chosen.tokens)}
         assert {row: tokens for row, tokens in chosen.items() if tokens} == wanted.chosen
-        heard = kvjax.to_list(log)
-        self.mirror = kvjax.fold(heard, self.mirror)
+        heard = self.life.hear(kvjax.to_list(log))
         kinds = collections.Counter(event["kind"] for event in heard)
         assert kinds == collections.Counter(event.kind for event in self.oracle.events)
         self.tally.update(kinds)
@@ -190,8 +191,6 @@ class Both:
         """Both are in the same state, which is sound."""
         serving = jax.device_get(self.serving)
         state, requests, oracle = serving.cache.state, serving.requests, self.oracle
-        kvjax.check(state)
-        assert kvjax.events.index_of(state) == self.mirror.index
         assert state.seqs.length.tolist() == [row.length for row in oracle.cache.rows]
         assert state.seqs.committed.tolist() == [len(row.tokens) for row in oracle.cache.rows]
         for number, group in enumerate(state.groups):
@@ -213,3 +212,17 @@ class Both:
             assert request.over or requests.parent[slot] == (request.parent.slot if request.parent else -1)
             for name in ("arrival", "passed", "submitted", "first_token", "ended", "preemptions"):
                 assert getattr(requests, name)[slot] == getattr(request, name), name
+        self.verify_bytes()
+
+    def verify_bytes(self) -> None:
+        """Each byte that may be read is right; all others are NaN from now on. The events give the index."""
+        life, life.cache, life.rows = self.life, self.serving.cache, {}
+        for seq, (row, request) in enumerate(zip(self.oracle.cache.rows, self.oracle.rows, strict=True)):
+            if row.length:
+                assert request is not None
+                items = tuple(request.tokens[: len(row.tokens)])
+                life.rows[seq] = Row(request.namespace, tuple(request.tokens), items)
+        life.look()
+        life.verify()
+        life.poison()
+        self.serving = self.serving.replace(cache=life.cache)

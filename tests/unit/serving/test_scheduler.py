@@ -19,7 +19,7 @@ from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve
 from kvjax.serving.requests import Stage
 from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB
-from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, ROWS, SLOTS, make_spec, program
+from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, ROWS, SLOTS, config, program
 from tests.oracle.test_machine_serving import OPTIONS
 
 pytestmark = pytest.mark.long
@@ -32,7 +32,7 @@ class Story:
     """A cache of `num_blocks` blocks, and its requests."""
 
     def __init__(self, num_blocks=24, pins=0):
-        cache = Cache.create(make_spec("full"), num_blocks=np.int32(num_blocks))
+        cache = Cache.create(config("full").spec(), num_blocks=np.int32(num_blocks))
         if pins:
             state, _ = kvjax.admit(cache.state, 0, np.arange(pins * SIZE, dtype=np.int32), pins * SIZE)
             counts = np.array([pins * SIZE, 0, 0, 0], np.int32)
@@ -205,3 +205,28 @@ def test_a_loop_ends_where_no_row_is_left_for_those_who_wait():
     assert not bool(story.serving.busy)
     story.serving = story.serving.replace(cache=story.serving.cache.replace(state=kvjax.release(state, 0)[0]))
     assert bool(story.serving.busy)
+
+
+def test_the_likeliest_tokens_are_noted_with_each_one_chosen():
+    """All log-probabilities of a model that knows only the last token, in mixed steps and in blocks of steps."""
+    table = np.random.default_rng(5).normal(size=(7, 7)).astype(np.float32)
+
+    def pairs(table, tokens, pools, view, *, last):
+        del view
+        return table[tokens[jnp.arange(tokens.shape[0]), last]], pools
+
+    story = Story()
+    serving = init_serving(story.serving.cache, [ROOM + 1] * SLOTS, top_logprobs=3)
+    story.serving = serving
+    story.submit([1, 2, 3], [4] * 9, new=6)
+    run = jax.jit(functools.partial(serve, scheduler=KNOWN, steps=100))
+    log = init_log(2 * LOG + 2 * worst_step(serving.cache.state.spec, KNOWN), SIZE)
+    serving, _ = run(jax.tree_util.Partial(pairs, jnp.asarray(table)), story.serving, log)
+    scores = np.asarray(jax.nn.log_softmax(table, axis=-1))
+    for prompt, output in zip([[1, 2, 3], [4] * 9], results(serving).values(), strict=True):
+        assert len(output.tokens) == len(output.top_logprobs) == 6
+        before = [prompt[-1], *output.tokens]
+        for last, token, logprob, top in zip(before, output.tokens, output.logprobs, output.top_logprobs, strict=False):
+            assert list(top) == np.argsort(-scores[last])[:3].tolist()
+            np.testing.assert_allclose(list(top.values()), np.sort(scores[last])[::-1][:3], rtol=1e-5)
+            assert next(iter(top)) == token and top[token] == logprob
