@@ -6,6 +6,7 @@ All prompts about a document come one after the other, so that those that could 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +20,10 @@ from kvjax import Cache
 from kvjax.events import EventLog, init_log
 from kvjax.serving import Scheduler, Serving, init_serving, results, serve, serve_step, submit, worst_step
 from models import recall
+from tests.oracle import requests as oracle
 
 BLOCK = 16
+TIE = 2e-3  # difference of log-probabilities below which sums in another order may choose the other token
 NEVER = np.int32(1 << 30)  # more steps than a batch takes
 
 
@@ -34,7 +37,7 @@ class Size(NamedTuple):
     range: tuple[int, int] = (33, 95)
     rows: int = 32
     num_blocks: int = 512
-    scheduler: Scheduler = Scheduler(budget=32 + 32, look=32)
+    scheduler: Scheduler = Scheduler(look=32, chunk_rows=8)
     rounds: int = 5
 
     @property
@@ -52,7 +55,7 @@ class Size(NamedTuple):
         return np.random.default_rng(1).integers(low, high + 1, self.requests).tolist()
 
 
-QUICK = Size(2, 3, 4, 6, (3, 9), rows=2, num_blocks=24, scheduler=Scheduler(budget=2 + 8, look=4), rounds=1)
+QUICK = Size(2, 3, 4, 6, (3, 9), rows=2, num_blocks=24, scheduler=Scheduler(chunk=8), rounds=1)
 
 
 def questions(size: Size) -> list[list[int]]:
@@ -67,8 +70,8 @@ def questions(size: Size) -> list[list[int]]:
 
 def make_cache(model: Any, size: Size) -> Cache:
     spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=size.num_blocks, max_seqs=size.rows, max_length=-(-size.longest // BLOCK) * BLOCK,
-        block_size=BLOCK, dtype="float32",
+        model.layer_specs(), num_blocks=size.num_blocks, max_seqs=size.rows, block_size=BLOCK, dtype="float32",
+        max_length=-(-size.longest // BLOCK) * BLOCK,
     )  # fmt: skip
     return Cache.create(spec)
 
@@ -132,3 +135,31 @@ def answers(serving: Serving) -> list[list[int]]:
     outputs = results(serving)
     common.require(all(output.finish == "length" for output in outputs.values()), "a request is not done")
     return [outputs[name].tokens for name in sorted(outputs)]
+
+
+def oracle_options(scheduler: Scheduler) -> oracle.Options:
+    """The same options for the scheduler in plain Python."""
+    same = [field.name for field in dataclasses.fields(oracle.Options) if field.name not in ("k", "order")]
+    common.require(scheduler.order == Scheduler().order, "the scheduler in plain Python has the default order only")
+    return oracle.Options(k=scheduler.k or BLOCK, **{name: getattr(scheduler, name) for name in same})
+
+
+def margin(model: Any, size: Size, tokens: Sequence[int]) -> float:
+    """By how much the most probable token behind these is ahead of the second one, as a log-probability."""
+    cache, line = make_cache(model, size), np.array([tokens], np.int32)
+    cache, _ = cache.admit(np.zeros(1, np.int32), line, np.array([len(tokens)], np.int32))
+    _, logits, _ = kvjax.step(model, cache, line, np.array([len(tokens)], np.int32), np.zeros(1, np.int32))
+    second, first = np.sort(np.asarray(logits[0]))[-2:]
+    return float(first - second)
+
+
+def require_same(model: Any, size: Size, prompts: Sequence[list[int]], outputs: dict[str, list[list[int]]]) -> None:
+    """Ends the benchmark if ways to run a batch chose different tokens, but where two tokens were as good as equal."""
+    (first, ours), *others = outputs.items()
+    for other, theirs in others:
+        for number, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+            same = [a == b for a, b in zip(one, two, strict=True)]
+            if not all(same):
+                ahead = margin(model, size, [*prompts[number], *one[: same.index(False)]])
+                otherwise = f"{first} and {other} chose different tokens for prompt {number}, {ahead:.1e} apart"
+                common.require(ahead < TIE, otherwise)

@@ -76,16 +76,20 @@ def require(fact: bool, otherwise: str) -> None:
         raise SystemExit(f"benchmark failed: {otherwise}")
 
 
-def report(benchmark: str, metrics: dict[str, float], file: pathlib.Path | None = None) -> None:
-    """Prints the metrics, and writes them with where they were measured."""
-    result = {
-        "benchmark": benchmark,
-        **where(),
-        "metrics": {name: rounded(value) for name, value in metrics.items()},
-    }
-    width = max(map(len, metrics))
-    for name, value in result["metrics"].items():
-        print(f"  {name:<{width}}  {value:>12,.6g}")
+def report(
+    benchmark: str,
+    metrics: dict[str, float],
+    file: pathlib.Path | None = None,
+    details: dict[str, float] | None = None,
+) -> None:
+    """Prints the metrics, and writes them with where they were measured; details are figures beside them."""
+    result = {"benchmark": benchmark, **where()}
+    for kind, values in (("metrics", metrics), ("details", details or {})):
+        if values:
+            result[kind] = {name: rounded(value) for name, value in values.items()}
+            width = max(map(len, values))
+            for name, value in result[kind].items():
+                print(f"  {name:<{width}}  {value:>12,.6g}")
     write(result, file)
 
 
