@@ -167,6 +167,12 @@ def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.nda
     return np.array(due), system.steps + idle
 
 
+def require_same(ours: Ended, theirs: Ended) -> None:
+    """Ends the benchmark if the library and plain Python made different things of the requests."""
+    for name, mine, other in zip(Ended._fields, ours, theirs, strict=True):
+        common.require(np.array_equal(mine, other), f"{name} is {mine}, and {other} in plain Python")
+
+
 def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
     """Replays the first requests, which compiles, also in plain Python; then all of them, which is timed."""
     first, system = requests[: max(size.checked, 1)], Library(requests, size, scheduler)
@@ -175,9 +181,7 @@ def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -
     if size.checked:
         plain = Plain(requests, size, scheduler)
         replay(plain, first)
-        for name, ours, theirs in zip(Ended._fields, system.ended(len(first)), plain.ended(len(first)), strict=True):
-            same = np.array_equal(ours, theirs)
-            common.require(same, f"{scheduler.reserve}: {name} is {ours}, and {theirs} in plain Python")
+        require_same(system.ended(len(first)), plain.ended(len(first)))
     system.serving, system.steps, system.busy = fresh, 0, False
     began = time.perf_counter()
     due, clock = replay(system, requests)
@@ -236,7 +240,7 @@ def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_xticks(range(len(reserves)), reserves)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
 

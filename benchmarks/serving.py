@@ -159,22 +159,26 @@ def shares(model: Any, size: Size, lengths: Sequence[int]) -> dict[str, float]:
     cached = int(np.sum(serving.requests.cached))
     wanted = oracle_reuse(size, spec, prompts, answers(serving))
     common.require(cached == wanted, f"{cached} prompt tokens were reused, {wanted} by the scheduler in plain Python")
-    decoded = in_mixed = mixed = 0
-    for step in jax.device_get(steps):
-        chosen = np.sum(step.chosen.tokens >= 0, axis=1)
-        chosen[step.chunks.rows[step.chunks.count > 0]] = 0  # what a chunk's end chose
-        decoded += int(np.sum(chosen))
-        if step.mixed:
-            mixed += 1
-            in_mixed += int(np.sum(chosen)) + int(np.sum(step.chunks.count))
-    positions = size.rows + size.scheduler.chunk_tokens(spec)
+    decoded, held = tokens_of_steps(jax.device_get(steps))
     return {
         "reused": cached / sum(map(len, prompts)),
         "slots_used": decoded / (size.rows * int(serving.steps)),
-        "budget_used": in_mixed / (positions * mixed),
+        "budget_used": sum(held) / (len(held) * (size.rows + size.scheduler.chunk_tokens(spec))),
         "model_steps": int(serving.steps),
-        "mixed_steps": mixed,
+        "mixed_steps": len(held),
     }
+
+
+def tokens_of_steps(steps: Sequence[Any]) -> tuple[int, list[int]]:
+    """Tokens that decode slots chose in steps of the scheduler; and for each mixed step the tokens on its line."""
+    decoded, held = 0, []
+    for step in steps:
+        chosen = np.sum(step.chosen.tokens >= 0, axis=1)
+        chosen[step.chunks.rows[step.chunks.count > 0]] = 0  # chosen at the end of a chunk
+        decoded += int(np.sum(chosen))
+        if step.mixed:
+            held.append(int(np.sum(chosen)) + int(np.sum(step.chunks.count)))
+    return decoded, held
 
 
 def oracle_reuse(size: Size, spec: kvjax.CacheSpec, prompts: Sequence[Any], outputs: Sequence[Any]) -> int:
