@@ -28,13 +28,13 @@ NEVER = np.int32(1 << 30)  # more steps than a batch takes
 
 
 class Size(NamedTuple):
-    """The batch, the cache, and how often everything is timed; answers of `new_tokens`, or of lengths in `range`."""
+    """The batch, the cache, and how often everything is timed; answers of `new_tokens`, or of drawn `lengths`."""
 
     documents: int = 32
     questions: int = 16
     facts: int = 24
     new_tokens: int = 64
-    range: tuple[int, int] = (33, 95)
+    lengths: tuple[int, int] = (33, 95)
     rows: int = 32
     num_blocks: int = 512
     scheduler: Scheduler = Scheduler(look=32, chunk_rows=8)
@@ -47,11 +47,11 @@ class Size(NamedTuple):
     @property
     def longest(self) -> int:
         """Tokens of a prompt and its answer, at most."""
-        return self.facts * recall.FACT_TOKENS + recall.QUESTION_TOKENS + max(self.new_tokens, self.range[1])
+        return self.facts * recall.FACT_TOKENS + recall.QUESTION_TOKENS + max(self.new_tokens, self.lengths[1])
 
     def drawn_lengths(self) -> list[int]:
-        """The length of each answer, drawn from `range`."""
-        low, high = self.range
+        """The length of each answer, drawn from `lengths`."""
+        low, high = self.lengths
         return np.random.default_rng(1).integers(low, high + 1, self.requests).tolist()
 
 

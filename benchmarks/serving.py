@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,8 @@ from models.decoder import Decoder
 from tests.oracle import scheduler as oracle
 from tests.oracle.cache import Oracle
 
-CHECKPOINT = "models/checkpoints/recall"
+ROOT = pathlib.Path(__file__).parents[1]
+CHECKPOINT = ROOT / "models/checkpoints/recall"
 Programs = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
@@ -140,7 +142,9 @@ def compare_transformers(size: Size) -> tuple[dict[str, float], dict[str, float]
     return metrics | more[0], details | more[1]
 
 
-def against_transformers(name: str, model: Any, folder: str, size: Size) -> tuple[dict[str, float], dict[str, float]]:
+def against_transformers(
+    name: str, model: Any, folder: str | pathlib.Path, size: Size
+) -> tuple[dict[str, float], dict[str, float]]:
     """`run_batch` against transformers, with a model that is in a folder."""
     theirs, prompts = transformers_batches.Theirs(folder), questions(size)
     programs: Programs = {
@@ -203,7 +207,7 @@ def measure_warm_up(quick: bool) -> float:
     """The same, measured in a fresh process that has no compile cache."""
     environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}
     command = [sys.executable, "-c", f"from benchmarks import serving; serving.warm_up({quick})"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     common.require(done.returncode == 0, f"the process that warms up: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
