@@ -7,9 +7,10 @@ import json
 import os
 import pathlib
 import platform
+import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,22 +42,54 @@ def best_of(run: Callable[..., Any], make_args: Callable[[], tuple] = tuple, rep
     return seconds, result
 
 
+class Took(NamedTuple):
+    """Seconds of a call: of all cores together, and by the clock on the wall."""
+
+    cpu: float
+    wall: float
+
+
+def in_turns(
+    programs: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]], rounds: int
+) -> tuple[dict[str, Took], dict[str, Any]]:
+    """Median seconds of programs that take turns, and what each returned last.
+
+    Each is (begin, run): begin makes the argument of run anew, outside the timing, since it may be donated. The first
+    round, which compiles, does not count.
+    """
+    took: dict[str, list[Took]] = {name: [] for name in programs}
+    results: dict[str, Any] = {}
+    for number in range(rounds + 1):
+        for name, (begin, run) in programs.items():
+            results.pop(name, None)  # before the next one takes as much memory
+            state = jax.block_until_ready(begin())
+            cpu, wall = time.process_time(), time.perf_counter()
+            results[name] = jax.block_until_ready(run(state))
+            if number:
+                took[name].append(Took(time.process_time() - cpu, time.perf_counter() - wall))
+    return {name: Took(*map(statistics.median, zip(*calls, strict=True))) for name, calls in took.items()}, results
+
+
 def require(fact: bool, otherwise: str) -> None:
     """Ends a benchmark whose answers are wrong or whose bound is broken."""
     if not fact:
         raise SystemExit(f"benchmark failed: {otherwise}")
 
 
-def report(benchmark: str, metrics: dict[str, float], file: pathlib.Path | None = None) -> None:
-    """Prints the metrics, and writes them with where they were measured."""
-    result = {
-        "benchmark": benchmark,
-        **where(),
-        "metrics": {name: rounded(value) for name, value in metrics.items()},
-    }
-    width = max(map(len, metrics))
-    for name, value in result["metrics"].items():
-        print(f"  {name:<{width}}  {value:>12,.6g}")
+def report(
+    benchmark: str,
+    metrics: dict[str, float],
+    file: pathlib.Path | None = None,
+    details: dict[str, float] | None = None,
+) -> None:
+    """Prints the metrics, and writes them with where they were measured; details are figures beside them."""
+    result = {"benchmark": benchmark, **where()}
+    for kind, values in (("metrics", metrics), ("details", details or {})):
+        if values:
+            result[kind] = {name: rounded(value) for name, value in values.items()}
+            width = max(map(len, values))
+            for name, value in result[kind].items():
+                print(f"  {name:<{width}}  {value:>12,.6g}")
     write(result, file)
 
 

@@ -16,6 +16,7 @@ import pytest
 import kvjax
 from benchmarks import (
     attention,
+    batch_job,
     bookkeeping,
     common,
     decode_loop,
@@ -24,8 +25,12 @@ from benchmarks import (
     kernels,
     memory,
     offload,
+    replay,
     sampling,
     scan,
+    serving,
+    trace,
+    transformers_batches,
 )  # fmt: skip
 from benchmarks.memory import read_lengths
 from tests.oracle import static_sampling
@@ -43,11 +48,38 @@ def test_report_writes_what_was_measured_where(tmp_path, capsys):
     assert "61.2346" in capsys.readouterr().out
 
 
+def test_details_are_reported_beside_the_metrics(tmp_path, capsys):
+    common.report("toy", {"ratio": 2}, tmp_path / "result.json", {"fast_s": 0.5})
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["metrics"] == {"ratio": 2} and result["details"] == {"fast_s": 0.5}
+    assert "fast_s" in capsys.readouterr().out
+
+
 def test_best_of_makes_donated_arguments_anew():
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     seconds, result = common.best_of(step, lambda: (jnp.arange(1000),), repeats=3)
     assert 0 < seconds < 10
     assert int(result[-1]) == 1000
+
+
+def test_programs_take_turns_and_the_first_round_does_not_count(monkeypatch):
+    order, now = [], np.zeros(2)
+    clocks = types.SimpleNamespace(process_time=lambda: now[0], perf_counter=lambda: now[1])
+    monkeypatch.setattr(common, "time", clocks)
+
+    def program(name, seconds):
+        def run(number):
+            order.append(name)
+            now[:] += seconds[number], 2 * seconds[number]
+            return number
+
+        numbers = iter(range(4))
+        return lambda: next(numbers), run
+
+    programs = {"slow": program("slow", (100, 1, 7, 2)), "fast": program("fast", (0.5,) * 4)}
+    took, results = common.in_turns(programs, 3)
+    assert order == ["slow", "fast"] * 4 and results == {"slow": 3, "fast": 3}
+    assert took == {"slow": (2, 4), "fast": (0.5, 1)}
 
 
 def test_a_broken_bound_ends_the_benchmark():
@@ -111,6 +143,106 @@ def test_a_program_that_chooses_other_tokens_ends_the_benchmark_of_sampling():
     wrong = {"plain": sampling.plain, "other": sampling.static(static_sampling.Static(5.0))}
     with pytest.raises(SystemExit, match="programs chose different tokens"):
         sampling.compare(wrong, kvjax.Sampling(), sampling.QUICK, 1)
+
+
+@pytest.mark.long
+def test_a_batch_is_answered_alike_in_one_program_and_by_others(tmp_path, monkeypatch):
+    file = tmp_path / "serving.json"
+    monkeypatch.setattr(sys, "argv", ["serving", "--quick", "--json", str(file)])
+    serving.main()
+    result = json.loads(file.read_text())
+    theirs = transformers_batches.installed()
+    assert [*result["metrics"]] == [name for name in serving.BARS if theirs or "transformers" not in name]
+    assert all(value > 0 for value in result["metrics"].values())
+    assert result["metrics"]["slots_used"] < 1 > result["metrics"]["budget_used"]
+    assert {"loop_over_python_wall", "loop_over_blocks_from_python", "slots_used_mixed_lengths"} <= set(
+        result["details"]
+    )
+
+
+def test_other_tokens_end_the_benchmark_of_serving_unless_two_are_as_good(monkeypatch):
+    prompts, outputs = [[1], [2]], {"one": [[3, 4], [5, 6]], "other": [[3, 4], [5, 7]]}
+    seen = []
+
+    def margin(model, size, tokens):
+        seen.append(tokens)
+        return apart
+
+    monkeypatch.setattr(batch_job, "margin", margin)
+    apart = batch_job.TIE / 2
+    batch_job.require_same(None, batch_job.QUICK, prompts, outputs)
+    assert seen == [[2, 5]]
+    apart = batch_job.TIE
+    with pytest.raises(SystemExit, match="one and other chose different tokens for prompt 1"):
+        batch_job.require_same(None, batch_job.QUICK, prompts, outputs)
+
+
+def test_used_slots_are_those_of_rows_that_decode():
+    def step(mixed, tokens, rows, counts):
+        chunks = types.SimpleNamespace(rows=np.array(rows), count=np.array(counts))
+        return types.SimpleNamespace(mixed=mixed, chosen=types.SimpleNamespace(tokens=np.array(tokens)), chunks=chunks)
+
+    mixed = step(True, [[9, -1], [8, -1], [-1, -1]], [1, 2], [5, 4])  # row 1 chooses behind its prompt
+    without = step(False, [[9, 9], [8, -1], [-1, -1]], [-1, -1], [0, 0])
+    assert serving.tokens_of_steps([mixed, without]) == (4, [10])
+
+
+def test_bars_say_what_is_met():
+    at_least, at_most = serving.Bar(1.5, 2.5), serving.Bar(1.7, 1.3, at_most=True)
+    assert [at_least.verdict(x) for x in (1.4, 1.5, 2.5)] == ["missed", "met", "aim reached"]
+    assert [at_most.verdict(x) for x in (1.8, 1.7, 1.3)] == ["missed", "met", "aim reached"]
+
+
+def test_requests_of_the_trace_have_equal_tokens_where_it_has_equal_blocks(tmp_path):
+    first, second, *_ = requests = trace.read_trace(trace.TRACE, 2000)
+    assert len(requests) == 2000 and max(request.due for request in requests) == 2676
+    assert (first.due, len(first.prompt), first.new_tokens) == (0, 423, 32)  # of 6,758 and 500 tokens
+    assert first.prompt[:32].tolist() == second.prompt[:32].tolist()
+    assert not set(first.prompt[32:].tolist()) & set(second.prompt[32:].tolist())
+    file = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [*range(14)]}
+    file.write_text(json.dumps(line) + "\n")
+    assert np.array_equal(trace.read_trace(file, 1)[0].prompt, first.prompt)
+    with pytest.raises(SystemExit, match="got 1 requests, wanted 2"):
+        trace.read_trace(file, 2)
+
+
+def test_the_clock_of_a_replay_goes_on_while_nothing_is_to_be_done():
+    class ThreeSteps:
+        """Each request takes three steps, one after the other."""
+
+        steps = left = 0
+        busy = property(lambda self: self.left > 0)
+
+        def submit(self, request):
+            self.left += 3
+
+        def run(self, steps):
+            steps = min(steps, self.left)
+            self.steps, self.left = self.steps + steps, self.left - steps
+
+    requests = [trace.Request(due, np.arange(4), 1) for due in (0, 2, 50, 51)]
+    due, clock = replay.replay(ThreeSteps(), requests)
+    assert due.tolist() == [0, 2, 6, 7]  # the system stands still from 6 to 50
+    assert clock == 56
+
+
+@pytest.mark.long
+def test_a_replay_reuses_what_the_scheduler_in_plain_python_reuses(tmp_path, monkeypatch):
+    file, picture = tmp_path / "replay.json", tmp_path / "replay.png"
+    monkeypatch.setattr(replay, "WAYS", [("goal", True), ("known", False)])
+    monkeypatch.setattr(sys, "argv", ["replay", "--quick", "--json", str(file), "--plot", str(picture)])
+    replay.main()
+    metrics = json.loads(file.read_text())["metrics"]
+    assert metrics["goal_waits_reused"] > metrics["known_alone_reused"] > 0
+    assert picture.stat().st_size > 1000
+
+
+def test_a_replay_ends_if_plain_python_reuses_other_tokens():
+    ours = replay.Ended(*np.arange(12).reshape(4, 3))
+    replay.require_same(ours, ours)
+    with pytest.raises(SystemExit, match=r"cached is \[0 1 2\], and \[0 1 3\] in plain Python"):
+        replay.require_same(ours, ours._replace(cached=np.array([0, 1, 3])))
 
 
 def run_kernels(monkeypatch, file, *args):

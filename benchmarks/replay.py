@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two thousand production requests through the scheduler, by a virtual clock, for each way to reserve blocks.
+
+The requests are the first ones of a trace of Mooncake, with lengths divided by 16 (`benchmarks/trace.py`). The clock:
+one step of the model is 250 ms of the trace, and a request is submitted when its time has come, or at the end of the
+block of steps in which it comes. The requests would take 3,400 steps if nothing were reused, and arrive within 2,676:
+the system is always loaded, and reuse decides whether it keeps up.
+
+There is no model: each step chooses token 0. So "a second" counts what the scheduler takes, and "a step" what it makes
+of the steps of a model. Steps to the first token are counted from the time at which the request was due.
+
+The first requests are also given to the scheduler in plain Python: it must find the same tokens in its cache, and
+choose each request's first and last token in the same step. `--checked` says how many; 2,000 take hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from benchmarks import common
+from benchmarks.batch_job import oracle_options
+from benchmarks.steady_step import NoModel
+from benchmarks.trace import MS_A_STEP, TRACE, Request, read_trace
+from kvjax import Cache
+from kvjax.events import init_log
+from kvjax.serving import Scheduler, init_serving, serve, submit, worst_step
+from tests.oracle import scheduler as oracle
+from tests.oracle.cache import Oracle
+from tests.oracle.requests import Ask
+
+BLOCK = 16
+AT_ONCE = 64  # steps between two looks at the clock, at most
+
+
+class Size(NamedTuple):
+    """The cache; tokens of prompts that a step computes, of a row and of all; requests, and those that Python runs."""
+
+    rows: int = 32
+    num_blocks: int = 8192
+    chunk: int = 256
+    chunks: int = 512
+    requests: int = 2000
+    checked: int = 60
+
+
+QUICK = Size(rows=4, num_blocks=400, requests=12, checked=12)
+# How blocks are reserved, and whether a request waits for a prefix that a row is about to compute.
+WAYS = list(itertools.product(("goal", "known", "batch"), (True, False)))
+
+
+def way_name(reserve: str, waits: bool) -> str:
+    return f"{reserve}_{'waits' if waits else 'alone'}"
+
+
+class Ended(NamedTuple):
+    """What came of requests, i64[requests] each; tokens are found in the cache, `first_token` and `ended` are steps."""
+
+    cached: np.ndarray
+    first_token: np.ndarray
+    ended: np.ndarray
+    preemptions: np.ndarray
+
+
+class Library:
+    """The library's scheduler; every `run` is one call of a program."""
+
+    def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
+        self.width = max(len(request.prompt) for request in requests)
+        rooms = [len(request.prompt) + request.new_tokens for request in requests]
+        spec = kvjax.make_spec(
+            num_blocks=size.num_blocks, max_seqs=size.rows, max_length=-(-max(rooms) // BLOCK) * BLOCK, block_size=BLOCK
+        )
+        self.serving = init_serving(Cache.create(spec), rooms, greedy=True)
+        # Enough that the log never ends a block of steps: plain Python has none.
+        blocks = AT_ONCE * (size.chunks // BLOCK + size.rows) + 4 * spec.max_blocks_per_seq
+        capacity = 4 * blocks + 2 * worst_step(spec, scheduler)
+
+        def run(serving: Any, steps: jax.Array) -> Any:
+            log = init_log(capacity, BLOCK)
+            serving, _ = serve(NoModel(), serving, log, scheduler=scheduler, steps=steps)
+            return serving, (serving.steps, serving.busy)
+
+        self._run = jax.jit(run, donate_argnums=0, compiler_options=kvjax.serving.compiler_options())
+        self._submit = jax.jit(functools.partial(submit, scheduler=scheduler), donate_argnums=0)
+        self.steps, self.busy = 0, False
+
+    def submit(self, request: Request) -> None:
+        """A request comes in."""
+        line = np.zeros(self.width, np.int32)
+        line[: len(request.prompt)] = request.prompt
+        length, new = np.array([len(request.prompt)], np.int32), np.array([request.new_tokens], np.int32)
+        self.serving, status, *_ = self._submit(self.serving, line, length, new)
+        common.require(int(status[0]) == kvjax.Status.OK, f"a request was refused: {int(status[0])}")
+        self.busy = True
+
+    def run(self, steps: int) -> None:
+        """Some steps, while there is something to do."""
+        self.serving, told = self._run(self.serving, np.int32(min(steps, AT_ONCE)))
+        self.steps, self.busy = (array.item() for array in jax.device_get(told))
+
+    def ended(self, number: int) -> Ended:
+        requests = self.serving.requests
+        names = ("cached", "first_token", "ended", "preemptions")
+        return Ended(*(np.asarray(getattr(requests, name))[:number].astype(np.int64) for name in names))
+
+
+class Plain:
+    """The scheduler in plain Python."""
+
+    def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
+        rooms = [len(request.prompt) + request.new_tokens for request in requests]
+        cache = Oracle(size.num_blocks, BLOCK, size.rows, -(-max(rooms) // BLOCK))
+        self.scheduler = oracle.Scheduler(cache, oracle_options(scheduler), lambda request, at: 0, rooms)
+
+    @property
+    def steps(self) -> int:
+        return self.scheduler.steps
+
+    @property
+    def busy(self) -> bool:
+        return any(self.scheduler.rows) or any(request.stage == 1 for request in self.scheduler.requests)
+
+    def submit(self, request: Request) -> None:
+        prompt = request.prompt.tolist()
+        ((status, *_),) = self.scheduler.submit([Ask(prompt, len(prompt) + request.new_tokens)])
+        common.require(status == kvjax.Status.OK, f"plain Python refused a request: {status}")
+
+    def run(self, steps: int) -> None:
+        end = self.steps + min(steps, AT_ONCE)
+        while self.busy and self.steps < end:
+            self.scheduler.step()
+
+    def ended(self, number: int) -> Ended:
+        names = ("cached", "first_token", "ended", "preemptions")
+        requests = self.scheduler.requests[:number]
+        return Ended(*(np.array([getattr(request, name) for request in requests]) for name in names))
+
+
+def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.ndarray, int]:
+    """Submits each request when it is due, and runs until all are done.
+
+    While nothing is to be done the clock goes on, and the system's steps do not.
+
+    Returns:
+      The step of the system at which each request was due, i64[requests]; and the clock at the end.
+    """
+    idle, due = 0, []
+    for request in requests:
+        while system.busy and system.steps + idle < request.due:
+            system.run(request.due - system.steps - idle)
+        idle = max(idle, request.due - system.steps)
+        due.append(request.due - idle)
+        system.submit(request)
+    while system.busy:
+        system.run(AT_ONCE)
+    return np.array(due), system.steps + idle
+
+
+def require_same(ours: Ended, theirs: Ended) -> None:
+    """Ends the benchmark if the library and plain Python made different things of the requests."""
+    for name, mine, other in zip(Ended._fields, ours, theirs, strict=True):
+        common.require(np.array_equal(mine, other), f"{name} is {mine}, and {other} in plain Python")
+
+
+def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
+    """Replays the first requests, which compiles, also in plain Python; then all of them, which is timed."""
+    first, system = requests[: max(size.checked, 1)], Library(requests, size, scheduler)
+    fresh = jax.tree.map(jnp.copy, system.serving)
+    replay(system, first)
+    if size.checked:
+        plain = Plain(requests, size, scheduler)
+        replay(plain, first)
+        require_same(system.ended(len(first)), plain.ended(len(first)))
+    system.serving, system.steps, system.busy = fresh, 0, False
+    began = time.perf_counter()
+    due, clock = replay(system, requests)
+    seconds, ended = time.perf_counter() - began, system.ended(len(requests))
+    generated, waited = sum(request.new_tokens for request in requests), ended.first_token - due
+    return {
+        "tokens_a_second": generated / seconds,
+        "tokens_a_virtual_second": generated / (clock * MS_A_STEP / 1000),
+        "first_token_p50": float(np.percentile(waited, 50)),
+        "first_token_p99": float(np.percentile(waited, 99)),
+        "reused": int(np.sum(ended.cached)),
+        "preemptions": int(np.sum(ended.preemptions)),
+    }
+
+
+def measure(requests: Sequence[Request], size: Size) -> dict[str, dict[str, float]]:
+    """What each of `WAYS` makes of the requests."""
+    found = {}
+    for reserve, waits in WAYS:
+        budget = size.rows + size.chunks
+        scheduler = Scheduler(reserve=reserve, wait_for_prefix=waits, chunk=size.chunk, budget=budget)
+        found[way_name(reserve, waits)] = measure_way(requests, size, scheduler)
+        show(found, len(found) == 1)
+    return found
+
+
+def show(found: dict[str, dict[str, float]], head: bool) -> None:
+    """A line for the last way, below a head if it is the first."""
+    name, values = list(found.items())[-1]
+    if head:
+        names = ("tokens/s", "virtual", "first token p50", "p99", "reused", "preempted")
+        print(f"  {'':13} {'{:>9} {:>8} {:>16} {:>6} {:>9} {:>9}'.format(*names)}")
+    real, virtual, p50, p99, reused, preemptions = values.values()
+    print(
+        f"  {name:13} {real:9,.0f} {virtual:8.1f} {p50:10,.0f} steps {p99:6,.0f} {reused:9,} {preemptions:9,}",
+        flush=True,
+    )
+
+
+def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
+    """Bars of each figure, side by side for with and without waiting."""
+    from matplotlib.figure import Figure
+
+    panels = {
+        "tokens_a_second": "tokens a second, no model", "tokens_a_virtual_second": "tokens a virtual second",
+        "first_token_p50": "steps to first token, median", "first_token_p99": "steps to first token, 99 %",
+        "reused": "prompt tokens reused",
+    }  # fmt: skip
+    figure = Figure(figsize=(15, 3.2), layout="constrained")
+    reserves = list(dict.fromkeys(reserve for reserve, _ in WAYS))
+    for axes, (metric, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for i, (waits, label) in enumerate(((True, "waits for prefixes"), (False, "does not"))):
+            ways = [(x, way_name(reserve, waits)) for x, reserve in enumerate(reserves)]
+            bars = [(x + 0.4 * i - 0.2, found[name][metric]) for x, name in ways if name in found]
+            axes.bar(*zip(*bars, strict=True), 0.38, label=label, color=("#4f8fcf", "#e8a53a")[i])
+        axes.set_title(title, fontsize=10)
+        axes.set_xticks(range(len(reserves)), reserves)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--trace", type=pathlib.Path, default=TRACE, metavar="FILE", help="another trace")
+        parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the figures there")
+        parser.add_argument("--requests", type=int, help="how many of the trace")
+        parser.add_argument("--checked", type=int, help="how many of them plain Python runs too")
+        parser.add_argument("--quick", action="store_true", help="a dozen requests: whether it runs, not how fast")
+
+    args = common.parse("replay", __doc__, options)
+    size = QUICK if args.quick else Size()
+    given = {name: getattr(args, name) for name in ("requests", "checked") if getattr(args, name) is not None}
+    size = size._replace(**given)
+    requests = read_trace(args.trace, size.requests)
+    tokens, due = sum(len(request.prompt) for request in requests), requests[-1].due
+    print(f"replay: {len(requests):,} requests of {tokens:,} tokens within {due:,} steps, {size.num_blocks:,} blocks")
+    found = measure(requests, size)
+    if args.plot is not None:
+        plot(found, args.plot)
+    metrics = {f"{way}_{name}": value for way, values in found.items() for name, value in values.items()}
+    common.report("replay", metrics, args.json)
+
+
+if __name__ == "__main__":
+    main()

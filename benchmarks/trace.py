@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of a production trace, shrunk: lengths are divided by 16, and prompts made of the trace's ids of blocks.
+
+The trace is Mooncake's (USENIX FAST '25): when a request came, the lengths of its prompt and answer, and an id for each
+block of 512 tokens of the prompt; equal ids are equal tokens. Here such a block is 32 tokens made of its id.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import common
+
+TRACE = pathlib.Path(__file__).parent / "data" / "mooncake_requests.csv"
+SHRINK, HASHED, MS_A_STEP = 16, 512, 250
+
+
+class Request(NamedTuple):
+    """When it is due, in steps; its prompt, and how many tokens to generate."""
+
+    due: int
+    prompt: np.ndarray
+    new_tokens: int
+
+
+def read_trace(path: pathlib.Path, number: int) -> list[Request]:
+    """The first requests of a trace: JSON lines as Mooncake has published them, or the table in `benchmarks/data`."""
+    with path.open() as file:
+        if path.suffix == ".jsonl":
+            lines = (json.loads(line) for line in itertools.islice(file, number))
+            fields = [(x["timestamp"], x["input_length"], x["output_length"], x["hash_ids"]) for x in lines]
+        else:
+            rows = (line.split(",") for line in file if line[0].isdigit())
+            fields = [(*map(int, row[:3]), _ids(row[3])) for row in itertools.islice(rows, number)]
+    common.require(len(fields) == number, f"{path}: got {len(fields)} requests, wanted {number}")
+    return [_request(*each) for each in fields]
+
+
+def _ids(runs: str) -> list[int]:
+    """Ids of which runs are written as first x number."""
+    pairs = [map(int, run.split("x")) for run in runs.split()]
+    return [first + i for first, number in pairs for i in range(number)]
+
+
+def _request(timestamp: int, input_length: int, output_length: int, hash_ids: Sequence[int]) -> Request:
+    of_an_id = HASHED // SHRINK
+    tokens = np.array(hash_ids, np.int32)[:, None] * of_an_id + np.arange(of_an_id, dtype=np.int32)
+    prompt = tokens.reshape(-1)[: -(-input_length // SHRINK)]
+    return Request(timestamp // MS_A_STEP, prompt, -(-output_length // SHRINK))
