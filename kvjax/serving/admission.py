@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, compact, count, pick, put
+from kvjax._arrays import Pytree, compact, count, fence, pick, put
 from kvjax.blocks.rows import fit
 from kvjax.events.log import EventLog
 from kvjax.policies.retention import Retention, is_retention
@@ -82,6 +82,8 @@ def admit(
         at = count(search.admitted.slots >= 0)[None]
         values = Admitted(slot[None], row[None], cached[None])
         admitted = put(search.admitted, at, values, done[None])
+        requests, late = fence(serving.requests, late)  # as in a mixed step: nobody reads the text any more
+        serving = serving.replace(requests=requests)
         over = late | (number >= scheduler.look) | (serving.onboards >= 0)
         return serving, log, _Search(candidate(serving, log, skipped, over), skipped, number, admitted)
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax._arrays import Pytree, count, pick, put, runs
+from kvjax._arrays import Pytree, count, fence, pick, put, runs
 from kvjax._checks import integers
 from kvjax.events.log import EventLog
 from kvjax.model import Model
@@ -96,7 +96,8 @@ def serve_step(
     )
     steps = jnp.where(mixed, 0, jnp.maximum(n, 1))
     want = jnp.where(decode, jnp.maximum(want, 1), 0)  # a row that was just admitted has room for one
-    rows, cache = _rows(serving, decode), serving.cache
+    requests, rows = fence(serving.requests, _rows(serving, decode))  # it has read the text that is written below
+    serving, cache = serving.replace(requests=requests), serving.cache
     pools, _, written = compute(
         model, cache, rows, want, steps, most=k, stop=pick(serving.requests.stop, serving.row),
         sampling=pick(serving.requests.sampling, serving.row), top=serving.requests.num_top, logits_fn=logits_fn,
@@ -164,6 +165,8 @@ def mixed_step(
             pick(requests.sampling, row), logits_fn, requests.num_top,
         )  # fmt: skip
         chosen = Chosen.of(choice).only((decode | ready)[:, None])
+        requests, chosen = fence(serving.requests, chosen)  # or their text, which is written behind the loop, is copied
+        serving = serving.replace(requests=requests)
         return serving, log, chunks, nothing.put(chosen, jnp.int32(0))
 
     none = jnp.full((min(scheduler.chunk_rows, rows),), -1, jnp.int32)
