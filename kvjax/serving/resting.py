@@ -44,8 +44,13 @@ def swaps(serving: Serving, scheduler: Scheduler) -> Swaps:
 
 def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
     """The row that would be preempted, if its tokens cost more to compute than to move; or -1."""
-    state = serving.cache.state
-    row, rests = victim(serving, scheduler), state.seqs.rests
+    state, rests = serving.cache.state, serving.cache.state.seqs.rests
+    over = (serving.row >= 0) & ~running(serving)  # they leave their rows before anybody is preempted
+    freed = [
+        count(over[:, None] & (group.table >= 0) & (pick(group.blocks.refcount, group.table) == 1))
+        for group in state.groups
+    ]
+    row = victim(serving, scheduler, freed)
     others = count(running(serving) & (state.seqs.length > 0) & ~rests) > 1
     blocks = pick(state.seqs.committed, row) // state.spec.block_size
     rest = (row >= 0) & ~pick(rests, row) & others & (blocks >= scheduler.min_swap) & (serving.refused != 1)

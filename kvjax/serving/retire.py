@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,19 +58,18 @@ def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array
     return serving, log, retired
 
 
-def victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
+def victim(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Array | int] | None = None) -> jax.Array:
     """i32[]; the row to preempt, or to end if it is the only one; -1 if what the rows need next fits.
 
-    The last one in order; one that rests only if a single other one runs, or if blocks could not be had.
+    The last one in order; one that rests only if a single other one runs, or if blocks could not be had. `freed` are
+    blocks of each group that come back before; None: none.
     """
     state, want = serving.cache.state, wanted(serving)
     next_tokens = jnp.where(decoding(serving), 1, jnp.where(serving.stalled, jnp.minimum(want, scheduler.chunk), 0))
     need = needs(state, state.seqs.committed + next_tokens)
-    over = (serving.row >= 0) & ~running(serving)  # their blocks come back before anybody is preempted
     lacks = refused = serving.refused == 1
-    for group, blocks in zip(state.groups, need, strict=True):
-        freed = count(over[:, None] & (group.table >= 0) & (pick(group.blocks.refcount, group.table) == 1))
-        lacks = lacks | (jnp.sum(blocks, dtype=jnp.int32) > group.available + freed)
+    for group, blocks, more in zip(state.groups, need, freed or [0] * len(state.groups), strict=True):
+        lacks = lacks | (jnp.sum(blocks, dtype=jnp.int32) > group.available + more)
     having, rests = running(serving) & (state.seqs.length > 0), state.seqs.rests
     give_up = jnp.any(having & rests) & ((count(having & ~rests) <= 1) | refused)
     return jnp.where(lacks, last(places_of_rows(serving, scheduler), having & (rests == give_up)), -1)
