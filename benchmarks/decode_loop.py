@@ -38,6 +38,7 @@ STEP_TARGET, ATTENTION_TARGET = 1.15, 1.3  # times what the contiguous loop take
 TOLERANCE = 1e-3
 
 CALL_STEPS = 8  # steps of one call of the loops that are compared
+CHUNK = 64  # tokens of a prompt that are computed at once
 # Per name how to begin, () -> state, and what to time, state -> (state, result); the state is donated.
 Programs = dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[Any, Any]]]]
 
@@ -106,15 +107,17 @@ def full_cache(model: Decoder, size: Size) -> kvjax.Cache:
 
 def make_start(model: Decoder, size: Size) -> Start:
     """Random prompts, computed through the paged cache and copied from there to the contiguous one."""
-    length, seqs = size.context - size.steps, jnp.arange(size.rows)
-    prompts = np.random.default_rng(1).integers(0, size.config.vocab_size, (size.rows, length))
-    prompts, seeds = jnp.asarray(prompts, jnp.int32), jnp.arange(size.rows, dtype=jnp.uint32)
-    admit = jax.jit(kvjax.Cache.admit, donate_argnums=0)
-    cache, admitted = admit(full_cache(model, size), seqs, prompts, jnp.full((size.rows,), length))
+    length, each = size.context - size.steps, jnp.arange(size.rows, dtype=jnp.int32)
+    prompts = np.random.default_rng(1).integers(0, size.config.vocab_size, (size.rows, length), dtype=np.int32)
+    admit, step = (jax.jit(method, donate_argnums=at) for method, at in ((kvjax.Cache.admit, 0), (kvjax.step, 1)))
+    cache, admitted = admit(full_cache(model, size), each, prompts, jnp.full((size.rows,), length))
     common.require(bool(admitted.ok), "the prompts were not admitted")
-    log = kvjax.events.init_log(size.rows * (length // size.block_size + 1), size.block_size)
-    prefill = jax.jit(functools.partial(loops.prefill, chunk=64, sampling=None), donate_argnums=(1, 5))
-    cache, _, token, _ = prefill(model, cache, seqs, prompts, seeds, log)
+    token = jnp.zeros_like(each)
+    while np.any(left := length - np.asarray(cache.state.seqs.committed)):
+        chunk = np.minimum(length - left[:, None] + np.arange(CHUNK), length - 1)
+        cache, logits, _ = step(model, cache, np.take_along_axis(prompts, chunk, axis=1), np.minimum(left, CHUNK))
+        token = jnp.where((left > 0) & (left <= CHUNK), jnp.argmax(logits, axis=1).astype(jnp.int32), token)
+    seeds = each.astype(jnp.uint32)
     rows = loops.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
     return Start(cache, rows, jax.jit(contiguous_kv)(cache))
 

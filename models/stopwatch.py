@@ -12,7 +12,7 @@ from jax import monitoring
 import kvjax
 
 _COMPILE, _TRACE = "/jax/core/compile/", "/jax/core/compile/jaxpr_trace_duration"
-_LOOPS = ("prefill", "decode")  # the jitted loops of a generation, as jax names them
+_LOOP = "serve"  # the jitted loop of a generation, as jax names it
 
 
 class _Turn(NamedTuple):
@@ -56,8 +56,8 @@ class Stopwatch:
         monitoring.unregister_event_time_span_listener(self._ends)
 
     def _begins(self, event: str, *_: object, **what: object) -> None:
-        if event == _TRACE and what.get("fun_name") in _LOOPS:
-            self._note(f"compiling {what['fun_name']} ...")
+        if event == _TRACE and what.get("fun_name") == _LOOP:
+            self._note("compiling the loop ...")
 
     def _ends(self, event: str, start_time: float, end_time: float, **_: object) -> None:
         if event.startswith(_COMPILE):

@@ -140,9 +140,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         if self.host is not None:
             self._keep_room()
         log = init_log(self.log_size, self.spec.block_size, self.spec.extra_ids)
-        self.serving, log = _serve(
-            self.model, self.serving, log, steps=self.limit, now=self._next(), **self.static
-        )
+        self.serving, log = _serve(self.model, self.serving, log, steps=self.limit, now=self._next(), **self.static)
         self._hear(log)
         requests, row, onboards = self._read()
         self._drain(requests)
@@ -226,13 +224,14 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
         A request that is admitted where blocks have to be evicted for it comes back to `_onboard`.
         """
-        rows, each = self.spec.max_seqs, self._blocks(self.steps) + 1
-        need, most = int(np.sum(self.own)) * each, rows * each
+        requests, row, _ = self._read()
+        known, goal = (values[row[row >= 0]] for values in (requests.known, requests.goal))
+        need = np.sum(self._blocks(np.minimum(goal - known, self.steps)) + 1)
+        most = self.spec.max_seqs * (self._blocks(self.steps) + 1)
         if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
-            requests, _, _ = self._read()
-            need += int(np.sum(self._blocks(requests.known[requests.stage == Stage.RUNNING])))
-            most += rows * self.spec.max_blocks_per_seq
-        self._empty_blocks(need, most)
+            need += np.sum(self._blocks(known))
+            most += self.spec.max_seqs * self.spec.max_blocks_per_seq
+        self._empty_blocks(int(need), most)
 
     def _blocks(self, tokens: Any) -> Any:
         """The blocks that so many tokens fill, the last one perhaps in part."""

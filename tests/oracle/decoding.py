@@ -91,11 +91,7 @@ def _jit(decode: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return jax.jit(functools.partial(decode, **options), compiler_options={"xla_backend_optimization_level": 0})
 
 
-@functools.cache
-def prefill() -> Callable[..., Any]:
-    return jax.jit(functools.partial(loops.prefill, chunk=1, sampling=None))
-
-
+STEP = jax.jit(kvjax.step)
 NUM_STEPS = jax.jit(num_steps, static_argnames="most")
 
 
@@ -186,11 +182,14 @@ class Decoding:
                 "admit", np.int32(seq), drive.padded(prompt, WIDTH), np.int32(len(prompt)), namespace=np.int32(0),
                 **options,
             )  # fmt: skip
-        seqs = np.array([seq if seq in prompts else -1 for seq in range(S)], np.int32)
         lines = np.stack([drive.padded(prompts.get(seq, ()), WIDTH) for seq in range(S)])
-        self.cache, log, tokens, _ = prefill()(MODEL, self.cache, seqs, lines, self.rows.seed, self.log)
-        self.hear(kvjax.to_list(log))
-        self.rows = self.rows.replace(token=jnp.where(seqs >= 0, tokens, self.rows.token))
+        lengths = np.array([len(prompts.get(seq, ())) for seq in range(S)], np.int32)
+        while np.any(left := np.maximum(lengths - np.asarray(self.cache.state.seqs.committed), 0)):
+            tokens = np.take_along_axis(lines, (lengths - left)[:, None] % WIDTH, axis=1)
+            self.cache, logits, events = STEP(MODEL, self.cache, tokens, np.minimum(left, 1))
+            self.hear(kvjax.to_list(events))
+            chosen = jnp.argmax(logits, axis=1).astype(jnp.int32)
+            self.rows = self.rows.replace(token=jnp.where(left == 1, chosen, self.rows.token))
 
     def ask(self, verb: str, *args: Any, **options: Any) -> None:
         self.cache, events = drive.METHODS[verb](self.cache, *args, **options)

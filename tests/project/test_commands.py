@@ -120,7 +120,7 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path):
     assert (first["prompt"], first["prompt_tokens"], first["cached_tokens"]) == ("caf\u00e9", 5, 0)
     assert (len(second["tokens"]), len(second["logprobs"]), second["finish"]) == (NEW, NEW, "length")
     assert first["text"] == bytes_tokenizer().decode(first["tokens"])
-    assert "compiling prefill ...\ncompiling decode ...\ncompile " in err
+    assert "compiling the loop ...\ncompile " in err
     assert "; prefill 10 tokens " in err
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert {event["kind"] for event in events} == {"stored"}
@@ -211,19 +211,17 @@ def test_text_that_a_later_token_changes_is_said_anew():
 
 
 def test_compiling_prefill_and_decoding_are_told_apart():
-    """Loops of known length in place of a model's; a turn that does both is divided by the pace of the others."""
+    """A loop of known length in place of a model's; a turn that does both is divided by the pace of the others."""
 
-    def loop(name, x, seconds):
-        function = types.FunctionType((lambda x: jnp.sin(x) + 1).__code__, {"jnp": jnp}, name)
-        jax.jit(function)(x)
-        time.sleep(seconds)
+    @jax.jit
+    def serve(x):
+        return jnp.sin(x) + 1
 
     def turns():
         outputs, x = [kvjax.serving.Output(7, cached_tokens=3)], jnp.ones(3)
         for new, seconds in ((3, 0.3), (4, 0.2), (4, 0.2)):
-            if not outputs[0].tokens:
-                loop("prefill", x, seconds)
-            loop("decode", x, 0 if not outputs[0].tokens else seconds)
+            serve(x)
+            time.sleep(seconds)
             outputs[0].tokens += [0] * new
             yield types.SimpleNamespace(outputs=outputs, new={0: [0] * new})
 
@@ -231,7 +229,7 @@ def test_compiling_prefill_and_decoding_are_told_apart():
     with Stopwatch(notes.append) as watch:
         assert watch.report() == "compile 0.00 s"
         assert len(list(watch.timed(turns()))) == 3
-    assert notes[:2] == ["compiling prefill ...", "compiling decode ..."]
+    assert notes == ["compiling the loop ..."]
     assert watch.compiled > 0
     *_, prefill, decode = watch.report().split("; ")
     assert prefill.startswith("prefill 4 tokens (3 more reused) 0.")

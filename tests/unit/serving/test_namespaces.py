@@ -15,7 +15,7 @@ PROMPT = list(range(11))
 
 def even(tokens, pools, view, *, last):
     """Logits that depend on nothing."""
-    return jnp.zeros((tokens.shape[0], 61)), pools
+    return jnp.zeros((*last.shape, 61)), pools
 
 
 MODEL = jax.tree_util.Partial(even)

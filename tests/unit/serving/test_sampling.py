@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from kvjax import Sampling
-from kvjax.serving.asked import sampling_of, samplings
+from kvjax.serving.asked import samplings
 from kvjax.serving.sampling import restrict, sample
 from tests.oracle import static_sampling
 from tests.oracle.static_sampling import Static
@@ -244,14 +244,11 @@ def test_shapes_are_named():
 def test_samplings_of_prompts_are_one_of_arrays():
     asked = samplings([Sampling(0.5, 3), None, Sampling(min_tokens=2)], 3)
     assert [x.tolist() for x in jax.tree.leaves(asked)] == [[0.5, 0, 0], [3, 0, 0], [1, 1, 1], [0, 0, 2]]
-    placed = sampling_of(asked, [2, 0], [3, 1], 4)
-    assert [x.tolist() for x in jax.tree.leaves(placed)] == [[0, 0.5, 0, 0], [0, 3, 0, 0], [1] * 4, [0, 0, 0, 2]]
-    assert [x.dtype.name for x in jax.tree.leaves(placed)] == ["float32", "int32", "float32", "int32"]
+    assert [x.dtype.name for x in jax.tree.leaves(asked)] == ["float32", "int32", "float32", "int32"]
     one = samplings(Sampling(jnp.array([0.5, 0.25]), top_p=0.5), 2)
     assert [x.tolist() for x in jax.tree.leaves(one)] == [[0.5, 0.25], [0, 0], [0.5, 0.5], [0, 0]]
     for greedy in (None, Sampling(), Sampling(top_k=3), [None, Sampling()], []):
         assert samplings(greedy, len(greedy) if isinstance(greedy, list) else 2) is None
-    assert sampling_of(None, [0], [1], 4) is None
 
 
 @pytest.mark.parametrize(
