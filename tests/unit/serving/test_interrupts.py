@@ -357,7 +357,7 @@ def test_a_failed_move_is_tried_again_and_then_done_without(monkeypatch):
     outputs, cache, events = together(cache, prompts_of(0) + prompts_of(1))  # some are on the host now
 
     def copy_or_fail(targets, sources, rows):
-        if sources[0][0].sharding.memory_kind == "pinned_host":  # onboarding
+        if targets[0][0].sharding.memory_kind != "pinned_host":  # onboarding
             failed.append(rows)
             raise MemoryError("no memory")
         return copy(targets, sources, rows)
