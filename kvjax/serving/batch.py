@@ -124,7 +124,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         """The most tokens of a request whose K/V fit, alone in the cache."""
         most = self.spec.max_length
         for group, blocks in zip(
-            self.cache.state.groups, most_blocks(self.spec, self.scheduler, np.int32(most + 1)), strict=True
+            self.cache.state.groups, most_blocks(self.spec, self.scheduler, jnp.int32(most + 1)), strict=True
         ):
             if blocks > group.num_blocks:
                 most = min(most, int(group.num_blocks) * self.spec.block_size)
