@@ -66,16 +66,19 @@ def generate[C: (Cache, TieredCache)](
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts, as many at a time as there are rows and blocks.
 
-    A prompt waits until a row is free, and blocks for all that it can become; then it runs to its end. The next one
-    takes its row at once. Prompts that share a prefix compute it once, also if they come together. A prompt that wants
-    more tokens than the whole cache has room for ends with those it has room for and finish "no_blocks".
+    A prompt waits for a row and for the blocks of all that it can become; then nothing interrupts it. As soon as a row
+    ends, the next prompt takes it. Prompts that share a prefix compute it once, also if they come together. A prompt
+    that wants more than the whole cache holds ends with the tokens that fit, and finish "no_blocks". The options are
+    those of the default `Scheduler`; `run_batch` takes others.
 
     Args:
-      model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`.
+      model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`. It also gets views in
+        mixed form, on one line; see `Model`.
       cache: is donated: go on with the returned one. Rows in use already are left alone. With a host tier, prompts
-        find blocks there too, and blocks that have to leave the device go there; before each loop, as many as it may
-        need. Blocks that a prompt longer than a window's blocks pushes out of them are lost. If a move between the
-        tiers fails, a RuntimeWarning says so, and the lost K/V are computed again.
+        find blocks there too, and blocks that have to leave the device go there: before each loop those that rows may
+        need as they grow, and between loops those that a prompt needs to be admitted. Blocks that a prompt longer than
+        a window's blocks pushes out of them are lost. If a move between the tiers fails, a RuntimeWarning says so, and
+        the lost K/V are computed again.
       prompts: token ids.
       max_new_tokens: for each prompt.
       sampling: how tokens are chosen, for all prompts or one for each; None: greedy. What a prompt gets does not depend
@@ -85,13 +88,13 @@ def generate[C: (Cache, TieredCache)](
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
       names: the `Namespaces` that gave them out; numbers that it did not are refused. None: any number will do.
       retention: of each prompt's blocks, or one for all prompts, where the spec has it.
-      clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`; read when prompts are
-        admitted, before each jitted loop and at release. None: the time is always 0, and no time to live ends.
+      clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`; read before
+        each jitted loop. None: the time is always 0, and no time to live ends.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
-      chunk: prompt tokens of each row that one model call computes.
-      steps: the most decode steps of one jitted loop.
-      k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. What is chosen does not
-        depend on it.
+      chunk: prompt tokens that one model call computes, beside a token of each row that decodes.
+      steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C heard.
+      k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. Never more than half of
+        `steps`. What is chosen does not depend on it.
       fixed_steps: whether every block runs k steps of the model, even if fewer are wanted: for a GPU without command
         buffers, see `compiler_options`.
       log_events: whether to decode the events.
@@ -136,7 +139,7 @@ def stream[C: (Cache, TieredCache)](
     fixed_steps: bool = False,
     log_events: bool = True,
 ) -> Generator[Progress[C], None, None]:
-    """Generates for all prompts, handing out tokens after every `steps` steps; the arguments are those of `generate`.
+    """Generates for all prompts, handing out what is new after at most `steps` steps; the arguments are `generate`'s.
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. Errors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of generation, each one program without a host transfer: prefill in chunks, and decode."""
+"""A step of given tokens, and the decode loop for rows that the caller has admitted; what both tell of the log."""
 
 from __future__ import annotations
 
@@ -111,8 +111,9 @@ def decode(
     fixed_steps: bool = False,
     now: Any = 0,
 ) -> tuple[Cache, Rows, EventLog, Decoded]:
-    """Up to `steps` steps for all active rows, in blocks of up to k; jit and donate it.
+    """Up to `steps` decode steps for all active rows, in blocks of up to k; jit and donate it.
 
+    For callers who admit rows and compute their prompts themselves, as with `step`. It admits nobody: see `serve`.
     Ends early if no row is active, if the pool has too few blocks for all of them, or if the log is nearly full. What
     it chooses does not depend on k.
 
@@ -120,7 +121,7 @@ def decode(
       model: see `step`.
       cache: its active rows have all but `rows.token` committed, and no room yet for that.
       rows: where each row stands.
-      log: takes the events.
+      log: of `decode_log`; takes the events.
       steps: static.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
       sampling: how each row chooses, leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is

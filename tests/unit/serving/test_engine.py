@@ -104,6 +104,25 @@ def test_stream_hands_out_tokens_as_they_come():
     assert len(finished) > 2
 
 
+def test_a_stream_hands_out_no_more_than_the_tokens_of_its_steps():
+    lengths = [
+        len(progress.new.get(0, ()))
+        for progress in kvjax.stream(model(), empty_cache(), [[1, 2, 3]], max_new_tokens=20, chunk=8, steps=STEPS)
+    ]
+    assert sum(lengths) == 20
+    assert STEPS // 2 < max(lengths) <= STEPS
+
+
+def test_what_is_new_is_handed_out_once_for_rows_that_end_in_the_loop():
+    """Seven prompts in three rows; rows that end are given to others before the loop ends."""
+    prompts = [[number] * 3 for number in range(7)]
+    stream = kvjax.stream(model(), empty_cache(), prompts, max_new_tokens=2, chunk=8, steps=STEPS)
+    new = [progress.new for progress in stream]
+    assert max(map(len, new)) > 3
+    for number, prompt in enumerate(prompts):
+        assert [token for one in new for token in one.get(number, ())] == plain(tuple(prompt), 2)[0]
+
+
 def test_stop_tokens_end_a_row():
     tokens = plain(tuple(PROMPTS[1]))[0]
     stop = tokens[3]
@@ -172,10 +191,9 @@ def test_prompts_wait_for_the_blocks_of_their_windows():
     assert not np.any(cache.state.seqs.length)
     assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
 
-    # One that all blocks together are too few for is refused.
-    outputs, cache, events = generate(windowed_cache(3), LONG[:1], windows)
-    assert [(o.finish, len(o.tokens)) for o in outputs] == [("no_blocks", 0)]
-    assert not events
+    # All blocks together are too few: the prompt is refused, or ends with what there is room for.
+    outputs, cache, _ = generate(windowed_cache(3), [*LONG[:1], [1, 2, 3]], windows, max_new_tokens=20)
+    assert [(o.finish, len(o.tokens)) for o in outputs] == [("no_blocks", 0), ("no_blocks", 10)]
     kvjax.check(cache.state)
 
 
@@ -232,6 +250,7 @@ def test_a_user_function_sees_the_logits():
 
 def test_namespaces_do_not_share():
     outputs, cache, _ = generate(empty_cache(), [PROMPTS[1]] * 3, namespaces=[1] * 3)
+    assert [o.cached_tokens for o in outputs] == [0, 16, 16]  # whole blocks that all share are computed once
     outputs, cache, _ = generate(cache, [PROMPTS[1]] * 3, namespaces=[2, 1, 3])
     assert [o.cached_tokens for o in outputs] == [0, 19, 0]
 
@@ -295,6 +314,7 @@ def test_wrong_arguments_are_named_before_anything_is_donated():
     ("returns", "got"),
     [
         (lambda logits, pools: logits[:, 0], r"float32\[1, 61\]"),
+        (lambda logits, pools: (logits[:, 0], pools), r"logits float32\[1, 61\]"),  # right for rows, not for a line
         (lambda logits, pools: (logits, pools), r"logits float32\[1, 4, 61\]"),
         (lambda logits, pools: (logits[0, 0], pools), r"logits float32\[61\]"),
         (lambda logits, pools: (pools, logits[:, 0]), r"\(Pools, float32\[1, 61\]\)"),
