@@ -111,18 +111,20 @@ def bucket(size: int, smallest: int) -> int:
 
 @dataclasses.dataclass
 class Asked:
-    """What a generation is asked for, by prompt; checked.
+    """What a generation is asked for, by output: each sample of each prompt; checked.
 
     Attributes:
       prompts: token ids.
+      first: the output that is the first sample of the same prompt.
       max_new: tokens to generate, at most.
-      sampling: arrays [prompts]; None: all greedy.
-      seeds, namespaces, priorities: [prompts].
+      sampling: arrays [outputs]; None: all greedy.
+      seeds, namespaces, priorities: [outputs].
       stop: i32[K].
-      retention: arrays [prompts, ...], or None.
+      retention: arrays [outputs, ...], or None.
     """
 
     prompts: list[np.ndarray]
+    first: np.ndarray
     max_new: np.ndarray
     sampling: Sampling | None
     seeds: np.ndarray
@@ -144,19 +146,31 @@ class Asked:
         retention: Retention | Sequence[Retention | None] | None,
         urgency: Sequence[int] | None,
         possible: bool,
+        samples: int | Sequence[int] = 1,
     ) -> Asked:
-        """`urgency` are the priorities; `possible`: whether the spec has retention."""
+        """`urgency` are the priorities; `possible`: whether the spec has retention. Seeds are by output."""
         ids = prompt_ids(prompts)
         number = len(ids)
         most = [max_new_tokens] * number if isinstance(max_new_tokens, int | np.integer) else max_new_tokens
         most = of_each("max_new_tokens", most, number, np.int32, "a number")
         if np.any(most < 1) or (isinstance(max_new_tokens, int) and max_new_tokens < 1):
             raise ValueError(f"max_new_tokens: got {max_new_tokens}, wanted at least 1")
+        copies = [samples] * number if isinstance(samples, int | np.integer) else samples
+        copies = of_each("samples", copies, number, np.int32, "a number")
+        if np.any(copies < 1):
+            raise ValueError(f"samples: got {samples}, wanted at least 1")
+        of_prompt = np.repeat(np.arange(number), copies)
+        outputs = len(of_prompt)
+
+        def each(values: Any) -> Any:
+            return jax.tree.map(lambda x: x[of_prompt], values)
+
         return cls(
-            ids, most, samplings(sampling, number),
-            of_each("seeds", range(number) if seeds is None else seeds, number, np.uint32, "a number"),
-            known_namespaces(namespaces, number, names),
-            of_each("priorities", [0] * number if urgency is None else urgency, number, np.int32, "a number"),
+            [ids[n] for n in of_prompt], each(np.cumsum(copies) - copies), each(most),
+            each(samplings(sampling, number)),
+            of_each("seeds", range(outputs) if seeds is None else seeds, outputs, np.uint32, "a number"),
+            each(known_namespaces(namespaces, number, names)),
+            each(of_each("priorities", [0] * number if urgency is None else urgency, number, np.int32, "a number")),
             host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids"),
-            retentions(retention, number, possible),
+            each(retentions(retention, number, possible)),
         )  # fmt: skip

@@ -20,6 +20,7 @@ from kvjax.model import Model, check_model, forward
 from kvjax.policies.retention import is_retention
 from kvjax.serving.admission import has_row
 from kvjax.serving.asked import Asked, bucket
+from kvjax.serving.ending import top_of
 from kvjax.serving.held import Held
 from kvjax.serving.loops import admission_events, check_cache
 from kvjax.serving.output import Output
@@ -73,6 +74,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         clock: Callable[[], int] | None,
         logits_fn: LogitsFn | None,
         log_events: bool,
+        top_logprobs: int = 0,
     ):
         """`asked` gets whether the spec has retention; `steps` are the most steps of the model in a turn."""
         if steps < 1:
@@ -81,7 +83,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         check_cache(cache)
         super().__init__(cache, clock, log_events)
         scheduler.check(self.spec)
-        self.model, self.asked = model, asked(self.spec.retention)
+        self.model, self.asked, self.top_logprobs = model, asked(self.spec.retention), top_logprobs
         # A loop ends behind the block of steps in which it reaches its limit. A turn has room for two blocks, so that
         # a limit of k - 1 steps less is not far below what was asked for.
         k = min(scheduler.most_steps(self.spec), (steps + 1) // 2)
@@ -172,7 +174,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             width=min(bucket(max(longest, 1024), size), spec.max_length),
             num_stop_tokens=bucket(len(stop), 4),
             num_ranges=jax.tree.map(lambda one: one.ranges.shape[1], retention, is_leaf=is_retention),
-            greedy=self.asked.sampling is None,
+            greedy=self.asked.sampling is None, top_logprobs=self.top_logprobs,
         )  # fmt: skip
 
     def _submit(self) -> None:
@@ -187,14 +189,19 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         def each(values: np.ndarray) -> np.ndarray:
             return padded(values[self.slots])
 
+        # Samples run at the same time, in a row each; if they are more than the rows, in several parties.
+        behind = (np.array(self.slots) - asked.first[self.slots]) % np.count_nonzero(self.own)
+        leader = np.full((number,), -1, np.int32)
+        leader[: len(behind)] = np.where(behind > 0, np.arange(len(behind)) - behind, -1)
         self.serving, status, _, _ = _submit(
             self.serving, line, padded(self.lengths), padded(self.goals - self.lengths), scheduler=self.scheduler,
             slots=np.arange(number, dtype=np.int32), priority=each(asked.priorities), namespace=each(asked.namespaces),
             seed=each(asked.seeds), sampling=jax.tree.map(each, asked.sampling), stop_tokens=asked.stop,
-            retention=jax.tree.map(each, asked.retention),
+            retention=jax.tree.map(each, asked.retention), sample_of=leader,
         )  # fmt: skip
         self.submitted = True
-        for n, code in zip(self.slots, np.asarray(status).tolist(), strict=False):
+        reasons = np.asarray(status)[np.arange(len(behind)) - behind]  # of the first one of the party
+        for n, code in zip(self.slots, reasons.tolist(), strict=True):
             if code != Status.OK:
                 self.outputs[n].finish = Status(code).name.lower()
 
@@ -214,6 +221,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
                 self.new[n] = requests.text[new].tolist()
                 output.tokens += self.new[n]
                 output.logprobs += requests.logprobs[new].tolist()
+                output.top_logprobs += top_of(requests, new)
             output.cached_tokens = int(requests.cached[slot])
             output.preemptions = int(requests.preemptions[slot])
             if stage == Stage.DONE:

@@ -187,6 +187,8 @@ def run_batch[C: (Cache, TieredCache)](
     names: Namespaces | None = None,
     retention: Retention | Sequence[Retention | None] | None = None,
     priorities: Sequence[int] | None = None,
+    samples: int | Sequence[int] = 1,
+    top_logprobs: int = 0,
     scheduler: Scheduler | None = None,
     clock: Callable[[], int] | None = None,
     logits_fn: LogitsFn | None = None,
@@ -207,12 +209,15 @@ def run_batch[C: (Cache, TieredCache)](
       prompts: token ids.
       max_new_tokens: for all prompts, or for each.
       sampling: how tokens are chosen, for all prompts or one for each; None: greedy.
-      seeds: of each prompt's random stream; its number if None.
+      seeds: of each output's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
       names: the `Namespaces` that gave them out; None: any number will do.
       retention: of each prompt's blocks, or one for all prompts, where the spec has it.
       priorities: of each prompt, higher first; None: they come in their order.
+      samples: outputs of each prompt, or one number for all. They run at the same time, and share what is computed of
+        the prompt: it needs blocks for all of them, or ends with "no_blocks".
+      top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
       scheduler: the options; None: `Scheduler()`, which preempts nobody.
       clock: () -> ms; see `generate`.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
@@ -222,18 +227,20 @@ def run_batch[C: (Cache, TieredCache)](
       log_events: whether to decode the events.
 
     Returns:
-      list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
+      list of `Output`, one per prompt, or its samples one after the other; the cache, with everything released and
+      cached; and the decoded events.
 
     Raises:
       ValueError: before anything is donated, as `generate` does, and for options of the scheduler that do not fit.
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with.
     """
     asked = functools.partial(
-        Asked.of, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, priorities
-    )
+        Asked.of, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, priorities,
+        samples=samples,
+    )  # fmt: skip
     batch = Batch(
         model, cache, asked, scheduler or Scheduler(), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events,
+        logits_fn=logits_fn, log_events=log_events, top_logprobs=top_logprobs,
     )  # fmt: skip
     return _run(batch, progress)
 

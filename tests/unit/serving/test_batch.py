@@ -152,3 +152,35 @@ def test_rows_rest_on_the_host_instead_of_being_preempted(host, monkeypatch):
 def test_rows_rest_only_where_there_is_a_host_tier():
     with pytest.raises(ValueError, match="preempt: got 'swap', wanted 'recompute'"):
         kvjax.run_batch(MODEL, make_cache(9), [[1]], scheduler=dataclasses.replace(OPTIONS, preempt="swap"))
+
+
+def test_samples_share_their_prompt_and_are_chosen_as_if_alone():
+    """Five samples of one prompt in three rows, beside another prompt; each has a seed of its own."""
+    table = jnp.asarray(np.random.default_rng(5).normal(size=(7, 7)), jnp.float32)
+    prompts, sampling = [[1, 2, 3, 4, 5, 6], [6, 5, 4]], kvjax.Sampling(temperature=1.0)
+    options = {"sampling": sampling, "max_new_tokens": 6, "scheduler": OPTIONS, "top_logprobs": 2}
+    model = jax.tree_util.Partial(pairs, table)
+    outputs, _, _ = kvjax.run_batch(model, make_cache(), prompts, samples=[5, 1], **options)
+    assert [output.prompt_tokens for output in outputs] == [6] * 5 + [3]
+    assert [output.cached_tokens for output in outputs[1:3]] == [6, 6]  # shared, the last block too
+    alone = [prompts[0]] * 5 + [prompts[1]]
+    expected, _, _ = kvjax.run_batch(model, make_cache(), alone, **options)
+    assert [output.tokens for output in outputs] == [output.tokens for output in expected]
+    assert len({tuple(output.tokens) for output in outputs[:5]}) > 1
+    scores = np.asarray(jax.nn.log_softmax(table, axis=-1))
+    for output, prompt in zip(outputs, alone, strict=True):
+        for last, top in zip([prompt[-1], *output.tokens], output.top_logprobs, strict=False):
+            assert list(top) == np.argsort(-scores[last])[:2].tolist()
+        assert len(output.top_logprobs) == len(output.tokens) == 6
+
+
+def pairs(table, tokens, pools, view, *, last):
+    """A model that knows only the last token."""
+    del view
+    return table[tokens[jnp.arange(tokens.shape[0]), last]], pools
+
+
+@pytest.mark.parametrize("samples", [0, [1, 2]])
+def test_samples_are_at_least_one_for_each_prompt(samples):
+    with pytest.raises(ValueError, match="samples: got"):
+        kvjax.run_batch(MODEL, make_cache(), [[1]], samples=samples)
