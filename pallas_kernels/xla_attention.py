@@ -18,8 +18,8 @@ from pallas_kernels.schedule import query_tiles
 
 # The running maximum before any score: finite, so that score - maximum is never inf - inf.
 _LOWEST = np.float32(-1e30)
-# Queries of one row that are worked on together. Each such tile reads the row's K/V once.
-_QUERY_TILE = 64
+# Queries of one row that are worked on together, at least and at most. Each such tile reads the row's K/V once.
+_QUERY_TILES = 16, 64
 
 
 def decode_attention(
@@ -100,7 +100,8 @@ def prefill_attention(
       [T, Q, D] like q, zeros where q is padding; with `return_lse` also f32[T, Q], undefined where q is padding.
     """
     tokens = q.shape[0]
-    width = min(max_count, _QUERY_TILE)
+    least, most = _QUERY_TILES
+    width = min(max_count, max(least, min(-(-tokens // counts.shape[0]), most)))  # a row's tokens, if all have as many
     work = query_tiles(tokens, lengths, starts, counts, max_count, width)
     token = work.token[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     out, lse = _attend(
