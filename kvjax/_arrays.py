@@ -136,6 +136,11 @@ def fence(tree, *reads):
     return lax.optimization_barrier((tree, *reads))
 
 
+def once[T](where: jax.Array, do: Callable[[T], T], carry: T) -> T:
+    """do(carry) where bool[] holds, else `carry`; a loop of one turn at most, since XLA copies pools at a branch."""
+    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(where), do(c[1])), (where, carry))[1]
+
+
 def runs(first: jax.Array, width: int) -> jax.Array:
     """i32[R, width]; first, first + 1, ... for each of first i32[R]."""
     return first[:, None] + np.arange(width, dtype=np.int32)[None]

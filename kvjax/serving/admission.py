@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, compact, count, fence, pick, put
+from kvjax._arrays import Pytree, compact, count, fence, once, pick, put
 from kvjax.blocks.rows import fit
 from kvjax.events.log import EventLog
 from kvjax.policies.retention import Retention, is_retention
@@ -82,8 +82,6 @@ def admit(
         at = count(search.admitted.slots >= 0)[None]
         values = Admitted(slot[None], row[None], cached[None])
         admitted = put(search.admitted, at, values, done[None])
-        requests, late = fence(serving.requests, late)  # as in a mixed step: nobody reads the text any more
-        serving = serving.replace(requests=requests)
         over = late | (number >= scheduler.look) | (serving.onboards >= 0)
         return serving, log, _Search(candidate(serving, log, skipped, over), skipped, number, admitted)
 
@@ -118,28 +116,42 @@ def _admit(
     serving: Serving, log: EventLog, scheduler: Scheduler, slot: jax.Array, now: jax.Array
 ) -> tuple[Serving, EventLog, jax.Array, jax.Array, jax.Array]:
     """Admits request slot i32[] if it can be; also returns its row, whether it was, and the tokens found for it."""
+    tokens = serving.requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
+    known, namespace = pick(serving.requests.known, slot), pick(serving.requests.namespace, slot)
+    serving, good = _can_be_admitted(serving, scheduler, slot, tokens)
+    row = jnp.argmax(serving.free).astype(jnp.int32)
+    room = scheduler.chunk if len(serving.cache.state.groups) > 1 else None
+
+    def try_it(carry):
+        serving, log, _, _ = carry
+        cache, events = serving.cache.admit(
+            row, tokens, known, namespace=namespace, retention=_retention(serving.requests, slot), room=room, now=now
+        )
+        serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], events.ok)
+        requests, done = fence(serving.requests, events.ok)  # as in a mixed step: nobody reads the text any more
+        return serving.replace(requests=requests), note(log, events), done, events.cached[0]
+
+    serving, log, done, cached = once(good, try_it, (serving, log, jnp.bool_(False), jnp.int32(0)))
+    return serving, log, row, done, cached
+
+
+def _can_be_admitted(
+    serving: Serving, scheduler: Scheduler, slot: jax.Array, tokens: jax.Array
+) -> tuple[Serving, jax.Array]:
+    """bool[]; whether request slot i32[] may have a row; noted if it needs the host for that."""
     requests, state = serving.requests, serving.cache.state
-    tokens = requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
     known, namespace = pick(requests.known, slot), pick(requests.namespace, slot)
     match = lookup(state, tokens, known, namespace=namespace, tiers=("device",))
-    free = serving.free
     samples = (requests.parent == slot) & (requests.stage == Stage.WAITING)
     fits, evicts = _fits(serving, scheduler, slot, match, samples)
-    good = fits & (count(free) > count(samples)) & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
+    good = fits & (count(serving.free) > count(samples))
+    good = good & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
     if state.spec.has_host:
         there = lookup(state, tokens, known, namespace=namespace).host_tokens
         enough = there >= scheduler.min_onboard * state.spec.block_size
         brings = good & (enough | evicts) & pick(requests.onboard, slot)
         serving, good = serving.replace(onboards=jnp.where(brings, slot, serving.onboards)), good & ~brings
-    row = jnp.argmax(free).astype(jnp.int32)
-    room = scheduler.chunk if len(state.groups) > 1 else None
-    cache, events = serving.cache.admit(
-        jnp.where(good, row, -1), tokens, known, namespace=namespace, retention=_retention(requests, slot), room=room,
-        now=now,
-    )  # fmt: skip
-    done = good & events.ok
-    serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], done)
-    return serving, note(log, events), row, done, events.cached[0]
+    return serving, good
 
 
 def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:

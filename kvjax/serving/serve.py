@@ -13,14 +13,13 @@ A part that is not needed is a loop that does not turn. A branch would copy the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax._arrays import Pytree, count, fence, pick, put, runs
+from kvjax._arrays import Pytree, count, fence, once, pick, put, runs
 from kvjax._checks import integers
 from kvjax.events.log import EventLog
 from kvjax.model import Model
@@ -53,11 +52,6 @@ class Served(Pytree):
     mixed: jax.Array
     chunks: Chunks
     chosen: Chosen
-
-
-def once[T](where: jax.Array, do: Callable[[T], T], carry: T) -> T:
-    """do(carry) where bool[] holds, else `carry`; a loop of one turn at most, since XLA copies pools at a branch."""
-    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(where), do(c[1])), (where, carry))[1]
 
 
 def serve_step(
