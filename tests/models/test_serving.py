@@ -26,11 +26,11 @@ LOG = 8_000
 
 
 WAYS = {
-    "greedy": Sampling().each_row(NUMBER),
+    "greedy": Sampling(np.zeros(NUMBER), np.zeros(NUMBER, int), np.ones(NUMBER)),
     "sampled": Sampling(
-        temperature=np.resize(np.float32([0.7, 1.0, 1.5, 0.0]), NUMBER),
-        top_k=np.resize(np.int32([0, 5, 40]), NUMBER),
-        top_p=np.resize(np.float32([1.0, 1.0, 0.9, 0.95, 0.5]), NUMBER),
+        temperature=np.resize([0.7, 1.0, 1.5, 0.0], NUMBER),
+        top_k=np.resize([0, 5, 40], NUMBER),
+        top_p=np.resize([1.0, 1.0, 0.9, 0.95, 0.5], NUMBER),
     ),
 }
 
@@ -97,17 +97,18 @@ def margin(top):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_under_pressure_are_those_without(way):
-    wanted, compared, greedy = served(PLENTY, way), 0, way == "greedy"
+    wanted, compared, preempted, greedy = served(PLENTY, way), 0, 0, way == "greedy"
     assert not any(output.preemptions for output in wanted)
     for num_blocks in (5 * FEWEST, 3 * FEWEST, 2 * FEWEST - 1, FEWEST):
         outputs = served(num_blocks, way)
-        assert sum(output.preemptions for output in outputs) > 5, num_blocks
+        preempted += sum(output.preemptions for output in outputs)
         for number, (output, free) in enumerate(zip(outputs, wanted, strict=True)):
             same = [one == other for one, other in zip(output.tokens, free.tokens, strict=True)]
             end = same.index(False) if False in same else NEW
             assert end == NEW or (greedy and margin(free.top_logprobs[end]) <= MARGIN), (num_blocks, number, end)
             np.testing.assert_allclose(output.logprobs[:end], free.logprobs[:end], atol=1e-4)
             compared += end
+    assert preempted > 20
     assert compared > 0.95 * 4 * NUMBER * NEW
     if not greedy:
         likeliest = [[next(iter(top)) for top in output.top_logprobs] for output in wanted]

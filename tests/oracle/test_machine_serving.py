@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 
+import jax
 import pytest
 
 from kvjax.serving.scheduler import Scheduler
@@ -39,6 +40,7 @@ HAPPENS = (
     ],
 )
 def test_both_schedulers_do_the_same(name, k, layers):
+    jax.clear_caches()  # of the case before: see `forget_programs`
     options, tally = dataclasses.replace(OPTIONS[name], k=k), collections.Counter()
     seeds = 2
     if os.environ.get("HYPOTHESIS_PROFILE") == "nightly":
