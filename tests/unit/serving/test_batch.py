@@ -150,6 +150,7 @@ def test_each_prompt_is_sampled_in_its_own_way_whatever_else_the_batch_does():
 
 
 def test_urgent_prompts_come_first_and_are_not_preempted():
+    """Blocks for two rows of three, and there are two of the most urgent."""
     prompts = [[*first, 0, 1, 2] for first in itertools.product((1, 2), (0, 1), (0, 2), (1,))]
     priorities = [0, 2, 0, 1, 2, 0, 1, 0]
     options = {"max_new_tokens": 12, "scheduler": OPTIONS, "steps": 25}
@@ -159,13 +160,13 @@ def test_urgent_prompts_come_first_and_are_not_preempted():
         stored = [event["tokens"] for event in events if event["kind"] == "stored" and event["parent"] is None]
         return [next(n for n, prompt in enumerate(prompts) if prompt[:SIZE] == tokens[:SIZE]) for tokens in stored]
 
-    outputs, _, events = kvjax.run_batch(MODEL, make_cache(9), prompts, priorities=priorities, **options)
+    outputs, _, events = kvjax.run_batch(MODEL, make_cache(12), prompts, priorities=priorities, **options)
     assert_chained(prompts, outputs)
     order = [*dict.fromkeys(begun(events))]
     assert sorted(order, key=lambda n: (-priorities[n], n)) == order
     assert any(output.preemptions for output in outputs)
     assert not any(output.preemptions for output, one in zip(outputs, priorities, strict=True) if one == 2)
-    same, _, events = kvjax.run_batch(MODEL, make_cache(9), prompts, **options)
+    same, _, events = kvjax.run_batch(MODEL, make_cache(12), prompts, **options)
     assert [*dict.fromkeys(begun(events))] == [*range(8)]
     assert [output.tokens for output in same] == [output.tokens for output in outputs]
 
