@@ -95,7 +95,7 @@ class Both:
 
     def run(self, steps: int) -> collections.Counter[str]:
         for _ in range(steps):
-            kind = self.rng.choice(["submit", "cancel", "drain", "step"], p=(0.25, 0.03, 0.12, 0.6))
+            kind = self.rng.choice(["submit", "cancel", "drain", "step"], p=(0.25, 0.06, 0.12, 0.57))
             getattr(self, str(kind))()
             self.agree()
         return self.tally

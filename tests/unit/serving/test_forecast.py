@@ -75,8 +75,10 @@ def test_what_if_is_what_then_happens(name, layers):
         said, begin = asked(serving), int(serving.steps)
         while bool(serving.busy):
             serving, _ = run(serving, init_log(LOG, SIZE), steps=np.int32(400))
-        for name in SAID:
-            np.testing.assert_array_equal(getattr(said, name), getattr(serving.requests, name), f"{name}, seed {seed}")
+        for field in SAID:
+            np.testing.assert_array_equal(
+                getattr(said, field), getattr(serving.requests, field), f"{field}, seed {seed}"
+            )
         later = np.asarray(said.admitted) > begin
         waited += int(later.sum())
         found += int(np.asarray(said.cached)[later].sum())
