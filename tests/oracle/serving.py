@@ -27,7 +27,7 @@ from kvjax.serving.submission import submit
 from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, Config, Faults, Life, Row, name_of
 from tests.oracle.cache import Oracle
-from tests.oracle.requests import Ask, Request
+from tests.oracle.requests import Ask, Finish, Request
 from tests.oracle.requests import Options as OracleOptions
 from tests.oracle.scheduler import Scheduler
 
@@ -60,6 +60,14 @@ def choose(request: Request, position: int) -> int:
     return name_of(request.namespace, tuple(request.tokens)) % VOCAB
 
 
+def alone(request: Request) -> list[int]:
+    """The tokens of a request, and all that the model would generate for it if it ran by itself."""
+    whole = dataclasses.replace(request, tokens=request.tokens[: request.prompt])
+    while whole.known < request.goal and not (whole.known > request.prompt and whole.tokens[-1] in request.stop):
+        whole.tokens.append(choose(whole, whole.known))
+    return whole.tokens
+
+
 def oracle_options(options: Options) -> OracleOptions:
     """The same options for the oracle; who is first is its own."""
     names = {field.name for field in dataclasses.fields(OracleOptions)} - {"k", "order"}
@@ -87,7 +95,7 @@ class Both:
 
     def run(self, steps: int) -> collections.Counter[str]:
         for _ in range(steps):
-            kind = self.rng.choice(["submit", "cancel", "drain", "step"], p=(0.25, 0.03, 0.12, 0.6))
+            kind = self.rng.choice(["submit", "cancel", "drain", "step"], p=(0.25, 0.06, 0.12, 0.57))
             getattr(self, str(kind))()
             self.agree()
         return self.tally
@@ -163,6 +171,9 @@ class Both:
             assert output.tokens == request.tokens[request.prompt :]
             assert (output.finish, output.cached_tokens) == (request.finish.name.lower(), request.cached)
             assert output.preemptions == request.preemptions
+            whole = alone(request)
+            assert request.tokens == whole[: request.known]
+            assert request.tokens == whole or request.finish in (Finish.CANCELLED, Finish.NO_BLOCKS)
             self.tally[f"finish {request.finish.name}"] += 1
 
     def step(self) -> None:

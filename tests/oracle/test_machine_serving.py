@@ -2,12 +2,16 @@
 """The library's scheduler does in every step what the one in plain Python does (`serving.py`)."""
 
 import collections
+import dataclasses
+import itertools
 import os
 
+import jax
 import pytest
 
 from kvjax.serving.scheduler import Scheduler
-from tests.oracle.serving import BLOCKS, Both, program
+from tests.oracle.bytes_machine import SIZE
+from tests.oracle.serving import BLOCKS, COLUMNS, Both, program
 
 OPTIONS = {
     "known": Scheduler(reserve="known", chunk=6, chunk_rows=2, k_waiting=2, patience=3, look=2),
@@ -15,10 +19,12 @@ OPTIONS = {
     "batch": Scheduler(reserve="batch", chunk=20, chunk_rows=4, k=1, look=1, wait_for_prefix=False),
     "tight": Scheduler(reserve="known", chunk=3, chunk_rows=1, budget=6, k=4, watermark=1, patience=2),
 }
-LONG = [("goal", "full"), ("known", "windows")]
-BY_NIGHT = [("batch", "full"), ("tight", "full"), ("tight", "windows"), ("goal", "windows"), ("batch", "windows")]
-FEWEST = {"full": 6, "windows": 7}  # blocks: enough for one row
-LENGTH = 60  # of a history
+LONG = [("goal", 3, "full"), ("batch", 1, "full"), ("known", SIZE, "windows"), ("tight", SIZE, "windows")]
+ALL = itertools.product(OPTIONS, (1, 3, SIZE), ("full", "windows"))
+BY_NIGHT = [case for case in ALL if case not in [("known", SIZE, "full"), *LONG]]
+NIGHTLY = 10_000  # steps of the machine, of all cases together
+COUNTS = (COLUMNS, COLUMNS + 3, BLOCKS)  # blocks: enough for one row, some more, plenty
+LENGTH = 60  # steps of a history; those that finish what it has begun come on top
 HAPPENS = (
     "admitted", "mixed", "sample", "cancelled", "stored", "removed", "copied", "finish STOP", "finish LENGTH",
     "submit ROW_FULL", "submit BAD_REQUEST", "submit HELD",
@@ -26,18 +32,21 @@ HAPPENS = (
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"),
+    ("name", "k", "layers"),
     [
-        ("known", "full"),
+        ("known", SIZE, "full"),
         *[pytest.param(*case, marks=pytest.mark.long) for case in LONG],
         *[pytest.param(*case, marks=pytest.mark.slow) for case in BY_NIGHT],
     ],
 )
-def test_both_schedulers_do_the_same(name, layers):
-    options, tally = OPTIONS[name], collections.Counter()
-    seeds = range(50 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 2)
-    for num_blocks in (FEWEST[layers], FEWEST[layers] + 3, BLOCKS):
-        for seed in seeds:
+def test_both_schedulers_do_the_same(name, k, layers):
+    jax.clear_caches()  # of the case before: see `forget_programs`
+    options, tally = dataclasses.replace(OPTIONS[name], k=k), collections.Counter()
+    seeds = 2
+    if os.environ.get("HYPOTHESIS_PROFILE") == "nightly":
+        seeds = -(-NIGHTLY // ((len(LONG) + len(BY_NIGHT) + 1) * len(COUNTS) * LENGTH))
+    for num_blocks in COUNTS:
+        for seed in range(seeds):
             both = Both(options, layers, num_blocks, seed)
             try:
                 both.run(LENGTH)

@@ -679,3 +679,45 @@ def test_histories_of_samples_and_windows_with_few_blocks(seeds):
     """Where the most is shared, "goal" still never preempts."""
     happened = sum((history(seed, "goal", seed % 2 == 0, tight=True) for seed in seeds), collections.Counter())
     assert 2 * happened["forked"] > len(seeds)
+
+
+class Single(Scheduler):
+    """A scheduler that knows no blocks of steps: each row that decodes gets room for one token, and computes it."""
+
+    def grow(self, report, single, log_room):
+        decoding = self.decoding()
+        full = [row in decoding and not self._room(row) for row in range(len(self.rows))]
+        ok = self._heard(self.cache.extend(full, full)).ok
+        report.n, self.refused = int(ok), int(not ok)
+
+    def compute_block(self, report):
+        report.decoded = [row for row in self.decoding() if self._room(row)]
+        self.steps += bool(report.decoded)
+        for row in report.decoded:
+            self._choose(row, self.steps, report)
+        self._commit(dict.fromkeys(report.decoded, 1))
+        self.put_off = self.put_off + 1 if self.prefilling() else 0
+
+
+def told(kind, *args, monkeypatch):
+    """What a kind of scheduler does in each step of a history, with the cache's events."""
+    found = []
+
+    def step(watched, step=Watch.step):
+        found.append((step(watched), watched.scheduler.events))
+        return found[-1][0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Watch, "step", step)
+        patch.setitem(globals(), "Scheduler", kind)
+        history(*args, tight=True)
+    return found
+
+
+@pytest.mark.parametrize("reserve", ["goal", "known", "batch"])
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 300), marks=pytest.mark.long)], ids=["", "more"])
+def test_a_scheduler_whose_blocks_are_single_steps_is_one_without_blocks(seeds, reserve, monkeypatch):
+    for seed in seeds:
+        single, blocks = (told(kind, seed, reserve, True, monkeypatch=monkeypatch) for kind in (Single, Scheduler))
+        assert single == blocks
+        assert all(report.n <= 1 for report, _ in blocks)

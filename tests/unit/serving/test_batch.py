@@ -2,6 +2,8 @@
 """`run_batch`: many prompts in one program, with and without a host tier."""
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import Cache
-from kvjax.serving import GenerationInterrupted, Scheduler
+from kvjax.serving import GenerationInterrupted, Sampling, Scheduler
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
 
 pytestmark = pytest.mark.long
@@ -184,3 +186,100 @@ def pairs(table, tokens, pools, view, *, last):
 def test_samples_are_at_least_one_for_each_prompt(samples):
     with pytest.raises(ValueError, match="samples: got"):
         kvjax.run_batch(MODEL, make_cache(), [[1]], samples=samples)
+
+
+def one_at_a_time(prompts, sampling, seeds, new):
+    """What each prompt gets if it is alone, in a cache of its own."""
+    for prompt, one, seed in zip(prompts, sampling, seeds, strict=True):
+        alone, _, _ = kvjax.run_batch(
+            MODEL, make_cache(), [prompt], sampling=[one], seeds=[seed], max_new_tokens=new, scheduler=OPTIONS, steps=25
+        )
+        yield alone[0]
+
+
+def test_each_prompt_is_sampled_in_its_own_way_whatever_else_the_batch_does():
+    """Eight prompts for three rows and few blocks; some are preempted. Every third one is greedy."""
+    prompts, seeds = prompts_of(8, seed=3), [11 * number for number in range(8)]
+    ways = [None, Sampling(1.5), Sampling(0.8, top_k=2), None, Sampling(1.2, top_p=0.6), Sampling(2.0, min_tokens=3)]
+    sampling = [*ways, None, Sampling(0.5)]
+    options = {"sampling": sampling, "seeds": seeds, "max_new_tokens": 9, "scheduler": OPTIONS, "steps": 25}
+    outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9), prompts, **options)
+    for output, alone in zip(outputs, one_at_a_time(prompts, sampling, seeds, 9), strict=True):
+        assert (output.tokens, output.finish) == (alone.tokens, "length")
+        np.testing.assert_allclose(output.logprobs, alone.logprobs, atol=1e-5)
+    assert any(output.preemptions for output in outputs)
+    greedy = [number for number, one in enumerate(sampling) if one is None]
+    assert_chained([prompts[n] for n in greedy], [outputs[n] for n in greedy])
+    with pytest.raises(AssertionError):
+        assert_chained(prompts, outputs)  # the others are no greedy choices
+    again, _, _ = kvjax.run_batch(MODEL, cache, prompts, **{**options, "seeds": [seed + 1 for seed in seeds]})
+    assert [again[n].tokens for n in greedy] == [outputs[n].tokens for n in greedy]
+    assert [output.tokens for output in again] != [output.tokens for output in outputs]
+
+
+def test_urgent_prompts_come_first_and_are_not_preempted():
+    """Blocks for two rows of three, and there are two of the most urgent."""
+    prompts = [[*first, 0, 1, 2] for first in itertools.product((1, 2), (0, 1), (0, 2), (1,))]
+    priorities = [0, 2, 0, 1, 2, 0, 1, 0]
+    options = {"max_new_tokens": 12, "scheduler": OPTIONS, "steps": 25}
+
+    def begun(events):
+        """The prompts in the order in which their first blocks are stored."""
+        stored = [event["tokens"] for event in events if event["kind"] == "stored" and event["parent"] is None]
+        return [next(n for n, prompt in enumerate(prompts) if prompt[:SIZE] == tokens[:SIZE]) for tokens in stored]
+
+    outputs, _, events = kvjax.run_batch(MODEL, make_cache(12), prompts, priorities=priorities, **options)
+    assert_chained(prompts, outputs)
+    order = [*dict.fromkeys(begun(events))]
+    assert sorted(order, key=lambda n: (-priorities[n], n)) == order
+    assert any(output.preemptions for output in outputs)
+    assert not any(output.preemptions for output, one in zip(outputs, priorities, strict=True) if one == 2)
+    same, _, events = kvjax.run_batch(MODEL, make_cache(12), prompts, **options)
+    assert [*dict.fromkeys(begun(events))] == [*range(8)]
+    assert [output.tokens for output in same] == [output.tokens for output in outputs]
+
+
+def test_tenants_never_share_a_block():
+    names = kvjax.Namespaces()
+    tenants = [names("a"), names("b"), names("a"), names("b")]
+    prompts = [[1, 2, 0, 1, 2, 2, 0, 0, 1, 2]] * 4
+    outputs, cache, events = kvjax.run_batch(
+        MODEL, make_cache(), prompts, max_new_tokens=5, namespaces=tenants, names=names, scheduler=OPTIONS, steps=25
+    )
+    assert_chained(prompts, outputs)
+    cached = [output.cached_tokens for output in outputs]
+    assert cached[:2] == [0, 0] and min(cached[2:]) >= 8
+    texts = [(tenant, path) for tenant, path, *_ in kvjax.fold(events).nodes.values()]
+    assert len(texts) == len(set(texts)) and {tenant for tenant, _ in texts} == set(tenants)
+    assert {path for tenant, path in texts if tenant == tenants[0]} == {path for _, path in texts}
+    (later,), _, _ = kvjax.run_batch(
+        MODEL, cache, prompts[:1], max_new_tokens=5, namespaces=[names("c")], names=names, scheduler=OPTIONS, steps=25
+    )
+    assert later.cached_tokens == 0
+
+
+def successor(tokens, pools, view, *, last):
+    """A model that always says the next number, and stores nothing."""
+    del view
+    return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % 1000, 1000), pools
+
+
+def test_a_retained_prompt_survives_what_evicts_the_others():
+    """Eight prompts of 3 blocks each, with what is generated 4, for 16 blocks; then the first begins are asked for."""
+    spec = kvjax.make_spec(
+        [kvjax.LayerSpec(1, 1)], num_blocks=16, max_seqs=3, max_length=32, block_size=SIZE, dtype="float32",
+        retention=True,
+    )  # fmt: skip
+    prompts = [list(range(100 * number, 100 * number + 12)) for number in range(8)]
+    run = functools.partial(
+        kvjax.run_batch, jax.tree_util.Partial(successor), max_new_tokens=4, scheduler=OPTIONS, steps=25
+    )
+    nothing = kvjax.Retention.of([(0, 8, 35)])
+    for said, kept in ((kvjax.Retention.of([(0, 8, 100)]), 8), (nothing, 0)):
+        cache = Cache.create(spec, kvjax.policies.priority())
+        outputs, cache, events = run(cache, prompts, retention=[said, *[nothing] * 7])
+        assert [output.tokens for output in outputs] == [[prompt[-1] + i for i in range(1, 5)] for prompt in prompts]
+        assert any(event["kind"] == "removed" for event in events)
+        outputs, cache, _ = run(cache, [[*prompts[0][:8], 990, 991]], retention=[nothing])
+        assert outputs[0].cached_tokens == kept
+        kvjax.check(cache.state)

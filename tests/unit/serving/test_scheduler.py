@@ -4,6 +4,7 @@
 All run the program of that file's first options: chunks of 6 tokens for 2 rows, in blocks of 4 tokens.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -15,7 +16,7 @@ import pytest
 import kvjax
 from kvjax import Cache, Status
 from kvjax.events.log import init_log
-from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve, submit, what_if, worst_step
+from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve, serve_step, submit, worst_step
 from kvjax.serving.requests import Stage
 from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB
@@ -25,6 +26,7 @@ from tests.oracle.test_machine_serving import OPTIONS
 pytestmark = pytest.mark.long
 KNOWN = OPTIONS["known"]
 ROOM = COLUMNS * SIZE
+BY_DEFAULT = {"priority": 0, "sample_of": -1}
 _submit = jax.jit(submit, static_argnames="scheduler")
 
 
@@ -46,10 +48,11 @@ class Story:
         prompts = [list(prompt) for prompt in prompts] + [[]] * (3 - len(prompts))
         line = drive.padded([token for prompt in prompts for token in prompt], LINE)
         lengths, new = np.array(list(map(len, prompts)), np.int32), np.full(3, new, np.int32)
-        priority = np.full(3, options.pop("priority", 0), np.int32)
+        priority, lead = (np.full(3, options.pop(name, none), np.int32) for name, none in BY_DEFAULT.items())
+        assert not options
         self.serving, *answers = _submit(
             self.serving, line, lengths, new, scheduler=KNOWN, priority=priority,
-            stop_tokens=np.full((3, 1), -1, np.int32), sample_of=np.full(3, -1, np.int32),
+            stop_tokens=np.full((3, 1), -1, np.int32), sample_of=lead,
         )  # fmt: skip
         return [np.asarray(answer).tolist() for answer in answers]
 
@@ -136,6 +139,25 @@ def test_requests_that_hold_no_prompt_or_too_much_are_refused():
     assert slots == [-1, -1, -1]
 
 
+def shortest_first(requests, state):
+    return requests.prompt
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_a_policy_of_ones_own_decides_who_is_first(jitted):
+    """Who is admitted first, and whose prompt is computed first."""
+    scheduler = dataclasses.replace(KNOWN, order=shortest_first)
+    step = program(scheduler) if jitted else functools.partial(serve_step, scheduler=scheduler)
+    story, model = Story(), jax.tree.map(jnp.asarray, MODEL)
+    story.submit([1, 2] * 5, [2, 0, 1], [0] * 8)
+    _, _, served = step(model, story.serving, init_log(LOG, SIZE))
+    assert served.admitted.slots.tolist() == [1, 2, 0, -1]
+    assert (served.chunks.rows.tolist(), served.chunks.count.tolist()) == ([0, 1], [3, 3])
+    served = story.step()
+    assert served.admitted.slots.tolist() == [0, 1, 2, -1]
+    assert (served.chunks.rows.tolist(), served.chunks.count.tolist()) == ([0, 1], [6, 0])
+
+
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
@@ -150,30 +172,6 @@ def test_requests_that_hold_no_prompt_or_too_much_are_refused():
 def test_options_that_do_not_fit_are_named(options, wanted):
     with pytest.raises(ValueError, match=wanted):
         program(Scheduler(**options))(MODEL, Story().serving, init_log(LOG, SIZE))
-
-
-def successor(tokens, pools, view, *, last):
-    """A model that says what no prompt says, and stores nothing."""
-    del view
-    chosen = tokens[jnp.arange(tokens.shape[0]), last]
-    return jax.nn.one_hot(chosen % 400 + 500, 1000), pools
-
-
-def test_what_if_is_what_then_happens():
-    story, rng = Story(num_blocks=12), np.random.default_rng(3)
-    document = rng.integers(0, 100, 12).tolist()
-    for _ in range(2):
-        prompts = [[*document[: rng.integers(13)], *rng.integers(0, 100, 4).tolist()] for _ in range(3)]
-        story.submit(*prompts, new=int(rng.integers(2, 6)))
-    asked = jax.jit(functools.partial(what_if, scheduler=KNOWN, steps=100))(story.serving)
-    run = jax.jit(functools.partial(serve, scheduler=KNOWN, steps=100))
-    log = init_log(2 * LOG + 2 * worst_step(story.serving.cache.state.spec, KNOWN), SIZE)
-    after, _ = run(jax.tree_util.Partial(successor), story.serving, log)
-    assert not bool(after.busy)
-    for name in ("stage", "admitted", "cached", "first_token", "ended", "preemptions", "passed"):
-        np.testing.assert_array_equal(getattr(asked, name), getattr(after.requests, name), name)
-    assert np.asarray(after.requests.cached).any()
-    assert int(asked.admitted.max()) > 0  # some had to wait
 
 
 def test_the_loop_stays_on_the_device_and_copies_no_pool():

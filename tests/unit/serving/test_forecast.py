@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`what_if` says what then happens, at any moment of histories at random."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import Cache
+from kvjax.events import init_log
+from kvjax.serving import cancel, init_serving, serve, submit, what_if
+from kvjax.serving.requests import Stage
+from tests import drive
+from tests.oracle.bytes_machine import SIZE
+from tests.oracle.serving import AT_ONCE, COLUMNS, LINE, LOG, SLOTS, config
+from tests.oracle.test_machine_serving import COUNTS, OPTIONS
+
+SAID = (
+    "stage", "finish", "known", "admitted", "cached", "first_token", "ended", "preemptions", "passed", "arrival",
+)  # fmt: skip
+QUICK = {"xla_backend_optimization_level": 0}
+NUMBER = 4 * SLOTS  # of slots, so that a forecast needs more events than its log holds at once
+_submit, _cancel = jax.jit(submit, static_argnames="scheduler"), jax.jit(cancel)
+
+
+def successor(tokens, pools, view, *, last):
+    """A model that says what no prompt says, and stores nothing."""
+    del view
+    chosen = tokens[jnp.arange(tokens.shape[0]), last]
+    return jax.nn.one_hot(chosen % 400 + 500, 1000), pools
+
+
+def submitted(serving, rng, documents, scheduler):
+    """Some requests more, that often begin alike; of tokens that neither model says."""
+    lengths = rng.integers(1, COLUMNS * SIZE - 2, AT_ONCE).astype(np.int32)
+    prompts = [[*documents[rng.integers(2)][: rng.integers(n)], *rng.integers(1, 100, n)][:n] for n in lengths]
+    lead = np.array([-1, -1, rng.integers(-1, 2)], np.int32)
+    if lead[-1] >= 0:
+        prompts[-1], lengths[-1] = prompts[lead[-1]], lengths[lead[-1]]
+    line = drive.padded(np.concatenate(prompts), LINE)
+    new, priority = (rng.integers(least, most, AT_ONCE).astype(np.int32) for least, most in ((1, 12), (0, 3)))
+    return _submit(serving, line, lengths, new, scheduler=scheduler, priority=priority, sample_of=lead)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        pytest.param("known", "full", marks=pytest.mark.long),
+        pytest.param("goal", "full", marks=pytest.mark.long),
+        pytest.param("known", "windows", marks=pytest.mark.slow),
+        pytest.param("batch", "full", marks=pytest.mark.slow),
+        pytest.param("tight", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_what_if_is_what_then_happens(name, layers):
+    scheduler, spec = OPTIONS[name], config(layers).spec()
+    asked = jax.jit(functools.partial(what_if, scheduler=scheduler, steps=400), compiler_options=QUICK)
+    model = jax.tree_util.Partial(successor)
+    run = jax.jit(functools.partial(serve, model, scheduler=scheduler), compiler_options=QUICK)
+    waited = found = preempted = 0
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        documents = rng.integers(1, 100, (2, COLUMNS * SIZE)).tolist()
+        cache = Cache.create(spec, num_blocks=np.int32(COUNTS[seed % len(COUNTS)]))
+        serving = jax.device_put(init_serving(cache, [COLUMNS * SIZE + 1] * NUMBER), jax.devices()[0])
+        for _ in range(3):
+            for _ in range(rng.integers(1, 4)):
+                serving = submitted(serving, rng, documents, scheduler)
+            serving, _ = run(serving, init_log(LOG, SIZE), steps=np.int32(rng.integers(6)))
+            slots = rng.integers(NUMBER, size=1).astype(np.int32)
+            if rng.random() < 0.3:
+                serving, _ = _cancel(serving, slots, np.asarray(serving.requests.generation)[slots])
+        said, begin = asked(serving), int(serving.steps)
+        while bool(serving.busy):
+            serving, _ = run(serving, init_log(LOG, SIZE), steps=np.int32(400))
+        for field in SAID:
+            np.testing.assert_array_equal(
+                getattr(said, field), getattr(serving.requests, field), f"{field}, seed {seed}"
+            )
+        later = np.asarray(said.admitted) > begin
+        waited += int(later.sum())
+        found += int(np.asarray(said.cached)[later].sum())
+        preempted += int(np.asarray(said.preemptions).sum())
+        assert not np.isin(np.asarray(said.stage), (Stage.WAITING, Stage.RUNNING)).any()
+    assert waited > 20
+    assert found > 20
+    assert bool(preempted) == (scheduler.reserve == "known")
+    assert asked._cache_size() == run._cache_size() == 1
