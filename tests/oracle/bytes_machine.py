@@ -33,6 +33,7 @@ from kvjax._arrays import Pytree
 from kvjax.gpu import choice
 from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
+from kvjax.serving import Scheduler
 from kvjax.state import NO_BLOCK
 from kvjax.tiers import FailedTransfer, TieredCache
 from tests import drive
@@ -762,10 +763,13 @@ class Life:
         cache = self.cache if self.host is None else TieredCache(self.cache, self.host)
         with warnings.catch_warnings(record=True) as failed:
             warnings.simplefilter("always")
-            generate = with_kernels(kvjax.generate) if self.config.kernels else kvjax.generate
-            outputs, cache, events = generate(
+            how, run = {"chunk": 8, "k": request["k"]}, kvjax.generate
+            if self.has_host:  # rows rest there where blocks run out
+                run, how = kvjax.run_batch, {"scheduler": Scheduler(reserve="known", preempt="swap", **how)}
+            run = with_kernels(run) if self.config.kernels else run
+            outputs, cache, events = run(
                 Chain(roots, len(self.config.layers)), cache, prompts, max_new_tokens=request["most"],
-                namespaces=spaces, chunk=8, steps=4, k=request["k"],
+                namespaces=spaces, steps=4, **how,
             )  # fmt: skip
         self.tally["failed in generate"] += len(failed)
         self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
