@@ -23,6 +23,7 @@ from kvjax._arrays import Pytree, count, fence, once, pick, put, runs
 from kvjax._checks import integers
 from kvjax.events.log import EventLog
 from kvjax.model import Model
+from kvjax.pools.device import Pools
 from kvjax.serving.admission import Admitted, admit
 from kvjax.serving.chunks import Chunks, compute_line, fork_samples, last_tokens, make_room, plan, prefilled
 from kvjax.serving.loops import admission_events, note, worst_events
@@ -30,7 +31,7 @@ from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.serving.resting import swaps
 from kvjax.serving.retire import Retired, grow, retire
 from kvjax.serving.scheduler import Scheduler, decoding, prefilling
-from kvjax.serving.steps import Chosen, LogitsFn, Rows, choose, compute
+from kvjax.serving.steps import Chosen, LogitsFn, Rows, Written, choose, compute
 from kvjax.spec import CacheSpec
 
 
@@ -92,11 +93,17 @@ def serve_step(
     want = jnp.where(decode, jnp.maximum(want, 1), 0)  # a row that was just admitted has room for one
     requests, rows = fence(serving.requests, _rows(serving, decode))  # it has read the text that is written below
     serving, cache = serving.replace(requests=requests), serving.cache
-    pools, _, written = compute(
-        model, cache, rows, want, steps, most=k, stop=pick(serving.requests.stop, serving.row),
-        sampling=pick(serving.requests.sampling, serving.row), top=serving.requests.num_top, logits_fn=logits_fn,
-        fixed_steps=fixed_steps,
-    )  # fmt: skip
+
+    def block(carry: tuple[Pools, Written]) -> tuple[Pools, Written]:
+        pools, _, written = compute(
+            model, cache.replace(pools=carry[0]), rows, want, steps, most=k, stop=pick(requests.stop, serving.row),
+            sampling=pick(requests.sampling, serving.row), top=requests.num_top, logits_fn=logits_fn,
+            fixed_steps=fixed_steps,
+        )  # fmt: skip
+        return pools, written
+
+    start = cache.pools, Written(jnp.zeros_like(want), Chosen.none(want.shape[0], k, requests.num_top))
+    pools, written = once(jnp.any(decode & ~mixed), block, start) if fixed_steps else block(start)
     wrote = jnp.where(mixed, decode.astype(jnp.int32), written.count)
     chosen = Chosen(jnp.where(mixed, chosen.bits, written.chosen.bits))
     cache, committed = cache.replace(pools=pools).commit(written.text(rows.token), wrote, now=now)

@@ -61,8 +61,8 @@ def submit(
       The requests; and for each entry i32[R]: its status, its slot (-1 if refused) and the slot's generation. The first
       status that fits: BAD_REQUEST (no tokens, negative ones or more than there are, nothing to generate; for a sample
       also another prompt, or a refused one), HELD (no slot is empty), ROW_FULL (it has no room in a row or in its slot,
-      or its samples have no rows), NO_BLOCKS (they do not fit alone into the cache, pinned blocks left out). A refused
-      entry takes no slot.
+      or its samples have no rows), NO_BLOCKS (they do not fit alone into the cache beside pinned blocks, even if
+      as many of these as possible are its own prefix). A refused entry takes no slot.
     """
     spec, requests = serving.cache.state.spec, serving.requests
     tokens, lengths = integers("tokens", tokens, ("T",)), integers("lengths", lengths, ("R",))
@@ -146,11 +146,16 @@ def _no_sample(line: _Line, lengths: jax.Array, namespace: jax.Array, parent: ja
 def _never_fits(
     state: CacheState, scheduler: Scheduler, length: jax.Array, goal: jax.Array, samples: jax.Array
 ) -> jax.Array:
-    """bool[R]; requests that, with their samples bool[R, R], need more blocks than a group has besides those pinned."""
+    """bool[R]; requests that, with their samples bool[R, R], need more blocks than a group has besides those pinned.
+
+    Pinned blocks may be their own: as many as a prompt has whole blocks, where it keeps what it shares.
+    """
     fits = jnp.ones(goal.shape, jnp.bool_)
     whole, more = most_blocks(state.spec, scheduler, goal), for_samples(state.spec, scheduler, goal, length, samples)
-    for group, most, of_samples in zip(state.groups, whole, more, strict=True):
-        fits = fits & (most + of_samples <= group.num_blocks - _pinned(group))
+    for group, spec, most, of_samples in zip(state.groups, state.spec.groups, whole, more, strict=True):
+        pinned = _pinned(group)
+        shared = jnp.minimum(pinned, length // state.spec.block_size) if spec.window is None else 0
+        fits = fits & (most + of_samples <= group.num_blocks - pinned + shared)
     return ~fits
 
 

@@ -108,7 +108,9 @@ class Scheduler:
             return Status.ROW_FULL
         for group in cache.groups:
             more = self._for_samples(group, prompt, [sample.goal for sample in samples])
-            if self.most(group, ask.goal) + more > group.num_blocks - self._pinned(group):
+            pinned = self._pinned(group)
+            shared = min(pinned, prompt // cache.block_size) if group.window is None else 0  # if they are its prefix
+            if self.most(group, ask.goal) + more > group.num_blocks - pinned + shared:
                 return Status.NO_BLOCKS
         return Status.OK
 

@@ -123,10 +123,20 @@ def test_what_can_never_fit_is_refused_when_it_is_submitted():
     status, slots, _ = story.submit([1] * 10, [1] * 10, [1] * 3, new=7)
     assert [Status(s).name for s in status] == ["OK", "OK", "OK"]  # 16 tokens written, 4 blocks
     assert slots == [0, 1, 2]
-    status, slots, _ = story.submit([1] * 10, [1] * 20, [1] * 13, new=8)
-    assert [Status(s).name for s in status] == ["NO_BLOCKS", "ROW_FULL", "NO_BLOCKS"]
-    assert slots == [-1, -1, -1]
     assert {output.finish for output in story.until_done().values()} == {"length"}
+    status, slots, _ = story.submit([1] * 3, [1] * 20, [1] * 2, new=17)
+    assert [Status(s).name for s in status] == ["NO_BLOCKS", "ROW_FULL", "NO_BLOCKS"]  # 5 blocks
+    assert slots == [-1, -1, -1]
+
+
+def test_pinned_blocks_do_not_stand_in_the_way_of_those_whose_prefix_they_are():
+    """Four of six blocks are pinned; both prompts need five, and only one finds the pinned ones."""
+    story = Story(num_blocks=6, pins=4)
+    status, _, _ = story.submit(range(16), [1] * 16, new=3)
+    assert [Status(s).name for s in status] == ["OK", "OK", "BAD_REQUEST"]
+    shares, other = story.until_done().values()
+    assert (shares.finish, shares.cached_tokens, len(shares.tokens)) == ("length", 15, 3)
+    assert (other.finish, other.tokens) == ("no_blocks", [])
 
 
 def test_requests_that_hold_no_prompt_or_too_much_are_refused():
