@@ -145,7 +145,7 @@ def test_a_program_that_chooses_other_tokens_ends_the_benchmark_of_sampling():
         sampling.compare(wrong, kvjax.Sampling(), sampling.QUICK, 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_batch_is_answered_alike_in_one_program_and_by_others(tmp_path, monkeypatch):
     file = tmp_path / "serving.json"
     monkeypatch.setattr(sys, "argv", ["serving", "--quick", "--json", str(file)])
@@ -227,7 +227,7 @@ def test_the_clock_of_a_replay_goes_on_while_nothing_is_to_be_done():
     assert clock == 56
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_replay_reuses_what_the_scheduler_in_plain_python_reuses(tmp_path, monkeypatch):
     file, picture = tmp_path / "replay.json", tmp_path / "replay.png"
     monkeypatch.setattr(replay, "WAYS", [("goal", True), ("known", False)])

@@ -197,6 +197,7 @@ def one_at_a_time(prompts, sampling, seeds, new):
         yield alone[0]
 
 
+@pytest.mark.slow
 def test_each_prompt_is_sampled_in_its_own_way_whatever_else_the_batch_does():
     """Eight prompts for three rows and few blocks; some are preempted. Every third one is greedy."""
     prompts, seeds = prompts_of(8, seed=3), [11 * number for number in range(8)]
@@ -217,6 +218,7 @@ def test_each_prompt_is_sampled_in_its_own_way_whatever_else_the_batch_does():
     assert [output.tokens for output in again] != [output.tokens for output in outputs]
 
 
+@pytest.mark.slow
 def test_urgent_prompts_come_first_and_are_not_preempted():
     """Blocks for two rows of three, and there are two of the most urgent."""
     prompts = [[*first, 0, 1, 2] for first in itertools.product((1, 2), (0, 1), (0, 2), (1,))]

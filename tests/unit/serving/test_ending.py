@@ -106,6 +106,7 @@ def compiled(caplog):
     return [name for message in messages for name in re.findall(r"^Compiling jit\((\w+)\)", message)]
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_the_first_round_of_2000_requests(caplog):
     """Requests of all kinds come, some are cancelled, and all are drained."""
     story, rng, ends = Story(BLOCKS), np.random.default_rng(0), []

@@ -48,7 +48,7 @@ def submitted(serving, rng, documents, scheduler):
     ("name", "layers"),
     [
         pytest.param("known", "full", marks=pytest.mark.long),
-        pytest.param("goal", "full", marks=pytest.mark.long),
+        pytest.param("goal", "full", marks=pytest.mark.slow),
         pytest.param("known", "windows", marks=pytest.mark.slow),
         pytest.param("batch", "full", marks=pytest.mark.slow),
         pytest.param("tight", "full", marks=pytest.mark.slow),
