@@ -269,7 +269,7 @@ def of_processes(count, *options):
         return [json.loads(one.result().splitlines()[-1]) for one in running]  # Gloo prints lines of its own
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_do_what_one_does():
     (alone,) = of_processes(1)
     assert of_processes(2) == [alone, alone]  # the clock too is the first one's
