@@ -121,7 +121,7 @@ def compact(*lists: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def repeated(ids: jax.Array) -> jax.Array:
     """bool[K]; which of ids i32[K] occur more than once."""
-    order = jnp.argsort(ids)
+    order = jnp.argsort(ids).astype(jnp.int32)
     ordered = ids[order]
     same = ordered[1:] == ordered[:-1]
     same = (jnp.pad(same, (1, 0)) | jnp.pad(same, (0, 1)))[: ids.shape[0]]
