@@ -203,7 +203,7 @@ class NodeMap:
         for at, parent, wanted in zip(late.tolist(), source[late].tolist(), generation[late].tolist(), strict=True):
             before = where.get(parent, at)
             if before >= at or of[before] != wanted:
-                _impossible("stored under", 0, parent, wanted, _LACKS)
+                _impossible("stored under node", 0, parent, wanted, _LACKS)
             namespaces[at], depths[at] = namespaces[before], depths[before] + 1
         return namespaces, depths
 
@@ -212,8 +212,8 @@ def _refuse(records: np.ndarray, wrong: np.ndarray, wanted: str) -> None:
     """Refuses the first record that is wrong."""
     if wrong.any():
         kind, number, block, generation = records[np.argmax(wrong), :4].tolist()
-        _impossible(EventKind(kind).name.lower(), number, block, generation, wanted)
+        _impossible(f"{EventKind(kind).name.lower()} of node", number, block, generation, wanted)
 
 
-def _impossible(kind: str, number: int, block: int, generation: int, wanted: str) -> NoReturn:
-    raise ValueError(f"events: got {kind} of node {(number, block, generation)}, {wanted}")
+def _impossible(what: str, number: int, block: int, generation: int, wanted: str) -> NoReturn:
+    raise ValueError(f"events: got {what} {(number, block, generation)}, {wanted}")
