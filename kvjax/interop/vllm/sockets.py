@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from kvjax.interop.vllm._wires import zmq
 
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number that ends a replay
+_HANDSHAKE = 1024  # bytes of what CURVE sends of itself, more than it adds to a message
 LOOPBACK = "tcp://127.0.0.1:5557"  # vLLM's port
 
 
@@ -33,7 +34,7 @@ def open_socket(context: Any, kind: int, curve: Curve | None, most: int, queued:
     """A socket that takes messages of at most `most` bytes and queues at most `queued` of them for a peer."""
     socket = context.socket(kind)
     socket.linger = 0
-    socket.maxmsgsize = most
+    socket.maxmsgsize = most if curve is None else most + _HANDSHAKE
     socket.set_hwm(queued)
     if curve is not None:
         curve = Curve(*curve)

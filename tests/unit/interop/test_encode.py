@@ -8,7 +8,6 @@ import pytest
 
 import kvjax
 from kvjax import names
-from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
 from tests.unit.interop.test_nodes import removed, stored, updated
 
@@ -117,7 +116,7 @@ def test_the_ints_of_long_events_have_headers_of_their_own():
     encoder = Encoder(spec)
     [payload] = encoder.encode(chain, NOW)
     [event] = msgspec.msgpack.decode(payload)[1]
-    assert len(event["block_hashes"]) == 4096 and event["token_ids"] == sum(tokens, [])
+    assert len(event["block_hashes"]) == 4096 and event["token_ids"] == np.ravel(tokens).tolist()
     assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload)) == payload  # the shortest ints, as everybody writes
     [payload] = encoder.encode([removed(b, 1) for b in range(4095, -1, -1)], NOW)
     assert msgspec.msgpack.decode(payload)[1][0]["block_hashes"] == event["block_hashes"][::-1]
@@ -335,7 +334,7 @@ def test_a_salt_and_extra_ids_in_arrays():
 
 
 def test_names_of_extra_ids_are_text():
-    with pytest.raises(ValueError, match="^extra_name: got 7 for extra id 7, wanted text"):
+    with pytest.raises(ValueError, match=r"^extra_name: got 7 for extra id 7, wanted text"):
         Encoder(EXTRA, extra_name=lambda number: number).encode([with_ids(1, 0, [7, 0, 0, 0])])
 
 
@@ -408,12 +407,3 @@ def test_what_is_written_tells_the_index(shape, form):
         for payload in encoder.snapshot():
             late.apply(decode(payload))
         assert late.index == mirror.index
-
-
-def test_an_encoder_is_attached_to_a_cache():
-    state = stories.tiers().state
-    encoder, mirror, known = Encoder(state.spec, names=kvjax.Namespaces()), Mirror(), kvjax.Namespaces()
-    encoder.attach(state)
-    for payload in encoder.snapshot():
-        mirror.apply(decode(payload))
-    assert mirror.index == projected(stories.tiers().mirror, state.spec, known) != {}

@@ -6,7 +6,6 @@ import pytest
 
 import kvjax
 from kvjax.interop import NodeMap
-from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, spec_of
 
 PLAIN = spec_of("plain")
@@ -46,33 +45,6 @@ def test_a_map_takes_what_its_copy_has_not_seen():
     other = nodes.copy()
     nodes.fold([removed(1, 1), stored(1, 2, 2, [5])])
     assert other.index == {(0, 0, (1, 2, 3, 4)): (0, 35)} and nodes.index == {(0, 2, (5,)): (0, 35)}
-
-
-@pytest.mark.parametrize("story", [stories.plain, stories.tiers], ids=["plain", "tiers"])
-def test_a_map_is_attached_to_a_cache(story):
-    state = story().state
-    nodes = NodeMap(state.spec)
-    nodes.fold(stories_stale(state.spec))
-    nodes.attach(state)
-    assert nodes.index == kvjax.events.index_of(state)
-    nodes.fold([removed(*node[1:], node[0]) for node in children_first(story().mirror)])
-    assert not nodes.index
-
-
-def stories_stale(spec):
-    """Events that the attached state knows nothing of."""
-    return [stored(0, 9, 0, list(range(spec.block_size)))]
-
-
-def children_first(mirror):
-    return sorted(mirror.nodes, key=lambda node: (-len(mirror.nodes[node][1]), -node[0]))
-
-
-def test_a_map_refuses_a_cache_of_another_spec():
-    with pytest.raises(ValueError, match=r"^state: got a cache of CacheSpec.*, wanted one of CacheSpec"):
-        NodeMap(PLAIN).attach(stories.plain().state)
-    with pytest.raises(ValueError, match="^state: got a Cache"):
-        NodeMap(PLAIN).attach(kvjax.Cache.create(PLAIN))
 
 
 KNOWN = [stored(1, 5, 0, [1, 2, 3, 4]), stored(2, 1, (1, 5), [5])]

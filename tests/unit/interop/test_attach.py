@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps, encoders and publishers that begin with a cache which is not empty."""
+
+import pytest
+
+import kvjax
+from kvjax.interop import NodeMap
+from tests.drive import PLAIN
+from tests.unit.debug import stories
+from tests.unit.interop.forest import projected
+from tests.unit.interop.test_nodes import removed, stored
+
+pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
+
+from kvjax.interop.vllm import Encoder, Mirror, Publisher, Subscriber, decode
+
+LONG = 20.0
+STORIES = pytest.mark.parametrize("story", [stories.plain, stories.tiers], ids=["plain", "tiers"])
+
+
+@STORIES
+def test_a_map_is_attached_to_a_cache(story):
+    state, mirror = story().state, story().mirror
+    nodes = NodeMap(state.spec)
+    nodes.fold([stored(0, 9, 0, [1] * state.spec.block_size)])  # of which the cache knows nothing
+    nodes.attach(state)
+    assert nodes.index == kvjax.events.index_of(state)
+    children_first = sorted(mirror.nodes, key=lambda node: (-len(mirror.nodes[node][1]), -node[0]))
+    nodes.fold([removed(*node[1:], node[0]) for node in children_first])
+    assert not nodes.index
+
+
+@STORIES
+def test_an_encoder_is_attached_to_a_cache(story):
+    state = story().state
+    encoder, mirror = Encoder(state.spec), Mirror()
+    encoder.attach(state)
+    for payload in encoder.snapshot():
+        mirror.apply(decode(payload))
+    assert mirror.index == projected(story().mirror, state.spec, kvjax.Namespaces()) != {}
+
+
+def test_a_publisher_is_attached_to_a_cache():
+    state = stories.tiers().state
+    wanted = projected(stories.tiers().mirror, state.spec, kvjax.Namespaces())
+    with Publisher(state.spec, bind="tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*", heartbeat=0.1) as source:
+        with Subscriber(source.endpoint, source.replay_endpoint) as sub:
+            source.publish([stored(0, 1, 0, [1, 2, 3, 4])])
+            source.attach(state)
+            assert sub.wait(lambda one: one.complete and one.index == wanted, LONG)
+            assert sub.lookup(range(11, 30)).tokens == 16
+            source.publish([removed(77, 1)])  # which cannot have happened
+            assert sub.wait(lambda one: one.complete and len(one) == 0, LONG)
+            source.attach(state)
+            assert sub.wait(lambda one: one.complete and one.index == wanted, LONG)
+    with pytest.raises(ValueError, match=r"^publish: got events for a publisher that is closed"):
+        source.attach(state)
+
+
+def test_a_cache_of_another_spec_is_refused():
+    state = stories.plain().state
+    for one in (NodeMap, Encoder):
+        with pytest.raises(ValueError, match=r"^state: got a cache of CacheSpec.*, wanted one of CacheSpec"):
+            one(stories.tiers().state.spec).attach(state)
+    with pytest.raises(ValueError, match=r"^state: got a Cache"):
+        NodeMap(PLAIN).attach(kvjax.Cache.create(PLAIN))
