@@ -67,22 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--topic", default="", help="print messages whose topic begins so")
     parser.add_argument("--bind", action="store_true", help="bind the endpoint, for engines that connect")
     asked = parser.parse_args(arguments)
-    with zmq.Context() as context:
-        socket = open_socket(context, zmq.SUB, None, 64 << 20, 100_000)
+    with zmq.Context() as context, open_socket(context, zmq.SUB, None, 64 << 20, 100_000) as socket:
         socket.subscribe(asked.topic.encode())
         try:
             attach_socket(socket, "ENDPOINT", asked.endpoint, bind=asked.bind)
-        except (ValueError, OSError) as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
-        try:
             while True:
                 socket.poll()
                 for line in lines(receive(socket, 3) or []):
                     print(line, flush=True)
         except (KeyboardInterrupt, BrokenPipeError):
             sys.exit(130)
-        finally:
-            socket.close()
+        except (ValueError, OSError) as error:
+            parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

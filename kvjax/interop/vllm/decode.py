@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from kvjax.interop.vllm._wires import msgspec
 from kvjax.interop.vllm.forms import MEDIA, SALT_PREFIX
@@ -64,25 +64,31 @@ class Batch(NamedTuple):
     rank: int | None
 
 
+_Hash = Annotated[bytes, msgspec.Meta(max_length=_LONGEST)] | int
+_Name = Annotated[str, msgspec.Meta(max_length=_LONGEST)]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=_GROUPS)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=_BLOCK)]
+
+
 class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
+    block_hashes: list[_Hash]
+    parent_block_hash: _Hash | None
     token_ids: list[int]
-    block_size: int
+    block_size: _Size
     lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
+    medium: _Name | None = None
+    lora_name: _Name | None = None
     extra_keys: Any = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
+    group_idx: _Number | None = None
+    kv_cache_spec_kind: _Name | None = None
     kv_cache_spec_sliding_window: int | None = None
-    cache_salt: str | None = None
+    cache_salt: _Name | None = None
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
-    block_hashes: list[int | bytes]
-    medium: str | None = None
-    group_idx: int | None = None
+    block_hashes: list[_Hash]
+    medium: _Name | None = None
+    group_idx: _Number | None = None
 
 
 class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
@@ -142,29 +148,28 @@ def decode(payload: bytes) -> Batch:
 def _checked(event: Any) -> Stored | Removed | Cleared:
     if isinstance(event, _Cleared):
         return Cleared()
-    hashes, group = event.block_hashes, event.group_idx or 0
-    medium = event.medium or MEDIA[0]
-    _wanted(len(set(hashes)) == len(hashes), "block_hashes: got one twice")
-    _wanted(all(isinstance(name, int) or len(name) <= _LONGEST for name in hashes), "block_hashes: got a long one")
-    _wanted(0 <= group < _GROUPS, f"group_idx: got {group}")
-    _wanted(len(medium) <= _LONGEST, "medium: got a long one")
+    hashes = event.block_hashes
+    if len(hashes) > 1 and len(set(hashes)) < len(hashes):
+        raise ValueError("block_hashes: got one twice, wanted each once")
+    group, medium = event.group_idx or 0, event.medium or MEDIA[0]
     if isinstance(event, _Removed):
         return Removed(hashes, medium, group)
-    size, lora, kind = event.block_size, event.lora_name, event.kv_cache_spec_kind
+    size, lora, salt, keys = event.block_size, event.lora_name, event.cache_salt, []
+    if len(event.token_ids) != len(hashes) * size:
+        raise ValueError(f"token_ids: got {len(event.token_ids)}, wanted {size} for each of {len(hashes)} blocks")
     if lora is None and event.lora_id is not None:
         lora = str(event.lora_id)
-    _wanted(1 <= size <= _BLOCK, f"block_size: got {size}")
-    _wanted(len(event.token_ids) == len(hashes) * size, f"token_ids: got {len(event.token_ids)}")
-    _wanted(len(lora or "") <= _LONGEST and len(kind or "") <= _LONGEST, "lora_name: got a long one")
     try:
         tokens = array.array("q", event.token_ids).tobytes()
     except OverflowError as error:
-        raise ValueError("token_ids: got one of more than 64 bits") from error
-    keys, salt = _keys(event.extra_keys, len(hashes), lora, event.parent_block_hash is None)
-    salt = event.cache_salt if event.cache_salt is not None else salt
-    _wanted(len(salt or "") <= _LONGEST, "cache_salt: got a long one")
+        raise ValueError("token_ids: got one of more than 63 bits, wanted smaller ones") from error
+    if event.extra_keys is not None:
+        keys, told = _keys(event.extra_keys, len(hashes), lora, event.parent_block_hash is None)
+        salt = told if salt is None else salt
     window = event.kv_cache_spec_sliding_window
-    return Stored(hashes, event.parent_block_hash, tokens, size, lora, salt, keys, medium, group, kind, window)
+    return Stored(
+        hashes, event.parent_block_hash, tokens, size, lora, salt, keys, medium, group, event.kv_cache_spec_kind, window
+    )
 
 
 def _keys(given: Any, number: int, lora: str | None, at_root: bool) -> tuple[list[tuple[Key, ...]], str | None]:
@@ -173,8 +178,6 @@ def _keys(given: Any, number: int, lora: str | None, at_root: bool) -> tuple[lis
     vLLM's keys have no names. A text in the first block that is not the adapter's is taken for the salt: then a block
     may be found by fewer prompts than have it, and never by others.
     """
-    if given is None:
-        return [], None
     _wanted(isinstance(given, list) and len(given) == number, "extra_keys: got another number than of blocks")
     found, salt = [], None
     for at, of_block in enumerate(given):

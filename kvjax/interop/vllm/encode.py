@@ -99,7 +99,7 @@ class Encoder:
         self.groups = frozenset(number for number in groups if number or not spec.bare)
         self._most_blocks = max_message // 2 // (HASH_BYTES + _TOKEN * spec.block_size)
         self._most_hashes = max_message // 2 // HASH_BYTES
-        self._what = functools.cache(self._make_what)
+        self._ends = functools.lru_cache(4096)(self._make_plain_ends)
 
     def encode(self, events: Any, now: float | None = None) -> list[bytes]:
         """The payloads of events; none if they tell this wire nothing.
@@ -216,16 +216,16 @@ class Encoder:
             same &= rows[1:, column] == rows[:-1, column]
         cuts = [0, *(np.flatnonzero(~same) + 1).tolist(), len(rows)]
         chains = Chains(
-            pack_hashes(names), pack_hashes(parents), rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist(),
+            number, pack_hashes(names), pack_hashes(parents), rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist(),
             rows[:, col.TEXT : col.TEXT + size].reshape(-1).tolist(), self._extra_keys(rows[:, col.TEXT + size :]),
         )  # fmt: skip
         found = []
         for start, stop in _pieces(itertools.pairwise(cuts), self._most_blocks):
-            event = self._chain(chains, number, start, stop)
+            event = self._chain(chains, start, stop)
             if len(event) + _FRAME <= self.max_message:
                 found.append(event)
             else:  # names are so long that it does not fit a message
-                found += [self._chain(chains, number, at, at + 1) for at in range(start, stop)]
+                found += [self._chain(chains, at, at + 1) for at in range(start, stop)]
         return found
 
     def _extra_keys(self, ids: np.ndarray) -> list[list[Any] | None]:
@@ -234,24 +234,35 @@ class Encoder:
         rows = zip(ids.tolist(), some.tolist(), strict=True) if some.any() else ()
         return [self.naming.extra_keys(row) if any_ else None for row, any_ in rows]
 
-    def _chain(self, chains: Chains, number: int, start: int, stop: int) -> bytes:
+    def _chain(self, chains: Chains, start: int, stop: int) -> bytes:
         """The event that stores a chain."""
         level, namespace, depth = chains.columns[start]
         first, size = start * HASH_BYTES, self.nodes.spec.block_size
-        parent = chains.parents[first : first + HASH_BYTES] if depth else b""
-        keys = chains.extra_keys[start:stop] or (None,) * (stop - start)
-        ends = self.form.ends(self._what(number, level, namespace), keys, not depth)
-        hashes = chains.names[first : stop * HASH_BYTES]
-        return self.form.stored(hashes, parent, chains.tokens[start * size : stop * size], ends)
+        if chains.extra_keys:
+            ends = self._make_ends(chains.group, level, namespace, depth == 0, *chains.extra_keys[start:stop])
+        else:
+            ends = self._ends(chains.group, level, namespace, stop - start if depth == 0 else 0)
+        return self.form.stored(
+            chains.names[first : stop * HASH_BYTES],
+            chains.parents[first : first + HASH_BYTES] if depth else b"",
+            chains.tokens[start * size : stop * size],
+            ends,
+        )
 
-    def _make_what(self, number: int, level: int, namespace: int) -> What:
+    def _make_plain_ends(self, number: int, level: int, namespace: int, roots: int) -> tuple[bytes, bytes]:
+        """`Form.ends` of blocks without extra ids; so many that begin at a root, 0 if they do not."""
+        return self._make_ends(number, level, namespace, roots > 0, *[None] * roots)
+
+    def _make_ends(self, number: int, level: int, namespace: int, at_root: bool, *keys: Any) -> tuple[bytes, bytes]:
         _, lora_id, lora, salt, _ = self.naming.space(namespace)
-        return What(number, self.nodes.spec.groups[number].window, level, lora_id, lora, salt)
+        window = self.nodes.spec.groups[number].window
+        return self.form.ends(What(number, window, level, lora_id, lora, salt), keys, at_root)
 
 
 class Chains(NamedTuple):
-    """Nodes to store: packed names and parents, (level, namespace, depth) of each, all tokens, and extra keys."""
+    """A group's nodes to store: packed names and parents, (level, namespace, depth), all tokens, and extra keys."""
 
+    group: int
     names: bytes
     parents: bytes
     columns: list[list[int]]

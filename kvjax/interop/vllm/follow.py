@@ -35,7 +35,7 @@ class Follower:
         self.mirror, self.last, self.complete = Mirror(max_blocks), None, False
         self.asking: int | None = None
         self.asks = 0
-        self.counts = dict.fromkeys(
+        self.counts: dict[str, int] = dict.fromkeys(
             ("messages", "refused", "gaps", "duplicates", "restarts", "replays", "replays_failed"), 0
         )
         self._held: list[tuple[int, Batch, int]] = []

@@ -27,6 +27,7 @@ HASH_BYTES = 9
 _ALWAYS = frozenset({"lora_id", "lora_name"})  # nil if there is none; other fields are left out
 _NIL = b"\xc0"
 _SHORT = [bytes([0x90 | length]) for length in range(16)]
+_ONE = _SHORT[1]
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -51,7 +52,6 @@ class Form:
         self.cleared: bytes = _pack({"type": "AllBlocksCleared"} if form == "map" else ["AllBlocksCleared"])
         names = ("block_hashes", "parent_block_hash", "token_ids")
         self._hashes, self._parent, self._tokens = (_pack(name) if form == "map" else b"" for name in names)
-        self._ends = functools.cache(self._make_ends)
         self._ends_of_removed = functools.cache(self._make_ends_of_removed)
 
     def stored(self, hashes: bytes, parent: bytes, tokens: list[int], ends: tuple[bytes, bytes]) -> bytes:
@@ -64,7 +64,7 @@ class Form:
           ends: from `ends`.
         """
         head, tail = ends
-        header = array_header(len(hashes) // HASH_BYTES)
+        header = _ONE if len(hashes) == HASH_BYTES else array_header(len(hashes) // HASH_BYTES)
         return b"".join((head, header, hashes, self._parent, parent or _NIL, self._tokens, _pack(tokens), tail))
 
     def ends(self, what: What, extra_keys: Sequence[Any], at_root: bool) -> tuple[bytes, bytes]:
@@ -78,14 +78,14 @@ class Form:
         keys = list(extra_keys)
         if self.form == "array" and what.salt is not None and at_root:
             keys[0] = [SALT_PREFIX + what.salt, *(keys[0] or ())]
-        return self._make_ends(what, keys) if any(keys) else self._ends(what)
+        return self._make_ends(what, keys if any(keys) else None)
 
     def removed(self, hashes: bytes, level: int, group: int) -> bytes:
         """The event BlockRemoved."""
         head, tail = self._ends_of_removed(level, group)
         return b"".join((head, array_header(len(hashes) // HASH_BYTES), hashes, tail))
 
-    def _make_ends(self, what: What, extra_keys: list[Any] | None = None) -> tuple[bytes, bytes]:
+    def _make_ends(self, what: What, extra_keys: list[Any] | None) -> tuple[bytes, bytes]:
         fields: dict[str, Any] = {"block_size": self.block_size, "lora_id": what.lora_id, "medium": MEDIA[what.level]}
         if self.windows:
             kind = "full_attention" if what.window is None else "sliding_window"

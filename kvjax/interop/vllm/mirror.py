@@ -44,7 +44,7 @@ class _Node:
 
     __slots__ = ("before", "keys", "lora", "media", "tokens")
 
-    def __init__(self, before: Hashable, tokens: bytes, keys: tuple[Key, ...], lora: str | None):
+    def __init__(self, before: Any, tokens: bytes, keys: tuple[Key, ...], lora: str | None):
         self.before, self.tokens, self.keys, self.lora, self.media = before, tokens, keys, lora, 0
 
     @property
@@ -127,7 +127,9 @@ class Mirror:
 
     def _remove(self, event: Removed) -> None:
         group, bit = self._groups.get(event.group), self._media.get(event.medium, 0)
-        for name in event.hashes if group is not None else ():
+        if group is None:
+            return
+        for name in event.hashes:
             node = group.nodes.get(name)
             if node is not None:
                 node.media &= ~bit
@@ -171,7 +173,8 @@ class Mirror:
 
     def _prefix(self, number: int, name: Hash) -> Prefix:
         others = [group for of, group in sorted(self._groups.items()) if of != number]
-        path, before, lora = [], name, self._groups[number].nodes[name].lora
+        lora, path = self._groups[number].nodes[name].lora, []
+        before: Any = name
         while not isinstance(before, tuple):
             known = [group.nodes[before] for group in (self._groups[number], *others) if before in group.nodes]
             if not known:

@@ -66,11 +66,12 @@ class Subscriber:
             raise ValueError(f"salts: got {salts!r}, wanted 'digest' or 'plain'")
         wire_salt("", salts, key)  # refuses what is no key
         self._salts, self._key, self._curve, self._max_message = salts, key, curve, max_message
-        self._replay_endpoint, self._timeout = replay_endpoint, replay_timeout
+        self._replay_endpoint, self._timeout = replay_endpoint or "", replay_timeout
         self._follower = Follower(replay_endpoint is not None, max_blocks)
         self._asked, self._deadline, self._failed = 0, 0.0, False  # the request that was sent, and until when it counts
         self._changed, self._stop = threading.Condition(), threading.Event()
-        self._context, self._dealer = zmq.Context(), None
+        self._context = zmq.Context()
+        self._dealer: Any = None
         try:
             self._socket = open_socket(self._context, zmq.SUB, curve, max_message, _QUEUED)
             self._socket.subscribe(topic.encode())

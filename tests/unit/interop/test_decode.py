@@ -5,14 +5,11 @@ import array
 
 import hypothesis
 import hypothesis.strategies as st
+import msgspec
 import pytest
 
+from kvjax.interop.vllm import Batch, Cleared, Encoder, Mirror, Prefix, Removed, Stored, decode
 from tests.unit.interop.forest import Forest, arrays_of, namespaces, spec_of
-
-msgspec = pytest.importorskip("msgspec")
-pytest.importorskip("zmq")
-
-from kvjax.interop.vllm import Batch, Cleared, Encoder, Mirror, Prefix, Removed, Stored, decode  # noqa: E402
 
 pack = msgspec.msgpack.encode
 A = {"block_hashes": [7, 8], "parent_block_hash": None, "token_ids": [1, 2, 3, 4], "block_size": 2, "lora_id": None,

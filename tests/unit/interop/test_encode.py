@@ -3,18 +3,15 @@
 
 import struct
 
+import msgspec
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import names
+from kvjax.interop.vllm import Encoder, Mirror, decode
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
 from tests.unit.interop.test_nodes import removed, stored, updated
-
-msgspec = pytest.importorskip("msgspec")
-pytest.importorskip("zmq")
-
-from kvjax.interop.vllm import Encoder, Mirror, decode  # noqa: E402
 
 SPEC = spec_of("plain")
 NOW = 1.5

@@ -3,17 +3,14 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 
+from kvjax.interop.vllm import Encoder
+from kvjax.interop.vllm.follow import Follower
+from kvjax.interop.vllm.sockets import END
+from tests.unit.interop.forest import spec_of
 from tests.unit.interop.test_nodes import stored
-
-msgspec = pytest.importorskip("msgspec")
-pytest.importorskip("zmq")
-
-from kvjax.interop.vllm import Encoder  # noqa: E402
-from kvjax.interop.vllm.follow import Follower  # noqa: E402
-from kvjax.interop.vllm.sockets import END  # noqa: E402
-from tests.unit.interop.forest import spec_of  # noqa: E402
 
 SPEC = spec_of("plain")
 EMPTY = msgspec.msgpack.encode([1.0, [], 0])

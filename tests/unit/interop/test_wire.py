@@ -8,18 +8,16 @@ import time
 
 import hypothesis
 import hypothesis.strategies as st
+import msgspec
 import pytest
+import zmq
 
 import kvjax
+from kvjax.interop.vllm import Curve, Publisher, Subscriber
+from kvjax.interop.vllm import replay as replays
+from kvjax.interop.vllm.sockets import END
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
 from tests.unit.interop.test_nodes import removed, stored
-
-msgspec = pytest.importorskip("msgspec")
-zmq = pytest.importorskip("zmq")
-
-from kvjax.interop.vllm import Curve, Publisher, Subscriber  # noqa: E402
-from kvjax.interop.vllm import replay as replays  # noqa: E402
-from kvjax.interop.vllm.sockets import END  # noqa: E402
 
 PLAIN = spec_of("plain")
 ANY = "tcp://127.0.0.1:*"
