@@ -120,13 +120,18 @@ def read(events: Any, spec: CacheSpec) -> Batch:
     return _of_list(list(events), spec)
 
 
+def parts_of(spec: CacheSpec) -> tuple[str, ...]:
+    """What the text of a block has."""
+    return ("tokens", "extra_ids")[: 1 + spec.extra_ids]
+
+
 def _of_arrays(events: Events | EventLog, spec: CacheSpec) -> Batch:
     size = spec.block_size
-    parts = [events.tokens, events.extra_ids] if spec.extra_ids else [events.tokens]
-    got = [None if part is None else part.shape[-1] for part in (events.tokens, events.extra_ids)]
-    if got != [size, size if spec.extra_ids else None]:
-        wanted = f"{size} tokens" + " and as many extra ids" * spec.extra_ids
-        raise ValueError(f"events: got blocks of {got[0]} tokens and {got[1]} extra ids, wanted {wanted}")
+    given, names = events.text.parts(), parts_of(spec)
+    got = {name: part.shape[-1] for name, part in given.items()}
+    if got != dict.fromkeys(names, size):
+        raise ValueError(f"events: got blocks of {got}, wanted {dict.fromkeys(names, size)}")
+    parts = [given[name] for name in names]
     limit = events.size if isinstance(events, EventLog) else None
     records, parts, limit = jax.device_get((events.records, parts, limit))
     records = records.reshape(-1, WIDTH)[: None if limit is None else int(limit)]
@@ -137,7 +142,7 @@ def _of_arrays(events: Events | EventLog, spec: CacheSpec) -> Batch:
 
 
 def _of_list(events: list[dict[str, Any]], spec: CacheSpec) -> Batch:
-    size, parts = spec.block_size, ["tokens", "extra_ids"] if spec.extra_ids else ["tokens"]
+    size, parts = spec.block_size, parts_of(spec)
     rows, texts = [], []
     for event in events:
         try:

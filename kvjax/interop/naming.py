@@ -13,7 +13,7 @@ from kvjax import names as digests
 from kvjax.blocks.keys import Namespaces
 from kvjax.interop import columns as col
 from kvjax.interop.nodes import NodeMap
-from kvjax.interop.table import names_of
+from kvjax.interop.table import names_of, parents_among
 
 SALTS = ("digest", "plain", "omit")
 # Statuses of whole blocks that are never published, and what they are counted as.
@@ -110,16 +110,16 @@ class Naming:
           ValueError: if `extra_name` gives no text.
         """
         keys, before = [], 0
-        for offset, number in enumerate(ids):
-            if number and number != before:
-                if number not in self._extra_names:
+        for offset, extra in enumerate(ids):
+            if extra not in (0, before):
+                if extra not in self._extra_names:
                     assert self._extra_name is not None, "blocks with extra ids are left out without `extra_name`"
-                    name = self._extra_name(number)
+                    name = self._extra_name(extra)
                     if not isinstance(name, str):
-                        raise ValueError(f"extra_name: got {name!r} for extra id {number}, wanted text")
-                    self._extra_names[number] = name
-                keys.append([self._extra_names[number], offset])
-            before = number
+                        raise ValueError(f"extra_name: got {name!r} for extra id {extra}, wanted text")
+                    self._extra_names[extra] = name
+                keys.append([self._extra_names[extra], offset])
+            before = extra
         return keys or None
 
     def settle(self, nodes: NodeMap, number: int, blocks: np.ndarray, counted: bool = True) -> np.ndarray:
@@ -142,7 +142,7 @@ class Naming:
         if not len(blocks):
             return blocks
         rows = group.table[blocks]
-        where = dict(zip(blocks.tolist(), range(len(blocks)), strict=True)) if number == 0 else {}
+        where = parents_among(number, blocks)
         parents = [where.get(parent, -1) for parent in rows[:, col.PARENT].tolist()]
         statuses = self._before(nodes, rows)
         self._hash(rows, parents, statuses)
@@ -172,8 +172,7 @@ class Naming:
         for namespace in set(rows[roots, col.NAMESPACE].tolist()):
             of, space = roots[rows[roots, col.NAMESPACE] == namespace], self.space(namespace)
             rows[of, col.ABOVE : col.SIZE], statuses[of] = np.frombuffer(space.root, np.int32), space.status
-        if nodes.spec.extra_ids:
-            statuses[(statuses == col.SENT) & rows[:, col.TEXT + size :].any(axis=1)] = self._status_of_extra()
+        statuses[(statuses == col.SENT) & rows[:, col.TEXT + size :].any(axis=1)] = self._status_of_extra()
         statuses[rows[:, col.FILL] < size] = col.PARTIAL
         return statuses.tolist()
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
 from kvjax.interop.batch import Step, read
-from kvjax.interop.table import Gone, Nodes, empty_table, names_of, tables_of
+from kvjax.interop.table import Gone, Nodes, empty_table, names_of, parents_among, tables_of
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -160,7 +160,7 @@ class NodeMap:
         row, size = self.groups[number].table[block], self.spec.block_size
         before = self.path(0, int(row[col.PARENT])) if row[col.PARENT] >= 0 else ()
         text = row[col.TEXT :].reshape(-1, size)[:, : row[col.FILL]].tolist()
-        return before + (tuple(zip(*text, strict=True)) if self.spec.extra_ids else tuple(text[0]))
+        return before + tuple(text[0] if len(text) == 1 else zip(*text, strict=True))
 
     def _by_group(self, records: np.ndarray) -> list[tuple[int, Any]]:
         """(group, index into the records) for each group that has any, the first group first."""
@@ -198,7 +198,7 @@ class NodeMap:
         late = np.flatnonzero((source >= 0) & ~known)
         if not len(late):
             return namespace, depth
-        where = dict(zip(blocks.tolist(), range(len(blocks)), strict=True)) if number == 0 else {}
+        where = parents_among(number, blocks)
         namespaces, depths, of = namespace.tolist(), depth.tolist(), records[:, 3].tolist()
         for at, parent, wanted in zip(late.tolist(), source[late].tolist(), generation[late].tolist(), strict=True):
             before = where.get(parent, at)

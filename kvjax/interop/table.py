@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax._checks import on_state
 from kvjax.interop import columns as col
+from kvjax.interop.batch import parts_of
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -63,6 +64,11 @@ def names_of(words: np.ndarray) -> np.ndarray:
     return np.maximum(names, np.uint64(1))
 
 
+def parents_among(group: int, blocks: np.ndarray) -> dict[int, int]:
+    """{block: index} of a group's blocks i32[n] that can be parents: the first group links prefixes for all groups."""
+    return dict(zip(blocks.tolist(), range(len(blocks)), strict=True)) if group == 0 else {}
+
+
 def empty_table(spec: CacheSpec, num_ids: int) -> np.ndarray:
     """i32[B, W]; a table without nodes."""
     table = np.zeros((num_ids, width_of(spec)), np.int32)
@@ -72,7 +78,7 @@ def empty_table(spec: CacheSpec, num_ids: int) -> np.ndarray:
 
 def width_of(spec: CacheSpec) -> int:
     """W, the words of a row."""
-    return col.TEXT + spec.block_size * (2 if spec.extra_ids else 1)
+    return col.TEXT + spec.block_size * len(parts_of(spec))
 
 
 @on_state

@@ -95,8 +95,7 @@ class Encoder:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise ValueError(f"rank: got {rank!r}, wanted an int of at least 0")
         self.rank, self.max_message = rank, max_message
-        groups = range(len(spec.groups)) if self.form.windows else range(1)
-        self.groups = frozenset(number for number in groups if number or not spec.bare)
+        self.groups = frozenset(range(int(spec.bare), len(spec.groups) if self.form.tells_groups else 1))
         self._most_blocks = max_message // 2 // (HASH_BYTES + _TOKEN * spec.block_size)
         self._most_hashes = max_message // 2 // HASH_BYTES
         self._ends = functools.lru_cache(4096)(self._make_plain_ends)

@@ -14,6 +14,7 @@ from kvjax.interop.vllm.decode import Batch, Cleared, decode
 from kvjax.interop.vllm.mirror import Mirror
 from kvjax.interop.vllm.sockets import END
 
+_FIRST = 0  # the first message's number, of engines that count from there
 _HELD_BYTES = 64 << 20  # the most that is held while a replay comes; what is dropped beyond is asked for later
 
 
@@ -76,14 +77,14 @@ class Follower:
             self.counts["gaps"] += 1
             self.complete = False
         elif self.last is not None:
-            begins = number == 0 or number - 1 == self._low or _clears(batch)
+            begins = number == _FIRST or number - 1 == self._low or _clears(batch)
             self._low = number
             if not begins:
                 self.counts["duplicates"] += 1
                 return
             self.counts["restarts"] += 1
             self.mirror, self.complete = Mirror(self._max_blocks), False
-        self.complete |= number == 0
+        self.complete |= number == _FIRST
         self._apply(number, batch)
 
     def _apply(self, number: int, batch: Batch) -> None:
@@ -126,7 +127,7 @@ class Follower:
             self._sound &= number == self._replayed + 1
         elif self.asking == 0 or _clears(batch):
             self._new = Mirror(self._max_blocks)
-            self._sound &= number == 0 or _clears(batch)
+            self._sound &= number == _FIRST or _clears(batch)
         else:
             self._sound &= self.complete and number == self.asking
         mirror = self.mirror if self._new is None else self._new

@@ -39,7 +39,7 @@ class Form:
 
     Attributes:
       fields: what it can tell of a namespace and of extra ids.
-      windows: whether it can tell the blocks of windows from others.
+      tells_groups: whether it can tell the blocks of windows from others.
       cleared: the event AllBlocksCleared.
     """
 
@@ -47,8 +47,8 @@ class Form:
         if form not in FORMS:
             raise ValueError(f"form: got {form!r}, wanted {' or '.join(map(repr, FORMS))}")
         self.form, self.block_size = form, block_size
-        self.windows = form != "array-0.11"
-        self.fields = frozenset({"lora", "salt", "extra"}) if self.windows else frozenset[str]()
+        self.tells_groups = form != "array-0.11"
+        self.fields = frozenset({"lora", "salt", "extra"}) if self.tells_groups else frozenset[str]()
         self.cleared: bytes = _pack({"type": "AllBlocksCleared"} if form == "map" else ["AllBlocksCleared"])
         names = ("block_hashes", "parent_block_hash", "token_ids")
         self._hashes, self._parent, self._tokens = (_pack(name) if form == "map" else b"" for name in names)
@@ -87,7 +87,7 @@ class Form:
 
     def _make_ends(self, what: What, extra_keys: list[Any] | None) -> tuple[bytes, bytes]:
         fields: dict[str, Any] = {"block_size": self.block_size, "lora_id": what.lora_id, "medium": MEDIA[what.level]}
-        if self.windows:
+        if self.tells_groups:
             kind = "full_attention" if what.window is None else "sliding_window"
             fields |= {"lora_name": what.lora, "extra_keys": extra_keys, "group_idx": what.group}
             fields |= {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": what.window}
@@ -100,7 +100,7 @@ class Form:
 
     def _make_ends_of_removed(self, level: int, group: int) -> tuple[bytes, bytes]:
         return self._around(
-            "BlockRemoved", 1, {"medium": MEDIA[level]} | ({"group_idx": group} if self.windows else {})
+            "BlockRemoved", 1, {"medium": MEDIA[level]} | ({"group_idx": group} if self.tells_groups else {})
         )
 
     def _around(self, tag: str, before: int, fields: dict[str, Any]) -> tuple[bytes, bytes]:
