@@ -47,6 +47,13 @@ class Outlet:
             raise ValueError(f"connect: got {connect!r} beside bind={bind!r}, wanted one of them")
         if replay_form not in ("", "0.11"):
             raise ValueError(f"replay_form: got {replay_form!r}, wanted '' or '0.11'")
+        for name, value in (
+            ("first_seq", first_seq),
+            ("buffer_batches", buffer_batches),
+            ("buffer_bytes", buffer_bytes),
+        ):
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name}: got {value!r}, wanted an int of at least 0")
         self._snapshot, self._counts = snapshot, {"messages": 0, "resyncs": 0}
         self._next = time.time_ns() // 1000 if first_seq is None else first_seq
         self._history = History(nodes, buffer_batches, buffer_bytes)

@@ -65,7 +65,7 @@ class Replayer:
         self._topic = [] if form == "0.11" else [topic]
         self._active: list[_Answer] = []
         self._waiting: collections.deque[tuple[bytes, int]] = collections.deque()
-        self._ends: collections.deque[bytes] = collections.deque(maxlen=WAITING)
+        self._ends: collections.deque[tuple[bytes, float]] = collections.deque(maxlen=WAITING)
         self._last: dict[bytes, float] = {}
         self.counts = {"replays": 0, "replays_given_up": 0, "replays_refused": 0, "requests_refused": 0}
         self._stop = threading.Event()
@@ -90,9 +90,9 @@ class Replayer:
             busy = sum(self._go_on(answer, now) for answer in self._active)  # each has its turn
             self._active = [answer for answer in self._active if answer.waiting is not None]
             for _ in range(len(self._ends)):
-                peer = self._ends.popleft()
-                if self._send(self._frames(peer, END, b"")) is False:
-                    self._ends.append(peer)
+                peer, deadline = self._ends.popleft()
+                if self._send(self._frames(peer, END, b"")) is False and now < deadline:
+                    self._ends.append((peer, deadline))
         self._socket.close(linger=0)
 
     def _take(self, frames: list[bytes]) -> None:
@@ -104,7 +104,7 @@ class Replayer:
         of_peer = sum(other == peer for other, _ in self._waiting)
         if len(self._waiting) >= WAITING or of_peer >= WAITING_OF_PEER:
             self.counts["replays_refused"] += 1
-            self._ends.append(peer)
+            self._ends.append((peer, time.monotonic() + self._timeout))
         else:
             self._waiting.append((peer, start))
 

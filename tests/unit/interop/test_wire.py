@@ -244,6 +244,28 @@ def test_the_caller_does_not_hear_of_impossible_events_that_it_folds_itself(capl
     assert len(caplog.records) == 1
 
 
+def test_the_caller_does_not_wait_for_a_resync(monkeypatch):
+    """What does not fit the queue is folded by the caller, into a map of which the resync has a copy."""
+    with publisher(queue_bytes=1) as source, subscriber(source) as sub:
+        assert source.flush(LONG)
+        index, began, go_on = source._encoder.index, threading.Event(), threading.Event()
+
+        def slow(nodes):
+            began.set()
+            assert go_on.wait(LONG)
+            return index(nodes)
+
+        monkeypatch.setattr(source._encoder, "index", slow)
+        source.publish(CHAIN[:1])
+        assert began.wait(LONG)
+        source.publish(CHAIN[1:])  # would wait for ever
+        source.publish([stored(2, 1, 0, [9] * 4), removed(1, 1)])
+        assert source.counts["overflows"] == 3
+        go_on.set()
+        assert sub.wait(lambda one: one.complete and len(one) == 2, LONG)
+        assert sub.lookup([1, 2, 3, 4, 5, 6, 7, 8]).tokens == sub.lookup([9] * 4).tokens == 4
+
+
 def test_what_is_no_event_is_the_callers_error():
     with publisher() as source, pytest.raises(ValueError, match=r"^events: got NoneType, wanted Events"):
         source.publish(None)
@@ -289,6 +311,8 @@ def test_close_sends_what_is_queued_within_its_time(monkeypatch):
         ({"replay_form": "0.10"}, "replay_form: got '0.10', wanted '' or '0.11'"),
         ({"heartbeat": 0}, "heartbeat: got 0, wanted more than 0"),
         ({"form": "json"}, "form: got 'json'"),
+        ({"first_seq": -1}, "first_seq: got -1, wanted an int of at least 0"),
+        ({"buffer_bytes": None, "buffer_batches": 1.5}, "buffer_batches: got 1.5, wanted an int of at least 0"),
     ],
 )
 def test_options_are_checked(options, complaint):
@@ -361,7 +385,7 @@ def test_many_peers_at_once_are_answered():
 def test_a_peer_that_reads_late_gets_all_and_one_that_does_not_read_is_given_up():
     """A plain ROUTER drops what is beyond its queue, in silence."""
     spec, small = kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=2048, block_size=2048), {"rcvhwm": 10}
-    with publisher(spec, replay_timeout=0.5, heartbeat=None) as source, contextlib.ExitStack() as stack:
+    with publisher(spec, replay_timeout=1.5, heartbeat=None) as source, contextlib.ExitStack() as stack:
         for number in range(1000):  # 10 MB: more than the system keeps between the two
             source.publish([stored(0, number, 0, [2**20 + number] * 2048), removed(0, number)])
         assert source.flush(LONG)
