@@ -77,8 +77,43 @@ def block(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = None, 
 
 
 def first_64_bits(digest: bytes) -> int:
-    """The first 8 bytes of a digest as an unsigned little-endian integer, for wires whose names have 64 bits."""
-    return int.from_bytes(digest[:8], "little")
+    """The first 8 bytes of a digest as an unsigned big-endian integer, for wires whose names have 64 bits.
+
+    0 becomes 1: some readers take the parent 0 for none.
+    """
+    return int.from_bytes(digest[:8], "big") or 1
+
+
+def salt_digest(salt: str, *, key: bytes = b"") -> str:
+    """A name of a salt that does not tell it: 32 hexadecimal digits, by a hash of its UTF-8.
+
+    Without `key` a short salt can be guessed from it.
+
+    Args:
+      salt: the tenant's, as in `Namespaces`.
+      key: as for `root`.
+
+    Raises:
+      ValueError: if the salt is no text, or the key is too long.
+    """
+    return hasher(b"kvjax-salt", key, _encoded("salt", salt)).hexdigest()
+
+
+def hasher(person: bytes, key: bytes = b"", content: bytes = b"") -> hashlib.blake2b:
+    """The hash that makes digests, after some content; whoever makes many copies one, which has read the key.
+
+    Args:
+      person: what is hashed: `kvjax-root`, `kvjax-block` or `kvjax-salt`.
+      key: as for `root`.
+      content: the first bytes.
+
+    Raises:
+      ValueError: if the key is too long.
+    """
+    if not isinstance(key, bytes) or len(key) > hashlib.blake2b.MAX_KEY_SIZE:
+        got = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"  # a secret is not shown
+        raise ValueError(f"key: got {got}, wanted at most {hashlib.blake2b.MAX_KEY_SIZE} bytes")
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES, key=key, person=person)
 
 
 def digests(
@@ -166,15 +201,16 @@ def _words(name: str, values: ArrayLike) -> np.ndarray:
 def _text(name: str, value: str | None) -> bytes:
     if value is None:
         return b"\x00"
-    try:
-        data = value.encode()
-    except (AttributeError, UnicodeEncodeError) as error:
-        raise ValueError(f"{name}: got {value!r}, wanted text or None") from error
+    data = _encoded(name, value, "text or None")
     return b"\x01" + struct.pack("<I", len(data)) + data
 
 
+def _encoded(name: str, value: str, wanted: str = "text") -> bytes:
+    try:
+        return value.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise ValueError(f"{name}: got {value!r}, wanted {wanted}") from error
+
+
 def _digest(person: bytes, content: bytes, key: bytes) -> bytes:
-    if not isinstance(key, bytes) or len(key) > hashlib.blake2b.MAX_KEY_SIZE:
-        got = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"  # a secret is not shown
-        raise ValueError(f"key: got {got}, wanted at most {hashlib.blake2b.MAX_KEY_SIZE} bytes")
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES, key=key, person=person).digest()
+    return hasher(person, key, content).digest()

@@ -106,7 +106,7 @@ class CacheSpec:
       block_size: P, token positions per block.
       max_seqs: S, rows of the block table.
       max_blocks_per_seq: M, blocks that one row can hold.
-      extra_ids: whether tokens carry an extra id (an image's identity) beside the token id.
+      extra_ids: whether tokens carry an extra id (an image's identity) beside the token id; on wires 0 is text.
       partial_reuse: whether reuse goes on token by token inside the block after the last whole match.
       retention: whether blocks have priorities and times to live (`policies/retention.py`).
       offload_min_priority: blocks of lower priority that have to leave the device are removed, not offloaded.
@@ -196,7 +196,7 @@ def make_spec(
       dtype: element type of the K/V bytes; int8 and float8_e4m3fn with a scale for each token and head. XLA on
         CPU converts all of a float8_e4m3fn pool at every use: take int8 there.
       num_host_blocks: H, blocks of the host tier, given like num_blocks.
-      extra_ids: whether tokens carry extra ids.
+      extra_ids: whether tokens carry extra ids. To readers of events outside (`kvjax.interop`) 0 is text.
       partial_reuse: whether to reuse part of a block by a copy.
       retention: whether blocks have priorities and times to live.
       offload_min_priority: blocks of lower priority that have to leave the device are removed, not offloaded.

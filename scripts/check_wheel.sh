@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the wheel and uses it away from the checkout, in two environments of their own: alone, and with the extra for
-# the models.
+# Builds the wheel and uses it away from the checkout, in two environments of their own: alone, and with the extras for
+# the models and the wires.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,10 +21,11 @@ install() {
 }
 
 install alone
-install models "[models]"
-cp scripts/use_wheel.py scripts/use_models.py "$work"
+install models "[models,wires]"
+cp scripts/use_*.py "$work"
 cd "$work"
 export JAX_PLATFORMS=cpu
 alone/bin/python -I use_wheel.py
 models/bin/python -I use_models.py
+models/bin/python -I use_wires.py
 models/bin/python -m kvjax_models.demo

@@ -26,6 +26,12 @@ except ImportError as error:
 assert "kvjax[plot]" in message, message or "plot_blocks worked without matplotlib"
 message = ""
 try:
+    import kvjax.interop.vllm
+except ImportError as error:
+    message = str(error)
+assert "kvjax[wires]" in message, message or "kvjax.interop.vllm worked without msgspec and pyzmq"
+message = ""
+try:
     import kvjax_models  # noqa: F401
 except ImportError as error:
     message = str(error)

@@ -20,6 +20,7 @@ from benchmarks import (
     bookkeeping,
     common,
     decode_loop,
+    events,
     gpu,
     gpu_step,
     kernels,
@@ -104,6 +105,15 @@ def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
     assert result["benchmark"] == "decode_loop"
     assert {"step_ratio", "attention_ratio", "bookkeeping_us"} <= set(result["metrics"])
     assert all(value > 0 for value in result["metrics"].values())
+
+
+def test_events_are_told_as_they_happened(tmp_path, monkeypatch):
+    file = tmp_path / "events.json"
+    monkeypatch.setattr(sys, "argv", ["events", "--quick", "--json", str(file)])
+    events.main()
+    metrics = json.loads(file.read_text())["metrics"]
+    rates = {"encode_per_s", "encode_removed_per_s", "encode_64_per_s", "mirror_per_s"}
+    assert set(metrics) == {*rates, "resync_s"} and all(value > 0 for value in metrics.values())
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ def test_the_core_needs_jax_and_numpy_alone():
 
 def test_the_cuda_extras_are_jaxs_own():
     extras = PROJECT["optional-dependencies"]
-    assert {"cuda12", "cuda13", "models", "plot", "test", "dev"} <= set(extras)
+    assert {"cuda12", "cuda13", "models", "plot", "wires", "test", "dev"} <= set(extras)
     for cuda in ("cuda12", "cuda13"):
         assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
 
@@ -49,10 +49,10 @@ def test_the_version_has_one_home():
     assert re.findall(r'^__version__ = "([\d.]+)"$', home.read_text(), re.MULTILINE) == [kvjax.__version__]
 
 
-# models -> kvjax -> pallas_kernels -> jax, and matplotlib and hypothesis only where an extra is named.
+# models -> kvjax -> pallas_kernels -> jax, and other packages only where an extra is named.
 MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
-    "kvjax": {"jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis"},
+    "kvjax": {"jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq"},
 }
 
 
@@ -74,6 +74,8 @@ def test_importing_the_library_imports_no_extra():
         "chex",
         "hypothesis",
         "matplotlib",
+        "msgspec",
+        "zmq",
         "flax",
         "optax",
         "safetensors",
@@ -83,6 +85,30 @@ def test_importing_the_library_imports_no_extra():
         "tests",
     }
     assert not {"jax.experimental.pallas.triton", "pallas_kernels.mosaic", "pallas_kernels.triton"} & set(loaded)
+
+
+def test_nothing_else_imports_the_wires():
+    importing = ("kvjax.interop", "msgspec", "zmq")
+    for path in (ROOT / "kvjax").rglob("*.py"):
+        found = re.findall(r"^\s*(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
+        inside = path.is_relative_to(ROOT / "kvjax/interop")
+        assert inside or not any(name.startswith(importing) for name in found), path
+        assert path.name == "_wires.py" or not {"msgspec", "zmq"} & set(found), path
+
+
+@pytest.mark.parametrize("absent", ["msgspec", "zmq"])
+def test_wires_without_their_packages_name_the_extra(absent):
+    code = f"""
+import sys
+sys.modules[{absent!r}] = None
+import kvjax, kvjax.interop
+try:
+    import kvjax.interop.vllm
+except ImportError as error:
+    print(error)
+"""
+    wanted = 'kvjax.interop.vllm: needs msgspec and pyzmq (pip install "kvjax[wires]")\n'
+    assert output_of(sys.executable, "-c", code) == wanted
 
 
 IMPORTS_KERNELS = """

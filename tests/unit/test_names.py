@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.names import block, digests, first_64_bits, label, root
+from kvjax.names import block, digests, first_64_bits, label, root, salt_digest
 from kvjax.testing import Trial, random_requests, requests
 from tests.drive import EXTRA, PLAIN, TIERS
 from tests.unit.debug import stories
@@ -36,9 +36,33 @@ def test_a_digest_is_the_hash_of_these_bytes():
     assert block(FIRST, [5, -1], [7, 256], key=b"k") == wanted
 
 
-def test_the_first_64_bits_are_little_endian():
-    assert first_64_bits(bytes(range(16))) == 0x0706050403020100
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        (b"", (7246784917737839988, 4237006361103245399, 7796665846697509819, 1496421997505913430,
+               12795676230018591169)),
+        (b"secret", (15419533028815909760, 1454926397626537458, 7378549307543600783, 489366106497186708,
+                     10382008296132330191)),
+    ],
+)  # fmt: skip
+def test_vectors_of_64_bits(key, wanted):
+    first, tenant, llama = root(key=key), root(None, "tenant a", "sql", key=key), root("llama", key=key)
+    second = block(first, range(16), key=key)
+    third = block(second, range(16, 32), key=key)
+    assert tuple(map(first_64_bits, (first, second, third, tenant, llama))) == wanted
+    if not key:
+        assert first_64_bits(block(first, range(4), [0, 7, 7, 0])) == 8814008483422612467
+
+
+def test_the_first_64_bits_are_big_endian_and_never_0():
+    assert first_64_bits(bytes(range(16))) == 0x0001020304050607
     assert first_64_bits(b"\xff" * 16) == 2**64 - 1
+    assert first_64_bits(bytes(16)) == 1
+
+
+def test_salts_have_names_that_do_not_tell_them():
+    assert salt_digest("tenant a") == "3a779d9a0f9d58a66187a31f5f83e267"
+    assert salt_digest("tenant a", key=b"secret") == "1d9158e1b151eb6f8c248bd7de249b81"
 
 
 def test_whatever_differs_gives_another_digest():
@@ -62,6 +86,7 @@ def test_whatever_differs_gives_another_digest():
         (lambda: root(3), "model: got 3, wanted text or None"),
         (lambda: root(salt=b"a"), "salt: got b'a', wanted text or None"),
         (lambda: root(lora="\ud800"), "lora: got .*, wanted text or None"),
+        (lambda: salt_digest(None), "salt: got None, wanted text"),
         (lambda: root(key=b"k" * 65), "key: got 65 bytes, wanted at most 64 bytes"),
         (lambda: root(key="secret"), "key: got a str, wanted at most 64 bytes"),
         (lambda: block(b"", [1]), "parent: got b'', wanted a digest of 16 bytes"),

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What events cost on vLLM's wire, in CPU time of one core, and whether readers are told the truth.
+
+Batches of 256 stored blocks go from the arrays of a transition to payloads: prompts of 8 blocks each, and then blocks
+that decoding rows have filled, one of a row. So do batches with as many blocks removed, and payloads back to a mirror.
+A resync is the payloads of a whole index that has no names yet. What the payloads tell is compared with the events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from benchmarks import common
+from kvjax.events import EventKind, Events
+from kvjax.interop.vllm import Encoder, Mirror, decode
+from kvjax.state import Text
+
+BATCH, PROMPT = 256, 8  # blocks of a batch, and those of a prompt that follow each other
+VOCABULARY = 128_000
+
+
+def records(kind: EventKind, blocks: np.ndarray, generation: int) -> np.ndarray:
+    """i32[n, 9]; one of a kind for each block."""
+    rows = np.zeros((len(blocks), 9), np.int32)
+    rows[:, 0], rows[:, 2], rows[:, 3], rows[:, 8] = kind, blocks, generation, 35
+    return rows
+
+
+def stored(blocks: np.ndarray, generation: int, chain: int, size: int, root: tuple[int, int]) -> np.ndarray:
+    """i32[n, 9]; blocks that follow each other `chain` at a time, the first of them under the node `root`."""
+    rows, first = records(EventKind.STORED, blocks, generation), np.arange(len(blocks)) % chain == 0
+    rows[:, 4] = np.where(first, root[0], np.roll(blocks, 1))
+    rows[:, 5], rows[:, 6] = np.where(first, root[1], generation), size
+    return rows
+
+
+def events(rows: np.ndarray, size: int, rng: np.random.Generator) -> Events:
+    """A transition's events, with tokens drawn at random."""
+    tokens = rng.integers(0, VOCABULARY, (len(rows), size)).astype(np.int32)
+    none = np.zeros(1, np.int32)
+    return Events(rows, Text(tokens, None), none, none, none, none[0])  # pyright: ignore[reportArgumentType]
+
+
+class Traffic:
+    """A cache's events, batch by batch: `stored`, then `exchanged` with as many removed, then `removed`."""
+
+    def __init__(self, batches: int, size: int, chain: int):
+        self.size, self.chain, self.rng = size, chain, np.random.default_rng(0)
+        blocks = 1 + batches * BATCH
+        self.spec = kvjax.make_spec(num_blocks=blocks, max_seqs=1, max_length=size, block_size=size)
+        self.parts = np.split(np.arange(1, blocks), batches)
+        self.generation = 1
+
+    def root(self) -> Events:
+        """The block that all others follow, and with it the namespace."""
+        return events(stored(np.array([0]), 1, 1, self.size, (-1, 0)), self.size, self.rng)
+
+    def _rows(self, removed: bool, added: bool) -> Iterator[Events]:
+        old, self.generation = self.generation, self.generation + added
+        for blocks in self.parts:
+            rows = [records(EventKind.REMOVED, blocks[::-1], old)] * removed
+            rows += [stored(blocks, self.generation, self.chain, self.size, (0, 1))] * added
+            yield events(np.concatenate(rows), self.size, self.rng)
+
+    def stored(self) -> list[Events]:
+        return list(self._rows(removed=False, added=True))
+
+    def exchanged(self) -> list[Events]:
+        return list(self._rows(removed=True, added=True))
+
+    def removed(self) -> list[Events]:
+        return list(self._rows(removed=True, added=False))
+
+
+def cpu(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of CPU time, and the result."""
+    start = time.process_time()
+    result = run()
+    return time.process_time() - start, result
+
+
+def drawn(batches: list[Events]) -> int:
+    """The sum of the tokens of the blocks that batches store."""
+    return sum(int(batch.text.tokens[batch.kind == EventKind.STORED].astype(np.int64).sum()) for batch in batches)
+
+
+def told(mirror: Mirror, size: int, root: int) -> int:
+    """The sum of the tokens of all mirrored blocks but the root."""
+    return sum(sum(prefix.tokens[-size:]) for prefix in mirror.index) - root
+
+
+def measure_encoding(batches: int, size: int, chain: int, repeats: int) -> dict[str, float]:
+    """Events a second: stored alone; with as many removed; and read back into a mirror."""
+    traffic = Traffic(batches, size, chain)
+    encoder, mirror, least = Encoder(traffic.spec), Mirror(), dict.fromkeys(("stored", "exchanged", "mirrored"), np.inf)
+    first = traffic.root()
+    root = drawn([first])
+    for payload in encoder.encode(first):
+        mirror.apply(decode(payload))
+    for _ in range(repeats):
+        for name in ("stored", "exchanged", "removed"):
+            given = getattr(traffic, name)()
+            seconds, payloads = cpu(lambda given=given: [encoder.encode(batch) for batch in given])
+            least[name] = min(least.get(name, np.inf), seconds)
+            read, _ = cpu(lambda payloads=payloads: [mirror.apply(decode(one)) for some in payloads for one in some])
+            if name == "stored":
+                least["mirrored"] = min(least["mirrored"], read)
+            late = Mirror()
+            for payload in encoder.snapshot():
+                late.apply(decode(payload))
+            wanted = 1 if name == "removed" else 1 + batches * BATCH
+            common.require(len(mirror) == len(late) == wanted, f"{len(mirror)} blocks are mirrored, not {wanted}")
+            common.require(late.index == mirror.index, "what was told one by one is not what is told at once")
+            common.require(
+                name == "removed" or told(mirror, size, root) == drawn(given), "the tokens told are not those drawn"
+            )
+    number = batches * BATCH
+    return {"stored": number / least["stored"], "exchanged": 2 * number / least["exchanged"],
+            "mirrored": number / least["mirrored"]}  # fmt: skip
+
+
+def measure_resync(blocks: int, repeats: int) -> float:
+    """CPU seconds of the payloads of an index whose blocks have no names yet."""
+    traffic, least = Traffic(blocks // BATCH, 16, PROMPT), np.inf
+    given = [traffic.root(), *traffic.stored()]
+    for _ in range(repeats):
+        encoder, mirror = Encoder(traffic.spec), Mirror()
+        for batch in given:
+            encoder.naming.learn([0])
+            encoder.nodes.fold(batch)
+        seconds, payloads = cpu(encoder.snapshot)
+        least = min(least, seconds)
+        for payload in payloads:
+            mirror.apply(decode(payload))
+        common.require(len(mirror) == blocks // BATCH * BATCH + 1, f"{len(mirror)} blocks were told")
+    return least
+
+
+def main() -> None:
+    def add(parser):
+        parser.add_argument("--repeats", type=int, default=10)
+        parser.add_argument("--quick", action="store_true", help="tiny sizes: a test of the benchmark")
+
+    args = common.parse("events", __doc__, add)
+    batches, repeats, blocks = (2, 2, 512) if args.quick else (16, args.repeats, 65_536)
+    prompts, rows = (measure_encoding(batches, 16, chain, repeats) for chain in (PROMPT, 1))
+    long = measure_encoding(batches, 64, PROMPT, repeats)
+    for name, found in (("prompts", prompts), ("decoding rows", rows), ("prompts, blocks of 64", long)):
+        print(f"{name:>22}: " + ", ".join(f"{kind} {rate:,.0f}/s" for kind, rate in found.items()))
+    metrics = {
+        "encode_per_s": min(prompts["stored"], rows["stored"]),
+        "encode_removed_per_s": min(prompts["exchanged"], rows["exchanged"]),
+        "encode_64_per_s": long["stored"],
+        "mirror_per_s": min(prompts["mirrored"], rows["mirrored"]),
+        "resync_s": measure_resync(blocks, min(repeats, 3)),
+    }
+    common.report("events", metrics, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets with limits, on loopback unless told otherwise."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket as network
+from typing import Any, NamedTuple
+
+from kvjax.interop.vllm._wires import zmq
+
+END = (-1).to_bytes(8, "big", signed=True)  # the sequence number that ends a replay
+_HANDSHAKE = 1024  # bytes of what CURVE sends of itself, more than it adds to a message
+LOOPBACK = "tcp://127.0.0.1:5557"  # vLLM's port
+
+
+class Curve(NamedTuple):
+    """Keys of a socket, as `zmq.curve_keypair()` makes them: what it sends is encrypted.
+
+    Whoever knows the public key of a server may connect to it.
+
+    Attributes:
+      public, secret: the socket's own.
+      server: the public key of the server that it connects to; None: it is the server, and binds.
+    """
+
+    public: bytes
+    secret: bytes
+    server: bytes | None = None
+
+
+def open_socket(context: Any, kind: int, curve: Curve | None, most: int, queued: int) -> Any:
+    """A socket that takes messages of at most `most` bytes and queues at most `queued` of them for a peer."""
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.maxmsgsize = most if curve is None else most + _HANDSHAKE
+    socket.set_hwm(queued)
+    if curve is not None:
+        curve = Curve(*curve)
+        socket.curve_publickey, socket.curve_secretkey = curve.public, curve.secret
+        if curve.server is None:
+            socket.curve_server = True
+        else:
+            socket.curve_serverkey = curve.server
+    return socket
+
+
+def attach_socket(socket: Any, name: str, endpoint: str, *, bind: bool) -> str:
+    """Binds a socket or connects it; the endpoint with the port that was chosen.
+
+    Raises:
+      ValueError: naming the argument, for what is no endpoint of TCP or of this machine.
+      OSError: if it cannot be bound.
+    """
+    if not isinstance(endpoint, str) or not re.match(r"(tcp://.+:(\d+|\*)|ipc://.+)$", endpoint):
+        raise ValueError(f"{name}: got {endpoint!r}, wanted tcp://HOST:PORT or ipc://PATH")
+    socket.ipv6 = "[" in endpoint
+    try:
+        (socket.bind if bind else socket.connect)(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(f"{name}: {endpoint}: {error}") from error
+    return socket.last_endpoint.rstrip(b"\0").decode() if bind else endpoint
+
+
+def receive(socket: Any, most: int) -> list[bytes] | None:
+    """The frames of the next message, None if there is none, an empty list if it has more than `most` frames."""
+    try:
+        frames = [socket.recv(zmq.NOBLOCK)]
+    except zmq.Again:
+        return None
+    total = 1
+    while socket.rcvmore:
+        frame = socket.recv(zmq.NOBLOCK)
+        total += 1
+        if total <= most:
+            frames.append(frame)
+    return frames if total <= most else []
+
+
+def default_topic(endpoint: str, model: str | None, *, bound: bool) -> bytes:
+    """`kv@<host>:<port>@<model>`, as llm-d wants it; a publisher that connects is called by its process."""
+    place = re.sub("^(tcp|ipc)://", "", endpoint) if bound else ""
+    host, _, port = place.rpartition(":") if endpoint.startswith("tcp") else ("", "", place)
+    if not bound:
+        host, port = "", str(os.getpid())
+    if host in ("", "*", "0.0.0.0", "[::]"):
+        host = network.gethostname()
+    return f"kv@{host}:{port}@{'' if model is None else model}".encode()

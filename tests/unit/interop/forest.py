@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Histories of events that a cache could have, drawn without one, and what a wire should make of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from kvjax import LayerSpec, names
+from kvjax.events import EventLog, Events, Mirror
+from kvjax.events.records import COLUMNS, EventKind
+from kvjax.interop.vllm import Prefix
+from kvjax.state import Text
+
+SIZE = 4
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {}, "extra ids": {"extra_ids": True}, "windows": {"layers": [None, 8]}, "bare": {"layers": [8, 12]},
+}  # fmt: skip
+
+
+def spec_of(shape: str, blocks: int = 10) -> kvjax.CacheSpec:
+    """A spec with a host tier."""
+    options = dict(SHAPES[shape])
+    layers = [LayerSpec(1, 4, window=window) for window in options.pop("layers", [None])]
+    return kvjax.make_spec(
+        layers, num_blocks=blocks, num_host_blocks=6, max_seqs=2, max_length=32, block_size=SIZE, **options
+    )
+
+
+def namespaces() -> kvjax.Namespaces:
+    """Four: nobody's, a salt, an adapter, and both."""
+    found = kvjax.Namespaces()
+    found(salt="tenant a"), found(lora=3), found(salt="tenant b", lora=3)
+    return found
+
+
+class Forest:
+    """Draws events that keep the cache's rules: children are removed first, windows' blocks beside their anchors.
+
+    Attributes:
+      mirror: what is cached, by `fold`.
+    """
+
+    def __init__(self, spec: kvjax.CacheSpec, seed: int, num_namespaces: int = 4):
+        self.spec, self.rng, self.num_namespaces = spec, random.Random(seed), num_namespaces
+        self.mirror = Mirror()
+        self.generations: dict[tuple[int, int], int] = {}
+
+    def draw(self, number: int) -> list[dict[str, Any]]:
+        """The events of so many changes."""
+        events: list[dict[str, Any]] = []
+        for _ in range(number):
+            change = self.rng.choices([self._store, self._remove, self._update, self._clear], [60, 30, 20, 1])[0]
+            new = change()
+            self.mirror = kvjax.fold(new, self.mirror)
+            events += new
+        return events
+
+    def _nodes(self, group: int = 0) -> list[tuple[int, int, int]]:
+        return [node for node in self.mirror.nodes if node[0] == group]
+
+    def _event(self, kind: str, node: tuple[int, int, int], **more: Any) -> dict[str, Any]:
+        return {"kind": kind, "group": node[0], "block": node[1], "generation": node[2], **more}
+
+    def _free(self, group: int) -> list[int]:
+        used = {block for _, block, _ in self._nodes(group)}
+        return [block for block in range(self.spec.groups[group].num_ids) if block not in used]
+
+    def _store(self) -> list[dict[str, Any]]:
+        """A new block under a whole one or at a root, and beside it in some of the windows' groups."""
+        events, nodes, rng = [], self.mirror.nodes, self.rng
+        parents = [node for node in self._nodes() if len(nodes[node][1]) % SIZE == 0]
+        parent = rng.choice([None, *parents])
+        namespace, path = (rng.randrange(self.num_namespaces), ()) if parent is None else nodes[parent][:2]
+        count = SIZE if rng.random() < 0.8 else rng.randrange(1, SIZE)
+        tokens = [rng.choice([0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**31 - 1]) for _ in range(count)]
+        ids = [rng.choice([0, 0, 7, 9]) for _ in range(count)]
+        items = tuple(zip(tokens, ids, strict=True)) if self.spec.extra_ids else tuple(tokens)
+        taken = {(group, ns, known) for (group, *_), (ns, known, *_) in nodes.items()}
+        for group in range(len(self.spec.groups)):
+            free = self._free(group)
+            there = (group, namespace, path + items) in taken
+            if not free or there or (group and (not events or rng.random() < 0.3)):
+                continue
+            block = rng.choice(free)
+            generation = self.generations[group, block] = self.generations.get((group, block), 0) + 1
+            text = {"tokens": tokens} | ({"extra_ids": ids} if self.spec.extra_ids else {})
+            above = {"parent": None, "namespace": namespace} if parent is None else {"parent": parent[1:]}
+            level, priority = rng.randrange(2), rng.choice([35, 80])
+            events.append(self._event("stored", (group, block, generation), **above, **text, level=level,
+                                      priority=priority))  # fmt: skip
+        return events
+
+    def _remove(self) -> list[dict[str, Any]]:
+        """A window's block; or a block with all below it and beside it, children first."""
+        nodes = self.mirror.nodes
+        if not nodes:
+            return []
+        chosen = self.rng.choice(list(nodes))
+        if chosen[0] > 0:
+            return [self._event("removed", chosen)]
+        namespace, path = nodes[chosen][:2]
+        doomed = [n for n, (ns, known, *_) in nodes.items() if ns == namespace and known[: len(path)] == path]
+        return [self._event("removed", node) for node in sorted(doomed, key=lambda n: (-len(nodes[n][1]), -n[0]))]
+
+    def _update(self) -> list[dict[str, Any]]:
+        """Some blocks change level or priority, in any order, perhaps to and fro."""
+        nodes = list(self.mirror.nodes)
+        chosen = self.rng.choices(nodes, k=self.rng.randrange(1, 6)) if nodes else []
+        return [
+            self._event("updated", node, level=self.rng.randrange(2), priority=self.rng.choice([35, 80]))
+            for node in chosen
+        ]
+
+    def _clear(self) -> list[dict[str, Any]]:
+        return [{"kind": "cleared", "group": group} for group in range(len(self.spec.groups))]
+
+
+def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: bool = False) -> Events | EventLog:
+    """Decoded events as arrays with padding between, or as a log with garbage behind; text beyond a fill is garbage."""
+    events = list(events)
+    total = 2 * len(events) + 3
+    records, text = np.zeros((total, len(COLUMNS)), np.int32), np.full((2, total, spec.block_size), 77, np.int32)
+    places = range(len(events)) if log else range(1, total, 2)
+    for at, event in zip(places, events, strict=False):
+        row = {**event, "kind": EventKind[event["kind"].upper()]}
+        if event["kind"] == "stored":
+            source = (-1, event["namespace"]) if event["parent"] is None else event["parent"]
+            row |= {"source": source[0], "source_generation": source[1], "num_tokens": len(event["tokens"])}
+            for part, name in enumerate(("tokens", "extra_ids")):
+                text[part, at, : len(event["tokens"])] = event.get(name, 0)
+        records[at] = [row.get(name, 0) for name in COLUMNS]
+    parts = Text(text[0], text[1] if spec.extra_ids else None)
+    if log:
+        records[len(events) :] = 4
+        return EventLog(records, parts, np.int32(len(events)))
+    zero = np.zeros(1, np.int32)
+    return Events(records, parts, zero, zero, zero, zero[0])
+
+
+def projected(
+    mirror: Mirror, spec: kvjax.CacheSpec, known: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest",
+    loras: dict[int, str] | None = None, extra_name: Any = None, groups: Iterable[int] | None = None,
+) -> dict[Prefix, tuple[str, ...]]:  # fmt: skip
+    """What the wire carries of an index: {prefix: media}."""
+    found, wired = {}, {}
+    published = set(range(1 if spec.bare else 0, len(spec.groups)) if groups is None else groups)
+    nodes = sorted(mirror.nodes.items(), key=lambda item: len(item[1][1]))
+    for (group, *_), (namespace, path, level, _) in nodes:
+        if group in published and len(path) % spec.block_size == 0 and namespace in known:
+            wired[group, namespace, path] = ("GPU", "CPU")[level]
+    for (group, namespace, path), medium in wired.items():
+        salt, number = known.describe(namespace)
+        lora = None if number is None else (loras or {}).get(number, str(number))
+        items = list(path) if spec.extra_ids else [(token, 0) for token in path]
+        if any(extra for _, extra in items) and extra_name is None:
+            continue
+        if salt is not None and salts == "omit":
+            continue
+        wire = names.salt_digest(salt, key=key) if salt is not None and salts == "digest" else salt
+        start = _start(wired, namespace, path, spec.block_size, group)
+        after = None
+        if start:
+            after = names.root(None, salt, lora, key=key)
+            for at in range(0, start, spec.block_size):
+                after = names.block(after, path[at : at + spec.block_size], key=key)
+            wire, after = None, names.first_64_bits(after)
+        tokens = tuple(token for token, _ in items)[start:]
+        extra = tuple(
+            (at - start, extra_name(ids))
+            for at, (_, ids) in enumerate(items)
+            if ids and (at % spec.block_size == 0 or items[at - 1][1] != ids)
+        )
+        found[Prefix(group, lora, wire, tokens, extra, after)] = (medium,)
+    return found
+
+
+def _start(wired: dict[Any, str], namespace: int, path: tuple, size: int, group: int) -> int:
+    """Where what the wire tells of a path begins: blocks before it that are in no group's index are unknown."""
+    groups = {number for number, *_ in wired}
+    for at in range(len(path) - size, -1, -size):
+        if at and not any((number, namespace, path[:at]) in wired for number in {group, *groups}):
+            return at
+    return 0

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The law through sockets, of real caches: windows, tiers, namespaces, partial blocks, moves that fail."""
+
+import contextlib
+
+import hypothesis
+import pytest
+
+import kvjax
+from kvjax.testing import Trial, requests
+from tests.drive import EXTRA, TIERS
+from tests.oracle import bytes_machine
+from tests.oracle.bytes_machine import CONFIGS
+from tests.unit.interop.forest import projected
+from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
+
+__all__ = ["hurried"]  # peers need not wait here either
+STEPS = {"fast host": 400, "fast windows": 400, "windows, host, int8": 300, "windows alone, host": 300}
+
+SLOW = {False: (), True: pytest.mark.slow}
+
+
+def given_out(number):
+    known = kvjax.Namespaces()
+    for salt in range(1, number):
+        known(salt=f"tenant {salt}")
+    return known
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[CONFIGS[name].generate]) for name in STEPS])
+def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
+    """One reader is there from the beginning, one loses messages, one comes in the middle; at last it is attached."""
+    known = given_out(bytes_machine.TENANTS)
+    with contextlib.ExitStack() as stack:
+        config = CONFIGS[name]
+        extra = {"extra_name": "image {}".format} if config.spec().extra_ids else {}
+        options = {"names": known, "buffer_batches": 20, **extra}
+        source = stack.enter_context(publisher(config.spec(), **options))
+        subs = [stack.enter_context(subscriber(source, replay_timeout=1.0)) for _ in range(2)]
+        lossy, heard, steps = Lossy(subs[1], 1), bytes_machine.Life.hear, iter(range(10**9))
+
+        def hear(life, events):
+            source.publish(events)
+            found = heard(life, events)
+            step = next(steps)
+            if step == STEPS[name] // 2:
+                subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
+            if step % 40 == 39:
+                wanted = projected(life.mirror, life.spec, known, **extra)
+                assert all(agrees(sub, wanted) for sub in subs)
+            return found
+
+        monkeypatch.setattr(bytes_machine.Life, "hear", hear)
+        life = bytes_machine.live(config, seed=5, steps=STEPS[name])
+        wanted = projected(life.mirror, life.spec, known, **extra)
+        assert lossy.lost and all(agrees(sub, wanted) for sub in subs)
+        assert life.tally["removed"] and (life.tally["failed"] or not life.has_host)
+        source.attach(life.state)
+        assert all(agrees(sub, wanted) for sub in subs)
+
+
+@pytest.mark.long
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(requests(TIERS, num_namespaces=3, max_size=60))
+def test_it_holds_over_windows_and_tiers(asked):
+    assert_law(TIERS, asked)
+
+
+@pytest.mark.slow
+@hypothesis.given(requests(EXTRA, num_namespaces=3, max_size=60))
+def test_it_holds_with_extra_ids(asked):
+    assert_law(EXTRA, asked, extra_name="image {}".format)
+
+
+def assert_law(spec, asked, **extra):
+    known, trial = given_out(3), Trial(kvjax.init(spec))
+    with publisher(spec, names=known, **extra) as source, subscriber(source) as sub:
+        for request in asked:
+            events = trial.do(request)
+            if events is not None:
+                source.publish(events)
+        assert agrees(sub, projected(trial.mirror, spec, known, **extra))

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The node map: the same index as `fold`, from arrays, logs, lists and states; what cannot have happened is refused."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.interop import NodeMap
+from tests.unit.interop.forest import SHAPES, Forest, arrays_of, spec_of
+
+PLAIN = spec_of("plain")
+
+
+def stored(block, generation, parent, tokens, group=0, **more):
+    above = {"parent": None, "namespace": parent} if isinstance(parent, int) else {"parent": parent}
+    known = {"kind": "stored", "group": group, "block": block, "generation": generation, "level": 0, "priority": 35}
+    return {**known, **above, "tokens": tokens, **more}
+
+
+def removed(block, generation, group=0):
+    return {"kind": "removed", "group": group, "block": block, "generation": generation}
+
+
+def updated(block, generation, level, priority=35):
+    return {**removed(block, generation), "kind": "updated", "level": level, "priority": priority}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_map_has_the_index_that_fold_has(shape):
+    spec = spec_of(shape)
+    for seed in range(4):
+        forest, nodes = Forest(spec, seed), [NodeMap(spec) for _ in range(3)]
+        for _ in range(12):
+            events = forest.draw(forest.rng.randrange(1, 30))
+            nodes[0].fold(events)
+            nodes[1].fold(arrays_of(events, spec))
+            nodes[2].fold(arrays_of(events, spec, log=True))
+            for one in nodes:
+                assert one.index == forest.mirror.index and len(one) == len(forest.mirror.nodes)
+
+
+def test_a_map_takes_what_its_copy_has_not_seen():
+    nodes = NodeMap(PLAIN)
+    nodes.fold([stored(1, 1, 0, [1, 2, 3, 4])])
+    other = nodes.copy()
+    nodes.fold([removed(1, 1), stored(1, 2, 2, [5])])
+    assert other.index == {(0, 0, (1, 2, 3, 4)): (0, 35)} and nodes.index == {(0, 2, (5,)): (0, 35)}
+
+
+KNOWN = [stored(1, 5, 0, [1, 2, 3, 4]), stored(2, 1, (1, 5), [5])]
+NEW, LACKS = "wanted one that is new", r"wanted one that the map has: begin with `attach\(state\)`"
+
+
+@pytest.mark.parametrize(
+    ("events", "complaint"),
+    [
+        ([removed(3, 1)], rf"events: got removed of node \(0, 3, 1\), {LACKS}"),
+        ([removed(1, 4)], rf"events: got removed of node \(0, 1, 4\), {LACKS}"),
+        ([updated(1, 6, 0)], rf"events: got updated of node \(0, 1, 6\), {LACKS}"),
+        ([updated(1, 5, 2)], r"events: got updated of node \(0, 1, 5\), wanted level 0 or 1"),
+        ([stored(1, 6, 0, [1])], rf"events: got stored of node \(0, 1, 6\), {NEW}"),
+        ([stored(3, 1, (3, 1), [1])], rf"events: got stored under node \(0, 3, 1\), {LACKS}"),
+        ([stored(3, 1, (1, 4), [1])], rf"events: got stored under node \(0, 1, 4\), {LACKS}"),
+        ([stored(3, 1, (99, 4), [1])], rf"events: got stored under node \(0, 99, 4\), {LACKS}"),
+        ([stored(4, 1, (3, 1), [1]), stored(3, 1, 0, [1])], rf"events: got stored under node \(0, 3, 1\), {LACKS}"),
+        ([stored(3, 1, 0, [])], r"events: got stored of node \(0, 3, 1\), wanted 1 to 4 tokens at level 0 or 1"),
+        ([stored(3, 1, 0, [1], level=2)], r"events: got stored of node \(0, 3, 1\), wanted 1 to 4 tokens"),
+        ([stored(16, 1, 0, [1])], r"events: got stored of node \(0, 16, 1\), wanted block 0 to 15"),
+        ([removed(-1, 1)], r"events: got removed of node \(0, -1, 1\), wanted block 0 to 15"),
+        ([removed(0, 1, group=1)], "events: got group 1, wanted 0 to 0"),
+        ([{"kind": "cleared", "group": 2}], "events: got group 2, wanted 0 to 0"),
+        ([removed(2, 1), removed(2, 1)], "events: got removed of one node twice in group 0, wanted it once"),
+        ([stored(3, 1, 0, [1]), stored(3, 1, 0, [1])], rf"events: got stored of node \(0, 3, 1\), {NEW}|.* twice"),
+    ],
+)
+def test_what_cannot_have_happened_is_refused(events, complaint):
+    for given in (events, arrays_of(events, PLAIN)):
+        nodes = NodeMap(PLAIN)
+        nodes.fold(KNOWN)
+        with pytest.raises(ValueError, match=f"^({complaint})"):
+            nodes.fold(given)
+
+
+@pytest.mark.parametrize(
+    ("events", "complaint"),
+    [
+        (None, "events: got NoneType, wanted Events, an EventLog or what to_list makes of it"),
+        ("stored", "events: got str, wanted Events"),
+        ([{"kind": "gone"}], "events: got .*, wanted an event as to_list makes it"),
+        ([{"kind": "stored", "block": 1}], "events: got .*, wanted an event as to_list makes it"),
+        ([stored(1, 1, 0, [1, 2, 3, 4, 5])], "events: got .*, wanted an event as to_list makes it"),
+        (
+            arrays_of([], spec_of("extra ids")),
+            r"events: got blocks of {'tokens': 4, 'extra_ids': 4}, wanted",
+        ),
+        (kvjax.events.init_log(3, 8), r"events: got blocks of {'tokens': 8}, wanted {'tokens': 4}"),
+    ],
+)
+def test_what_is_no_event_is_refused(events, complaint):
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        NodeMap(PLAIN).fold(events)
+
+
+def test_events_may_have_leading_axes_and_are_copied():
+    events = arrays_of(KNOWN, PLAIN)
+    stacked = events.replace(
+        records=events.records.reshape(1, -1, 9), text=events.text.replace(tokens=events.text.tokens[None])
+    )
+    nodes = NodeMap(PLAIN)
+    nodes.fold(stacked)
+    index = nodes.index
+    events.records[:], events.text.tokens[:] = -1, -1
+    assert nodes.index == index == kvjax.fold(KNOWN).index
+
+
+def test_memory_does_not_grow_with_the_length_of_prefixes():
+    """One row of 32,768 tokens: `fold` holds 269 MB of paths."""
+    spec = kvjax.make_spec(num_blocks=2048, max_seqs=1, max_length=32_768)
+    nodes = NodeMap(spec)
+    chain = [stored(0, 1, 0, [0] * 16), *(stored(b, 1, (b - 1, 1), [b] * 16) for b in range(1, 2048))]
+    nodes.fold(chain)
+    assert len(nodes) == 2048 and sum(group.table.nbytes for group in nodes.groups) < 2048 * 200
+    assert np.array_equal(nodes.groups[0].table[:, 7], np.arange(2048))  # depths

@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publishers and subscribers over real sockets: the law, whatever is late, lost, restarted, foreign or slow."""
+
+import contextlib
+import random
+import threading
+import time
+
+import hypothesis
+import hypothesis.strategies as st
+import msgspec
+import pytest
+import zmq
+
+import kvjax
+from kvjax.interop.vllm import Curve, Publisher, Subscriber
+from kvjax.interop.vllm import replay as replays
+from kvjax.interop.vllm.sockets import END
+from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
+from tests.unit.interop.test_nodes import removed, stored
+
+PLAIN = spec_of("plain")
+ANY = "tcp://127.0.0.1:*"
+LONG = 20.0  # seconds, on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    """Peers need not wait for a second between replays."""
+    monkeypatch.setattr(replays, "INTERVAL", 0.01)
+
+
+def publisher(spec=PLAIN, **options):
+    return Publisher(spec, **{"bind": ANY, "replay": ANY, "heartbeat": 0.1, **options})
+
+
+def subscriber(source, **options):
+    return Subscriber(source.endpoint, source.replay_endpoint, **options)
+
+
+def agrees(sub, wanted, timeout=LONG):
+    """Whether a subscriber comes to have an index, and says that it is complete."""
+    if sub.wait(lambda one: one.complete and one.index == wanted, timeout):
+        return True
+    raise AssertionError((sub.counts, sub.complete, set(sub.index.items()) ^ set(wanted.items())))
+
+
+@contextlib.contextmanager
+def raw(kind, endpoint, **options):
+    """A socket of a reader that knows no kvjax."""
+    with zmq.Context() as context, context.socket(kind) as socket:
+        socket.linger = 0
+        for name, value in options.items():
+            setattr(socket, name, value)
+        socket.connect(endpoint)
+        yield socket
+
+
+def ask(socket, start=0):
+    socket.send_multipart([b"", start.to_bytes(8, "big")])
+
+
+def answers(socket, timeout=LONG):
+    """The (number, payload) of a replay, up to its end."""
+    found = []
+    while socket.poll(int(1000 * timeout)):
+        *_, number, payload = socket.recv_multipart()
+        if number == END:
+            assert payload == b""
+            return found
+        found.append((int.from_bytes(number, "big"), payload))
+    raise AssertionError(f"the end does not come after {len(found)} answers")
+
+
+def eventually(condition):
+    """Whether something comes to hold."""
+    until = time.monotonic() + LONG
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()
+
+
+def decoded(payload):
+    return msgspec.msgpack.decode(payload)[1]
+
+
+CHAIN = [stored(0, 1, 0, [1, 2, 3, 4]), stored(1, 1, (0, 1), [5, 6, 7, 8])]
+
+
+# The law.
+
+
+class Lossy:
+    """Loses some of the messages that a subscriber is sent."""
+
+    def __init__(self, sub, seed, rate=0.3):
+        self.rng, self.rate, self.lost, take = random.Random(seed), rate, 0, sub._follower.live
+
+        def live(frames):
+            if self.rng.random() < self.rate:
+                self.lost += 1
+            else:
+                take(frames)
+
+        sub._follower.live = live
+
+
+def whole(forest):
+    """Events that store all that is cached."""
+    nodes = sorted(forest.mirror.nodes.items(), key=lambda item: (len(item[1][1]), item[0]))
+    size, extra = forest.spec.block_size, forest.spec.extra_ids
+    places = {(ns, path): node for node, (ns, path, *_) in nodes if node[0] == 0}
+    events = []
+    for node, (ns, path, level, priority) in nodes:
+        start = (len(path) - 1) // size * size
+        items = [*path[start:]]
+        text = {"tokens": [i[0] for i in items], "extra_ids": [i[1] for i in items]} if extra else {"tokens": items}
+        above = {"parent": places[ns, path[:start]][1:]} if start else {"parent": None, "namespace": ns}
+        event = {"kind": "stored", "group": node[0], "block": node[1], "generation": node[2]}
+        events.append({**event, **above, **text, "level": level, "priority": priority})
+    return events
+
+
+def law(shape, seed, rounds, **options):
+    """A history, with readers who are there, come late, and lose messages; the publisher dies and comes again."""
+    spec, known, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), seed)
+    extra = {"extra_name": "image {}".format} if shape == "extra ids" else {}
+    given = {"names": known, **extra, **options}
+    lost = 0
+    with publisher(spec, **given) as first:
+        again = {"bind": first.endpoint, "replay": first.replay_endpoint}
+        subs = [subscriber(first, replay_timeout=1.0) for _ in range(2)]
+        lossy = Lossy(subs[1], seed)
+        for number in range(rounds):
+            for _ in range(5):
+                first.publish(arrays_of(forest.draw(forest.rng.randrange(1, 8)), spec))
+            if number == rounds // 2:
+                subs.append(subscriber(first, replay_timeout=1.0))
+            if number % 3 == 2 or number == rounds - 1:
+                wanted = projected(forest.mirror, spec, known, **extra)
+                assert all(agrees(sub, wanted) for sub in subs)
+        lost += lossy.lost
+        forest.draw(20)  # nobody hears of these
+    with publisher(spec, **given, **again) as second:
+        for node in whole(forest):
+            second.publish([node])
+        second.publish(arrays_of(forest.draw(10), spec))
+        wanted = projected(forest.mirror, spec, known, **extra)
+        assert all(agrees(sub, wanted) for sub in subs)
+        counts = second.counts
+    for sub in subs:
+        sub.close()
+    return lost, counts
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_subscribers_index_is_the_caches(shape):
+    lost, _ = law(shape, 1, 4)
+    assert lost
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"buffer_batches": 3}, {"buffer_bytes": 1500}, {"max_message": 2200}, {"queue_bytes": 1}],
+    ids=["few batches are kept", "few bytes are kept", "small messages", "no queue"],
+)
+def test_it_is_so_with_little_room(options):
+    _, counts = law("windows", 2, 4, **options)
+    assert counts["overflows"] > 0 if "queue_bytes" in options else counts["overflows"] == 0
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(st.sampled_from(sorted(SHAPES)), st.integers(0, 10**6), st.sampled_from([{}, {"buffer_batches": 2}]))
+def test_it_is_so_for_other_histories(shape, seed, options):
+    law(shape, seed, 8, **options)
+
+
+# Publishers.
+
+
+def test_the_first_message_clears_and_empty_batches_follow():
+    with publisher(first_seq=1000, topic="kv@pod@model") as source, raw(zmq.DEALER, source.replay_endpoint) as socket:
+        with raw(zmq.SUB, source.endpoint) as listener:
+            listener.subscribe(b"kv@")
+            assert listener.poll(int(1000 * LONG))
+            topic, number, payload = listener.recv_multipart()
+        assert topic == b"kv@pod@model" and int.from_bytes(number, "big") > 1000 and decoded(payload) == []
+        ask(socket)
+        found = answers(socket)
+    assert found[0][0] == 1000 and decoded(found[0][1]) == [{"type": "AllBlocksCleared"}]
+    assert [number for number, _ in found] == list(range(1000, 1000 + len(found)))
+    assert all(isinstance(msgspec.msgpack.decode(payload)[0], float) for _, payload in found)
+
+
+def test_numbers_begin_at_the_clock_and_topics_name_the_pod():
+    before = time.time_ns() // 1000
+    with publisher(model="llama") as source, raw(zmq.DEALER, source.replay_endpoint) as socket:
+        ask(socket)
+        assert before <= answers(socket)[0][0] <= time.time_ns() // 1000
+        assert source.topic.decode() == f"kv@{source.endpoint.removeprefix('tcp://')}@llama"
+    with publisher(bind=None, replay=None, connect="tcp://127.0.0.1:9") as source:
+        assert source.topic.startswith(b"kv@") and source.topic.endswith(b"@") and source.replay_endpoint is None
+
+
+def test_answers_of_0_11_have_no_topic():
+    with publisher(replay_form="0.11") as source, raw(zmq.DEALER, source.replay_endpoint) as socket:
+        ask(socket)
+        assert socket.poll(int(1000 * LONG)) and len(socket.recv_multipart()) == 3
+        with subscriber(source) as sub:
+            source.publish(CHAIN)
+            assert sub.wait(lambda one: one.complete and len(one) == 2, LONG)
+
+
+def test_one_call_is_one_batch_and_events_may_be_donated():
+    with publisher(heartbeat=None) as source, raw(zmq.DEALER, source.replay_endpoint) as socket:
+        events = arrays_of(CHAIN, PLAIN)
+        source.publish(events)
+        events.records[:] = -1
+        source.publish([])
+        source.publish([stored(2, 1, 0, [1])])  # nothing for this wire
+        source.publish(removed(1, 1) for _ in range(1))
+        assert source.flush(LONG)
+        ask(socket)
+        kinds = [[event["type"] for event in decoded(payload)] for _, payload in answers(socket)]
+    assert kinds == [["AllBlocksCleared"], ["BlockStored"], ["BlockRemoved"]]
+
+
+def test_impossible_events_never_reach_the_caller(caplog):
+    source = publisher()
+    with subscriber(source) as sub:
+        source.publish(CHAIN)
+        assert sub.wait(lambda one: len(one) == 2, LONG)
+        source.publish([removed(7, 7)])
+        assert sub.wait(lambda one: one.complete and len(one) == 0, LONG)
+        source.publish(CHAIN)
+        assert source.flush(LONG) and source.counts["ignored"] == 1 and len(sub) == 0
+        assert [record.name for record in caplog.records] == ["kvjax.interop"]
+    with pytest.raises(ValueError, match=r"^events: got removed of node \(0, 7, 7\), wanted one that the map has"):
+        source.close()
+    source.close()
+
+
+def test_the_caller_does_not_hear_of_impossible_events_that_it_folds_itself(caplog):
+    source = publisher(queue_bytes=1)
+    with subscriber(source) as sub:
+        source.publish(CHAIN)
+        source.publish([removed(7, 7)])
+        assert source.flush(LONG) and sub.wait(lambda one: one.complete and len(one) == 0, LONG)
+    with pytest.raises(ValueError, match=r"^events: got removed of node \(0, 7, 7\)"):
+        source.close()
+    assert len(caplog.records) == 1
+
+
+def test_the_caller_does_not_wait_for_a_resync(monkeypatch):
+    """What does not fit the queue is folded by the caller, into a map of which the resync has a copy."""
+    with publisher(queue_bytes=1) as source, subscriber(source) as sub:
+        assert source.flush(LONG)
+        index, began, go_on = source._encoder.index, threading.Event(), threading.Event()
+
+        def slow(nodes):
+            began.set()
+            assert go_on.wait(LONG)
+            return index(nodes)
+
+        monkeypatch.setattr(source._encoder, "index", slow)
+        source.publish(CHAIN[:1])
+        assert began.wait(LONG)
+        source.publish(CHAIN[1:])  # would wait for ever
+        source.publish([stored(2, 1, 0, [9] * 4), removed(1, 1)])
+        assert source.counts["overflows"] == 3
+        go_on.set()
+        assert sub.wait(lambda one: one.complete and len(one) == 2, LONG)
+        assert sub.lookup([1, 2, 3, 4, 5, 6, 7, 8]).tokens == sub.lookup([9] * 4).tokens == 4
+
+
+def test_what_is_no_event_is_the_callers_error():
+    with publisher() as source, pytest.raises(ValueError, match=r"^events: got NoneType, wanted Events"):
+        source.publish(None)
+    with pytest.raises(ValueError, match=r"^publish: got events for a publisher that is closed"):
+        source.publish(CHAIN)
+
+
+def test_an_error_in_a_with_block_is_not_hidden():
+    def fails():
+        with publisher() as source:
+            source.publish([removed(7, 7)])
+            assert source.flush(LONG)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+
+
+def test_close_sends_what_is_queued_within_its_time(monkeypatch):
+    source = publisher()
+    with subscriber(source) as sub:
+        assert sub.wait(lambda one: one.complete, LONG)
+        for event in CHAIN:
+            source.publish([event])
+        source.close()
+        assert sub.wait(lambda one: len(one) == 2, LONG)
+    slow = publisher()
+    assert slow.flush(LONG)
+    monkeypatch.setattr(slow._encoder, "events", lambda batch: time.sleep(0.3) or [])
+    for _ in range(3):
+        slow.publish(CHAIN)
+    with pytest.raises(TimeoutError, match=r"^close: got 0.1 s, wanted more: [123] batches were not sent"):
+        slow.close(0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"bind": "127.0.0.1:5557"}, "bind: got '127.0.0.1:5557', wanted tcp://HOST:PORT or ipc://PATH"),
+        ({"bind": "inproc://a"}, "bind: got 'inproc://a', wanted"),
+        ({"connect": ANY}, r"connect: got 'tcp://127.0.0.1:\*' beside bind="),
+        ({"replay": "tcp://nobody"}, "replay: got 'tcp://nobody', wanted"),
+        ({"replay_form": "0.10"}, "replay_form: got '0.10', wanted '' or '0.11'"),
+        ({"heartbeat": 0}, "heartbeat: got 0, wanted more than 0"),
+        ({"form": "json"}, "form: got 'json'"),
+        ({"first_seq": -1}, "first_seq: got -1, wanted an int of at least 0"),
+        ({"buffer_bytes": None, "buffer_batches": 1.5}, "buffer_batches: got 1.5, wanted an int of at least 0"),
+    ],
+)
+def test_options_are_checked(options, complaint):
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        publisher(**options)
+
+
+def test_a_place_that_is_taken_is_named():
+    with publisher() as source, pytest.raises(OSError, match=r"^bind: tcp://127.0.0.1:\d+: Address already in use"):
+        publisher(bind=source.endpoint)
+
+
+def test_sockets_of_this_machine_and_encrypted_ones(tmp_path):
+    here = {"bind": f"ipc://{tmp_path}/events", "replay": f"ipc://{tmp_path}/replay"}
+    server, client = (zmq.curve_keypair() for _ in range(2))
+    for options, theirs in ((here, None), ({"curve": Curve(*server)}, Curve(*client, server[0]))):
+        with publisher(**options) as source, subscriber(source, curve=theirs) as sub:
+            source.publish(CHAIN)
+            assert sub.wait(lambda one: one.complete and len(one) == 2, LONG)
+            if theirs:
+                with subscriber(source, curve=Curve(*client, client[0])) as stranger:
+                    assert not stranger.wait(lambda one: one.counts["messages"] or one.complete, 0.5)
+
+
+def test_a_subscriber_may_bind_for_publishers_that_connect():
+    with Subscriber(ANY, bind=True) as sub, publisher(bind=None, connect=sub.endpoint, replay=None) as source:
+        assert sub.wait(lambda one: one.counts["messages"] > 0, LONG)
+        source.publish(CHAIN)
+        assert sub.wait(lambda one: len(one) == 2, LONG)
+
+
+def test_lookups_name_salts_as_the_publisher_does():
+    known = kvjax.Namespaces()
+    store = [stored(1, 1, known(salt="tenant a"), [1] * 4), stored(2, 1, known(lora=3), [2] * 4)]
+    for options in ({}, {"key": b"secret"}, {"salts": "plain"}):
+        with publisher(names=known, lora_names={3: "sql"}, **options) as source, subscriber(source, **options) as sub:
+            source.publish(store)
+            assert sub.wait(lambda one: len(one) == 2, LONG)
+            assert sub.lookup([1] * 5, salt="tenant a") == (4, {"GPU": 4}) == sub.lookup([2] * 4, lora="sql")
+            assert sub.lookup([1] * 5).tokens == sub.lookup([1] * 5, salt="b").tokens == sub.lookup([2] * 4).tokens == 0
+
+
+# Replays.
+
+
+def test_replays_wait_their_turn_and_always_end(monkeypatch):
+    monkeypatch.setattr(replays, "WAITING_OF_PEER", 2)
+    monkeypatch.setattr(replays, "INTERVAL", 0.3)
+    with publisher() as source, raw(zmq.DEALER, source.replay_endpoint) as socket:
+        source.publish(CHAIN)
+        assert source.flush(LONG)
+        for _ in range(8):
+            ask(socket)
+        found = [len(answers(socket)) for _ in range(8)]
+        assert found.count(0) >= 4 and sum(map(bool, found)) >= 2
+        assert source.counts["replays_refused"] == found.count(0)
+        assert eventually(lambda: source.counts["replays"] == 8 - found.count(0))
+
+
+def test_many_peers_at_once_are_answered():
+    with publisher() as source, contextlib.ExitStack() as stack:
+        source.publish(CHAIN)
+        assert source.flush(LONG)
+        peers = [stack.enter_context(raw(zmq.DEALER, source.replay_endpoint)) for _ in range(12)]
+        for peer in peers:
+            ask(peer)
+        assert all(len(answers(peer)) >= 2 for peer in peers)
+
+
+def test_a_peer_that_reads_late_gets_all_and_one_that_does_not_read_is_given_up():
+    """A plain ROUTER drops what is beyond its queue, in silence."""
+    spec, small = kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=2048, block_size=2048), {"rcvhwm": 10}
+    with publisher(spec, replay_timeout=1.5, heartbeat=None) as source, contextlib.ExitStack() as stack:
+        for number in range(1000):  # 10 MB: more than the system keeps between the two
+            source.publish([stored(0, number, 0, [2**20 + number] * 2048), removed(0, number)])
+        assert source.flush(LONG)
+        late, deaf = (
+            stack.enter_context(raw(zmq.DEALER, source.replay_endpoint, rcvbuf=4096, **small)) for _ in range(2)
+        )
+        ask(deaf)
+        ask(late)
+        time.sleep(0.2)
+        numbers = [number for number, _ in answers(late)]
+        assert len(numbers) == 1001 and numbers == list(range(numbers[0], numbers[0] + 1001))
+        assert eventually(lambda: source.counts["replays_given_up"] == 1)
+        ask(late, 2**64 - 1)
+        assert answers(late) == []
+
+
+def test_what_is_no_request_is_refused():
+    with publisher() as source, raw(zmq.DEALER, source.replay_endpoint) as socket:
+        for frames in ([b""], [b"", b"1234567"], [b"x", bytes(8)], [b"", bytes(8), b""], [b"", b""], [bytes(8)]):
+            socket.send_multipart(frames)
+        socket.send_multipart([b""] * 1000)
+        ask(socket, 2**63)
+        assert answers(socket) == [] and source.counts["requests_refused"] == 7
+        with raw(zmq.DEALER, source.replay_endpoint) as large:
+            large.send_multipart([b"", bytes(65)])  # the connection ends
+            ask(socket)
+            assert answers(socket) and not large.poll(200)
+
+
+# Messages of others.
+
+
+@pytest.fixture(scope="module")
+def beset():
+    """A subscriber to which others can publish too, and the publisher whose cache it mirrors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replays, "INTERVAL", 0.01)
+        with Subscriber(ANY, bind=True, max_message=1 << 16) as placed:
+            endpoint = placed.endpoint
+        with publisher(bind=None, connect=endpoint) as source, contextlib.ExitStack() as stack:
+            sub = stack.enter_context(Subscriber(endpoint, source.replay_endpoint, bind=True, max_message=1 << 16))
+            stranger = stack.enter_context(raw(zmq.PUB, endpoint))
+            source.publish(CHAIN)
+            assert sub.wait(lambda one: one.complete and len(one) == 2, LONG)
+            until = time.monotonic() + LONG
+            while not sub.counts["refused"] and time.monotonic() < until:
+                stranger.send(b"")
+                time.sleep(0.01)
+            yield source, sub, stranger
+
+
+RIGHT = msgspec.msgpack.encode([1.0, [{"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None,
+                                       "token_ids": [9] * 4, "block_size": 4, "lora_id": None, "medium": "GPU",
+                                       "lora_name": None}], 0])  # fmt: skip
+
+
+@st.composite
+def strange(draw):
+    """Messages that are truncated, oversized or foreign, or have lying lengths or numbers."""
+    payload = draw(st.one_of(st.just(RIGHT), st.binary(max_size=40), st.just(b"\xdd\xff\xff\xff\xff" + bytes(9))))
+    payload = bytearray(payload[: draw(st.integers(0, len(payload)))])
+    for _ in range(draw(st.integers(0, 3)) if payload else 0):
+        payload[draw(st.integers(0, len(payload) - 1))] = draw(st.integers(0, 255))
+    number = draw(st.sampled_from([0, 1, 5, 2**40, 2**63, 2**64 - 1])).to_bytes(8, "big")
+    number = number[: draw(st.sampled_from([8, 8, 8, 8, 7, 0]))]
+    frames = [b"kv@x@y", number, bytes(payload) * draw(st.sampled_from([1, 1, 1, 2]))]
+    return [*frames[: draw(st.integers(1, 3))], *draw(st.sampled_from([[], [], [b""], [b"x"] * 500]))]
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(st.lists(strange(), min_size=1, max_size=4))
+def test_messages_of_others_leave_the_mirror_right(beset, messages):
+    source, sub, stranger = beset
+    wanted, before = projected(kvjax.fold(CHAIN), PLAIN, kvjax.Namespaces()), sub.counts
+    for frames in messages:
+        stranger.send_multipart(frames)
+    stranger.send_multipart([b"the", b"last", b"one"])
+
+    def heard(one):
+        return sum(one.counts.values()) > sum(before.values()) and one.complete and one.index == wanted
+
+    assert sub.wait(heard, LONG), (sub.counts, sub.index)
+    assert source.counts["replays_given_up"] == 0
+
+
+def test_a_message_that_is_too_large_ends_its_connection_alone(beset):
+    source, sub, stranger = beset
+    stranger.send_multipart([b"kv@x@y", bytes(8), bytes(1 << 17)])
+    source.publish([stored(2, 1, 0, [3] * 4)])
+    assert sub.wait(lambda one: one.complete and len(one) == 3, LONG)
+    source.publish([removed(2, 1)])
+    assert sub.wait(lambda one: one.complete and len(one) == 2, LONG)
+
+
+def test_threads_end_with_their_owners():
+    before = set(threading.enumerate())
+    with publisher() as source, subscriber(source):
+        assert {t.name for t in set(threading.enumerate()) - before} == {
+            "kvjax-publisher", "kvjax-replay", "kvjax-subscriber"
+        }  # fmt: skip
+    assert set(threading.enumerate()) <= before
