@@ -231,7 +231,7 @@ def one_device(tree):
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [pytest.param(EXPLICIT, (1, 4), marks=pytest.mark.long), pytest.param(AUTO, (2, 2), marks=pytest.mark.slow)],
+    [pytest.param(EXPLICIT, (1, 4), marks=pytest.mark.slow), pytest.param(AUTO, (2, 2), marks=pytest.mark.slow)],
 )
 def test_an_nnx_module_of_the_users_own_with_sinks(kind, shape):
     with mesh_of(*shape, kind) as mesh, jax.set_mesh(mesh):

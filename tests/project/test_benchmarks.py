@@ -96,7 +96,7 @@ def test_the_lengths_are_those_of_the_trace():
     assert lengths.min() >= 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
     file = tmp_path / "decode_loop.json"
     monkeypatch.setattr(sys, "argv", ["decode_loop", "--quick", "--json", str(file)])
@@ -126,7 +126,7 @@ def test_offload_brings_back_what_it_took(tmp_path, monkeypatch):
     assert all(value > 0 for name, value in metrics.items() if "stall" not in name)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_scanned_steps_equal_the_unrolled_ones_and_copy_no_pool(tmp_path, monkeypatch):
     file = tmp_path / "scan.json"
     monkeypatch.setattr(sys, "argv", ["scan", "--quick", "--json", str(file)])
@@ -380,7 +380,7 @@ def test_caches_under_vmap_are_served(caches):
     assert bookkeeping.measure_caches(256, caches, repeats=1) > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_counts_unused_slots(monkeypatch):
     for name, value in {"ROWS": 2, "NUM_BLOCKS": 256, "MAX_UNUSED": 1.0}.items():
         monkeypatch.setattr(memory, name, value)

@@ -60,7 +60,7 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
         assert all(agrees(sub, wanted) for sub in subs)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(requests(TIERS, num_namespaces=3, max_size=60))
 def test_it_holds_over_windows_and_tiers(asked):

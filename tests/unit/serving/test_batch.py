@@ -86,6 +86,7 @@ def test_each_prompt_ends_for_its_own_reason():
     assert_chained([[2] * 30], outputs)
 
 
+@pytest.mark.slow
 def test_an_error_between_loops_leaves_the_cache_whole():
     def fails(outputs):
         raise RuntimeError("enough")

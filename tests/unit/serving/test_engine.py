@@ -215,6 +215,7 @@ def test_logs_have_room_for_the_worst_step(layers, host):
     assert decode_log(spec, 0).records.shape[0] >= 2 * worst
 
 
+@pytest.mark.slow
 def test_a_row_chooses_by_its_seed_alone():
     options = {"sampling": kvjax.Sampling(temperature=1.5, top_k=20, top_p=0.95), "max_new_tokens": 8}
     together, _, _ = generate(empty_cache(), [PROMPTS[1]] * 3, seeds=[5, 6, 5], **options)

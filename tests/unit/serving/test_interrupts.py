@@ -329,6 +329,7 @@ def test_a_stream_may_be_collected_while_something_is_traced():
     assert_whole(progress.cache, events + progress.events + progress.closing, prompts_of(0), progress.outputs)
 
 
+@pytest.mark.slow
 def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_children_on_the_host():
     cache = start("windows", host=True)
     for number in range(4):

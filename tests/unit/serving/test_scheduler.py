@@ -153,7 +153,7 @@ def shortest_first(requests, state):
     return requests.prompt
 
 
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_policy_of_ones_own_decides_who_is_first(jitted):
     """Who is admitted first, and whose prompt is computed first."""
     scheduler = dataclasses.replace(KNOWN, order=shortest_first)

@@ -58,7 +58,7 @@ LOOPS = [
     pytest.param((SIZE, STEPS), id="k=P"),
     *[pytest.param(loop, marks=MARKS[name], id=name) for name, loop in OTHERS.items()],
 ]
-GROUPS = ["windows", pytest.param("narrow", marks=pytest.mark.long), pytest.param("full", marks=pytest.mark.slow)]
+GROUPS = ["windows", pytest.param("narrow", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow)]
 every_loop = pytest.mark.parametrize("loop", LOOPS)
 few_loops = pytest.mark.parametrize(
     "loop", [LOOPS[0], *[pytest.param(loop, marks=pytest.mark.slow, id=name) for name, loop in OTHERS.items()]]
@@ -142,7 +142,7 @@ SIZES = [*range(7, 21)]
 @every_loop
 @pytest.mark.parametrize(
     "num_blocks",
-    [n if n in (8, 11, 14) else pytest.param(n, marks=pytest.mark.long if n < 14 else pytest.mark.slow) for n in SIZES],
+    [n if n in (8, 11, 14) else pytest.param(n, marks=pytest.mark.slow) for n in SIZES],
 )
 def test_a_pool_that_runs_out_ends_both_at_the_same_token(num_blocks, loop, layers):
     one = alone(layers, EVICTS, num_blocks)
