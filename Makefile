@@ -39,7 +39,7 @@ test: ## the default tests
 	@$(TOOLCHAIN)
 	@$(PYTHON) $(PYTEST) $(ARGS)
 
-test-long: ## what takes longer; with the default tests, every behaviour: CI runs both
+test-long: ## what takes longer; CI runs it after the default tests
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@$(PYTHON) $(PYTEST) -m "long and not slow and not gpu" $(ARGS)

@@ -287,7 +287,7 @@ def a_row_and_something_cached(state):
 @pytest.mark.parametrize(
     ("spec", "verbs"),
     [
-        pytest.param(TIERED, REFUSED, marks=pytest.mark.slow),
+        (TIERED, REFUSED),
         pytest.param(PLAIN, list(REFUSED)[:-4], marks=pytest.mark.slow),
     ],
 )
