@@ -562,7 +562,12 @@ class Oracle(Tiers):
 
     def _children(self, node: Node) -> list[Path]:
         """Paths of the findable blocks that follow a node."""
-        return [path for (space, path) in self.index if self._parent((space, path)) == node]
+        namespace, prefix = node
+        length, size = len(prefix), self.block_size
+        if length % size:  # a partly filled block
+            return []
+        near = [path for space, path in self.index if space == namespace and length < len(path) <= length + size]
+        return [path for path in near if path[:length] == prefix]
 
     def _children_first(self, group: Group, blocks: Iterable[int]) -> list[int]:
         """Blocks of the index before the others, and children before their parents."""

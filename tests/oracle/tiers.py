@@ -269,10 +269,11 @@ class Tiers:
 
     def _followers(self, nodes: Sequence[Node | None]) -> set[Node]:
         """Nodes of the first group and all that follow them."""
-        index, found = self.groups[0].index, set(nodes)
-        for node in sorted(index, key=lambda node: len(node[1])):
-            if self._parent(node) in found:
-                found.add(node)
+        found, left = set(nodes), [node for node in nodes if node]
+        while left:
+            space, path = left.pop()
+            more = {(space, child) for child in self._children((space, path))} - found
+            found, left = found | more, [*left, *more]
         return found
 
     def _depth(self, group: Group, block: int) -> int:
