@@ -115,7 +115,7 @@ def most_blocks(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array) -> list[
     found = [whole]
     for group in spec.groups[1:]:
         assert group.window is not None
-        seen = -(-(group.window - 1 + ahead) // size) + 1 + -(-group.sink_tokens // size)
+        seen = -(-(group.window - 2 + ahead) // size) + 1 + -(-group.sink_tokens // size)  # from anywhere on
         found.append(jnp.minimum(whole, seen))
     return found
 

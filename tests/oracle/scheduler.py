@@ -492,7 +492,8 @@ class Scheduler:
         if group.window is None:
             return whole
         ahead = max(self.options.chunk, self.options.k)
-        return min(whole, self._blocks(group.window - 1 + ahead) + 1 + self._blocks(group.sink_tokens))
+        seen = group.window - 1 + ahead  # tokens, from anywhere in a block on
+        return min(whole, self._blocks(seen - 1) + 1 + self._blocks(group.sink_tokens))
 
     def _for_samples(self, group: Group, prompt: int, goals: Sequence[int]) -> int:
         """The most blocks that samples of a prompt add; all sharers of its last block are counted as copying it."""

@@ -607,7 +607,7 @@ def draw(rng, reserve, waits, tight):
     windows = []
     if tight or rng.random() < 0.4:
         window, sinks = rng.choice((2, 3, 6)), rng.choice((0, 3))
-        seen = -(-(window - 1 + max(chunk, k)) // size) + 1 - (-sinks // size)
+        seen = -(-(window - 2 + max(chunk, k)) // size) + 1 - (-sinks // size)
         windows = [(window, sinks, min(most, seen) + rng.choice((0, 1, 2, 3, 5, 20)))]
     blocks = most + (40 if tight else rng.choice((0, 0, 1, 2, 5, 40)))
     cache = Refusing if reserve == "known" and rng.random() < 0.2 else Oracle
