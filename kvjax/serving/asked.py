@@ -174,3 +174,34 @@ class Asked:
             host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids"),
             each(retentions(retention, number, possible)),
         )  # fmt: skip
+
+    def requests(
+        self, outputs: Sequence[int], goals: np.ndarray, number: int, rows: int
+    ) -> tuple[dict[str, Any], np.ndarray]:
+        """Arguments of `submit` for some outputs, i32[number] each, padded.
+
+        Samples run at the same time, in a row each; if they are more than the rows, in several parties.
+
+        Returns:
+          The arguments; and i32[outputs], how far each is behind the first of its party.
+        """
+
+        def padded(values: np.ndarray) -> np.ndarray:
+            return np.pad(values, ((0, number - len(values)), *[(0, 0)] * (values.ndim - 1)))
+
+        def each(values: Any) -> Any:
+            return jax.tree.map(lambda x: padded(x[outputs]), values)
+
+        prompts = [self.prompts[n] for n in outputs]
+        lengths, line = np.array([len(ids) for ids in prompts], np.int32), np.concatenate(prompts).astype(np.int32)
+        behind = (np.array(outputs) - self.first[outputs]) % rows
+        leader = np.full((number,), -1, np.int32)
+        leader[: len(behind)] = np.where(behind > 0, np.arange(len(behind)) - behind, -1)
+        given = {
+            "tokens": np.pad(line, (0, bucket(len(line), 256) - len(line))), "lengths": padded(lengths),
+            "max_new_tokens": padded(goals - lengths), "slots": np.arange(number, dtype=np.int32),
+            "priority": each(self.priorities), "namespace": each(self.namespaces), "seed": each(self.seeds),
+            "sampling": each(self.sampling), "stop_tokens": self.stop, "retention": each(self.retention),
+            "sample_of": leader,
+        }  # fmt: skip
+        return given, behind

@@ -28,7 +28,7 @@ from kvjax.serving.requests import Finish, Serving, Stage, init_serving
 from kvjax.serving.resting import swaps
 from kvjax.serving.retire import leave
 from kvjax.serving.scheduler import Scheduler, most_blocks
-from kvjax.serving.serve import serve, worst_step
+from kvjax.serving.serve import serve, serve_step, worst_step
 from kvjax.serving.steps import LogitsFn
 from kvjax.serving.submission import submit
 from kvjax.tiered import TieredCache
@@ -45,6 +45,9 @@ _line = OutermostJit(_of_a_line)
 _submit = OutermostJit(submit, static_argnames="scheduler", donate_argnums=0)
 _serve = OutermostJit(
     serve, static_argnames=("scheduler", "logits_fn", "fixed_steps"), donate_argnames=("serving", "log")
+)
+_serve_step = OutermostJit(
+    serve_step, static_argnames=("scheduler", "logits_fn", "fixed_steps"), donate_argnames=("serving", "log")
 )
 _has_row = OutermostJit(has_row, donate_argnums=0)
 _leave = OutermostJit(leave, donate_argnums=0)
@@ -75,8 +78,12 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         logits_fn: LogitsFn | None,
         log_events: bool,
         top_logprobs: int = 0,
+        loop: bool = True,
     ):
-        """`asked` gets whether the spec has retention; `steps` are the most steps of the model in a turn."""
+        """`asked` gets whether the spec has retention; `steps` are the most steps of the model in a turn.
+
+        Without `loop` a turn is one step of the scheduler.
+        """
         if steps < 1:
             raise ValueError(f"steps: got {steps}, wanted at least 1")
         check_model(model)
@@ -93,13 +100,14 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         self.scheduler = dataclasses.replace(scheduler, k=k, budget=budget)
         self.steps, self.limit = steps, np.int32(steps - k + 1)
         self.static = {"scheduler": self.scheduler, "logits_fn": logits_fn, "fixed_steps": fixed_steps}
+        self.loop = loop
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
         self.outputs = [Output(len(prompt)) for prompt in self.asked.prompts]
         self.slots = self._admissible()
-        self.lengths = np.array([len(self.asked.prompts[n]) for n in self.slots], np.int32)
-        self.wanted = self.lengths + self.asked.max_new[self.slots]
-        self.goals = np.maximum(np.minimum(self.wanted, self._most_tokens() + 1), self.lengths + 1)
+        lengths = np.array([len(self.asked.prompts[n]) for n in self.slots], np.int32)
+        self.wanted = lengths + self.asked.max_new[self.slots]
+        self.goals = np.maximum(np.minimum(self.wanted, self._most_tokens() + 1), lengths + 1)
         self.serving, self.submitted = self._empty_slots(), False
         worst = worst_step(self.spec, self.scheduler) + admission_events(self.spec, self.serving.width)
         self.log_size = 3 * worst + steps * self.spec.max_seqs * len(self.spec.groups) // 2
@@ -149,14 +157,18 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             self._submit()
         self._empty_blocks(self._room_to_grow)
         log = init_log(self.log_size, self.spec.block_size, self.spec.extra_ids)
-        self.serving, log = _serve(self.model, self.serving, log, steps=self.limit, now=self._next(), **self.static)
+        given = {"now": self._next(), **self.static}
+        if self.loop:
+            self.serving, log = _serve(self.model, self.serving, log, steps=self.limit, **given)
+        else:
+            self.serving, log, _ = _serve_step(self.model, self.serving, log, **given)
         self._hear(log)
         requests, row, onboards = self._read()
         self._drain(requests)
         if onboards >= 0:
             self._onboard(requests, int(onboards), int(np.argmax(self.own & (row < 0))))
-        if self.scheduler.preempt == "swap":
-            self._swap()
+        while self.scheduler.preempt == "swap" and self._swap():
+            pass
         return bool(np.any(row >= 0) or np.any(requests.stage == Stage.WAITING))
 
     def close(self) -> None:
@@ -183,26 +195,8 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
     def _submit(self) -> None:
         """Makes requests of the prompts."""
-        asked, number = self.asked, self.serving.requests.size
-        line = np.concatenate([asked.prompts[n] for n in self.slots]).astype(np.int32)
-        line = np.pad(line, (0, bucket(len(line), 256) - len(line)))
-
-        def padded(values: np.ndarray) -> np.ndarray:
-            return np.pad(values, ((0, number - len(values)), *[(0, 0)] * (values.ndim - 1)))
-
-        def each(values: np.ndarray) -> np.ndarray:
-            return padded(values[self.slots])
-
-        # Samples run at the same time, in a row each; if they are more than the rows, in several parties.
-        behind = (np.array(self.slots) - asked.first[self.slots]) % np.count_nonzero(self.own)
-        leader = np.full((number,), -1, np.int32)
-        leader[: len(behind)] = np.where(behind > 0, np.arange(len(behind)) - behind, -1)
-        self.serving, status, _, _ = _submit(
-            self.serving, line, padded(self.lengths), padded(self.goals - self.lengths), scheduler=self.scheduler,
-            slots=np.arange(number, dtype=np.int32), priority=each(asked.priorities), namespace=each(asked.namespaces),
-            seed=each(asked.seeds), sampling=jax.tree.map(each, asked.sampling), stop_tokens=asked.stop,
-            retention=jax.tree.map(each, asked.retention), sample_of=leader,
-        )  # fmt: skip
+        given, behind = self.asked.requests(self.slots, self.goals, self.serving.requests.size, int(self.own.sum()))
+        self.serving, status, _, _ = _submit(self.serving, scheduler=self.scheduler, **given)
         self.submitted = True
         reasons = np.asarray(status)[np.arange(len(behind)) - behind]  # of the first one of the party
         for n, code in zip(self.slots, reasons.tolist(), strict=True):
@@ -269,16 +263,20 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         self._forget(lost)
         self.serving = _has_row(self.serving, np.array([slot, row], np.int32), events.cached[0], done)
 
-    def _swap(self) -> None:
-        """Puts the row to rest that the loop names, or brings one back; if that cannot be done, the loop preempts."""
+    def _swap(self) -> bool:
+        """Puts the row to rest that is to rest, or brings one back; whether there was one.
+
+        If that cannot be done, the next step preempts.
+        """
         swaps = jax.device_get(_swaps(self.serving, scheduler=self.scheduler))
         if not swaps.any:
-            return
+            return False
         verb, row = (TieredCache.swap_out, swaps.out) if swaps.out >= 0 else (TieredCache.swap_in, swaps.back)
         events, lost = self._tiered(verb, row)
         self._forget(lost)
         if not bool(events.ok):
             self.serving = self.serving.replace(refused=jnp.int32(1))
+        return True
 
     def _forget(self, lost: list[int]) -> None:
         """Takes rows that have been released, since they lost K/V, from their requests, which wait again."""

@@ -195,6 +195,7 @@ def run_batch[C: (Cache, TieredCache)](
     logits_fn: LogitsFn | None = None,
     steps: int = 1024,
     fixed_steps: bool = False,
+    loop: bool = True,
     progress: Callable[[list[Output]], None] | None = None,
     log_events: bool = True,
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
@@ -224,6 +225,8 @@ def run_batch[C: (Cache, TieredCache)](
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       steps: the most steps of the model between two returns to the host.
       fixed_steps: see `generate`.
+      loop: False: Python calls each step of the scheduler and reads what it did, for a GPU that does not run the loop;
+        see `compiler_options`.
       progress: called with the outputs so far after each return.
       log_events: whether to decode the events.
 
@@ -241,7 +244,7 @@ def run_batch[C: (Cache, TieredCache)](
     )  # fmt: skip
     batch = Batch(
         model, cache, asked, scheduler or Scheduler(), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, top_logprobs=top_logprobs,
+        logits_fn=logits_fn, log_events=log_events, top_logprobs=top_logprobs, loop=loop,
     )  # fmt: skip
     return _run(batch, progress)
 

@@ -58,7 +58,10 @@ def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
 
 
 def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """The first resting row in order, if there is room for it and a block for each row that runs, or if none runs."""
+    """The first resting row in order, if there is room for it and a block for each row that runs, or if none runs.
+
+    -1 if its blocks could not be had: the loop preempts then.
+    """
     state = serving.cache.state
     resting = running(serving) & state.seqs.rests
     row = first(places_of_rows(serving, scheduler), resting)
@@ -68,4 +71,4 @@ def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
         table = pick(group.table, row)
         absent = count((table >= 0) & ~group.on_device(table))
         fits = fits & (absent + awake + 1 + scheduler.watermark <= group.available)
-    return jnp.where((row >= 0) & (fits | (awake == 0)), row, -1)
+    return jnp.where((row >= 0) & (fits | (awake == 0)) & (serving.refused != 1), row, -1)

@@ -116,6 +116,27 @@ def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
     assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
+@pytest.mark.parametrize("host", [12, pytest.param(0, marks=pytest.mark.slow)])
+def test_python_can_call_each_step(host):
+    """With the same tokens, and a return to the host behind each step."""
+    prompts, turns = prompts_of(9, seed=4), []
+    options = dataclasses.replace(OPTIONS, preempt="swap" if host else "recompute")
+    for loop in (True, False):
+        turns.append(0)
+
+        def count(_):
+            turns[-1] += 1
+
+        outputs, cache, events = kvjax.run_batch(
+            MODEL, make_cache(9, host), prompts, max_new_tokens=10, scheduler=options, loop=loop, progress=count
+        )
+        assert [output.finish for output in outputs] == ["length"] * 9
+        assert_chained(prompts, outputs)
+        kvjax.check(state_of(cache))
+        assert kvjax.fold(events).index == kvjax.events.index_of(state_of(cache))
+    assert turns[1] > 2 * turns[0] > 0
+
+
 def test_no_prompt_no_program():
     outputs, cache, events = kvjax.run_batch(MODEL, make_cache(), [])
     assert (outputs, events) == ([], [])
@@ -124,7 +145,7 @@ def test_no_prompt_no_program():
 
 @pytest.mark.parametrize("host", [12, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_rest_on_the_host_instead_of_being_preempted(host, monkeypatch):
-    """With 12 blocks there the host has room for each row that has to rest; with 2 they are preempted after all."""
+    """With 12 blocks there the host has room for each row that has to rest; with 2 some are preempted after all."""
     moved = {"swap_out": [], "swap_in": []}
 
     def counting(method, calls):
@@ -147,9 +168,28 @@ def test_rows_rest_on_the_host_instead_of_being_preempted(host, monkeypatch):
     if host == 12:
         assert preemptions == 0 and any(moved["swap_out"]) and sum(moved["swap_in"]) == sum(moved["swap_out"])
     else:
-        assert preemptions > 0 and moved["swap_out"] and not any(moved["swap_out"])
+        assert preemptions > 0 and not all(moved["swap_out"])
     kvjax.check(state_of(cache))
     assert not np.asarray(state_of(cache).seqs.length).any()
+
+
+def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
+    """Not tried again and again: the loop goes on without it."""
+    refusals, swap_in = [], kvjax.tiers.TieredCache.swap_in
+
+    def refuse(cache, row, **options):
+        refusals.append(row)
+        assert len(refusals) < 50
+        cache, events = swap_in(cache, np.full_like(row, -1), **options)
+        return cache, events.replace(status=jnp.full_like(events.status, kvjax.Status.NO_BLOCKS))
+
+    monkeypatch.setattr(kvjax.tiers.TieredCache, "swap_in", refuse)
+    prompts = [[i % VOCAB, *prompt] for i, prompt in enumerate(prompts_of(9, seed=4))]
+    options = dataclasses.replace(OPTIONS, preempt="swap", wait_for_prefix=False)
+    outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9, 12), prompts, max_new_tokens=10, scheduler=options)
+    assert refusals and sum(output.preemptions for output in outputs)
+    assert_chained(prompts, outputs)
+    kvjax.check(state_of(cache))
 
 
 def test_rows_rest_only_where_there_is_a_host_tier():
