@@ -626,11 +626,11 @@ class Oracle(Tiers):
         candidates = {
             b for b in group.index.values() if not blocks[b].refcount and not blocks[b].host and not blocks[b].move
         } - set(kept)
-        on_device = {node for node, b in self.index.items() if not self.blocks[b].host}
-        parents = collections.Counter(self._parent(node) for node in on_device) if group.number == 0 else {}
+        on_device = [node for node, b in self.index.items() if not self.blocks[b].host] if group.number == 0 else []
+        children = collections.Counter(self.index.get(self._parent(node)) for node in on_device)  # by block
         score = self.score if group.number == 0 else lru
         while len(victims) < missing:
-            leaves = [b for b in candidates if not parents.get(blocks[b].node)]
+            leaves = [b for b in candidates if not children[b]]
             if not tiers:  # what has descendants on the host must stay
                 leaves = [b for b in leaves if not blocks[b].stuck]
             if not leaves:
@@ -639,7 +639,7 @@ class Oracle(Tiers):
             victims.append(victim)
             candidates.remove(victim)
             if group.number == 0:
-                parents[self._parent(blocks[victim].node)] -= 1
+                children[self.index.get(self._parent(blocks[victim].node))] -= 1
         return victims
 
     def _take(self, counts: list[int], tiers: bool, kept: Sequence[set] = (), back: Sequence[set] = ()) -> Any:
