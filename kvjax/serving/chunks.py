@@ -15,7 +15,7 @@ from kvjax.model import Model, forward
 from kvjax.pools.views import mixed
 from kvjax.serving.loops import note
 from kvjax.serving.requests import Serving
-from kvjax.serving.scheduler import Scheduler, needs, places_of_rows, prefilling, running, wanted
+from kvjax.serving.scheduler import Scheduler, late_first, needs, places_of_rows, prefilling, running, wanted
 
 
 class Chunks(Pytree):
@@ -36,10 +36,8 @@ def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Ch
     Rows that got none too often come before the others, the earliest request first.
     """
     want, prefill = wanted(serving), prefilling(serving)
-    late = serving.starved >= scheduler.patience
-    on_time, key, arrival = places_of_rows(serving, scheduler)
-    keys = arrival, jnp.where(late, jnp.zeros_like(key), key), jnp.where(late, 0, on_time), ~late, ~prefill
-    rows = jnp.lexsort(keys).astype(jnp.int32)[: scheduler.chunk_rows]  # the last key decides
+    place = late_first(serving.starved >= scheduler.patience, *places_of_rows(serving, scheduler))
+    rows = jnp.lexsort((*reversed(place), ~prefill)).astype(jnp.int32)[: scheduler.chunk_rows]  # the last key decides
     real = pick(prefill, rows)
     ask = jnp.where(real, jnp.minimum(pick(want, rows), scheduler.chunk), 0)
     if scheduler.chunks == "equal":

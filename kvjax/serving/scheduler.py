@@ -215,8 +215,13 @@ def prefilling(serving: Serving) -> jax.Array:
 
 def places(requests: Requests, scheduler: Scheduler, key: jax.Array) -> tuple[jax.Array, ...]:
     """Each request's place in the order, all [W], the first decides: late ones, then by key [W], then by arrival."""
-    late = requests.passed >= scheduler.patience
-    return (~late).astype(jnp.int32), jnp.where(late, jnp.zeros_like(key), key), requests.arrival
+    return late_first(requests.passed >= scheduler.patience, key, requests.arrival)
+
+
+def late_first(late: jax.Array, *place: jax.Array) -> tuple[jax.Array, ...]:
+    """Places, all [W], whose last is the arrival, with those that are late, bool[W], before the others."""
+    *keys, arrival = place
+    return (~late).astype(jnp.int32), *(jnp.where(late, jnp.zeros_like(key), key) for key in keys), arrival
 
 
 def places_of_rows(serving: Serving, scheduler: Scheduler) -> tuple[jax.Array, ...]:

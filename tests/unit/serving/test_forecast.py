@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import Cache
 from kvjax.events import init_log
-from kvjax.serving import cancel, init_serving, serve, submit, what_if
+from kvjax.serving import Scheduler, cancel, init_serving, serve, submit, what_if
 from kvjax.serving.requests import Stage
+from kvjax.tiered import TieredCache
 from tests import drive
 from tests.oracle.bytes_machine import SIZE
 from tests.oracle.serving import AT_ONCE, COLUMNS, LINE, LOG, SLOTS, config
@@ -88,3 +90,32 @@ def test_what_if_is_what_then_happens(name, layers):
     assert found > 20
     assert bool(preempted) == (scheduler.reserve == "known")
     assert asked._cache_size() == run._cache_size() == 1
+
+
+@pytest.mark.long
+def test_what_if_finds_nothing_on_the_host():
+    """As a loop that brings nothing back; a prompt that is on the device is found."""
+    layers = [kvjax.LayerSpec(1, 2)]
+    spec = kvjax.make_spec(
+        layers, num_blocks=12, num_host_blocks=8, max_seqs=3, max_length=32, block_size=SIZE, dtype="float32"
+    )
+    tiered, model = TieredCache.create(spec), jax.tree_util.Partial(successor)
+    prompts, scheduler = [list(range(21)), list(range(30, 51))], Scheduler(chunk=8)
+    _, tiered, _ = kvjax.generate(model, tiered, prompts, max_new_tokens=1)
+    tiered, events = tiered.offload(np.arange(6, dtype=np.int32))  # all blocks of the first prompt
+    assert bool(events.ok)
+    assert int(kvjax.lookup(tiered.state, np.array(prompts[0]), 21).host_tokens) == 20
+
+    serving = init_serving(tiered.cache, [32] * 2, greedy=True)
+    line, lengths = np.concatenate(prompts).astype(np.int32), np.full(2, 21, np.int32)
+    serving, status, *_ = _submit(serving, line, lengths, np.full(2, 3, np.int32), scheduler=scheduler)
+    assert not np.any(status)
+    said = jax.jit(functools.partial(what_if, scheduler=scheduler, steps=50))(serving)
+    run = jax.jit(functools.partial(serve, model, scheduler=scheduler, steps=50))
+    asks, _ = run(serving, init_log(LOG, SIZE))
+    assert (int(asks.onboards), int(asks.steps)) == (0, 0)  # the loop ends for the first one
+    alone = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
+    done, _ = run(serving.replace(requests=alone), init_log(LOG, SIZE))
+    for field in SAID:
+        np.testing.assert_array_equal(getattr(said, field), getattr(done.requests, field), field)
+    assert np.asarray(said.cached).tolist() == [0, 20]
