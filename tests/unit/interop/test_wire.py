@@ -226,6 +226,14 @@ def test_one_call_is_one_batch_and_events_may_be_donated():
     assert kinds == [["AllBlocksCleared"], ["BlockStored"], ["BlockRemoved"]]
 
 
+def test_a_reader_has_followed_when_its_last_number_is_the_publishers():
+    with publisher(heartbeat=None) as source, subscriber(source) as sub:
+        for event in CHAIN:
+            source.publish([event])
+        assert source.flush(LONG) and source.last > 0
+        assert sub.wait(lambda one: one.last == source.last, LONG) and len(sub) == 2
+
+
 def test_impossible_events_never_reach_the_caller(caplog):
     source = publisher()
     with subscriber(source) as sub:
