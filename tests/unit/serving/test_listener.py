@@ -67,12 +67,13 @@ class Ear:
 ALWAYS = range(1, 1000)
 
 
-def moves_fail(monkeypatch):
-    """Whatever is brought back from the host fails."""
+def moves_fail(monkeypatch, to="device"):
+    """Whatever is to go there fails."""
     copy = host_pool._copy
 
     def copy_or_fail(targets, sources, rows):
-        return copy(targets, sources, rows) if targets[0][0].sharding.memory_kind == "pinned_host" else fail()
+        on_host = targets[0][0].sharding.memory_kind == "pinned_host"
+        return fail() if on_host == (to == "host") else copy(targets, sources, rows)
 
     monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
 
@@ -118,18 +119,26 @@ def test_what_it_raises_ends_the_run_wherever_it_is_raised(moves, monkeypatch):
     assert said == ["interrupted by MemoryError: no memory; go on with this error's `cache`"] * (at - 1)
 
 
-def test_both_halves_of_a_failed_move_are_heard(monkeypatch):
+@pytest.mark.parametrize("raises", [False, True])
+def test_both_halves_of_a_failed_move_are_heard(raises, monkeypatch):
+    """Also by a listener that raises at the first, at the second, and at the releases that follow."""
     _, cache, heard = together(start(host=True), prompts_of(0) + prompts_of(1))
-    moves_fail(monkeypatch)
-    ear, failures, told = Ear(), [], kvjax.tiered.FailedTransfer.__init__
+    moves_fail(monkeypatch, "host" if raises else "device")
+    failures, told = [], kvjax.tiered.FailedTransfer.__init__
+    ear = Ear(lambda: fail() if failures and raises else None, ALWAYS)
 
     def noted(self, *args):
         told(self, *args)
         failures.append((kvjax.to_list(self.events), kvjax.to_list(self.removed)))
 
     monkeypatch.setattr(kvjax.tiered.FailedTransfer, "__init__", noted)
-    with pytest.warns(RuntimeWarning, match="computed again"):
-        _, cache, _ = together(cache, prompts_of(0)[:1], listener=ear, log_events=False)
+    if raises:
+        with pytest.raises(GenerationInterrupted, match=r"(raised MemoryError.*){2}") as caught:
+            together(cache, prompts_of(2) + prompts_of(3), listener=ear, log_events=False)
+        cache = caught.value.cache
+    else:
+        with pytest.warns(RuntimeWarning, match="computed again"):
+            _, cache, _ = together(cache, prompts_of(0)[:1], listener=ear, log_events=False)
     ((ordered, removed),) = failures
     assert {event["kind"] for event in removed} == {"removed"} and ordered
     at = ear.heard.index(ordered[0])
@@ -164,6 +173,7 @@ def test_what_it_raises_at_the_releases_is_said_and_loses_nothing(way):
         "SystemExit: enough"
     )
     assert caught.value.events == ear.heard and ear.calls == 2
+    assert caught.value.outputs[0].tokens  # of the loop whose events it was told
     assert_whole(caught.value.cache, ear.heard, prompts_of(0), caught.value.outputs)
 
 
