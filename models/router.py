@@ -110,8 +110,9 @@ class Remote:
         theirs.close()  # so that its end shows
 
     def send(self, verb: str, *args: Any) -> None:
-        """Calls a method of the engine."""
-        self._pipe.send((verb, *args))
+        """Calls a method of the engine; `receive` tells if the process has ended."""
+        with contextlib.suppress(ConnectionError):
+            self._pipe.send((verb, *args))
 
     def receive(self) -> Any:
         """What the method returns.

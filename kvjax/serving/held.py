@@ -80,7 +80,7 @@ class Held[C: (Cache, TieredCache)]:
 
         These rows are released: their prompts wait, and find less in the cache the next time.
         """
-        lost, removed, failed = [], [], ""
+        lost, removed, failed = [], [], None
         try:
             tiered, events = verb(self.result, *args, now=self._next(), **options)
         except FailedTransfer as failure:
@@ -88,7 +88,7 @@ class Held[C: (Cache, TieredCache)]:
             removed, failed = [failure.removed], str(failure)
         self.cache, self.host = tiered.cache, tiered.host
         self._hear(events, *removed)
-        if failed:  # last, since a warning may be made an error
+        if failed is not None:  # last, since a warning may be made an error
             warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
         return events, lost
 
