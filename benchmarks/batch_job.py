@@ -37,7 +37,7 @@ class Size(NamedTuple):
     lengths: tuple[int, int] = (33, 95)
     rows: int = 32
     num_blocks: int = 512
-    scheduler: Scheduler = Scheduler(look=32, chunk_rows=8)
+    scheduler: Scheduler = Scheduler(look=32, chunk_rows=8, budget=32 + 64)
     rounds: int = 5
 
     @property
@@ -55,7 +55,7 @@ class Size(NamedTuple):
         return np.random.default_rng(1).integers(low, high + 1, self.requests).tolist()
 
 
-QUICK = Size(2, 3, 4, 6, (3, 9), rows=2, num_blocks=24, scheduler=Scheduler(chunk=8), rounds=1)
+QUICK = Size(2, 3, 4, 6, (3, 9), rows=2, num_blocks=24, scheduler=Scheduler(chunk=8, budget=2 + 8), rounds=1)
 
 
 def questions(size: Size) -> list[list[int]]:

@@ -37,13 +37,13 @@ class _Search(Pytree):
     """Where the loop over candidates stands.
 
     Attributes:
-      slot: i32[]; the next candidate; -1: there is none.
+      goes_on: bool[]; whether there is a next candidate.
       skipped: bool[W]; those that cannot be admitted in this step.
       number: i32[]; how many these are.
       admitted: so far.
     """
 
-    slot: jax.Array
+    goes_on: jax.Array
     skipped: jax.Array
     number: jax.Array
     admitted: Admitted
@@ -60,21 +60,15 @@ def admit(
       serving: the requests, behind `grow`.
       log: takes the events.
       scheduler: static.
-      tried: bool[]; whether to try at all.
+      tried: bool[]; whether to try at all: somebody waits, and there is a row to have.
       log_room: static; events that have to fit into the log afterwards.
       now: i32[] ms.
     """
-    key = scheduler.order(serving.requests, serving.cache.state)
-    worst = admission_events(serving.cache.state.spec, serving.width)
-    none = jnp.full(serving.row.shape, -1, jnp.int32)
-
-    def candidate(serving: Serving, log: EventLog, skipped: jax.Array, over: jax.Array) -> jax.Array:
-        possible = tried & ~over & jnp.any(serving.free) & (log.room >= worst + log_room)
-        return jnp.where(possible, _next(serving.requests, scheduler, key, skipped), -1)
+    log_room += admission_events(serving.cache.state.spec, serving.width)
 
     def attempt(carry: tuple[Serving, EventLog, _Search]) -> tuple[Serving, EventLog, _Search]:
         serving, log, search = carry
-        slot = search.slot
+        slot = _next(serving, scheduler, search.skipped)
         serving, log, row, done, cached = _admit(serving, log, scheduler, slot, now)
         skipped = search.skipped | (~done & (np.arange(search.skipped.shape[0], dtype=np.int32) == slot))
         number = search.number + (~done).astype(jnp.int32)
@@ -82,30 +76,37 @@ def admit(
         at = count(search.admitted.slots >= 0)[None]
         values = Admitted(slot[None], row[None], cached[None])
         admitted = put(search.admitted, at, values, done[None])
-        over = late | (number >= scheduler.look) | (serving.onboards >= 0)
-        return serving, log, _Search(candidate(serving, log, skipped, over), skipped, number, admitted)
+        over = late | (number >= scheduler.look) | (serving.onboards >= 0) | (log.room < log_room)
+        goes_on = ~over & jnp.any(serving.free) & jnp.any(_waits(serving.requests) & ~skipped)
+        return serving, log, _Search(goes_on, skipped, number, admitted)
 
+    none = jnp.full(serving.row.shape, -1, jnp.int32)
     skipped = jnp.zeros(serving.requests.stage.shape, jnp.bool_)
-    begin = candidate(serving, log, skipped, jnp.bool_(False))
-    search = _Search(begin, skipped, jnp.int32(0), Admitted(none, none, none))
-    serving, log, search = lax.while_loop(lambda carry: carry[2].slot >= 0, attempt, (serving, log, search))
-    full = (log.room < worst + log_room) | (serving.onboards >= 0)
+    search = _Search(tried & (log.room >= log_room), skipped, jnp.int32(0), Admitted(none, none, none))
+    serving, log, search = lax.while_loop(lambda carry: carry[2].goes_on, attempt, (serving, log, search))
+    full = (log.room < log_room) | (serving.onboards >= 0)
     serving = serving.replace(fresh=serving.fresh & (~tried | full))
     hopeless = tried & ~full & ~jnp.any(serving.row >= 0)
-    return _give_up(serving, scheduler, key, hopeless), log, search.admitted
+    return once(hopeless, lambda serving: _give_up(serving, scheduler), serving), log, search.admitted
 
 
-def _next(requests: Requests, scheduler: Scheduler, key: jax.Array, skipped: jax.Array) -> jax.Array:
-    """i32[]; the first request in order that waits and was not skipped."""
-    waits = (requests.stage == Stage.WAITING) & (requests.parent < 0) & ~skipped
-    return first(places(requests, scheduler, key), waits)
+def _waits(requests: Requests) -> jax.Array:
+    """bool[W]; requests that wait for a row of their own."""
+    return (requests.stage == Stage.WAITING) & (requests.parent < 0)
 
 
-def _give_up(serving: Serving, scheduler: Scheduler, key: jax.Array, where: jax.Array) -> Serving:
-    """Ends the first waiting request, where bool[]."""
+def _next(serving: Serving, scheduler: Scheduler, skipped: jax.Array) -> jax.Array:
+    """i32[]; the first request in order that waits and was not skipped, bool[W]; -1 if none."""
     requests = serving.requests
-    slot = _next(requests, scheduler, key, jnp.zeros(requests.stage.shape, jnp.bool_))
-    where = where & (slot >= 0)
+    key = scheduler.order(requests, serving.cache.state)
+    return first(places(requests, scheduler, key), _waits(requests) & ~skipped)
+
+
+def _give_up(serving: Serving, scheduler: Scheduler) -> Serving:
+    """Ends the first waiting request."""
+    requests = serving.requests
+    slot = _next(serving, scheduler, jnp.zeros(requests.stage.shape, jnp.bool_))
+    where = slot >= 0
     requests = requests.at(
         slot[None], where[None], stage=int(Stage.DONE), finish=int(Finish.NO_BLOCKS), ended=serving.steps
     ).without_parent(slot, where)

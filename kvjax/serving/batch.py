@@ -88,7 +88,11 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         # A loop ends behind the block of steps in which it reaches its limit. A turn has room for two blocks, so that
         # a limit of k - 1 steps less is not far below what was asked for.
         k = min(scheduler.most_steps(self.spec), (steps + 1) // 2)
-        self.scheduler, self.steps, self.limit = dataclasses.replace(scheduler, k=k), steps, np.int32(steps - k + 1)
+        budget = scheduler.budget
+        if budget is None:
+            budget = self.spec.max_seqs + scheduler.chunk * (1 if len(self.asked.prompts) == 1 else 2)
+        self.scheduler = dataclasses.replace(scheduler, k=k, budget=budget)
+        self.steps, self.limit = steps, np.int32(steps - k + 1)
         self.static = {"scheduler": self.scheduler, "logits_fn": logits_fn, "fixed_steps": fixed_steps}
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []

@@ -93,7 +93,8 @@ def generate[C: (Cache, TieredCache)](
       clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`; read before
         each jitted loop. None: the time is always 0, and no time to live ends.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
-      chunk: prompt tokens that one model call computes, beside a token of each row that decodes.
+      chunk: prompt tokens that one model call computes of a row, and twice that of all rows; beside them a token of
+        each row that decodes.
       steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C heard.
       k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. Never more than half of
         `steps`. What is chosen does not depend on it.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, count, pick
 from kvjax.serving.requests import Serving
-from kvjax.serving.retire import victim
+from kvjax.serving.retire import lacks_blocks, victim
 from kvjax.serving.scheduler import Scheduler, first, places_of_rows, running
 
 
@@ -50,7 +50,7 @@ def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
         count(over[:, None] & (group.table >= 0) & (pick(group.blocks.refcount, group.table) == 1))
         for group in state.groups
     ]
-    row = victim(serving, scheduler, freed)
+    row = jnp.where(lacks_blocks(serving, scheduler, freed), victim(serving, scheduler), -1)
     others = count(running(serving) & (state.seqs.length > 0) & ~rests) > 1
     blocks = pick(state.seqs.committed, row) // state.spec.block_size
     rest = (row >= 0) & ~pick(rests, row) & others & (blocks >= scheduler.min_swap) & (serving.refused != 1)

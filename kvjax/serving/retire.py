@@ -36,43 +36,54 @@ def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array
     """
     rows = np.arange(serving.row.shape[0], dtype=np.int32)
 
-    def leaving(serving: Serving) -> jax.Array:
-        """i32[]; the next row to release, or -1."""
-        over = (serving.row >= 0) & ~running(serving)
-        return jnp.where(jnp.any(over), jnp.argmax(over).astype(jnp.int32), victim(serving, scheduler))
+    def over(serving: Serving) -> jax.Array:
+        """bool[S]; rows whose request is over."""
+        return (serving.row >= 0) & ~running(serving)
+
+    def more(serving: Serving) -> jax.Array:
+        """bool[]; whether a row has to leave."""
+        return jnp.any(over(serving)) | lacks_blocks(serving, scheduler)
 
     def let_go(carry):
-        serving, log, row, retired = carry
+        _, serving, log, retired = carry
+        done = over(serving)
+        row = jnp.where(jnp.any(done), jnp.argmax(done).astype(jnp.int32), victim(serving, scheduler))
+        slot, number = pick(serving.row, row), count(retired.preempted >= 0)
         serving, log = _let_go(serving, log, row, now)
-        slot = pick(carry[0].row, row)
         waits = pick(serving.requests.stage, slot) == Stage.WAITING
-        number = count(retired.preempted >= 0)
         retired = Retired(
             retired.released | (rows == row), jnp.where((rows == number) & waits, slot, retired.preempted)
         )
-        return serving, log, leaving(serving), retired
+        return more(serving) & (row >= 0), serving, log, retired
 
     none = Retired(jnp.zeros(rows.shape, jnp.bool_), jnp.full(rows.shape, -1, jnp.int32))
-    start = serving, log, leaving(serving), none
-    serving, log, _, retired = jax.lax.while_loop(lambda carry: carry[2] >= 0, let_go, start)
+    start = more(serving), serving, log, none
+    _, serving, log, retired = jax.lax.while_loop(lambda carry: carry[0], let_go, start)
     return serving, log, retired
 
 
-def victim(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Array | int] | None = None) -> jax.Array:
-    """i32[]; the row to preempt, or to end if it is the only one; -1 if what the rows need next fits.
+def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Array | int] | None = None) -> jax.Array:
+    """bool[]; whether the next tokens of the rows that decode, and the chunks of those that stalled, do not fit.
 
-    The last one in order; one that rests only if a single other one runs, or if blocks could not be had. `freed` are
-    blocks of each group that come back before; None: none.
+    `freed` are blocks of each group that come back before; None: none.
     """
     state, want = serving.cache.state, wanted(serving)
     next_tokens = jnp.where(decoding(serving), 1, jnp.where(serving.stalled, jnp.minimum(want, scheduler.chunk), 0))
     need = needs(state, state.seqs.committed + next_tokens)
-    lacks = refused = serving.refused == 1
+    lacks = serving.refused == 1
     for group, blocks, more in zip(state.groups, need, freed or [0] * len(state.groups), strict=True):
         lacks = lacks | (jnp.sum(blocks, dtype=jnp.int32) > group.available + more)
-    having, rests = running(serving) & (state.seqs.length > 0), state.seqs.rests
-    give_up = jnp.any(having & rests) & ((count(having & ~rests) <= 1) | refused)
-    return jnp.where(lacks, last(places_of_rows(serving, scheduler), having & (rests == give_up)), -1)
+    return lacks
+
+
+def victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
+    """i32[]; the row to preempt, or to end if it is the only one; -1 if there is none.
+
+    The last one in order; one that rests only if a single other one runs, or if blocks could not be had.
+    """
+    having, rests = running(serving) & (serving.cache.state.seqs.length > 0), serving.cache.state.seqs.rests
+    give_up = jnp.any(having & rests) & ((count(having & ~rests) <= 1) | (serving.refused == 1))
+    return last(places_of_rows(serving, scheduler), having & (rests == give_up))
 
 
 def _let_go(serving: Serving, log: EventLog, row: jax.Array, now: jax.Array) -> tuple[Serving, EventLog]:

@@ -36,7 +36,8 @@ class Scheduler:
         running requests are preempted where blocks run out. "batch": as "goal", when no row runs.
       chunk: the most tokens of a row that a mixed step computes.
       chunk_rows: R, the most rows that have chunks in a mixed step.
-      budget: positions of a mixed step: one for each of the S rows, the others for chunks; None: S + `chunk`.
+      budget: positions of a mixed step: one for each of the S rows, the others for chunks. None: S + `chunk`; in
+        `generate`, `stream` and `run_batch` S + 2 `chunk`, if there are several prompts.
       chunks: who gets them: "fcfs", as many as they can use in their order; "equal", the same number each.
       k: the most decode steps of a block, 1 to P; None: P.
       k_waiting: the same while a request waits.

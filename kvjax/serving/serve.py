@@ -27,7 +27,7 @@ from kvjax.pools.device import Pools
 from kvjax.serving.admission import Admitted, admit
 from kvjax.serving.chunks import Chunks, compute_line, fork_samples, last_tokens, make_room, plan, prefilled
 from kvjax.serving.loops import admission_events, note, worst_events
-from kvjax.serving.requests import Finish, Serving, Stage
+from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.resting import swaps
 from kvjax.serving.retire import Retired, grow, retire
 from kvjax.serving.scheduler import Scheduler, decoding, prefilling
@@ -199,11 +199,16 @@ def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
     if requests.top is not None:
         requests = requests.replace(top=put(requests.top, at, chosen.top, real))
     requests = requests.at(row, any_chosen, known=known)
-    requests = requests.at(row, begins, first_token=serving.steps + 1)  # a row that chooses does so in each step
-    requests = requests.at(
-        row, over, stage=int(Stage.DONE), ended=serving.steps + new,
-        finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH)),
-    )  # fmt: skip
+
+    def mark(requests: Requests) -> Requests:
+        """Notes which rows have their first token, and which are over."""
+        requests = requests.at(row, begins, first_token=serving.steps + 1)  # a row that chooses does so in each step
+        return requests.at(
+            row, over, stage=int(Stage.DONE), ended=serving.steps + new,
+            finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH)),
+        )  # fmt: skip
+
+    requests = once(jnp.any(begins | over), mark, requests)
     fresh = serving.fresh | jnp.any(begins)
     return serving.replace(requests=requests, steps=serving.steps + steps, fresh=fresh)
 

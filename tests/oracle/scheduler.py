@@ -234,8 +234,7 @@ class Scheduler:
         Where no row runs and nobody can be admitted, the first one is over: no block will ever become free for it.
         """
         options, skipped = self.options, []
-        keys = {request: options.order(request, self.cache) for request in self.requests}
-        while self._free_rows() and len(skipped) < options.look and (request := self._next(keys, skipped)):
+        while self._free_rows() and len(skipped) < options.look and (request := self._next(skipped)):
             if self._waits_for_prefix(request) or not self._fits(request) or not self._start(request, report):
                 skipped.append(request)
             else:
@@ -244,16 +243,16 @@ class Scheduler:
             if any(request.passed >= options.patience for request in skipped):
                 break
         self.changed = False
-        if not any(self.rows) and (first := self._next(keys, [])):
+        if not any(self.rows) and (first := self._next([])):
             first.end(Finish.NO_BLOCKS, self.steps)
             self._orphan(first)
             self.changed = True
 
-    def _next(self, keys: Mapping[Request, Any], skipped: Collection[Request]) -> Request | None:
+    def _next(self, skipped: Collection[Request]) -> Request | None:
         """The first in order of those that wait and were not skipped."""
         waiting = [request for request in self.requests if request.stage == Stage.WAITING and not request.parent]
         waiting = [request for request in waiting if request not in skipped]
-        return min(waiting, key=lambda request: self._place(request, keys[request]), default=None)
+        return min(waiting, key=self._place, default=None)
 
     def _start(self, request: Request, report: Report) -> bool:
         """Admits a request into the first free row, and gives its samples the next ones; False if it is refused."""
@@ -472,14 +471,14 @@ class Scheduler:
         """Tokens that a row can write at once."""
         return self.cache.rows[row].length - self._committed(row)
 
-    def _place(self, request: Request, key: Any) -> Any:
+    def _place(self, request: Request) -> Any:
         """A request's place in the order: those that were passed over too often come before the others."""
-        late = request.passed >= self.options.patience
-        return (0, 0, request.arrival) if late else (1, key, request.arrival)
+        if request.passed >= self.options.patience:
+            return 0, 0, request.arrival
+        return 1, self.options.order(request, self.cache), request.arrival
 
     def _place_of_row(self, row: int) -> Any:
-        request = self._request(row)
-        return self._place(request, self.options.order(request, self.cache))
+        return self._place(self._request(row))
 
     def _samples(self, request: Request) -> list[Request]:
         """The waiting samples of a request, in the order of their slots."""

@@ -113,6 +113,14 @@ def test_a_stream_hands_out_no_more_than_the_tokens_of_its_steps():
     assert STEPS // 2 < max(lengths) <= STEPS
 
 
+def test_two_prompts_are_computed_in_one_step():
+    """Each is one chunk long; the second one does not wait for the first."""
+    prompts = [list(range(first, first + 8)) for first in (0, 20, 40)]
+    new = [set(one.new) for one in kvjax.stream(model(), empty_cache(), prompts, max_new_tokens=8, chunk=8, steps=1)]
+    assert new[0] == {0, 1}
+    assert new[1] == {0, 1, 2}
+
+
 def test_what_is_new_is_handed_out_once_for_rows_that_end_in_the_loop():
     """Seven prompts in three rows; rows that end are given to others before the loop ends."""
     prompts = [[number] * 3 for number in range(7)]
