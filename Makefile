@@ -23,8 +23,8 @@ SETUP := :
 TOOLCHAIN := :
 endif
 
-.PHONY: help demo test test-long test-all test-oldest test-oldest-gpu fingerprint bench $(BENCHMARKS:%=bench-%) \
-	gpu gpu-counts lint format wheel
+.PHONY: help demo router test test-long test-all test-oldest test-oldest-gpu fingerprint bench \
+	$(BENCHMARKS:%=bench-%) gpu gpu-counts lint format wheel
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name what; do \
@@ -33,6 +33,10 @@ help: ## this list
 demo: ## generate with the bundled model: reuse, forks, eviction, events
 	@$(SETUP)
 	@$(PYTHON) -m models.demo $(ARGS)
+
+router: ## two caches that publish their events, and a router that knows what each of them holds
+	@$(SETUP)
+	@$(PYTHON) -m models.router $(ARGS)
 
 test: ## the default tests
 	@$(SETUP)

@@ -55,6 +55,11 @@ def add_outputs(parser: Parser) -> None:
     """The options that `prepare` and `write` read."""
     parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help="write the cache's events there")
     parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the blocks there when done")
+    add_compile_cache(parser)
+
+
+def add_compile_cache(parser: Parser) -> None:
+    """The option that `keep_programs` is told."""
     kept = compile_cache().replace("%", "%%")
     parser.add_argument(
         "--no-compile-cache", action="store_true", help=f"compile anew (compiled programs are kept in {kept})"
@@ -74,12 +79,23 @@ def prepare(parser: Parser, args: argparse.Namespace) -> None:
             parser.error(f"{option}: {path.parent}: no such folder")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot: needs matplotlib: pip install "kvjax[plot]"')
-    if args.no_compile_cache:
+    keep_programs(not args.no_compile_cache)
+
+
+def keep_programs(keep: bool) -> None:
+    """Sets the compilation cache, or switches it off."""
+    if not keep:
         jax.config.update("jax_enable_compilation_cache", False)
     elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", compile_cache())
         # A generation also has dozens of small programs.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def check_wires(parser: Parser, option: str = "") -> None:
+    """Refuses what publishes events where the packages for that are missing."""
+    if importlib.util.find_spec("msgspec") is None or importlib.util.find_spec("zmq") is None:
+        parser.error(f'{option}{": " if option else ""}needs msgspec and pyzmq: pip install "kvjax[wires]"')
 
 
 def write(parser: Parser, args: argparse.Namespace, events: Iterable[dict[str, Any]], cache: Any) -> None:

@@ -8,6 +8,7 @@ output, all else to standard error. Without a checkpoint the demo runs on the bu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -31,8 +32,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; see --help."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    if args.checkpoint is None and (args.prompt or args.prompts or args.json):
+    if args.checkpoint is None and (args.prompt or args.prompts or args.json or args.publish):
         parser.error("--checkpoint: got none, wanted the folder of a model")
+    if args.publish:
+        commands.check_wires(parser, "--publish")
+    elif args.replay:
+        parser.error("--replay: got one without --publish")
     commands.prepare(parser, args)
     try:
         if args.checkpoint is None:
@@ -93,6 +98,10 @@ def _parser() -> commands.Parser:
     )
     commands.add_scan(parser)
     commands.add_outputs(parser)
+    parser.add_argument(
+        "--publish", metavar="ENDPOINT", help="publish the cache's events there as vLLM does, such as tcp://*:5557"
+    )
+    parser.add_argument("--replay", metavar="ENDPOINT", help="answer there who missed some of them")
     return parser
 
 
@@ -155,6 +164,7 @@ def _generate(
         parser.error(str(error))
     events: list[dict[str, Any]] = []
     outputs, cache, finished = [], kvjax.Cache.create(spec), True
+    publisher = _publisher(parser, args, spec)
     stream = kvjax.stream(
         model,
         cache,
@@ -164,9 +174,10 @@ def _generate(
         seeds=range(args.seed, args.seed + len(prompts)),
         stop_tokens=args.stop or model.config.eos_token_ids,
         steps=STEPS,
+        listener=publisher.publish if publisher else None,
     )
     progress: kvjax.serving.Progress | None = None
-    with Stopwatch(_note) as watch:
+    with Stopwatch(_note) as watch, publisher or contextlib.nullcontext():
         try:
             for progress in watch.timed(stream):
                 outputs, cache = progress.outputs, progress.cache
@@ -189,6 +200,21 @@ def _generate(
             _note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
     _note(watch.report())
     return events, cache, finished
+
+
+def _publisher(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.CacheSpec) -> Any:
+    """A publisher of the cache's events, or None."""
+    if not args.publish:
+        return None
+    from kvjax.interop.vllm import Publisher  # late: it needs an extra
+
+    name = os.path.basename(os.path.abspath(args.checkpoint))
+    try:
+        publisher = Publisher(spec, bind=args.publish, replay=args.replay, model=name)
+    except (OSError, ValueError) as error:
+        parser.error(str(error).replace("bind: ", "--publish: ", 1).replace("replay: ", "--replay: ", 1))
+    _note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
+    return publisher
 
 
 def _note(text: str) -> None:

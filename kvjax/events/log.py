@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 
@@ -17,10 +19,14 @@ class EventLog(Records):
     Attributes:
       text: i32[C, P]; the contents of stored blocks.
       size: i32[]; events in the log.
+      queried: i32[]; prompt tokens that were looked up by the admissions whose events it holds.
+      cached: i32[]; queried tokens that were found.
     """
 
     text: Text
     size: jax.Array
+    queried: jax.Array
+    cached: jax.Array
 
     @property
     def room(self) -> jax.Array:
@@ -41,6 +47,8 @@ def init_log(capacity: int, block_size: int, extra_ids: bool = False) -> EventLo
         records=jnp.zeros((capacity, len(COLUMNS)), jnp.int32),
         text=Text(empty(), empty() if extra_ids else None),
         size=jnp.int32(0),
+        queried=jnp.int32(0),
+        cached=jnp.int32(0),
     )
 
 
@@ -58,4 +66,17 @@ def append(log: EventLog, *events: Events) -> EventLog:
         records=put(log.records, index, records.records, where),
         text=put(log.text, index, text, where),
         size=jnp.minimum(log.size + count(real), log.records.shape[0]),
+        **asked(log, events),
     )
+
+
+def asked(log: EventLog, events: Iterable[Events]) -> dict[str, jax.Array]:
+    """The log's `queried` and `cached` with those of transitions.
+
+    Verbs that admit nobody have zeros, constants that XLA folds away: no kernel is added for them.
+    """
+
+    def total(name: str) -> jax.Array:
+        return sum((jnp.sum(getattr(one, name), dtype=jnp.int32) for one in events), getattr(log, name))
+
+    return {name: total(name) for name in ("queried", "cached")}

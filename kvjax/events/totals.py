@@ -52,18 +52,16 @@ class Totals:
         """These totals plus `events`, which may have leading axes (of a scan, of a vmap)."""
         events = jax.device_get(events)
         kinds = events.kind
-        requests = {} if isinstance(events, EventLog) else {
-            "queried_tokens": np.sum(events.queried), "reused_tokens": np.sum(events.cached),
-            "refused": np.sum(events.status != 0),
-        }  # fmt: skip
         new = {
+            "queried_tokens": np.sum(events.queried),
+            "reused_tokens": np.sum(events.cached),
             "stored_blocks": np.sum(kinds == EventKind.STORED),
             "removed_blocks": np.sum(kinds == EventKind.REMOVED),
             "copied_blocks": np.sum(kinds == EventKind.COPIED),
         }
-        if not isinstance(events, EventLog):
+        if isinstance(events, Events):
             moves = events.moves  # between tiers, so that the greater pool row is on the host
             new["offloaded_blocks"] = np.sum((moves.block >= 0) & (moves.target > moves.source))
             new["onboarded_blocks"] = np.sum((moves.block >= 0) & (moves.target < moves.source))
-        new |= requests
+            new["refused"] = np.sum(events.status != 0)
         return dataclasses.replace(self, **{name: getattr(self, name) + int(n) for name, n in new.items()})

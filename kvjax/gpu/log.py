@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kvjax.events.log import EventLog
+from kvjax.events.log import EventLog, asked
 from kvjax.events.records import EventKind, Events
 from kvjax.gpu.lanes import count, lanes_of, numbered, rank
 from kvjax.gpu.memory import Memory, run
@@ -34,7 +34,8 @@ def append_events(log: EventLog, events: Sequence[Events], interpret: bool = Fal
         makes={},
         interpret=interpret,
     )
-    return EventLog(done["records"], Text(done["tokens"], done.get("extra_ids")), done["size"])
+    text = Text(done["tokens"], done.get("extra_ids"))
+    return EventLog(done["records"], text, done["size"], **asked(log, events))
 
 
 def _append(memory: Memory, *, lanes: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from kvjax.policies.retention import is_retention
 from kvjax.serving.admission import has_row
 from kvjax.serving.asked import Asked, bucket
 from kvjax.serving.ending import top_of
-from kvjax.serving.held import Held
+from kvjax.serving.held import Held, Listener
 from kvjax.serving.loops import admission_events, check_cache
 from kvjax.serving.output import Output
 from kvjax.serving.requests import Finish, Serving, Stage, init_serving
@@ -77,6 +77,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         clock: Callable[[], int] | None,
         logits_fn: LogitsFn | None,
         log_events: bool,
+        listener: Listener | None,
         top_logprobs: int = 0,
         loop: bool = True,
     ):
@@ -88,7 +89,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             raise ValueError(f"steps: got {steps}, wanted at least 1")
         check_model(model)
         check_cache(cache)
-        super().__init__(cache, clock, log_events)
+        super().__init__(cache, clock, log_events, listener)
         scheduler.check(self.spec)
         self.model, self.asked, self.top_logprobs = model, asked(self.spec.retention), top_logprobs
         # A loop ends behind the block of steps in which it reaches its limit. A turn has room for two blocks, so that
@@ -162,9 +163,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             self.serving, log = _serve(self.model, self.serving, log, steps=self.limit, **given)
         else:
             self.serving, log, _ = _serve_step(self.model, self.serving, log, **given)
-        self._hear(log)
+        self.unheard.append(log)
         requests, row, onboards = self._read()
         self._drain(requests)
+        self._hear()
         if onboards >= 0:
             self._onboard(requests, int(onboards), int(np.argmax(self.own & (row < 0))))
         while self.scheduler.preempt == "swap" and self._swap():
@@ -175,8 +177,9 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         """Releases the rows of a stream that is read no further, unless the caller has gone on with its cache."""
         if alive((self.cache, self.host)):
             self.events = self.closing
-            with self.ctrl_c:
+            with self.ctrl_c, jax.ensure_compile_time_eval():  # garbage collection may call this during a trace
                 self._let_go()
+                self._hear()
 
     def _empty_slots(self) -> Serving:
         """A slot for each prompt, in arrays of few sizes, so that few programs are compiled."""

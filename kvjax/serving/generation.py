@@ -14,6 +14,7 @@ from kvjax.model import Model
 from kvjax.policies.retention import Retention
 from kvjax.serving.asked import Asked
 from kvjax.serving.batch import Batch
+from kvjax.serving.held import Listener
 from kvjax.serving.output import Output
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.scheduler import Scheduler
@@ -63,6 +64,7 @@ def generate[C: (Cache, TieredCache)](
     k: int | None = None,
     fixed_steps: bool = False,
     log_events: bool = True,
+    listener: Listener | None = None,
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts, as many at a time as there are rows and blocks.
 
@@ -99,6 +101,10 @@ def generate[C: (Cache, TieredCache)](
       fixed_steps: whether every block runs k steps of the model, even if fewer are wanted: for a GPU without command
         buffers, see `compiler_options`.
       log_events: whether to decode the events.
+      listener: called on this thread with every `Events` and `EventLog` of the run, each once and in their order,
+        whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It copies what it keeps: all that
+        it gets may be donated next. Ctrl-C waits for it. What it raises ends the run as Ctrl-C does; the releases that
+        follow it hears too, before the error is raised.
 
     Returns:
       list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
@@ -115,7 +121,7 @@ def generate[C: (Cache, TieredCache)](
     )
     batch = Batch(
         model, cache, asked, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events,
+        logits_fn=logits_fn, log_events=log_events, listener=listener,
     )  # fmt: skip
     return _run(batch)
 
@@ -139,12 +145,14 @@ def stream[C: (Cache, TieredCache)](
     k: int | None = None,
     fixed_steps: bool = False,
     log_events: bool = True,
+    listener: Listener | None = None,
 ) -> Generator[Progress[C], None, None]:
     """Generates for all prompts, handing out what is new after at most `steps` steps; the arguments are `generate`'s.
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
-    rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. Errors
-    and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the caller's.
+    rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener
+    hears of these releases; what it raises at them comes out of the stream's `close`. Errors and Ctrl-C are as in
+    `generate`; while a `Progress` is read, Ctrl-C is the caller's.
 
     Yields:
       A `Progress`; the last one has every output finished and every row released.
@@ -154,7 +162,7 @@ def stream[C: (Cache, TieredCache)](
     )
     batch = Batch(
         model, cache, asked, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events,
+        logits_fn=logits_fn, log_events=log_events, listener=listener,
     )  # fmt: skip
     return _progress(batch)
 
@@ -198,6 +206,7 @@ def run_batch[C: (Cache, TieredCache)](
     loop: bool = True,
     progress: Callable[[list[Output]], None] | None = None,
     log_events: bool = True,
+    listener: Listener | None = None,
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts by continuous batching, in one program that admits, computes and evicts by itself.
 
@@ -229,6 +238,7 @@ def run_batch[C: (Cache, TieredCache)](
         see `compiler_options`.
       progress: called with the outputs so far after each return.
       log_events: whether to decode the events.
+      listener: called with every `Events` and `EventLog`; see `generate`.
 
     Returns:
       list of `Output`, one per prompt, or its samples one after the other; the cache, with everything released and
@@ -244,7 +254,7 @@ def run_batch[C: (Cache, TieredCache)](
     )  # fmt: skip
     batch = Batch(
         model, cache, asked, scheduler or Scheduler(), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, top_logprobs=top_logprobs, loop=loop,
+        logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs, loop=loop,
     )  # fmt: skip
     return _run(batch, progress)
 

@@ -13,6 +13,7 @@ import numpy as np
 from kvjax._compile import OutermostJit
 from kvjax._methods import alive, check_alive
 from kvjax.cache import Cache
+from kvjax.events.log import EventLog
 from kvjax.events.mirror import to_list
 from kvjax.events.records import Events
 from kvjax.processes import agreed_time
@@ -22,6 +23,7 @@ from kvjax.tiered import FailedTransfer, TieredCache
 from kvjax.verbs.release import release
 
 _let_go = OutermostJit(release)
+Listener = Callable[[Events | EventLog], object]
 
 
 class Held[C: (Cache, TieredCache)]:
@@ -29,17 +31,21 @@ class Held[C: (Cache, TieredCache)]:
 
     Between two jitted calls `cache` and `host` are what the last one returned. A Ctrl-C at any other time waits
     (`ctrl_c`), so that none comes between a call that takes the cache and the assignment of the cache it returns.
+
+    Attributes:
+      unheard: events that neither `events` nor the listener has got yet; none is lost with the call that made them.
     """
 
-    def __init__(self, cache: C, clock: Callable[[], int] | None, log_events: bool):
+    def __init__(self, cache: C, clock: Callable[[], int] | None, log_events: bool, listener: Listener | None):
         self.host = cache.host if isinstance(cache, TieredCache) else None
         self.cache: Cache = cache.cache if isinstance(cache, TieredCache) else cache
         check_alive(self.cache, self.host)
         self.spec = self.cache.state.spec
         self.own = np.asarray(self.cache.state.seqs.length) == 0  # rows that this generation may use
         self.clock, self.time = clock, np.int32(0)
-        self.log_events = log_events
+        self.log_events, self.listener = log_events, listener
         self.events: list[dict[str, Any]] = []
+        self.unheard: list[Events | EventLog] = []
         self.outputs: list[Output] = []
         self.ctrl_c = CtrlC()
 
@@ -59,25 +65,31 @@ class Held[C: (Cache, TieredCache)]:
             self.time = np.int32(agreed_time(self.cache.state, int(reading)))
         return self.time
 
-    def _hear(self, events: Any) -> None:
-        if self.log_events:
-            self.events += to_list(events)
+    def _hear(self, *events: Events | EventLog) -> None:
+        """Passes events on, in their order; behind a listener that raises the others stay to be heard."""
+        self.unheard += events
+        while self.unheard:
+            if self.log_events:
+                self.events += to_list(self.unheard[0])
+            heard = self.unheard.pop(0)
+            if self.listener is not None:
+                self.listener(heard)
 
     def _tiered(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
         """Calls a verb that moves blocks; returns the events and the rows that failed moves cost K/V, with a warning.
 
         These rows are released: their prompts wait, and find less in the cache the next time.
         """
-        lost, removed = [], None
+        lost, removed, failed = [], [], None
         try:
             tiered, events = verb(self.result, *args, now=self._next(), **options)
         except FailedTransfer as failure:
-            tiered, events, lost, removed = failure.tiered, failure.events, failure.lost, failure.removed
-            warnings.warn(f"what was lost is computed again: {failure}", RuntimeWarning, stacklevel=2)
+            tiered, events, lost = failure.tiered, failure.events, failure.lost
+            removed, failed = [failure.removed], str(failure)
         self.cache, self.host = tiered.cache, tiered.host
-        self._hear(events)
-        if removed is not None:
-            self._hear(removed)
+        self._hear(events, *removed)
+        if failed is not None:  # last, since a warning may be made an error
+            warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
         return events, lost
 
     def _empty_blocks(self, wanted: Callable[[], tuple[int, int]]) -> None:
@@ -103,19 +115,27 @@ class Held[C: (Cache, TieredCache)]:
                 cache, how = self.result, "go on with this error's `cache`"
             except Exception as error:
                 how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
-        what = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-        return GenerationInterrupted(f"interrupted by {what}; {how}", cache, self.outputs, self.events)
+            for _ in self.unheard[:]:
+                try:
+                    self._hear()
+                except BaseException as error:  # the generation ends already, by `cause`
+                    how += f"; at its last events the listener raised {_named(error)}"
+        return GenerationInterrupted(f"interrupted by {_named(cause)}; {how}", cache, self.outputs, self.events)
 
     def _let_go(self) -> None:
-        """Releases all rows of this generation, at any point of it. Donates nothing, so nothing can be lost here.
+        """Releases all rows of this generation, at any point of it; the events are still to be heard.
 
-        The time is the last reading of the clock, since the clock may have failed.
+        Donates nothing, so nothing can be lost here. The time is the last reading of the clock, since the clock may
+        have failed.
         """
         state = self.cache.state
         rows = self.own & (np.asarray(state.seqs.length) > 0)
         if rows.any():
             seqs = np.where(rows, np.arange(rows.size, dtype=np.int32), -1)
-            with jax.ensure_compile_time_eval():  # garbage collection may call this during a trace
-                state, events = _let_go(state, seqs, now=self.time)
-                self.cache = Cache(state, self.cache.pools)
-                self._hear(events)
+            state, events = _let_go(state, seqs, now=self.time)
+            self.cache = Cache(state, self.cache.pools)
+            self.unheard.append(events)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -107,13 +107,17 @@ def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
     assert all(value > 0 for value in result["metrics"].values())
 
 
-def test_events_are_told_as_they_happened(tmp_path, monkeypatch):
+@pytest.mark.parametrize("generates", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_events_are_told_as_they_happened(tmp_path, monkeypatch, generates):
+    """Also those of a generation, whose programs take long to compile."""
     file = tmp_path / "events.json"
     monkeypatch.setattr(sys, "argv", ["events", "--quick", "--json", str(file)])
+    if not generates:
+        monkeypatch.setattr(events, "measure_listener", lambda *_: 1.0)
     events.main()
     metrics = json.loads(file.read_text())["metrics"]
     rates = {"encode_per_s", "encode_removed_per_s", "encode_64_per_s", "mirror_per_s"}
-    assert set(metrics) == {*rates, "resync_s"} and all(value > 0 for value in metrics.values())
+    assert set(metrics) == {*rates, "resync_s", "listener_ratio"} and all(value > 0 for value in metrics.values())
 
 
 @pytest.mark.long

@@ -13,10 +13,21 @@ import tokenizers
 from flax import nnx
 
 import kvjax
-from models import Decoder, ModelConfig, commands, demo, generate, save, train, verify
+from kvjax.interop.vllm import Subscriber
+from models import Decoder, ModelConfig, commands, demo, generate, router, save, train, verify
 from models.speech import Speech
 from models.stopwatch import Stopwatch
 from tests.drive import output_of
+
+
+def ends(pipe, keep_programs):
+    """In place of an engine."""
+
+
+def sleeps(pipe, keep_programs):
+    """Likewise."""
+    time.sleep(60)
+
 
 FIELDS = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -80,6 +91,13 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         ("--top-p 2", "--top-p: got '2', wanted a number of at least 0.0 and at most 1.0"),
         ("--checkpoint ids --prompt 1 --top-p 0", "top_p: got 0.0, wanted None or a number in (0, 1]"),
         ("--events none/events.jsonl", "--events: none: no such folder"),
+        ("--publish tcp://127.0.0.1:*", "--checkpoint: got none, wanted the folder of a model"),
+        ("--checkpoint ids --prompt 1 --replay tcp://127.0.0.1:*", "--replay: got one without --publish"),
+        ("--checkpoint ids --prompt 1 --publish 5557", "--publish: got '5557', wanted tcp://HOST:PORT or ipc://PATH"),
+        (
+            "--checkpoint ids --prompt 1 --publish tcp://127.0.0.1:* --replay x",
+            "--replay: got 'x', wanted tcp://HOST:PORT or ipc://PATH",
+        ),
         ("--nonsense", "unrecognized arguments: --nonsense"),
     ],
 )  # fmt: skip
@@ -113,8 +131,17 @@ def run(*arguments, capsys):
 
 @pytest.mark.long
 def test_text_json_and_events_say_what_generate_does(capsys, tmp_path):
-    """One test, so that one pair of programs is compiled."""
-    out, err = run("--checkpoint", "text", *QUESTION, "--json", "--events", str(tmp_path / "events"), capsys=capsys)
+    """One test, so that one pair of programs is compiled. Who subscribes is told the same."""
+    places = [f"ipc://{tmp_path}/{name}" for name in ("live", "replay")]
+    with Subscriber(*places) as sub:
+        out, err = run(
+            "--checkpoint", "text", *QUESTION, "--json", "--events", str(tmp_path / "events"),
+            "--publish", places[0], "--replay", places[1], capsys=capsys,
+        )  # fmt: skip
+        assert f"publishing at {places[0]} and {places[1]}\n" in err
+        events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+        whole = {path for _, _, path in kvjax.fold(events).index if len(path) % 16 == 0}
+        assert whole and sub.wait(lambda one: {prefix.tokens for prefix in one.index} == whole, 20), sub.counts
     first, second = map(json.loads, out.splitlines())
     assert list(first) == ["prompt", "text", "tokens", "logprobs", "prompt_tokens", "cached_tokens", "finish"]
     assert (first["prompt"], first["prompt_tokens"], first["cached_tokens"]) == ("caf\u00e9", 5, 0)
@@ -122,9 +149,7 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path):
     assert first["text"] == bytes_tokenizer().decode(first["tokens"])
     assert "compiling the loop ...\ncompile " in err
     assert "; prefill 10 tokens " in err
-    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert {event["kind"] for event in events} == {"stored"}
-    assert kvjax.fold(events).index
 
     out, err = run("--checkpoint", "text", *QUESTION, capsys=capsys)
     assert out == f"caf\u00e9{first['text']}\nhello{second['text']}\n"
@@ -255,7 +280,7 @@ def test_compiled_programs_are_kept_in_the_users_cache_directory(monkeypatch, tm
     assert (settings, commands.compile_cache()) == ({}, "elsewhere")
 
 
-@pytest.mark.parametrize("command", [demo, generate, train, verify])
+@pytest.mark.parametrize("command", [demo, generate, router, train, verify])
 def test_help_has_the_name_that_the_command_was_started_by(capsys, command):
     with pytest.raises(SystemExit) as caught:
         command.main(["--help"])
@@ -266,3 +291,35 @@ def test_help_has_the_name_that_the_command_was_started_by(capsys, command):
 @pytest.mark.long
 def test_the_demo_is_a_command():
     assert "usage: python -m models.demo" in output_of(sys.executable, "-m", "models.demo", "--help")
+
+
+@pytest.mark.long
+def test_a_router_finds_what_is_cached():
+    """Two processes under one that asks; it fails by itself where a mirror differs or in turn is as good."""
+    out = output_of(sys.executable, "-m", "models.router", "--quick")
+    assert "mirrors equal the caches: True" in out and "round robin" in out
+
+
+def test_a_router_without_wires_says_what_it_needs(capsys, monkeypatch):
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
+    needed = 'needs msgspec and pyzmq: pip install "kvjax[wires]"'
+    assert refused(capsys, main=router.main, command="router") == needed
+    wanting = ["--checkpoint", "ids", "--prompt", "1", "--publish", "tcp://127.0.0.1:*"]
+    assert refused(capsys, *wanting) == f"--publish: {needed}"
+
+
+def test_an_engine_that_ends_or_is_silent_ends_the_router(monkeypatch):
+    """And no process is left."""
+    monkeypatch.setattr(router, "serve", ends)
+    ended = router.Remote("one", keep_programs=False)
+    with pytest.raises(SystemExit, match="router failed: the process of engine one ended"):
+        ended.call("empty")
+    monkeypatch.setattr(router, "serve", sleeps)
+    monkeypatch.setattr(router, "SECONDS", 0.1)
+    silent = router.Remote("two", keep_programs=False)
+    with pytest.raises(SystemExit, match=r"router failed: engine two did not answer within 0 s"):
+        silent.receive()
+    monkeypatch.setattr(router, "PATIENCE", 0.1)
+    for engine in (ended, silent):
+        engine.close()
+        assert not engine._process.is_alive()

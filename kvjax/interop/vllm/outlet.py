@@ -85,6 +85,11 @@ class Outlet:
         self._counts["resyncs"] += 1
 
     @property
+    def last(self) -> int | None:
+        """Number of the last message."""
+        return self._next - 1 if self._counts["messages"] else None
+
+    @property
     def counts(self) -> dict[str, int]:
         """How often what happened."""
         return self._counts | ({} if self._replayer is None else self._replayer.counts)

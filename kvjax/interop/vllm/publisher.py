@@ -158,6 +158,11 @@ class Publisher:
             return self._wake.wait_for(lambda: not (self._queue or self._resync or self._busy), timeout)
 
     @property
+    def last(self) -> int | None:
+        """Number of the last message; a `Subscriber` whose `last` is as high has followed."""
+        return self._outlet.last
+
+    @property
     def counts(self) -> dict[str, int]:
         """Messages, resyncs, overflows of the queue, calls ignored after an error, replays, and blocks left out."""
         return {**self._outlet.counts, **self._counts, **self._encoder.naming.left_out}

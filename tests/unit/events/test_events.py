@@ -13,6 +13,7 @@ from jax import lax
 import kvjax
 from kvjax.events.log import append, init_log
 from kvjax.events.records import COLUMNS, EventKind, Events, joined, record
+from kvjax.events.totals import Totals
 from kvjax.state import Text
 
 SPEC = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=16, block_size=4)
@@ -76,6 +77,16 @@ def test_a_log_packs_and_tells_its_room():
     assert kvjax.to_list(log) == DECODED * 2
     assert (int(log.size), int(log.room)) == (14, 6)
     assert kvjax.to_list(init_log(3, 4)) == []
+
+
+def test_a_log_counts_what_its_admissions_looked_up_and_found():
+    asked = SOME.replace(status=jnp.zeros(2, jnp.int32), queried=jnp.array([9, 5]), cached=jnp.array([4, 0]))
+    log = append(append(init_log(40, 4), asked, SOME), asked)
+    assert (int(log.queried), int(log.cached)) == (28, 8)
+    totals = Totals().add(asked).add(SOME).add(asked)
+    assert Totals().add(log) == totals and totals.reused_share == 8 / 28
+    stacked = jax.tree.map(lambda *logs: jnp.stack(logs), log, init_log(40, 4), log)
+    assert Totals().add(stacked) == totals.add(log)
 
 
 def test_what_a_log_cannot_hold_is_lost_and_nothing_else():
@@ -161,12 +172,14 @@ def test_a_log_in_a_loop_tells_what_the_steps_tell():
 
     state = kvjax.init(SPEC)
     (end, log), _ = jax.jit(lambda s: lax.scan(logged, (s, init_log(40, 4)), prompts))(state)
-    heard, jitted = [], jax.jit(step)
+    heard, totals, jitted = [], Totals(), jax.jit(step)
     for prompt in prompts:
         state, events = jitted(state, prompt)
         for each in events:
             heard += kvjax.to_list(each)
+            totals = totals.add(each)
     assert kvjax.to_list(log) == heard
+    assert Totals().add(log) == totals and totals.queried_tokens == 36 and totals.reused_tokens == 4
     assert {event["kind"] for event in heard} >= {"stored", "removed"}
     assert kvjax.fold(heard).index == kvjax.events.index_of(state) == kvjax.events.index_of(end)
     chex.assert_trees_all_equal(state, end)

@@ -137,7 +137,7 @@ def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: b
     parts = Text(text[0], text[1] if spec.extra_ids else None)
     if log:
         records[len(events) :] = 4
-        return EventLog(records, parts, np.int32(len(events)))
+        return EventLog(records, parts, *(np.int32(number) for number in (len(events), 0, 0)))
     zero = np.zeros(1, np.int32)
     return Events(records, parts, zero, zero, zero, zero[0])
 

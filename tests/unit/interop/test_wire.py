@@ -226,6 +226,14 @@ def test_one_call_is_one_batch_and_events_may_be_donated():
     assert kinds == [["AllBlocksCleared"], ["BlockStored"], ["BlockRemoved"]]
 
 
+def test_a_reader_has_followed_when_its_last_number_is_the_publishers():
+    with publisher(heartbeat=None) as source, subscriber(source) as sub:
+        for event in CHAIN:
+            source.publish([event])
+        assert source.flush(LONG) and source.last > 0
+        assert sub.wait(lambda one: one.last == source.last, LONG) and len(sub) == 2
+
+
 def test_impossible_events_never_reach_the_caller(caplog):
     source = publisher()
     with subscriber(source) as sub:
@@ -408,6 +416,23 @@ def test_a_peer_that_reads_late_gets_all_and_one_that_does_not_read_is_given_up(
         assert eventually(lambda: source.counts["replays_given_up"] == 1)
         ask(late, 2**64 - 1)
         assert answers(late) == []
+
+
+def test_four_replays_run_at_a_time_and_a_fifth_waits_for_one_to_end():
+    spec = kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=2048, block_size=2048)
+    with publisher(spec, replay_timeout=1.5, heartbeat=None) as source, contextlib.ExitStack() as stack:
+        for number in range(1000):
+            source.publish([stored(0, number, 0, [2**20 + number] * 2048), removed(0, number)])
+        assert source.flush(LONG)
+        *deaf, fifth = (
+            stack.enter_context(raw(zmq.DEALER, source.replay_endpoint, rcvbuf=4096, rcvhwm=10)) for _ in range(5)
+        )
+        for peer in deaf:
+            ask(peer)
+        time.sleep(0.3)  # they have what fits between the two
+        ask(fifth, 2**64 - 1)
+        assert not fifth.poll(500)
+        assert answers(fifth) == [] and source.counts["replays_given_up"] >= 1
 
 
 def test_what_is_no_request_is_refused():

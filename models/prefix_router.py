@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router: sends each prompt to the cache that has most of it, by mirrors of what the caches publish."""
+
+from collections.abc import Mapping, Sequence
+
+from kvjax.interop.vllm import Subscriber
+
+
+class Router:
+    """Knows what each cache holds, and how many tokens each was sent to compute.
+
+    Args:
+      endpoints: {name: (where the cache publishes, where it answers who missed something)}.
+    """
+
+    def __init__(self, endpoints: Mapping[str, tuple[str, str]]):
+        self.mirrors = {name: Subscriber(*places) for name, places in endpoints.items()}
+        self.sent = dict.fromkeys(endpoints, 0)
+
+    def route(self, prompt: Sequence[int], salt: str | None = None, lora: str | None = None) -> str:
+        """The cache that has most of a prompt; of equal ones, that which was sent least."""
+        cached = {name: mirror.lookup(prompt, salt, lora).tokens for name, mirror in self.mirrors.items()}
+        best = max(cached, key=lambda name: (cached[name], -self.sent[name]))
+        self.sent[best] += len(prompt) - cached[best]
+        return best
+
+    def close(self) -> None:
+        """Listens no more."""
+        for mirror in self.mirrors.values():
+            mirror.close()

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The law through sockets, of generations: a publisher is their listener, and they end in every way there is.
+
+Windows, tiers, namespaces, moves that fail, Ctrl-C, streams that nobody reads on, and a listener that raises.
+"""
+
+import contextlib
+import random
+import warnings
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.interop import NodeMap
+from kvjax.pools import host as host_pool
+from kvjax.serving import GenerationInterrupted
+from tests.unit.interop.forest import projected
+from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
+from tests.unit.serving.test_interrupts import (
+    MODEL,
+    OPTIONS,
+    Calls,
+    ctrl_c_is_heard,
+    fail,
+    make_spec,
+    press,
+    prompts_of,
+    start,
+    state_of,
+)
+from tests.unit.serving.test_listener import WAYS
+
+ENDS = {"length", "closed", "failing", "KeyboardInterrupt", "MemoryError", "EOFError", "failed moves"}
+__all__ = ["ctrl_c_is_heard", "hurried"]
+pytestmark = pytest.mark.long
+
+
+def closed(cache, prompts, *, listener, raises=False, **options):
+    """A stream that is read once; perhaps the listener raises as its rows are released."""
+    reading = True
+
+    def listen(events):
+        listener(events)
+        if raises and not reading:
+            raise EOFError
+
+    stream = kvjax.stream(MODEL, cache, prompts, **OPTIONS, **options, listener=listen)
+    progress = next(stream)
+    reading = False
+    with contextlib.suppress(EOFError):
+        stream.close()
+    return progress.outputs, progress.cache, progress.events + progress.closing
+
+
+def failing(*args, **options):
+    return closed(*args, **options, raises=True)
+
+
+class Runs:
+    """Generations over one cache, drawn at random; all of them have the same listener.
+
+    Attributes:
+      ended: how they ended.
+    """
+
+    def __init__(self, cache, known, monkeypatch, seed, moves):
+        self.cache, self.known, self.rng, self.ended = cache, known, random.Random(seed), set()
+        self.calls, copy = Calls(monkeypatch), host_pool._copy
+
+        def copy_or_fail(*args):
+            return fail() if self.rng.random() < moves else copy(*args)
+
+        monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
+
+    def run(self, listener):
+        """One of them; some end early."""
+        rng, calls = self.rng, self.calls
+        prompts = [prompt for number in rng.sample(range(3), 2) for prompt in prompts_of(number)]
+        namespaces = [rng.randrange(len(self.known)) for _ in prompts]
+        way = rng.choice([*WAYS, closed, failing])
+        pressed, unkind = rng.choice([(True, False), (False, True), (False, False)])
+        calls.count, calls.at = 0, rng.randrange(1, 12) if pressed else 0
+        calls.before, calls.after = rng.choice([(press, None), (None, press), (fail, None)])
+
+        def listen(events):
+            listener(events)
+            if unkind and rng.random() < 0.2:
+                raise EOFError
+
+        options = {"namespaces": namespaces, "names": self.known, "listener": listen, "log_events": False}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                outputs, self.cache, _ = way(self.cache, prompts, **options)
+                self.ended.add(way.__name__ if way in (closed, failing) else outputs[0].finish)
+            except GenerationInterrupted as error:
+                self.cache = error.cache
+                self.ended.add(type(error.__cause__).__name__)
+        self.ended.update("failed moves" for _ in caught)
+
+
+@pytest.mark.parametrize(("kind", "runs"), [("plain", 24), pytest.param("windows", 40, marks=pytest.mark.slow)])
+def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeypatch):
+    known, spec = kvjax.Namespaces(), make_spec(kind, host=True)
+    known(salt="tenant a"), known(lora=3)
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(publisher(spec, names=known, buffer_batches=5))
+        subs = [stack.enter_context(subscriber(source, replay_timeout=1.0)) for _ in range(2)]
+        lossy, nodes, mirror = Lossy(subs[1], 1), NodeMap(spec), kvjax.events.Mirror()
+        lives = Runs(start(kind, host=True), known, monkeypatch, 3, 0.1)
+
+        def listener(events):
+            nonlocal mirror
+            source.publish(events)
+            nodes.fold(events)
+            mirror = kvjax.fold(kvjax.to_list(events), mirror)
+
+        for number in range(runs):
+            lives.run(listener)
+            state = state_of(lives.cache)
+            kvjax.check(state)
+            assert np.count_nonzero(state.seqs.length) == 1  # the row that is nobody's here
+            assert mirror.index == nodes.index == kvjax.events.index_of(state)
+            if number == runs // 2:
+                subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
+            if number % 4 == 3:
+                assert all(agrees(sub, projected(mirror, spec, known)) for sub in subs)
+        wanted = projected(kvjax.fold(kvjax.events.snapshot(state)), spec, known)
+        assert wanted and all(agrees(sub, wanted) for sub in subs) and lossy.lost
+        assert lives.ended >= ENDS

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A listener hears every event of a generation once and in order, however it ends; what it raises costs no cache.
+
+On the prompts and the programs of test_interrupts.py.
+"""
+
+import gc
+import itertools
+import signal
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.pools import host as host_pool
+from kvjax.serving import GenerationInterrupted, Scheduler, batch
+from tests.unit.serving.test_interrupts import (
+    MODEL,
+    OPTIONS,
+    RELEASE,
+    assert_whole,
+    ctrl_c_is_heard,
+    fail,
+    press,
+    prompts_of,
+    spread,
+    start,
+    together,
+)
+
+__all__ = ["ctrl_c_is_heard"]
+pytestmark = pytest.mark.long
+
+
+def batched(cache, prompts, **options):
+    options = {"max_new_tokens": OPTIONS["max_new_tokens"], "steps": OPTIONS["steps"], **options}
+    return kvjax.run_batch(MODEL, cache, prompts, scheduler=Scheduler(chunk=OPTIONS["chunk"]), **options)
+
+
+WAYS = (together, spread, batched)
+
+
+class Ear:
+    """A listener that does something at some of its calls, behind all else.
+
+    Attributes:
+      heard: all events, decoded.
+      totals: of all events.
+      calls: how often it was called.
+    """
+
+    def __init__(self, do=None, at=()):
+        self.do, self.at = do, at
+        self.heard, self.totals, self.calls = [], kvjax.events.Totals(), 0
+
+    def __call__(self, events):
+        assert not any(x.is_deleted() for x in jax.tree.leaves(events))
+        self.calls += 1
+        self.heard += kvjax.to_list(events)
+        self.totals = self.totals.add(events)
+        if self.calls in self.at:
+            self.do()
+
+
+ALWAYS = range(1, 1000)
+
+
+def moves_fail(monkeypatch, to="device"):
+    """Whatever is to go there fails."""
+    copy = host_pool._copy
+
+    def copy_or_fail(targets, sources, rows):
+        on_host = targets[0][0].sharding.memory_kind == "pinned_host"
+        return fail() if on_host == (to == "host") else copy(targets, sources, rows)
+
+    monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("log_events", [True, False])
+def test_every_event_is_heard_once_and_in_order(way, log_events):
+    cache, heard = start(host=True), []
+    for prompts in (prompts_of(0), prompts_of(1), prompts_of(0)):
+        ear = Ear()
+        outputs, cache, told = way(cache, prompts, listener=ear, log_events=log_events)
+        assert told == (ear.heard if log_events else [])
+        assert ear.totals.queried_tokens == sum(map(len, prompts))
+        assert ear.totals.reused_tokens == sum(output.cached_tokens for output in outputs)
+        heard += ear.heard
+        assert_whole(cache, heard, prompts, outputs)
+    assert ear.totals.reused_tokens and ear.totals.onboarded_blocks and ear.totals.offloaded_blocks
+
+
+@pytest.mark.parametrize("moves", ["move", "fail"])
+def test_what_it_raises_ends_the_run_wherever_it_is_raised(moves, monkeypatch):
+    """At each of its calls, one after the other; of both halves of a failed move too."""
+    cache = start(host=True)
+    _, cache, heard = together(cache, prompts_of(0) + prompts_of(1))
+    if moves == "fail":
+        moves_fail(monkeypatch)
+    said = []
+    for at in itertools.count(1):
+        ear, prompts = Ear(fail, [at]), prompts_of(at % 2)
+        try:
+            with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):
+                outputs, cache, told = WAYS[at % 3](cache, prompts, listener=ear)
+        except GenerationInterrupted as error:
+            said.append(str(error))
+            outputs, cache, told = error.outputs, error.cache, error.events
+        heard += ear.heard
+        assert told == ear.heard
+        lossy = moves == "fail"  # a failed move takes what it was to bring back
+        assert_whole(cache, heard, () if lossy else prompts, () if lossy else outputs)
+        if ear.calls < at:
+            break
+    assert at > 4
+    assert said == ["interrupted by MemoryError: no memory; go on with this error's `cache`"] * (at - 1)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_both_halves_of_a_failed_move_are_heard(raises, monkeypatch):
+    """Also by a listener that raises at the first, at the second, and at the releases that follow."""
+    _, cache, heard = together(start(host=True), prompts_of(0) + prompts_of(1))
+    moves_fail(monkeypatch, "host" if raises else "device")
+    failures, told = [], kvjax.tiered.FailedTransfer.__init__
+    ear = Ear(lambda: fail() if failures and raises else None, ALWAYS)
+
+    def noted(self, *args):
+        told(self, *args)
+        failures.append((kvjax.to_list(self.events), kvjax.to_list(self.removed)))
+
+    monkeypatch.setattr(kvjax.tiered.FailedTransfer, "__init__", noted)
+    if raises:
+        with pytest.raises(GenerationInterrupted, match=r"(raised MemoryError.*){2}") as caught:
+            together(cache, prompts_of(2) + prompts_of(3), listener=ear, log_events=False)
+        cache = caught.value.cache
+    else:
+        with pytest.warns(RuntimeWarning, match="computed again"):
+            _, cache, _ = together(cache, prompts_of(0)[:1], listener=ear, log_events=False)
+    ((ordered, removed),) = failures
+    assert {event["kind"] for event in removed} == {"removed"} and ordered
+    at = ear.heard.index(ordered[0])
+    assert ear.heard[at : at + len(ordered) + len(removed)] == ordered + removed
+    assert_whole(cache, heard + ear.heard)
+
+
+def test_a_warning_that_is_an_error_costs_neither_the_cache_nor_events(monkeypatch):
+    _, cache, heard = together(start(host=True), prompts_of(0) + prompts_of(1))
+    moves_fail(monkeypatch)
+    ear = Ear()
+    with (
+        warnings.catch_warnings(category=RuntimeWarning, action="error"),
+        pytest.raises(GenerationInterrupted, match="by RuntimeWarning: what was") as caught,
+    ):
+        together(cache, prompts_of(0), listener=ear)
+    assert caught.value.events == ear.heard
+    assert_whole(caught.value.cache, heard + ear.heard)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_it_raises_at_the_releases_is_said_and_loses_nothing(way):
+    def leave():
+        raise SystemExit("enough")
+
+    ear = Ear(leave, ALWAYS)
+    with pytest.raises(GenerationInterrupted) as caught:
+        way(start(), prompts_of(0), listener=ear)
+    assert isinstance(caught.value.__cause__, SystemExit)
+    assert str(caught.value) == (
+        "interrupted by SystemExit: enough; go on with this error's `cache`; at its last events the listener raised "
+        "SystemExit: enough"
+    )
+    assert caught.value.events == ear.heard and ear.calls == 2
+    assert caught.value.outputs[0].tokens  # of the loop whose events it was told
+    assert_whole(caught.value.cache, ear.heard, prompts_of(0), caught.value.outputs)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_stream_that_is_closed_tells_of_its_releases(raises):
+    ear = Ear(fail, ALWAYS[1:] if raises else ())
+    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=ear)
+    progress = next(stream)
+    assert ear.heard == progress.events
+    if raises:
+        with pytest.raises(MemoryError, match="no memory"):
+            stream.close()
+    else:
+        stream.close()
+    assert progress.closing and ear.heard == progress.events + progress.closing
+    assert_whole(progress.cache, ear.heard, prompts_of(0), progress.outputs)
+
+
+def test_a_stream_whose_cache_has_gone_elsewhere_tells_nothing_more():
+    ear = Ear()
+    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=ear)
+    RELEASE(next(stream).cache, np.asarray([0], np.int32), now=np.int32(0))
+    stream.close()
+    assert ear.calls == 1
+
+
+def test_a_listener_may_compute_while_its_stream_is_collected_in_a_trace():
+    found = []
+
+    def listen(events):
+        found.append(int(kvjax.events.counts(events)["stored"]))
+
+    streams = [kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listen)]
+    progress = next(streams[0])
+
+    @jax.jit
+    def traced(x):
+        streams.clear()
+        gc.collect()
+        return x + 1
+
+    assert int(traced(np.int32(1))) == 2
+    stored = sum(event["kind"] == "stored" for event in progress.events + progress.closing)
+    assert sum(found) == stored and len(found) == 2 and progress.closing
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_waits_for_the_listener(way):
+    came_back = []
+    ear = Ear(lambda: (press(), came_back.append(True)), [1])
+    with pytest.raises(GenerationInterrupted) as caught:
+        way(start(), prompts_of(0), listener=ear)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt) and came_back and ear.calls == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_whole(caught.value.cache, ear.heard, prompts_of(0), caught.value.outputs)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_leaves(at, monkeypatch):
+    """It comes where the loop is waited for."""
+    read, count = batch.Batch._read, itertools.count(1)
+
+    def interrupted(self):
+        if next(count) == at:
+            press()
+            press()
+        return read(self)
+
+    monkeypatch.setattr(batch.Batch, "_read", interrupted)
+    ear = Ear()
+    with pytest.raises(GenerationInterrupted) as caught:
+        together(start(), prompts_of(0), listener=ear)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert caught.value.events == ear.heard
+    assert_whole(caught.value.cache, ear.heard)
