@@ -6,8 +6,7 @@ What readers do with a message that breaks a rule is mostly to drop it in silenc
 - Hashes are ints, the parent nil at a root; parents come before children, no hash twice in an event.
 - Whole blocks alone. Consecutive stored blocks that chain, of one group, level and namespace, are one event;
   consecutive removals of one group and level too.
-- A change of level is a removal from the old level and a store on the new one. In a run of updated records all
-  removals come first, children first, then all stores, parents first: the records come in the caller's order.
+- A change of level is a removal and a store (`interop/teller.py`).
 - AllBlocksCleared empties every group at its reader. It is sent only when no group keeps anything.
 """
 
@@ -22,20 +21,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.blocks.keys import Namespaces
-from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
-from kvjax.interop.batch import Batch, read, runs
+from kvjax.interop.batch import runs
 from kvjax.interop.naming import Naming
 from kvjax.interop.nodes import NodeMap
-from kvjax.interop.table import Gone, Nodes, names_of
+from kvjax.interop.table import Gone, names_of
+from kvjax.interop.teller import Teller
 from kvjax.interop.vllm.forms import HASH_BYTES, Form, What, pack_hashes, payload
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState
 
 _TOKEN, _FRAME = 5, 512  # the most bytes of a token, and usually of what is around hashes and tokens
 
 
-class Encoder:
+class Encoder(Teller[bytes]):
     """Makes payloads of events, for whoever has a transport of their own; `Publisher` has one.
 
     Attributes:
@@ -84,18 +82,17 @@ class Encoder:
           ValueError: naming the argument.
         """
         self.form = Form(form, spec.block_size)
-        self.nodes = NodeMap(spec)
-        self.naming = Naming(
+        naming = Naming(
             names, lora_names=lora_names, model=model, key=key, salts=salts, extra_name=extra_name,
             fields=self.form.fields,
         )  # fmt: skip
+        super().__init__(spec, naming, range(int(spec.bare), len(spec.groups) if self.form.tells_groups else 1))
         least = 4 * (_FRAME + HASH_BYTES + _TOKEN * spec.block_size)
         if not isinstance(max_message, int) or max_message < least:
             raise ValueError(f"max_message: got {max_message!r}, wanted an int of at least {least}")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise ValueError(f"rank: got {rank!r}, wanted an int of at least 0")
         self.rank, self.max_message = rank, max_message
-        self.groups = frozenset(range(int(spec.bare), len(spec.groups) if self.form.tells_groups else 1))
         self._most_blocks = max_message // 2 // (HASH_BYTES + _TOKEN * spec.block_size)
         self._most_hashes = max_message // 2 // HASH_BYTES
         self._ends = functools.lru_cache(4096)(self._make_plain_ends)
@@ -111,17 +108,6 @@ class Encoder:
           ValueError: if they cannot have come from a cache with the contents that the events so far have given it.
         """
         return self.payloads(self.events(self.read(events)), now)
-
-    def read(self, events: Any) -> Batch:
-        """Copies events to the host, and looks up their namespaces."""
-        batch = read(events, self.nodes.spec)
-        self.naming.learn(batch.namespaces())
-        return batch
-
-    def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache; `snapshot` has its payloads."""
-        self.nodes.attach(state)
-        self.naming.learn(set[int]().union(*(group.namespaces for group in self.nodes.groups)))
 
     def snapshot(self, now: float | None = None) -> list[bytes]:
         """The payloads that bring a reader to the present contents from any others: AllBlocksCleared, then stores."""
@@ -146,52 +132,6 @@ class Encoder:
             size += len(event)
         return [*found, payload(held, moment, self.rank)] if held else found
 
-    def events(self, batch: Batch) -> list[bytes]:
-        """Follows a batch; its encoded events."""
-        found: list[bytes] = []
-        for step in batch.steps():
-            if step.kind == EventKind.UPDATED:
-                found += self._moved(self.nodes.update(step.records))
-            elif step.kind == EventKind.CLEARED:
-                found += self._removed(self.nodes.clear(step.records))
-                if not any(self.nodes.groups[number].names for number in self.groups):
-                    found.append(self.form.cleared)
-            else:
-                found += self._removed(self.nodes.remove(step.records))
-                for number, blocks in self.nodes.store(step.stored, step.text):
-                    found += self._stored(self.nodes, number, self.settle(self.nodes, number, blocks))
-        return found
-
-    def settle(self, nodes: NodeMap, number: int, blocks: np.ndarray) -> np.ndarray:
-        """As `Naming.settle`."""
-        return self.naming.settle(nodes, number, blocks, number in self.groups)
-
-    def index(self, nodes: NodeMap) -> list[bytes]:
-        """Names the nodes of a map that have no names yet; encoded events that store all that are published."""
-        found: list[bytes] = []
-        for number, group in enumerate(nodes.groups):
-            self.settle(nodes, number, group.live)
-            blocks = group.live
-            found += self._stored(
-                nodes, number, parents_first(group, blocks[group.table[blocks, col.STATUS] == col.SENT])
-            )
-        return found
-
-    def _moved(self, before: Mapping[tuple[int, int], int]) -> list[bytes]:
-        """Events of nodes that are on another level than before: {(group, block): level}."""
-        removed, stored = [], []
-        for number, group in enumerate(self.nodes.groups):
-            levels = {block: level for (of, block), level in before.items() if of == number}
-            blocks = parents_first(group, np.array(list(levels), np.int64))
-            left = np.array([levels[block] for block in blocks.tolist()], np.int64)
-            for level in (0, 1):
-                names = names_of(group.table[blocks[left == level], col.DIGEST : col.DIGEST + 2])[
-                    ::-1
-                ]  # children first
-                removed += self._removed([Gone(number, names, np.full(len(names), level))])
-            stored += self._stored(self.nodes, number, blocks)
-        return removed + stored
-
     def _removed(self, gone: Iterable[Gone]) -> list[bytes]:
         """Events of what is gone; consecutive removals of one group and level are one event."""
         found = []
@@ -203,6 +143,9 @@ class Encoder:
                 some = hashes[start * HASH_BYTES : stop * HASH_BYTES]
                 found.append(self.form.removed(some, int(levels[start]), number))
         return found
+
+    def _cleared(self) -> list[bytes]:
+        return [self.form.cleared]
 
     def _stored(self, nodes: NodeMap, number: int, blocks: np.ndarray) -> list[bytes]:
         """Events that store a group's nodes; consecutive ones that chain are one event."""
@@ -276,21 +219,3 @@ def _pieces(parts: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, 
             yield start, start + most
             start += most
         yield start, stop
-
-
-def parents_first(group: Nodes, blocks: np.ndarray) -> np.ndarray:
-    """The blocks in an order in which parents come before their children, and chains stay together."""
-    names = names_of(group.table[blocks, col.DIGEST : col.DIGEST + 2]).tolist()
-    parents = names_of(group.table[blocks, col.ABOVE : col.ABOVE + 2]).tolist()
-    known, children, roots = set(names), {}, []
-    for at in np.argsort(group.table[blocks, col.DEPTH], kind="stable").tolist():
-        if parents[at] in known and group.table[blocks[at], col.DEPTH]:
-            children.setdefault(parents[at], []).append(at)
-        else:
-            roots.append(at)
-    order, waiting = [], roots[::-1]
-    while waiting:
-        at = waiting.pop()
-        order.append(at)
-        waiting += children.get(names[at], [])[::-1]
-    return blocks[order]
