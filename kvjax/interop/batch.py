@@ -85,6 +85,15 @@ def runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
     return ((start, stop) for start, stop in itertools.pairwise(cuts) if start < stop)
 
 
+def pieces(parts: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
+    """Parts (start, stop) in pieces of at most `most`."""
+    for start, stop in parts:
+        while stop - start > most:
+            yield start, start + most
+            start += most
+        yield start, stop
+
+
 def _cuts(records: np.ndarray) -> list[int]:
     """Where removed and stored records are cut, so that in each part all that is removed was there before it.
 

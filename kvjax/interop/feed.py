@@ -150,7 +150,7 @@ class Feed[T: Teller, W](abc.ABC):
 
     def _refuse_closed(self) -> None:
         if self._closing:
-            raise ValueError(f"publish: got events for a {self._name} that is closed, wanted an open one")
+            raise ValueError(f"publish: got events after `close`, wanted an open {self._name}")
 
     def _push(self, batch: Batch) -> None:
         self._queue.append(batch)

@@ -37,7 +37,7 @@ def test_the_core_needs_jax_and_numpy_alone():
 
 def test_the_cuda_extras_are_jaxs_own():
     extras = PROJECT["optional-dependencies"]
-    assert {"cuda12", "cuda13", "models", "plot", "wires", "test", "dev"} <= set(extras)
+    assert {"cuda12", "cuda13", "models", "plot", "wires", "agent", "metrics", "test", "dev"} <= set(extras)
     for cuda in ("cuda12", "cuda13"):
         assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
 
@@ -52,8 +52,12 @@ def test_the_version_has_one_home():
 # models -> kvjax -> pallas_kernels -> jax, and other packages only where an extra is named.
 MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
-    "kvjax": {"jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq"},
-}
+    "kvjax": {
+        "jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq", "grpc", "grpc_tools",
+        "google", "prometheus_client",
+    },
+}  # fmt: skip
+WIRES = {"msgspec", "zmq", "grpc", "grpc_tools", "google", "prometheus_client"}  # imported in `_wires.py` files alone
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -74,8 +78,7 @@ def test_importing_the_library_imports_no_extra():
         "chex",
         "hypothesis",
         "matplotlib",
-        "msgspec",
-        "zmq",
+        *WIRES,
         "flax",
         "optax",
         "safetensors",
@@ -88,27 +91,35 @@ def test_importing_the_library_imports_no_extra():
 
 
 def test_nothing_else_imports_the_wires():
-    importing = ("kvjax.interop", "msgspec", "zmq")
     for path in (ROOT / "kvjax").rglob("*.py"):
         found = re.findall(r"^\s*(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
         inside = path.is_relative_to(ROOT / "kvjax/interop")
-        assert inside or not any(name.startswith(importing) for name in found), path
-        assert path.name == "_wires.py" or not {"msgspec", "zmq"} & set(found), path
+        assert inside or not any(name.startswith("kvjax.interop") for name in found), path
+        assert path.name == "_wires.py" or not WIRES & {name.split(".")[0] for name in found}, path
 
 
-@pytest.mark.parametrize("absent", ["msgspec", "zmq"])
-def test_wires_without_their_packages_name_the_extra(absent):
+@pytest.mark.parametrize(
+    ("room", "absent", "needs"),
+    [
+        ("vllm", "msgspec", 'msgspec and pyzmq (pip install "kvjax[wires]")'),
+        ("vllm", "zmq", 'msgspec and pyzmq (pip install "kvjax[wires]")'),
+        ("agent", "grpc", 'grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'),
+        ("agent", "grpc_tools", 'grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'),
+        ("agent", "google.protobuf", 'grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'),
+        ("metrics", "prometheus_client", 'prometheus-client (pip install "kvjax[metrics]")'),
+    ],
+)
+def test_wires_without_their_packages_name_the_extra(room, absent, needs):
     code = f"""
 import sys
 sys.modules[{absent!r}] = None
 import kvjax, kvjax.interop
 try:
-    import kvjax.interop.vllm
+    import kvjax.interop.{room}
 except ImportError as error:
     print(error)
 """
-    wanted = 'kvjax.interop.vllm: needs msgspec and pyzmq (pip install "kvjax[wires]")\n'
-    assert output_of(sys.executable, "-c", code) == wanted
+    assert output_of(sys.executable, "-c", code) == f"kvjax.interop.{room}: needs {needs}\n"
 
 
 IMPORTS_KERNELS = """

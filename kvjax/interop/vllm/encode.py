@@ -15,14 +15,14 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvjax.blocks.keys import Namespaces
 from kvjax.interop import columns as col
-from kvjax.interop.batch import runs
+from kvjax.interop.batch import pieces, runs
 from kvjax.interop.naming import Naming
 from kvjax.interop.nodes import NodeMap
 from kvjax.interop.table import Gone, names_of
@@ -139,7 +139,7 @@ class Encoder(Teller[bytes]):
             if number not in self.groups:
                 continue
             hashes = pack_hashes(names)
-            for start, stop in _pieces(runs(levels), self._most_hashes):
+            for start, stop in pieces(runs(levels), self._most_hashes):
                 some = hashes[start * HASH_BYTES : stop * HASH_BYTES]
                 found.append(self.form.removed(some, int(levels[start]), number))
         return found
@@ -162,7 +162,7 @@ class Encoder(Teller[bytes]):
             rows[:, col.TEXT : col.TEXT + size].reshape(-1).tolist(), self._extra_keys(rows[:, col.TEXT + size :]),
         )  # fmt: skip
         found = []
-        for start, stop in _pieces(itertools.pairwise(cuts), self._most_blocks):
+        for start, stop in pieces(itertools.pairwise(cuts), self._most_blocks):
             event = self._chain(chains, start, stop)
             if len(event) + _FRAME <= self.max_message:
                 found.append(event)
@@ -210,12 +210,3 @@ class Chains(NamedTuple):
     columns: list[list[int]]
     tokens: list[int]
     extra_keys: list[list[Any] | None]
-
-
-def _pieces(parts: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
-    """Parts (start, stop) in pieces of at most `most`."""
-    for start, stop in parts:
-        while stop - start > most:
-            yield start, start + most
-            start += most
-        yield start, stop

@@ -186,3 +186,30 @@ def _start(wired: dict[Any, str], namespace: int, path: tuple, size: int, group:
         if at and not any((number, namespace, path[:at]) in wired for number in {group, *groups}):
             return at
     return 0
+
+
+def named(
+    mirror: Mirror, spec: kvjax.CacheSpec, known: kvjax.Namespaces, *, groups: Iterable[int] | None = None,
+    key: bytes = b"", model: str | None = None, loras: dict[int, str] | None = None,
+) -> dict[tuple[int, str], int]:  # fmt: skip
+    """What the agent's wire carries of an index: {(group, cache id): level}; by default of the first group with K/V."""
+    groups = {int(spec.bare)} if groups is None else set(groups)
+    found, digests = {}, {}
+
+    def digest(namespace: int, path: tuple) -> bytes:
+        if (namespace, path) not in digests:
+            if not path:
+                salt, number = known.describe(namespace)
+                lora = None if number is None else (loras or {}).get(number, str(number))
+                digests[namespace, path] = names.root(model, salt, lora, key=key)
+            else:
+                block = path[-spec.block_size :]
+                parts = zip(*block, strict=True) if spec.extra_ids else [block]
+                above = digest(namespace, path[: -spec.block_size])
+                digests[namespace, path] = names.block(above, *map(list, parts), key=key)
+        return digests[namespace, path]
+
+    for (group, *_), (namespace, path, level, _) in mirror.nodes.items():
+        if group in groups and len(path) % spec.block_size == 0 and namespace in known:
+            found[group, str(names.first_64_bits(digest(namespace, path)))] = level
+    return found

@@ -56,7 +56,7 @@ def test_a_publisher_is_attached_to_a_cache(story):
         with pytest.raises(ValueError, match=r"^state: got a cache of CacheSpec"):
             source.attach(kvjax.init(OTHER))
         assert sub.wait(lambda one: one.complete and one.index == wanted, LONG)
-    with pytest.raises(ValueError, match=r"^publish: got events for a publisher that is closed"):
+    with pytest.raises(ValueError, match=r"^publish: got events after `close`, wanted an open publisher"):
         source.attach(state)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law through sockets, of generations: a publisher is their listener, and they end in every way there is.
+"""The law through sockets, of generations: wires are their listeners, and they end in every way there is.
 
 Windows, tiers, namespaces, moves that fail, Ctrl-C, streams that nobody reads on, and a listener that raises.
 """
@@ -15,7 +15,8 @@ import kvjax
 from kvjax.interop import NodeMap
 from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted
-from tests.unit.interop.forest import projected
+from tests.unit.interop.forest import named, projected
+from tests.unit.interop.test_agent import Reader, agent
 from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
 from tests.unit.serving.test_interrupts import (
     MODEL,
@@ -107,12 +108,16 @@ def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeyp
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(publisher(spec, names=known, buffer_batches=5))
         subs = [stack.enter_context(subscriber(source, replay_timeout=1.0)) for _ in range(2)]
+        every = range(int(spec.bare), len(spec.groups))
+        served = stack.enter_context(agent(spec, names=known))
+        readers = [stack.enter_context(Reader(served.address, groups)) for groups in ((), every)]
         lossy, nodes, mirror = Lossy(subs[1], 1), NodeMap(spec), kvjax.events.Mirror()
         lives = Runs(start(kind, host=True), known, monkeypatch, 3, 0.1)
 
         def listener(events):
             nonlocal mirror
             source.publish(events)
+            served.publish(events)
             nodes.fold(events)
             mirror = kvjax.fold(kvjax.to_list(events), mirror)
 
@@ -124,8 +129,14 @@ def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeyp
             assert mirror.index == nodes.index == kvjax.events.index_of(state)
             if number == runs // 2:
                 subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
+                readers.append(stack.enter_context(Reader(served.address, every)))
             if number % 4 == 3:
                 assert all(agrees(sub, projected(mirror, spec, known)) for sub in subs)
-        wanted = projected(kvjax.fold(kvjax.events.snapshot(state)), spec, known)
+                assert readers[0].agrees(named(mirror, spec, known))
+                assert all(reader.agrees(named(mirror, spec, known, groups=every)) for reader in readers[1:])
+        mirror = kvjax.fold(kvjax.events.snapshot(state))
+        wanted = projected(mirror, spec, known)
         assert wanted and all(agrees(sub, wanted) for sub in subs) and lossy.lost
+        wanted = named(mirror, spec, known, groups=every)
+        assert wanted and all(reader.agrees(wanted) for reader in readers[1:])
         assert lives.ended >= ENDS

@@ -285,7 +285,7 @@ def test_the_caller_does_not_wait_for_a_resync(monkeypatch):
 def test_what_is_no_event_is_the_callers_error():
     with publisher() as source, pytest.raises(ValueError, match=r"^events: got NoneType, wanted Events"):
         source.publish(None)
-    with pytest.raises(ValueError, match=r"^publish: got events for a publisher that is closed"):
+    with pytest.raises(ValueError, match=r"^publish: got events after `close`, wanted an open publisher"):
         source.publish(CHAIN)
 
 

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache holds, served over gRPC in the manner of MAX's KV cache agent.
+
+The service is described in `agent.proto` beside this file; `messages` and `services` are what gRPC makes of it.
+"""
+
+from kvjax.interop.agent._wires import messages, services
+from kvjax.interop.agent.service import Agent
+
+__all__ = ["Agent", "messages", "services"]

@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent over real sockets: the law for MAX's clients and for those that ask for more, and bad peers."""
+
+import contextlib
+import pathlib
+import threading
+import time
+
+import grpc
+import grpc_tools
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from grpc_tools import protoc
+
+import kvjax
+from kvjax import names
+from kvjax.interop.agent import Agent, messages, service, services
+from kvjax.interop.agent.updates import MOST_NAMES
+from tests.unit.debug import stories
+from tests.unit.interop.forest import SHAPES, Forest, arrays_of, named, namespaces, spec_of
+from tests.unit.interop.test_nodes import removed, stored, updated
+from tests.unit.interop.test_wire import CHAIN, LONG, eventually
+
+PLAIN = spec_of("plain")
+METHOD = "/max.serve.kvcache_agent.v1.KVCacheAgentService/SubscribeToUpdates"
+ADDED, REMOVED, GPU, CPU = 1, 2, 1, 2
+# What MAX's clients are made from.
+MAX = """
+syntax = "proto3";
+package max.serve.kvcache_agent.v1;
+message SubscriptionRequest {}
+enum UpdateType { UPDATE_TYPE_UNSPECIFIED = 0; UPDATE_TYPE_ADDED = 1; UPDATE_TYPE_REMOVED = 2; }
+enum MemoryTier {
+  MEMORY_TIER_UNSPECIFIED = 0; MEMORY_TIER_GPU = 1; MEMORY_TIER_CPU = 2; MEMORY_TIER_DISK = 3;
+  MEMORY_TIER_OBJECT_STORE = 4;
+}
+message KVCacheStateUpdate { UpdateType update_type = 1; MemoryTier memory_tier = 2; repeated string cache_ids = 3; }
+service KVCacheAgentService { rpc SubscribeToUpdates(SubscriptionRequest) returns (stream KVCacheStateUpdate); }
+"""
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """The update of MAX's own description, which knows three fields."""
+    folder = tmp_path_factory.mktemp("max")
+    (folder / "max.proto").write_text(MAX)
+    include = pathlib.Path(grpc_tools.__file__).parent / "_proto"
+    made = folder / "made"
+    assert protoc.main(["", f"-I{folder}", f"-I{include}", f"--descriptor_set_out={made}", "max.proto"]) == 0
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(made.read_bytes()).file:
+        pool.Add(file)
+    found = pool.FindMessageTypeByName("max.serve.kvcache_agent.v1.KVCacheStateUpdate")
+    return message_factory.GetMessageClass(found)
+
+
+def agent(spec=PLAIN, **options):
+    return Agent(spec, **{"port": 0, "heartbeat": 0.1, **options})
+
+
+class Reader:
+    """Mirrors an agent by the update class of a description; an id that is added or removed twice is an error.
+
+    Attributes:
+      found: {(group, cache id): level}.
+      updates: how many it got.
+      fill: the last levels.
+      parents: {cache id: that of the prefix before}.
+      complete: whether the snapshot has ended.
+      error: how its stream ended.
+    """
+
+    def __init__(self, address, groups=(), update=messages.KVCacheStateUpdate, credentials=None):
+        self.found, self.parents, self.fill, self.updates = {}, {}, (), 0
+        self.complete, self.error, self.wrong = False, None, []
+        self.ours = update is messages.KVCacheStateUpdate
+        self._changed = threading.Condition()
+        self._channel = (
+            grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+        )
+        call = self._channel.unary_stream(METHOD, response_deserializer=update.FromString)
+        self._updates = call(messages.SubscriptionRequest(groups=groups).SerializeToString())
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            for update in self._updates:
+                with self._changed:
+                    self._take(update)
+                    self.updates += 1
+                    self._changed.notify_all()
+        except grpc.RpcError as error:
+            with self._changed:
+                self.error = error
+                self._changed.notify_all()
+
+    def _take(self, update):
+        group = update.group if self.ours else None
+        keys = [(group, name) for name in update.cache_ids]
+        if update.update_type == ADDED:
+            self.wrong += [key for key in keys if key in self.found]
+            self.found.update(dict.fromkeys(keys, update.memory_tier - GPU))
+        else:
+            self.wrong += [key for key in keys if self.found.get(key) != update.memory_tier - GPU]
+            for key in keys:
+                self.found.pop(key, None)
+        if self.ours:
+            self._check(update, keys)
+
+    def _check(self, update, keys):
+        late = update.in_snapshot and (self.complete or update.update_type != ADDED)
+        if late or update.sequence != self.updates:
+            self.wrong.append(update)
+        if update.update_type == ADDED:
+            self.parents.update(zip(update.cache_ids, update.parent_ids, strict=True))
+        self.complete |= update.snapshot_end
+        self.fill = tuple(update.fill) or self.fill
+
+    def wait(self, condition, timeout=LONG):
+        with self._changed:
+            return self._changed.wait_for(lambda: condition(self), timeout)
+
+    def agrees(self, wanted):
+        """Whether it comes to have these ids, each told once."""
+        if not self.ours:
+            wanted = {(None, name): level for (_, name), level in wanted.items()}
+        assert self.wait(lambda one: one.found == wanted), set(self.found.items()) ^ set(wanted.items())
+        return not self.wrong
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._updates.cancel()
+        self._thread.join()
+        self._channel.close()
+
+
+def mirror_of(*events):
+    return kvjax.fold([event for some in events for event in some])
+
+
+# The bytes.
+
+
+def test_updates_by_hand():
+    first = names.block(names.root(), [1, 2, 3, 4])
+    a, b = (str(names.first_64_bits(digest)).encode() for digest in (first, names.block(first, [5, 6, 7, 8])))
+
+    def text(tag, value):
+        return bytes([tag << 3 | 2, len(value)]) + value
+
+    with agent(heartbeat=None) as source, grpc.insecure_channel(source.address) as channel:
+        source.publish([*CHAIN, stored(2, 1, (1, 1), [9])])
+        assert source.flush(LONG)
+        stream = channel.unary_stream(METHOD)(b"")
+        gpu, cpu = b"\x08\x01\x10\x01", b"\x10\x02"
+        both = gpu + text(3, a) + text(3, b) + text(5, b"") + text(5, a)
+        assert next(stream) == both + b"\x30\x01"  # in_snapshot; number 0 is not written
+        fill = text(9, b"\x10\x01\x18\x03\x20\x0a") + text(9, cpu + b"\x20\x06")
+        assert next(stream) == gpu + b"\x38\x01" + fill + b"\x20\x01"  # snapshot_end, number 1
+        source.publish([updated(1, 1, 1)])
+        assert next(stream) == b"\x08\x02\x10\x01" + text(3, b) + b"\x20\x02"
+        assert next(stream) == b"\x08\x01" + cpu + text(3, b) + text(5, a) + b"\x20\x03"
+        stream.cancel()
+
+
+# The law.
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_maxs_clients_and_others_have_what_is_cached(shape, theirs):
+    spec, known, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), 3)
+    every = range(int(spec.bare), len(spec.groups))
+    with agent(spec, names=known, key=b"secret", model="m") as source, contextlib.ExitStack() as stack:
+        given = {"key": b"secret", "model": "m"}
+        readers = []
+        for number in range(6):
+            readers.append((stack.enter_context(Reader(source.address, update=theirs)), None))
+            readers.append((stack.enter_context(Reader(source.address, every)), every))
+            for _ in range(4):
+                source.publish(arrays_of(forest.draw(forest.rng.randrange(1, 8)), spec))
+            if number % 2:
+                for reader, groups in readers:
+                    assert reader.agrees(named(forest.mirror, spec, known, groups=groups, **given))
+    assert source.counts["subscriptions"] == len(readers)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(st.sampled_from(sorted(SHAPES)), st.integers(0, 10**6), st.sampled_from([{}, {"queue_bytes": 1}]))
+def test_it_is_so_for_other_histories(shape, seed, options):
+    spec, known, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), seed)
+    every = range(int(spec.bare), len(spec.groups))
+    with agent(spec, names=known, **options) as source, contextlib.ExitStack() as stack:
+        readers = []
+        for _ in range(8):
+            readers.append(stack.enter_context(Reader(source.address, every)))
+            for _ in range(8):
+                source.publish(arrays_of(forest.draw(forest.rng.randrange(1, 8)), spec))
+            assert all(reader.agrees(named(forest.mirror, spec, known, groups=every)) for reader in readers)
+
+
+def test_it_is_so_without_a_queue():
+    spec, known, forest = spec_of("windows"), namespaces(), Forest(spec_of("windows"), 5)
+    with agent(spec, names=known, queue_bytes=1) as source, Reader(source.address, [0, 1]) as reader:
+        for _ in range(30):
+            source.publish(arrays_of(forest.draw(5), spec))
+        assert reader.agrees(named(forest.mirror, spec, known, groups=[0, 1]))
+        assert source.counts["overflows"] > 20
+
+
+def test_who_subscribes_while_events_come_misses_none_and_gets_none_twice():
+    with agent(heartbeat=0.01, max_subscribers=64) as source, contextlib.ExitStack() as stack:
+        readers = []
+        for number in range(150):
+            source.publish([stored(5, number, 0, [number] * 4), removed(5, number)])
+            if number % 10 == 0:
+                readers.append(stack.enter_context(Reader(source.address)))
+        source.publish(CHAIN)
+        assert all(reader.agrees(named(mirror_of(CHAIN), PLAIN, kvjax.Namespaces())) for reader in readers)
+
+
+def test_blocks_name_the_prefix_before_them():
+    with agent() as source, Reader(source.address) as reader:
+        source.publish(CHAIN)
+        assert reader.wait(lambda one: len(one.found) == 2)
+        (_, first), (_, second) = reader.found
+        assert reader.parents == {first: "", second: first}
+        with Reader(source.address) as late:
+            assert late.wait(lambda one: one.complete) and late.parents == reader.parents
+
+
+def test_a_large_state_comes_in_pieces():
+    spec = kvjax.make_spec(num_blocks=MOST_NAMES + 10, max_seqs=1, max_length=4, block_size=1)
+    sizes = []
+    with agent(spec) as source, grpc.insecure_channel(source.address) as channel:
+        source.publish([stored(block, 1, 0, [block]) for block in range(MOST_NAMES + 10)])
+        assert source.flush(LONG)
+        for message in channel.unary_stream(METHOD)(b""):
+            update = messages.KVCacheStateUpdate.FromString(message)
+            sizes.append((len(update.cache_ids), len(message) < 1 << 20))
+            if update.snapshot_end:
+                break
+    assert sizes == [(MOST_NAMES, True), (10, True), (0, True)]
+    assert MOST_NAMES * 2 * (2 + len(str(2**64))) < 1 << 20
+
+
+# How full it is.
+
+
+def test_how_full_the_tiers_are_is_told_again_and_again():
+    story = stories.plain()
+    state = story.state
+    with agent(state.spec, heartbeat=0.05) as source, Reader(source.address) as reader:
+        assert reader.wait(lambda one: one.updates > 3)
+        [fill] = reader.fill
+        assert (fill.memory_tier, fill.cached_blocks, fill.total_blocks) == (GPU, 0, state.spec.groups[0].num_blocks)
+        assert not fill.HasField("used_blocks")
+        source.attach(state)
+        source.set(state)
+        wanted, cached = kvjax.debug.stats(state), len(kvjax.events.index_of(state))
+        assert reader.wait(lambda one: one.fill[0].cached_blocks == cached > 0 and one.fill[0].HasField("used_blocks"))
+        [fill] = reader.fill
+        assert (
+            fill.used_blocks == wanted.active_blocks + wanted.cached_blocks and fill.total_blocks == wanted.num_blocks
+        )
+        assert reader.wait(lambda one: one.fill[0].used_age_seconds > fill.used_age_seconds)
+
+
+def test_without_a_heartbeat_it_is_told_once():
+    with agent(heartbeat=None) as source, Reader(source.address) as reader:
+        assert reader.wait(lambda one: one.complete)
+        assert not reader.wait(lambda one: one.updates > 1, 0.3) and reader.fill
+
+
+# Events that cannot have happened, and what ends.
+
+
+def test_impossible_events_never_reach_the_caller(caplog):
+    source = agent()
+    wanted = named(mirror_of(CHAIN), PLAIN, kvjax.Namespaces())
+    with Reader(source.address) as reader:
+        source.publish(CHAIN)
+        assert reader.agrees(wanted)
+        source.publish([removed(7, 7)])
+        assert reader.agrees({})
+        source.publish(CHAIN)
+        assert source.flush(LONG) and source.counts["ignored"] == 1 and reader.agrees({})
+    assert [record.name for record in caplog.records] == ["kvjax.interop"]
+    with pytest.raises(ValueError, match=r"^events: got removed of node \(0, 7, 7\), wanted one that the map has"):
+        source.close()
+    with pytest.raises(ValueError, match=r"^publish: got events after `close`, wanted an open agent"):
+        source.publish(CHAIN)
+
+
+def test_an_agent_is_attached_to_a_cache():
+    state = stories.plain().state
+    wanted = named(kvjax.fold(kvjax.events.snapshot(state)), state.spec, kvjax.Namespaces())
+    with agent(state.spec) as source, Reader(source.address) as reader:
+        source.publish([stored(0, 1, 0, [1] * state.spec.block_size)])
+        assert reader.wait(lambda one: len(one.found) == 1)
+        source.attach(state)
+        assert wanted and reader.agrees(wanted)
+        source.publish([removed(77, 1)])
+        assert reader.agrees({})
+        source.attach(state)
+        assert reader.agrees(wanted)
+
+
+def test_readers_get_what_was_published_before_it_was_closed():
+    source = agent(heartbeat=None)
+    with Reader(source.address) as reader:
+        assert reader.wait(lambda one: one.complete)
+        for event in CHAIN:
+            source.publish([event])
+        source.close()
+        assert reader.wait(lambda one: one.error is not None)
+        assert len(reader.found) == 2 and reader.error.code() is grpc.StatusCode.UNAVAILABLE
+        assert reader.error.details() == "the agent is closed"
+
+
+def test_threads_end_with_their_owners():
+    before = set(threading.enumerate())
+    with agent() as source, Reader(source.address) as reader:
+        assert reader.wait(lambda one: one.complete)
+    assert eventually(lambda: set(threading.enumerate()) <= before)
+
+
+# Peers.
+
+
+@contextlib.contextmanager
+def unread(source, groups=()):
+    """A subscription of which nothing is read, through a small window."""
+    options = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(source.address, options) as channel:
+        stream = channel.unary_stream(METHOD)(messages.SubscriptionRequest(groups=groups).SerializeToString())
+        assert eventually(lambda: source.counts["subscribers"] == 1)
+        yield stream
+        stream.cancel()
+
+
+def flood(source, seconds=LONG):
+    """Publishes until somebody is late."""
+    tokens, until, number = [7] * 4, time.monotonic() + seconds, 0
+    while not any(stream.ended for stream in list(source._board.streams)) and time.monotonic() < until:
+        number += 1
+        source.publish([stored(0, number, 0, tokens), removed(0, number)])
+    assert any(stream.ended is service.End.LATE for stream in list(source._board.streams))
+
+
+def test_a_subscriber_that_is_late_ends_and_may_come_again():
+    with agent(max_behind=50, heartbeat=None) as source:
+        with unread(source) as stream:
+            flood(source)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stream)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert caught.value.details() == "the subscriber reads too slowly: subscribe again"
+        assert eventually(lambda: source.counts["subscribers"] == 0) and source.counts["subscribers_late"] == 1
+        source.publish(CHAIN[:1])
+        with Reader(source.address) as reader:
+            assert reader.agrees(named(mirror_of(CHAIN[:1]), PLAIN, kvjax.Namespaces()))
+
+
+def test_one_that_never_reads_does_not_stay(monkeypatch):
+    monkeypatch.setattr(service, "_GRACE", 0.1)
+    with agent(max_behind=50, heartbeat=0.05, max_subscribers=1) as source, unread(source):
+        flood(source)
+        assert eventually(lambda: source.counts["subscribers"] == 0) and source.counts["subscribers_late"] == 1
+        with Reader(source.address) as reader:
+            assert reader.wait(lambda one: one.complete)
+
+
+def test_subscribers_are_as_many_as_it_says():
+    with agent(max_subscribers=2) as source, Reader(source.address) as one, Reader(source.address) as two:
+        assert one.wait(lambda it: it.complete) and two.wait(lambda it: it.complete)
+        with Reader(source.address) as three:
+            assert three.wait(lambda it: it.error is not None)
+            assert three.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert three.error.details() == "subscribers: got another one, wanted at most 2"
+        assert source.counts["subscribers_refused"] == 1 and source.counts["subscribers"] == 2
+        one.__exit__()
+        assert eventually(lambda: source.counts["subscribers"] == 1)
+        with Reader(source.address) as three:
+            assert three.wait(lambda it: it.complete)
+
+
+def test_groups_without_keys_and_values_are_refused():
+    for shape, groups, known in (("bare", [0], [1, 2]), ("plain", [0, 5], [0])):
+        with agent(spec_of(shape)) as source, Reader(source.address, groups) as reader:
+            assert reader.wait(lambda one: one.error is not None)
+            assert reader.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert reader.error.details() == f"groups: got {groups}, wanted some of {known}"
+            assert source.counts["requests_refused"] == 1
+
+
+@pytest.fixture(scope="module")
+def beset():
+    """An agent, somebody who reads it, and a channel for others."""
+    with agent() as source, Reader(source.address) as reader, grpc.insecure_channel(source.address) as channel:
+        source.publish(CHAIN)
+        yield source, reader, channel
+
+
+def requests():
+    """Requests that are random, oversized, or ask for any groups."""
+    groups = st.lists(st.integers(0, 2**32 - 1) | st.just(0), max_size=4)
+    sent = groups.map(lambda some: messages.SubscriptionRequest(groups=some).SerializeToString())
+    return st.one_of(st.binary(max_size=60), st.binary(min_size=4090, max_size=6000), sent)
+
+
+def answer(channel, request_):
+    """The status of a request, OK if it is answered with the state."""
+    stream = channel.unary_stream(METHOD, response_deserializer=messages.KVCacheStateUpdate.FromString)
+    found = stream(request_, timeout=LONG)
+    try:
+        return grpc.StatusCode.OK if next(found).in_snapshot else None
+    except grpc.RpcError as error:
+        return error.code()
+    finally:
+        found.cancel()
+
+
+def expected(request_):
+    if len(request_) > 4096:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    try:
+        asked = messages.SubscriptionRequest.FromString(request_).groups
+    except DecodeError:
+        return grpc.StatusCode.INVALID_ARGUMENT
+    return grpc.StatusCode.INVALID_ARGUMENT if set(asked) - {0} else grpc.StatusCode.OK
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(requests())
+def test_requests_of_others_are_answered_or_refused(beset, request_):
+    source, reader, channel = beset
+    assert eventually(lambda: source.counts["subscribers"] < 10)
+    assert answer(channel, request_) is expected(request_)
+    assert reader.agrees(named(mirror_of(CHAIN), PLAIN, kvjax.Namespaces())) and source.counts["ignored"] == 0
+
+
+def test_other_methods_are_not_there(beset):
+    _, _, channel = beset
+    with pytest.raises(grpc.RpcError) as caught:
+        list(channel.unary_stream(METHOD + "s")(b"", timeout=LONG))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_port_that_is_taken_is_named():
+    with agent() as source:
+        wanted = rf"^port: got {source.address}, wanted one of this machine that is not in use"
+        with pytest.raises(OSError, match=wanted):
+            agent(port=source.port)
+        assert source.address == f"127.0.0.1:{source.port}"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"port": "50051"}, "port: got '50051', wanted an int of at least 0"),
+        ({"max_subscribers": 0}, "max_subscribers: got 0, wanted an int of at least 1"),
+        ({"max_behind": True}, "max_behind: got True, wanted an int of at least 1"),
+        ({"heartbeat": 0}, "heartbeat: got 0, wanted more than 0"),
+        ({"queue_bytes": -1}, "queue_bytes: got -1, wanted more than 0"),
+        ({"key": b"k" * 65}, "key: got 65 bytes, wanted at most 64 bytes"),
+    ],
+)
+def test_options_are_checked(options, complaint):
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        agent(**options)
+
+
+def test_credentials_are_asked_for():
+    with agent(credentials=grpc.local_server_credentials()) as source:
+        source.publish(CHAIN)
+        with Reader(source.address, credentials=grpc.local_channel_credentials()) as reader:
+            assert reader.wait(lambda one: len(one.found) == 2)
+
+
+def test_the_description_makes_a_client():
+    """As README has it."""
+    with agent() as source, grpc.insecure_channel(source.address) as channel:
+        source.publish(CHAIN)
+        assert source.flush(LONG)
+        stub = services.KVCacheAgentServiceStub(channel)
+        assert len(next(stub.SubscribeToUpdates(messages.SubscriptionRequest())).cache_ids) == 2
