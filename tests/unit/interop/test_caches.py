@@ -11,7 +11,8 @@ from kvjax.testing import Trial, requests
 from tests.drive import EXTRA, TIERS
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import CONFIGS
-from tests.unit.interop.forest import projected
+from tests.unit.interop.forest import named, projected
+from tests.unit.interop.test_agent import Reader, agent
 from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
 
 __all__ = ["hurried"]  # peers need not wait here either
@@ -30,7 +31,10 @@ def given_out(number):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[CONFIGS[name].generate]) for name in STEPS])
 def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
-    """One reader is there from the beginning, one loses messages, one comes in the middle; at last it is attached."""
+    """One reader is there from the beginning, one loses messages, one comes in the middle; at last it is attached.
+
+    An agent serves the same events to one who knows the first group, and others who ask for all.
+    """
     known = given_out(bytes_machine.TENANTS)
     with contextlib.ExitStack() as stack:
         config = CONFIGS[name]
@@ -38,17 +42,25 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
         options = {"names": known, "buffer_batches": 20, **extra}
         source = stack.enter_context(publisher(config.spec(), **options))
         subs = [stack.enter_context(subscriber(source, replay_timeout=1.0)) for _ in range(2)]
+        served = stack.enter_context(agent(config.spec(), names=known))
+        every = range(int(config.spec().bare), len(config.spec().groups))
+        readers = [stack.enter_context(Reader(served.address, groups)) for groups in ((), every)]
         lossy, heard, steps = Lossy(subs[1], 1), bytes_machine.Life.hear, iter(range(10**9))
 
         def hear(life, events):
             source.publish(events)
+            served.publish(events)
             found = heard(life, events)
             step = next(steps)
             if step == STEPS[name] // 2:
                 subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
+                readers.append(stack.enter_context(Reader(served.address, every)))
             if step % 40 == 39:
                 wanted = projected(life.mirror, life.spec, known, **extra)
                 assert all(agrees(sub, wanted) for sub in subs)
+                assert readers[0].agrees(named(life.mirror, life.spec, known))
+                wanted = named(life.mirror, life.spec, known, groups=every)
+                assert all(reader.agrees(wanted) for reader in readers[1:])
             return found
 
         monkeypatch.setattr(bytes_machine.Life, "hear", hear)
@@ -58,6 +70,10 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
         assert life.tally["removed"] and (life.tally["failed"] or not life.has_host)
         source.attach(life.state)
         assert all(agrees(sub, wanted) for sub in subs)
+        served.attach(life.state)
+        index = kvjax.fold(kvjax.events.snapshot(life.state))
+        assert readers[0].agrees(named(index, life.spec, known)) and readers[0].found
+        assert all(reader.agrees(named(index, life.spec, known, groups=every)) for reader in readers[1:])
 
 
 @pytest.mark.slow

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the events of a cache add up to: totals, bytes that moved, hits by tier, lifetimes."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from kvjax.events.log import EventLog
+from kvjax.events.records import EventKind, Events
+from kvjax.events.totals import Totals
+from kvjax.events.transfer import Transfer
+from kvjax.interop.batch import read
+from kvjax.spec import CacheSpec
+
+BOUNDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)  # seconds
+TIERS = ("device", "host")  # by level
+
+
+class Lifetimes:
+    """How long the blocks of a group were findable.
+
+    Attributes:
+      counts: i64[14]; how many lasted up to each of `BOUNDS`, but longer than up to the one before; then the others.
+      seconds: in all.
+    """
+
+    def __init__(self, num_ids: int):
+        self.counts, self.seconds = np.zeros(len(BOUNDS) + 1, np.int64), 0.0
+        self._since = np.full(num_ids, np.nan)
+
+    def begin(self, blocks: np.ndarray, now: float) -> None:
+        """Blocks are stored."""
+        self._since[blocks] = now
+
+    def end(self, blocks: np.ndarray, now: float) -> None:
+        """Blocks are removed; those whose beginning nobody saw do not count."""
+        lasted = now - self._since[blocks]
+        lasted = lasted[~np.isnan(lasted)]
+        self.counts += np.bincount(np.searchsorted(BOUNDS, lasted), minlength=len(self.counts))
+        self.seconds += float(lasted.sum())
+        self._since[blocks] = np.nan
+
+
+class Observed:
+    """Adds up events on the host.
+
+    It needs no events from before, and none that are impossible trouble it: what it does not know it does not count.
+
+    Attributes:
+      totals: as `Totals`.
+      hits: tokens that admissions found, by tier.
+      moved: bytes of ordered moves to each tier, by group.
+      lifetimes: by group.
+    """
+
+    def __init__(self, spec: CacheSpec):
+        self.spec, self.totals = spec, Totals()
+        self.hits = dict.fromkeys(TIERS, 0)
+        self.moved = {(number, tier): 0 for number in range(len(spec.groups)) for tier in TIERS}
+        self.lifetimes = [Lifetimes(group.num_ids) for group in spec.groups]
+        self._block_bytes = [sum(p.block_bytes(spec.block_size) for p in group.pools) for group in spec.groups]
+        # Of the first group, which has every block that an admission finds.
+        self._fill = np.full(spec.groups[0].num_ids, spec.block_size)
+        self._level = np.zeros(spec.groups[0].num_ids, np.int64)
+
+    def know(self, levels: np.ndarray) -> None:
+        """Tells the levels i64[B] of the first group's blocks, of a cache whose events were not all observed."""
+        self._level[:] = levels
+
+    def add(self, events: Events | EventLog, now: float) -> None:
+        """Adds events, at a time in seconds.
+
+        Raises:
+          ValueError: for anything else, and for blocks of another size.
+        """
+        if not isinstance(events, Events | EventLog):
+            raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
+        events = jax.device_get(events)
+        batch = read(events, self.spec)
+        self.totals = self.totals.add(events)
+        back = 0
+        for step in batch.steps():
+            back += self._follow(step.records, now) + self._follow(step.stored, now)
+        found = int(np.sum(events.cached))
+        from_host = min(back, found) if isinstance(events, Events) else 0  # a jitted loop finds nothing on the host
+        self.hits["host"] += from_host
+        self.hits["device"] += found - from_host
+        if isinstance(events, Events) and events.transfer is not None:
+            self._move(events.transfer)
+
+    def _follow(self, records: np.ndarray, now: float) -> int:
+        """Follows records i32[n, 9] of one kind; the tokens in blocks of the first group that left the host."""
+        back = 0
+        for number in set(records[:, 1].tolist()) & set(range(len(self.lifetimes))):
+            mine = records[records[:, 1] == number]
+            mine = mine[(mine[:, 2] >= 0) & (mine[:, 2] < self.spec.groups[number].num_ids)]
+            if not len(mine):
+                continue
+            kind, blocks, lives = mine[0, 0], mine[:, 2], self.lifetimes[number]
+            if kind == EventKind.CLEARED:
+                lives.end(np.arange(self.spec.groups[number].num_ids), now)
+            elif kind == EventKind.REMOVED:
+                lives.end(blocks, now)
+            elif kind == EventKind.STORED:
+                lives.begin(blocks, now)
+            if number == 0 and kind == EventKind.UPDATED:
+                came = np.unique(blocks[(mine[:, 7] == 0) & (self._level[blocks] == 1)])
+                back += int(self._fill[came].sum())
+            if number == 0 and kind == EventKind.STORED:
+                self._fill[blocks] = mine[:, 6]
+            if number == 0 and kind in (EventKind.STORED, EventKind.UPDATED):
+                self._level[blocks] = mine[:, 7]
+        return back
+
+    def _move(self, transfer: Transfer) -> None:
+        """Counts moves: between tiers the greater pool row is on the host."""
+        there = transfer.block >= 0
+        for number, size in enumerate(self._block_bytes):
+            of = there & (transfer.group == number)
+            for tier, towards in (
+                ("host", transfer.target > transfer.source),
+                ("device", transfer.target < transfer.source),
+            ):
+                self.moved[number, tier] += size * int(np.sum(of & towards))
