@@ -15,6 +15,12 @@ import jax
 
 import kvjax
 
+EXTRAS = {
+    "wires": ("msgspec and pyzmq", ("msgspec", "zmq")),
+    "agent": ("grpcio, grpcio-tools and protobuf", ("grpc", "grpc_tools", "google")),
+    "metrics": ("prometheus-client", ("prometheus_client",)),
+}
+
 
 class Parser(argparse.ArgumentParser):
     """A parser of `python -m PACKAGE.COMMAND` under the name that the package was started by; errors are one line."""
@@ -92,10 +98,11 @@ def keep_programs(keep: bool) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def check_wires(parser: Parser, option: str = "") -> None:
-    """Refuses what publishes events where the packages for that are missing."""
-    if importlib.util.find_spec("msgspec") is None or importlib.util.find_spec("zmq") is None:
-        parser.error(f'{option}{": " if option else ""}needs msgspec and pyzmq: pip install "kvjax[wires]"')
+def check_extra(parser: Parser, extra: str, option: str = "") -> None:
+    """Refuses an option, or a command, where the packages of an extra are missing."""
+    needs, modules = EXTRAS[extra]
+    if any(importlib.util.find_spec(module) is None for module in modules):
+        parser.error(f'{option}{": " if option else ""}needs {needs}: pip install "kvjax[{extra}]"')
 
 
 def write(parser: Parser, args: argparse.Namespace, events: Iterable[dict[str, Any]], cache: Any) -> None:

@@ -8,7 +8,6 @@ output, all else to standard error. Without a checkpoint the demo runs on the bu
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
@@ -17,7 +16,7 @@ from typing import Any
 
 import kvjax
 
-from . import commands, demo
+from . import commands, demo, wires
 from .commands import number
 from .decoder import Decoder
 from .loading import load
@@ -32,12 +31,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; see --help."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    if args.checkpoint is None and (args.prompt or args.prompts or args.json or args.publish):
+    if args.checkpoint is None and (args.prompt or args.prompts or args.json):
         parser.error("--checkpoint: got none, wanted the folder of a model")
-    if args.publish:
-        commands.check_wires(parser, "--publish")
-    elif args.replay:
-        parser.error("--replay: got one without --publish")
+    wires.check(parser, args)
     commands.prepare(parser, args)
     try:
         if args.checkpoint is None:
@@ -98,10 +94,7 @@ def _parser() -> commands.Parser:
     )
     commands.add_scan(parser)
     commands.add_outputs(parser)
-    parser.add_argument(
-        "--publish", metavar="ENDPOINT", help="publish the cache's events there as vLLM does, such as tcp://*:5557"
-    )
-    parser.add_argument("--replay", metavar="ENDPOINT", help="answer there who missed some of them")
+    wires.add_wires(parser)
     return parser
 
 
@@ -164,7 +157,7 @@ def _generate(
         parser.error(str(error))
     events: list[dict[str, Any]] = []
     outputs, cache, finished = [], kvjax.Cache.create(spec), True
-    publisher = _publisher(parser, args, spec)
+    told = wires.Wires(parser, args, spec, _note)
     stream = kvjax.stream(
         model,
         cache,
@@ -174,15 +167,16 @@ def _generate(
         seeds=range(args.seed, args.seed + len(prompts)),
         stop_tokens=args.stop or model.config.eos_token_ids,
         steps=STEPS,
-        listener=publisher.publish if publisher else None,
+        listener=told.listener,
     )
     progress: kvjax.serving.Progress | None = None
-    with Stopwatch(_note) as watch, publisher or contextlib.nullcontext():
+    with Stopwatch(_note) as watch, told:
         try:
             for progress in watch.timed(stream):
                 outputs, cache = progress.outputs, progress.cache
                 events += progress.events
                 screen.show(outputs)
+                told.set(cache)
         except KeyboardInterrupt:  # during `show`: the stream did not receive it
             finished = False
             stream.close()
@@ -200,21 +194,6 @@ def _generate(
             _note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
     _note(watch.report())
     return events, cache, finished
-
-
-def _publisher(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.CacheSpec) -> Any:
-    """A publisher of the cache's events, or None."""
-    if not args.publish:
-        return None
-    from kvjax.interop.vllm import Publisher  # late: it needs an extra
-
-    name = os.path.basename(os.path.abspath(args.checkpoint))
-    try:
-        publisher = Publisher(spec, bind=args.publish, replay=args.replay, model=name)
-    except (OSError, ValueError) as error:
-        parser.error(str(error).replace("bind: ", "--publish: ", 1).replace("replay: ", "--replay: ", 1))
-    _note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
-    return publisher
 
 
 def _note(text: str) -> None:

@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few questions: a test of the demo")
     commands.add_compile_cache(parser)
     args = parser.parse_args(arguments)
-    commands.check_wires(parser)
+    commands.check_extra(parser, "wires")
     asked = questions(*(4, 4) if args.quick else (6, 12))
     try:
         tallies = run(asked, not args.no_compile_cache)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the wheel and uses it away from the checkout, in two environments of their own: alone, and with the extras for
-# the models and the wires.
+# the models and all wires.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +21,7 @@ install() {
 }
 
 install alone
-install models "[models,wires]"
+install models "[models,wires,agent,metrics]"
 cp scripts/use_*.py "$work"
 cd "$work"
 export JAX_PLATFORMS=cpu

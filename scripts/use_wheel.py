@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold where only the wheel is installed: the core works, and what needs an extra says which."""
 
+import importlib
 import importlib.util
 import pathlib
 
@@ -24,12 +25,13 @@ try:
 except ImportError as error:
     message = str(error)
 assert "kvjax[plot]" in message, message or "plot_blocks worked without matplotlib"
-message = ""
-try:
-    import kvjax.interop.vllm
-except ImportError as error:
-    message = str(error)
-assert "kvjax[wires]" in message, message or "kvjax.interop.vllm worked without msgspec and pyzmq"
+for room, extra in (("vllm", "wires"), ("agent", "agent"), ("metrics", "metrics")):
+    message = ""
+    try:
+        importlib.import_module(f"kvjax.interop.{room}")
+    except ImportError as error:
+        message = str(error)
+    assert f"kvjax[{extra}]" in message, message or f"kvjax.interop.{room} worked without its extra"
 message = ""
 try:
     import kvjax_models  # noqa: F401

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold where the wheel is installed with its extra `wires`: a subscriber mirrors what is published."""
+"""What must hold where the wheel is installed with the extras of all wires: readers get what is published."""
 
 import pathlib
+import urllib.request
+
+import grpc
+import prometheus_client
 
 import kvjax
-from kvjax.interop import vllm
+from kvjax.interop import agent, metrics, vllm
 
 assert "site-packages" in pathlib.Path(vllm.__file__).parts, vllm.__file__
 spec = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=16, block_size=4)
@@ -16,4 +20,13 @@ with (
 ):
     publisher.publish(events)
     assert subscriber.wait(lambda one: one.lookup(range(9)).tokens == 8, 20), subscriber.counts
+with agent.Agent(spec, port=0) as served, grpc.insecure_channel(served.address) as channel:
+    served.publish(events)
+    assert served.flush(20)
+    stub = agent.services.KVCacheAgentServiceStub(channel)
+    assert len(next(stub.SubscribeToUpdates(agent.messages.SubscriptionRequest())).cache_ids) == 2
+with metrics.Metrics(prometheus_client.CollectorRegistry(), spec) as exported:
+    exported.observe(events)
+    with urllib.request.urlopen(exported.serve(0), timeout=20) as page:
+        assert b"kvjax_stored_blocks_total 2.0" in page.read()
 print("wheel: kvjax.interop publishes and subscribes from", pathlib.Path(vllm.__file__).parent)

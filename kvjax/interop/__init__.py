@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events in the forms that routers and dashboards outside of kvjax read.
 
-Nothing else in kvjax imports this room. `kvjax.interop.vllm` needs msgspec and pyzmq: `pip install "kvjax[wires]"`.
+Nothing else in kvjax imports this room. `vllm` needs the extra `wires`, as in `pip install "kvjax[wires]"`; `agent` and
+`metrics` need those of their names.
 """
 
 from kvjax.interop.nodes import NodeMap

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command lines: errors of one line, text and JSON as they come, Ctrl-C, times told apart, compiled programs."""
 
+import contextlib
 import json
+import re
+import socket
 import sys
 import time
 import types
+import urllib.request
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +22,7 @@ from models import Decoder, ModelConfig, commands, demo, generate, router, save,
 from models.speech import Speech
 from models.stopwatch import Stopwatch
 from tests.drive import output_of
+from tests.unit.interop.test_agent import Reader
 
 
 def ends(pipe, keep_programs):
@@ -98,6 +103,9 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
             "--checkpoint ids --prompt 1 --publish tcp://127.0.0.1:* --replay x",
             "--replay: got 'x', wanted tcp://HOST:PORT or ipc://PATH",
         ),
+        ("--agent 0", "--checkpoint: got none, wanted the folder of a model"),
+        ("--metrics 0", "--checkpoint: got none, wanted the folder of a model"),
+        ("--agent 65536", "--agent: got '65536', wanted an int of at least 0 and at most 65535"),
         ("--nonsense", "unrecognized arguments: --nonsense"),
     ],
 )  # fmt: skip
@@ -123,6 +131,28 @@ def test_broken_files_are_named_in_one_line(tmp_path, capsys, folders, file, tex
     assert line.startswith(f"--checkpoint: {tmp_path}/{said}")
 
 
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--agent", "--agent: got 127.0.0.1:{}, wanted one of this machine that is not in use"),
+        ("--metrics", "--metrics: 127.0.0.1:{}: Address already in use"),
+    ],
+)
+def test_ports_that_are_taken_are_named(capsys, option, said):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        wanting = ["--checkpoint", "ids", "--prompt", "1", option, str(port)]
+        assert refused(capsys, *wanting) == said.format(port)
+
+
 def run(*arguments, capsys):
     """What a generation says: standard output and standard error. Few shapes, so that little is compiled."""
     generate.main([*arguments, "--max-new-tokens", str(NEW), "--rows", "2", "--no-compile-cache"])
@@ -130,18 +160,35 @@ def run(*arguments, capsys):
 
 
 @pytest.mark.long
-def test_text_json_and_events_say_what_generate_does(capsys, tmp_path):
+def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypatch):
     """One test, so that one pair of programs is compiled. Who subscribes is told the same."""
     places = [f"ipc://{tmp_path}/{name}" for name in ("live", "replay")]
-    with Subscriber(*places) as sub:
+    agent, metrics, show, pages = free_port(), free_port(), generate._Lines.show, []
+
+    def scrape(self, outputs, **options):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics") as page:
+            pages.append(page.read().decode())
+        time.sleep(0.6)  # every second the agent says how full the cache is
+        show(self, outputs, **options)
+
+    monkeypatch.setattr(generate._Lines, "show", scrape)
+    with Subscriber(*places) as sub, Reader(f"127.0.0.1:{agent}") as reader:
         out, err = run(
             "--checkpoint", "text", *QUESTION, "--json", "--events", str(tmp_path / "events"),
-            "--publish", places[0], "--replay", places[1], capsys=capsys,
+            "--publish", places[0], "--replay", places[1], "--agent", str(agent), "--metrics", str(metrics),
+            capsys=capsys,
         )  # fmt: skip
-        assert f"publishing at {places[0]} and {places[1]}\n" in err
+        assert f"publishing at {places[0]} and {places[1]}\nan agent listens at 127.0.0.1:{agent}\n" in err
+        assert f"metrics are at http://127.0.0.1:{metrics}/metrics\n" in err
+        assert reader.wait(lambda one: one.error is not None) and reader.fill[0].used_blocks
+        assert re.search(r"^kvjax_queried_tokens_total 10.0$", pages[-1], re.MULTILINE)
+        assert re.search(r'^kvjax_blocks{condition="active",group="0",tier="device"} [1-9]', pages[-1], re.MULTILINE)
+        assert 'kvjax_wire_overflows_total{wire="agent"} 0.0' in pages[-1]
         events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
         whole = {path for _, _, path in kvjax.fold(events).index if len(path) % 16 == 0}
         assert whole and sub.wait(lambda one: {prefix.tokens for prefix in one.index} == whole, 20), sub.counts
+        assert len(reader.found) == len(whole)
+    monkeypatch.setattr(generate._Lines, "show", show)
     first, second = map(json.loads, out.splitlines())
     assert list(first) == ["prompt", "text", "tokens", "logprobs", "prompt_tokens", "cached_tokens", "finish"]
     assert (first["prompt"], first["prompt_tokens"], first["cached_tokens"]) == ("caf\u00e9", 5, 0)
@@ -300,12 +347,17 @@ def test_a_router_finds_what_is_cached():
     assert "mirrors equal the caches: True" in out and "round robin" in out
 
 
-def test_a_router_without_wires_says_what_it_needs(capsys, monkeypatch):
+def test_what_needs_an_extra_says_so(capsys, monkeypatch):
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
     needed = 'needs msgspec and pyzmq: pip install "kvjax[wires]"'
     assert refused(capsys, main=router.main, command="router") == needed
     wanting = ["--checkpoint", "ids", "--prompt", "1", "--publish", "tcp://127.0.0.1:*"]
     assert refused(capsys, *wanting) == f"--publish: {needed}"
+    wanting[-2:] = ["--agent", "0"]
+    needed = 'needs grpcio, grpcio-tools and protobuf: pip install "kvjax[agent]"'
+    assert refused(capsys, *wanting) == f"--agent: {needed}"
+    wanting[-2:] = ["--metrics", "0"]
+    assert refused(capsys, *wanting) == '--metrics: needs prometheus-client: pip install "kvjax[metrics]"'
 
 
 def test_an_engine_that_ends_or_is_silent_ends_the_router(monkeypatch):

@@ -83,6 +83,7 @@ class Metrics:
         self._reading: Reading | None = None
         self._server: Any = None
         registry.register(self)
+        self._registered = True
 
     def observe(self, events: Events | EventLog) -> None:
         """Adds events; their arrays may be donated afterwards. Those that cannot have happened do no harm.
@@ -135,9 +136,9 @@ class Metrics:
             server.server_close()
             thread.join()
             self._server = None
-        if self._registry is not None:
+        if self._registered:
             self._registry.unregister(self)
-            self._registry = None
+            self._registered = False
 
     def __enter__(self) -> Self:
         return self

@@ -62,7 +62,9 @@ def agent(spec=PLAIN, **options):
 
 
 class Reader:
-    """Mirrors an agent by the update class of a description; an id that is added or removed twice is an error.
+    """Mirrors an agent, from when it is there, by the update class of a description.
+
+    An id that is added or removed twice is an error.
 
     Attributes:
       found: {(group, cache id): level}.
@@ -78,11 +80,14 @@ class Reader:
         self.complete, self.error, self.wrong = False, None, []
         self.ours = update is messages.KVCacheStateUpdate
         self._changed = threading.Condition()
+        soon = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
         self._channel = (
-            grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+            grpc.insecure_channel(address, soon)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, soon)
         )
         call = self._channel.unary_stream(METHOD, response_deserializer=update.FromString)
-        self._updates = call(messages.SubscriptionRequest(groups=groups).SerializeToString())
+        self._updates = call(messages.SubscriptionRequest(groups=groups).SerializeToString(), wait_for_ready=True)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
