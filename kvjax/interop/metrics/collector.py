@@ -220,10 +220,11 @@ def _read(state: CacheState, groups: range) -> Reading:
     """Reads the groups that have K/V."""
     blocks, slots, moving, rows = {}, {}, {}, {}
     for number in groups:
-        seen = read_blocks(state, number)
+        seen, group = read_blocks(state, number), state.spec.groups[number]
+        sizes = {"device": group.num_blocks, "host": group.num_host_blocks}
         for condition, (tier, name) in _CONDITIONS.items():
             of = seen.condition == condition
-            if tier == "device" or state.spec.groups[number].num_host_blocks:
+            if sizes[tier]:
                 blocks[number, tier, name] = int(np.sum(of))
                 slots[number, tier, name] = int(np.sum(seen.written[of]))
         stats = tally(state, seen)

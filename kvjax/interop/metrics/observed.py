@@ -81,37 +81,45 @@ class Observed:
         self.totals = self.totals.add(events)
         back = 0
         for step in batch.steps():
-            back += self._follow(step.records, now) + self._follow(step.stored, now)
+            for records in (step.records, step.stored):  # of one kind each
+                self._live(records, now)
+                back += self._place(records)
         found = int(np.sum(events.cached))
-        from_host = min(back, found) if isinstance(events, Events) else 0  # a jitted loop finds nothing on the host
-        self.hits["host"] += from_host
-        self.hits["device"] += found - from_host
-        if isinstance(events, Events) and events.transfer is not None:
-            self._move(events.transfer)
+        if isinstance(events, Events):
+            self._move(jax.device_get(events.moves))
+        else:
+            back = 0  # a jitted loop finds nothing on the host
+        self.hits["host"] += min(back, found)
+        self.hits["device"] += max(found - back, 0)
 
-    def _follow(self, records: np.ndarray, now: float) -> int:
-        """Follows records i32[n, 9] of one kind; the tokens in blocks of the first group that left the host."""
-        back = 0
-        for number in set(records[:, 1].tolist()) & set(range(len(self.lifetimes))):
-            mine = records[records[:, 1] == number]
-            mine = mine[(mine[:, 2] >= 0) & (mine[:, 2] < self.spec.groups[number].num_ids)]
-            if not len(mine):
-                continue
-            kind, blocks, lives = mine[0, 0], mine[:, 2], self.lifetimes[number]
-            if kind == EventKind.CLEARED:
-                lives.end(np.arange(self.spec.groups[number].num_ids), now)
-            elif kind == EventKind.REMOVED:
-                lives.end(blocks, now)
-            elif kind == EventKind.STORED:
-                lives.begin(blocks, now)
-            if number == 0 and kind == EventKind.UPDATED:
-                came = np.unique(blocks[(mine[:, 7] == 0) & (self._level[blocks] == 1)])
-                back += int(self._fill[came].sum())
-            if number == 0 and kind == EventKind.STORED:
-                self._fill[blocks] = mine[:, 6]
-            if number == 0 and kind in (EventKind.STORED, EventKind.UPDATED):
-                self._level[blocks] = mine[:, 7]
+    def _live(self, records: np.ndarray, now: float) -> None:
+        """Follows records i32[n, 9] of one kind: which blocks begin to be findable, and which end."""
+        for number, lives in enumerate(self.lifetimes):
+            mine = self._known(records, number)
+            for kind in mine[:1, 0].tolist():
+                if kind == EventKind.CLEARED:
+                    lives.end(np.arange(self.spec.groups[number].num_ids), now)
+                elif kind == EventKind.REMOVED:
+                    lives.end(mine[:, 2], now)
+                elif kind == EventKind.STORED:
+                    lives.begin(mine[:, 2], now)
+
+    def _place(self, records: np.ndarray) -> int:
+        """Follows records of one kind: where the first group's blocks are. The tokens in those that left the host."""
+        mine = self._known(records, 0)
+        blocks, back = mine[:, 2], 0
+        if np.any(mine[:, 0] == EventKind.UPDATED):
+            came = np.unique(blocks[(mine[:, 7] == 0) & (self._level[blocks] == 1)])
+            back = int(self._fill[came].sum())
+            self._level[blocks] = mine[:, 7]
+        if np.any(mine[:, 0] == EventKind.STORED):
+            self._level[blocks], self._fill[blocks] = mine[:, 7], mine[:, 6]
         return back
+
+    def _known(self, records: np.ndarray, number: int) -> np.ndarray:
+        """A group's records, of blocks that it has."""
+        block = records[:, 2]
+        return records[(records[:, 1] == number) & (block >= 0) & (block < self.spec.groups[number].num_ids)]
 
     def _move(self, transfer: Transfer) -> None:
         """Counts moves: between tiers the greater pool row is on the host."""
