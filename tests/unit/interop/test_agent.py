@@ -219,11 +219,28 @@ def test_it_is_so_without_a_queue():
         assert source.counts["overflows"] > 20
 
 
+class Hesitant:
+    """A lock before which subscribers' threads wait, so that events come between what they do with it and without."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __enter__(self):
+        if threading.current_thread().name.startswith("kvjax-agent-stream"):
+            time.sleep(0.02)
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
 def test_who_subscribes_while_events_come_misses_none_and_gets_none_twice():
     with agent(heartbeat=0.01, max_subscribers=64) as source, contextlib.ExitStack() as stack:
-        readers = []
+        source._map_lock, readers = Hesitant(source._map_lock), []
         for number in range(150):
-            source.publish([stored(5, number, 0, [number] * 4), removed(5, number)])
+            source.publish([stored(5, number, 0, [number] * 4)])
+            time.sleep(0.003)
+            source.publish([removed(5, number)])
             if number % 10 == 0:
                 readers.append(stack.enter_context(Reader(source.address)))
         source.publish(CHAIN)
