@@ -76,7 +76,9 @@ class Observed:
         """
         if not isinstance(events, Events | EventLog):
             raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
-        events = jax.device_get(events)
+        if isinstance(events, Events):
+            events = events.replace(transfer=events.moves)
+        events = jax.device_get(events)  # all at once; nothing is computed on a device
         batch = read(events, self.spec)
         self.totals = self.totals.add(events)
         back = 0
@@ -86,7 +88,7 @@ class Observed:
                 back += self._place(records)
         found = int(np.sum(events.cached))
         if isinstance(events, Events):
-            self._move(jax.device_get(events.moves))
+            self._move(events.moves)
         else:
             back = 0  # a jitted loop finds nothing on the host
         self.hits["host"] += min(back, found)
