@@ -215,6 +215,7 @@ class Reader:
 
     def __init__(self, spec: kvjax.CacheSpec, known: kvjax.Namespaces):
         self.known, self.writer, self.mirror = known, trtllm.Writer(spec, names=known), trtllm.Mirror()
+        self.hear([])  # the groups
 
     def hear(self, events: Any) -> None:
         self.mirror.follow(self.writer.lines(events))
