@@ -36,7 +36,7 @@ class Listeners(contextlib.ExitStack):
                 file = opened.enter_context(_opened(parser, "--trace", args.trace))
                 trace = opened.enter_context(Trace(spec, file))
                 self.heard.append(trace.write)
-                self.seen += [lambda progress: trace.set(progress.cache.state), trace.show]
+                self.seen += [trace.show, lambda progress: trace.set(progress.cache.state)]
             if args.publish:
                 self.heard.append(opened.enter_context(_publisher(parser, args, spec)).publish)
             self.push(opened.pop_all())

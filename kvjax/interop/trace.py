@@ -84,7 +84,7 @@ class Trace:
     def show(self, progress: Progress[Any]) -> None:
         """Writes what a `stream` tells of its prompts; to be called with each `Progress`, as it comes.
 
-        The next slice begins when the stream goes on, which it does as soon as this is done.
+        The next slice begins when this is done: then the stream goes on.
         """
         now = self._clock()
         for number, tokens in progress.new.items():
@@ -101,17 +101,20 @@ class Trace:
         self.mark()
 
     def set(self, state: CacheState) -> None:
-        """Counts the blocks of a state by tier and condition, which events do not tell: who holds a block is none."""
+        """Counts the blocks of a state by tier and condition, which events do not tell: who holds a block is none.
+
+        The next slice begins when this is done.
+        """
         now = self._clock()
         for number in self._groups:
             found = stats(state, number)
-            levels = {
-                "device": (found.active_blocks, found.cached_blocks, found.empty_blocks),
-                "host": (found.host_active_blocks, found.host_cached_blocks, found.host_empty_blocks),
-            }
-            for level in self._levels(number):
-                named = dict(zip(("active", "cached", "empty"), levels[level], strict=True))
-                self._counter(f"blocks, {level}{self._suffix(number)}", now, named)
+            told = [{"active": found.active_blocks, "cached": found.cached_blocks, "empty": found.empty_blocks}]
+            told.append({
+                "active": found.host_active_blocks, "cached": found.host_cached_blocks, "empty": found.host_empty_blocks
+            })  # fmt: skip
+            for level, blocks in zip(self._levels(number), told, strict=False):
+                self._counter(f"blocks, {level}{self._suffix(number)}", now, blocks)
+        self.mark()
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty, was restored, or goes on without its events having been told.

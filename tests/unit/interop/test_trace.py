@@ -169,8 +169,8 @@ def test_a_trace_of_a_stream(kind):
     with Trace(make_spec(kind, host=True), file) as trace:
         trace.attach(state_of(cache))
         for progress in kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS, listener=trace.write):
-            trace.set(state_of(progress.cache))
             trace.show(progress)
+            trace.set(state_of(progress.cache))
             for number, tokens in progress.new.items():
                 new[number] = new.get(number, 0) + len(tokens)
         assert trace.nodes.index == kvjax.events.index_of(state_of(progress.cache))
