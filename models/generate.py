@@ -8,7 +8,6 @@ output, all else to standard error. Without a checkpoint the demo runs on the bu
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
@@ -20,6 +19,7 @@ import kvjax
 from . import commands, demo
 from .commands import number
 from .decoder import Decoder
+from .listeners import Listeners
 from .loading import load
 from .speech import Speech
 from .stopwatch import Stopwatch
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; see --help."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    if args.checkpoint is None and (args.prompt or args.prompts or args.json or args.publish):
+    if args.checkpoint is None and (args.prompt or args.prompts or args.json or args.publish or args.trace):
         parser.error("--checkpoint: got none, wanted the folder of a model")
     if args.publish:
         commands.check_wires(parser, "--publish")
@@ -41,13 +41,15 @@ def main(arguments: list[str] | None = None) -> None:
     commands.prepare(parser, args)
     try:
         if args.checkpoint is None:
-            return commands.write(parser, args, *demo.run())
+            entries, cache = demo.run()
+            commands.save(parser, args, entries)
+            return commands.draw(parser, args, cache)
         texts = _texts(parser, args)
         model, tokenizer = _load(parser, args)
         prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
         screen = (_Lines if args.json else _Screen)(texts, [Speech(tokenizer, prompt) for prompt in prompts])
-        events, cache, finished = _generate(parser, args, model, prompts, screen)
-        commands.write(parser, args, events, cache)
+        cache, finished = _generate(parser, args, model, prompts, screen)
+        commands.draw(parser, args, cache)
     except KeyboardInterrupt:  # before anything was generated
         finished = False
     if not finished:
@@ -99,6 +101,9 @@ def _parser() -> commands.Parser:
     commands.add_scan(parser)
     commands.add_outputs(parser)
     parser.add_argument(
+        "--trace", metavar="FILE.json", type=pathlib.Path, help="write a trace there, which Perfetto and Chrome open"
+    )
+    parser.add_argument(
         "--publish", metavar="ENDPOINT", help="publish the cache's events there as vLLM does, such as tcp://*:5557"
     )
     parser.add_argument("--replay", metavar="ENDPOINT", help="answer there who missed some of them")
@@ -148,8 +153,8 @@ def _ids(parser: commands.Parser, text: str) -> list[int]:
 
 def _generate(
     parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]], screen: _Screen
-) -> tuple[list[dict[str, Any]], Any, bool]:
-    """Generates and shows text; returns the events, the cache, and whether it finished (false: ended by Ctrl-C)."""
+) -> tuple[Any, bool]:
+    """Generates and shows text; returns the cache, and whether it finished (false: ended by Ctrl-C)."""
     try:
         spec = kvjax.make_spec(
             model.layer_specs(),
@@ -162,59 +167,41 @@ def _generate(
         sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
     except ValueError as error:
         parser.error(str(error))
-    events: list[dict[str, Any]] = []
     outputs, cache, finished = [], kvjax.Cache.create(spec), True
-    publisher = _publisher(parser, args, spec)
-    stream = kvjax.stream(
-        model,
-        cache,
-        prompts,
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        seeds=range(args.seed, args.seed + len(prompts)),
-        stop_tokens=args.stop or model.config.eos_token_ids,
-        steps=STEPS,
-        listener=publisher.publish if publisher else None,
-    )
-    progress: kvjax.serving.Progress | None = None
-    with Stopwatch(_note) as watch, publisher or contextlib.nullcontext():
+    with Listeners(parser, args, spec) as listeners, Stopwatch(_note) as watch:
+        stream = kvjax.stream(
+            model,
+            cache,
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            sampling=sampling,
+            seeds=range(args.seed, args.seed + len(prompts)),
+            stop_tokens=args.stop or model.config.eos_token_ids,
+            steps=STEPS,
+            log_events=False,
+            listener=listeners.hear,
+        )
+        progress: kvjax.serving.Progress | None = None
         try:
             for progress in watch.timed(stream):
                 outputs, cache = progress.outputs, progress.cache
-                events += progress.events
                 screen.show(outputs)
+                listeners.see(progress)
         except KeyboardInterrupt:  # during `show`: the stream did not receive it
             finished = False
             stream.close()
             if progress is not None:
                 cache = progress.cache
-                events += progress.closing
         except kvjax.serving.GenerationInterrupted as stop:
             if not isinstance(stop.__cause__, KeyboardInterrupt):
                 raise
             finished, outputs, cache = False, stop.outputs, stop.cache
-            events += stop.events
     screen.show(outputs, last=True)
     for i, output in enumerate(outputs, 1):
         if output.finish not in ("length", "stop"):
             _note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
     _note(watch.report())
-    return events, cache, finished
-
-
-def _publisher(parser: commands.Parser, args: argparse.Namespace, spec: kvjax.CacheSpec) -> Any:
-    """A publisher of the cache's events, or None."""
-    if not args.publish:
-        return None
-    from kvjax.interop.vllm import Publisher  # late: it needs an extra
-
-    name = os.path.basename(os.path.abspath(args.checkpoint))
-    try:
-        publisher = Publisher(spec, bind=args.publish, replay=args.replay, model=name)
-    except (OSError, ValueError) as error:
-        parser.error(str(error).replace("bind: ", "--publish: ", 1).replace("replay: ", "--replay: ", 1))
-    _note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
-    return publisher
+    return cache, finished
 
 
 def _note(text: str) -> None:

@@ -58,7 +58,8 @@ def test_what_kvjax_exports_is_short_and_hides_no_module():
 
 
 def test_every_name_that_a_room_exports_is_there():
-    for name in ("debug", "events", "interop", "interop.vllm", "policies", "pools", "serving", "testing", "tiers"):
+    wires = ("interop", "interop.log", "interop.trtllm", "interop.vllm")
+    for name in (*wires, "debug", "events", "policies", "pools", "serving", "testing", "tiers"):
         room = __import__(f"kvjax.{name}", fromlist=["*"])
         assert room.__all__ == sorted(room.__all__) or name == "testing"
         assert all(hasattr(room, exported) for exported in room.__all__)

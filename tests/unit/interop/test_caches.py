@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law through sockets, of real caches: windows, tiers, namespaces, partial blocks, moves that fail."""
+"""The law of both wires, of real caches: windows, tiers, namespaces, partial blocks, moves that fail."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from kvjax.testing import Trial, requests
 from tests.drive import EXTRA, TIERS
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import CONFIGS
-from tests.unit.interop.forest import projected
+from tests.unit.interop.forest import Reader, projected
 from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
 
 __all__ = ["hurried"]  # peers need not wait here either
@@ -38,26 +38,29 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
         options = {"names": known, "buffer_batches": 20, **extra}
         source = stack.enter_context(publisher(config.spec(), **options))
         subs = [stack.enter_context(subscriber(source, replay_timeout=1.0)) for _ in range(2)]
+        reader = Reader(config.spec(), known)
         lossy, heard, steps = Lossy(subs[1], 1), bytes_machine.Life.hear, iter(range(10**9))
 
         def hear(life, events):
             source.publish(events)
+            reader.hear(events)
             found = heard(life, events)
             step = next(steps)
             if step == STEPS[name] // 2:
                 subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
             if step % 40 == 39:
                 wanted = projected(life.mirror, life.spec, known, **extra)
-                assert all(agrees(sub, wanted) for sub in subs)
+                assert all(agrees(sub, wanted) for sub in subs) and reader.agrees(life.mirror)
             return found
 
         monkeypatch.setattr(bytes_machine.Life, "hear", hear)
         life = bytes_machine.live(config, seed=5, steps=STEPS[name])
         wanted = projected(life.mirror, life.spec, known, **extra)
-        assert lossy.lost and all(agrees(sub, wanted) for sub in subs)
+        assert lossy.lost and all(agrees(sub, wanted) for sub in subs) and reader.agrees(life.mirror)
         assert life.tally["removed"] and (life.tally["failed"] or not life.has_host)
         source.attach(life.state)
-        assert all(agrees(sub, wanted) for sub in subs)
+        reader.mirror.follow(reader.writer.attach(life.state))
+        assert all(agrees(sub, wanted) for sub in subs) and reader.agrees(life.mirror)
 
 
 @pytest.mark.slow
@@ -75,9 +78,11 @@ def test_it_holds_with_extra_ids(asked):
 
 def assert_law(spec, asked, **extra):
     known, trial = given_out(3), Trial(kvjax.init(spec))
+    reader = Reader(spec, known)
     with publisher(spec, names=known, **extra) as source, subscriber(source) as sub:
         for request in asked:
             events = trial.do(request)
             if events is not None:
                 source.publish(events)
-        assert agrees(sub, projected(trial.mirror, spec, known, **extra))
+                reader.hear(events)
+        assert agrees(sub, projected(trial.mirror, spec, known, **extra)) and reader.agrees(trial.mirror)

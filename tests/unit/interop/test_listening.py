@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law through sockets, of generations: a publisher is their listener, and they end in every way there is.
+"""The law of both wires, of generations: what writes them is their listener, and they end in every way there is.
 
 Windows, tiers, namespaces, moves that fail, Ctrl-C, streams that nobody reads on, and a listener that raises.
 """
@@ -15,7 +15,7 @@ import kvjax
 from kvjax.interop import NodeMap
 from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted
-from tests.unit.interop.forest import projected
+from tests.unit.interop.forest import Reader, projected
 from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
 from tests.unit.serving.test_interrupts import (
     MODEL,
@@ -108,11 +108,12 @@ def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeyp
         source = stack.enter_context(publisher(spec, names=known, buffer_batches=5))
         subs = [stack.enter_context(subscriber(source, replay_timeout=1.0)) for _ in range(2)]
         lossy, nodes, mirror = Lossy(subs[1], 1), NodeMap(spec), kvjax.events.Mirror()
-        lives = Runs(start(kind, host=True), known, monkeypatch, 3, 0.1)
+        reader, lives = Reader(spec, known), Runs(start(kind, host=True), known, monkeypatch, 3, 0.1)
 
         def listener(events):
             nonlocal mirror
             source.publish(events)
+            reader.hear(events)
             nodes.fold(events)
             mirror = kvjax.fold(kvjax.to_list(events), mirror)
 
@@ -125,7 +126,8 @@ def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeyp
             if number == runs // 2:
                 subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
             if number % 4 == 3:
-                assert all(agrees(sub, projected(mirror, spec, known)) for sub in subs)
+                assert all(agrees(sub, projected(mirror, spec, known)) for sub in subs) and reader.agrees(mirror)
         wanted = projected(kvjax.fold(kvjax.events.snapshot(state)), spec, known)
         assert wanted and all(agrees(sub, wanted) for sub in subs) and lossy.lost
+        assert reader.agrees(mirror) and set(mirror.index) == set(kvjax.events.index_of(state))
         assert lives.ended >= ENDS
