@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What events cost on vLLM's wire, in CPU time of one core, and whether readers are told the truth.
+"""What events cost in the forms that others read, in CPU time of one core, and whether readers are told the truth.
 
 Batches of 256 stored blocks go from the arrays of a transition to payloads: prompts of 8 blocks each, and then blocks
 that decoding rows have filled, one of a row. So do batches with as many blocks removed, and payloads back to a mirror.
 A resync is the payloads of a whole index that has no names yet. What the payloads tell is compared with the events.
+The batches of stored blocks are written as TensorRT-LLM's JSON lines too, and read back.
 
 The last figure is wall time: of `generate` with the demo's model and a publisher as its listener, to one without. Each
 of a pair begins with an empty cache; pairs alternate in who comes first, and the median pair counts. What was published
@@ -23,6 +24,7 @@ import numpy as np
 import kvjax
 from benchmarks import common
 from kvjax.events import EventKind, Events
+from kvjax.interop import trtllm
 from kvjax.interop.vllm import Encoder, Mirror, Publisher, Subscriber, decode
 from kvjax.state import Text
 from models import demo, load, recall
@@ -132,6 +134,29 @@ def measure_encoding(batches: int, size: int, chain: int, repeats: int) -> dict[
             "mirrored": number / least["mirrored"]}  # fmt: skip
 
 
+def measure_lines(batches: int, size: int, chain: int, repeats: int) -> float:
+    """Events a second that are written as TensorRT-LLM's JSON lines: stored alone."""
+    traffic, least = Traffic(batches, size, chain), np.inf
+    writer, mirror = trtllm.Writer(traffic.spec), trtllm.Mirror()
+    mirror.follow(writer.lines(traffic.root()))
+    [(path, _)] = mirror.index.items()
+    for _ in range(repeats):
+        given = traffic.stored()
+        seconds, lines = cpu(lambda given=given: [writer.lines(batch) for batch in given])
+        least = min(least, seconds)
+        for some in lines:
+            mirror.follow(some)
+        told = sum(token for prefix in mirror.index for token, _ in prefix.tokens[-size:])
+        common.require(len(mirror) == 1 + batches * BATCH and mirror.complete, f"{len(mirror)} blocks were read")
+        common.require(
+            told == drawn(given) + sum(token for token, _ in path.tokens), "the tokens told are not those drawn"
+        )
+        for batch in traffic.removed():
+            mirror.follow(writer.lines(batch))
+        common.require(len(mirror) == 1, f"{len(mirror)} blocks are left")
+    return batches * BATCH / least
+
+
 def measure_resync(blocks: int, repeats: int) -> float:
     """CPU seconds of the payloads of an index whose blocks have no names yet."""
     traffic, least = Traffic(blocks // BATCH, 16, PROMPT), np.inf
@@ -201,11 +226,14 @@ def main() -> None:
     long = measure_encoding(batches, 64, PROMPT, repeats)
     for name, found in (("prompts", prompts), ("decoding rows", rows), ("prompts, blocks of 64", long)):
         print(f"{name:>22}: " + ", ".join(f"{kind} {rate:,.0f}/s" for kind, rate in found.items()))
+    lines = [measure_lines(batches, 16, chain, repeats) for chain in (PROMPT, 1)]
+    print("TensorRT-LLM's lines: " + ", ".join(f"stored {rate:,.0f}/s" for rate in lines))
     metrics = {
         "encode_per_s": min(prompts["stored"], rows["stored"]),
         "encode_removed_per_s": min(prompts["exchanged"], rows["exchanged"]),
         "encode_64_per_s": long["stored"],
         "mirror_per_s": min(prompts["mirrored"], rows["mirrored"]),
+        "trtllm_per_s": min(lines),
         "resync_s": measure_resync(blocks, min(repeats, 3)),
         "listener_ratio": measure_listener(*listened),
     }

@@ -58,8 +58,9 @@ def add_scan(parser: Parser) -> None:
 
 
 def add_outputs(parser: Parser) -> None:
-    """The options that `prepare` and `write` read."""
-    parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help="write the cache's events there")
+    """The options that `prepare`, `save` and `draw` read."""
+    told = "write the cache's events there; `python -m kvjax.interop.log FILE` tells what they say"
+    parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help=told)
     parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the blocks there when done")
     add_compile_cache(parser)
 
@@ -80,9 +81,10 @@ def compile_cache() -> str:
 
 def prepare(parser: Parser, args: argparse.Namespace) -> None:
     """Runs before anything is computed: refuses files that cannot be written, and sets the compilation cache."""
-    for option, path in (("--events", args.events), ("--plot", args.plot)):
+    for option in ("events", "plot", "trace"):
+        path = getattr(args, option, None)
         if path is not None and not path.parent.is_dir():
-            parser.error(f"{option}: {path.parent}: no such folder")
+            parser.error(f"--{option}: {path.parent}: no such folder")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot: needs matplotlib: pip install "kvjax[plot]"')
     keep_programs(not args.no_compile_cache)
@@ -105,18 +107,23 @@ def check_extra(parser: Parser, extra: str, option: str = "") -> None:
         parser.error(f'{option}{": " if option else ""}needs {needs}: pip install "kvjax[{extra}]"')
 
 
-def write(parser: Parser, args: argparse.Namespace, events: Iterable[dict[str, Any]], cache: Any) -> None:
-    """Writes the events, and draws the cache if it is not None."""
-    option = "--events"
+def save(parser: Parser, args: argparse.Namespace, entries: Iterable[dict[str, Any]]) -> None:
+    """Writes the events, as lines of `kvjax.interop.log`."""
     try:
         if args.events is not None:
             with args.events.open("w") as file:
-                file.writelines(json.dumps(event) + "\n" for event in events)
-        option = "--plot"
+                file.writelines(json.dumps(entry) + "\n" for entry in entries)
+    except OSError as error:
+        parser.error(f"--events: {reason(error)}")
+
+
+def draw(parser: Parser, args: argparse.Namespace, cache: Any) -> None:
+    """Draws the cache if it is not None."""
+    try:
         if args.plot is not None and cache is not None:
             kvjax.debug.plot_blocks(cache.state, args.plot)
     except (OSError, ValueError) as error:
-        parser.error(f"{option}: {reason(error)}")
+        parser.error(f"--plot: {reason(error)}")
 
 
 def reason(error: Exception) -> str:

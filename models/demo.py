@@ -20,6 +20,7 @@ import rich.console
 import rich.table
 
 import kvjax
+from kvjax.interop.log import entry
 
 from . import commands, recall
 from .loading import load
@@ -50,27 +51,37 @@ class Session:
         self.cache: Any = (kvjax.tiers.TieredCache if host_blocks else kvjax.Cache).create(spec)
         self.prompted = self.reused = self.asked = self.right = 0
         self.seconds: list[float] = []
-        self.events: list[dict[str, Any]] = []
+        self.entries: list[dict[str, Any]] = []
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """All events, decoded."""
+        return [event for one in self.entries for event in one["events"]]
+
+    def hear(self, events: Any) -> None:
+        """Notes the events of a transition, or of a jitted loop."""
+        self.entries.append(entry(events))
 
     def ask(self, asked: Sequence[Question], *, reuse: bool = True) -> Session:
         """Puts questions one by one, as different users would; without reuse each in a namespace of its own."""
         for prompt, answer in asked:
             began = time.perf_counter()
-            outputs, self.cache, events = kvjax.generate(
-                self.model, self.cache, [prompt], max_new_tokens=1, namespaces=None if reuse else [1 + self.asked]
-            )
+            outputs, self.cache, _ = kvjax.generate(
+                self.model, self.cache, [prompt], max_new_tokens=1, namespaces=None if reuse else [1 + self.asked],
+                log_events=False, listener=self.hear,
+            )  # fmt: skip
             self.seconds.append(time.perf_counter() - began)
             self.prompted += outputs[0].prompt_tokens
             self.reused += outputs[0].cached_tokens
             self.asked += 1
             self.right += outputs[0].tokens == [answer]
-            self.events += events
         return self
 
     def row(self, name: str) -> list[str]:
         """A line of the table."""
-        kinds = collections.Counter(event["kind"] for event in self.events)
-        moved = [event for event in self.events if event["kind"] == "updated"]
+        events = self.events
+        kinds = collections.Counter(event["kind"] for event in events)
+        moved = [event for event in events if event["kind"] == "updated"]
         return [
             name, f"{self.prompted:,}", f"{self.reused:,}", f"{self.prompted - self.reused:,}",
             f"{np.median(self.seconds) * 1e3:.1f} ms" if self.seconds else "",
@@ -81,7 +92,7 @@ class Session:
     def part(self) -> Session:
         """A session that goes on with this one's cache and an empty tally."""
         new = Session.__new__(Session)
-        new.__dict__ = {**self.__dict__, "seconds": [], "events": []}
+        new.__dict__ = {**self.__dict__, "seconds": [], "entries": []}
         new.prompted = new.reused = new.asked = new.right = 0
         return new
 
@@ -122,27 +133,27 @@ def forked(session: Session, document: recall.Document, people: Sequence[str]) -
     cache, events = session.cache.admit(0, np.asarray(prompt, np.int32), len(prompt))
     session.reused += int(events.cached[0])
     session.prompted += len(prompt) + 2 * len(people)
-    session.events += kvjax.to_list(events)
+    session.hear(events)
     width = int(cache.state.seqs.length[0] - cache.state.seqs.committed[0])
     rows = jnp.arange(ROWS)
     fed = np.zeros((ROWS, width), np.int32)
     fed[0] = prompt[-width:]
     cache, _, events = feed(session.model, cache, fed, np.where(rows == 0, width, 0))
-    session.events += events
+    session.hear(events)
     for number in range(1, len(people)):
         cache, _ = cache.fork(0, number)
     words = [recall.encode(f"{person} ?") for person in people]
     fed = np.zeros((ROWS, 2), np.int32)
     fed[: len(people)] = words
     cache, extended = cache.extend(rows < len(people), 2)
-    session.events += kvjax.to_list(extended)
+    session.hear(extended)
     cache, logits, events = feed(session.model, cache, fed, np.where(rows < len(people), 2, 0))
-    session.events += events
+    session.hear(events)
     answers = np.argmax(logits, axis=-1)[: len(people)]
     session.asked += len(people)
     session.right += sum(int(a) == recall.IDS[document.facts[p]] for a, p in zip(answers, people, strict=True))
     session.cache, released = cache.release(np.arange(len(people), dtype=np.int32))
-    session.events += kvjax.to_list(released)
+    session.hear(released)
 
 
 step = jax.jit(kvjax.step)
@@ -151,7 +162,7 @@ step = jax.jit(kvjax.step)
 def feed(model, cache: kvjax.Cache, tokens: np.ndarray, count: np.ndarray):
     """Computes each row's next tokens; returns the cache, the logits of each row's last token, and the events."""
     cache, logits, events = step(model, cache, jnp.asarray(tokens), jnp.asarray(count, jnp.int32))
-    return cache, logits, kvjax.to_list(events)
+    return cache, logits, events
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -160,11 +171,13 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_outputs(parser)
     args = parser.parse_args(arguments)
     commands.prepare(parser, args)
-    commands.write(parser, args, *run())
+    entries, cache = run()
+    commands.save(parser, args, entries)
+    commands.draw(parser, args, cache)
 
 
 def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
-    """Runs the demo and prints it; returns all events and the cache."""
+    """Runs the demo and prints it; returns the entries of all transitions (`kvjax.interop.log`) and the cache."""
     console = rich.console.Console(width=138)
     model, _ = load(CHECKPOINT)
     rng = np.random.default_rng(7)
@@ -182,8 +195,8 @@ def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
     console.print(kvjax.show(parts.again.cache.state), highlight=False)
     console.print("\n[bold]Blocks of the cache with a host tier[/bold]")
     console.print(kvjax.show(tiers), highlight=False)
-    events = replay(console, parts)
-    return events, parts.again.cache
+    entries = replay(console, parts)
+    return entries, parts.again.cache
 
 
 def play(model: Any, document: recall.Document, others: Sequence[recall.Document], asked: Sequence[Question]) -> Parts:
@@ -228,7 +241,7 @@ def table(parts: Parts) -> rich.table.Table:
 
 
 def replay(console: rich.console.Console, parts: Parts) -> list[dict[str, Any]]:
-    """Verifies answers, caches and indexes folded from events; returns the events of the cache without a host tier.
+    """Verifies answers, caches and indexes folded from events; returns the entries of the cache without a host tier.
 
     Raises:
       SystemExit: if the demo failed.
@@ -249,7 +262,7 @@ def replay(console: rich.console.Console, parts: Parts) -> list[dict[str, Any]]:
     right = parts.first.right + parts.repeat.right == parts.without.right
     if not index_agrees or share < 0.98 or not right or computed > BLOCK * (1 + OTHERS):
         raise SystemExit(f"demo failed: {share:.1%} right with reuse, {alone:.1%} without; {computed} computed again")
-    return events
+    return [one for part in course for one in part.entries]
 
 
 if __name__ == "__main__":

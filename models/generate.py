@@ -37,13 +37,15 @@ def main(arguments: list[str] | None = None) -> None:
     commands.prepare(parser, args)
     try:
         if args.checkpoint is None:
-            return commands.write(parser, args, *demo.run())
+            entries, cache = demo.run()
+            commands.save(parser, args, entries)
+            return commands.draw(parser, args, cache)
         texts = _texts(parser, args)
         model, tokenizer = _load(parser, args)
         prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
         screen = (_Lines if args.json else _Screen)(texts, [Speech(tokenizer, prompt) for prompt in prompts])
-        events, cache, finished = _generate(parser, args, model, prompts, screen)
-        commands.write(parser, args, events, cache)
+        cache, finished = _generate(parser, args, model, prompts, screen)
+        commands.draw(parser, args, cache)
     except KeyboardInterrupt:  # before anything was generated
         finished = False
     if not finished:
@@ -141,8 +143,8 @@ def _ids(parser: commands.Parser, text: str) -> list[int]:
 
 def _generate(
     parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]], screen: _Screen
-) -> tuple[list[dict[str, Any]], Any, bool]:
-    """Generates and shows text; returns the events, the cache, and whether it finished (false: ended by Ctrl-C)."""
+) -> tuple[Any, bool]:
+    """Generates and shows text; returns the cache, and whether it finished (false: ended by Ctrl-C)."""
     try:
         spec = kvjax.make_spec(
             model.layer_specs(),
@@ -155,45 +157,41 @@ def _generate(
         sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
     except ValueError as error:
         parser.error(str(error))
-    events: list[dict[str, Any]] = []
     outputs, cache, finished = [], kvjax.Cache.create(spec), True
-    told = wires.Wires(parser, args, spec, _note)
-    stream = kvjax.stream(
-        model,
-        cache,
-        prompts,
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        seeds=range(args.seed, args.seed + len(prompts)),
-        stop_tokens=args.stop or model.config.eos_token_ids,
-        steps=STEPS,
-        listener=told.listener,
-    )
-    progress: kvjax.serving.Progress | None = None
-    with Stopwatch(_note) as watch, told:
+    with wires.Wires(parser, args, spec, _note) as told, Stopwatch(_note) as watch:
+        stream = kvjax.stream(
+            model,
+            cache,
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            sampling=sampling,
+            seeds=range(args.seed, args.seed + len(prompts)),
+            stop_tokens=args.stop or model.config.eos_token_ids,
+            steps=STEPS,
+            log_events=False,
+            listener=told.listener,
+        )
+        progress: kvjax.serving.Progress | None = None
         try:
             for progress in watch.timed(stream):
                 outputs, cache = progress.outputs, progress.cache
-                events += progress.events
                 screen.show(outputs)
-                told.set(cache)
+                told.see(progress)
         except KeyboardInterrupt:  # during `show`: the stream did not receive it
             finished = False
             stream.close()
             if progress is not None:
                 cache = progress.cache
-                events += progress.closing
         except kvjax.serving.GenerationInterrupted as stop:
             if not isinstance(stop.__cause__, KeyboardInterrupt):
                 raise
             finished, outputs, cache = False, stop.outputs, stop.cache
-            events += stop.events
     screen.show(outputs, last=True)
     for i, output in enumerate(outputs, 1):
         if output.finish not in ("length", "stop"):
             _note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
     _note(watch.report())
-    return events, cache, finished
+    return cache, finished
 
 
 def _note(text: str) -> None:

@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is told of the cache while text is generated: the options, and what they open."""
+"""Who is told of the cache while text is generated, wires and files: the options, and what they open."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import pathlib
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import kvjax
+from kvjax.interop.log import Log
+from kvjax.interop.trace import Trace
 
 from . import commands
 from .commands import number
 
-_OPTIONS = {"publish": "wires", "agent": "agent", "metrics": "metrics"}  # and the extras that they need
+# The options that need a checkpoint, and the extras that they need; `--events` is the demo's too.
+_OPTIONS = {"trace": None, "publish": "wires", "agent": "agent", "metrics": "metrics"}
 
 
 def add_wires(parser: commands.Parser) -> None:
-    """The options that `check` and `Wires` read."""
+    """The options that `check` and `Wires` read, but for `--events` (`commands.add_outputs`)."""
     port = number(int, 0, 65_535)
+    parser.add_argument(
+        "--trace", metavar="FILE.json", type=pathlib.Path, help="write a trace there, which Perfetto and Chrome open"
+    )
     parser.add_argument(
         "--publish", metavar="ENDPOINT", help="publish the cache's events there as vLLM does, such as tcp://*:5557"
     )
@@ -39,13 +46,14 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
         if getattr(args, option) is not None:
             if args.checkpoint is None:
                 parser.error("--checkpoint: got none, wanted the folder of a model")
-            commands.check_extra(parser, extra, f"--{option}")
+            if extra is not None:
+                commands.check_extra(parser, extra, f"--{option}")
     if args.replay and not args.publish:
         parser.error("--replay: got one without --publish")
 
 
 class Wires:
-    """What the options opened.
+    """What the options opened; the end of a `with` closes it.
 
     Attributes:
       listener: of the generation; None if nobody listens.
@@ -60,26 +68,29 @@ class Wires:
     ):
         """Opens them, or refuses an option; `note` is told where they are."""
         self._listeners: list[Callable[[Any], object]] = []
-        self._setters: list[Callable[[Any], object]] = []
-        self._note, self._stack = note, contextlib.ExitStack()
-        with contextlib.ExitStack() as opened:
-            open_ = {"publish": self._publish, "agent": self._serve, "metrics": self._export}
-            wires: dict[str, Any] = {}
-            for option, how in open_.items():
+        self._watchers: list[Callable[[Any], object]] = []
+        self._feeds: dict[str, Any] = {}
+        self._note = note
+        openers = {
+            "events": self._log, "trace": self._trace, "publish": self._publish, "agent": self._serve,
+            "metrics": self._export,
+        }  # fmt: skip
+        with contextlib.ExitStack() as self._stack:  # closed if one of them cannot be had
+            for option, open_ in openers.items():
                 if getattr(args, option) is None:
                     continue
                 try:
-                    wires[option] = opened.enter_context(how(args, spec, wires))
+                    open_(args, spec)
                 except (OSError, ValueError) as error:
                     said = str(error).replace("replay: ", "--replay: ", 1)
                     parser.error(said if said.startswith("--replay") else f"--{option}: {said.split(': ', 1)[-1]}")
-            self._stack = opened.pop_all()
+            self._stack = self._stack.pop_all()
         self.listener = self._listen if self._listeners else None
 
-    def set(self, cache: Any) -> None:
-        """Tells those who want it how the cache stands."""
-        for setter in self._setters:
-            setter(cache.state)
+    def see(self, progress: Any) -> None:
+        """To be called with each `Progress`, as it comes."""
+        for watcher in self._watchers:
+            watcher(progress)
 
     def __enter__(self) -> Self:
         return self
@@ -91,33 +102,51 @@ class Wires:
         for listener in self._listeners:
             listener(events)
 
-    def _publish(self, args: argparse.Namespace, spec: kvjax.CacheSpec, wires: dict[str, Any]) -> Any:
-        from kvjax.interop.vllm import Publisher  # late, as all of these: they need extras
+    def _watch(self, setter: Callable[[Any], object]) -> None:
+        """Tells a setter how the cache stands."""
+        self._watchers.append(lambda progress: setter(progress.cache.state))
+
+    def _open(self, path: pathlib.Path) -> TextIO:
+        try:
+            return self._stack.enter_context(path.open("w"))
+        except OSError as error:
+            raise ValueError(f"path: {commands.reason(error)}") from error
+
+    def _log(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
+        self._listeners.append(Log(self._open(args.events)).write)
+
+    def _trace(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
+        trace = self._stack.enter_context(Trace(spec, self._open(args.trace)))
+        self._listeners.append(trace.write)
+        self._watchers.append(trace.show)
+        self._watch(trace.set)
+
+    def _publish(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
+        from kvjax.interop.vllm import Publisher  # late, as those below: they need extras
 
         publisher = Publisher(spec, bind=args.publish, replay=args.replay, model=_name(args))
+        self._feeds["publish"] = self._stack.enter_context(publisher)
         self._note(" and ".join(filter(None, (f"publishing at {publisher.endpoint}", publisher.replay_endpoint))))
         self._listeners.append(publisher.publish)
-        return publisher
 
-    def _serve(self, args: argparse.Namespace, spec: kvjax.CacheSpec, wires: dict[str, Any]) -> Any:
+    def _serve(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
         from kvjax.interop.agent import Agent
 
-        agent = Agent(spec, port=args.agent, model=_name(args))
+        agent = self._feeds["agent"] = self._stack.enter_context(Agent(spec, port=args.agent, model=_name(args)))
         self._note(f"an agent listens at {agent.address}")
         self._listeners.append(agent.publish)
-        self._setters.append(agent.set)
-        return agent
+        self._watch(agent.set)
 
-    def _export(self, args: argparse.Namespace, spec: kvjax.CacheSpec, wires: dict[str, Any]) -> Any:
+    def _export(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
         import prometheus_client
 
         from kvjax.interop.metrics import Metrics
 
-        metrics = Metrics(prometheus_client.CollectorRegistry(), spec, wires=dict(wires))
+        metrics = Metrics(prometheus_client.CollectorRegistry(), spec, wires=self._feeds)
+        self._stack.enter_context(metrics)
         self._note(f"metrics are at {metrics.serve(args.metrics)}")
         self._listeners.append(metrics.observe)
-        self._setters.append(metrics.set)
-        return metrics
+        self._watch(metrics.set)
 
 
 def _name(args: argparse.Namespace) -> str:

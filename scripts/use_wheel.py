@@ -3,10 +3,13 @@
 
 import importlib
 import importlib.util
+import io
+import json
 import pathlib
 
 import kvjax
 import pallas_kernels
+from kvjax.interop import log, trace, trtllm
 
 for package in (kvjax, pallas_kernels):
     home = pathlib.Path(package.__file__).parent
@@ -25,6 +28,20 @@ try:
 except ImportError as error:
     message = str(error)
 assert "kvjax[plot]" in message, message or "plot_blocks worked without matplotlib"
+state, events = kvjax.admit(state, 0, list(range(8)), 8)
+lines = trtllm.Writer(spec).lines(events)
+assert len(trtllm.parse(lines)) == 1, lines
+assert log.entry(events)["queried"] == 8
+found = io.StringIO()
+with trace.Trace(spec, found) as traced:
+    traced.write(events)
+assert any(event["name"] == "admission" for event in json.loads(found.getvalue()))
+message = ""
+try:
+    log.plot(log.report([]))
+except ImportError as error:
+    message = str(error)
+assert "kvjax[plot]" in message, message or "the plot of a log worked without matplotlib"
 for room, extra in (("vllm", "wires"), ("agent", "agent"), ("metrics", "metrics")):
     message = ""
     try:

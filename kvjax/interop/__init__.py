@@ -2,7 +2,8 @@
 """Events in the forms that routers and dashboards outside of kvjax read.
 
 Nothing else in kvjax imports this room. `vllm` needs the extra `wires`, as in `pip install "kvjax[wires]"`; `agent` and
-`metrics` need those of their names.
+`metrics` need those of their names. `trtllm`, `trace` and `log` need nothing more than kvjax does; the picture of `log`
+needs `plot`.
 """
 
 from kvjax.interop.nodes import NodeMap

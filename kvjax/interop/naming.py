@@ -66,8 +66,12 @@ class Naming:
         salts: str,
         extra_name: Callable[[int], str] | None,
         fields: Collection[str] = ("lora", "salt", "extra"),
+        partial: bool = False,
     ):
-        """Names as the arguments of `vllm.Encoder` say; `fields` are those that the wire's form has."""
+        """Names as the arguments of `vllm.Encoder` say.
+
+        `fields` are those that the wire's form has; `partial` says whether it carries partly filled blocks.
+        """
         if salts not in SALTS:
             raise ValueError(f"salts: got {salts!r}, wanted {' or '.join(map(repr, SALTS))}")
         self._names = Namespaces() if names is None else names
@@ -75,7 +79,7 @@ class Naming:
         if len(set(self._loras.values())) < len(self._loras):
             raise ValueError(f"lora_names: got {self._loras}, wanted another name for each adapter")
         self._model, self._key, self._salts = model, key, salts
-        self._extra_name, self._fields = extra_name, fields
+        self._extra_name, self._fields, self._partial = extra_name, fields, partial
         self._extra_names: dict[int, str] = {}
         self._spaces: dict[int, Space] = {}
         self._block = digests.hasher(b"kvjax-block", key)
@@ -173,20 +177,24 @@ class Naming:
             of, space = roots[rows[roots, col.NAMESPACE] == namespace], self.space(namespace)
             rows[of, col.ABOVE : col.SIZE], statuses[of] = np.frombuffer(space.root, np.int32), space.status
         statuses[(statuses == col.SENT) & rows[:, col.TEXT + size :].any(axis=1)] = self._status_of_extra()
-        statuses[rows[:, col.FILL] < size] = col.PARTIAL
+        if not self._partial:
+            statuses[rows[:, col.FILL] < size] = col.PARTIAL
         return statuses.tolist()
 
     def _hash(self, rows: np.ndarray, parents: list[int], statuses: list[int]) -> None:
         """Writes the digests of rows, and those of the prefixes before where the parents are among the rows."""
         data, width, start = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), 4 * (rows.shape[1] - col.ABOVE), 0
-        copy, hashed = self._block.copy, []
+        copy, hashed, parts = self._block.copy, [], _parts(rows)
         for at, parent in enumerate(parents):
             status = statuses[at]
             if parent >= 0 and status == col.SENT:
                 status = statuses[at] = statuses[parent]
             if status == col.SENT:
                 digest = copy()
-                if parent < 0:
+                if at in parts:
+                    digest.update(data[start : start + _BYTES] if parent < 0 else hashed[parent])
+                    digest.update(parts[at])
+                elif parent < 0:
                     digest.update(data[start : start + width])
                 else:
                     digest.update(hashed[parent])
@@ -205,6 +213,15 @@ class Naming:
         if "extra" not in self._fields:
             return NO_FIELD
         return col.SENT if self._extra_name is not None else NO_EXTRA_NAME
+
+
+def _parts(rows: np.ndarray) -> dict[int, bytes]:
+    """{index: size and text as `kvjax.names.block` hashes them} of the rows of partly filled blocks."""
+    found = {}
+    for at in np.flatnonzero(rows[:, col.FILL] < rows[:, col.SIZE]).tolist():
+        fill, text = rows[at, col.FILL], rows[at, col.TEXT :].reshape(-1, rows[at, col.SIZE])
+        found[at] = np.append(fill, text[:, :fill]).astype("<i4").tobytes()
+    return found
 
 
 def _find_collisions(taken: Mapping[int, int], names: list[int], parents: list[int], statuses: list[int]) -> None:

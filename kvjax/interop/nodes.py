@@ -97,23 +97,34 @@ class NodeMap:
         return gone
 
     def update(self, records: np.ndarray) -> dict[tuple[int, int], int]:
-        """Follows updated records; {(group, block): level before} of those known outside that have another level now.
+        """Follows updated records; {(group, block): level before} of those known outside that have another one now."""
+        before = self.restate(records)
+        return {
+            (number, block): level
+            for (number, block), (level, _) in before.items()
+            if self.groups[number].table[block, col.LEVEL] != level
+        }
+
+    def restate(self, records: np.ndarray) -> dict[tuple[int, int], tuple[int, int]]:
+        """Follows updated records; {(group, block): (level, priority) before} of those known outside that have others.
 
         A node may be updated several times, to and fro.
         """
-        before: dict[tuple[int, int], int] = {}
+        found: dict[tuple[int, int], tuple[int, int]] = {}
         for number, of in self._by_group(records):
             mine, table = records[of], self.groups[number].table
             blocks = self._blocks(number, mine, "updated", repeats=True)
             self._refuse_unknown(number, mine, blocks)
             _refuse(mine, (mine[:, 7] < 0) | (mine[:, 7] > 1), "wanted level 0 or 1")
-            levels = dict(zip(blocks.tolist(), table[blocks, col.LEVEL].tolist(), strict=True))
+            stated = [col.LEVEL, col.PRIORITY]
+            before = dict(zip(blocks.tolist(), map(tuple, table[blocks][:, stated].tolist()), strict=True))
             for block, level, priority in mine[:, [2, 7, 8]].tolist():  # the last one counts
                 table[block, col.LEVEL], table[block, col.PRIORITY] = level, priority
-            for block, level in levels.items():
-                if table[block, col.STATUS] == col.SENT and table[block, col.LEVEL] != level:
-                    before[number, block] = level
-        return before
+            for block, (level, priority) in before.items():
+                row = table[block]
+                if row[col.STATUS] == col.SENT and (row[col.LEVEL] != level or row[col.PRIORITY] != priority):
+                    found[number, block] = level, priority
+        return found
 
     def clear(self, records: np.ndarray) -> list[Gone]:
         """Follows cleared records; what was known outside, children first."""

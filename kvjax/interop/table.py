@@ -69,6 +69,24 @@ def parents_among(group: int, blocks: np.ndarray) -> dict[int, int]:
     return dict(zip(blocks.tolist(), range(len(blocks)), strict=True)) if group == 0 else {}
 
 
+def parents_first(group: Nodes, blocks: np.ndarray) -> np.ndarray:
+    """The blocks in an order in which parents come before their children, and chains stay together."""
+    names = names_of(group.table[blocks, col.DIGEST : col.DIGEST + 2]).tolist()
+    parents = names_of(group.table[blocks, col.ABOVE : col.ABOVE + 2]).tolist()
+    known, children, roots = set(names), {}, []
+    for at in np.argsort(group.table[blocks, col.DEPTH], kind="stable").tolist():
+        if parents[at] in known and group.table[blocks[at], col.DEPTH]:
+            children.setdefault(parents[at], []).append(at)
+        else:
+            roots.append(at)
+    order, waiting = [], roots[::-1]
+    while waiting:
+        at = waiting.pop()
+        order.append(at)
+        waiting += children.get(names[at], [])[::-1]
+    return blocks[order]
+
+
 def empty_table(spec: CacheSpec, num_ids: int) -> np.ndarray:
     """i32[B, W]; a table without nodes."""
     table = np.zeros((num_ids, width_of(spec)), np.int32)

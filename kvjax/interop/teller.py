@@ -14,7 +14,7 @@ from kvjax.interop import columns as col
 from kvjax.interop.batch import Batch, read
 from kvjax.interop.naming import Naming
 from kvjax.interop.nodes import NodeMap
-from kvjax.interop.table import Gone, Nodes, names_of
+from kvjax.interop.table import Gone, names_of, parents_first
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -103,21 +103,3 @@ class Teller[W](abc.ABC):
     def _cleared(self) -> list[W]:
         """Tells that nothing is left in any group."""
         return []
-
-
-def parents_first(group: Nodes, blocks: np.ndarray) -> np.ndarray:
-    """The blocks in an order in which parents come before their children, and chains stay together."""
-    names = names_of(group.table[blocks, col.DIGEST : col.DIGEST + 2]).tolist()
-    parents = names_of(group.table[blocks, col.ABOVE : col.ABOVE + 2]).tolist()
-    known, children, roots = set(names), {}, []
-    for at in np.argsort(group.table[blocks, col.DEPTH], kind="stable").tolist():
-        if parents[at] in known and group.table[blocks[at], col.DEPTH]:
-            children.setdefault(parents[at], []).append(at)
-        else:
-            roots.append(at)
-    order, waiting = [], roots[::-1]
-    while waiting:
-        at = waiting.pop()
-        order.append(at)
-        waiting += children.get(names[at], [])[::-1]
-    return blocks[order]

@@ -86,8 +86,7 @@ def admit(
     serving, log, search = lax.while_loop(lambda carry: carry[2].goes_on, attempt, (serving, log, search))
     full = (log.room < log_room) | (serving.onboards >= 0)
     serving = serving.replace(fresh=serving.fresh & (~tried | full))
-    hopeless = tried & ~full & ~jnp.any(serving.row >= 0)
-    return once(hopeless, lambda serving: _give_up(serving, scheduler), serving), log, search.admitted
+    return once(tried & ~full, lambda serving: _give_up(serving, scheduler), serving), log, search.admitted
 
 
 def _waits(requests: Requests) -> jax.Array:
@@ -103,10 +102,10 @@ def _next(serving: Serving, scheduler: Scheduler, skipped: jax.Array) -> jax.Arr
 
 
 def _give_up(serving: Serving, scheduler: Scheduler) -> Serving:
-    """Ends the first waiting request."""
+    """Ends the first waiting request where no row has one."""
     requests = serving.requests
     slot = _next(serving, scheduler, jnp.zeros(requests.stage.shape, jnp.bool_))
-    where = slot >= 0
+    where = (slot >= 0) & ~jnp.any(serving.row >= 0)
     requests = requests.at(
         slot[None], where[None], stage=int(Stage.DONE), finish=int(Finish.NO_BLOCKS), ended=serving.steps
     ).without_parent(slot, where)

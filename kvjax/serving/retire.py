@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax._arrays import Pytree, count, pick
 from kvjax.events.log import EventLog
+from kvjax.events.records import Events
 from kvjax.serving.loops import note
 from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.serving.scheduler import Scheduler, decoding, last, needs, places_of_rows, running, wanted
@@ -123,16 +124,14 @@ def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
 
 
 def grow(
-    serving: Serving, log: EventLog, scheduler: Scheduler, most: int, single: jax.Array, log_room: jax.Array,
-    now: jax.Array,
-) -> tuple[Serving, EventLog, jax.Array, jax.Array]:  # fmt: skip
+    serving: Serving, scheduler: Scheduler, most: int, single: jax.Array, log_room: jax.Array, now: jax.Array
+) -> tuple[Serving, Events, jax.Array, jax.Array]:
     """Makes room for the next tokens of all decode rows.
 
     While a request waits for a row or for blocks, a block of steps ends where the first row is known to end.
 
     Args:
       serving: its decode rows' next tokens fit.
-      log: takes the events.
       scheduler: static.
       most: static; k.
       single: bool[]; whether to run one step only.
@@ -140,8 +139,8 @@ def grow(
       now: i32[] ms.
 
     Returns:
-      The requests and the log; i32[], the number n of steps, 0 if blocks were refused; and i32[S], how many tokens each
-      decode row may write in them.
+      The requests and the events; i32[], the number n of steps, 0 if blocks were refused; and i32[S], how many tokens
+      each decode row may write in them.
     """
     requests, seqs = serving.requests, serving.cache.state.seqs
     decode = decoding(serving)
@@ -158,4 +157,4 @@ def grow(
     cache, events = serving.cache.extend(decode & (more > 0), jnp.where(decode, more, 0), max_tokens=most, now=now)
     n = jnp.where(events.ok, limit, 0)
     refused = jnp.where(events.ok, 0, limit)
-    return serving.replace(cache=cache, refused=refused), note(log, events), n, jnp.where(events.ok, want, 0)
+    return serving.replace(cache=cache, refused=refused), events, n, jnp.where(events.ok, want, 0)

@@ -22,6 +22,7 @@ from jax import lax
 from kvjax._arrays import Pytree, count, fence, once, pick, put, runs
 from kvjax._checks import integers
 from kvjax.events.log import EventLog
+from kvjax.events.records import EventKind
 from kvjax.model import Model
 from kvjax.pools.device import Pools
 from kvjax.serving.admission import Admitted, admit
@@ -81,7 +82,8 @@ def serve_step(
     serving, log, retired = retire(serving, log, scheduler, now)
     tried = _tries(serving, scheduler, retired)
     single = _has_chunks(serving, scheduler) | tried
-    serving, log, n, want = grow(serving, log, scheduler, k, single, log.room - log_room, now)
+    serving, extended, n, want = grow(serving, scheduler, k, single, log.room - log_room, now)
+    log = once(single, lambda log: note(log, extended), log)  # else there are no events between these and the commit's
     serving, log, admitted = admit(serving, log, scheduler, tried, log_room, now)
 
     seqs, mixed = serving.cache.state.seqs, _has_chunks(serving, scheduler)
@@ -109,26 +111,29 @@ def serve_step(
     cache, committed = cache.replace(pools=pools).commit(written.text(rows.token), wrote, now=now)
     if k > 1:
         cache, _ = cache.trim(decode, max_tokens=k)
-    serving = serving.replace(
-        cache=cache,
-        fresh=serving.fresh | mixed,
-        put_off=jnp.where(mixed | ~jnp.any(prefilling(serving)), 0, serving.put_off + 1),
-    )
+    serving = serving.replace(cache=cache, fresh=serving.fresh | mixed)
+    if scheduler.coalesce > 1:
+        put_off = jnp.where(mixed | ~jnp.any(prefilling(serving)), 0, serving.put_off + 1)
+        serving = serving.replace(put_off=put_off)
     serving = record(serving, chosen, jnp.where(mixed, 1, jnp.max(wrote)))
-    return serving, note(log, committed), Served(retired, admitted, n, mixed, chunks, chosen)
+    extended = extended.replace(records=jnp.where(single, int(EventKind.NONE), extended.records))
+    return serving, note(log, extended, committed), Served(retired, admitted, n, mixed, chunks, chosen)
 
 
 def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Array:
     """bool[]; whether to look for requests to admit: where somebody waits for whom there may be room."""
     waits = jnp.any((serving.requests.stage == Stage.WAITING) & (serving.requests.parent < 0))
-    tries = serving.fresh & waits & jnp.any(serving.free) & ~jnp.any(retired.preempted >= 0)
-    tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.rests)
+    tries = serving.fresh & waits & jnp.any(serving.free) & (retired.preempted[0] < 0)
+    if serving.cache.state.spec.has_host:
+        tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.rests)
     return tries & ~jnp.any(serving.row >= 0) if scheduler.reserve == "batch" else tries
 
 
 def _has_chunks(serving: Serving, scheduler: Scheduler) -> jax.Array:
     """bool[]; whether a mixed step comes next: enough rows want chunks, or waited long enough, or nobody decodes."""
     rows = prefilling(serving)
+    if scheduler.coalesce == 1:
+        return jnp.any(rows)
     enough = (count(rows) >= scheduler.coalesce) | (serving.put_off >= scheduler.coalesce) | ~jnp.any(decoding(serving))
     return jnp.any(rows) & enough
 
@@ -200,16 +205,17 @@ def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
         requests = requests.replace(top=put(requests.top, at, chosen.top, real))
     requests = requests.at(row, any_chosen, known=known)
 
-    def mark(requests: Requests) -> Requests:
+    def mark(carry: tuple[Requests, jax.Array]) -> tuple[Requests, jax.Array]:
         """Notes which rows have their first token, and which are over."""
+        requests, fresh = carry
         requests = requests.at(row, begins, first_token=serving.steps + 1)  # a row that chooses does so in each step
-        return requests.at(
+        requests = requests.at(
             row, over, stage=int(Stage.DONE), ended=serving.steps + new,
             finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH)),
         )  # fmt: skip
+        return requests, fresh | jnp.any(begins)
 
-    requests = once(jnp.any(begins | over), mark, requests)
-    fresh = serving.fresh | jnp.any(begins)
+    requests, fresh = once(jnp.any(begins | over), mark, (requests, serving.fresh))
     return serving.replace(requests=requests, steps=serving.steps + steps, fresh=fresh)
 
 

@@ -87,14 +87,10 @@ def test_goldens_with_windows_on_two_by_two_devices(family, kind):
             np.testing.assert_allclose(logits, golden.logits[row, : len(logits)], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "kind", "dtype"),
-    [
-        pytest.param((1, 4), EXPLICIT, "float32", marks=pytest.mark.slow),
-        ((2, 2), AUTO, "int8"),
-        pytest.param((2, 4), AUTO, "float8_e4m3fn", marks=pytest.mark.slow),
-    ],
+    [((1, 4), EXPLICIT, "float32"), ((2, 2), AUTO, "int8"), ((2, 4), AUTO, "float8_e4m3fn")],
 )
 def test_generate_and_stream_with_reuse_and_eviction(shape, kind, dtype):
     plain, _ = load(HEADS)

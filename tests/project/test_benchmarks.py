@@ -116,7 +116,7 @@ def test_events_are_told_as_they_happened(tmp_path, monkeypatch, generates):
         monkeypatch.setattr(events, "measure_listener", lambda *_: 1.0)
     events.main()
     metrics = json.loads(file.read_text())["metrics"]
-    rates = {"encode_per_s", "encode_removed_per_s", "encode_64_per_s", "mirror_per_s"}
+    rates = {"encode_per_s", "encode_removed_per_s", "encode_64_per_s", "mirror_per_s", "trtllm_per_s"}
     assert set(metrics) == {*rates, "resync_s", "listener_ratio"} and all(value > 0 for value in metrics.values())
 
 

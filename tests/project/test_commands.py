@@ -17,6 +17,7 @@ import tokenizers
 from flax import nnx
 
 import kvjax
+from kvjax.interop.log import report
 from kvjax.interop.vllm import Subscriber
 from models import Decoder, ModelConfig, commands, demo, generate, router, save, train, verify
 from models.speech import Speech
@@ -96,6 +97,9 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         ("--top-p 2", "--top-p: got '2', wanted a number of at least 0.0 and at most 1.0"),
         ("--checkpoint ids --prompt 1 --top-p 0", "top_p: got 0.0, wanted None or a number in (0, 1]"),
         ("--events none/events.jsonl", "--events: none: no such folder"),
+        ("--checkpoint ids --prompt 1 --trace none/trace.json", "--trace: none: no such folder"),
+        ("--trace trace.json", "--checkpoint: got none, wanted the folder of a model"),
+        ("--checkpoint ids --prompt 1 --trace .", "--trace: .: is a directory"),
         ("--publish tcp://127.0.0.1:*", "--checkpoint: got none, wanted the folder of a model"),
         ("--checkpoint ids --prompt 1 --replay tcp://127.0.0.1:*", "--replay: got one without --publish"),
         ("--checkpoint ids --prompt 1 --publish 5557", "--publish: got '5557', wanted tcp://HOST:PORT or ipc://PATH"),
@@ -153,6 +157,11 @@ def test_ports_that_are_taken_are_named(capsys, option, said):
         assert refused(capsys, *wanting) == said.format(port)
 
 
+def logged(path):
+    """The events in a file of `--events`."""
+    return [event for line in path.read_text().splitlines() for event in json.loads(line)["events"]]
+
+
 def run(*arguments, capsys):
     """What a generation says: standard output and standard error. Few shapes, so that little is compiled."""
     generate.main([*arguments, "--max-new-tokens", str(NEW), "--rows", "2", "--no-compile-cache"])
@@ -175,8 +184,8 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     with Subscriber(*places) as sub, Reader(f"127.0.0.1:{agent}") as reader:
         out, err = run(
             "--checkpoint", "text", *QUESTION, "--json", "--events", str(tmp_path / "events"),
-            "--publish", places[0], "--replay", places[1], "--agent", str(agent), "--metrics", str(metrics),
-            capsys=capsys,
+            "--trace", str(tmp_path / "trace"), "--publish", places[0], "--replay", places[1],
+            "--agent", str(agent), "--metrics", str(metrics), capsys=capsys,
         )  # fmt: skip
         assert f"publishing at {places[0]} and {places[1]}\nan agent listens at 127.0.0.1:{agent}\n" in err
         assert f"metrics are at http://127.0.0.1:{metrics}/metrics\n" in err
@@ -184,7 +193,7 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
         assert re.search(r"^kvjax_queried_tokens_total 10.0$", pages[-1], re.MULTILINE)
         assert re.search(r'^kvjax_blocks{condition="active",group="0",tier="device"} [1-9]', pages[-1], re.MULTILINE)
         assert 'kvjax_wire_overflows_total{wire="agent"} 0.0' in pages[-1]
-        events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+        events = logged(tmp_path / "events")
         whole = {path for _, _, path in kvjax.fold(events).index if len(path) % 16 == 0}
         assert whole and sub.wait(lambda one: {prefix.tokens for prefix in one.index} == whole, 20), sub.counts
         assert len(reader.found) == len(whole)
@@ -197,6 +206,11 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     assert "compiling the loop ...\ncompile " in err
     assert "; prefill 10 tokens " in err
     assert {event["kind"] for event in events} == {"stored"}
+    told = report((tmp_path / "events").read_text().splitlines())
+    assert sum(told.queried) == 10 and told.kinds["stored"] == len(events) and not told.refused
+    trace = json.loads((tmp_path / "trace").read_text())
+    tracks = {one["args"]["name"] for one in trace if one["name"] == "thread_name"}
+    assert {"loops", "prompt 0", "prompt 1"} <= tracks and any(one["name"] == "blocks, device" for one in trace)
 
     out, err = run("--checkpoint", "text", *QUESTION, capsys=capsys)
     assert out == f"caf\u00e9{first['text']}\nhello{second['text']}\n"
@@ -237,8 +251,7 @@ def test_ctrl_c_prints_what_there_is(capsys, tmp_path, monkeypatch, where):
     assert [part["finish"] for part in parts] == [None, None]
     assert all(0 < len(part["tokens"]) < NEW for part in parts)
     assert "prompt 1 ended early: interrupted\nprompt 2 ended early: interrupted\ncompile " in err
-    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
-    assert kvjax.fold(events).index
+    assert kvjax.fold(logged(tmp_path / "events")).index
 
 
 def test_ctrl_c_before_anything_was_generated(monkeypatch, capsys):

@@ -58,7 +58,7 @@ def test_what_kvjax_exports_is_short_and_hides_no_module():
 
 
 def test_every_name_that_a_room_exports_is_there():
-    interop = ("interop", "interop.agent", "interop.metrics", "interop.vllm")
+    interop = ("interop", *(f"interop.{name}" for name in ("agent", "log", "metrics", "trtllm", "vllm")))
     for name in ("debug", "events", *interop, "policies", "pools", "serving", "testing", "tiers"):
         room = __import__(f"kvjax.{name}", fromlist=["*"])
         assert room.__all__ == sorted(room.__all__) or name == "testing"

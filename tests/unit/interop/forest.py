@@ -13,6 +13,7 @@ import kvjax
 from kvjax import LayerSpec, names
 from kvjax.events import EventLog, Events, Mirror
 from kvjax.events.records import COLUMNS, EventKind
+from kvjax.interop import trtllm
 from kvjax.interop.vllm import Prefix
 from kvjax.state import Text
 
@@ -179,10 +180,58 @@ def projected(
     return found
 
 
-def _start(wired: dict[Any, str], namespace: int, path: tuple, size: int, group: int) -> int:
+def written(
+    mirror: Mirror, spec: kvjax.CacheSpec, known: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest"
+) -> dict[trtllm.Prefix, tuple[int, int]]:
+    """What TensorRT-LLM's form carries of an index: {prefix: (level, priority)}."""
+    found, size = {}, spec.block_size
+    wired = {
+        (group, namespace, path): stated
+        for (group, *_), (namespace, path, *stated) in mirror.nodes.items()
+        if (group or not spec.bare) and namespace in known
+    }
+    for (group, namespace, path), (level, priority) in wired.items():
+        salt, number = known.describe(namespace)
+        lora, wire, after = None if number is None else str(number), salt, None
+        if salt is not None and salts == "omit":
+            continue
+        if salt is not None and salts == "digest":
+            wire = names.salt_digest(salt, key=key)
+        start = _start(wired, namespace, path, size, group)
+        for at in range(0, start, size):
+            some = path[at : at + size]
+            text = [list(part) for part in zip(*some, strict=True)] if spec.extra_ids else [some]
+            after = names.block(after or names.root(None, salt, lora, key=key), *text, key=key)
+        tokens = path[start:] if spec.extra_ids else tuple((token, 0) for token in path[start:])
+        window = spec.groups[group].window
+        window = spec.max_length if window is None else min(window, spec.max_length - 1)
+        prefix = trtllm.Prefix(window, group, lora, wire, tokens, None if after is None else names.first_64_bits(after))
+        found[prefix] = level, priority
+    return found
+
+
+class Lines:
+    """A writer of TensorRT-LLM's lines, and a mirror of what it writes."""
+
+    def __init__(self, spec: kvjax.CacheSpec, known: kvjax.Namespaces):
+        self.known, self.writer, self.mirror = known, trtllm.Writer(spec, names=known), trtllm.Mirror()
+        self.hear([])  # the groups
+
+    def hear(self, events: Any) -> None:
+        self.mirror.follow(self.writer.lines(events))
+
+    def agrees(self, mirror: Mirror) -> bool:
+        """Whether it knows what the form carries of an index, and that this is all."""
+        wanted = written(mirror, self.writer.nodes.spec, self.known)
+        assert self.mirror.index == wanted, set(self.mirror.index.items()) ^ set(wanted.items())
+        return self.mirror.complete and self.mirror.counts["refused"] == 0
+
+
+def _start(wired: dict[Any, Any], namespace: int, path: tuple, size: int, group: int) -> int:
     """Where what the wire tells of a path begins: blocks before it that are in no group's index are unknown."""
     groups = {number for number, *_ in wired}
-    for at in range(len(path) - size, -1, -size):
+    last = len(path) - (len(path) - 1) % size - 1  # where the last block begins, perhaps a part
+    for at in range(last, -1, -size):
         if at and not any((number, namespace, path[:at]) in wired for number in {group, *groups}):
             return at
     return 0

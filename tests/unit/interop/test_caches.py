@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law through sockets, of real caches: windows, tiers, namespaces, partial blocks, moves that fail."""
+"""The law of all wires, of real caches: windows, tiers, namespaces, partial blocks, moves that fail."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from kvjax.testing import Trial, requests
 from tests.drive import EXTRA, TIERS
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import CONFIGS
-from tests.unit.interop.forest import named, projected
+from tests.unit.interop.forest import Lines, named, projected
 from tests.unit.interop.test_agent import Reader, agent
 from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
 
@@ -45,11 +45,13 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
         served = stack.enter_context(agent(config.spec(), names=known))
         every = range(int(config.spec().bare), len(config.spec().groups))
         readers = [stack.enter_context(Reader(served.address, groups)) for groups in ((), every)]
+        lines = Lines(config.spec(), known)
         lossy, heard, steps = Lossy(subs[1], 1), bytes_machine.Life.hear, iter(range(10**9))
 
         def hear(life, events):
             source.publish(events)
             served.publish(events)
+            lines.hear(events)
             found = heard(life, events)
             step = next(steps)
             if step == STEPS[name] // 2:
@@ -57,7 +59,7 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
                 readers.append(stack.enter_context(Reader(served.address, every)))
             if step % 40 == 39:
                 wanted = projected(life.mirror, life.spec, known, **extra)
-                assert all(agrees(sub, wanted) for sub in subs)
+                assert all(agrees(sub, wanted) for sub in subs) and lines.agrees(life.mirror)
                 assert readers[0].agrees(named(life.mirror, life.spec, known))
                 wanted = named(life.mirror, life.spec, known, groups=every)
                 assert all(reader.agrees(wanted) for reader in readers[1:])
@@ -66,10 +68,11 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
         monkeypatch.setattr(bytes_machine.Life, "hear", hear)
         life = bytes_machine.live(config, seed=5, steps=STEPS[name])
         wanted = projected(life.mirror, life.spec, known, **extra)
-        assert lossy.lost and all(agrees(sub, wanted) for sub in subs)
+        assert lossy.lost and all(agrees(sub, wanted) for sub in subs) and lines.agrees(life.mirror)
         assert life.tally["removed"] and (life.tally["failed"] or not life.has_host)
         source.attach(life.state)
-        assert all(agrees(sub, wanted) for sub in subs)
+        lines.mirror.follow(lines.writer.attach(life.state))
+        assert all(agrees(sub, wanted) for sub in subs) and lines.agrees(life.mirror)
         served.attach(life.state)
         index = kvjax.fold(kvjax.events.snapshot(life.state))
         assert readers[0].agrees(named(index, life.spec, known)) and readers[0].found
@@ -91,9 +94,11 @@ def test_it_holds_with_extra_ids(asked):
 
 def assert_law(spec, asked, **extra):
     known, trial = given_out(3), Trial(kvjax.init(spec))
+    reader = Reader(spec, known)
     with publisher(spec, names=known, **extra) as source, subscriber(source) as sub:
         for request in asked:
             events = trial.do(request)
             if events is not None:
                 source.publish(events)
-        assert agrees(sub, projected(trial.mirror, spec, known, **extra))
+                reader.hear(events)
+        assert agrees(sub, projected(trial.mirror, spec, known, **extra)) and reader.agrees(trial.mirror)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law through sockets, of generations: wires are their listeners, and they end in every way there is.
+"""The law of all wires, of generations: what writes them is their listener, and they end in every way there is.
 
 Windows, tiers, namespaces, moves that fail, Ctrl-C, streams that nobody reads on, and a listener that raises.
 """
@@ -15,7 +15,7 @@ import kvjax
 from kvjax.interop import NodeMap
 from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted
-from tests.unit.interop.forest import named, projected
+from tests.unit.interop.forest import Lines, named, projected
 from tests.unit.interop.test_agent import Reader, agent
 from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
 from tests.unit.serving.test_interrupts import (
@@ -112,12 +112,13 @@ def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeyp
         served = stack.enter_context(agent(spec, names=known))
         readers = [stack.enter_context(Reader(served.address, groups)) for groups in ((), every)]
         lossy, nodes, mirror = Lossy(subs[1], 1), NodeMap(spec), kvjax.events.Mirror()
-        lives = Runs(start(kind, host=True), known, monkeypatch, 3, 0.1)
+        lines, lives = Lines(spec, known), Runs(start(kind, host=True), known, monkeypatch, 3, 0.1)
 
         def listener(events):
             nonlocal mirror
             source.publish(events)
             served.publish(events)
+            lines.hear(events)
             nodes.fold(events)
             mirror = kvjax.fold(kvjax.to_list(events), mirror)
 
@@ -131,9 +132,10 @@ def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeyp
                 subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
                 readers.append(stack.enter_context(Reader(served.address, every)))
             if number % 4 == 3:
-                assert all(agrees(sub, projected(mirror, spec, known)) for sub in subs)
+                assert all(agrees(sub, projected(mirror, spec, known)) for sub in subs) and lines.agrees(mirror)
                 assert readers[0].agrees(named(mirror, spec, known))
                 assert all(reader.agrees(named(mirror, spec, known, groups=every)) for reader in readers[1:])
+        assert lines.agrees(mirror)
         mirror = kvjax.fold(kvjax.events.snapshot(state))
         wanted = projected(mirror, spec, known)
         assert wanted and all(agrees(sub, wanted) for sub in subs) and lossy.lost

@@ -168,7 +168,8 @@ def test_rows_that_cannot_go_on_come_back_with_the_reason():
 LONG = [list(range(55)), [*range(40), 7, 8], [5] * 51]
 
 
-@pytest.mark.parametrize("windows", [(WINDOW, None), pytest.param((WINDOW, WINDOW), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [(WINDOW, None), (WINDOW, WINDOW)])
 def test_windows_take_no_more_blocks_than_their_rows_see(windows):
     """Three rows of up to 16 blocks, for each of which 5 of the window group's are counted."""
     cache = windowed_cache(15, windows)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a file of events tells: counts, reuse, lifetimes, and what was stored again after it had been evicted.
+
+Blocks are told apart by what they hold: a digest of the whole prefix, so that memory does not grow with its length.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax import names
+from kvjax.events.mirror import Node
+from kvjax.events.records import EventKind
+
+_KINDS = frozenset(kind.name.lower() for kind in EventKind if kind)
+NO_HITS = (
+    "Events do not tell hits on single blocks: what was looked up and reused is known of each admission as a whole, in "
+    "tokens."
+)
+
+
+@dataclasses.dataclass
+class _Cached:
+    """A block that is cached: its content, its level, its number of tokens, and since when."""
+
+    digest: bytes
+    level: int
+    tokens: int
+    since: float
+
+
+@dataclasses.dataclass
+class Report:
+    """What a file tells. Times are in seconds since the first line, or numbers of events in files that have no times.
+
+    Attributes:
+      unit: "s" or "events".
+      transitions: lines that were read; 0 in a file of bare events.
+      refused: lines that are no entries.
+      kinds: events of each kind.
+      unknown: events of blocks that the file had not stored before: it began in the middle.
+      times: of the transitions, or of the events.
+      queried, cached: prompt tokens looked up at these times, and those that were found.
+      blocks: (device, host) blocks that were cached at these times.
+      lifetimes: of blocks that were removed, from stored to removed.
+      again: times from the removal of a block to the storing of one with the same content.
+      again_tokens: tokens of these blocks.
+    """
+
+    unit: str = "events"
+    transitions: int = 0
+    refused: int = 0
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    unknown: int = 0
+    times: list[float] = dataclasses.field(default_factory=list)
+    queried: list[int] = dataclasses.field(default_factory=list)
+    cached: list[int] = dataclasses.field(default_factory=list)
+    blocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    lifetimes: list[float] = dataclasses.field(default_factory=list)
+    again: list[float] = dataclasses.field(default_factory=list)
+    again_tokens: int = 0
+
+    @property
+    def share(self) -> float | None:
+        """Share of the queried tokens that were found; None if none were looked up, as far as the file tells."""
+        return sum(self.cached) / sum(self.queried) if sum(self.queried) else None
+
+    def __str__(self) -> str:
+        last = self.times[-1] if self.times else 0.0
+        total, most = self.kinds.total(), max((sum(blocks) for blocks in self.blocks), default=0)
+        left = self.blocks[-1] if self.blocks else (0, 0)
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.kinds.most_common())
+        length = f" in {self.duration(last)}" if self.unit == "s" else ""
+        lines = [f"events        {total:,}{f' of {self.transitions:,} transitions' * bool(self.transitions)}{length}"]
+        lines += [f"              {kinds}"] * bool(kinds)
+        if self.share is None:
+            lines.append("reuse         the file does not tell what was looked up")
+        else:
+            lines.append(
+                f"reuse         {sum(self.cached):,} of {sum(self.queried):,} tokens looked up ({self.share:.1%})"
+            )
+        lines.append(f"cached        {left[0]:,} blocks on the device, {left[1]:,} on the host; {most:,} at most")
+        lines.append(f"lifetimes     {self._spread(self.lifetimes, 'blocks removed')}")
+        lines.append(f"stored again  {self._spread(self.again, f'blocks with {self.again_tokens:,} tokens')}")
+        lines += [f"not known     {self.unknown:,} events of blocks that this file did not store"] * bool(self.unknown)
+        lines += [f"refused       {self.refused:,} lines"] * bool(self.refused)
+        return "\n".join([*lines, "", NO_HITS])
+
+    def duration(self, length: float) -> str:
+        """A length of time in words."""
+        if self.unit == "events":
+            return f"{length:,.0f} events"
+        return f"{length:,.1f} s" if length >= 1 else f"{length * 1e3:,.1f} ms"
+
+    def _spread(self, lengths: Sequence[float], what: str) -> str:
+        if not lengths:
+            return "none"
+        low, middle, high = (self.duration(float(one)) for one in np.quantile(lengths, (0.1, 0.5, 0.9)))
+        return f"{len(lengths):,} {what}; median {middle}, 8 of 10 between {low} and {high}"
+
+
+def report(lines: Iterable[str]) -> Report:
+    """What lines tell: those of `Log`, or bare events, one a line, as older versions wrote them.
+
+    What is no entry is counted as refused.
+    """
+    reader = _Reader()
+    for line in lines:
+        if line.strip():
+            reader.read(line)
+    return reader.found
+
+
+class _Reader:
+    """Follows a file.
+
+    Attributes:
+      found: what it tells so far.
+    """
+
+    def __init__(self):
+        self.found = Report()
+        self._nodes: dict[Node, _Cached] = {}
+        self._gone: dict[tuple[int, bytes], float] = {}  # when content left a group
+        self._levels = [0, 0]
+        self._first: float | None = None
+
+    def read(self, line: str) -> None:
+        """Follows a line."""
+        found = self.found
+        try:
+            entry = json.loads(line)
+            bare = "kind" in entry
+            events = _checked([entry] if bare else entry["events"])
+            queried, cached, now = (0, 0, None) if bare else (entry["queried"], entry["cached"], float(entry["ts"]))
+            wrong = not all(isinstance(number, int) and number >= 0 for number in (queried, cached))
+            wrong |= now is not None and not math.isfinite(now)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            wrong = True
+        if wrong:
+            found.refused += 1
+            return
+        if now is not None:
+            found.unit, self._first = "s", now if self._first is None else self._first
+            now = max(now - self._first, found.times[-1] if found.times else 0.0)  # clocks are set back
+        found.transitions += not bare
+        for event in events:
+            found.kinds[event["kind"]] += 1
+            self._follow(event, float(found.kinds.total()) if now is None else now)
+        found.times.append(float(found.kinds.total()) if now is None else now)
+        found.queried.append(queried)
+        found.cached.append(cached)
+        found.blocks.append((self._levels[0], self._levels[1]))
+
+    def _follow(self, event: dict[str, Any], now: float) -> None:
+        kind, group = event["kind"], event["group"]
+        if kind in ("created", "cleared"):
+            for node in [node for node in self._nodes if node[0] == group]:
+                self._remove(node, now, told=kind == "cleared")
+            return
+        if kind == "copied":
+            return
+        node = (group, event["block"], event["generation"])
+        if kind == "stored":
+            self._store(node, event, now)
+        elif node not in self._nodes:
+            self.found.unknown += 1
+        elif kind == "removed":
+            self._remove(node, now)
+        else:
+            self._levels[self._nodes[node].level] -= 1
+            self._nodes[node].level = event["level"]
+            self._levels[event["level"]] += 1
+
+    def _store(self, node: Node, event: dict[str, Any], now: float) -> None:
+        if node in self._nodes:
+            self._remove(node, now, told=False)
+        parent = event["parent"]
+        known = None if parent is None else self._nodes.get((0, *parent))
+        if known is not None:
+            above = known.digest
+        else:  # a root, or a parent that the file has not stored
+            above = names.root(salt=str(event["namespace"] if parent is None else parent))
+            self.found.unknown += parent is not None
+        tokens = event["tokens"]
+        digest = names.block(above, tokens, event.get("extra_ids"))
+        self._nodes[node] = _Cached(digest, event["level"], len(tokens), now)
+        self._levels[event["level"]] += 1
+        left = self._gone.pop((node[0], digest), None)
+        if left is not None:
+            self.found.again.append(now - left)
+            self.found.again_tokens += len(tokens)
+
+    def _remove(self, node: Node, now: float, told: bool = True) -> None:
+        """Forgets a block; `told` says whether it was removed, or a file goes on with another cache."""
+        block = self._nodes.pop(node)
+        self._levels[block.level] -= 1
+        if told:
+            self.found.lifetimes.append(now - block.since)
+            self._gone[node[0], block.digest] = now
+
+
+def _checked(events: Any) -> list[dict[str, Any]]:
+    """Events that have what is read of them."""
+    for event in events:
+        kind = event["kind"]
+        numbers = [event["group"]]
+        if kind in ("stored", "removed", "updated"):
+            numbers += [event["block"], event["generation"]]
+        if kind in ("stored", "updated"):
+            numbers.append(event["level"])
+        if kind == "stored":
+            parent, extra = event["parent"], event.get("extra_ids", [])
+            numbers += [event["namespace"]] if parent is None else parent
+            numbers += [*event["tokens"], *extra]
+            if len(extra) not in (0, len(event["tokens"])) or not event["tokens"] or len(parent or (0, 0)) != 2:
+                raise ValueError(f"events: got {event!r:.200}, wanted an event as to_list makes it")
+        fits = all(isinstance(number, int) and -(2**31) <= number < 2**31 for number in numbers)
+        if kind not in _KINDS or not fits or event.get("level", 0) not in (0, 1):
+            raise ValueError(f"events: got {event!r:.200}, wanted an event as to_list makes it")
+    return list(events)

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cache does, on a time axis: Chrome's trace JSON, which Perfetto (https://ui.perfetto.dev) and Chrome open.
+
+    slices     admissions, jitted loops, moves, and other transitions: from the call of the listener before to this one
+    instants   evictions, at the end of the slice that made them
+    counters   findable blocks of each group and tier, whole and partly filled, by the events; with `set(state)` also
+               active, cached and empty ones
+    prompts    a track for each prompt of a `stream`, by `show`: which turns gave it tokens
+
+Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+import numpy as np
+
+from kvjax.debug.counts import stats
+from kvjax.events.log import EventLog
+from kvjax.events.records import EventKind, Events
+from kvjax.interop import columns as col
+from kvjax.interop.nodes import NodeMap
+from kvjax.serving.generation import Progress
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+_CACHE, _PROMPTS = 1, 2  # processes: groups of tracks
+_TRACKS = ("admissions", "loops", "moves", "other transitions")
+_ADMISSIONS, _LOOPS, _MOVES, _OTHERS = range(1, 5)
+_LEVELS = ("device", "host")
+
+
+class Trace:
+    """Writes a trace; `write` is a listener of `generate`, `stream` and `run_batch`.
+
+    `close`, or the end of a `with`, ends the file; one that was not closed is read too.
+
+    Attributes:
+      nodes: what is cached by the events so far.
+    """
+
+    def __init__(self, spec: CacheSpec, file: TextIO, *, clock: Callable[[], float] = time.perf_counter):
+        """Begins with an empty cache.
+
+        Args:
+          spec: of the cache.
+          file: a text file, which the caller closes.
+          clock: gives the time in seconds.
+        """
+        self.nodes, self._file, self._clock = NodeMap(spec), file, clock
+        self._groups = range(int(spec.bare), len(spec.groups))
+        self._begin = self._turn = self._start = clock()
+        self._prompts: set[int] = set()
+        self._file.write("[\n")
+        self._separator, self._closed = "", False
+        self._name("process_name", "cache", _CACHE)
+        for track, name in enumerate(_TRACKS, 1):
+            self._name("thread_name", name, _CACHE, track)
+
+    def write(self, events: Events | EventLog) -> None:
+        """Writes a slice that ends now, with its evictions and counters: a listener.
+
+        Raises:
+          ValueError: for anything but `Events` and an `EventLog`, and if they cannot have come from a cache with the
+            contents that the events so far have given it.
+        """
+        if not isinstance(events, Events | EventLog):
+            raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
+        self.nodes.fold(events)
+        now, begin = self._clock(), self._begin
+        self._begin = now
+        told = _told(events)
+        track, name = _track(events, told)
+        self._slice(name, begin, now, _CACHE, track, told)
+        if told.get("removed"):
+            self._evicted(events, now, track)
+        self._count(now)
+
+    def show(self, progress: Progress[Any]) -> None:
+        """Writes what a `stream` tells of its prompts; to be called with each `Progress`, as it comes.
+
+        The next slice begins when this is done: then the stream goes on.
+        """
+        now = self._clock()
+        for number, tokens in progress.new.items():
+            output = progress.outputs[number]
+            first = number not in self._prompts
+            if first:
+                self._prompts.add(number)
+                if len(self._prompts) == 1:
+                    self._name("process_name", "prompts", _PROMPTS)
+                self._name("thread_name", f"prompt {number}", _PROMPTS, number + 1)
+            told = {"tokens": len(tokens), "prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
+            told |= {} if output.finish is None else {"finish": output.finish}
+            self._slice("prefill and decode" if first else "decode", self._turn, now, _PROMPTS, number + 1, told)
+        self.mark()
+
+    def set(self, state: CacheState) -> None:
+        """Counts the blocks of a state by tier and condition, which events do not tell: who holds a block is none.
+
+        The next slice begins when this is done.
+        """
+        now = self._clock()
+        for number in self._groups:
+            found = stats(state, number)
+            told = [{"active": found.active_blocks, "cached": found.cached_blocks, "empty": found.empty_blocks}]
+            told.append({
+                "active": found.host_active_blocks, "cached": found.host_cached_blocks, "empty": found.host_empty_blocks
+            })  # fmt: skip
+            for level, blocks in zip(self._levels(number), told, strict=False):
+                self._counter(f"blocks, {level}{self._suffix(number)}", now, blocks)
+        self.mark()
+
+    def attach(self, state: CacheState) -> None:
+        """Begins anew with a cache that is not empty, was restored, or goes on without its events having been told.
+
+        Raises:
+          ValueError: if it is of another spec.
+        """
+        self.nodes.attach(state)
+        self.mark()
+        self._count(self._begin)
+
+    def mark(self) -> None:
+        """The next slice begins now, and not at the call before: after a pause."""
+        self._begin = self._turn = self._clock()
+
+    def close(self) -> None:
+        """Ends the list."""
+        if not self._closed:
+            self._file.write("\n]\n")
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+    def _count(self, now: float) -> None:
+        """Counters of the findable blocks."""
+        size = self.nodes.spec.block_size
+        for number in self._groups:
+            table = self.nodes.groups[number].table
+            fill, host = table[:, col.FILL], table[:, col.LEVEL] == 1
+            for on, level in enumerate(self._levels(number)):
+                here = host == bool(on)
+                whole, all_ = np.count_nonzero(here & (fill == size)), np.count_nonzero(here & (fill > 0))
+                named = {"whole": whole, "partly filled": all_ - whole}
+                self._counter(f"findable blocks, {level}{self._suffix(number)}", now, named)
+
+    def _evicted(self, events: Events | EventLog, now: float, track: int) -> None:
+        """An instant for each group of which blocks were removed."""
+        removed = _records(events)
+        removed = removed[removed[:, 0] == EventKind.REMOVED]
+        for number in np.unique(removed[:, 1]).tolist():
+            blocks = removed[removed[:, 1] == number, 2].tolist()
+            told = {"group": number, "count": len(blocks), "blocks": blocks}
+            self._event(ph="i", name="evicted", ts=self._us(now), pid=_CACHE, tid=track, s="t", args=told)
+
+    def _levels(self, number: int) -> tuple[str, ...]:
+        return _LEVELS[: 1 + bool(self.nodes.spec.groups[number].num_host_blocks)]
+
+    def _suffix(self, number: int) -> str:
+        return f", group {number}" if len(self._groups) > 1 else ""
+
+    def _slice(self, name: str, begin: float, end: float, process: int, track: int, told: dict[str, Any]) -> None:
+        length = max(self._us(end) - self._us(begin), 0)
+        self._event(ph="X", name=name, ts=self._us(begin), dur=length, pid=process, tid=track, args=told)
+
+    def _counter(self, name: str, now: float, numbers: Mapping[str, Any]) -> None:
+        told = {what: int(number) for what, number in numbers.items()}
+        self._event(ph="C", name=name, ts=self._us(now), pid=_CACHE, tid=0, args=told)
+
+    def _name(self, what: str, name: str, process: int, track: int = 0) -> None:
+        self._event(ph="M", name=what, pid=process, tid=track, args={"name": name})
+
+    def _event(self, **fields: Any) -> None:
+        if self._closed:
+            raise ValueError("write: got events for a trace that is closed, wanted an open one")
+        self._file.write(self._separator + json.dumps(fields))
+        self._separator = ",\n"
+
+    def _us(self, moment: float) -> int:
+        return round((moment - self._start) * 1e6)
+
+
+def _records(events: Events | EventLog) -> np.ndarray:
+    """i32[n, 9]; the records without padding."""
+    records = np.asarray(events.records)
+    records = records.reshape(-1, records.shape[-1])
+    records = records[: int(events.size)] if isinstance(events, EventLog) else records
+    return records[records[:, 0] != EventKind.NONE]
+
+
+def _told(events: Events | EventLog) -> dict[str, int]:
+    """What a slice says: events of each kind, tokens looked up and reused, moves and refusals; zeros are left out."""
+    kinds = np.bincount(_records(events)[:, 0], minlength=len(EventKind)).tolist()
+    told = {kind.name.lower(): kinds[kind] for kind in EventKind if kind}
+    told |= {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
+    if isinstance(events, Events):
+        block, source, target = (np.asarray(getattr(events.moves, name)) for name in ("block", "source", "target"))
+        told["to_host"] = int(np.sum((block >= 0) & (target > source)))
+        told["to_device"] = int(np.sum((block >= 0) & (target < source)))
+        told["refused"] = int(np.sum(np.asarray(events.status) != 0))
+    return {name: number for name, number in told.items() if number}
+
+
+def _track(events: Events | EventLog, told: dict[str, int]) -> tuple[int, str]:
+    """The track of a slice, and its name."""
+    if isinstance(events, EventLog):
+        return _LOOPS, "loop"
+    if "queried" in told:
+        return _ADMISSIONS, "admission"
+    return (_MOVES, "move") if "to_host" in told or "to_device" in told else (_OTHERS, "transition")

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events of a cache as TensorRT-LLM's event JSON, an event a line.
+
+    event    event_id from 0 without holes, data, window_size, attention_dp_rank if there are ranks, layer_group_id
+    created  num_blocks_per_cache_level [device, host]; for each group that has K/V, the smallest window first
+    stored   parent_hash, null at a root; blocks that chain; cache_salt and lora_name, if any
+    removed  block_hashes, children first
+    updated  block_hash; cache_level and priority, each as it was and as it is, or null
+
+A stored block has its block_hash, tokens with extra ids, cache_level and priority. A partly filled one ends its event,
+as readers look no further than to the first of these.
+
+Source: TensorRT-LLM's `_utils.py`, `KVCacheEventSerializer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TextIO
+
+import numpy as np
+
+from kvjax.blocks.keys import Namespaces
+from kvjax.events.records import EventKind
+from kvjax.interop import columns as col
+from kvjax.interop.batch import Batch, read
+from kvjax.interop.naming import Naming
+from kvjax.interop.nodes import NodeMap
+from kvjax.interop.table import Gone, names_of, parents_first
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+_TOKEN = '{"type":"unique_token","token_id":%%d,"token_extra_id":%s}'
+_BLOCK = '{"type":"stored_block","block_hash":%%d,"tokens":[%s],"cache_level":%%d,"priority":%%d}'
+_MOST_TOKENS = 1 << 16  # of an event, so that no line is over about 6 MB
+
+
+class Writer:
+    """Writes a cache's events; `write` is a listener of `generate`, `stream` and `run_batch`.
+
+    After a ValueError for events that cannot have happened nothing more can be written, until `attach`.
+
+    Attributes:
+      nodes: what is cached by the events so far.
+      naming: what the form calls it; `naming.left_out` counts the blocks that are not written.
+      groups: the numbers of the groups that are written, the smallest window first.
+      next_id: event_id of the next event.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        file: TextIO | None = None,
+        *,
+        names: Namespaces | None = None,
+        lora_names: Mapping[int, str] | None = None,
+        model: str | None = None,
+        key: bytes = b"",
+        salts: str = "digest",
+        rank: int | None = None,
+    ):
+        """Begins with an empty cache.
+
+        A bare first group is not written: its blocks have no K/V. Extra ids are written as numbers.
+
+        Args:
+          spec: of the cache.
+          file: where `write` and `attach` write lines; a text file, which the caller closes.
+          names: the `Namespaces` of the cache; None: all prompts have namespace 0. Blocks of others are not written.
+          lora_names: adapter number to name; an adapter without one is called by its number.
+          model: part of all hashes, as for `kvjax.names.root`.
+          key: a secret of at most 64 bytes, without which hashes can neither be made nor probed.
+          salts: "digest" writes a hash of each salt, "plain" the salt, "omit" no blocks of prompts with a salt.
+          rank: the attention_dp_rank; None: the events have none.
+
+        Raises:
+          ValueError: naming the argument.
+        """
+        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
+            raise ValueError(f"rank: got {rank!r}, wanted None or an int of at least 0")
+        self.nodes, self._file, self.next_id = NodeMap(spec), file, 0
+        self.naming = Naming(
+            names, lora_names=lora_names, model=model, key=key, salts=salts, extra_name=str, partial=True
+        )  # fmt: skip
+        sizes = {number: window_size(spec, number) for number in range(int(spec.bare), len(spec.groups))}
+        self.groups = sorted(sizes, key=lambda number: (sizes[number], number))
+        dp_rank = "" if rank is None else f',"attention_dp_rank":{rank}'
+        self._ends = {
+            number: f',"window_size":{size}{dp_rank},"layer_group_id":{number}}}' for number, size in sizes.items()
+        }
+        self._num_blocks = [group.num_blocks for group in spec.groups]
+        self._begun, self._sound = False, True
+        self._most_blocks = max(_MOST_TOKENS // spec.block_size, 1)
+        self._template = functools.cache(self._make_template)
+        self._space = functools.lru_cache(4096)(self._make_space)
+
+    def write(self, events: Any) -> None:
+        """Writes the lines of events to the file: a listener.
+
+        Args:
+          events: as for `lines`.
+
+        Raises:
+          ValueError: as `lines` does, and if the writer has no file.
+        """
+        self._save(self.lines(events))
+
+    def lines(self, events: Any) -> list[str]:
+        """Follows events; their lines.
+
+        Args:
+          events: `Events`, an `EventLog`, or decoded events; each once, in their order.
+
+        Raises:
+          ValueError: if they cannot have come from a cache with the contents that the events so far have given it.
+        """
+        batch = read(events, self.nodes.spec)
+        if not self._sound:
+            raise ValueError("events: got more after some that cannot have happened, wanted `attach(state)` first")
+        self.naming.learn(batch.namespaces())
+        found = [] if self._begun else self._created()
+        self._sound = False
+        found += self._told(batch)
+        self._sound = True
+        return found
+
+    def dicts(self, events: Any) -> list[dict[str, Any]]:
+        """The same as dicts."""
+        return [json.loads(line) for line in self.lines(events)]
+
+    def attach(self, state: CacheState) -> list[str]:
+        """Begins anew with a cache that is not empty, was restored, or goes on after events that were impossible.
+
+        Args:
+          state: the cache; events written later are those after it.
+
+        Returns:
+          The lines that bring a reader to its contents, which are in the file too if there is one: all that was stored
+          is removed, the groups are created, and what the cache has is stored.
+
+        Raises:
+          ValueError: if it is of another spec.
+        """
+        numbered = list(enumerate(self.nodes.groups))
+        gone = [group.forget(number, group.live[::-1]) for number, group in numbered]
+        self.nodes.attach(state)
+        self.naming.learn(set[int]().union(*(group.namespaces for _, group in numbered)))
+        self._num_blocks = [int(group.num_blocks) for group in state.groups]
+        found, self._sound = self._removed(gone) + self._created(), True
+        for number, group in numbered:
+            named = self._settle(number, group.live)
+            found += self._stored(number, parents_first(group, named))
+        if self._file is not None:
+            self._save(found)
+        return found
+
+    def _save(self, lines: list[str]) -> None:
+        if self._file is None:
+            raise ValueError("file: got None, wanted a file to write to")
+        self._file.write("".join(line + "\n" for line in lines))
+
+    def _told(self, batch: Batch) -> list[str]:
+        found: list[str] = []
+        for step in batch.steps():
+            if step.kind == EventKind.UPDATED:
+                found += self._updated(self.nodes.restate(step.records))
+            elif step.kind == EventKind.CLEARED:
+                found += self._removed(self.nodes.clear(step.records))
+            else:
+                found += self._removed(self.nodes.remove(step.records))
+                for number, blocks in self.nodes.store(step.stored, step.text):
+                    found += self._stored(number, self._settle(number, blocks))
+        return found
+
+    def _settle(self, number: int, blocks: np.ndarray) -> np.ndarray:
+        return self.naming.settle(self.nodes, number, blocks, number in self.groups)
+
+    def _created(self) -> list[str]:
+        self._begun = True
+        host = [group.num_host_blocks for group in self.nodes.spec.groups]
+        return [
+            self._event(
+                number, f'{{"type":"created","num_blocks_per_cache_level":[{self._num_blocks[number]},{host[number]}]}}'
+            )
+            for number in self.groups
+        ]
+
+    def _removed(self, gone: Iterable[Gone]) -> list[str]:
+        return [
+            self._event(number, f'{{"type":"removed","block_hashes":[{",".join(map(str, names.tolist()))}]}}')
+            for number, names, _ in gone
+            if number in self.groups and len(names)
+        ]
+
+    def _updated(self, before: Mapping[tuple[int, int], tuple[int, int]]) -> list[str]:
+        """Lines of nodes that had another level or priority before: {(group, block): (level, priority)}."""
+        found = []
+        for (number, block), (level, priority) in before.items():
+            if number in self.groups:
+                row = self.nodes.groups[number].table[block]
+                name = names_of(row[None, col.DIGEST : col.DIGEST + 2])[0]
+                levels, priorities = _diff(level, row[col.LEVEL]), _diff(priority, row[col.PRIORITY])
+                data = f'"block_hash":{name},"cache_level":{levels},"priority":{priorities}'
+                found.append(self._event(number, f'{{"type":"updated",{data}}}'))
+        return found
+
+    def _stored(self, number: int, blocks: np.ndarray) -> list[str]:
+        """Lines that store a group's nodes; consecutive ones that chain are one event."""
+        if number not in self.groups or not len(blocks):
+            return []
+        rows = self.nodes.groups[number].table[blocks]
+        names, parents = names_of(rows[:, col.DIGEST : col.DIGEST + 2]), names_of(rows[:, col.ABOVE : col.ABOVE + 2])
+        follows = (parents[1:] == names[:-1]) & (rows[1:, col.DEPTH] > 0)
+        cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
+        texts, parents = self._texts(rows, names.tolist()), parents.tolist()
+        of = rows[:, [col.DEPTH, col.NAMESPACE]].tolist()
+        found = []
+        for first, last in itertools.pairwise(cuts):
+            for start in range(first, last, self._most_blocks):
+                depth, namespace = of[start]
+                some = ",".join(texts[start : min(start + self._most_blocks, last)])
+                parent = parents[start] if depth else "null"
+                data = f'{{"type":"stored","parent_hash":{parent},"blocks":[{some}]{self._space(namespace)}}}'
+                found.append(self._event(number, data))
+        return found
+
+    def _texts(self, rows: np.ndarray, names: list[int]) -> list[str]:
+        """The stored_block of each row."""
+        text = rows[:, col.TEXT :].reshape(len(rows), -1, self.nodes.spec.block_size)
+        numbers = text.transpose(0, 2, 1).reshape(len(rows), -1).tolist()  # token, extra id, token, ...
+        each = text.shape[1]
+        stated = rows[:, [col.FILL, col.LEVEL, col.PRIORITY]].tolist()
+        return [
+            self._template(fill) % (name, *row[: fill * each], level, priority)
+            for name, row, (fill, level, priority) in zip(names, numbers, stated, strict=True)
+        ]
+
+    def _make_template(self, fill: int) -> str:
+        """A stored_block of so many tokens, to be filled in by `%`."""
+        token = _TOKEN % ("0", "%d")[self.nodes.spec.extra_ids]
+        return _BLOCK % ",".join([token] * fill)
+
+    def _make_space(self, namespace: int) -> str:
+        """What an event tells of a namespace."""
+        space = self.naming.space(namespace)
+        told = {"cache_salt": space.salt, "lora_name": space.lora}
+        return "".join(f',"{name}":{json.dumps(value)}' for name, value in told.items() if value is not None)
+
+    def _event(self, number: int, data: str) -> str:
+        found = f'{{"event_id":{self.next_id},"data":{data}{self._ends[number]}'
+        self.next_id += 1
+        return found
+
+
+def window_size(spec: CacheSpec, number: int) -> int:
+    """What a group's events call its window.
+
+    Full attention has the largest one, since NVIDIA Dynamo keeps the events of the largest window and drops all others.
+    """
+    window = spec.groups[number].window
+    return spec.max_length if window is None else min(window, spec.max_length - 1)
+
+
+def _diff(old: int, new: int) -> str:
+    return "null" if old == new else f'{{"type":"event_diff","new_value":{new},"old_value":{old}}}'

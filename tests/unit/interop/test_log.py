@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file of events, and what it tells, by hand."""
+
+import io
+import json
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.interop.log import Log, entry, plot, report
+from kvjax.interop.log.__main__ import main
+from tests.drive import output_of
+from tests.unit.debug import stories
+from tests.unit.interop.forest import Forest, arrays_of, spec_of
+from tests.unit.interop.test_nodes import removed, stored, updated
+
+HITS = "Events do not tell hits on single blocks: what was looked up and reused is known of each admission as a whole"
+
+
+def line(now, *events, queried=0, cached=0):
+    return json.dumps({"ts": now, "events": events, "queried": queried, "cached": cached})
+
+
+A, B = stored(1, 1, 0, [1, 2, 3, 4]), stored(2, 1, (1, 1), [5, 6])
+LINES = [
+    line(100.0, queried=10),
+    line(101.0, A, B),
+    line(102.0, updated(1, 1, 1), queried=10, cached=5),
+    line(104.0, removed(2, 1), removed(1, 1)),
+    line(104.5, stored(7, 3, 0, [1, 2, 3, 4]), stored(8, 1, (7, 3), [5, 7])),
+    line(109.0, {"kind": "copied", "group": 0, "block": 1, "source": 2, "num_tokens": 3}),
+    line(110.0, {"kind": "cleared", "group": 0}),
+]
+
+
+def test_lines_by_hand():
+    file, times, spec = io.StringIO(), iter((5.0, 6.5, 8.0)), spec_of("plain")
+    log = Log(file, clock=lambda: next(times))
+    log.write(arrays_of([], spec).replace(queried=np.array([5, 2], np.int32), cached=np.array([4, 0], np.int32)))
+    log.write(arrays_of([A, removed(1, 1)], spec, log=True).replace(queried=np.int32(3)))
+    a = '{"kind": "stored", "group": 0, "block": 1, "generation": 1, "parent": null, "namespace": 0, '
+    a += '"tokens": [1, 2, 3, 4], "level": 0, "priority": 35}'
+    gone = '{"kind": "removed", "group": 0, "block": 1, "generation": 1}'
+    assert file.getvalue().splitlines() == [
+        '{"ts": 5.0, "events": [], "queried": 7, "cached": 4}',
+        f'{{"ts": 6.5, "events": [{a}, {gone}], "queried": 3, "cached": 0}}',
+    ]
+    with pytest.raises(ValueError, match=r"^events: got list, wanted Events or an EventLog"):
+        log.write([A])
+    assert entry(arrays_of([A], spec))["ts"] > 1e9
+
+
+def test_what_is_in_the_file_gives_the_index():
+    spec = spec_of("windows")
+    forest, file = Forest(spec, 1), io.StringIO()
+    log = Log(file)
+    for at in range(6):
+        log.write(arrays_of(forest.draw(12), spec, log=at % 2 == 0))
+    events = [event for text in file.getvalue().splitlines() for event in json.loads(text)["events"]]
+    assert kvjax.fold(events).index == forest.mirror.index != {}
+
+
+def test_a_report_by_hand():
+    found = report(LINES)
+    assert (found.unit, found.transitions, found.refused, found.unknown) == ("s", 7, 0, 0)
+    assert found.kinds == {"stored": 4, "removed": 2, "updated": 1, "copied": 1, "cleared": 1}
+    assert found.times == [0, 1, 2, 4, 4.5, 9, 10]
+    assert found.queried == [10, 0, 10, 0, 0, 0, 0] and found.cached == [0, 0, 5, 0, 0, 0, 0] and found.share == 0.25
+    assert found.blocks == [(0, 0), (2, 0), (1, 1), (0, 0), (2, 0), (2, 0), (0, 0)]
+    assert found.lifetimes == [3, 3, 5.5, 5.5]
+    assert found.again == [0.5] and found.again_tokens == 4  # the second block has another end
+    assert str(found) == "\n".join([
+        "events        9 of 7 transitions in 10.0 s",
+        "              4 stored, 2 removed, 1 updated, 1 copied, 1 cleared",
+        "reuse         5 of 20 tokens looked up (25.0%)",
+        "cached        0 blocks on the device, 0 on the host; 2 at most",
+        "lifetimes     4 blocks removed; median 4.2 s, 8 of 10 between 3.0 s and 5.5 s",
+        "stored again  1 blocks with 4 tokens; median 500.0 ms, 8 of 10 between 500.0 ms and 500.0 ms",
+        "",
+        HITS + ", in tokens.",
+    ])  # fmt: skip
+
+
+def test_files_of_bare_events_are_read_too():
+    """Their times are numbers of events, and they do not tell what was looked up."""
+    found = report(json.dumps(event) for event in (A, B, removed(2, 1), removed(1, 1), stored(4, 1, 0, [1, 2, 3, 4])))
+    assert (found.unit, found.transitions, found.share) == ("events", 0, None)
+    assert found.lifetimes == [1, 3] and found.again == [1] and found.blocks[-1] == (1, 0)
+    assert "reuse         the file does not tell what was looked up\n" in str(found)
+    assert "median 2 events, 8 of 10 between 1 events and 3 events" in str(found)
+
+
+def test_contents_are_told_apart_by_namespace_prefix_and_extra_ids():
+    gone = [removed(1, 1)]
+    for other in (stored(2, 1, 1, [1, 2, 3, 4]), stored(2, 1, 0, [1, 2, 3, 4], extra_ids=[0, 0, 0, 7]),
+                  stored(2, 1, 0, [1, 2, 3]), stored(2, 1, (9, 9), [1, 2, 3, 4])):  # fmt: skip
+        assert report([line(0, A), line(1, *gone), line(2, other)]).again == []
+    twice = [stored(1, 1, 0, [1, 2, 3, 4], extra_ids=[0, 0, 0, 7]), removed(1, 1)]
+    assert report([line(0, *twice), line(1, *twice)]).again == [1]
+
+
+def test_a_file_that_begins_in_the_middle_says_so():
+    found = report([line(0, removed(1, 1), updated(2, 1, 1), stored(3, 1, (2, 1), [7])), line(1, removed(3, 1))])
+    assert found.unknown == 3 and found.lifetimes == [1]
+    assert "not known     3 events of blocks that this file did not store\n" in str(found)
+
+
+def test_a_cache_that_is_attached_takes_the_place_of_the_one_before():
+    """Its blocks were not removed, nor are those of the first cache."""
+    found = report([line(0, A, B), line(1, {"kind": "created", "group": 0}, A)])
+    assert found.lifetimes == found.again == [] and found.blocks == [(2, 0), (1, 0)]
+
+
+def test_clocks_may_be_set_back():
+    assert report([line(5, A), line(3, removed(1, 1)), line(6)]).times == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        LINES[1][:-1], "7", "null", "[]", '"kind"', "{}", "[" * 100_000, line(0, 7), line(0, {}), line("x"),
+        line(float("nan")), line(0, queried=-1), line(0, cached=None), line(0, {**A, "kind": "moved"}),
+        line(0, {**A, "kind": []}), line(0, {**A, "level": 2}), line(0, {**A, "tokens": [1, "2"]}),
+        line(0, {**A, "tokens": [2**40]}), line(0, {**A, "tokens": []}), line(0, {**A, "parent": [1]}),
+        line(0, {**A, "extra_ids": [1]}), line(0, {"kind": "removed", "group": 0}), '{"kind": "stored"}',
+    ],
+)  # fmt: skip
+def test_what_is_no_entry_is_counted(wrong):
+    found = report([LINES[1], "", wrong, LINES[3].replace("104", "200")])
+    assert found.refused == 1 and found.transitions == 2 and found.kinds == {"stored": 2, "removed": 2}
+    assert "refused       1 lines\n" in str(found)
+
+
+@hypothesis.given(st.data())
+def test_any_text_is_read_or_refused(data):
+    """Parts of what is right, with some characters changed, and anything else."""
+    given = list(data.draw(st.one_of(st.sampled_from(LINES), st.text(max_size=60))))
+    for _ in range(data.draw(st.integers(0, 4))):
+        if given:
+            given[data.draw(st.integers(0, len(given) - 1))] = data.draw(st.characters())
+    text = "".join(given[: data.draw(st.integers(0, len(given)))])
+    found = report([LINES[1], text, LINES[3]])
+    assert found.refused <= 1 and str(found)
+
+
+# The command, and the picture.
+
+
+def test_the_command_prints_the_report(tmp_path, capsys):
+    file = tmp_path / "events.jsonl"
+    file.write_text("\n".join(LINES))
+    said = output_of(sys.executable, "-W", "error", "-m", "kvjax.interop.log", str(file))
+    assert said == f"{report(LINES)}\n"
+    with pytest.raises(SystemExit) as caught:
+        main([str(tmp_path / "none.jsonl")])
+    assert caught.value.code == 2 and "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lines", [LINES, LINES[1:2], [json.dumps(A)], []], ids=["all", "stored", "bare", "empty"])
+def test_the_picture_has_what_was_told(tmp_path, lines):
+    found = report(lines)
+    figure = plot(found, tmp_path / "events.png")
+    assert (tmp_path / "events.png").read_bytes()[:4] == b"\x89PNG"
+    reuse, blocks, lives, again, *shares = figure.axes
+    assert [ax.get_title(loc="left") for ax in (reuse, blocks)] == [
+        "Prompt tokens: 25.0% reused" if found.share else "Prompt tokens", "Findable blocks"
+    ]  # fmt: skip
+    heights = {ax: sum(bar.get_height() for bar in ax.patches) for ax in (reuse, lives, again)}
+    assert heights == {reuse: sum(found.queried), lives: len(found.lifetimes), again: len(found.again)}
+    if found.share:
+        [line] = shares[0].get_lines()
+        assert line.get_ydata().tolist() == [0, 0] + [0.25] * 5
+        assert len(blocks.collections) == 2
+
+
+def test_a_picture_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'plot needs matplotlib: pip install "kvjax\[plot\]"'):
+        plot(report(LINES))
+
+
+def test_a_log_is_attached_to_a_cache():
+    file = io.StringIO()
+    Log(file).attach(stories.plain().state)
+    [text] = file.getvalue().splitlines()
+    assert kvjax.fold(json.loads(text)["events"]).index == kvjax.events.index_of(stories.plain().state) != {}
