@@ -208,7 +208,7 @@ def _told(events: Events | EventLog) -> dict[str, int]:
         told["to_host"] = int(np.sum((block >= 0) & (target > source)))
         told["to_device"] = int(np.sum((block >= 0) & (target < source)))
         told["refused"] = int(np.sum(np.asarray(events.status) != 0))
-    return {name: number for name, number in told.items() if number}
+    return {name: count for name, count in told.items() if count}
 
 
 def _track(events: Events | EventLog, told: dict[str, int]) -> tuple[int, str]:

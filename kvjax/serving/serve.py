@@ -124,8 +124,7 @@ def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Arra
     """bool[]; whether to look for requests to admit: where somebody waits for whom there may be room."""
     waits = jnp.any((serving.requests.stage == Stage.WAITING) & (serving.requests.parent < 0))
     tries = serving.fresh & waits & jnp.any(serving.free) & (retired.preempted[0] < 0)
-    if serving.cache.state.spec.has_host:
-        tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.rests)
+    tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.rests)
     return tries & ~jnp.any(serving.row >= 0) if scheduler.reserve == "batch" else tries
 
 

@@ -137,10 +137,10 @@ class _Reader:
         found = self.found
         try:
             entry = json.loads(line)
-            bare = "kind" in entry
-            events = _checked([entry] if bare else entry["events"])
-            queried, cached, now = (0, 0, None) if bare else (entry["queried"], entry["cached"], float(entry["ts"]))
-            wrong = not all(isinstance(number, int) and number >= 0 for number in (queried, cached))
+            old = "kind" in entry  # a bare event
+            events = _checked([entry] if old else entry["events"])
+            queried, cached, now = (0, 0, None) if old else (entry["queried"], entry["cached"], float(entry["ts"]))
+            wrong = not all(isinstance(tokens, int) and tokens >= 0 for tokens in (queried, cached))
             wrong |= now is not None and not math.isfinite(now)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             wrong = True
@@ -150,7 +150,7 @@ class _Reader:
         if now is not None:
             found.unit, self._first = "s", now if self._first is None else self._first
             now = max(now - self._first, found.times[-1] if found.times else 0.0)  # clocks are set back
-        found.transitions += not bare
+        found.transitions += not old
         for event in events:
             found.kinds[event["kind"]] += 1
             self._follow(event, float(found.kinds.total()) if now is None else now)
@@ -183,9 +183,9 @@ class _Reader:
         if node in self._nodes:
             self._remove(node, now, told=False)
         parent = event["parent"]
-        known = None if parent is None else self._nodes.get((0, *parent))
-        if known is not None:
-            above = known.digest
+        before = None if parent is None else self._nodes.get((0, *parent))
+        if before is not None:
+            above = before.digest
         else:  # a root, or a parent that the file has not stored
             above = names.root(salt=str(event["namespace"] if parent is None else parent))
             self.found.unknown += parent is not None
