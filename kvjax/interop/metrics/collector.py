@@ -51,7 +51,7 @@ class Reading(NamedTuple):
       blocks, slots: {(group, tier, condition): blocks, filled slots}.
       moving: {group: blocks in transit}.
       rows: active rows, and those that are free.
-      levels: i64[B]; of the first group's blocks.
+      levels: i64[B]; of the blocks of the first group that has K/V.
     """
 
     moment: float
@@ -230,5 +230,5 @@ def _read(state: CacheState, groups: range) -> Reading:
         stats = tally(state, seen)
         moving[number] = stats.in_transit_blocks
         rows = {"active": stats.active_rows, "free": stats.num_rows - stats.active_rows}
-    levels = (read_blocks(state).condition >= Condition.ON_HOST_EMPTY).astype(np.int64)
+    levels = (read_blocks(state, groups.start).condition >= Condition.ON_HOST_EMPTY).astype(np.int64)
     return Reading(time.monotonic(), blocks, slots, moving, rows, levels)

@@ -60,12 +60,13 @@ class Observed:
         self.moved = {(number, tier): 0 for number in range(len(spec.groups)) for tier in TIERS}
         self.lifetimes = [Lifetimes(group.num_ids) for group in spec.groups]
         self._block_bytes = [sum(p.block_bytes(spec.block_size) for p in group.pools) for group in spec.groups]
-        # Of the first group, which has every block that an admission finds.
-        self._fill = np.full(spec.groups[0].num_ids, spec.block_size)
-        self._level = np.zeros(spec.groups[0].num_ids, np.int64)
+        # Of the first group that has K/V: all that an admission finds, or what a window still sees of it.
+        self._first = int(spec.bare)
+        self._fill = np.full(spec.groups[self._first].num_ids, spec.block_size)
+        self._level = np.zeros(spec.groups[self._first].num_ids, np.int64)
 
     def know(self, levels: np.ndarray) -> None:
-        """Tells the levels i64[B] of the first group's blocks, of a cache whose events were not all observed."""
+        """Tells the levels i64[B] of the first group with K/V, of a cache whose events were not all observed."""
         self._level[:] = levels
 
     def add(self, events: Events | EventLog, now: float) -> None:
@@ -107,8 +108,8 @@ class Observed:
                     lives.begin(mine[:, 2], now)
 
     def _place(self, records: np.ndarray) -> int:
-        """Follows records of one kind: where the first group's blocks are. The tokens in those that left the host."""
-        mine = self._known(records, 0)
+        """Follows records of one kind: on which level blocks are. The tokens in those that left the host."""
+        mine = self._known(records, self._first)
         blocks, back = mine[:, 2], 0
         if np.any(mine[:, 0] == EventKind.UPDATED):
             came = np.unique(blocks[(mine[:, 7] == 0) & (self._level[blocks] == 1)])

@@ -178,6 +178,17 @@ def test_only_what_an_admission_brings_back_is_the_hosts():
     assert seen.hits == {"device": 8, "host": 7}
 
 
+def test_a_first_group_without_keys_and_values_has_no_hits():
+    """It has no host tier either; its windows tell."""
+    layers = [kvjax.LayerSpec(1, 4, window=8)]
+    spec = kvjax.make_spec(layers, num_blocks=10, num_host_blocks=6, max_seqs=2, max_length=32, block_size=4)
+    store = [stored(1, 1, 0, [1] * 4), stored(2, 1, 0, [1] * 4, group=1, level=1)]
+    seen = observed(store, spec=spec)
+    events = arrays_of([{**updated(2, 1, 0), "group": 1}], spec)
+    seen.add(events.replace(cached=events.cached + 4), 1.0)
+    assert spec.bare and seen.hits == {"device": 0, "host": 4}
+
+
 def test_events_that_cannot_have_happened_do_no_harm():
     nonsense = [
         removed(99, 1),
