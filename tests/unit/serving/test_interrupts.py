@@ -314,10 +314,8 @@ def test_a_stream_leaves_a_cache_alone_that_the_caller_has_gone_on_with():
     kvjax.check(cache.state)
 
 
-def test_a_stream_may_be_collected_while_something_is_traced():
-    cache, events = start(), []
-    streams = [kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS)]
-    progress = next(streams[0])
+def collect_in_a_trace(streams):
+    """Drops the last reference to streams while a function is traced."""
 
     @jax.jit
     def traced(x):
@@ -326,6 +324,13 @@ def test_a_stream_may_be_collected_while_something_is_traced():
         return x + 1
 
     assert int(traced(np.int32(1))) == 2
+
+
+def test_a_stream_may_be_collected_while_something_is_traced():
+    cache, events = start(), []
+    streams = [kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS)]
+    progress = next(streams[0])
+    collect_in_a_trace(streams)
     assert_whole(progress.cache, events + progress.events + progress.closing, prompts_of(0), progress.outputs)
 
 

@@ -4,7 +4,6 @@
 On the prompts and the programs of test_interrupts.py.
 """
 
-import gc
 import itertools
 import signal
 import warnings
@@ -21,6 +20,7 @@ from tests.unit.serving.test_interrupts import (
     OPTIONS,
     RELEASE,
     assert_whole,
+    collect_in_a_trace,
     ctrl_c_is_heard,
     fail,
     press,
@@ -208,14 +208,7 @@ def test_a_listener_may_compute_while_its_stream_is_collected_in_a_trace():
 
     streams = [kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listen)]
     progress = next(streams[0])
-
-    @jax.jit
-    def traced(x):
-        streams.clear()
-        gc.collect()
-        return x + 1
-
-    assert int(traced(np.int32(1))) == 2
+    collect_in_a_trace(streams)
     stored = sum(event["kind"] == "stored" for event in progress.events + progress.closing)
     assert sum(found) == stored and len(found) == 2 and progress.closing
 
