@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as a hit, stated once; and the hits of every request, with the rates that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+import numpy as np
+
+from kvjax.research.traces import Trace
+
+Rule = Literal["kvjax", "papers", "full"]
+RULES: dict[str, str] = {
+    "kvjax": "the last block of a prompt is never taken from the cache: its space is needed before it is merged",
+    "papers": "every block may hit, the last one of a prompt too",
+    "full": "blocks filled in part are held while their request runs and never cached; the last block of a prompt is "
+    "never taken from the cache",
+}
+
+
+def check_rule(rule: str) -> None:
+    """Raises ValueError for a rule that does not exist."""
+    if rule not in get_args(Rule):
+        raise ValueError(f"rule: got {rule!r}, wanted one of {', '.join(map(repr, RULES))}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hits:
+    """The hits of every request in caches of several sizes.
+
+    Requests follow one another, and answers are not stored: `summary` says what that hides.
+
+    Attributes:
+      trace: whose requests these are.
+      rule: what counts.
+      sizes: i32[Z]; blocks of each cache.
+      blocks: i32[Z, R]; blocks that each request found. A request longer than the cache is refused and finds none.
+    """
+
+    trace: Trace
+    rule: Rule
+    sizes: np.ndarray
+    blocks: np.ndarray
+
+    @property
+    def refused(self) -> np.ndarray:
+        """i32[Z]; requests longer than the cache. They count as asked for."""
+        return np.sum(self.trace.lengths > self.sizes[:, None], axis=1, dtype=np.int32)
+
+    @property
+    def rate(self) -> np.ndarray:
+        """f64[Z]; blocks found of blocks asked for."""
+        return self.blocks.sum(axis=1) / max(len(self.trace.ids), 1)
+
+    @property
+    def token_rate(self) -> np.ndarray:
+        """f64[Z]; tokens found of tokens asked for."""
+        return self._tokens().sum(axis=1) / max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
+
+    @property
+    def mean_rate(self) -> np.ndarray:
+        """f64[Z]; the mean of each request's share of blocks found."""
+        return np.mean(self.blocks / np.maximum(self.trace.lengths, 1), axis=1)
+
+    def _tokens(self) -> np.ndarray:
+        """i64[Z, R]."""
+        return np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace: what came to a server, and which blocks of its prompts are equal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trace:
+    """Requests in the order in which they came.
+
+    A block has an id. Equal ids are equal prefixes: a block and all before it. So each id follows one and the same
+    parent, and the ids form a forest. They are numbered from 0 in the order of their first use; a parent comes before
+    its children. `make_trace` builds one and checks it.
+
+    Attributes:
+      time: f64[R] ms; when each request came.
+      input_length: i32[R]; tokens of its prompt.
+      output_length: i32[R]; tokens of its answer.
+      ids: i32[K]; the blocks of all prompts, one prompt behind the other.
+      starts: i32[R + 1]; where in `ids` each prompt begins, and behind the last one where it ends.
+      parent: i32[D]; the id before each id, -1 where a prompt begins.
+      block_size: tokens of a block. The last block of a prompt may be filled in part.
+      kind: i32[R] or None; the class of each request, an index into `kinds`.
+      kinds: names of the classes.
+      session: i32[R] or None; requests of equal numbers are turns of one session.
+      notes: what the reader of a figure has to know, such as reuse that was drawn at random.
+    """
+
+    time: np.ndarray
+    input_length: np.ndarray
+    output_length: np.ndarray
+    ids: np.ndarray
+    starts: np.ndarray
+    parent: np.ndarray
+    block_size: int
+    kind: np.ndarray | None = None
+    kinds: tuple[str, ...] = ()
+    session: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        """R."""
+        return len(self.time)
+
+    def __getitem__(self, part: slice) -> Trace:
+        """The requests of a slice without a step, as a trace of their own; their ids are numbered anew."""
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise ValueError(f"trace[part]: got {part!r}, wanted a slice without a step")
+        first, last, _ = part.indices(len(self))
+        last = max(first, last)
+        ids = self.ids[self.starts[first] : self.starts[last]]
+        old, at, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        order = np.argsort(at, kind="stable")
+        new = np.empty(len(old), np.int32)
+        new[order] = np.arange(len(old), dtype=np.int32)
+        parent = self.parent[old[order]]
+        # A parent is in every prompt that has its child, so it is among the ids.
+        parent = np.where(parent < 0, -1, new[np.searchsorted(old, np.maximum(parent, 0)) % max(len(old), 1)])
+        some = lambda values: None if values is None else values[first:last]  # noqa: E731
+        return dataclasses.replace(
+            self, time=self.time[first:last], input_length=self.input_length[first:last],
+            output_length=self.output_length[first:last], ids=new[inverse.reshape(-1)],
+            starts=self.starts[first : last + 1] - self.starts[first], parent=parent.astype(np.int32),
+            kind=some(self.kind), session=some(self.session),
+        )  # fmt: skip
+
+    @property
+    def num_ids(self) -> int:
+        """D."""
+        return len(self.parent)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """i32[R]; blocks of each prompt."""
+        return np.diff(self.starts)
+
+    @property
+    def full(self) -> np.ndarray:
+        """i32[R]; full blocks of each prompt: all, or all but the last one."""
+        return np.minimum(self.input_length // self.block_size, self.lengths)
+
+    def blocks(self, request: int) -> np.ndarray:
+        """i32[n]; the ids of a prompt."""
+        return self.ids[self.starts[request] : self.starts[request + 1]]
+
+
+def make_trace(
+    time: Sequence[float],
+    input_length: Sequence[int],
+    output_length: Sequence[int],
+    hash_ids: Sequence[Sequence[int]],
+    block_size: int,
+    *,
+    two_parents: Literal["refuse", "rename"] = "refuse",
+    kind: Sequence[str] | None = None,
+    session: Sequence[object] | None = None,
+    notes: Sequence[str] = (),
+    where: Sequence[str] | None = None,
+) -> Trace:
+    """A trace of requests whose blocks have any ids.
+
+    Args:
+      time: ms, never less than that of the request before.
+      input_length: tokens of each prompt, at least 1.
+      output_length: tokens of each answer, at least 0.
+      hash_ids: the ids of each prompt, one for each begun block of `block_size` tokens.
+      block_size: tokens.
+      two_parents: what to do with an id that follows different ids in different prompts, as a hash of the block's own
+        tokens does. "rename" tells prefixes apart by all their ids; "refuse" raises.
+      kind: the name of each request's class; None: there are no classes.
+      session: what tells each request's session; None: that is not known.
+      notes: see `Trace`.
+      where: where each request was read, for messages; None: its number.
+
+    Raises:
+      ValueError: for a request that is not as said; the message says which one.
+    """
+    number = len(hash_ids)
+    where = where if where is not None else [f"request {n}" for n in range(number)]
+    _check_fields(number, time, input_length, output_length, kind, session)
+    if block_size < 1:
+        raise ValueError(f"block_size: got {block_size}, wanted at least 1 token")
+    names: dict[tuple[int, int], int] = {}  # (parent, id of the source) -> id
+    parents: dict[int, int] = {}  # id of the source -> its parent
+    ids: list[int] = []
+    parent: list[int] = []
+    for n, prompt in enumerate(hash_ids):
+        if n and time[n] < time[n - 1]:
+            raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
+        if input_length[n] < 1 or output_length[n] < 0:
+            raise ValueError(
+                f"{where[n]}: got {input_length[n]} and {output_length[n]} tokens, wanted a prompt of at least 1 and an "
+                "answer of at least 0"
+            )
+        begun = -(-input_length[n] // block_size)
+        if len(prompt) != begun:
+            raise ValueError(
+                f"{where[n]}: hash_ids: got {len(prompt)}, wanted {begun} for {input_length[n]} tokens in blocks of "
+                f"{block_size}"
+            )
+        above = -1
+        for name in prompt:
+            if two_parents == "refuse" and parents.setdefault(name, above) != above:
+                raise ValueError(
+                    f"{where[n]}: hash_ids: {name} follows another block than before, wanted one parent for each id "
+                    '(two_parents="rename" tells equal ids by the blocks before them)'
+                )
+            known = names.setdefault((above, name), len(parent))
+            if known == len(parent):
+                parent.append(above)
+            ids.append(known)
+            above = known
+    kinds = () if kind is None else tuple(dict.fromkeys(kind))
+    return Trace(
+        np.asarray(time, np.float64),
+        np.asarray(input_length, np.int32),
+        np.asarray(output_length, np.int32),
+        np.asarray(ids, np.int32),
+        np.concatenate([[0], np.cumsum([len(prompt) for prompt in hash_ids])]).astype(np.int32),
+        np.asarray(parent, np.int32),
+        block_size,
+        None if kind is None else np.asarray([kinds.index(name) for name in kind], np.int32),
+        kinds,
+        None if session is None else _numbered(session),
+        tuple(notes),
+    )
+
+
+def _check_fields(number: int, *fields: Sequence[object] | None) -> None:
+    names = ("time", "input_length", "output_length", "kind", "session")
+    for name, values in zip(names, fields, strict=True):
+        if values is not None and len(values) != number:
+            raise ValueError(f"{name}: got {len(values)} values, wanted one for each of {number} prompts")
+
+
+def _numbered(values: Sequence[object]) -> np.ndarray:
+    """i32[R]; equal numbers for equal values, from 0 in order of first use."""
+    seen: dict[object, int] = {}
+    return np.asarray([seen.setdefault(value, len(seen)) for value in values], np.int32)
