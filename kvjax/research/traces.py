@@ -135,8 +135,8 @@ def make_trace(
             raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
         if input_length[n] < 1 or output_length[n] < 0:
             raise ValueError(
-                f"{where[n]}: got {input_length[n]} and {output_length[n]} tokens, wanted a prompt of at least 1 and an "
-                "answer of at least 0"
+                f"{where[n]}: got {input_length[n]} and {output_length[n]} tokens, wanted a prompt of at least 1 and "
+                "an answer of at least 0"
             )
         begun = -(-input_length[n] // block_size)
         if len(prompt) != begun:

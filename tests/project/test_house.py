@@ -16,7 +16,7 @@ HOUSE = pathlib.Path(kvjax.__file__).parent
 ROOMS = (
     "_arrays", "_compile", "_methods", "_parts", "_values", "spec", "state", "_checks", "events", "policies", "blocks",
     "gpu", "names", "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "serving",
-    "testing", "tiers", "interop", "__init__",
+    "testing", "tiers", "interop", "research", "__init__",
 )  # fmt: skip
 # What a value shows of itself is drawn where the drawing is; imported when it is asked for.
 LATE = {("kvjax.state", "kvjax.debug.text")}
@@ -59,7 +59,7 @@ def test_what_kvjax_exports_is_short_and_hides_no_module():
 
 def test_every_name_that_a_room_exports_is_there():
     interop = ("interop", *(f"interop.{name}" for name in ("agent", "log", "metrics", "trtllm", "vllm")))
-    for name in ("debug", "events", *interop, "policies", "pools", "serving", "testing", "tiers"):
+    for name in ("debug", "events", *interop, "policies", "pools", "research", "serving", "testing", "tiers"):
         room = __import__(f"kvjax.{name}", fromlist=["*"])
         assert room.__all__ == sorted(room.__all__) or name == "testing"
         assert all(hasattr(room, exported) for exported in room.__all__)
