@@ -16,6 +16,9 @@ from jax import lax
 from kvjax._arrays import count, in_any, mix, pick
 from kvjax.state import Blocks, Eligible, EvictionPolicy
 
+_AGES = 1 << 24
+MAX_RANK = 120  # of `then_age`: a score is exact up to 2.1e9
+
 
 def by_score(
     fn: Callable[..., jax.Array],
@@ -166,7 +169,7 @@ def _as_ordered_float(score: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # a balance of 1.0 is not one of 1
-def cost_aware(balance: int = 24_576) -> EvictionPolicy:
+def cost_aware(balance: float = 24_576) -> EvictionPolicy:
     """Evicts the lowest cost / age, where cost = fill * (balance + position): what a block's tokens took to compute.
 
     The cost of a token is that of the layers that see it alone plus that of attention, which grows with its position:
@@ -182,7 +185,7 @@ def cost_aware(balance: int = 24_576) -> EvictionPolicy:
     return by_score(functools.partial(_cost_by_age, balance=balance), name="cost_aware")
 
 
-def _cost_by_age(blocks: Blocks, *, balance: int) -> jax.Array:
+def _cost_by_age(blocks: Blocks, *, balance: float) -> jax.Array:
     fill = blocks.fill.astype(jnp.float32)
     middle = blocks.depth.astype(jnp.float32) * blocks.tokens.shape[1] + fill / 2
     age = jnp.maximum(blocks.clock - blocks.released, 1).astype(jnp.float32)
@@ -201,12 +204,24 @@ def _stored(blocks: Blocks) -> jax.Array:
 
 @functools.cache
 def lfu() -> EvictionPolicy:
-    """Evicts the block that was reused least often since it was stored."""
-    return by_score(_hits, name="lfu")
+    """Evicts the block that was reused least often since it was stored, among equals the least recently released.
+
+    Blocks that were reused more than 120 times count as equals; so do ages of more than 16.7 million releases.
+    """
+    return by_score(_hits_then_age, name="lfu")
 
 
-def _hits(blocks: Blocks) -> jax.Array:
-    return blocks.hits
+def _hits_then_age(blocks: Blocks) -> jax.Array:
+    return then_age(jnp.minimum(blocks.hits, MAX_RANK), blocks)
+
+
+def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:
+    """i32[B]; a score that orders by rank i32[B], 0..MAX_RANK, and among equals by age, the oldest release first.
+
+    Blocks that were released more than 16.7 million releases ago count as equally old.
+    """
+    age = jnp.minimum(blocks.clock - blocks.released, _AGES - 1)
+    return rank * _AGES + (_AGES - 1 - age)
 
 
 @functools.cache

@@ -11,10 +11,8 @@ import numpy as np
 
 from kvjax._arrays import put
 from kvjax.policies.retention import later, priority_at
-from kvjax.policies.scores import by_score
+from kvjax.policies.scores import by_score, then_age
 from kvjax.state import Blocks, EvictionPolicy
-
-_AGES = 1 << 24
 
 
 @functools.cache
@@ -30,8 +28,7 @@ def priority() -> EvictionPolicy:
 
 
 def _priority_then_age(blocks: Blocks, now: jax.Array) -> jax.Array:
-    age = jnp.minimum(blocks.clock - blocks.released, _AGES - 1)
-    return priority_at(blocks, now) * _AGES + (_AGES - 1 - age)
+    return then_age(priority_at(blocks, now), blocks)
 
 
 @functools.cache

@@ -162,8 +162,8 @@ def blocks_of(spec=PLAIN):
     return kvjax.state.Blocks(**{**vars(blocks), "fill": jnp.where(first, 4, 0)})
 
 
-def chosen(policy, wanted=8):
-    blocks = blocks_of()
+def chosen(policy, wanted=8, blocks=None):
+    blocks = blocks or blocks_of()
     eligible = lambda ids: (ids >= 0) & (blocks.fill[ids] > 0)  # noqa: E731
     ids, _ = policy.victims((), blocks, eligible, jnp.int32(wanted), jnp.int32(0), 8)
     return ids.tolist()
@@ -177,6 +177,17 @@ def test_scores_order_as_numbers_do():
     ids = chosen(kvjax.by_score(lambda blocks: odd))
     assert ids[:5] == [3, 4, 7, 2, 5] and set(ids[5:]) == {0, 1, 6}
     assert chosen(kvjax.by_score(lambda blocks: odd.astype(jnp.bfloat16)), 2) == [3, 4] + [-1] * 6
+
+
+def test_lfu_breaks_ties_by_age():
+    """Ties by block number would give [4, 5, 1, 3, 0, 2, 6, 7]."""
+    told = {"hits": [9000, 1, 121, 1, 0, 0, 120, 121], "released": [4, 7, 2, 6, 5, 3, 1, 0]}
+    told = {name: jnp.array([*values, 0, 0, 0, 0], jnp.int32) for name, values in told.items()}
+    blocks = kvjax.state.Blocks(**{**vars(blocks_of()), **told, "clock": jnp.int32(9)})
+    assert chosen(kvjax.policies.lfu(), blocks=blocks) == [5, 4, 3, 1, 7, 6, 2, 0]
+    wrapped = {"clock": jnp.int32(-(2**31) + 4), "released": told["released"] + np.int32(2**31 - 5)}
+    blocks = kvjax.state.Blocks(**{**vars(blocks), **wrapped})
+    assert chosen(kvjax.policies.lfu(), blocks=blocks) == [5, 4, 3, 1, 7, 6, 2, 0]
 
 
 @pytest.mark.parametrize(
