@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import common
+from kvjax.research import Trace, make_trace
 
 TRACE = pathlib.Path(__file__).parent / "data" / "mooncake_requests.csv"
 SHRINK, HASHED, MS_A_STEP = 16, 512, 250
@@ -31,6 +32,17 @@ class Request(NamedTuple):
 
 def read_trace(path: pathlib.Path, number: int) -> list[Request]:
     """The first requests of a trace: JSON lines as Mooncake has published them, or the table in `benchmarks/data`."""
+    return [_request(*fields) for fields in _read_fields(path, number)]
+
+
+def read_blocks(path: pathlib.Path, number: int, longest: int | None = None) -> Trace:
+    """The same requests with their real lengths, for research; of prompts only the first `longest` blocks."""
+    times, inputs, outputs, ids = zip(*_read_fields(path, number), strict=True)
+    inputs = [tokens if longest is None else min(tokens, longest * HASHED) for tokens in inputs]
+    return make_trace(times, inputs, outputs, [each[:longest] for each in ids], HASHED)
+
+
+def _read_fields(path: pathlib.Path, number: int) -> list[tuple[int, int, int, list[int]]]:
     with path.open() as file:
         if path.suffix == ".jsonl":
             lines = (json.loads(line) for line in itertools.islice(file, number))
@@ -39,7 +51,7 @@ def read_trace(path: pathlib.Path, number: int) -> list[Request]:
             rows = (line.split(",") for line in file if line[0].isdigit())
             fields = [(*map(int, row[:3]), _ids(row[3])) for row in itertools.islice(rows, number)]
     common.require(len(fields) == number, f"{path}: got {len(fields)} requests, wanted {number}")
-    return [_request(*each) for each in fields]
+    return fields
 
 
 def _ids(runs: str) -> list[int]:

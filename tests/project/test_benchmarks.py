@@ -27,6 +27,7 @@ from benchmarks import (
     memory,
     offload,
     replay,
+    replay_sizes,
     sampling,
     scan,
     serving,
@@ -257,6 +258,19 @@ def test_a_replay_ends_if_plain_python_reuses_other_tokens():
     replay.require_same(ours, ours)
     with pytest.raises(SystemExit, match=r"cached is \[0 1 2\], and \[0 1 3\] in plain Python"):
         replay.require_same(ours, ours._replace(cached=np.array([0, 1, 3])))
+
+
+@pytest.mark.long
+def test_a_trace_finds_the_same_blocks_in_caches_of_many_sizes(tmp_path, monkeypatch):
+    file = tmp_path / "replay_sizes.json"
+    monkeypatch.setattr(sys, "argv", ["replay_sizes", "--quick", "--json", str(file)])
+    replay_sizes.main()
+    result = json.loads(file.read_text())
+    assert set(result["metrics"]) == {"replay_slower", "replay_growth"}
+    assert all(value > 0 for value in result["metrics"].values())
+    monkeypatch.setattr(replay_sizes, "lru_hits", lambda trace, *_: [len(trace)] * len(trace))
+    with pytest.raises(SystemExit, match="the verbs found other blocks than plain Python"):
+        replay_sizes.main()
 
 
 def run_kernels(monkeypatch, file, *args):

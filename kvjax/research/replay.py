@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace through the cache's own verbs, in caches of several sizes at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.policies.scores import cost_aware
+from kvjax.research.rules import Hits, Rule, check_rule
+from kvjax.research.traces import Trace
+from kvjax.spec import CacheSpec, make_spec
+from kvjax.state import CacheState, EvictionPolicy
+from kvjax.verbs._request import known_policy
+from kvjax.verbs.admit import admit
+from kvjax.verbs.commit import commit
+from kvjax.verbs.init import init
+from kvjax.verbs.release import release
+
+
+def replay(
+    trace: Trace, policy: EvictionPolicy | None, sizes: Sequence[int], *, rule: Rule = "full", policy_state: Any = None
+) -> Hits:
+    """Serves the requests one after the other: each is admitted, its blocks committed, and released.
+
+    Any policy does, one of `by_score` in one line too. All caches run in one program, compiled once for each policy,
+    number of sizes, largest size, and number of requests and blocks. A block is one token to them, so positions count
+    blocks: the balance of `cost_aware` is divided by the trace's block size (`in_blocks`).
+
+    Args:
+      trace: the requests; the time in ms since the first one is the policy's `now`.
+      policy: the eviction policy, `lru()` if None.
+      sizes: blocks of each cache.
+      rule: "full" or "kvjax". A cache never takes the last block of a prompt from the cache, so "papers" is none.
+      policy_state: the policy's own state to begin with (weights, parameters), as for `init`, but with a leading axis
+        for the sizes; None: what the policy's `init` makes.
+
+    Returns:
+      Hits of every request. One that is longer than a cache is refused there and finds none.
+
+    Raises:
+      ValueError: for rule "papers"; for no sizes, or one below 1; for a policy or a state that `init` refuses.
+    """
+    check_rule(rule)
+    if rule == "papers":
+        raise ValueError('rule: got "papers", wanted "kvjax" or "full" (admit never takes the last block of a prompt)')
+    blocks = np.asarray(sizes, np.int32)
+    if blocks.ndim != 1 or not blocks.size or blocks.min() < 1:
+        raise ValueError(f"sizes: got {sizes}, wanted at least one number of blocks, each at least 1")
+    width = int(trace.lengths.max(initial=1))
+    spec = make_spec(num_blocks=int(blocks.max()), max_seqs=1, max_length=width, block_size=1, partial_reuse=False)
+    asks = _asks(trace, rule)
+    ids = np.concatenate([trace.ids, np.zeros(width, np.int32)])  # a slice of the width is never cut off
+    policy = in_blocks(known_policy(policy), trace.block_size)
+    found = _serve(spec, policy, blocks, policy_state, asks, ids)
+    return Hits(trace, rule, blocks, np.asarray(found).T)
+
+
+def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
+    """The same policy for a cache that takes a block for one token: `cost_aware` counts positions in its balance."""
+    balance = dict(policy.parameters).get("balance", 0)
+    return cost_aware(balance / block_size) if policy == cost_aware(balance) else policy
+
+
+def _asks(trace: Trace, rule: Rule) -> dict[str, np.ndarray]:
+    """i32[R] each: where a prompt begins in `ids`, its blocks, how many of them are cached, and ms."""
+    since = trace.time - trace.time[:1]
+    return {
+        "start": trace.starts[:-1],
+        "length": trace.lengths,
+        "kept": trace.full if rule == "full" else trace.lengths,
+        "now": since.astype(np.int64).astype(np.int32),  # times are compared by difference, and may wrap
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _serve(
+    spec: CacheSpec, policy: EvictionPolicy, sizes: jax.Array, states: Any, asks: dict[str, jax.Array], ids: jax.Array
+) -> jax.Array:
+    """i32[R, Z]; blocks that each request found in a cache of each size."""
+    width = spec.max_blocks_per_seq
+
+    def one(cache: CacheState, ask: dict[str, jax.Array]) -> tuple[CacheState, jax.Array]:
+        start, now = ask["start"], ask["now"]
+        cache, admitted = admit(cache, 0, lax.dynamic_slice_in_dim(ids, start, width), ask["length"], now=now)
+        found = jnp.where(admitted.ok, admitted.cached[0], 0)
+        # A block that is not committed, filled in part, becomes empty when the row is released.
+        rest = jnp.where(admitted.ok, jnp.maximum(ask["kept"] - found, 0), 0)
+        cache, _ = commit(cache, lax.dynamic_slice_in_dim(ids, start + found, width)[None], rest[None], now=now)
+        cache, _ = release(cache, 0, now=now)
+        return cache, found
+
+    caches = jax.vmap(lambda size, state: init(spec, policy, size, policy_state=state))(sizes, states)
+    return lax.scan(lambda caches, ask: jax.vmap(one, in_axes=(0, None))(caches, ask), caches, asks)[1]
