@@ -20,7 +20,7 @@ class Summary:
       rule: what counts as a hit.
       requests, references, ids, block_size: of the trace.
       span_ms: from the first request to the last one.
-      tick_ms: what all times are multiples of, counted from the first; 0 if that is not a whole number of ms.
+      step_ms: the median of the differences between times; requests that came at the same time are not told apart.
       blocks_median, blocks_most: of the prompts' lengths in blocks.
       input_tokens, output_tokens: of all requests.
       partial: prompts whose last block is filled in part.
@@ -39,7 +39,7 @@ class Summary:
     ids: int
     block_size: int
     span_ms: float
-    tick_ms: int
+    step_ms: float
     blocks_median: float
     blocks_most: int
     input_tokens: int
@@ -58,10 +58,10 @@ class Summary:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        tick = f", in steps of {self.tick_ms / 1000:,g} s" if self.tick_ms > 1 else ""
         speed = f"{self.overlap[0]:,g} prompt tokens/s and {self.overlap[1]:,g} ms a token of an answer"
         lines = [
-            f"requests     {self.requests:,} in {self.span_ms / 1000:,.1f} s{tick}",
+            f"requests     {self.requests:,} in {self.span_ms / 1000:,.1f} s; "
+            f"times are {self.step_ms:,g} ms apart in the median",
             f"tokens       {self.input_tokens:,} of prompts, {self.output_tokens:,} of answers",
             f"blocks       {self.references:,} references to {self.ids:,} ids of {self.block_size} tokens; "
             f"a prompt has {self.blocks_median:,g} in the median, {self.blocks_most:,} at most",
@@ -76,11 +76,10 @@ class Summary:
         if self.kinds is not None:
             lines.append("classes      " + ", ".join(f"{name} {number:,}" for name, number in self.kinds.items()))
         lines += [
-            "order        requests follow one another: one ends before the next one begins, and answers are not stored",
-            f"             At {speed}, {self.held:,} blocks are held at once by up to {self.running:,} requests:",
-            "             where they are a large part of a cache, its hit rate is lower than such figures say, and a "
-            "smaller cache cannot serve the trace",
-            "refused      a request longer than the cache is refused: 0 hits, and it counts as asked for",
+            "order        requests follow one another, each ends before the next one begins; answers are not stored",
+            f"             at {speed}, up to {self.running:,} run at once and hold {self.held:,} blocks: a smaller",
+            "             cache cannot serve the trace at that speed, and one not much larger hits less than told here",
+            "refused      a request longer than the cache: it hits nothing and counts as asked for",
         ]
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
 
@@ -88,7 +87,7 @@ class Summary:
         if self.reuse_ms is None:
             return ""
         low, middle, high = (f"{time / 1000:,.1f}" for time in self.reuse_ms)
-        return f"; a block comes again after {middle} s in the median, half of the time after {low} to {high} s"
+        return f"; the others' next use is {middle} s later in the median, half of them {low} to {high} s"
 
 
 def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (10_000, 50)) -> Summary:
@@ -105,7 +104,7 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
     if not len(trace):
         raise ValueError("trace: got no requests, wanted at least one")
     hits, together = unbounded(trace, rule), overlapping(trace, *overlap)
-    gaps = reuse_times(trace)
+    gaps, steps = reuse_times(trace), np.diff(np.unique(trace.time))
     low, middle, high = np.quantile(gaps, (0.25, 0.5, 0.75)).tolist() if len(gaps) else (0.0, 0.0, 0.0)
     counted = None
     if trace.kind is not None:
@@ -118,7 +117,7 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
         ids=trace.num_ids,
         block_size=trace.block_size,
         span_ms=float(trace.time[-1] - trace.time[0]),
-        tick_ms=_tick(trace.time),
+        step_ms=float(np.median(steps)) if len(steps) else 0.0,
         blocks_median=float(np.median(trace.lengths)),
         blocks_most=int(trace.lengths.max()),
         input_tokens=int(trace.input_length.sum(dtype=np.int64)),
@@ -167,9 +166,3 @@ def reuse_times(trace: Trace) -> np.ndarray:
     order = np.argsort(trace.ids, kind="stable")
     time = np.repeat(trace.time, trace.lengths)[order]
     return np.diff(time)[np.diff(trace.ids[order]) == 0]
-
-
-def _tick(time: np.ndarray) -> int:
-    since = time - time[0]
-    whole = since.astype(np.int64)
-    return int(np.gcd.reduce(whole)) if np.array_equal(whole, since) else 0

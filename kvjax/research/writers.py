@@ -35,8 +35,8 @@ def write_mooncake(trace: Trace, path: str | pathlib.Path) -> None:
 def write_libcachesim_csv(trace: Trace, path: str | pathlib.Path) -> None:
     """Writes a table of references for libCacheSim: time (s), object, size, and the number of the next access.
 
-    Blocks are objects of size 1, referenced singly, first the block that begins the prompt: that a block needs those
-    before it is not said. There is no next access where it is -1.
+    Blocks are objects of size 1, referenced singly: that a block needs those before it is not said. A prompt's last
+    block comes first, as kvjax releases them. There is no next access where it is -1.
 
     The columns are 1 to 4, under a header. libCacheSim 0.3.5 passes over the fourth one in a table, and its Belady is
     wrong there: that one needs `write_oracle_general`.
@@ -68,10 +68,12 @@ def next_uses(ids: np.ndarray) -> np.ndarray:
 
 
 def _references(trace: Trace) -> np.ndarray:
-    """ORACLE_GENERAL[K]."""
+    """ORACLE_GENERAL[K]; prompt by prompt, the last block first."""
+    ends = np.repeat(trace.starts[:-1] + trace.starts[1:] - 1, trace.lengths)
+    ids = trace.ids[ends - np.arange(len(trace.ids))]
     found = np.empty(len(trace.ids), ORACLE_GENERAL)
     found["time"] = np.repeat((trace.time - trace.time[:1]) // 1000, trace.lengths)
-    found["object"] = trace.ids
+    found["object"] = ids
     found["size"] = 1
-    found["next"] = next_uses(trace.ids)
+    found["next"] = next_uses(ids)
     return found
