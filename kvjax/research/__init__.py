@@ -1,8 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which policy, and how much memory, does a workload need? Answers from a trace. Nothing imports this package."""
 
+from kvjax.research.figures import Summary, reuse_times, summary, unbounded
+from kvjax.research.generator import Workload, draw_trace
+from kvjax.research.logs import read_events
+from kvjax.research.overlap import Overlap, overlapping
+from kvjax.research.readers import read_azure, read_bailian, read_burst, read_mooncake, read_trace
 from kvjax.research.replay import in_blocks, replay
-from kvjax.research.rules import RULES, Hits, Rule
+from kvjax.research.rules import Hits, Rule
+from kvjax.research.sessions import Sessions
 from kvjax.research.traces import Trace, make_trace
+from kvjax.research.writers import write_libcachesim_csv, write_mooncake, write_oracle_general
 
-__all__ = ["RULES", "Hits", "Rule", "Trace", "in_blocks", "make_trace", "replay"]
+__all__ = [
+    "Hits",
+    "Overlap",
+    "Rule",
+    "Sessions",
+    "Summary",
+    "Trace",
+    "Workload",
+    "draw_trace",
+    "in_blocks",
+    "make_trace",
+    "overlapping",
+    "read_azure",
+    "read_bailian",
+    "read_burst",
+    "read_events",
+    "read_mooncake",
+    "read_trace",
+    "replay",
+    "reuse_times",
+    "summary",
+    "unbounded",
+    "write_libcachesim_csv",
+    "write_mooncake",
+    "write_oracle_general",
+]

@@ -126,24 +126,34 @@ def make_trace(
     _check_fields(number, time, input_length, output_length, kind, session)
     if block_size < 1:
         raise ValueError(f"block_size: got {block_size}, wanted at least 1 token")
+    for n in range(number):
+        _check_request(where[n], input_length[n], output_length[n], len(hash_ids[n]), block_size)
+        if n and time[n] < time[n - 1]:
+            raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
+    ids, parent = _forest(hash_ids, two_parents, where)
+    kinds = () if kind is None else tuple(dict.fromkeys(kind))
+    return Trace(
+        np.asarray(time, np.float64),
+        np.asarray(input_length, np.int32),
+        np.asarray(output_length, np.int32),
+        ids,
+        np.concatenate([[0], np.cumsum([len(prompt) for prompt in hash_ids])]).astype(np.int32),
+        parent,
+        block_size,
+        None if kind is None else np.asarray([kinds.index(name) for name in kind], np.int32),
+        kinds,
+        None if session is None else _numbered(session),
+        tuple(notes),
+    )
+
+
+def _forest(hash_ids: Sequence[Sequence[int]], two_parents: str, where: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of all prompts, i32[K], numbered by first use; and the parent of each, i32[D]."""
     names: dict[tuple[int, int], int] = {}  # (parent, id of the source) -> id
     parents: dict[int, int] = {}  # id of the source -> its parent
     ids: list[int] = []
     parent: list[int] = []
     for n, prompt in enumerate(hash_ids):
-        if n and time[n] < time[n - 1]:
-            raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
-        if input_length[n] < 1 or output_length[n] < 0:
-            raise ValueError(
-                f"{where[n]}: got {input_length[n]} and {output_length[n]} tokens, wanted a prompt of at least 1 and "
-                "an answer of at least 0"
-            )
-        begun = -(-input_length[n] // block_size)
-        if len(prompt) != begun:
-            raise ValueError(
-                f"{where[n]}: hash_ids: got {len(prompt)}, wanted {begun} for {input_length[n]} tokens in blocks of "
-                f"{block_size}"
-            )
         above = -1
         for name in prompt:
             if two_parents == "refuse" and parents.setdefault(name, above) != above:
@@ -156,20 +166,20 @@ def make_trace(
                 parent.append(above)
             ids.append(known)
             above = known
-    kinds = () if kind is None else tuple(dict.fromkeys(kind))
-    return Trace(
-        np.asarray(time, np.float64),
-        np.asarray(input_length, np.int32),
-        np.asarray(output_length, np.int32),
-        np.asarray(ids, np.int32),
-        np.concatenate([[0], np.cumsum([len(prompt) for prompt in hash_ids])]).astype(np.int32),
-        np.asarray(parent, np.int32),
-        block_size,
-        None if kind is None else np.asarray([kinds.index(name) for name in kind], np.int32),
-        kinds,
-        None if session is None else _numbered(session),
-        tuple(notes),
-    )
+    return np.asarray(ids, np.int32), np.asarray(parent, np.int32)
+
+
+def _check_request(where: str, input_length: int, output_length: int, blocks: int, block_size: int) -> None:
+    if input_length < 1 or output_length < 0:
+        raise ValueError(
+            f"{where}: got {input_length} and {output_length} tokens, wanted a prompt of at least 1 and an answer of "
+            "at least 0"
+        )
+    begun = -(-input_length // block_size)
+    if blocks != begun:
+        raise ValueError(
+            f"{where}: hash_ids: got {blocks}, wanted {begun} for {input_length} tokens in blocks of {block_size}"
+        )
 
 
 def _check_fields(number: int, *fields: Sequence[object] | None) -> None:

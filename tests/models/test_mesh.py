@@ -50,6 +50,7 @@ def prompt_logits(model, cache, golden):
     return [logits[row, : lengths[row]] for row in range(rows)]
 
 
+@pytest.mark.long
 def test_a_golden_on_four_devices():
     golden = read_golden(HEADS, 64)
     with mesh_of(1, 4) as mesh:

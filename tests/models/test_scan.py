@@ -93,7 +93,7 @@ def test_verify_passes(family, capsys):
     [
         (config, jnp.float32),
         pytest.param(config, jnp.bfloat16, marks=pytest.mark.long),
-        pytest.param(gemma4, jnp.float32, marks=pytest.mark.long),
+        pytest.param(gemma4, jnp.float32, marks=pytest.mark.slow),
     ],
 )
 def test_dense_logits_and_gradients_are_those_of_the_unrolled_model(of, dtype):

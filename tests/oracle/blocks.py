@@ -81,6 +81,8 @@ class Block:
     refcount: int = 0
     copies: int = 0  # of these holders, copies of the present call
     node: Node | None = None
+    parent: int | None = None  # the first group's block of the node before, None where a prompt begins
+    children: int = 0  # findable blocks of the first group that follow this one
     hits: int = 0  # how often the contents were reused since they were stored
     stored: int = 0  # clock when the contents entered the index
     released: int = 0  # clock when the last holder let go
@@ -135,8 +137,9 @@ class Group:
 
     def counts(self) -> dict[str, int]:
         """How many blocks on the device are empty, cached and active."""
-        active = sum(block.refcount > 0 and not block.host for block in self.blocks)
-        cached = sum(not block.refcount and block.node is not None and not block.host for block in self.blocks)
+        device = [block for block in self.blocks if not block.host]
+        idle = [block for block in device if not block.refcount]
+        active, cached = len(device) - len(idle), sum(block.node is not None for block in idle)
         return {"empty": self.num_blocks - active - cached, "cached": cached, "active": active}
 
     def sees(self, place: int, written: int, size: int) -> bool:

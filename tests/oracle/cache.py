@@ -477,7 +477,7 @@ class Oracle(Tiers):
         for group in self.groups:
             group.index.clear()
             for block in group.blocks:
-                block.node, block.host, block.stuck = None, False, False
+                block.node, block.children, block.host, block.stuck = None, 0, False, False
         return Result([Status.OK], [Event("cleared", group=group.number) for group in self.groups])
 
     # Blocks of steps.
@@ -563,11 +563,10 @@ class Oracle(Tiers):
     def _children(self, node: Node) -> list[Path]:
         """Paths of the findable blocks that follow a node."""
         namespace, prefix = node
-        length, size = len(prefix), self.block_size
-        if length % size:  # a partly filled block
+        block, blocks = self.index.get(node), self.blocks
+        if prefix and (block is None or not blocks[block].children):
             return []
-        near = [path for space, path in self.index if space == namespace and length < len(path) <= length + size]
-        return [path for path in near if path[:length] == prefix]
+        return [path for (space, path), b in self.index.items() if blocks[b].parent == block and space == namespace]
 
     def _children_first(self, group: Group, blocks: Iterable[int]) -> list[int]:
         """Blocks of the index before the others, and children before their parents."""
@@ -589,7 +588,12 @@ class Oracle(Tiers):
 
     def _publish(self, group: Group, block: int, node: Node) -> Event:
         group.index[node] = block
-        group.blocks[block] = dataclasses.replace(group.blocks[block], node=node, hits=0, stored=self.clock)
+        above = self.index.get(self._parent(node))
+        if above is not None and group.number == 0:
+            self.blocks[above].children += 1
+        group.blocks[block] = dataclasses.replace(
+            group.blocks[block], node=node, parent=above, hits=0, stored=self.clock
+        )
         self.clock += 1
         return Event("stored", *node, group.number)
 
@@ -601,6 +605,8 @@ class Oracle(Tiers):
         groups = [group for group in self.groups if group.number == number or (not number and node in group.index)]
         for group in groups:
             block = group.blocks[group.index.pop(node)]
+            if block.parent is not None and group.number == 0:
+                self.blocks[block.parent].children -= 1
             block.node = None
             if not block.refcount:
                 block.host, block.move, block.stuck = False, 0, False
@@ -626,8 +632,8 @@ class Oracle(Tiers):
         candidates = {
             b for b in group.index.values() if not blocks[b].refcount and not blocks[b].host and not blocks[b].move
         } - set(kept)
-        on_device = [node for node, b in self.index.items() if not self.blocks[b].host] if group.number == 0 else []
-        children = collections.Counter(self.index.get(self._parent(node)) for node in on_device)  # by block
+        on_device = [b for b in self.index.values() if not self.blocks[b].host] if group.number == 0 else []
+        children = collections.Counter(self.blocks[b].parent for b in on_device)
         score = self.score if group.number == 0 else lru
         while len(victims) < missing:
             leaves = [b for b in candidates if not children[b]]
@@ -639,7 +645,7 @@ class Oracle(Tiers):
             victims.append(victim)
             candidates.remove(victim)
             if group.number == 0:
-                children[self.index.get(self._parent(blocks[victim].node))] -= 1
+                children[blocks[victim].parent] -= 1
         return victims
 
     def _take(self, counts: list[int], tiers: bool, kept: Sequence[set] = (), back: Sequence[set] = ()) -> Any:

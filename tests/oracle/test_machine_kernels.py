@@ -46,5 +46,5 @@ class ExtraIdsMachine(KernelsMachine):
     config = "extra ids"
 
 
-TestKernels = pytest.mark.long(KernelsMachine.TestCase)
+TestKernels = pytest.mark.slow(KernelsMachine.TestCase)
 TestExtraIds = pytest.mark.slow(ExtraIdsMachine.TestCase)

@@ -12,9 +12,9 @@ LARGE = {"trt_manager_beams"}  # for plain Python
 LARGER = {"vllm0_append_blocks_1"}  # in blocks of steps
 # Each is the only one of its shapes, or nearly: its programs take longest to compile.
 ALONE = {
-    "max_router_query", "max_tier_budget_one", "own_window_long_prompt", "own_window_one", "trt_extra_ids",
-    "trt_leaf_with_dependent_75", "trt_two_windows", "trt_window_equals_prompt", "vllm0_append_blocks_1",
-    "vllm1_window_release",
+    "max_router_query", "max_tier_budget_one", "own_window_long_prompt", "own_window_one", "trt_event_stream",
+    "trt_extra_ids", "trt_extra_ids_lora", "trt_leaf_with_dependent_75", "trt_two_windows", "trt_window_equals_prompt",
+    "vllm0_append_blocks_1", "vllm1_image_features", "vllm1_window_release",
 }  # fmt: skip
 
 
@@ -62,7 +62,6 @@ SHORT = (
     "own_refused_append_unchanged",
     "own_turns",
     "trt_decode_timed_eviction",
-    "trt_two_windows",
 )
 
 

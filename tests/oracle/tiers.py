@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tests.oracle.blocks import NO_BLOCK, Event, Group, Node, Result, Status, lru
@@ -162,8 +162,8 @@ class Tiers:
         for number, b in lost:
             block = self.groups[number].blocks[b]
             if block.node and number == 0:
-                for node in sorted(self._followers([block.node]), key=lambda node: -len(node[1])):
-                    events += self._remove(self.groups[0].index[node])
+                for follower in reversed(self._followers([b])):
+                    events += self._remove(follower)
             elif block.node:
                 events += self._remove(b, number)
         for group in self.groups if moves else ():
@@ -190,7 +190,7 @@ class Tiers:
         worth = {b: self._worth(group, b) for b in victims}
         goes = [b for b in victims if tiers and group.num_host_blocks and (least is None or worth[b] >= self.least)]
         stays = [b for b in victims if b not in goes]
-        doomed = stays if group.number else [group.index[n] for n in self._followers([blocks[b].node for b in stays])]
+        doomed = stays if group.number else self._followers(stays)
         if any((blocks[b].refcount or blocks[b].move) and b not in victims for b in doomed):
             return None
         lasting = [b for b in goes if b not in doomed]
@@ -267,14 +267,13 @@ class Tiers:
         node = group.blocks[block].node
         return self.priority(self.groups[0].blocks[self.groups[0].index[node]]) if node else 0
 
-    def _followers(self, nodes: Sequence[Node | None]) -> set[Node]:
-        """Nodes of the first group and all that follow them."""
-        found, left = set(nodes), [node for node in nodes if node]
-        while left:
-            space, path = left.pop()
-            more = {(space, child) for child in self._children((space, path))} - found
-            found, left = found | more, [*left, *more]
-        return found
+    def _followers(self, blocks: Iterable[int]) -> list[int]:
+        """Blocks of the first group and all that follow them, parents before their children."""
+        found = dict.fromkeys(blocks)
+        for block in self.index.values():  # parents stand before their children
+            if self.blocks[block].parent in found:
+                found[block] = None
+        return list(found)
 
     def _depth(self, group: Group, block: int) -> int:
         node = group.blocks[block].node

@@ -48,9 +48,8 @@ def test_the_strategys_requests_are_carried_out_and_obey_the_law():
     assert all(tally[name] for name in (*SOME, "updated")), tally
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "extra ids" else pytest.mark.slow) for name in SPECS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
 def test_every_verb_obeys_the_law(name):
     tally, spec = collections.Counter(), SPECS[name]
 

@@ -61,7 +61,7 @@ MOVES = {
     "swap_in": ((0,), {}),
 }
 CASES = [("plain", verb, VERBS) for verb in ("admit several", "extend", "extend some", "commit")]
-CASES += [pytest.param("all of it", verb, of, marks=pytest.mark.long) for of in (VERBS, MOVES) for verb in of]
+CASES += [pytest.param("all of it", verb, of, marks=pytest.mark.slow) for of in (VERBS, MOVES) for verb in of]
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def pools_and_view(spec, form):
 
 @pytest.mark.parametrize("form", ["decode", "prefill", "ragged", "mixed"])
 @pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("all of it", "bfloat16"))]
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all of it", "bfloat16"))]
 )
 def test_writing_and_attending(name, form):
     """For every platform that can be traced here; `tests/kernels/` has the kernels compiled for GPUs."""
@@ -165,7 +165,7 @@ def last_token(tokens, pools, view, *, last):
     return jnp.roll(y.reshape(*tokens.shape, 32), 1, axis=-1)[jnp.arange(last.shape[0]), last], pools
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_generation_and_moves():
     spec = kvjax.make_spec(
         [LayerSpec(2, 16)], num_blocks=6, num_host_blocks=6, max_seqs=2, max_length=24, block_size=4, dtype="float32"

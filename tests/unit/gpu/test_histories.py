@@ -32,7 +32,9 @@ def spec_of(num_blocks, max_seqs, columns, size, **options):
 
 
 @pytest.mark.parametrize(
-    ("spec", "seed"), [(PLAIN, 5), pytest.param(EXTRA, 5, marks=pytest.mark.long)], ids=["plain", "extra ids"]
+    ("spec", "seed"),
+    [pytest.param(PLAIN, 5, marks=pytest.mark.long), pytest.param(EXTRA, 5, marks=pytest.mark.slow)],
+    ids=["plain", "extra ids"],
 )
 def test_kernels_are_equal_to_plain_jax(spec, seed):
     reached = History(spec, seed, num_blocks=9).run(250)
@@ -48,7 +50,9 @@ SHAPES = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [name if name == "of three" else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+)
 def test_kernels_are_equal_to_plain_jax_in_other_shapes(name):
     spec, most = SHAPES[name]
     reached = History(spec, 1, most=most).run(200)

@@ -298,8 +298,8 @@ def a_row_and_something_cached(state):
 @pytest.mark.parametrize(
     ("spec", "verbs"),
     [
-        (TIERED, REFUSED),
-        pytest.param(PLAIN, list(REFUSED)[:-4], marks=pytest.mark.slow),
+        pytest.param(TIERED, REFUSED, marks=pytest.mark.slow),
+        (PLAIN, list(REFUSED)[:-4]),
     ],
 )
 def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):

@@ -134,7 +134,7 @@ def test_heads_of_a_mixed_line_are_computed_apart(dtype, kind, shape):
 @pytest.mark.parametrize(
     ("dtype", "kind", "shape"),
     [
-        pytest.param("int8", EXPLICIT, (2, 2), marks=pytest.mark.long),
+        pytest.param("int8", EXPLICIT, (2, 2), marks=pytest.mark.slow),
         pytest.param("float32", AUTO, (1, 4), marks=pytest.mark.slow),
         pytest.param("float8_e4m3fn", AUTO, (2, 4), marks=pytest.mark.slow),
     ],
@@ -189,7 +189,7 @@ def test_verbs_called_one_by_one_are_those_of_jit():
     np.testing.assert_allclose(y, kvjax.attend(q, plain, 0, alone.view(6)), atol=2e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_replicas_mapped_over_another_axis():
     """Two caches stacked along the axis of data, one for each replica: the map over the heads nests in the caller's."""
     spec = spec_of()

@@ -142,7 +142,7 @@ def accuracy(dtype):
     return float(np.mean(np.asarray(answers(model, cache)) == tokens[:, marks + 1]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_verify_reports_the_error_of_the_logits(capsys):
     folder = DATA / "goldens" / "llama"
     assert verify.main(["--kv-dtype", "int8", str(folder)]) == 0

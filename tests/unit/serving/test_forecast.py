@@ -92,7 +92,7 @@ def test_what_if_is_what_then_happens(name, layers):
     assert asked._cache_size() == run._cache_size() == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_if_finds_nothing_on_the_host():
     """As a loop that brings nothing back; a prompt that is on the device is found."""
     layers = [kvjax.LayerSpec(1, 2)]

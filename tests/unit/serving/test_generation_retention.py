@@ -59,6 +59,7 @@ def kept(retention, later=0):
     return outputs[0].cached_tokens
 
 
+@pytest.mark.slow
 def test_a_system_prompt_survives_what_evicts_the_others():
     assert kept(worth(100)) == 8
     assert kept(worth(35)) == 0

@@ -151,7 +151,7 @@ def together(cache, prompts, **options):
     ("kind", "host"),
     [
         ("plain", False),
-        ("plain", True),
+        pytest.param("plain", True, marks=pytest.mark.slow),
         pytest.param("windows", False, marks=pytest.mark.slow),
         pytest.param("windows", True, marks=pytest.mark.slow),
     ],

@@ -53,7 +53,7 @@ OTHERS = {
     "k=1": (1, STEPS), "k=3, 11 steps": (3, 11), "fixed": (SIZE, STEPS, ("fixed_steps", True)), "k=3": (3, STEPS),
     "a block a call": (SIZE, SIZE),
 }  # fmt: skip
-MARKS = {name: pytest.mark.long if name in ("k=1", "k=3, 11 steps", "fixed") else pytest.mark.slow for name in OTHERS}
+MARKS = {name: pytest.mark.long if name in ("k=3, 11 steps", "fixed") else pytest.mark.slow for name in OTHERS}
 LOOPS = [
     pytest.param((SIZE, STEPS), id="k=P"),
     *[pytest.param(loop, marks=MARKS[name], id=name) for name, loop in OTHERS.items()],
@@ -269,7 +269,7 @@ def no_token_twice(logits, tokens, positions):
 SAMPLINGS = kvjax.Sampling([1.3, 0, 0.8, 2.5], top_k=[9, 0, 0, 4], top_p=[1, 1, 0.9, 1], min_tokens=[6, 0, 0, 5])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @few_loops
 def test_random_choices_and_a_users_function_do_not_depend_on_k(loop):
     options, how = {"logits_fn": no_token_twice}, {"sampling": SAMPLINGS}

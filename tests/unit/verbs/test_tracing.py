@@ -44,7 +44,7 @@ def test_jit_does_what_it_does_without():
     chex.assert_trees_all_equal(plain, jax.jit(history)(kvjax.init(SPEC), offset))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_scan_and_vmap_do_what_separate_calls_do():
     compiled = jax.jit(history)
     offsets = jnp.arange(6, dtype=jnp.int32) % 4

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trace is: how much there is, how much of it comes again, and what its figures leave out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.research.overlap import overlapping
+from kvjax.research.rules import RULES, Hits, Rule, check_rule
+from kvjax.research.traces import Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A trace in figures; `str` gives them as text.
+
+    Attributes:
+      rule: what counts as a hit.
+      requests, references, ids, block_size: of the trace.
+      span_ms: from the first request to the last one.
+      step_ms: the median of the differences between times; requests that came at the same time are not told apart.
+      blocks_median, blocks_most: of the prompts' lengths in blocks.
+      input_tokens, output_tokens: of all requests.
+      partial: prompts whose last block is filled in part.
+      sessions, kinds: how many there are; None where that is not known.
+      rate, token_rate, mean_rate: of a cache without bound; see `Hits`.
+      used_once: ids that one request has.
+      reuse_ms: the quartiles of the time from a use of a block to the next one; None if there is none.
+      overlap: (prompt tokens/s, ms a token of an answer) of what follows.
+      held, running: the most blocks and requests that are held and that run at once.
+      notes: of the trace.
+    """
+
+    rule: Rule
+    requests: int
+    references: int
+    ids: int
+    block_size: int
+    span_ms: float
+    step_ms: float
+    blocks_median: float
+    blocks_most: int
+    input_tokens: int
+    output_tokens: int
+    partial: int
+    sessions: int | None
+    kinds: dict[str, int] | None
+    rate: float
+    token_rate: float
+    mean_rate: float
+    used_once: int
+    reuse_ms: tuple[float, float, float] | None
+    overlap: tuple[float, float]
+    held: int
+    running: int
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        speed = f"{self.overlap[0]:,g} prompt tokens/s and {self.overlap[1]:,g} ms a token of an answer"
+        lines = [
+            f"requests     {self.requests:,} in {self.span_ms / 1000:,.1f} s; "
+            f"times are {self.step_ms:,g} ms apart in the median",
+            f"tokens       {self.input_tokens:,} of prompts, {self.output_tokens:,} of answers",
+            f"blocks       {self.references:,} references to {self.ids:,} ids of {self.block_size} tokens; "
+            f"a prompt has {self.blocks_median:,g} in the median, {self.blocks_most:,} at most",
+            f"partial      {self.partial:,} prompts have a last block that is filled in part",
+            f"unbounded    hits {self.rate:.4f} by blocks, {self.token_rate:.4f} by tokens, "
+            f"{self.mean_rate:.4f} in the mean of requests",
+            f"rule         {self.rule}: {RULES[self.rule]}",
+            f"reuse        {self.used_once:,} ids are in one request only{self._reuse()}",
+        ]
+        if self.sessions is not None:
+            lines.append(f"sessions     {self.sessions:,}")
+        if self.kinds is not None:
+            lines.append("classes      " + ", ".join(f"{name} {number:,}" for name, number in self.kinds.items()))
+        lines += [
+            "order        requests follow one another, each ends before the next one begins; answers are not stored",
+            f"             at {speed}, up to {self.running:,} run at once and hold {self.held:,} blocks: a smaller",
+            "             cache cannot serve the trace at that speed, and one not much larger hits less than told here",
+            "refused      a request longer than the cache: it hits nothing and counts as asked for",
+        ]
+        return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
+
+    def _reuse(self) -> str:
+        if self.reuse_ms is None:
+            return ""
+        low, middle, high = (f"{time / 1000:,.1f}" for time in self.reuse_ms)
+        return f"; the others' next use is {middle} s later in the median, half of them {low} to {high} s"
+
+
+def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (10_000, 50)) -> Summary:
+    """A trace in figures.
+
+    Args:
+      trace: of at least one request.
+      rule: what counts as a hit.
+      overlap: as for `overlapping`: prompt tokens/s, ms a token of an answer.
+
+    Raises:
+      ValueError: for a rule that does not exist, a speed that is none, or a trace without requests.
+    """
+    if not len(trace):
+        raise ValueError("trace: got no requests, wanted at least one")
+    hits, together = unbounded(trace, rule), overlapping(trace, *overlap)
+    gaps, steps = reuse_times(trace), np.diff(np.unique(trace.time))
+    low, middle, high = np.quantile(gaps, (0.25, 0.5, 0.75)).tolist() if len(gaps) else (0.0, 0.0, 0.0)
+    counted = None
+    if trace.kind is not None:
+        numbers = np.bincount(trace.kind, minlength=len(trace.kinds)).tolist()
+        counted = dict(zip(trace.kinds, numbers, strict=True))
+    return Summary(
+        rule=rule,
+        requests=len(trace),
+        references=len(trace.ids),
+        ids=trace.num_ids,
+        block_size=trace.block_size,
+        span_ms=float(trace.time[-1] - trace.time[0]),
+        step_ms=float(np.median(steps)) if len(steps) else 0.0,
+        blocks_median=float(np.median(trace.lengths)),
+        blocks_most=int(trace.lengths.max()),
+        input_tokens=int(trace.input_length.sum(dtype=np.int64)),
+        output_tokens=int(trace.output_length.sum(dtype=np.int64)),
+        partial=int(np.sum(trace.full < trace.lengths)),
+        sessions=None if trace.session is None else len(np.unique(trace.session)),
+        kinds=counted,
+        rate=float(hits.rate[0]),
+        token_rate=float(hits.token_rate[0]),
+        mean_rate=float(hits.mean_rate[0]),
+        used_once=int(np.sum(np.bincount(trace.ids, minlength=trace.num_ids) == 1)),
+        reuse_ms=(low, middle, high) if len(gaps) else None,
+        overlap=overlap,
+        held=together.most,
+        running=int(together.running.max()),
+        notes=trace.notes,
+    )
+
+
+def unbounded(trace: Trace, rule: Rule) -> Hits:
+    """The hits in a cache that throws nothing out; its size is given as ids and the longest request together.
+
+    Args:
+      trace: the requests.
+      rule: what counts as a hit.
+
+    Raises:
+      ValueError: for a rule that does not exist.
+    """
+    check_rule(rule)
+    number = len(trace)
+    owner = np.repeat(np.arange(number), trace.lengths)
+    column = np.arange(len(trace.ids)) - np.repeat(trace.starts[:-1], trace.lengths)
+    stored = column < trace.full[owner] if rule == "full" else np.ones(len(owner), bool)
+    taken = stored if rule == "papers" else stored & (column < trace.lengths[owner] - 1)
+    first = np.full(trace.num_ids, number, np.int64)
+    np.minimum.at(first, trace.ids[stored], owner[stored])
+    # A block is stored no later than those that follow it, so the hits are the first blocks of a prompt.
+    blocks = np.bincount(owner[taken & (first[trace.ids] < owner)], minlength=number)
+    size = trace.num_ids + int(trace.lengths.max(initial=0))
+    return Hits(trace, rule, np.array([size], np.int32), blocks[None].astype(np.int32))
+
+
+def reuse_times(trace: Trace) -> np.ndarray:
+    """f64[K - D] ms; from each use of a block to the next one."""
+    order = np.argsort(trace.ids, kind="stable")
+    time = np.repeat(trace.time, trace.lengths)[order]
+    return np.diff(time)[np.diff(trace.ids[order]) == 0]

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace of what a cache published: blocks stored and removed, in vLLM's events or kvjax's own.
+
+Such a log does not have requests. A run of blocks stored one behind the other, with all blocks before it, is taken for
+one: so much of its prompt is known to have been there. What that misses is in the trace's `notes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from kvjax.research import _lines
+from kvjax.research.traces import Trace, make_trace
+
+_ON_DEVICE = (None, "GPU")
+_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+_STORED += ("lora_name", "extra_keys", "group_idx")
+_REMOVED = ("block_hashes", "medium", "group_idx")
+
+
+def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_size: int | None = None) -> Trace:
+    """Reads a log of events: kvjax's own (`kvjax.interop.log`), or vLLM's `KVEventBatch`es as JSON, a line each.
+
+    vLLM sends msgpack; `json.dumps(msgspec.msgpack.decode(payload), default=bytes.hex)` is such a line, of either form.
+    Blocks of the first group on the device are read; all other events are passed over.
+
+    Prompts that only hit store nothing: the log does not have them. Nor does it tell where a prompt ends and its answer
+    begins: all blocks count as prompt, and answers have 0 tokens.
+
+    Args:
+      path: of the file.
+      pause_ms: a run that goes on where an earlier one ended belongs to the same request if no more time has passed.
+      block_size: tokens of a block of kvjax's; None: those of the longest block in the log.
+
+    Raises:
+      ValueError: for a line that is no such batch.
+    """
+    follower = _Follower(pause_ms)
+    for place, line in _lines.lines(path):
+        try:
+            found = _lines.entry(place, line)
+            if isinstance(found, dict) and "queried" in found:
+                _follow_kvjax(follower, place, found)
+            else:
+                _follow_vllm(follower, place, found)
+        except (TypeError, KeyError, AttributeError, IndexError) as error:
+            raise ValueError(f"{place}: got {line:.60}, wanted a batch of events: {error!r:.80}") from error
+    if not follower.requests:
+        raise ValueError(f"{path}: got no stored blocks, wanted at least one")
+    return follower.trace(block_size)
+
+
+@dataclasses.dataclass
+class _Request:
+    """What is known of a request: where its first event is, its last block, and when that was stored."""
+
+    place: str
+    begun: float
+    leaf: int
+    last: float
+
+
+class _Follower:
+    """Puts requests together.
+
+    Attributes:
+      requests: so far, in the order in which they began.
+      removed, unknown: blocks that were removed, and that followed blocks which the log does not have.
+      queried, cached: tokens looked up and found, where the log tells them.
+    """
+
+    def __init__(self, pause_ms: float):
+        self.requests: list[_Request] = []
+        self.removed = self.unknown = self.queried = self.cached = 0
+        self.nodes: dict[Hashable, int] = {}  # the log's name of a block that is cached -> id
+        self.sizes: list[int] = []  # id -> tokens
+        self.block_size: int | None = None  # as vLLM tells it
+        self._parents: list[int] = []  # id -> id, or -1
+        self._ids: dict[Hashable, int] = {}  # contents -> id
+        self._ends: dict[int, _Request] = {}  # id -> the request that ended there last
+        self._pause = pause_ms
+
+    def id_of(self, contents: Hashable, parent: int, tokens: int) -> int:
+        """The id of a block with these contents; equal after it was removed and stored again."""
+        known = self._ids.setdefault(contents, len(self._parents))
+        if known == len(self._parents):
+            self._parents.append(parent)
+            self.sizes.append(tokens)
+        return known
+
+    def store(self, place: str, now: float, parent: int, blocks: Sequence[int]) -> None:
+        """Blocks were stored one behind the other."""
+        request = self._ends.pop(parent, None)
+        if request is None or now - request.last > self._pause:
+            request = _Request(place, now, parent, now)
+            self.requests.append(request)
+        request.leaf, request.last = blocks[-1], now
+        self._ends[request.leaf] = request
+
+    def path(self, leaf: int) -> list[int]:
+        """The ids from a root to a block."""
+        found = []
+        while leaf >= 0:
+            found.append(leaf)
+            leaf = self._parents[leaf]
+        return found[::-1]
+
+    def trace(self, block_size: int | None) -> Trace:
+        """The requests as a trace."""
+        prompts = [self.path(request.leaf) for request in self.requests]
+        lengths = [sum(self.sizes[one] for one in prompt) for prompt in prompts]
+        first = self.requests[0].begun
+        return make_trace(
+            [request.begun - first for request in self.requests], lengths, [0] * len(prompts), prompts,
+            self.block_size or block_size or max(self.sizes), notes=self._notes(sum(lengths)),
+            where=[request.place for request in self.requests],
+        )  # fmt: skip
+
+    def _notes(self, tokens: int) -> list[str]:
+        notes = [
+            "From a log of stored blocks: a request is a run of them with all blocks before it, answers included; a "
+            f"run that goes on after more than {self._pause:g} ms is another one.",
+            "Prompts that only hit stored nothing and are missing, so hit rates are lower than they were.",
+        ]
+        if self.queried:
+            notes.append(
+                f"The log counts {self.queried:,} prompt tokens looked up and {self.cached:,} found; the requests here "
+                f"have {tokens:,}."
+            )
+        if self.unknown:
+            notes.append(f"{self.unknown:,} blocks followed blocks that the log does not have: prompts begin there.")
+        return [*notes, f"{self.removed:,} blocks were removed; a trace does not say so."]
+
+
+def _follow_kvjax(follower: _Follower, place: str, found: dict[str, Any]) -> None:
+    """A line of `kvjax.interop.log`. One that begins with `created` says what is cached: no requests."""
+    now = 1000 * _lines.moment(place, found, "ts")
+    follower.queried += _lines.count(place, found, "queried")
+    follower.cached += _lines.count(place, found, "cached")
+    told = False
+    for event in found["events"]:
+        kind = event["kind"]
+        if event["group"]:
+            continue
+        if kind in ("created", "cleared"):
+            follower.nodes.clear()
+            told |= kind == "created"
+        elif kind == "removed":
+            follower.removed += follower.nodes.pop((event["block"], event["generation"]), None) is not None
+        elif kind == "stored":
+            tokens, extra = event["tokens"], event.get("extra_ids", ())
+            if not tokens or not all(isinstance(token, int) for token in (*tokens, *extra)):
+                raise ValueError(f"{place}: tokens: got {tokens!r:.40}, wanted integers")
+            above = None if event["parent"] is None else (*event["parent"],)
+            root = above is None or above not in follower.nodes
+            parent = -1 if root else follower.nodes[above]
+            follower.unknown += root and above is not None
+            base = (event["namespace"] if above is None else above) if root else None
+            block = follower.id_of((parent, base, tuple(tokens), tuple(extra)), parent, len(tokens))
+            follower.nodes[event["block"], event["generation"]] = block
+            if not told:
+                follower.store(place, now, parent, [block])
+
+
+def _follow_vllm(follower: _Follower, place: str, found: Any) -> None:
+    """A `KVEventBatch`, as a map or as an array, with events that are maps or arrays."""
+    batch: dict[str, Any] = found if isinstance(found, dict) else {"ts": found[0], "events": found[1]}
+    now = 1000 * _lines.moment(place, batch, "ts")
+    for event in _lines.field(place, batch, "events"):
+        kind, event = _named(event)
+        if kind == "AllBlocksCleared":
+            follower.nodes.clear()
+            continue
+        if kind not in ("BlockStored", "BlockRemoved"):
+            raise ValueError(f"{place}: got an event {kind!r:.40}, wanted one of vLLM's")
+        hashes = event["block_hashes"]
+        if event.get("medium") not in _ON_DEVICE or event.get("group_idx") or not hashes:
+            continue
+        if kind == "BlockRemoved":
+            follower.removed += sum(follower.nodes.pop(name, None) is not None for name in hashes)
+            continue
+        size = _lines.count(place, event, "block_size")
+        if size < 1 or follower.block_size not in (None, size):
+            raise ValueError(f"{place}: block_size: got {size}, wanted {follower.block_size or 'at least 1'}")
+        if len(event["token_ids"]) != size * len(hashes):
+            raise ValueError(
+                f"{place}: token_ids: got {len(event['token_ids'])}, wanted {size} for each of {len(hashes)} blocks"
+            )
+        follower.block_size = size
+        above = event["parent_block_hash"]
+        follower.unknown += above is not None and above not in follower.nodes
+        parent, blocks = follower.nodes.get(above, -1), []
+        for name in hashes:
+            blocks.append(follower.id_of(name, blocks[-1] if blocks else parent, size))
+            follower.nodes[name] = blocks[-1]
+        follower.store(place, now, parent, blocks)
+
+
+def _named(event: Any) -> tuple[str, dict[str, Any]]:
+    """An event's kind, and its fields by name."""
+    if isinstance(event, dict):
+        return event["type"], event
+    kind, *values = event
+    return kind, dict(zip(_STORED if kind == "BlockStored" else _REMOVED, values, strict=False))

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces drawn at random: equal for a seed, and made as they say."""
+
+import collections
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvjax.research import Workload, draw_trace
+
+DRAWN = draw_trace(5, 600)
+
+
+def test_a_seed_gives_one_trace():
+    again, other = draw_trace(5, 600), draw_trace(6, 600)
+    for field in dataclasses.fields(DRAWN):
+        np.testing.assert_array_equal(getattr(again, field.name), getattr(DRAWN, field.name))
+    assert len(DRAWN) == 600 and DRAWN.ids.tolist() != other.ids.tolist()
+    assert "seed 5" in DRAWN.notes[0] and "think_ms=20000.0" in DRAWN.notes[0]
+
+
+def test_a_turn_goes_on_with_the_prompt_before_it_and_its_answer():
+    last, kinds = {}, collections.Counter()
+    for number, session in enumerate(DRAWN.session.tolist()):
+        kind, before = DRAWN.kinds[DRAWN.kind[number]], last.get(session)
+        kinds[kind] += 1
+        assert (kind == "later") == (before is not None)
+        if before is not None:
+            grown = DRAWN.input_length[before] + DRAWN.output_length[before]
+            assert DRAWN.input_length[number] > grown and DRAWN.time[number] >= DRAWN.time[before]
+            shared = DRAWN.full[before]
+            assert DRAWN.blocks(number)[:shared].tolist() == DRAWN.blocks(before)[:shared].tolist()
+            assert not set(DRAWN.blocks(number)[shared:]) & set(DRAWN.blocks(before)[shared:])
+        last[session] = number
+    assert set(kinds) == {"first", "later", "one-shot"} and min(kinds.values()) > 50
+
+
+def test_one_shot_prompts_share_nothing():
+    uses = np.bincount(DRAWN.ids)
+    alone = [number for number in range(600) if DRAWN.kinds[DRAWN.kind[number]] == "one-shot"]
+    assert all((uses[DRAWN.blocks(number)] == 1).all() for number in alone)
+
+
+def roots(workload, requests=400):
+    """The first block of each first turn: which system prompt it has."""
+    trace = draw_trace(0, requests, dataclasses.replace(workload, one_shot=0.0, turns=1.0))
+    return trace.ids[trace.starts[:-1]].tolist()
+
+
+def test_popularity_drifts():
+    fixed = Workload(system_prompts=40, system_tokens=2000, drift=0)
+    most = [collections.Counter(part).most_common(1)[0][0] for part in np.split(np.array(roots(fixed)), 2)]
+    assert most[0] == most[1]
+    moved = roots(dataclasses.replace(fixed, drift=200))
+    most = [collections.Counter(part).most_common(2) for part in np.split(np.array(moved), 2)]
+    assert most[1][0][0] != most[0][0][0] == most[1][1][0]  # the first one became the second
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"turns": 0.5}, "turns: got 0.5, wanted at least 1"),
+        ({"system_prompts": 0}, "system_prompts: got 0"),
+        ({"one_shot": 1.5}, "one_shot: got 1.5"),
+        ({"gap_ms": -1.0}, "gap_ms: got -1.0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Workload(**options)
+    with pytest.raises(ValueError, match="requests: got 0"):
+        draw_trace(0, 0)
