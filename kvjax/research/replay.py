@@ -25,21 +25,29 @@ from kvjax.verbs.release import release
 
 
 def replay(
-    trace: Trace, policy: EvictionPolicy | None, sizes: Sequence[int], *, rule: Rule = "full", policy_state: Any = None
+    trace: Trace,
+    policy: EvictionPolicy | None,
+    sizes: Sequence[int] | np.ndarray,
+    *,
+    rule: Rule = "full",
+    policy_state: Any = None,
 ) -> Hits:
     """Serves the requests one after the other: each is admitted, its blocks committed, and released.
 
-    Any policy does, one of `by_score` in one line too. All caches run in one program, compiled once for each policy,
-    number of sizes, largest size, and number of requests and blocks. A block is one token to them, so positions count
-    blocks: the balance of `cost_aware` is divided by the trace's block size (`in_blocks`).
+    Any policy does, one of `by_score` in one line too, but for those that need a spec with `retention`. All caches run
+    in one program, compiled for each policy, number of sizes, largest size, longest prompt, and number of requests and
+    blocks. A request costs about the same in small and large caches, and more the longer the longest prompt is.
+
+    A block is one token to these caches, so positions count blocks: the balance of `cost_aware` is divided by the
+    trace's block size (`in_blocks`).
 
     Args:
       trace: the requests; the time in ms since the first one is the policy's `now`.
       policy: the eviction policy, `lru()` if None.
-      sizes: blocks of each cache.
+      sizes: i32[Z]; blocks of each cache.
       rule: "full" or "kvjax". A cache never takes the last block of a prompt from the cache, so "papers" is none.
       policy_state: the policy's own state to begin with (weights, parameters), as for `init`, but with a leading axis
-        for the sizes; None: what the policy's `init` makes.
+        Z; None: what the policy's `init` makes.
 
     Returns:
       Hits of every request. One that is longer than a cache is refused there and finds none.
@@ -50,9 +58,10 @@ def replay(
     check_rule(rule)
     if rule == "papers":
         raise ValueError('rule: got "papers", wanted "kvjax" or "full" (admit never takes the last block of a prompt)')
-    blocks = np.asarray(sizes, np.int32)
-    if blocks.ndim != 1 or not blocks.size or blocks.min() < 1:
+    blocks = np.asarray(sizes)
+    if blocks.ndim != 1 or not np.issubdtype(blocks.dtype, np.integer) or not blocks.size or blocks.min() < 1:
         raise ValueError(f"sizes: got {sizes}, wanted at least one number of blocks, each at least 1")
+    blocks = blocks.astype(np.int32)
     width = int(trace.lengths.max(initial=1))
     spec = make_spec(num_blocks=int(blocks.max()), max_seqs=1, max_length=width, block_size=1, partial_reuse=False)
     asks = _asks(trace, rule)

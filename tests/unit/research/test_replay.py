@@ -12,17 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from benchmarks import trace as mooncake
 from kvjax.policies import cost_aware, fifo, lfu, lru
 from kvjax.research import in_blocks, make_trace, replay
 from kvjax.research.replay import _asks, _serve
-from tests.drive import ROOT
 from tests.oracle import research_policies as oracle
+from tests.unit.research import cases
 
 BLOCK = 4
 LENGTHS = [1] * 8 + [2] * 8 + [3] * 6 + [5] * 6 + [7] * 4 + [9] * 4 + [10] * 4
 LONGEST, MOST = 10, 48
-WHOLE = ROOT.parent / "shared" / "traces" / "conversation_trace.jsonl"
 
 
 def often(blocks):
@@ -82,9 +80,9 @@ def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
 @pytest.mark.long
 @pytest.mark.parametrize("name", POLICIES)
 def test_requests_of_a_production_trace_find_what_they_find_in_plain_python(name):
-    trace = mooncake.read_blocks(mooncake.TRACE, 500)
+    trace = cases.cut(500)
     policy, score = POLICIES[name]
-    score = oracle.cost_aware(5 * BLOCK / mooncake.HASHED) if name == "cost_aware" else score
+    score = oracle.cost_aware(5 * BLOCK / trace.block_size) if name == "cost_aware" else score
     sizes = [100, 600, 1500, 3000]
     for rule in ("full", "kvjax"):
         hits = assert_same(trace, policy, score, sizes, rule)
@@ -92,10 +90,9 @@ def test_requests_of_a_production_trace_find_what_they_find_in_plain_python(name
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not WHOLE.exists(), reason="the whole trace is not there")
 @pytest.mark.parametrize("name", POLICIES)
 def test_all_requests_of_a_production_trace_find_what_they_find_in_plain_python(name):
-    trace = mooncake.read_blocks(WHOLE, 12_031)
+    trace = cases.whole()
     policy, score = (cost_aware(), oracle.cost_aware(48)) if name == "cost_aware" else POLICIES[name]
     sizes = [247, 1000, 3000, 5859, 10_000]
     for rule, rate in ("full", 0.2149), ("kvjax", 0.2113):
@@ -167,7 +164,7 @@ def test_what_cannot_be_replayed_is_refused():
         replay(trace, lru(), [3], rule="papers")
     with pytest.raises(ValueError, match="rule: got 'vllm', wanted one of"):
         replay(trace, lru(), [3], rule="vllm")
-    for sizes in ([], [3, 0], [[3]]):
+    for sizes in ([], [3, 0], [[3]], [2.5]):
         with pytest.raises(ValueError, match=r"sizes: got .*, wanted at least one number of blocks, each at least 1"):
             replay(trace, lru(), sizes)
     with pytest.raises(ValueError, match="got the function lru"):
