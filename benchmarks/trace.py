@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,8 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import common
+from kvjax.research import Trace, make_trace
 
 TRACE = pathlib.Path(__file__).parent / "data" / "mooncake_requests.csv"
+# The whole trace, where somebody has put it.
+TRACES = pathlib.Path(os.environ.get("KVJAX_TRACES", pathlib.Path(__file__).parents[2] / "shared" / "traces"))
+WHOLE = TRACES / "conversation_trace.jsonl"
 SHRINK, HASHED, MS_A_STEP = 16, 512, 250
 
 
@@ -31,6 +36,15 @@ class Request(NamedTuple):
 
 def read_trace(path: pathlib.Path, number: int) -> list[Request]:
     """The first requests of a trace: JSON lines as Mooncake has published them, or the table in `benchmarks/data`."""
+    return [_request(*each) for each in _fields(path, number)]
+
+
+def as_published(path: pathlib.Path, number: int | None = None) -> Trace:
+    """The first requests of such a trace, or all, in blocks of 512 tokens as they are."""
+    return make_trace(*zip(*_fields(path, number), strict=True), block_size=HASHED)
+
+
+def _fields(path: pathlib.Path, number: int | None) -> list[tuple[int, int, int, list[int]]]:
     with path.open() as file:
         if path.suffix == ".jsonl":
             lines = (json.loads(line) for line in itertools.islice(file, number))
@@ -38,8 +52,8 @@ def read_trace(path: pathlib.Path, number: int) -> list[Request]:
         else:
             rows = (line.split(",") for line in file if line[0].isdigit())
             fields = [(*map(int, row[:3]), _ids(row[3])) for row in itertools.islice(rows, number)]
-    common.require(len(fields) == number, f"{path}: got {len(fields)} requests, wanted {number}")
-    return [_request(*each) for each in fields]
+    common.require(number in (None, len(fields)), f"{path}: got {len(fields)} requests, wanted {number}")
+    return fields
 
 
 def _ids(runs: str) -> list[int]:
