@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Belady's bound equals a cache that evicts the farthest next use, and nothing finds more."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvjax.research import RULES, belady, lru_curve, make_trace
+from kvjax.research import RULES, belady, bound, lru_curve, make_trace
 from tests.oracle import research as oracle
 from tests.unit.research.forests import cut, prompts_of, traces, whole
 
@@ -25,6 +26,8 @@ def assert_as_oracle(trace, sizes, bypass):
     assert bound.rule == "papers" and bound.sizes.tolist() == list(sizes)
     for size, blocks in zip(sizes, bound.blocks, strict=True):
         assert blocks.tolist() == oracle.belady(prompts, uses, size, bypass), size
+        fast = [] if bypass else oracle.belady_by_runs(trace.lengths.tolist(), oracle.next_runs(uses), size)
+        assert bypass or blocks.tolist() == fast, size
     return bound
 
 
@@ -32,8 +35,9 @@ def assert_as_oracle(trace, sizes, bypass):
 @settings(max_examples=100)
 @given(trace=traces())
 def test_every_size_finds_what_its_cache_finds(bypass, trace):
-    longest = int(trace.lengths.max())
-    bound = assert_as_oracle(trace, range(longest, trace.num_ids + 2), bypass)
+    # As many sizes for each trace, since each number of them is a program of its own.
+    sizes = np.linspace(int(trace.lengths.max()), trace.num_ids + 1, 16).astype(int).tolist()
+    bound = assert_as_oracle(trace, sizes, bypass)
     for rule in RULES:
         assert np.all(np.cumsum(lru_curve(trace, bound.sizes, rule).blocks, axis=1) <= np.cumsum(bound.blocks, axis=1))
 
@@ -58,6 +62,22 @@ def test_only_a_pool_apart_can_refuse_blocks():
     """Three blocks of size three that are used once: the one that is used again need not leave for them."""
     trace = make_trace(range(3), [1, 3, 1], [0] * 3, [[0], [1, 2, 3], [0]], 1)
     assert [belady(trace, [3], bypass=bypass).blocks[0].tolist() for bypass in (False, True)] == [[0, 0, 0], [0, 0, 1]]
+
+
+@BOTH
+def test_64_bit_types_change_nothing(bypass):
+    trace, sizes = cut(), [300, 1000]
+    wanted = belady(trace, sizes, bypass=bypass).blocks
+    with jax.enable_x64(True):
+        blocks = belady(trace, np.asarray(sizes), bypass=bypass).blocks
+    assert blocks.dtype == np.int32 and np.array_equal(blocks, wanted)
+
+
+def test_traces_of_about_one_length_share_a_program():
+    sizes, before = [300, 1000], bound._kept._cache_size()
+    for number in (1990, 1995, 2000):
+        belady(cut()[:number], sizes)
+    assert bound._kept._cache_size() <= before + 1
 
 
 def test_an_empty_trace_finds_nothing():
