@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,6 +20,9 @@ from benchmarks import common
 from kvjax.research import Trace, make_trace
 
 TRACE = pathlib.Path(__file__).parent / "data" / "mooncake_requests.csv"
+# The whole trace, where somebody has put it.
+TRACES = pathlib.Path(os.environ.get("KVJAX_TRACES", pathlib.Path(__file__).parents[2] / "shared" / "traces"))
+WHOLE = TRACES / "conversation_trace.jsonl"
 SHRINK, HASHED, MS_A_STEP = 16, 512, 250
 
 
@@ -35,14 +39,14 @@ def read_trace(path: pathlib.Path, number: int) -> list[Request]:
     return [_request(*fields) for fields in _read_fields(path, number)]
 
 
-def read_blocks(path: pathlib.Path, number: int, longest: int | None = None) -> Trace:
-    """The same requests with their real lengths, for research; of prompts only the first `longest` blocks."""
+def read_blocks(path: pathlib.Path, number: int | None = None, longest: int | None = None) -> Trace:
+    """The first requests, or all, with their real lengths, for research; of prompts only the first `longest` blocks."""
     times, inputs, outputs, ids = zip(*_read_fields(path, number), strict=True)
     inputs = [tokens if longest is None else min(tokens, longest * HASHED) for tokens in inputs]
     return make_trace(times, inputs, outputs, [each[:longest] for each in ids], HASHED)
 
 
-def _read_fields(path: pathlib.Path, number: int) -> list[tuple[int, int, int, list[int]]]:
+def _read_fields(path: pathlib.Path, number: int | None) -> list[tuple[int, int, int, list[int]]]:
     with path.open() as file:
         if path.suffix == ".jsonl":
             lines = (json.loads(line) for line in itertools.islice(file, number))
@@ -50,7 +54,7 @@ def _read_fields(path: pathlib.Path, number: int) -> list[tuple[int, int, int, l
         else:
             rows = (line.split(",") for line in file if line[0].isdigit())
             fields = [(*map(int, row[:3]), _ids(row[3])) for row in itertools.islice(rows, number)]
-    common.require(len(fields) == number, f"{path}: got {len(fields)} requests, wanted {number}")
+    common.require(number in (None, len(fields)), f"{path}: got {len(fields)} requests, wanted {number}")
     return fields
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which policy, and how much memory, does a workload need? Answers from a trace. Nothing imports this package."""
 
+from kvjax.research.bound import belady
+from kvjax.research.curves import lru_curve
 from kvjax.research.figures import Summary, reuse_times, summary, unbounded
 from kvjax.research.generator import Workload, draw_trace
 from kvjax.research.logs import read_events
@@ -20,8 +22,10 @@ __all__ = [
     "Summary",
     "Trace",
     "Workload",
+    "belady",
     "draw_trace",
     "in_blocks",
+    "lru_curve",
     "make_trace",
     "overlapping",
     "read_azure",

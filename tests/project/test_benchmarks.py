@@ -28,6 +28,7 @@ from benchmarks import (
     offload,
     replay,
     replay_sizes,
+    research,
     sampling,
     scan,
     serving,
@@ -220,6 +221,9 @@ def test_requests_of_the_trace_have_equal_tokens_where_it_has_equal_blocks(tmp_p
     assert np.array_equal(trace.read_trace(file, 1)[0].prompt, first.prompt)
     with pytest.raises(SystemExit, match="got 1 requests, wanted 2"):
         trace.read_trace(file, 2)
+    published = trace.read_blocks(file)
+    assert published.block_size == 512 and published.blocks(0).tolist() == [*range(14)]
+    assert np.array_equal(trace.read_blocks(trace.TRACE, 1).input_length, published.input_length)
 
 
 def test_the_clock_of_a_replay_goes_on_while_nothing_is_to_be_done():
@@ -271,6 +275,21 @@ def test_a_trace_finds_the_same_blocks_in_caches_of_many_sizes(tmp_path, monkeyp
     monkeypatch.setattr(replay_sizes, "lru_hits", lambda trace, *_: [len(trace)] * len(trace))
     with pytest.raises(SystemExit, match="the verbs found other blocks than plain Python"):
         replay_sizes.main()
+
+
+def test_curves_and_bounds_are_those_of_plain_python(tmp_path, monkeypatch):
+    file = tmp_path / "research.json"
+    monkeypatch.setattr(sys, "argv", ["research", "--quick", "--json", str(file)])
+    research.main()
+    result = json.loads(file.read_text())
+    assert set(result["metrics"]) == {"lru_curve_x", "belady_x"} and result["details"]["requests"] == 300
+    assert all(value > 0 for value in result["metrics"].values())
+
+
+def test_other_hits_than_in_plain_python_end_the_benchmark():
+    research.require_same("toy", np.array([[1, 2]]), [[1, 2]])
+    with pytest.raises(SystemExit, match="toy: other hits than in plain Python"):
+        research.require_same("toy", np.array([[1, 2]]), [[1, 3]])
 
 
 def run_kernels(monkeypatch, file, *args):

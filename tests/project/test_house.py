@@ -61,7 +61,8 @@ def test_every_name_that_a_room_exports_is_there():
     interop = ("interop", *(f"interop.{name}" for name in ("agent", "log", "metrics", "trtllm", "vllm")))
     for name in ("debug", "events", *interop, "policies", "pools", "research", "serving", "testing", "tiers"):
         room = __import__(f"kvjax.{name}", fromlist=["*"])
-        assert room.__all__ == sorted(room.__all__) or name == "testing"
+        constants_first = sorted(room.__all__, key=lambda exported: (not exported.isupper(), exported))
+        assert room.__all__ == constants_first or name == "testing"
         assert all(hasattr(room, exported) for exported in room.__all__)
 
 

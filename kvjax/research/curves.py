@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LRU at every size at once: how many blocks a cache needs to find each block of a trace.
+
+Caches of all sizes are the tops of one stack, which has the blocks in the order of their last use, and of one prompt
+the first block on top. A cache finds a block if its position in the stack, when the request comes, is less than the
+number of blocks that the cache has. That is its size, or one less:
+
+- "papers": always its size.
+- "kvjax": the last block of a prompt is not taken from the cache. It gets space of its own, and merges with its cached
+  copy, if that is still there: then one block is empty until the next request takes it. A copy below the size's last
+  position but one has been evicted for that space.
+- "full": that, and a last block filled in part gives its space back when its request ends.
+
+Both cases raise the size that a block needs by one at most, so each block needs one size, whatever the others are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.research._runs import Runs, check_sizes, runs
+from kvjax.research.rules import Hits, Rule, check_rule
+from kvjax.research.traces import Trace
+
+_NEVER = np.iinfo(np.int32).max - 1  # the position of a block that was never used
+
+
+def lru_curve(trace: Trace, sizes: Sequence[int] | np.ndarray, rule: Rule = "full") -> Hits:
+    """The hits of every request under `kvjax.lru` in caches of any number of sizes, at the cost of one.
+
+    Exact. Runs in numpy: a trace of 288,500 blocks takes some hundredths of a second, and 1,000 sizes little more.
+
+    Args:
+      trace: the requests.
+      sizes: blocks of each cache, Z of them, in any order.
+      rule: what counts; see `RULES`.
+
+    Returns:
+      The hits, blocks i32[Z, R].
+
+    Raises:
+      ValueError: for a size smaller than the longest request: `replay` and `simulate` refuse single requests, and what
+        they find there is no longer one stack. And for a rule that does not exist.
+    """
+    check_rule(rule)
+    checked = check_sizes(trace, sizes)
+    request, needed = _needed(trace, rule)
+    # A block counts at the least size that finds it; a size finds what the next smaller one finds, too.
+    order = np.argsort(checked, kind="stable")
+    row = np.searchsorted(checked[order], needed)
+    found = row < len(checked)
+    blocks = np.zeros((len(checked), len(trace)), np.int32)
+    np.add.at(blocks, (order[row[found]], request[found]), np.int32(1))
+    for smaller, size in itertools.pairwise(order):
+        blocks[size] += blocks[smaller]
+    return Hits(trace, rule, checked, blocks)
+
+
+def _needed(trace: Trace, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
+    """(i32[K'], i32[K']): the request of each block that may hit, and the size that it needs."""
+    used = trace.full if rule == "full" else trace.lengths
+    reused = runs(trace, used)
+    top = _positions(reused, used)
+    old = np.flatnonzero(reused.before >= 0)
+    of_run = np.repeat(old, reused.length[old])
+    within = np.arange(len(of_run)) - np.repeat(np.cumsum(reused.length[old]) - reused.length[old], reused.length[old])
+    request, position = reused.request[of_run], top[of_run] + within.astype(np.int32)
+    if rule == "papers":
+        return request, position + 1
+    last = np.where(used < trace.lengths, np.int32(-1), np.int32(_NEVER))  # position of each request's last block
+    ends = np.append(reused.request[1:] != reused.request[:-1], True) & (used == trace.lengths)[reused.request]
+    ends &= reused.before >= 0
+    last[reused.request[ends]] = (top + reused.length - 1)[ends]
+    # A block is empty when the request comes if the one before it left one.
+    before = np.append(np.int32(_NEVER), last[:-1])
+    may_hit = reused.depth[of_run] + within < trace.lengths[request] - 1
+    needed = position + 1 + (position > before[request])
+    return request[may_hit], needed[may_hit].astype(np.int32)
+
+
+def _positions(reused: Runs, used: np.ndarray) -> np.ndarray:
+    """i32[U]; positions in the stack of the first block of each run, where there was one before.
+
+    Above it are the blocks that prompts in between used, each counted once: where its run's last prompt is not in
+    between. Above those of the run that follow are the same ones, and the run's own.
+    """
+    ends = np.append(0, np.cumsum(used))
+    earlier = np.searchsorted(reused.request, reused.request)
+    counted = _weight_below(reused.before + 1, reused.length, earlier, reused.before + 2)
+    return np.where(reused.before >= 0, counted - ends[reused.before + 1], _NEVER).astype(np.int32)
+
+
+def _weight_below(values: np.ndarray, weights: np.ndarray, prefix: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """i64[U]; for each query, the sum of the weights of values[:prefix] that are less than the bound.
+
+    A wavelet matrix: entries are parted by their values' bits, highest first, and stay in order within each part. What
+    a query asks for is a range of entries on every level. Where the bound has a one, those with a zero are less.
+    """
+    low, high = np.zeros_like(prefix), prefix
+    total = np.zeros(len(bound), np.int64)
+    for bit in reversed(range(int(bound.max(initial=0)).bit_length())):
+        zero = (values >> bit & 1) == 0
+        zeros = np.append(0, np.cumsum(zero))
+        weight = np.append(0, np.cumsum(np.where(zero, weights, 0)))
+        one = (bound >> bit & 1) == 1
+        total += np.where(one, weight[high] - weight[low], 0)
+        low, high = (np.where(one, zeros[-1] + at - zeros[at], zeros[at]) for at in (low, high))
+        order = np.argsort(~zero, kind="stable")
+        values, weights = values[order], weights[order]
+    return total

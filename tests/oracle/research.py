@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches of one size over a trace in plain Python, one block at a time: LRU under each rule, and Belady's choice.
+
+A prompt is a list of ids. Each returns the hits of every request.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import heapq
+import itertools
+from collections.abc import Sequence
+
+Prompts = Sequence[Sequence[int]]
+
+
+def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int]:
+    """The least recently used block leaves; of a prompt the last one.
+
+    Args:
+      prompts: the ids of each request's blocks.
+      full: how many of each request's blocks are full.
+      size: blocks of the cache.
+      rule: see `kvjax.research.RULES`.
+    """
+    cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # who leaves first comes first
+    hits = []
+    for prompt, number in zip(prompts, full, strict=True):
+        storable = prompt[:number] if rule == "full" else prompt
+        found = 0
+        for block in storable if rule == "papers" else storable[: len(prompt) - 1]:
+            if block not in cached:
+                break
+            found += 1
+        hits.append(found)
+        for block in prompt[:found]:
+            del cached[block]
+        while len(cached) + len(prompt) > size:
+            cached.popitem(last=False)
+        for block in reversed(storable):
+            cached[block] = None
+            cached.move_to_end(block)
+    return hits
+
+
+def next_uses(prompts: Prompts) -> list[list[int]]:
+    """For each block of each prompt, the next request that uses it; the number of requests if none does."""
+    coming: dict[int, int] = {}
+    uses = []
+    for request in reversed(range(len(prompts))):
+        uses.append([coming.get(block, len(prompts)) for block in prompts[request]])
+        coming.update(dict.fromkeys(prompts[request], request))
+    return uses[::-1]
+
+
+def belady(prompts: Prompts, uses: list[list[int]], size: int, bypass: bool = False) -> list[int]:
+    """The block whose next use is farthest away leaves, of equal ones the deepest; rule "papers".
+
+    Args:
+      prompts: the ids of each request's blocks.
+      uses: their `next_uses`.
+      size: blocks of the cache.
+      bypass: a request's own blocks may leave at once.
+    """
+    cached: dict[int, int] = {}  # id -> its next use
+    heap: list[tuple[int, int, int]] = []  # (-next use, -depth, id); what is no longer so is skipped
+    hits = []
+    for prompt, coming in zip(prompts, uses, strict=True):
+        found = 0
+        for block in prompt:
+            if block not in cached:
+                break
+            found += 1
+        hits.append(found)
+        for block in prompt[:found]:
+            del cached[block]
+        if not bypass:
+            _evict(cached, heap, size - len(prompt))
+        for depth, (block, use) in enumerate(zip(prompt, coming, strict=True)):
+            cached[block] = use
+            heapq.heappush(heap, (-use, -depth, block))
+        _evict(cached, heap, size)
+    return hits
+
+
+def _evict(cached: dict[int, int], heap: list[tuple[int, int, int]], room: int) -> None:
+    while len(cached) > room:
+        use, _, block = heapq.heappop(heap)
+        if cached.get(block) == -use:
+            del cached[block]
+
+
+def belady_by_runs(lengths: Sequence[int], coming: list[list[tuple[int, int]]], size: int) -> list[int]:
+    """`belady` without bypass, as fast as Python can: counts blocks of equal next use instead of naming them.
+
+    Args:
+      lengths: blocks of each prompt.
+      coming: (next use, how many blocks) of each prompt, see `next_runs`.
+      size: blocks of the cache.
+    """
+    cached = [0] * (len(lengths) + 1)  # by next use
+    heap: list[int] = []  # -next use
+    hits, in_all = [], 0
+    for request, (length, runs) in enumerate(zip(lengths, coming, strict=True)):
+        hits.append(cached[request])
+        in_all -= cached[request]
+        cached[request] = 0
+        while in_all > size - length:
+            use = -heap[0]
+            in_all -= cached[use]
+            cached[use] = max(size - length - in_all, 0)
+            in_all += cached[use]
+            if not cached[use]:
+                heapq.heappop(heap)
+        for use, number in runs:
+            if not cached[use]:
+                heapq.heappush(heap, -use)
+            cached[use] += number
+        in_all += length
+    return hits
+
+
+def next_runs(uses: list[list[int]]) -> list[list[tuple[int, int]]]:
+    """(next use, how many blocks) of each prompt, from the `next_uses` of its blocks."""
+    return [[(use, len(list(run))) for use, run in itertools.groupby(of_prompt)] for of_prompt in uses]
+
+
+def most_hits(prompts: Prompts, size: int, bypass: bool = False) -> int:
+    """The most that any cache can find, by trying every way to evict; rule "papers", for tiny traces."""
+
+    @functools.cache
+    def best(request: int, cached: frozenset[int]) -> int:
+        if request == len(prompts):
+            return 0
+        prompt = prompts[request]
+        found = sum(1 for _ in itertools.takewhile(cached.__contains__, prompt))
+        stays = frozenset() if bypass else frozenset(prompt)
+        others = sorted((cached | set(prompt)) - stays)
+        kept = itertools.combinations(others, min(len(others), size - len(stays)))
+        return found + max(best(request + 1, stays.union(some)) for some in kept)
+
+    return best(0, frozenset())
