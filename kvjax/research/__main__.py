@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers from a trace: what it is, how much LRU finds at each size, what other policies find, and what none can pass.
+
+python -m kvjax.research curve conversation_trace.jsonl --sizes 3000 10000 30000 --plot curve.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from kvjax import policies
+from kvjax.research.bound import belady
+from kvjax.research.curves import lru_curve
+from kvjax.research.figures import summary
+from kvjax.research.plots import plot_rates
+from kvjax.research.readers import read_trace
+from kvjax.research.replay import replay
+from kvjax.research.rules import RULES, Hits, Rule
+from kvjax.research.traces import Trace
+from kvjax.state import EvictionPolicy
+
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "cost_aware": policies.cost_aware, "fifo": policies.fifo, "lfu": policies.lfu, "lru": policies.lru,
+    "random": policies.random,
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; see --help."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvjax.research", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (about, run) in _COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about)
+        command.add_argument("trace", metavar="TRACE", type=pathlib.Path, help="a file that read_trace knows")
+        command.add_argument("--rule", choices=get_args(Rule), default="full", help="what counts (%(default)s)")
+        command.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures there")
+        command.set_defaults(run=run)
+        if name == "summary":
+            continue
+        command.add_argument("--sizes", metavar="BLOCKS", type=int, nargs="+", help="blocks of each cache")
+        command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
+        if name == "sweep":
+            command.add_argument("--policies", metavar="NAME", nargs="+", default=["lru", "lfu"], help=_NAMES)
+    asked = parser.parse_args(arguments)
+    try:
+        asked.run(read_trace(asked.trace), asked)
+    except (OSError, ValueError, ImportError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def _summary(trace: Trace, asked: argparse.Namespace) -> None:
+    found = summary(trace, asked.rule)
+    print(found)
+    _save(asked.json, dataclasses.asdict(found))
+
+
+def _curve(trace: Trace, asked: argparse.Namespace) -> None:
+    sizes = _sizes(trace, asked)
+    _tell(asked, {"lru": lru_curve(trace, sizes, asked.rule)}, belady(trace, sizes))
+
+
+def _bound(trace: Trace, asked: argparse.Namespace) -> None:
+    sizes = _sizes(trace, asked)
+    found = {"Belady": belady(trace, sizes), "with bypass": belady(trace, sizes, bypass=True)}
+    _tell(argparse.Namespace(**vars(asked) | {"rule": "papers"}), found, None)
+
+
+def _sweep(trace: Trace, asked: argparse.Namespace) -> None:
+    sizes = _sizes(trace, asked)
+    chosen = {name: _policy(name) for name in asked.policies}
+    found = {name: replay(trace, policy, sizes, rule=asked.rule) for name, policy in chosen.items()}
+    fits = min(sizes) >= trace.lengths.max()
+    _tell(asked, found, belady(trace, sizes) if fits else None)
+    if not fits:
+        print(f"No bound: the longest request has {trace.lengths.max():,} blocks.")
+
+
+def _sizes(trace: Trace, asked: argparse.Namespace) -> list[int]:
+    """Those that were asked for; else eight from the longest request to a size that holds the whole trace."""
+    longest = int(trace.lengths.max())
+    return asked.sizes or sorted(set(np.geomspace(longest, trace.num_ids + longest, 8).astype(int).tolist()))
+
+
+def _policy(name: str) -> EvictionPolicy:
+    """One of kvjax's by its name, or a user's: MODULE:NAME is a policy, or a function that returns one."""
+    module, _, attribute = name.rpartition(":")
+    if not module and name not in _POLICIES:
+        raise ValueError(f"--policies: got {name!r}, wanted {_NAMES}")
+    found = getattr(importlib.import_module(module), attribute, None) if module else _POLICIES[name]
+    policy = found() if callable(found) else found
+    if not isinstance(policy, EvictionPolicy):
+        raise ValueError(f"--policies: {name} is {policy!r}, wanted an EvictionPolicy or a function that returns one")
+    return policy
+
+
+def _tell(asked: argparse.Namespace, found: Mapping[str, Hits], bound: Hits | None) -> None:
+    """A line for each size, and what counts as a hit."""
+    columns = {**found, **({} if bound is None else {"bound": bound})}
+    some = next(iter(found.values()))
+    print(" ".join(["    blocks", *(f"{name:>12}" for name in columns), "     refused"]))
+    for at, size in enumerate(some.sizes.tolist()):
+        rates = [f"{hits.rate[at]:>12.4f}" for hits in columns.values()]
+        print(" ".join([f"{size:>10,}", *rates, f"{some.refused[at]:>12,}"]))
+    print(f'Blocks found of blocks asked for. Rule "{asked.rule}": {RULES[asked.rule]}.')
+    if bound is not None and asked.rule != "papers":
+        print(
+            'The bound is Belady\'s under the rule "papers"; under this one it cannot be passed, perhaps not reached.'
+        )
+    print("Requests follow one another, and answers are not stored: `summary` says what that hides.")
+    _save(asked.json, {
+        "rule": asked.rule, "sizes": some.sizes.tolist(), "refused": some.refused.tolist(),
+        "rates": {name: hits.rate.tolist() for name, hits in columns.items()},
+        "token_rates": {name: hits.token_rate.tolist() for name, hits in columns.items()},
+        "mean_rates": {name: hits.mean_rate.tolist() for name, hits in columns.items()},
+    })  # fmt: skip
+    if asked.plot is not None:
+        plot_rates(found, asked.plot, bound=bound)
+
+
+def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+_NAMES = f"{', '.join(_POLICIES)}, or MODULE:NAME of one's own"
+_COMMANDS: dict[str, tuple[str, Callable[[Trace, argparse.Namespace], None]]] = {
+    "summary": ("what a trace is, in figures", _summary),
+    "curve": ("what LRU finds at each size, exactly, and the bound", _curve),
+    "sweep": ("what policies find on the real verbs, and the bound", _sweep),
+    "bound": ("Belady's bound, without and with bypass", _bound),
+}
+
+
+if __name__ == "__main__":
+    main()

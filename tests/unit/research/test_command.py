@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: its figures are those of the functions, and bad input ends it with a message."""
+
+import json
+
+import pytest
+
+from kvjax import by_score, policies
+from kvjax.research import belady, lru_curve, replay, summary, write_mooncake
+from kvjax.research.__main__ import main
+from kvjax.research.plots import plot_rates
+from tests.unit.research.cases import cut
+
+# A policy of a user's own, in one line.
+LONGEST_FIRST = by_score(lambda blocks: -blocks.depth)
+SIZES = [240, 400]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    write_mooncake(cut(100), path)
+    return path
+
+
+def run(file, tmp_path, capsys, command, *options):
+    """What a command prints, and the figures that it saves."""
+    saved = tmp_path / "figures.json"
+    main([command, str(file), "--json", str(saved), *options])
+    return capsys.readouterr().out, json.loads(saved.read_text())
+
+
+def test_a_summary_is_printed_and_saved(file, tmp_path, capsys):
+    printed, saved = run(file, tmp_path, capsys, "summary", "--rule", "papers")
+    wanted = summary(cut(100), "papers")
+    assert printed == f"{wanted}\n" and saved["rate"] == wanted.rate and saved["held"] == wanted.held
+
+
+@pytest.mark.parametrize("rule", ["full", "kvjax", "papers"])
+def test_a_curve_is_lru_with_the_bound_above_it(rule, file, tmp_path, capsys):
+    sizes = [str(size) for size in SIZES]
+    printed, saved = run(file, tmp_path, capsys, "curve", "--rule", rule, "--sizes", *sizes)
+    wanted = {"lru": lru_curve(cut(100), SIZES, rule), "bound": belady(cut(100), SIZES)}
+    assert saved["rates"] == {name: hits.rate.tolist() for name, hits in wanted.items()}
+    assert f'Rule "{rule}"' in printed and ("perhaps not reached" in printed) == (rule != "papers")
+    assert all(f"{rate:.4f}" in printed for hits in wanted.values() for rate in hits.rate)
+
+
+def test_without_sizes_they_go_from_the_longest_request_to_the_whole_trace(file, tmp_path, capsys):
+    _, saved = run(file, tmp_path, capsys, "bound")
+    longest = int(cut(100).lengths.max())
+    assert saved["sizes"][0] == longest and saved["sizes"][-1] == cut(100).num_ids + longest
+    assert saved["rule"] == "papers" and list(saved["rates"]) == ["Belady", "with bypass"]
+
+
+@pytest.mark.long
+def test_a_policy_of_ones_own_runs_beside_kvjaxs(file, tmp_path, capsys):
+    own, picture = f"{__name__}:LONGEST_FIRST", tmp_path / "rates.png"
+    options = ["--policies", "lru", own, "--plot", str(picture), "--sizes", *map(str, SIZES)]
+    printed, saved = run(file, tmp_path, capsys, "sweep", *options)
+    assert "bound" in saved["rates"] and "No bound" not in printed
+    for name, policy in (("lru", policies.lru()), (own, LONGEST_FIRST)):
+        assert saved["rates"][name] == replay(cut(100), policy, SIZES).rate.tolist()
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.long
+def test_a_sweep_tells_the_requests_that_a_small_cache_refuses(file, tmp_path, capsys):
+    printed, saved = run(file, tmp_path, capsys, "sweep", "--policies", "lru", "--sizes", "100", "400")
+    assert saved["refused"] == [int((cut(100).lengths > 100).sum()), 0] and saved["refused"][0] > 0
+    assert "No bound: the longest request has" in printed and "bound" not in saved["rates"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["sweep", "--policies", "mru"], "got 'mru', wanted cost_aware, fifo, lfu, lru, random, or MODULE:NAME"),
+        (["sweep", "--policies", f"{__name__}:SIZES"], "wanted an EvictionPolicy"),
+        (["sweep", "--policies", "kvjax:nothing"], "kvjax:nothing is None"),
+        (["sweep", "--rule", "papers", "--policies", "lru"], 'rule: got "papers"'),
+        (["curve", "--sizes", "1"], "sizes: "),
+    ],
+)
+def test_bad_input_is_named(arguments, wanted, file, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([arguments[0], str(file), *arguments[1:]])
+    assert ended.value.code == 2 and wanted in capsys.readouterr().err
+
+
+def test_a_plot_has_a_curve_for_each_policy_and_one_rule(tmp_path):
+    full, kvjax = (lru_curve(cut(100), SIZES, rule) for rule in ("full", "kvjax"))
+    axes = plot_rates({"lru": full}, tmp_path / "plot.png", bound=belady(cut(100), SIZES))
+    lru, _ = axes.lines
+    assert lru.get_ydata().tolist() == full.rate.tolist()
+    with pytest.raises(ValueError, match="got 2 rules"):
+        plot_rates({"a": full, "b": kvjax})
