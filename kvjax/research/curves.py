@@ -3,15 +3,15 @@
 
 Caches of all sizes are the tops of one stack, which has the blocks in the order of their last use, and of one prompt
 the first block on top. A cache finds a block if its position in the stack, when the request comes, is less than the
-number of blocks that the cache has. That is its size, or one less:
+number of blocks that the cache has then. That is its size, or one less:
 
 - "papers": always its size.
 - "kvjax": the last block of a prompt is not taken from the cache. It gets space of its own, and merges with its cached
-  copy, if that is still there: then one block is empty until the next request takes it. A copy below the size's last
-  position but one has been evicted for that space.
-- "full": that, and a last block filled in part gives its space back when its request ends.
+  copy, if there is one: that leaves one block empty. A copy that is the last of `size` blocks is evicted for the space.
+- "full": that, and a last block filled in part is not cached when its request ends: that leaves one empty, too.
 
-Both cases raise the size that a block needs by one at most, so each block needs one size, whatever the others are.
+The next request always takes the block that is empty. So what a block needs depends on nothing but its own position and
+that of the last block of the request before: each block needs one size, and all larger ones find it too.
 """
 
 from __future__ import annotations
@@ -65,32 +65,41 @@ def _needed(trace: Trace, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
     reused = runs(trace, used)
     top = _positions(reused, used)
     old = np.flatnonzero(reused.before >= 0)
-    of_run = np.repeat(old, reused.length[old])
-    within = np.arange(len(of_run)) - np.repeat(np.cumsum(reused.length[old]) - reused.length[old], reused.length[old])
-    request, position = reused.request[of_run], top[of_run] + within.astype(np.int32)
+    request, depth, position = (
+        np.repeat(field[old], reused.length[old]) for field in (reused.request, reused.depth, top)
+    )
+    within = np.arange(len(request)) - np.repeat(_before(reused.length[old])[:-1], reused.length[old])
+    position = position + within.astype(np.int32)
     if rule == "papers":
         return request, position + 1
-    last = np.where(used < trace.lengths, np.int32(-1), np.int32(_NEVER))  # position of each request's last block
-    ends = np.append(reused.request[1:] != reused.request[:-1], True) & (used == trace.lengths)[reused.request]
-    ends &= reused.before >= 0
-    last[reused.request[ends]] = (top + reused.length - 1)[ends]
-    # A block is empty when the request comes if the one before it left one.
-    before = np.append(np.int32(_NEVER), last[:-1])
-    may_hit = reused.depth[of_run] + within < trace.lengths[request] - 1
-    needed = position + 1 + (position > before[request])
-    return request[may_hit], needed[may_hit].astype(np.int32)
+    empty = np.append(np.int32(_NEVER), _emptied(trace, used, reused, top)[:-1])
+    may_hit = depth + within < trace.lengths[request] - 1
+    needed = position + 1 + (position > empty[request]).astype(np.int32)
+    return request[may_hit], needed[may_hit]
+
+
+def _emptied(trace: Trace, used: np.ndarray, reused: Runs, top: np.ndarray) -> np.ndarray:
+    """i32[R]; the position p of each request's last block: it leaves a block empty in caches of p + 2 blocks or more.
+
+    -1 where the last block is filled in part and not cached: that leaves one in all of them.
+    """
+    emptied = np.where(used < trace.lengths, np.int32(-1), np.int32(_NEVER))
+    last = np.append(reused.request[1:] != reused.request[:-1], True)[: len(reused.request)]
+    last &= (reused.before >= 0) & (used == trace.lengths)[reused.request]
+    emptied[reused.request[last]] = top[last] + reused.length[last] - 1
+    return emptied
 
 
 def _positions(reused: Runs, used: np.ndarray) -> np.ndarray:
-    """i32[U]; positions in the stack of the first block of each run, where there was one before.
+    """i32[U]; the position in the stack of the first block of each run; the others of the run follow it.
 
-    Above it are the blocks that prompts in between used, each counted once: where its run's last prompt is not in
-    between. Above those of the run that follow are the same ones, and the run's own.
+    Above it are the blocks that the requests in between used. Each counts once, at its first use in between: that is
+    where its run was last used no later than this one was. What requests up to then used always counts so, and is
+    taken off again.
     """
-    ends = np.append(0, np.cumsum(used))
     earlier = np.searchsorted(reused.request, reused.request)
     counted = _weight_below(reused.before + 1, reused.length, earlier, reused.before + 2)
-    return np.where(reused.before >= 0, counted - ends[reused.before + 1], _NEVER).astype(np.int32)
+    return np.where(reused.before >= 0, counted - _before(used)[reused.before + 1], _NEVER).astype(np.int32)
 
 
 def _weight_below(values: np.ndarray, weights: np.ndarray, prefix: np.ndarray, bound: np.ndarray) -> np.ndarray:
@@ -103,11 +112,15 @@ def _weight_below(values: np.ndarray, weights: np.ndarray, prefix: np.ndarray, b
     total = np.zeros(len(bound), np.int64)
     for bit in reversed(range(int(bound.max(initial=0)).bit_length())):
         zero = (values >> bit & 1) == 0
-        zeros = np.append(0, np.cumsum(zero))
-        weight = np.append(0, np.cumsum(np.where(zero, weights, 0)))
+        zeros, weight = _before(zero), _before(np.where(zero, weights, 0))
         one = (bound >> bit & 1) == 1
         total += np.where(one, weight[high] - weight[low], 0)
         low, high = (np.where(one, zeros[-1] + at - zeros[at], zeros[at]) for at in (low, high))
         order = np.argsort(~zero, kind="stable")
         values, weights = values[order], weights[order]
     return total
+
+
+def _before(counts: np.ndarray) -> np.ndarray:
+    """i64[K + 1]; the sum of the counts before each entry, and of all."""
+    return np.append(0, np.cumsum(counts))
