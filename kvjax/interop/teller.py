@@ -49,7 +49,7 @@ class Teller[W](abc.ABC):
     def events(self, batch: Batch) -> list[W]:
         """Follows a batch; what it tells."""
         found: list[W] = []
-        for step in batch.steps():
+        for step in batch.steps:
             if step.kind == EventKind.UPDATED:
                 found += self._moved(self.nodes.update(step.records))
             elif step.kind == EventKind.CLEARED:

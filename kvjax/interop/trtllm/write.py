@@ -164,7 +164,7 @@ class Writer:
 
     def _told(self, batch: Batch) -> list[str]:
         found: list[str] = []
-        for step in batch.steps():
+        for step in batch.steps:
             if step.kind == EventKind.UPDATED:
                 found += self._updated(self.nodes.restate(step.records))
             elif step.kind == EventKind.CLEARED:
