@@ -118,13 +118,11 @@ def _cuts(records: np.ndarray) -> list[int]:
     return cuts
 
 
-_latest: tuple[weakref.ref[Any], CacheSpec, Batch] | None = None  # what `read` was given last, and made of it
-
-
 def read(events: Any, spec: CacheSpec) -> Batch:
     """Copies events to the host; their arrays may be donated afterwards.
 
-    Listeners of one run read the same events one after the other, so that all of them get one batch.
+    Listeners of one run read the same events one after the other: all of them get one batch of what a device made,
+    which nobody can change.
 
     Args:
       events: `Events`, also with leading axes (of a scan); an `EventLog`; or decoded events, from `to_list`.
@@ -133,15 +131,23 @@ def read(events: Any, spec: CacheSpec) -> Batch:
     Raises:
       ValueError: for anything else, and for blocks of another size.
     """
-    global _latest
     if isinstance(events, Events | EventLog):
-        latest = _latest  # other threads may read others
-        if latest is None or latest[0]() is not events or latest[1] != spec:
-            latest = _latest = weakref.ref(events, _forget), spec, _of_arrays(events, spec)
-        return latest[2]
+        return _of_device(events, spec) if isinstance(events.records, jax.Array) else _of_arrays(events, spec)
     if isinstance(events, str | bytes) or not isinstance(events, Iterable):
         raise ValueError(f"events: got {type(events).__name__}, wanted Events, an EventLog or what to_list makes of it")
     return _of_list(list(events), spec)
+
+
+_latest: tuple[weakref.ref[Any], CacheSpec, Batch] | None = None  # what `_of_device` was given last, and made of it
+
+
+def _of_device(events: Events | EventLog, spec: CacheSpec) -> Batch:
+    """The batch of events that are not on the host, or that of the call before if it was for the same ones."""
+    global _latest
+    latest = _latest  # other threads read others meanwhile
+    if latest is None or latest[0]() is not events or latest[1] != spec:
+        latest = _latest = weakref.ref(events, _forget), spec, _of_arrays(events, spec)
+    return latest[2]
 
 
 def _forget(events: weakref.ref[Any]) -> None:
