@@ -6,32 +6,27 @@ that decoding rows have filled, one of a row. So do batches with as many blocks 
 A resync is the payloads of a whole index that has no names yet. What the payloads tell is compared with the events.
 The batches of stored blocks are written as TensorRT-LLM's JSON lines too, and read back.
 
-The last figure is wall time: of `generate` with the demo's model and a publisher as its listener, to one without. Each
-of a pair begins with an empty cache; pairs alternate in who comes first, and the median pair counts. What was published
-is compared with the cache.
+The last two figures are wall time: of `generate` with a publisher as its listener, and with all listeners at once, to
+one without (`listeners.py`).
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 import kvjax
-from benchmarks import common
+from benchmarks import common, listeners
 from kvjax.events import EventKind, Events
 from kvjax.interop import trtllm
-from kvjax.interop.vllm import Encoder, Mirror, Publisher, Subscriber, decode
+from kvjax.interop.vllm import Encoder, Mirror, decode
 from kvjax.state import Text
-from models import demo, load, recall
 
 BATCH, PROMPT = 256, 8  # blocks of a batch, and those of a prompt that follow each other
 VOCABULARY = 128_000
-NEW_TOKENS, ANY = 32, "tcp://127.0.0.1:*"
 
 
 def records(kind: EventKind, blocks: np.ndarray, generation: int) -> np.ndarray:
@@ -174,46 +169,6 @@ def measure_resync(blocks: int, repeats: int) -> float:
     return least
 
 
-def measure_listener(documents: int, questions: int, pairs: int) -> float:
-    """Wall time of `generate` with a listener that publishes, to one without: the median of pairs."""
-    model, _ = load(demo.CHECKPOINT)
-    spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=demo.BLOCKS, max_seqs=demo.ROWS, max_length=demo.BLOCK * 40,
-        block_size=demo.BLOCK, dtype="float32",
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-    drawn = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
-    prompts, answers = zip(
-        *(one for text in drawn for one in demo.questions(text, list(text.facts)[:questions])), strict=True
-    )
-
-    def timed(listener: Callable[[Any], object] | None) -> tuple[float, kvjax.Cache]:
-        cache = jax.block_until_ready(kvjax.Cache.create(spec))
-        source.attach(cache.state)
-        source.flush()
-        start = time.perf_counter()
-        outputs, cache, _ = kvjax.generate(
-            model, cache, prompts, max_new_tokens=NEW_TOKENS, log_events=False, listener=listener
-        )
-        seconds = time.perf_counter() - start
-        right = sum(output.tokens[0] == answer for output, answer in zip(outputs, answers, strict=True))
-        common.require(right >= 0.98 * len(prompts), f"{right} of {len(prompts)} answers are right")
-        return seconds, cache
-
-    with Publisher(spec, bind=ANY, replay=ANY) as source:
-        listeners, ratios = [None, source.publish], []
-        for _ in range(pairs + 1):  # the first one compiles
-            listeners.reverse()
-            seconds = {listener is not None: timed(listener)[0] for listener in listeners}
-            ratios.append(seconds[True] / seconds[False])
-        _, cache = timed(source.publish)
-        with Subscriber(source.endpoint, source.replay_endpoint) as sub:
-            wanted = sorted(path for _, _, path in kvjax.events.index_of(cache.state) if len(path) % demo.BLOCK == 0)
-            told = sub.wait(lambda one: one.complete and sorted(prefix.tokens for prefix in one.index) == wanted, 60)
-            common.require(told, f"{len(sub)} blocks were told of {len(wanted)}")
-    return statistics.median(ratios[1:])
-
-
 def main() -> None:
     def add(parser):
         parser.add_argument("--repeats", type=int, default=10)
@@ -221,13 +176,14 @@ def main() -> None:
 
     args = common.parse("events", __doc__, add)
     batches, repeats, blocks = (2, 2, 512) if args.quick else (16, args.repeats, 65_536)
-    listened = (1, 2, 1) if args.quick else (3, 16, 4 * args.repeats + 1)
+    (documents, questions), pairs = ((1, 2), 1) if args.quick else ((3, 16), 4 * args.repeats + 1)
     prompts, rows = (measure_encoding(batches, 16, chain, repeats) for chain in (PROMPT, 1))
     long = measure_encoding(batches, 64, PROMPT, repeats)
     for name, found in (("prompts", prompts), ("decoding rows", rows), ("prompts, blocks of 64", long)):
         print(f"{name:>22}: " + ", ".join(f"{kind} {rate:,.0f}/s" for kind, rate in found.items()))
     lines = [measure_lines(batches, 16, chain, repeats) for chain in (PROMPT, 1)]
     print("TensorRT-LLM's lines: " + ", ".join(f"stored {rate:,.0f}/s" for rate in lines))
+    work = listeners.make_work(documents, questions)
     metrics = {
         "encode_per_s": min(prompts["stored"], rows["stored"]),
         "encode_removed_per_s": min(prompts["exchanged"], rows["exchanged"]),
@@ -235,7 +191,8 @@ def main() -> None:
         "mirror_per_s": min(prompts["mirrored"], rows["mirrored"]),
         "trtllm_per_s": min(lines),
         "resync_s": measure_resync(blocks, min(repeats, 3)),
-        "listener_ratio": measure_listener(*listened),
+        "listener_ratio": listeners.measure(work, listeners.a_publisher, pairs),
+        "all_listeners_ratio": listeners.measure(work, listeners.all_at_once, pairs),
     }
     common.report("events", metrics, args.json)
 

@@ -15,32 +15,37 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import COLUMNS, EventKind, Events
 from kvjax.state import CacheState
 
+_KINDS = {int(kind): kind.name.lower() for kind in EventKind}
+
 
 def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
     """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node."""
     records, size = np.asarray(events.records).reshape(-1, len(COLUMNS)), events.tokens.shape[-1]
-    text = {name: np.asarray(x).reshape(-1, size) for name, x in events.text.parts().items()}
-    limit = int(events.size) if isinstance(events, EventLog) else len(records)
-    return [_decode(records[i], {name: x[i] for name, x in text.items()}) for i in np.flatnonzero(records[:limit, 0])]
+    there = np.flatnonzero(records[: int(events.size) if isinstance(events, EventLog) else None, 0])
+    text = {name: np.asarray(x).reshape(-1, size)[there].tolist() for name, x in events.text.parts().items()}
+    return [
+        _decode(record, {name: x[at] for name, x in text.items()}) for at, record in enumerate(records[there].tolist())
+    ]
 
 
-def _decode(record: np.ndarray, text: dict[str, np.ndarray]) -> dict[str, Any]:
-    named = dict(zip(COLUMNS, record.tolist(), strict=True))
-    kind = EventKind(named["kind"])
-    event: dict[str, Any] = {"kind": kind.name.lower(), "group": named["group"]}
+def _decode(record: list[int], text: dict[str, list[int]]) -> dict[str, Any]:
+    named = dict(zip(COLUMNS, record, strict=True))
+    kind = named["kind"]
+    event: dict[str, Any] = {"kind": _KINDS[kind], "group": named["group"]}
     if kind in (EventKind.CREATED, EventKind.CLEARED):
         return event
     event["block"] = named["block"]
-    if kind is EventKind.COPIED:
+    if kind == EventKind.COPIED:
         return event | {"source": named["source"], "num_tokens": named["num_tokens"]}
     event["generation"] = named["generation"]
-    if kind is EventKind.STORED:
+    if kind == EventKind.STORED:
         at_root = named["source"] < 0
-        event |= {"parent": None if at_root else (named["source"], named["source_generation"])}
-        event |= {"namespace": named["source_generation"]} if at_root else {}
-        event |= {name: x[: named["num_tokens"]].tolist() for name, x in text.items()}
+        event["parent"] = None if at_root else (named["source"], named["source_generation"])
+        if at_root:
+            event["namespace"] = named["source_generation"]
+        event |= {name: x[: named["num_tokens"]] for name, x in text.items()}
     if kind in (EventKind.STORED, EventKind.UPDATED):
-        event |= {"level": named["level"], "priority": named["priority"]}
+        event["level"], event["priority"] = named["level"], named["priority"]
     return event
 
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -45,8 +47,12 @@ class Batch:
         kind, source, number = self.records[:, 0], self.records[:, 4], self.records[:, 5]
         return set(number[(kind == EventKind.STORED) & (source < 0)].tolist())
 
-    def steps(self) -> Iterator[Step]:
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
         """The events in as few steps as follow each other; their order within a step does not matter."""
+        return tuple(self._steps())
+
+    def _steps(self) -> Iterator[Step]:
         kinds, texts = self.records[:, 0], 0
         exchange = (kinds == EventKind.REMOVED) | (kinds == EventKind.STORED)
         classes = np.where(exchange, 0, kinds)
@@ -115,6 +121,9 @@ def _cuts(records: np.ndarray) -> list[int]:
 def read(events: Any, spec: CacheSpec) -> Batch:
     """Copies events to the host; their arrays may be donated afterwards.
 
+    Listeners of one run read the same events one after the other: all of them get one batch of what a device made,
+    which nobody can change.
+
     Args:
       events: `Events`, also with leading axes (of a scan); an `EventLog`; or decoded events, from `to_list`.
       spec: of the cache that they come from.
@@ -123,10 +132,29 @@ def read(events: Any, spec: CacheSpec) -> Batch:
       ValueError: for anything else, and for blocks of another size.
     """
     if isinstance(events, Events | EventLog):
-        return _of_arrays(events, spec)
+        return _of_device(events, spec) if isinstance(events.records, jax.Array) else _of_arrays(events, spec)
     if isinstance(events, str | bytes) or not isinstance(events, Iterable):
         raise ValueError(f"events: got {type(events).__name__}, wanted Events, an EventLog or what to_list makes of it")
     return _of_list(list(events), spec)
+
+
+_latest: tuple[weakref.ref[Any], CacheSpec, Batch] | None = None  # what `_of_device` was given last, and made of it
+
+
+def _of_device(events: Events | EventLog, spec: CacheSpec) -> Batch:
+    """The batch of events that are not on the host, or that of the call before if it was for the same ones."""
+    global _latest
+    latest = _latest  # other threads read others meanwhile
+    if latest is None or latest[0]() is not events or latest[1] != spec:
+        latest = _latest = weakref.ref(events, _forget), spec, _of_arrays(events, spec)
+    return latest[2]
+
+
+def _forget(events: weakref.ref[Any]) -> None:
+    """Lets the batch go with the events that it was made of."""
+    global _latest
+    if _latest is not None and _latest[0] is events:
+        _latest = None
 
 
 def parts_of(spec: CacheSpec) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ class Feed[T: Teller, W](abc.ABC):
             self._queued, self._resync = 0, True
             try:
                 for one in batches:
-                    for step in one.steps():
+                    for step in one.steps:
                         self._encoder.nodes.follow(step)
             except Exception as error:
                 self._fail(error)

@@ -53,7 +53,7 @@ class NodeMap:
         Raises:
           ValueError: if they cannot have come from a cache with these contents.
         """
-        for step in read(events, self.spec).steps():
+        for step in read(events, self.spec).steps:
             self.follow(step)
 
     def follow(self, step: Step) -> None:

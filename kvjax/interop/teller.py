@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ from kvjax.state import CacheState
 class Teller[W](abc.ABC):
     """Tells events in the words `W` of a wire, which says how a node is removed and how it is stored.
 
-    A change of level is a removal from the old level and a store on the new one. In a run of updated records all
-    removals come first, children first, then all stores, parents first: the records come in the caller's order.
+    A change of level is a removal from the old level and a store on the new one, unless the wire has a word for it
+    (`_updated`). In a run of updated records all removals come first, children first, then all stores, parents first:
+    the records come in the caller's order.
 
     Attributes:
       nodes: what is cached by the events so far.
@@ -49,9 +50,9 @@ class Teller[W](abc.ABC):
     def events(self, batch: Batch) -> list[W]:
         """Follows a batch; what it tells."""
         found: list[W] = []
-        for step in batch.steps():
+        for step in batch.steps:
             if step.kind == EventKind.UPDATED:
-                found += self._moved(self.nodes.update(step.records))
+                found += self._updated(step.records)
             elif step.kind == EventKind.CLEARED:
                 found += self._removed(self.nodes.clear(step.records))
                 if not any(self.nodes.groups[number].names for number in self.groups):
@@ -77,9 +78,9 @@ class Teller[W](abc.ABC):
             )
         return found
 
-    def _moved(self, before: Mapping[tuple[int, int], int]) -> list[W]:
-        """Tells of nodes that are on another level than before: {(group, block): level}."""
-        removed, stored = [], []
+    def _updated(self, records: np.ndarray) -> list[W]:
+        """Follows updated records; tells of nodes that are on another level than before."""
+        before, removed, stored = self.nodes.update(records), [], []
         for number, group in enumerate(self.nodes.groups):
             levels = {block: level for (of, block), level in before.items() if of == number}
             blocks = parents_first(group, np.array(list(levels), np.int64))

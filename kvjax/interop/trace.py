@@ -74,11 +74,12 @@ class Trace:
         self.nodes.fold(events)
         now, begin = self._clock(), self._begin
         self._begin = now
-        told = _told(events)
+        records = _records(events)
+        told = _told(events, records)
         track, name = _track(events, told)
         self._slice(name, begin, now, _CACHE, track, told)
         if told.get("removed"):
-            self._evicted(events, now, track)
+            self._evicted(records, now, track)
         self._count(now)
 
     def show(self, progress: Progress[Any]) -> None:
@@ -154,10 +155,9 @@ class Trace:
                 named = {"whole": whole, "partly filled": all_ - whole}
                 self._counter(f"findable blocks, {level}{self._suffix(number)}", now, named)
 
-    def _evicted(self, events: Events | EventLog, now: float, track: int) -> None:
+    def _evicted(self, records: np.ndarray, now: float, track: int) -> None:
         """An instant for each group of which blocks were removed."""
-        removed = _records(events)
-        removed = removed[removed[:, 0] == EventKind.REMOVED]
+        removed = records[records[:, 0] == EventKind.REMOVED]
         for number in np.unique(removed[:, 1]).tolist():
             blocks = removed[removed[:, 1] == number, 2].tolist()
             told = {"group": number, "count": len(blocks), "blocks": blocks}
@@ -198,11 +198,11 @@ def _records(events: Events | EventLog) -> np.ndarray:
     return records[records[:, 0] != EventKind.NONE]
 
 
-def _told(events: Events | EventLog) -> dict[str, int]:
+def _told(events: Events | EventLog, records: np.ndarray) -> dict[str, int]:
     """What a slice says: events of each kind, tokens looked up and reused, moves and refusals; zeros are left out."""
-    kinds = np.bincount(_records(events)[:, 0], minlength=len(EventKind)).tolist()
+    kinds = np.bincount(records[:, 0], minlength=len(EventKind)).tolist()
     told = {kind.name.lower(): kinds[kind] for kind in EventKind if kind}
-    told |= {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
+    told |= {name: int(np.asarray(getattr(events, name)).sum()) for name in ("queried", "cached")}
     if isinstance(events, Events):
         block, source, target = (np.asarray(getattr(events.moves, name)) for name in ("block", "source", "target"))
         told["to_host"] = int(np.sum((block >= 0) & (target > source)))

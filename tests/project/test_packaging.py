@@ -42,6 +42,14 @@ def test_the_cuda_extras_are_jaxs_own():
         assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
 
 
+def test_the_extra_of_tests_has_those_of_the_wires():
+    extras = PROJECT["optional-dependencies"]
+    assert names(extras["agent"]) == {"grpcio", "grpcio-tools", "protobuf"}
+    assert names(extras["metrics"]) == {"prometheus-client"}
+    [included] = (one for one in extras["test"] if one.startswith("kvjax["))
+    assert {"wires", "agent", "metrics"} <= set(included.removeprefix("kvjax[").removesuffix("]").split(","))
+
+
 def test_the_version_has_one_home():
     """Read from the source by the build, and there without an installation too."""
     assert PROJECT["dynamic"] == ["version"] and "version" not in PROJECT

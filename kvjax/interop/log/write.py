@@ -59,5 +59,5 @@ def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]
     """
     if not isinstance(events, Events | EventLog):
         raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
-    asked = {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
+    asked = {name: int(np.asarray(getattr(events, name)).sum()) for name in ("queried", "cached")}
     return {"ts": time.time() if now is None else now, "events": to_list(events), **asked}

@@ -219,8 +219,9 @@ class Metrics:
 def _read(state: CacheState, groups: range) -> Reading:
     """Reads the groups that have K/V."""
     blocks, slots, moving, rows = {}, {}, {}, {}
-    for number in groups:
-        seen, group = read_blocks(state, number), state.spec.groups[number]
+    surveys = {number: read_blocks(state, number) for number in groups}
+    for number, seen in surveys.items():
+        group = state.spec.groups[number]
         sizes = {"device": group.num_blocks, "host": group.num_host_blocks}
         for condition, (tier, name) in _CONDITIONS.items():
             of = seen.condition == condition
@@ -230,5 +231,5 @@ def _read(state: CacheState, groups: range) -> Reading:
         stats = tally(state, seen)
         moving[number] = stats.in_transit_blocks
         rows = {"active": stats.active_rows, "free": stats.num_rows - stats.active_rows}
-    levels = (read_blocks(state, groups.start).condition >= Condition.ON_HOST_EMPTY).astype(np.int64)
+    levels = (surveys[groups.start].condition >= Condition.ON_HOST_EMPTY).astype(np.int64)
     return Reading(time.monotonic(), blocks, slots, moving, rows, levels)

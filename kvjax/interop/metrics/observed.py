@@ -77,17 +77,16 @@ class Observed:
         """
         if not isinstance(events, Events | EventLog):
             raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
-        if isinstance(events, Events):
-            events = events.replace(transfer=events.moves)
-        events = jax.device_get(events)  # all at once; nothing is computed on a device
         batch = read(events, self.spec)
+        if isinstance(events, Events):  # all at once; nothing is computed on a device
+            events = jax.device_get(events.replace(transfer=events.moves))
         self.totals = self.totals.add(events)
         back = 0
-        for step in batch.steps():
-            for records in (step.records, step.stored):  # of one kind each
+        for step in batch.steps:
+            for records in filter(len, (step.records, step.stored)):  # of one kind each
                 self._live(records, now)
                 back += self._place(records)
-        found = int(np.sum(events.cached))
+        found = int(np.asarray(events.cached).sum())
         if isinstance(events, Events):
             self._move(events.moves)
         else:

@@ -24,12 +24,11 @@ from typing import Any, TextIO
 import numpy as np
 
 from kvjax.blocks.keys import Namespaces
-from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
-from kvjax.interop.batch import Batch, read
 from kvjax.interop.naming import Naming
 from kvjax.interop.nodes import NodeMap
-from kvjax.interop.table import Gone, names_of, parents_first
+from kvjax.interop.table import Gone, names_of
+from kvjax.interop.teller import Teller
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -38,7 +37,7 @@ _BLOCK = '{"type":"stored_block","block_hash":%%d,"tokens":[%s],"cache_level":%%
 _MOST_TOKENS = 1 << 16  # of an event, so that no line is over about 6 MB
 
 
-class Writer:
+class Writer(Teller[str]):
     """Writes a cache's events; `write` is a listener of `generate`, `stream` and `run_batch`.
 
     After a ValueError for events that cannot have happened nothing more can be written, until `attach`.
@@ -46,7 +45,7 @@ class Writer:
     Attributes:
       nodes: what is cached by the events so far.
       naming: what the form calls it; `naming.left_out` counts the blocks that are not written.
-      groups: the numbers of the groups that are written, the smallest window first.
+      groups: the numbers of the groups that are written.
       next_id: event_id of the next event.
     """
 
@@ -81,15 +80,14 @@ class Writer:
         """
         if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
             raise ValueError(f"rank: got {rank!r}, wanted None or an int of at least 0")
-        self.nodes, self._file, self.next_id = NodeMap(spec), file, 0
-        self.naming = Naming(
-            names, lora_names=lora_names, model=model, key=key, salts=salts, extra_name=str, partial=True
-        )  # fmt: skip
+        naming = Naming(names, lora_names=lora_names, model=model, key=key, salts=salts, extra_name=str, partial=True)
         sizes = {number: window_size(spec, number) for number in range(int(spec.bare), len(spec.groups))}
-        self.groups = sorted(sizes, key=lambda number: (sizes[number], number))
+        super().__init__(spec, naming, sizes)
+        self._file, self.next_id = file, 0
         dp_rank = "" if rank is None else f',"attention_dp_rank":{rank}'
-        self._ends = {
-            number: f',"window_size":{size}{dp_rank},"layer_group_id":{number}}}' for number, size in sizes.items()
+        self._ends = {  # the smallest window first
+            number: f',"window_size":{size}{dp_rank},"layer_group_id":{number}}}'
+            for size, number in sorted((size, number) for number, size in sizes.items())
         }
         self._num_blocks = [group.num_blocks for group in spec.groups]
         self._begun, self._sound = False, True
@@ -117,13 +115,12 @@ class Writer:
         Raises:
           ValueError: if they cannot have come from a cache with the contents that the events so far have given it.
         """
-        batch = read(events, self.nodes.spec)
+        batch = self.read(events)
         if not self._sound:
             raise ValueError("events: got more after some that cannot have happened, wanted `attach(state)` first")
-        self.naming.learn(batch.namespaces())
         found = [] if self._begun else self._created()
         self._sound = False
-        found += self._told(batch)
+        found += self.events(batch)
         self._sound = True
         return found
 
@@ -144,15 +141,10 @@ class Writer:
         Raises:
           ValueError: if it is of another spec.
         """
-        numbered = list(enumerate(self.nodes.groups))
-        gone = [group.forget(number, group.live[::-1]) for number, group in numbered]
-        self.nodes.attach(state)
-        self.naming.learn(set[int]().union(*(group.namespaces for _, group in numbered)))
+        gone = [group.forget(number, group.live[::-1]) for number, group in enumerate(self.nodes.groups)]
+        super().attach(state)
         self._num_blocks = [int(group.num_blocks) for group in state.groups]
-        found, self._sound = self._removed(gone) + self._created(), True
-        for number, group in numbered:
-            named = self._settle(number, group.live)
-            found += self._stored(number, parents_first(group, named))
+        found, self._sound = self._removed(gone) + self._created() + self.index(self.nodes), True
         if self._file is not None:
             self._save(found)
         return found
@@ -162,22 +154,6 @@ class Writer:
             raise ValueError("file: got None, wanted a file to write to")
         self._file.write("".join(line + "\n" for line in lines))
 
-    def _told(self, batch: Batch) -> list[str]:
-        found: list[str] = []
-        for step in batch.steps():
-            if step.kind == EventKind.UPDATED:
-                found += self._updated(self.nodes.restate(step.records))
-            elif step.kind == EventKind.CLEARED:
-                found += self._removed(self.nodes.clear(step.records))
-            else:
-                found += self._removed(self.nodes.remove(step.records))
-                for number, blocks in self.nodes.store(step.stored, step.text):
-                    found += self._stored(number, self._settle(number, blocks))
-        return found
-
-    def _settle(self, number: int, blocks: np.ndarray) -> np.ndarray:
-        return self.naming.settle(self.nodes, number, blocks, number in self.groups)
-
     def _created(self) -> list[str]:
         self._begun = True
         host = [group.num_host_blocks for group in self.nodes.spec.groups]
@@ -185,7 +161,7 @@ class Writer:
             self._event(
                 number, f'{{"type":"created","num_blocks_per_cache_level":[{self._num_blocks[number]},{host[number]}]}}'
             )
-            for number in self.groups
+            for number in self._ends
         ]
 
     def _removed(self, gone: Iterable[Gone]) -> list[str]:
@@ -195,10 +171,10 @@ class Writer:
             if number in self.groups and len(names)
         ]
 
-    def _updated(self, before: Mapping[tuple[int, int], tuple[int, int]]) -> list[str]:
-        """Lines of nodes that had another level or priority before: {(group, block): (level, priority)}."""
+    def _updated(self, records: np.ndarray) -> list[str]:
+        """Lines of nodes that had another level or priority before."""
         found = []
-        for (number, block), (level, priority) in before.items():
+        for (number, block), (level, priority) in self.nodes.restate(records).items():
             if number in self.groups:
                 row = self.nodes.groups[number].table[block]
                 name = names_of(row[None, col.DIGEST : col.DIGEST + 2])[0]
@@ -207,11 +183,11 @@ class Writer:
                 found.append(self._event(number, f'{{"type":"updated",{data}}}'))
         return found
 
-    def _stored(self, number: int, blocks: np.ndarray) -> list[str]:
+    def _stored(self, nodes: NodeMap, number: int, blocks: np.ndarray) -> list[str]:
         """Lines that store a group's nodes; consecutive ones that chain are one event."""
         if number not in self.groups or not len(blocks):
             return []
-        rows = self.nodes.groups[number].table[blocks]
+        rows = nodes.groups[number].table[blocks]
         names, parents = names_of(rows[:, col.DIGEST : col.DIGEST + 2]), names_of(rows[:, col.ABOVE : col.ABOVE + 2])
         follows = (parents[1:] == names[:-1]) & (rows[1:, col.DEPTH] > 0)
         cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]

@@ -2,6 +2,7 @@
 """The agent over real sockets: the law for MAX's clients and for those that ask for more, and bad peers."""
 
 import contextlib
+import inspect
 import pathlib
 import threading
 import time
@@ -482,6 +483,7 @@ def test_a_port_that_is_taken_is_named():
         with pytest.raises(OSError, match=wanted):
             agent(port=source.port)
         assert source.address == f"127.0.0.1:{source.port}"
+    assert inspect.signature(Agent).parameters["port"].default == 50051  # as MAX's
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node map: the same index as `fold`, from arrays, logs, lists and states; what cannot have happened is refused."""
 
+import gc
+import weakref
+
+import jax
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.interop import NodeMap
+from kvjax.interop.batch import read
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, spec_of
 
 PLAIN = spec_of("plain")
@@ -111,6 +116,26 @@ def test_events_may_have_leading_axes_and_are_copied():
     index = nodes.index
     events.records[:], events.text.tokens[:] = -1, -1
     assert nodes.index == index == kvjax.fold(KNOWN).index
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_listeners_of_one_run_get_one_batch_as_long_as_its_events_are_there(log):
+    events = jax.device_put(arrays_of(KNOWN, PLAIN, log=log))
+    batch = read(events, PLAIN)
+    assert read(events, PLAIN) is batch and read(events, spec_of("plain", blocks=11)) is not batch
+    others = jax.device_put(arrays_of(KNOWN[:1], PLAIN, log=log))
+    assert len(read(others, PLAIN)) == 1 and len(read(events, PLAIN)) == len(batch)
+    gone = weakref.ref(read(events, PLAIN))
+    del events
+    gc.collect()
+    assert gone() is None and len(read(others, PLAIN)) == 1
+
+
+def test_events_on_the_host_are_read_as_they_are():
+    events = arrays_of(KNOWN, PLAIN)
+    read(events, PLAIN)
+    events.records[:] = 0
+    assert not len(read(events, PLAIN))
 
 
 def test_memory_does_not_grow_with_the_length_of_prefixes():

@@ -17,6 +17,7 @@ from tests.unit.debug import stories
 from tests.unit.interop.forest import arrays_of, spec_of
 from tests.unit.interop.test_nodes import removed, stored, updated
 from tests.unit.serving.test_interrupts import MODEL, OPTIONS, make_spec, prompts_of, start, state_of
+from tests.unit.serving.test_listener import batched
 
 PLAIN = spec_of("plain")
 FIELDS = {
@@ -180,3 +181,20 @@ def test_a_trace_of_a_stream(kind):
             told[one["tid"] - 1] = told.get(one["tid"] - 1, 0) + one["args"]["tokens"]
     assert told == new == {0: 6, 1: 6}
     assert {one["name"] for one in only(events, "X")} >= {"loop", "prefill and decode"}
+
+
+@pytest.mark.long
+def test_a_trace_of_a_batch_has_a_slice_for_each_loop():
+    """Its steps are not told apart."""
+    file, cache, heard = io.StringIO(), start(), []
+
+    def listen(events):
+        heard.append(type(events))
+        trace.write(events)
+
+    with Trace(make_spec("plain", host=False), file) as trace:
+        trace.attach(state_of(cache))
+        _, cache, _ = batched(cache, prompts_of(0), listener=listen)
+        assert trace.nodes.index == kvjax.events.index_of(state_of(cache))
+    slices = [one["name"] for one in only(checked(file.getvalue()), "X")]
+    assert len(slices) == len(heard) and slices.count("loop") == heard.count(kvjax.events.EventLog) > 0
