@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -98,10 +97,11 @@ def _serve(
     def one(cache: CacheState, ask: dict[str, jax.Array]) -> tuple[CacheState, jax.Array]:
         start, now = ask["start"], ask["now"]
         cache, admitted = admit(cache, 0, lax.dynamic_slice_in_dim(ids, start, width), ask["length"], now=now)
-        found = jnp.where(admitted.ok, admitted.cached[0], 0)
-        # A block that is not committed, filled in part, becomes empty when the row is released.
-        rest = jnp.where(admitted.ok, jnp.maximum(ask["kept"] - found, 0), 0)
-        cache, _ = commit(cache, lax.dynamic_slice_in_dim(ids, start + found, width)[None], rest[None], now=now)
+        found = admitted.cached[0]
+        # A block that is not committed, filled in part, becomes empty when the row is released. Where the request was
+        # refused the row is free, so that both verbs are refused too.
+        tokens = lax.dynamic_slice_in_dim(ids, start + found, width)[None]
+        cache, _ = commit(cache, tokens, (ask["kept"] - found)[None], now=now)
         cache, _ = release(cache, 0, now=now)
         return cache, found
 
