@@ -12,10 +12,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import Pytree, count, pick
+from kvjax._arrays import Pytree, count, pick, put
 from kvjax.serving.requests import Serving
-from kvjax.serving.retire import lacks_blocks, victim
-from kvjax.serving.scheduler import Scheduler, first, places_of_rows, running
+from kvjax.serving.retire import lacks_blocks, next_blocks, victim
+from kvjax.serving.scheduler import Scheduler, first, places_of_rows, prefilling, running
 
 
 class Swaps(Pytree):
@@ -58,17 +58,28 @@ def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
 
 
 def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """The first resting row in order, if there is room for it and a block for each row that runs, or if none runs.
+    """The first resting row in order, if there is room for it and for what all rows need next, or if none runs.
 
-    -1 if its blocks could not be had: the loop preempts then.
+    A block for each row at the least, and the next chunk of each row that prefills: a row that stalled behind the
+    return would put one to rest again. -1 if the row's blocks could not be had: the loop preempts then.
     """
     state = serving.cache.state
     resting = running(serving) & state.seqs.rests
     row = first(places_of_rows(serving, scheduler), resting)
-    awake = count((serving.row >= 0) & ~state.seqs.rests)
+    samples = running(serving) & (pick(serving.requests.parent, serving.row) >= 0)  # they wait for their parent
+    awake = (serving.row >= 0) & ~state.seqs.rests
+    after = _awake(serving, row)
     fits = jnp.bool_(True)
-    for group in state.groups:
+    for group, blocks in zip(state.groups, next_blocks(after, scheduler, prefilling(after)), strict=True):
         table = pick(group.table, row)
         absent = count((table >= 0) & ~group.on_device(table))
-        fits = fits & (absent + awake + 1 + scheduler.watermark <= group.available)
-    return jnp.where((row >= 0) & (fits | (awake == 0)) & (serving.refused != 1), row, -1)
+        fits = fits & (absent + jnp.maximum(count(awake) + 1, blocks) + scheduler.watermark <= group.available)
+    return jnp.where((row >= 0) & (fits | ~jnp.any(awake & ~samples)) & (serving.refused != 1), row, -1)
+
+
+def _awake(serving: Serving, row: jax.Array) -> Serving:
+    """The requests as if row i32[] did not rest."""
+    state = serving.cache.state
+    swapped = put(state.seqs.rests, row[None], False, row[None] >= 0)
+    state = state.replace(seqs=state.seqs.replace(swapped=swapped))
+    return serving.replace(cache=serving.cache.replace(state=state))

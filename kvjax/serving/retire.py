@@ -68,13 +68,20 @@ def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Arr
 
     `freed` are blocks of each group that come back before; None: none.
     """
-    state, want = serving.cache.state, wanted(serving)
-    next_tokens = jnp.where(decoding(serving), 1, jnp.where(serving.stalled, jnp.minimum(want, scheduler.chunk), 0))
-    need = needs(state, state.seqs.committed + next_tokens)
+    groups = serving.cache.state.groups
+    need = next_blocks(serving, scheduler, serving.stalled)
     lacks = serving.refused == 1
-    for group, blocks, more in zip(state.groups, need, freed or [0] * len(state.groups), strict=True):
-        lacks = lacks | (jnp.sum(blocks, dtype=jnp.int32) > group.available + more)
+    for group, blocks, more in zip(groups, need, freed or [0] * len(groups), strict=True):
+        lacks = lacks | (blocks > group.available + more)
     return lacks
+
+
+def next_blocks(serving: Serving, scheduler: Scheduler, chunks: jax.Array) -> list[jax.Array]:
+    """For each group i32[]: blocks for the next token of each row that decodes, and the next chunks where bool[S]."""
+    state, want = serving.cache.state, wanted(serving)
+    next_tokens = jnp.where(decoding(serving), 1, jnp.where(chunks, jnp.minimum(want, scheduler.chunk), 0))
+    need = needs(state, state.seqs.committed + next_tokens)
+    return [jnp.sum(blocks, dtype=jnp.int32) for blocks in need]
 
 
 def victim(serving: Serving, scheduler: Scheduler) -> jax.Array:

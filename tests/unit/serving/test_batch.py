@@ -192,6 +192,35 @@ def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
     kvjax.check(state_of(cache))
 
 
+def test_a_row_rests_until_the_chunks_of_the_others_fit(monkeypatch):
+    """Two prompts, of 11 and 8 blocks, in chunks of 4: with windows a prompt takes its blocks chunk by chunk.
+
+    There are 11 blocks, so that 3 are left behind the first chunks, and the second row has to rest. If it came back
+    before the first row has its next chunk, it would have to rest again before anything is computed.
+    """
+    calls, swap_out = [], kvjax.tiers.TieredCache.swap_out
+
+    def bounded(cache, row, **options):
+        calls.append(row)
+        assert len(calls) < 20
+        return swap_out(cache, row, **options)
+
+    monkeypatch.setattr(kvjax.tiers.TieredCache, "swap_out", bounded)
+    layers = [kvjax.LayerSpec(1, 2), kvjax.LayerSpec(1, 2, window=8)]
+    spec = kvjax.make_spec(
+        layers, num_blocks=11, num_host_blocks=12, max_seqs=2, max_length=64, block_size=SIZE, dtype="float32"
+    )
+    prompts = [[1, *[0, 1, 2] * 13, 1], [2, *[1, 0, 2] * 10]]
+    options = Scheduler(reserve="known", chunk=16, chunk_rows=2, preempt="swap", wait_for_prefix=False)
+    outputs, cache, _ = kvjax.run_batch(
+        MODEL, kvjax.tiers.TieredCache.create(spec), prompts, max_new_tokens=3, scheduler=options
+    )
+    assert [(output.finish, output.preemptions) for output in outputs] == [("length", 0)] * 2
+    assert_chained(prompts, outputs)
+    assert len(calls) == 1
+    kvjax.check(state_of(cache))
+
+
 def test_rows_rest_only_where_there_is_a_host_tier():
     with pytest.raises(ValueError, match="preempt: got 'swap', wanted 'recompute'"):
         kvjax.run_batch(MODEL, make_cache(9), [[1]], scheduler=dataclasses.replace(OPTIONS, preempt="swap"))
