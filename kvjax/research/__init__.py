@@ -8,13 +8,14 @@ from kvjax.research.generator import Workload, draw_trace
 from kvjax.research.logs import read_events
 from kvjax.research.overlap import Overlap, overlapping
 from kvjax.research.readers import read_azure, read_bailian, read_burst, read_mooncake, read_trace
-from kvjax.research.replay import in_blocks, replay
-from kvjax.research.rules import Hits, Rule
+from kvjax.research.replays import in_blocks, replay
+from kvjax.research.rules import RULES, Hits, Rule
 from kvjax.research.sessions import Sessions
 from kvjax.research.traces import Trace, make_trace
 from kvjax.research.writers import write_libcachesim_csv, write_mooncake, write_oracle_general
 
 __all__ = [
+    "RULES",
     "Hits",
     "Overlap",
     "Rule",

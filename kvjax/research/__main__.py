@@ -22,7 +22,7 @@ from kvjax.research.curves import lru_curve
 from kvjax.research.figures import summary
 from kvjax.research.plots import plot_rates
 from kvjax.research.readers import read_trace
-from kvjax.research.replay import replay
+from kvjax.research.replays import replay
 from kvjax.research.rules import RULES, Hits, Rule
 from kvjax.research.traces import Trace
 from kvjax.state import EvictionPolicy

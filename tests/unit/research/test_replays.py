@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.policies import cost_aware, fifo, lfu, lru
 from kvjax.research import in_blocks, make_trace, replay
-from kvjax.research.replay import _asks, _serve
+from kvjax.research.replays import _asks, _serve
 from tests.oracle import research_policies as oracle
 from tests.unit.research import cases
 
