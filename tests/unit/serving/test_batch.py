@@ -13,6 +13,8 @@ import pytest
 import kvjax
 from kvjax import Cache
 from kvjax.serving import GenerationInterrupted, Sampling, Scheduler
+from kvjax.serving.requests import Stage, init_serving
+from kvjax.serving.resting import swaps
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
 
 pytestmark = pytest.mark.long
@@ -219,6 +221,20 @@ def test_a_row_rests_until_the_chunks_of_the_others_fit(monkeypatch):
     assert_chained(prompts, outputs)
     assert len(calls) == 1
     kvjax.check(state_of(cache))
+
+
+@pytest.mark.parametrize(("parent", "back"), [(0, 0), (-1, -1)], ids=["sample", "another prompt"])
+def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
+    """Whatever room there is: they wait for its prompt. Another prompt can go on, and the row waits for its blocks."""
+    cache, _ = make_cache(9, 12).admit(0, np.arange(8, dtype=np.int32) % VOCAB, 8)
+    cache, _ = cache.swap_out(0)
+    serving = init_serving(cache.cache, [12, 12], capacity=64, width=32)
+    running, slots = np.full(2, Stage.RUNNING, np.int32), np.array([0, 1, -1], np.int32)
+    requests = serving.requests.replace(
+        stage=running, known=np.full(2, 8, np.int32), parent=np.array([-1, parent], np.int32)
+    )
+    options = dataclasses.replace(OPTIONS, preempt="swap", watermark=9)
+    assert int(swaps(serving.replace(requests=requests, row=slots), options).back) == back
 
 
 def test_rows_rest_only_where_there_is_a_host_tier():
