@@ -18,7 +18,7 @@ from benchmarks import common
 from benchmarks.trace import TRACE, read_blocks
 from kvjax.policies import lru
 from kvjax.research import Trace, replay
-from tests.oracle.research_policies import lru_hits
+from tests.oracle import research
 
 RULE = "full"
 MAX_SLOWER, MAX_GROWTH = 6.0, 2.0
@@ -53,7 +53,8 @@ def ours(trace: Trace, sizes: np.ndarray) -> Program:
 
 def theirs(trace: Trace, sizes: np.ndarray) -> Program:
     """One size after the other."""
-    return tuple, lambda _: np.array([lru_hits(trace, size, RULE) for size in sizes.tolist()])
+    prompts, full = [trace.blocks(request).tolist() for request in range(len(trace))], trace.full.tolist()
+    return tuple, lambda _: np.array([research.lru(prompts, full, size, RULE) for size in sizes.tolist()])
 
 
 def measure_slower(trace: Trace, size: Size) -> tuple[dict[str, float], dict[str, float]]:

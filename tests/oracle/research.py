@@ -16,7 +16,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int]:
-    """The least recently used block leaves; of a prompt the last one.
+    """The least recently used block leaves; of a prompt the last one. A prompt longer than the cache is refused.
 
     Args:
       prompts: the ids of each request's blocks.
@@ -27,6 +27,9 @@ def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int
     cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # who leaves first comes first
     hits = []
     for prompt, number in zip(prompts, full, strict=True):
+        if len(prompt) > size:
+            hits.append(0)
+            continue
         storable = prompt[:number] if rule == "full" else prompt
         found = 0
         for block in storable if rule == "papers" else storable[: len(prompt) - 1]:

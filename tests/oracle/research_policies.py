@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests find in a cache, in plain Python: one block at a time, by an OrderedDict and by a score.
+"""What requests find in a cache whose blocks of the lowest score leave, in plain Python: one block at a time.
 
 Requests follow one another. A block is a number here, an id of the trace; equal ids are equal prefixes.
 """
@@ -7,7 +7,6 @@ Requests follow one another. A block is a number here, an id of the trace; equal
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
@@ -21,28 +20,6 @@ def cached_part(trace: Trace, request: int, rule: str) -> list[int]:
     """The blocks of a request that are cached when it is over."""
     ids = trace.blocks(request).tolist()
     return ids[: trace.full[request]] if rule == "full" else ids
-
-
-def lru_hits(trace: Trace, size: int, rule: str) -> list[int]:
-    """Blocks that each request finds if the least recently released leave first."""
-    cache, hits = OrderedDict(), []
-    for request in range(len(trace)):
-        ids, kept = trace.blocks(request).tolist(), cached_part(trace, request, rule)
-        if len(ids) > size:
-            hits.append(0)
-            continue
-        # The last block is never taken from the cache, and all that is found is held.
-        findable = kept if rule == "papers" else ids[:-1]
-        found = next((i for i, block in enumerate(findable) if block not in cache), len(findable))
-        for block in ids[:found]:
-            del cache[block]
-        while len(cache) + len(ids) > size:
-            cache.popitem(last=False)
-        for block in reversed(kept):
-            cache.pop(block, None)
-            cache[block] = None
-        hits.append(found)
-    return hits
 
 
 class Scored:

@@ -274,7 +274,7 @@ def test_a_trace_finds_the_same_blocks_in_caches_of_many_sizes(tmp_path, monkeyp
     result = json.loads(file.read_text())
     assert set(result["metrics"]) == {"replay_slower", "replay_growth"}
     assert all(value > 0 for value in result["metrics"].values())
-    monkeypatch.setattr(replay_sizes, "lru_hits", lambda trace, *_: [len(trace)] * len(trace))
+    monkeypatch.setattr(replay_sizes.research, "lru", lambda prompts, *_: [len(prompts)] * len(prompts))
     with pytest.raises(SystemExit, match="the verbs found other blocks than plain Python"):
         replay_sizes.main()
 

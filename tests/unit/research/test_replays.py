@@ -15,6 +15,7 @@ import kvjax
 from kvjax.policies import cost_aware, fifo, lfu, lru
 from kvjax.research import in_blocks, make_trace, replay
 from kvjax.research.replays import _asks, _serve
+from tests.oracle import research
 from tests.oracle import research_policies as oracle
 from tests.unit.research import cases
 
@@ -55,6 +56,10 @@ def forests(draw):
     return make_trace(range(len(prompts)), tokens, [0] * len(prompts), prompts, BLOCK)
 
 
+def lru_hits(trace, size, rule):
+    return research.lru(cases.prompts_of(trace), trace.full.tolist(), size, rule)
+
+
 def assert_same(trace, policy, score, sizes, rule):
     """Every request finds the same in caches of all sizes."""
     hits = replay(trace, policy, sizes, rule=rule)
@@ -74,7 +79,7 @@ def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
     hits = assert_same(trace, policy, score, sizes, rule)
     assert hits.refused[:2].tolist() == [LENGTHS.count(LONGEST), 0]
     if name == "lru":
-        np.testing.assert_array_equal(hits.blocks, [oracle.lru_hits(trace, size, rule) for size in sizes])
+        np.testing.assert_array_equal(hits.blocks, [lru_hits(trace, size, rule) for size in sizes])
 
 
 @pytest.mark.long
@@ -102,7 +107,7 @@ def test_all_requests_of_a_production_trace_find_what_they_find_in_plain_python(
     if name == "lru":
         sizes = (np.arange(1, 21) * 1500).tolist()
         found = replay(trace, policy, sizes).blocks
-        np.testing.assert_array_equal(found, [oracle.lru_hits(trace, size, "full") for size in sizes])
+        np.testing.assert_array_equal(found, [lru_hits(trace, size, "full") for size in sizes])
 
 
 def small_trace():
