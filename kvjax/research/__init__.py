@@ -2,8 +2,8 @@
 """Which policy, and how much memory, does a workload need? Answers from a trace. Nothing imports this package."""
 
 from kvjax.research.bound import belady
-from kvjax.research.curves import lru_curve
-from kvjax.research.figures import Summary, reuse_times, summary, unbounded
+from kvjax.research.curves import lru_curve, reuse_distances
+from kvjax.research.figures import Summary, hits_by_age, hits_by_depth, reuse_times, summary, unbounded
 from kvjax.research.generator import Workload, draw_trace
 from kvjax.research.logs import read_events
 from kvjax.research.overlap import Overlap, overlapping
@@ -25,6 +25,8 @@ __all__ = [
     "Workload",
     "belady",
     "draw_trace",
+    "hits_by_age",
+    "hits_by_depth",
     "in_blocks",
     "lru_curve",
     "make_trace",
@@ -36,6 +38,7 @@ __all__ = [
     "read_mooncake",
     "read_trace",
     "replay",
+    "reuse_distances",
     "reuse_times",
     "summary",
     "unbounded",

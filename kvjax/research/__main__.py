@@ -19,8 +19,8 @@ import numpy as np
 from kvjax import policies
 from kvjax.research.bound import belady
 from kvjax.research.curves import lru_curve
-from kvjax.research.figures import summary
-from kvjax.research.plots import plot_rates
+from kvjax.research.figures import summary, unbounded
+from kvjax.research.plots import plot_rates, plot_reuse
 from kvjax.research.readers import read_trace
 from kvjax.research.replays import replay
 from kvjax.research.rules import RULES, Hits, Rule
@@ -45,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument("--rule", choices=get_args(Rule), default="full", help="what counts (%(default)s)")
         command.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures there")
         command.set_defaults(run=run)
-        if name == "summary":
-            continue
         command.add_argument("--sizes", metavar="BLOCKS", type=int, nargs="+", help="blocks of each cache")
         command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
         if name == "sweep":
@@ -62,6 +60,11 @@ def _summary(trace: Trace, asked: argparse.Namespace) -> None:
     found = summary(trace, asked.rule)
     print(found)
     _save(asked.json, dataclasses.asdict(found))
+    if asked.plot is not None:
+        curves = {"unbounded": unbounded(trace, asked.rule)}
+        if asked.sizes:
+            curves["lru"] = lru_curve(trace, asked.sizes, asked.rule)
+        plot_reuse(curves, asked.plot)
 
 
 def _curve(trace: Trace, asked: argparse.Namespace) -> None:

@@ -59,6 +59,18 @@ def lru_curve(trace: Trace, sizes: Sequence[int] | np.ndarray, rule: Rule = "ful
     return Hits(trace, rule, checked, blocks)
 
 
+def reuse_distances(trace: Trace, rule: Rule = "papers") -> np.ndarray:
+    """i32[K']; the blocks that an LRU cache needs to find each block that comes again.
+
+    Under "papers" that is the block's position in the stack of last uses and one, the reuse distance of other work.
+
+    Raises:
+      ValueError: for a rule that does not exist.
+    """
+    check_rule(rule)
+    return _needed(trace, rule)[1]
+
+
 def _needed(trace: Trace, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
     """(i32[K'], i32[K']): the request of each block that may hit, and the size that it needs."""
     used = trace.full if rule == "full" else trace.lengths

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -163,6 +164,56 @@ def unbounded(trace: Trace, rule: Rule) -> Hits:
 
 def reuse_times(trace: Trace) -> np.ndarray:
     """f64[K - D] ms; from each use of a block to the next one."""
+    since = _since_last_use(trace)
+    return since[~np.isnan(since)]
+
+
+def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
+    """Where in their prompts blocks are found, and where they are asked for.
+
+    Args:
+      hits: of one trace in caches of several sizes.
+
+    Returns:
+      i32[Z, W], blocks found at each depth, W the longest prompt; and i32[W], blocks asked for there.
+    """
+    depths = np.arange(int(hits.trace.lengths.max(initial=0)))
+    longer = lambda lengths: np.array([np.sum(lengths > depth) for depth in depths], np.int32)  # noqa: E731
+    found = [longer(blocks) for blocks in hits.blocks]
+    return np.array(found, np.int32).reshape(len(hits.sizes), len(depths)), longer(hits.trace.lengths)
+
+
+def hits_by_age(hits: Hits, edges: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How long ago the blocks that are found were last used, and those that are asked for.
+
+    Args:
+      hits: of one trace in caches of several sizes.
+      edges: f64[E + 1] ms, in ascending order; each but the last is the first time of an interval.
+
+    Returns:
+      i32[Z, E], blocks found of each age; and i32[E], blocks asked for that had been used that long ago.
+
+    Raises:
+      ValueError: for edges that do not ascend.
+    """
+    edges = np.asarray(edges, np.float64)
+    if edges.ndim != 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
+        raise ValueError(f"edges: got {edges}, wanted at least two times in ascending order")
+    trace, since = hits.trace, _since_last_use(hits.trace)
+    interval = np.searchsorted(edges, since, side="right") - 1
+    inside = ~np.isnan(since) & (since >= edges[0]) & (since < edges[-1])
+    owner = np.repeat(np.arange(len(trace)), trace.lengths)
+    column = np.arange(len(trace.ids)) - trace.starts[owner]
+    of_age = lambda some: np.bincount(interval[some & inside], minlength=len(edges) - 1).astype(np.int32)  # noqa: E731
+    found = [of_age(column < blocks[owner]) for blocks in hits.blocks]
+    return np.array(found, np.int32).reshape(len(hits.sizes), len(edges) - 1), of_age(np.ones(len(since), np.bool_))
+
+
+def _since_last_use(trace: Trace) -> np.ndarray:
+    """f64[K] ms; from the use of each block before to this one, NaN where there is none."""
     order = np.argsort(trace.ids, kind="stable")
     time = np.repeat(trace.time, trace.lengths)[order]
-    return np.diff(time)[np.diff(trace.ids[order]) == 0]
+    again = np.diff(trace.ids[order]) == 0
+    since = np.full(len(order), np.nan)
+    since[order[1:][again]] = np.diff(time)[again]
+    return since

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hit rates by size, drawn: a curve for each policy, and above them what no policy can pass."""
+"""Drawings: hit rates by size, and which blocks they come from."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.research.rules import Hits
+from kvjax.research.curves import reuse_distances
+from kvjax.research.figures import hits_by_age, hits_by_depth, reuse_times
+from kvjax.research.rules import Hits, Rule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#45308c", "#e8a53a", "#2f8f83", "#c2417f", "#4f8fcf", "#7a9a2d", "#d62728", "#7d848e")
-_INK, _FAINT = "#2b2f36", "#7d848e"
+_INK, _FAINT, _PALE = "#2b2f36", "#7d848e", "#dfe3ea"
 
 
 def plot_rates(
@@ -40,30 +43,93 @@ def plot_rates(
       ImportError: without matplotlib.
       ValueError: for no curves, or curves under several rules.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plot_rates needs matplotlib: pip install "kvjax[plot]"') from error
-    rules = {hits.rule for hits in curves.values()}
-    if len(rules) != 1:
-        raise ValueError(f"curves: got {len(rules)} rules, wanted one or more curves under one rule")
+    rule = _one_rule(curves)
     if ax is None:
-        ax = Figure(figsize=(8, 4.6), layout="constrained", facecolor="white").subplots()
+        ax = _figure("plot_rates", (8, 4.6)).subplots()
     for number, (name, hits) in enumerate(curves.items()):
         _draw(ax, hits, name, color=_COLOURS[number % len(_COLOURS)], marker="o")
     if bound is not None:
         _draw(ax, bound, f'Belady, rule "{bound.rule}": an upper bound', color=_INK, linestyle="--")
     ax.set_xscale("log")
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel("blocks of the cache", color=_INK)
-    ax.set_ylabel("blocks found of blocks asked for", color=_INK)
-    ax.set_title(f'Rule "{rules.pop()}"; requests follow one another', loc="left", color=_FAINT, fontsize=10)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.tick_params(colors=_FAINT)
+    _finish(ax, "blocks of the cache", "blocks found of blocks asked for")
+    ax.set_title(f'Rule "{rule}"; requests follow one another', loc="left", color=_FAINT, fontsize=10)
     ax.legend(frameon=False, labelcolor=_INK)
     if path is not None:
         ax.figure.savefig(path, dpi=150)  # pyright: ignore[reportAttributeAccessIssue]
     return ax
+
+
+def plot_reuse(curves: Mapping[str, Hits], path: str | os.PathLike[str] | None = None) -> Figure:
+    """Draws which blocks come again: at what reuse distance, how deep in their prompt, and after what time.
+
+    Beside what is asked for stands what each cache finds, so that one sees which hits a small one loses.
+
+    Args:
+      curves: hits of one trace by the name of their policy, under one rule; see `unbounded` for all there are.
+      path: where to save the picture; None: nowhere.
+
+    Returns:
+      The figure, of three axes.
+
+    Raises:
+      ImportError: without matplotlib.
+      ValueError: for no hits, or hits under several rules.
+    """
+    rule = _one_rule(curves)
+    some = next(iter(curves.values()))
+    figure = _figure("plot_reuse", (12, 4))
+    distance, depth, age = figure.subplots(1, 3)
+    needed = np.geomspace(1, some.trace.num_ids + 1, 41)
+    distance.stairs(np.histogram(reuse_distances(some.trace, rule), needed)[0], needed, fill=True, color=_PALE)
+    distance.set_xscale("log")
+    _against(depth, np.arange(1, int(some.trace.lengths.max(initial=0)) + 2), curves, hits_by_depth)
+    depth.set_xscale("log")
+    oldest = max(2.0, float(np.max(reuse_times(some.trace), initial=0)) / 1000 + 1)
+    seconds = np.append(0, np.geomspace(1, oldest, 31))
+    _against(age, seconds, curves, lambda hits: hits_by_age(hits, seconds * 1000))
+    age.set_xscale("symlog", linthresh=1)
+    _finish(distance, "blocks that LRU needs to find it", "blocks that come again")
+    _finish(depth, "place in its prompt", "blocks")
+    _finish(age, "seconds since its last use", "blocks")
+    depth.legend(frameon=False, labelcolor=_INK)
+    figure.suptitle(f'Rule "{rule}"; requests follow one another', x=0.01, ha="left", color=_FAINT, fontsize=10)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _against(
+    ax: Axes, edges: np.ndarray, curves: Mapping[str, Hits], counted: Callable[[Hits], tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """Draws what is asked for, filled, and what each cache finds of it, as a line."""
+    counts = {name: counted(hits) for name, hits in curves.items()}
+    ax.stairs(next(iter(counts.values()))[1], edges, fill=True, color=_PALE, label="asked for")
+    lines = [(name, *line) for name in curves for line in zip(curves[name].sizes, counts[name][0], strict=True)]
+    for number, (name, size, found) in enumerate(lines):
+        ax.stairs(found, edges, color=_COLOURS[number % len(_COLOURS)], label=f"{name}, {size:,} blocks")
+
+
+def _one_rule(curves: Mapping[str, Hits]) -> Rule:
+    rules = {hits.rule for hits in curves.values()}
+    if len(rules) != 1:
+        raise ValueError(f"curves: got {len(rules)} rules, wanted one or more curves under one rule")
+    return rules.pop()
+
+
+def _figure(name: str, size: tuple[float, float]) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f'{name} needs matplotlib: pip install "kvjax[plot]"') from error
+    return Figure(figsize=size, layout="constrained", facecolor="white")
+
+
+def _finish(ax: Axes, x: str, y: str) -> None:
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel(x, color=_INK)
+    ax.set_ylabel(y, color=_INK)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(colors=_FAINT)
 
 
 def _draw(ax: Axes, hits: Hits, label: str, **style: str) -> None:

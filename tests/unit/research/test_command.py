@@ -6,9 +6,9 @@ import json
 import pytest
 
 from kvjax import by_score, policies
-from kvjax.research import belady, lru_curve, replay, summary, write_mooncake
+from kvjax.research import belady, hits_by_depth, lru_curve, replay, reuse_distances, summary, write_mooncake
 from kvjax.research.__main__ import main
-from kvjax.research.plots import plot_rates
+from kvjax.research.plots import plot_rates, plot_reuse
 from tests.unit.research.cases import cut
 
 # A policy of a user's own, in one line.
@@ -34,6 +34,20 @@ def test_a_summary_is_printed_and_saved(file, tmp_path, capsys):
     printed, saved = run(file, tmp_path, capsys, "summary", "--rule", "papers")
     wanted = summary(cut(100), "papers")
     assert printed == f"{wanted}\n" and saved["rate"] == wanted.rate and saved["held"] == wanted.held
+
+
+def test_a_summary_draws_which_blocks_come_again(file, tmp_path, capsys):
+    picture = tmp_path / "reuse.png"
+    run(file, tmp_path, capsys, "summary", "--plot", str(picture), "--sizes", *map(str, SIZES))
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    hits = lru_curve(cut(100), SIZES)
+    distance, depth, age = plot_reuse({"lru": hits}).axes
+    assert sum(distance.patches[0].get_data().values) == len(reuse_distances(cut(100), "full"))
+    for ax, (found, asked) in ((depth, hits_by_depth(hits)), (age, (hits.blocks, hits.blocks[:0]))):
+        filled, *lines = ax.patches
+        assert [line.get_label() for line in lines] == ["lru, 240 blocks", "lru, 400 blocks"]
+        assert [sum(line.get_data().values) for line in lines] == found.sum(axis=1).tolist()
+        assert not len(asked) or filled.get_data().values.tolist() == asked.tolist()
 
 
 @pytest.mark.parametrize("rule", ["full", "kvjax", "papers"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of a trace, and requests that overlap, against plain Python and the conversation trace."""
 
+import collections
 import dataclasses
 
 import hypothesis
@@ -8,7 +9,18 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from kvjax.research import draw_trace, make_trace, overlapping, reuse_times, summary, unbounded
+from kvjax.research import (
+    draw_trace,
+    hits_by_age,
+    hits_by_depth,
+    lru_curve,
+    make_trace,
+    overlapping,
+    reuse_distances,
+    reuse_times,
+    summary,
+    unbounded,
+)
 from kvjax.research.rules import RULES
 from tests.unit.research.cases import cut, forests, whole
 
@@ -130,3 +142,36 @@ def test_the_conversation_trace():
     assert found.held == 2903 and found.running == 105 and round(found.step_ms, -2) == 3000
     speed = "at 10,000 prompt tokens/s and 50 ms a token of an answer"
     assert f"{speed}, up to 105 run at once and hold 2,903 blocks" in str(found)
+
+
+def test_hits_are_counted_by_depth_and_by_age():
+    trace = cut(300)
+    hits, edges = lru_curve(trace, [300, 1000], "papers"), [0, 1, 3000, 60_000, 120_000]
+    found, asked = hits_by_depth(hits)
+    of_age, asked_of_age = hits_by_age(hits, edges)
+    for size in range(2):
+        depths, ages, last = collections.Counter(), collections.Counter(), {}
+        wanted = collections.Counter(), collections.Counter()
+        for request, time in enumerate(trace.time.tolist()):
+            for depth, block in enumerate(trace.blocks(request).tolist()):
+                hit = depth < hits.blocks[size, request]
+                age = [each for each in edges if block in last and each <= time - last[block]][-1:]
+                for counts, counted in ((wanted, True), ((depths, ages), hit)):
+                    counts[0][depth] += counted
+                    counts[1][edges.index(age[0]) if age else None] += counted
+                last[block] = time
+        assert dict(enumerate(found[size])) == {n: depths[n] for n in range(found.shape[1])}
+        assert dict(enumerate(asked)) == wanted[0]
+        assert of_age[size].tolist() == [ages[n] for n in range(4)] and sum(of_age[size]) > 0
+        assert asked_of_age.tolist() == [wanted[1][n] for n in range(4)]
+    assert found.sum(axis=1).tolist() == hits.blocks.sum(axis=1).tolist()
+    with pytest.raises(ValueError, match=r"edges: got .*, wanted at least two times in ascending order"):
+        hits_by_age(hits, [3, 3])
+
+
+@pytest.mark.parametrize("rule", ["full", "kvjax", "papers"])
+def test_a_block_comes_again_at_the_size_that_its_reuse_distance_tells(rule):
+    trace = cut(300)
+    sizes = np.array([250, 400, 700, 1500, 4000])
+    needed = reuse_distances(trace, rule)
+    assert [np.sum(needed <= size) for size in sizes] == lru_curve(trace, sizes, rule).blocks.sum(axis=1).tolist()
