@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import pathlib
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
         if name == "sweep":
             command.add_argument("--policies", metavar="NAME", nargs="+", default=["lru", "lfu"], help=_NAMES)
+            command.add_argument("--overlap", nargs=2, type=float, metavar=("TOKENS/S", "MS"), help=_OVERLAP)
     asked = parser.parse_args(arguments)
     try:
         asked.run(read_trace(asked.trace), asked)
@@ -81,7 +83,8 @@ def _bound(trace: Trace, asked: argparse.Namespace) -> None:
 def _sweep(trace: Trace, asked: argparse.Namespace) -> None:
     sizes = _sizes(trace, asked)
     chosen = {name: _policy(name) for name in asked.policies}
-    found = {name: replay(trace, policy, sizes, rule=asked.rule) for name, policy in chosen.items()}
+    run = functools.partial(replay, trace, sizes=sizes, rule=asked.rule, overlap=asked.overlap)
+    found = {name: run(policy) for name, policy in chosen.items()}
     fits = min(sizes) >= trace.lengths.max()
     _tell(asked, found, belady(trace, sizes) if fits else None)
     if not fits:
@@ -119,7 +122,10 @@ def _tell(asked: argparse.Namespace, found: Mapping[str, Hits], bound: Hits | No
         print(
             'The bound is Belady\'s under the rule "papers"; under this one it cannot be passed, perhaps not reached.'
         )
-    print("Requests follow one another, and answers are not stored: `summary` says what that hides.")
+    if some.unserved is None:
+        print("Requests follow one another, and answers are not stored: `summary` says what that hides.")
+    else:
+        print("Requests run at the same time and hold blocks for their answers, which are not cached afterwards.")
     _save(asked.json, {
         "rule": asked.rule, "sizes": some.sizes.tolist(), "refused": some.refused.tolist(),
         "rates": {name: hits.rate.tolist() for name, hits in columns.items()},
@@ -135,6 +141,7 @@ def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
+_OVERLAP = "requests run at the same time: prompt tokens/s, and ms a token of an answer"
 _NAMES = f"{', '.join(_POLICIES)}, or MODULE:NAME of one's own"
 _COMMANDS: dict[str, tuple[str, Callable[[Trace, argparse.Namespace], None]]] = {
     "summary": ("what a trace is, in figures", _summary),

@@ -110,7 +110,7 @@ def _against(
 
 
 def _one_rule(curves: Mapping[str, Hits]) -> Rule:
-    rules = {hits.rule for hits in curves.values()}
+    rules: set[Rule] = {hits.rule for hits in curves.values()}
     if len(rules) != 1:
         raise ValueError(f"curves: got {len(rules)} rules, wanted one or more curves under one rule")
     return rules.pop()

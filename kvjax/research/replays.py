@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 
 from kvjax.policies.scores import cost_aware
+from kvjax.research._together import rows_and_ends, serve_together
+from kvjax.research.overlap import overlapping
 from kvjax.research.rules import Hits, Rule, check_rule
 from kvjax.research.traces import Trace
 from kvjax.spec import CacheSpec, make_spec
@@ -29,9 +31,13 @@ def replay(
     sizes: Sequence[int] | np.ndarray,
     *,
     rule: Rule = "full",
+    overlap: tuple[float, float] | None = None,
     policy_state: Any = None,
 ) -> Hits:
     """Serves the requests one after the other: each is admitted, its blocks committed, and released.
+
+    With `overlap` they run at the same time, as `overlapping` says, each in a row of its own. Then a request holds the
+    blocks of its answer, too; it is refused where they, or those of its prompt, do not fit beside the others'.
 
     Any policy does, one of `by_score` in one line too, but for those that need a spec with `retention`. All caches run
     in one program, compiled for each policy, number of sizes, largest size, longest prompt, and number of requests and
@@ -44,6 +50,7 @@ def replay(
       trace: the requests; the time in ms since the first one is the policy's `now`.
       policy: the eviction policy, `lru()` if None.
       sizes: i32[Z]; blocks of each cache.
+      overlap: (tokens/s, ms a token): how fast prompts are computed and answers made; None: in no time.
       rule: "full" or "kvjax". A cache never takes the last block of a prompt from the cache, so "papers" is none.
       policy_state: the policy's own state to begin with (weights, parameters), as for `init`, but with a leading axis
         Z; None: what the policy's `init` makes.
@@ -61,13 +68,25 @@ def replay(
     if blocks.ndim != 1 or not np.issubdtype(blocks.dtype, np.integer) or not blocks.size or blocks.min() < 1:
         raise ValueError(f"sizes: got {sizes}, wanted at least one number of blocks, each at least 1")
     blocks = blocks.astype(np.int32)
-    width = int(trace.lengths.max(initial=1))
-    spec = make_spec(num_blocks=int(blocks.max()), max_seqs=1, max_length=width, block_size=1, partial_reuse=False)
-    asks = _asks(trace, rule)
-    ids = np.concatenate([trace.ids, np.zeros(width, np.int32)])  # a slice of the width is never cut off
     policy = in_blocks(known_policy(policy), trace.block_size)
-    found = _serve(spec, policy, blocks, policy_state, asks, ids)
-    return Hits(trace, rule, blocks, np.asarray(found).T)
+    asks = _asks(trace, rule)
+    if overlap is None:
+        spec, ids = _caches(blocks, trace, trace.lengths, 1)
+        found = _serve(spec, policy, blocks, policy_state, asks, ids)
+        return Hits(trace, rule, blocks, np.asarray(found).T)
+    plan = overlapping(trace, *overlap)
+    spec, ids = _caches(blocks, trace, plan.blocks, int(plan.running.max(initial=1)))
+    more, ends = rows_and_ends(trace, plan)
+    answer = int(more["answer"].max(initial=0))
+    found = np.asarray(serve_together(spec, policy, answer, blocks, policy_state, asks | more, ends, ids)).T
+    return Hits(trace, rule, blocks, np.maximum(found, 0), np.sum(found < 0, axis=1, dtype=np.int32))
+
+
+def _caches(sizes: np.ndarray, trace: Trace, held: np.ndarray, rows: int) -> tuple[CacheSpec, np.ndarray]:
+    """What the caches are like, whose rows hold i32[R] blocks; and the ids, padded so that no slice is cut off."""
+    width = int(held.max(initial=1))
+    spec = make_spec(num_blocks=int(sizes.max()), max_seqs=rows, max_length=width, block_size=1, partial_reuse=False)
+    return spec, np.concatenate([trace.ids, np.zeros(width, np.int32)])
 
 
 def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:

@@ -29,23 +29,28 @@ def check_rule(rule: str) -> None:
 class Hits:
     """The hits of every request in caches of several sizes.
 
-    Requests follow one another, and answers are not stored: `summary` says what that hides.
+    Unless `replay` is told otherwise requests follow one another, and answers are not stored: `summary` says what that
+    hides.
 
     Attributes:
       trace: whose requests these are.
       rule: what counts.
       sizes: i32[Z]; blocks of each cache.
       blocks: i32[Z, R]; blocks that each request found. A request longer than the cache is refused and finds none.
+      unserved: i32[Z]; how many were refused where requests hold blocks at the same time; None where they do not.
     """
 
     trace: Trace
     rule: Rule
     sizes: np.ndarray
     blocks: np.ndarray
+    unserved: np.ndarray | None = None
 
     @property
     def refused(self) -> np.ndarray:
-        """i32[Z]; requests longer than the cache. They count as asked for."""
+        """i32[Z]; requests that found no room, such as those longer than the cache. They count as asked for."""
+        if self.unserved is not None:
+            return self.unserved
         return np.sum(self.trace.lengths > self.sizes[:, None], axis=1, dtype=np.int32)
 
     @property

@@ -7,11 +7,12 @@ Requests follow one another. A block is a number here, an id of the trace; equal
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.research import Trace
+from kvjax.research import Overlap, Trace
 
 NONE = -1
 
@@ -30,7 +31,7 @@ class Scored:
       parent: the block before it, NONE at a root.
       children: cached blocks after it.
       depth, hits, stored, released: as in `kvjax.state.Blocks`.
-      held: whether the request that is served holds it.
+      holders: rows that hold it.
       clock: counts publications and releases.
       empty: a stack; the last one is taken first.
       of: the block of each id that is cached.
@@ -40,7 +41,7 @@ class Scored:
         self.score = score
         self.holds, self.parent = np.full(size, NONE), np.full(size, NONE)
         self.children, self.depth, self.hits, self.stored, self.released = np.zeros((5, size), np.int64)
-        self.held = np.zeros(size, bool)
+        self.holders = np.zeros(size, np.int64)
         self.clock = 0
         self.empty = list(range(size))[::-1]
         self.of: dict[int, int] = {}
@@ -49,27 +50,44 @@ class Scored:
         """Serves a request that leaves the first `kept` of its blocks; how many blocks it finds."""
         if len(ids) > len(self.holds):
             return 0
+        found, row = self.admit(ids)
+        self.commit(ids, found, kept, row)
+        self.release(row)
+        return found
+
+    def admit(self, ids: list[int]) -> tuple[int, list[int]]:
+        """Blocks that a prompt finds, and its row: those, and blocks taken for the rest."""
         found = next((i for i, each in enumerate(ids[:-1]) if each not in self.of), len(ids) - 1)
         row = [self.of[each] for each in ids[:found]]
-        self.held[row] = True
+        self.holders[row] += 1
         self.hits[row] += 1
-        row += self.take(len(ids) - found)
-        self.held[row] = True
+        return found, row + self.take(len(ids) - found)
+
+    def commit(self, ids: list[int], found: int, kept: int, row: list[int]) -> None:
+        """Publishes the first `kept` blocks of a row; one that is cached already takes the place of the row's own."""
         for i in range(found, kept):
-            if ids[i] in self.of:  # a last block, which was cached and is not any longer needed twice
+            if ids[i] in self.of:
                 self.hits[self.of[ids[i]]] += 1
-                self.empty.append(row[i])
+                self.give_back(row[i])
                 row[i] = self.of[ids[i]]
+                self.holders[row[i]] += 1
             else:
                 self.publish(row[i], ids[i], row[i - 1] if i else NONE, i)
+
+    def release(self, row: list[int]) -> None:
+        """The last one first."""
         for block in row[::-1]:
+            self.give_back(block)
+
+    def give_back(self, block: int) -> None:
+        """A row lets go of a block: if nobody else holds it, it is empty or cached."""
+        self.holders[block] -= 1
+        if not self.holders[block]:
             if self.holds[block] == NONE:
                 self.empty.append(block)
             else:
                 self.released[block] = self.clock
                 self.clock += 1
-        self.held[:] = False
-        return found
 
     def publish(self, block: int, number: int, parent: int, depth: int) -> None:
         self.holds[block], self.of[number] = number, block
@@ -85,16 +103,22 @@ class Scored:
         place.
         """
         taken = [self.empty.pop() for _ in range(min(number, len(self.empty)))]
-        if len(taken) == number:
-            return taken
+        if len(taken) < number:
+            taken += self.evict(number - len(taken))
+        self.holders[taken] = 1
+        return taken
+
+    def evict(self, number: int) -> list[int]:
+        """So many leaves, the lowest score first."""
         scores = self.score(self)
-        idle = (self.holds != NONE) & ~self.held
+        idle = (self.holds != NONE) & (self.holders == 0)
         leaves = np.flatnonzero(idle & (self.children == 0))
         order = leaves[np.argsort(scores[leaves], kind="stable")].tolist()
         front = [(scores[block], place, block) for place, block in enumerate(order)]  # sorted, so a heap
-        while len(taken) < number:
+        gone = []
+        while len(gone) < number:
             _, place, block = heapq.heappop(front)
-            taken.append(block)
+            gone.append(block)
             parent = self.parent[block]
             del self.of[self.holds[block]]
             self.holds[block] = NONE
@@ -102,13 +126,48 @@ class Scored:
                 self.children[parent] -= 1
                 if idle[parent] and not self.children[parent]:
                     heapq.heappush(front, (scores[parent], place, int(parent)))
-        return taken
+        return gone
+
+    def room(self) -> int:
+        """Blocks that are empty or could leave."""
+        return int(np.sum(self.holders == 0))
 
 
 def score_hits(trace: Trace, size: int, rule: str, score: Callable[[Scored], np.ndarray]) -> list[int]:
     """Blocks that each request finds if the leaf of the lowest score leaves, again and again."""
     cache = Scored(size, score)
     return [cache.serve(trace.blocks(n).tolist(), len(cached_part(trace, n, rule))) for n in range(len(trace))]
+
+
+def overlapped_hits(
+    trace: Trace, overlap: Overlap, size: int, rule: str, score: Callable[[Scored], np.ndarray]
+) -> tuple[list[int], int]:
+    """Blocks that each request finds where requests run at the same time, and how many found no room.
+
+    A request's blocks are published when it begins. One that gets no blocks for its answer gives back those of its
+    prompt at once.
+    """
+    cache, rows, hits, refused = Scored(size, score), {}, [0] * len(trace), 0
+    for request, begins in zip(overlap.request.tolist(), overlap.admit.tolist(), strict=True):
+        if not begins:
+            cache.release(rows.pop(request, []))
+            continue
+        ids, kept = trace.blocks(request).tolist(), len(cached_part(trace, request, rule))
+        known = list(itertools.takewhile(cache.of.__contains__, ids[:-1]))
+        idle = sum(1 for each in known if not cache.holders[cache.of[each]])
+        if len(ids) - len(known) > cache.room() - idle:
+            refused += 1
+            continue
+        found, row = cache.admit(ids)
+        cache.commit(ids, found, kept, row)
+        answer = int(overlap.blocks[request]) - len(ids)
+        if answer > cache.room():
+            refused += 1
+            cache.release(row)
+            continue
+        rows[request] = row + cache.take(answer)
+        hits[request] = found
+    return hits, refused
 
 
 def lru(cache: Scored) -> np.ndarray:

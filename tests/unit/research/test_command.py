@@ -79,6 +79,15 @@ def test_a_policy_of_ones_own_runs_beside_kvjaxs(file, tmp_path, capsys):
 
 
 @pytest.mark.long
+def test_requests_of_a_sweep_may_overlap(file, tmp_path, capsys):
+    options = ["--policies", "lru", "--sizes", "300", "2000", "--overlap", "10000", "50"]
+    printed, saved = run(file, tmp_path, capsys, "sweep", *options)
+    wanted = replay(cut(100), policies.lru(), [300, 2000], overlap=(10_000, 50))
+    assert saved["rates"]["lru"] == wanted.rate.tolist() and saved["refused"] == wanted.refused.tolist() != [0, 0]
+    assert "run at the same time" in printed and "follow one another" not in printed
+
+
+@pytest.mark.long
 def test_a_sweep_tells_the_requests_that_a_small_cache_refuses(file, tmp_path, capsys):
     printed, saved = run(file, tmp_path, capsys, "sweep", "--policies", "lru", "--sizes", "100", "400")
     assert saved["refused"] == [int((cut(100).lengths > 100).sum()), 0] and saved["refused"][0] > 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.policies import cost_aware, fifo, lfu, lru
-from kvjax.research import in_blocks, make_trace, replay
+from kvjax.research import in_blocks, make_trace, overlapping, replay
 from kvjax.research.replays import _asks, _serve
 from tests.oracle import research
 from tests.oracle import research_policies as oracle
@@ -108,6 +108,35 @@ def test_all_requests_of_a_production_trace_find_what_they_find_in_plain_python(
         sizes = (np.arange(1, 21) * 1500).tolist()
         found = replay(trace, policy, sizes).blocks
         np.testing.assert_array_equal(found, [lru_hits(trace, size, "full") for size in sizes])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rule", ["full", "kvjax"])
+def test_requests_that_overlap_find_what_they_find_in_plain_python(rule):
+    """The smallest cache refuses many; those that it serves hold blocks that nobody else gets."""
+    trace, speed, sizes = cases.cut(300), (10_000, 50), [300, 600, 1000, 3000]
+    hits, overlap = replay(trace, lru(), sizes, rule=rule, overlap=speed), overlapping(trace, *speed)
+    wanted, refused = zip(
+        *(oracle.overlapped_hits(trace, overlap, size, rule, oracle.lru) for size in sizes), strict=True
+    )
+    np.testing.assert_array_equal(hits.blocks, wanted)
+    assert hits.refused.tolist() == list(refused) and refused[0] > refused[-1] == 0
+
+
+@pytest.mark.long
+def test_a_request_that_gets_no_blocks_for_its_answer_holds_none():
+    """The first request needs four blocks, of which there are three, and the third one finds the second one's."""
+    trace = make_trace(
+        [0, 1, 2000], [2 * BLOCK, 2 * BLOCK, 3 * BLOCK], [2 * BLOCK, 0, 0], [[0, 1], [2, 3], [2, 3, 4]], BLOCK
+    )
+    hits = replay(trace, lru(), [3], overlap=(10, 1))
+    assert hits.blocks.tolist() == [[0, 0, 2]] and hits.refused.tolist() == [1]
+
+
+@pytest.mark.slow
+def test_the_conversation_trace_hits_less_where_requests_overlap():
+    hits = replay(cases.whole(), lru(), [3000, 5859], rule="kvjax", overlap=(10_000, 50))
+    assert hits.rate.round(4).tolist() == [0.0618, 0.1304] and hits.refused.tolist() == [0, 0]
 
 
 def small_trace():
