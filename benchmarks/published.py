@@ -2,10 +2,10 @@
 """Hit rates that a paper has published for a trace of Mooncake, beside those found here.
 
 Table 1 of Mooncake's paper on arXiv (2407.00079) has the hit rates of three policies at six capacities. They are of a
-trace of 23,608 requests, `FAST25-release/arxiv-trace/mooncake_trace.jsonl` in its repository: `--trace` takes that file.
-We had no copy of it, so that no row has been compared; nothing was tuned until it fits. For any other trace the
-published rows are left out. Without `--trace` it is the conversation trace (`benchmarks/trace.py` says where), or its
-first 2,000 requests.
+trace of 23,608 requests, `FAST25-release/arxiv-trace/mooncake_trace.jsonl` in its repository: `--trace` takes it. We
+had no copy of it, so that no row has been compared; nothing was tuned until it fits. For any other trace the published
+rows are left out. Without `--trace` it is the conversation trace (`benchmarks/trace.py` says where), or its first
+2,000 requests.
 
 All blocks may hit (rule "papers"). LRU and Belady's bound are those of prefixes, by `lru_curve` and `belady`. LFU and
 LengthAware count blocks singly, each by itself, whatever became of the blocks before it: uses since it was stored;
