@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvjax.research._answers import found_in_answers
 from kvjax.research.overlap import overlapping
 from kvjax.research.rules import RULES, Hits, Rule, check_rule
 from kvjax.research.traces import Trace
@@ -29,6 +30,9 @@ class Summary:
       rate, token_rate, mean_rate: of a cache without bound; see `Hits`.
       used_once: ids that one request has.
       reuse_ms: the quartiles of the time from a use of a block to the next one; None if there is none.
+      answers_rate: what `rate` would gain if answers were stored: an estimate, for which a prompt is taken for the next
+        turn of an earlier request if it goes on from at least two full blocks of it and could hold its answer.
+      next_turns: how many prompts would gain.
       overlap: (prompt tokens/s, ms a token of an answer) of what follows.
       held, running: the most blocks and requests that are held and that run at once.
       notes: of the trace.
@@ -53,6 +57,8 @@ class Summary:
     mean_rate: float
     used_once: int
     reuse_ms: tuple[float, float, float] | None
+    answers_rate: float
+    next_turns: int
     overlap: tuple[float, float]
     held: int
     running: int
@@ -78,6 +84,8 @@ class Summary:
             lines.append("classes      " + ", ".join(f"{name} {number:,}" for name, number in self.kinds.items()))
         lines += [
             "order        requests follow one another, each ends before the next one begins; answers are not stored",
+            f"             (they would add some {self.answers_rate:.4f} to the hits, if {self.next_turns:,} prompts are the next "
+            "turns that they look like)",
             f"             at {speed}, up to {self.running:,} run at once and hold {self.held:,} blocks: a smaller",
             "             cache cannot serve the trace at that speed, and one not much larger hits less than told here",
             "refused      a request longer than the cache: it hits nothing and counts as asked for",
@@ -107,6 +115,7 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
     hits, together = unbounded(trace, rule), overlapping(trace, *overlap)
     gaps, steps = reuse_times(trace), np.diff(np.unique(trace.time))
     low, middle, high = np.quantile(gaps, (0.25, 0.5, 0.75)).tolist() if len(gaps) else (0.0, 0.0, 0.0)
+    answers, turns = found_in_answers(trace, rule, hits.blocks[0])
     counted = None
     if trace.kind is not None:
         numbers = np.bincount(trace.kind, minlength=len(trace.kinds)).tolist()
@@ -131,6 +140,8 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
         mean_rate=float(hits.mean_rate[0]),
         used_once=int(np.sum(np.bincount(trace.ids, minlength=trace.num_ids) == 1)),
         reuse_ms=(low, middle, high) if len(gaps) else None,
+        answers_rate=answers / len(trace.ids),
+        next_turns=turns,
         overlap=overlap,
         held=together.most,
         running=int(together.running.max()),

@@ -105,7 +105,8 @@ def test_a_summary_by_hand():
         "rule": "papers", "requests": 3, "references": 5, "ids": 2, "block_size": 4, "span_ms": 6000, "step_ms": 3000,
         "blocks_median": 2, "blocks_most": 2, "input_tokens": 19, "output_tokens": 4, "partial": 1, "sessions": 2,
         "kinds": {"a": 2, "b": 1}, "rate": 3 / 5, "token_rate": 11 / 19, "mean_rate": 2 / 3, "used_once": 0,
-        "reuse_ms": (3000, 4000, 5000), "overlap": (1000, 10), "held": 3, "running": 1, "notes": ("by hand",),
+        "reuse_ms": (3000, 4000, 5000), "answers_rate": 0, "next_turns": 0, "overlap": (1000, 10),
+        "held": 3, "running": 1, "notes": ("by hand",),
     }  # fmt: skip
     text = str(found)
     for part in (
@@ -117,6 +118,22 @@ def test_a_summary_by_hand():
         "next use is 4.0 s later",
     ):  # fmt: skip
         assert part in text
+
+
+@pytest.mark.parametrize("rule", ["full", "kvjax", "papers"])
+def test_next_turns_would_find_answers_that_are_stored(rule):
+    """Blocks of 4 tokens. The first request fills four of them, in part with its answer, and has two full ones."""
+    first, turn, shorter, shared = [1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 7, 8], [1, 9, 10, 11, 12]
+    prompts = [first, turn, shorter, [*first, 13, 14], shared]
+    trace = make_trace(range(5), [10, 18, 16, 20, 20], [7, 0, 0, 0, 0], prompts, 4)
+    found = summary(trace, rule)
+    assert found.next_turns == 1 and found.answers_rate == 2 / len(trace.ids)
+    assert "add some 0.0909 to the hits, if 1 prompts are the next turns" in str(found)
+
+
+@pytest.mark.slow
+def test_answers_would_add_little_to_the_conversation_trace():
+    assert round(summary(whole(), "papers").answers_rate, 3) == 0.009
 
 
 def test_a_summary_says_only_what_is_known():
