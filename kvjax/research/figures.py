@@ -84,8 +84,8 @@ class Summary:
             lines.append("classes      " + ", ".join(f"{name} {number:,}" for name, number in self.kinds.items()))
         lines += [
             "order        requests follow one another, each ends before the next one begins; answers are not stored",
-            f"             (they would add some {self.answers_rate:.4f} to the hits, if {self.next_turns:,} prompts are "
-            "the next turns that they look like)",
+            f"             (they would add some {self.answers_rate:.4f} to the hits, if {self.next_turns:,} prompts "
+            "are the next turns that they look like)",
             f"             at {speed}, up to {self.running:,} run at once and hold {self.held:,} blocks: a smaller",
             "             cache cannot serve the trace at that speed, and one not much larger hits less than told here",
             "refused      a request longer than the cache: it hits nothing and counts as asked for",
