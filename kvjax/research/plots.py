@@ -50,7 +50,7 @@ def plot_rates(
         _draw(ax, hits, name, color=_COLOURS[number % len(_COLOURS)], marker="o")
     if bound is not None:
         _draw(ax, bound, f'Belady, rule "{bound.rule}": an upper bound', color=_INK, linestyle="--")
-    ax.set_xscale("log")
+    _log_scale(ax)
     _finish(ax, "blocks of the cache", "blocks found of blocks asked for")
     ax.set_title(f'Rule "{rule}"; requests follow one another', loc="left", color=_FAINT, fontsize=10)
     ax.legend(frameon=False, labelcolor=_INK)
@@ -59,7 +59,9 @@ def plot_rates(
     return ax
 
 
-def plot_reuse(curves: Mapping[str, Hits], path: str | os.PathLike[str] | None = None) -> Figure:
+def plot_reuse(
+    curves: Mapping[str, Hits], path: str | os.PathLike[str] | None = None, *, figure: Figure | None = None
+) -> Figure:
     """Draws which blocks come again: at what reuse distance, how deep in their prompt, and after what time.
 
     Beside what is asked for stands what each cache finds, so that one sees which hits a small one loses.
@@ -67,6 +69,7 @@ def plot_reuse(curves: Mapping[str, Hits], path: str | os.PathLike[str] | None =
     Args:
       curves: hits of one trace by the name of their policy, under one rule; see `unbounded` for all there are.
       path: where to save the picture; None: nowhere.
+      figure: where to draw; None: a new figure.
 
     Returns:
       The figure, of three axes.
@@ -77,13 +80,13 @@ def plot_reuse(curves: Mapping[str, Hits], path: str | os.PathLike[str] | None =
     """
     rule = _one_rule(curves)
     some = next(iter(curves.values()))
-    figure = _figure("plot_reuse", (12, 4))
+    figure = _figure("plot_reuse", (12, 4)) if figure is None else figure
     distance, depth, age = figure.subplots(1, 3)
     needed = np.geomspace(1, some.trace.num_ids + 1, 41)
     distance.stairs(np.histogram(reuse_distances(some.trace, rule), needed)[0], needed, fill=True, color=_PALE)
-    distance.set_xscale("log")
+    _log_scale(distance)
     _against(depth, np.arange(1, int(some.trace.lengths.max(initial=0)) + 2), curves, hits_by_depth)
-    depth.set_xscale("log")
+    _log_scale(depth)
     oldest = max(2.0, float(np.max(reuse_times(some.trace), initial=0)) / 1000 + 1)
     seconds = np.append(0, np.geomspace(1, oldest, 31))
     _against(age, seconds, curves, lambda hits: hits_by_age(hits, seconds * 1000))
@@ -91,7 +94,7 @@ def plot_reuse(curves: Mapping[str, Hits], path: str | os.PathLike[str] | None =
     _finish(distance, "blocks that LRU needs to find it", "blocks that come again")
     _finish(depth, "place in its prompt", "blocks")
     _finish(age, "seconds since its last use", "blocks")
-    depth.legend(frameon=False, labelcolor=_INK)
+    age.legend(frameon=False, labelcolor=_INK)
     figure.suptitle(f'Rule "{rule}"; requests follow one another', x=0.01, ha="left", color=_FAINT, fontsize=10)
     if path is not None:
         figure.savefig(path, dpi=150)
@@ -130,6 +133,16 @@ def _finish(ax: Axes, x: str, y: str) -> None:
     ax.set_ylabel(y, color=_INK)
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(colors=_FAINT)
+
+
+def _log_scale(ax: Axes) -> None:
+    from matplotlib import ticker
+
+    ax.set_xscale("log")
+    wide = np.divide(*ax.get_xlim()[::-1]) > 100
+    ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if wide else (1, 2, 5)))
+    ax.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    ax.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _draw(ax: Axes, hits: Hits, label: str, **style: str) -> None:
