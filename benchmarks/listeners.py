@@ -23,7 +23,7 @@ import prometheus_client
 
 import kvjax
 from benchmarks import common
-from kvjax.interop import trtllm
+from kvjax.interop import together, trtllm
 from kvjax.interop.agent import Agent, messages, services
 from kvjax.interop.log import Log
 from kvjax.interop.metrics import Metrics
@@ -99,10 +99,6 @@ def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Heard]:
         listeners = [log.write, trace.write, published.listener, agent.publish, metrics.observe, writer.write]
         agent.flush()
 
-        def listen(heard: Any) -> None:
-            for listener in listeners:
-                listener(heard)
-
         def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
             index = kvjax.events.index_of(cache.state)
             published.check(cache, outputs)
@@ -115,7 +111,7 @@ def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Heard]:
             trace.close()
             _check_trace(slices.getvalue(), len(entries), index, spec.block_size)
 
-        yield Heard(listen, check)
+        yield Heard(together(spec, *listeners), check)
 
 
 def _check_agent(address: str, spec: kvjax.CacheSpec, index: Entries) -> None:

@@ -24,6 +24,7 @@ from kvjax.debug.counts import stats
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.interop import columns as col
+from kvjax.interop.batch import Heard, on_host
 from kvjax.interop.nodes import NodeMap
 from kvjax.serving.generation import Progress
 from kvjax.spec import CacheSpec
@@ -69,9 +70,8 @@ class Trace:
           ValueError: for anything but `Events` and an `EventLog`, and if they cannot have come from a cache with the
             contents that the events so far have given it.
         """
-        if not isinstance(events, Events | EventLog):
-            raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
-        self.nodes.fold(events)
+        given, events = events, on_host(events)
+        self.nodes.fold(given if isinstance(given, Heard) else events)
         now, begin = self._clock(), self._begin
         self._begin = now
         records = _records(events)
@@ -192,8 +192,7 @@ class Trace:
 
 def _records(events: Events | EventLog) -> np.ndarray:
     """i32[n, 9]; the records without padding."""
-    records = np.asarray(events.records)
-    records = records.reshape(-1, records.shape[-1])
+    records = events.records.reshape(-1, events.records.shape[-1])
     records = records[: int(events.size)] if isinstance(events, EventLog) else records
     return records[records[:, 0] != EventKind.NONE]
 
