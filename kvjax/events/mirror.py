@@ -31,7 +31,7 @@ def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
 
 
 def _decode(record: list[int], parts: Iterable[str], texts: Iterator[tuple[list[int], ...]]) -> dict[str, Any]:
-    """The event of a record; takes the next of the stored `texts`, whose parts have these names, if it is one of them."""
+    """The event of a record; a stored one takes the next of `texts`, whose parts have these names."""
     kind, group, block, generation, source, source_generation, num_tokens, level, priority = record
     event: dict[str, Any] = {"kind": _KINDS[kind], "group": group}
     if kind in _ABOUT_GROUPS:

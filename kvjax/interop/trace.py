@@ -192,7 +192,8 @@ class Trace:
 
 def _records(events: Events | EventLog) -> np.ndarray:
     """i32[n, 9]; the records without padding."""
-    records = events.records.reshape(-1, events.records.shape[-1])
+    records = np.asarray(events.records)
+    records = records.reshape(-1, records.shape[-1])
     records = records[: int(events.size)] if isinstance(events, EventLog) else records
     return records[records[:, 0] != EventKind.NONE]
 
