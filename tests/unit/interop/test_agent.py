@@ -32,9 +32,9 @@ PLAIN = spec_of("plain")
 PACKAGE = "max.serve.kvcache_agent.v1"
 METHOD = f"/{PACKAGE}.KVCacheAgentService/SubscribeToUpdates"
 ADDED, REMOVED, GPU, CPU = 1, 2, 1, 2
-# What MAX's clients are made from, after max/serve/kvcache_agent/kvcache_agent_service_v1.proto in the history of Modular's
-# public repository, of 2025: its versions agree in all that is here. The wheel of MAX 26.7 has no agent. The port is that
-# of `KVCacheAgentServerConfig` in kvcache_agent.py beside it.
+# What MAX's clients are made from, after max/serve/kvcache_agent/kvcache_agent_service_v1.proto in the history of
+# Modular's public repository, of 2025: its versions agree in all that is here. The wheel of MAX 26.7 has no agent. The
+# port is that of `KVCacheAgentServerConfig` in kvcache_agent.py beside it.
 MAX = """
 syntax = "proto3";
 package max.serve.kvcache_agent.v1;
