@@ -6,8 +6,8 @@ that decoding rows have filled, one of a row. So do batches with as many blocks 
 A resync is the payloads of a whole index that has no names yet. What the payloads tell is compared with the events.
 The batches of stored blocks are written as TensorRT-LLM's JSON lines too, and read back.
 
-The last two figures are wall time: of `generate` with a publisher as its listener, and with all listeners at once, to
-one without (`listeners.py`).
+The last figures are wall time and CPU time of `generate` with a publisher as its listener, and with all listeners at
+once, to one without (`listeners.py`); before them, what each listener takes of the CPU.
 """
 
 from __future__ import annotations
@@ -191,9 +191,11 @@ def main() -> None:
         "mirror_per_s": min(prompts["mirrored"], rows["mirrored"]),
         "trtllm_per_s": min(lines),
         "resync_s": measure_resync(blocks, min(repeats, 3)),
-        "listener_ratio": listeners.measure(work, listeners.a_publisher, pairs),
-        "all_listeners_ratio": listeners.measure(work, listeners.all_at_once, pairs),
     }
+    for name, way in (("listener", listeners.a_publisher), ("all_listeners", listeners.all_at_once)):
+        ratio = listeners.measure(work, way, pairs)
+        metrics |= {f"{name}_ratio": ratio.wall, f"{name}_cpu_ratio": ratio.cpu}
+    print(f"{'a generation':>22}: {listeners.profile(work, repeats)}")
     common.report("events", metrics, args.json)
 
 

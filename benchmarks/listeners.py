@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What listeners cost: wall time of `generate` with the demo's model, to the same without; and whether all tell truth.
+"""What listeners cost: time of `generate` with the demo's model, to the same without; and whether all tell the truth.
 
 Each of a pair begins with an empty cache; pairs alternate in who comes first, and the median pair counts. A publisher
 listens alone, or with it all that kvjax has: an agent, metrics, TensorRT-LLM's lines, a log and a trace. After each run
@@ -23,7 +23,7 @@ import prometheus_client
 
 import kvjax
 from benchmarks import common
-from kvjax.interop import trtllm
+from kvjax.interop import together, trtllm
 from kvjax.interop.agent import Agent, messages, services
 from kvjax.interop.log import Log
 from kvjax.interop.metrics import Metrics
@@ -99,10 +99,6 @@ def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Heard]:
         listeners = [log.write, trace.write, published.listener, agent.publish, metrics.observe, writer.write]
         agent.flush()
 
-        def listen(heard: Any) -> None:
-            for listener in listeners:
-                listener(heard)
-
         def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
             index = kvjax.events.index_of(cache.state)
             published.check(cache, outputs)
@@ -115,7 +111,7 @@ def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Heard]:
             trace.close()
             _check_trace(slices.getvalue(), len(entries), index, spec.block_size)
 
-        yield Heard(listen, check)
+        yield Heard(together(spec, *listeners), check)
 
 
 def _check_agent(address: str, spec: kvjax.CacheSpec, index: Entries) -> None:
@@ -173,25 +169,74 @@ def _check_trace(text: str, calls: int, index: Entries, size: int) -> None:
     )
 
 
-def measure(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int) -> float:
-    """Wall time of `generate` with listeners, to one without: the median of pairs."""
+def measure(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int) -> common.Took:
+    """Wall and CPU time of `generate` with listeners, to one without: the medians of pairs."""
 
-    def timed(heard_by: Callable[[kvjax.CacheSpec], Any]) -> float:
+    def timed(heard_by: Callable[[kvjax.CacheSpec], Any]) -> common.Took:
         cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
         with heard_by(work.spec) as heard:
-            start = time.perf_counter()
+            cpu, wall = time.process_time(), time.perf_counter()
             outputs, cache, _ = kvjax.generate(
                 work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False, listener=heard.listener
             )
-            seconds = time.perf_counter() - start
+            took = common.Took(time.process_time() - cpu, time.perf_counter() - wall)
             right = sum(output.tokens[0] == answer for output, answer in zip(outputs, work.answers, strict=True))
             common.require(right >= 0.98 * len(work.prompts), f"{right} of {len(work.prompts)} answers are right")
             heard.check(cache, outputs)
-        return seconds
+        return took
 
     ways, ratios = [nobody, listening], []
     for _ in range(pairs + 1):  # the first one compiles
         ways.reverse()
-        seconds = {way: timed(way) for way in ways}
-        ratios.append(seconds[listening] / seconds[nobody])
-    return statistics.median(ratios[1:])
+        took = {way: timed(way) for way in ways}
+        ratios.append(common.Took(*(a / b for a, b in zip(took[listening], took[nobody], strict=True))))
+    return common.Took(*map(statistics.median, zip(*ratios[1:], strict=True)))
+
+
+def profile(work: Work, repeats: int) -> str:
+    """CPU time of a run, and of each listener that is told the run's events alone afterwards: the least of some."""
+    calls, cpu = [], time.process_time()
+    cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
+    kvjax.generate(
+        work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False,
+        listener=lambda events: calls.append(jax.tree.map(np.array, events)),
+    )  # fmt: skip
+    cpu = time.process_time() - cpu
+    number = sum(len(kvjax.to_list(events)) for events in calls)
+
+    def least(name: str) -> float:
+        def once() -> float:
+            with contextlib.ExitStack() as stack:
+                listener, flush = MAKERS[name](work.spec, stack)
+                flush()
+                start = time.process_time()
+                for events in calls:
+                    together(work.spec, listener)(events)
+                flush()
+                return time.process_time() - start
+
+        return min(once() for _ in range(repeats))
+
+    each = ", ".join(f"{name} {1e6 * least(name) / number:.1f}" for name in MAKERS)
+    return (
+        f"{number} events in {len(calls)} calls, {1e6 * cpu / number:.0f} us of CPU an event; listeners, each: {each}"
+    )
+
+
+def _fed(feed: Any) -> tuple[Callable[[Any], object], Callable[[], object]]:
+    return feed.publish, feed.flush
+
+
+def _written(listener: Callable[[Any], object]) -> tuple[Callable[[Any], object], Callable[[], object]]:
+    return listener, lambda: None
+
+
+# What makes a listener, and what waits until it has done its work.
+MAKERS: dict[str, Callable[[kvjax.CacheSpec, contextlib.ExitStack], Any]] = {
+    "publisher": lambda spec, stack: _fed(stack.enter_context(Publisher(spec, bind=ANY, replay=ANY))),
+    "agent": lambda spec, stack: _fed(stack.enter_context(Agent(spec, port=0))),
+    "metrics": lambda spec, stack: _written(Metrics(prometheus_client.CollectorRegistry(), spec).observe),
+    "TensorRT-LLM's lines": lambda spec, stack: _written(trtllm.Writer(spec, io.StringIO()).write),
+    "log": lambda spec, stack: _written(Log(io.StringIO()).write),
+    "trace": lambda spec, stack: _written(Trace(spec, io.StringIO()).write),
+}

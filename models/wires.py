@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 import kvjax
+from kvjax.interop import together
 from kvjax.interop.log import Log
 from kvjax.interop.trace import Trace
 
@@ -85,7 +86,7 @@ class Wires:
                     said = str(error).replace("replay: ", "--replay: ", 1)
                     parser.error(said if said.startswith("--replay") else f"--{option}: {said.split(': ', 1)[-1]}")
             self._stack = self._stack.pop_all()
-        self.listener = self._listen if self._listeners else None
+        self.listener = together(spec, *self._listeners) if self._listeners else None
 
     def see(self, progress: Any) -> None:
         """To be called with each `Progress`, as it comes."""
@@ -97,10 +98,6 @@ class Wires:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         return self._stack.__exit__(kind, error, trace)
-
-    def _listen(self, events: Any) -> None:
-        for listener in self._listeners:
-            listener(events)
 
     def _watch(self, setter: Callable[[Any], object]) -> None:
         """Tells a setter how the cache stands."""

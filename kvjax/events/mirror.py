@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,36 +16,40 @@ from kvjax.events.records import COLUMNS, EventKind, Events
 from kvjax.state import CacheState
 
 _KINDS = {int(kind): kind.name.lower() for kind in EventKind}
+_ABOUT_GROUPS = frozenset({int(EventKind.CREATED), int(EventKind.CLEARED)})
+_LEVELLED = frozenset({int(EventKind.STORED), int(EventKind.UPDATED)})
 
 
 def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
     """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node."""
     records, size = np.asarray(events.records).reshape(-1, len(COLUMNS)), events.tokens.shape[-1]
-    there = np.flatnonzero(records[: int(events.size) if isinstance(events, EventLog) else None, 0])
-    text = {name: np.asarray(x).reshape(-1, size)[there].tolist() for name, x in events.text.parts().items()}
-    return [
-        _decode(record, {name: x[at] for name, x in text.items()}) for at, record in enumerate(records[there].tolist())
-    ]
+    records = records[: int(events.size) if isinstance(events, EventLog) else None]
+    there, stored = np.flatnonzero(records[:, 0]), np.flatnonzero(records[:, 0] == EventKind.STORED)
+    parts = {name: np.asarray(x).reshape(-1, size)[stored].tolist() for name, x in events.text.parts().items()}
+    texts = zip(*parts.values(), strict=True)
+    return [_decode(record, parts, texts) for record in records[there].tolist()]
 
 
-def _decode(record: list[int], text: dict[str, list[int]]) -> dict[str, Any]:
-    named = dict(zip(COLUMNS, record, strict=True))
-    kind = named["kind"]
-    event: dict[str, Any] = {"kind": _KINDS[kind], "group": named["group"]}
-    if kind in (EventKind.CREATED, EventKind.CLEARED):
+def _decode(record: list[int], parts: Iterable[str], texts: Iterator[tuple[list[int], ...]]) -> dict[str, Any]:
+    """The event of a record; a stored one takes the next of `texts`, whose parts have these names."""
+    kind, group, block, generation, source, source_generation, num_tokens, level, priority = record
+    event: dict[str, Any] = {"kind": _KINDS[kind], "group": group}
+    if kind in _ABOUT_GROUPS:
         return event
-    event["block"] = named["block"]
+    event["block"] = block
     if kind == EventKind.COPIED:
-        return event | {"source": named["source"], "num_tokens": named["num_tokens"]}
-    event["generation"] = named["generation"]
+        event["source"], event["num_tokens"] = source, num_tokens
+        return event
+    event["generation"] = generation
     if kind == EventKind.STORED:
-        at_root = named["source"] < 0
-        event["parent"] = None if at_root else (named["source"], named["source_generation"])
-        if at_root:
-            event["namespace"] = named["source_generation"]
-        event |= {name: x[: named["num_tokens"]] for name, x in text.items()}
-    if kind in (EventKind.STORED, EventKind.UPDATED):
-        event["level"], event["priority"] = named["level"], named["priority"]
+        if source < 0:
+            event["parent"], event["namespace"] = None, source_generation
+        else:
+            event["parent"] = source, source_generation
+        for name, part in zip(parts, next(texts), strict=True):
+            event[name] = part[:num_tokens]
+    if kind in _LEVELLED:
+        event["level"], event["priority"] = level, priority
     return event
 
 

@@ -6,6 +6,7 @@ Nothing else in kvjax imports this room. `vllm` needs the extra `wires`, as in `
 needs `plot`.
 """
 
+from kvjax.interop.batch import together
 from kvjax.interop.nodes import NodeMap
 
-__all__ = ["NodeMap"]
+__all__ = ["NodeMap", "together"]

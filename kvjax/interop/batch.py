@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -118,43 +117,73 @@ def _cuts(records: np.ndarray) -> list[int]:
     return cuts
 
 
+@dataclasses.dataclass(frozen=True)
+class Heard:
+    """Events of one call as all listeners of `together` get them.
+
+    Attributes:
+      events: a copy on the host.
+      spec: of the cache that they come from.
+      batch: those that change an index.
+    """
+
+    events: Events | EventLog
+    spec: CacheSpec
+    batch: Batch
+
+
+def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[Events | EventLog], None]:
+    """One listener for several: events are copied to the host and read once for all of them.
+
+    One that raises keeps those after it from hearing.
+
+    Args:
+      spec: of the cache.
+      listeners: methods of what `kvjax.interop` has, such as `Log.write` and `Publisher.publish`: they get a `Heard`.
+
+    Returns:
+      The listener; it raises a ValueError for anything but `Events` and an `EventLog`, and for blocks of another size.
+    """
+
+    def listen(events: Events | EventLog) -> None:
+        events = on_host(events)
+        heard = Heard(events, spec, _of_arrays(events, spec))
+        for listener in listeners:
+            listener(heard)
+
+    return listen
+
+
+def on_host(events: Any) -> Any:
+    """The events of a transition or a jitted loop, or of a `Heard`, as numpy arrays.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    if isinstance(events, Heard):
+        return events.events
+    if not isinstance(events, Events | EventLog):
+        raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
+    return jax.device_get(events)
+
+
 def read(events: Any, spec: CacheSpec) -> Batch:
     """Copies events to the host; their arrays may be donated afterwards.
 
-    Listeners of one run read the same events one after the other: all of them get one batch of what a device made,
-    which nobody can change.
-
     Args:
-      events: `Events`, also with leading axes (of a scan); an `EventLog`; or decoded events, from `to_list`.
+      events: `Events`, also with leading axes (of a scan); an `EventLog`; a `Heard`; or decoded events, from `to_list`.
       spec: of the cache that they come from.
 
     Raises:
       ValueError: for anything else, and for blocks of another size.
     """
+    if isinstance(events, Heard):
+        return events.batch if events.spec == spec else _of_arrays(events.events, spec)
     if isinstance(events, Events | EventLog):
-        return _of_device(events, spec) if isinstance(events.records, jax.Array) else _of_arrays(events, spec)
+        return _of_arrays(events, spec)
     if isinstance(events, str | bytes) or not isinstance(events, Iterable):
         raise ValueError(f"events: got {type(events).__name__}, wanted Events, an EventLog or what to_list makes of it")
     return _of_list(list(events), spec)
-
-
-_latest: tuple[weakref.ref[Any], CacheSpec, Batch] | None = None  # what `_of_device` was given last, and made of it
-
-
-def _of_device(events: Events | EventLog, spec: CacheSpec) -> Batch:
-    """The batch of events that are not on the host, or that of the call before if it was for the same ones."""
-    global _latest
-    latest = _latest  # other threads read others meanwhile
-    if latest is None or latest[0]() is not events or latest[1] != spec:
-        latest = _latest = weakref.ref(events, _forget), spec, _of_arrays(events, spec)
-    return latest[2]
-
-
-def _forget(events: weakref.ref[Any]) -> None:
-    """Lets the batch go with the events that it was made of."""
-    global _latest
-    if _latest is not None and _latest[0] is events:
-        _latest = None
 
 
 def parts_of(spec: CacheSpec) -> tuple[str, ...]:
@@ -175,7 +204,8 @@ def _of_arrays(events: Events | EventLog, spec: CacheSpec) -> Batch:
     kinds = records[:, 0]
     stored = np.flatnonzero(kinds == EventKind.STORED)
     text = np.concatenate([part.reshape(-1, size)[stored] for part in parts], axis=1)
-    return Batch(records[np.isin(kinds, _KINDS)], text)  # an index by an array makes a copy
+    telling = (kinds >= _KINDS[0]) & (kinds <= _KINDS[-1]) & (kinds != EventKind.COPIED)
+    return Batch(records[telling], text)  # an index by an array makes a copy
 
 
 def _of_list(events: list[dict[str, Any]], spec: CacheSpec) -> Batch:

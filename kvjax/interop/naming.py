@@ -22,7 +22,8 @@ REASONS = {
     UNKNOWN_NAMESPACE: "unknown_namespace", NO_SALT: "salt_omitted", NO_EXTRA_NAME: "extra_id_without_name",
     NO_FIELD: "form_without_field", COLLISION: "collision",
 }  # fmt: skip
-_BYTES = 16
+_BYTES, _WORD = 16, 4  # of a digest, and of a word of a row
+_FILLED = [col.FILL, col.SIZE]
 _NOTHING = bytes(_BYTES)
 
 
@@ -183,22 +184,15 @@ class Naming:
 
     def _hash(self, rows: np.ndarray, parents: list[int], statuses: list[int]) -> None:
         """Writes the digests of rows, and those of the prefixes before where the parents are among the rows."""
-        data, width, start = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), 4 * (rows.shape[1] - col.ABOVE), 0
-        copy, hashed, parts = self._block.copy, [], _parts(rows)
-        for at, parent in enumerate(parents):
-            status = statuses[at]
-            if parent >= 0 and status == col.SENT:
-                status = statuses[at] = statuses[parent]
-            if status == col.SENT:
-                digest = copy()
-                if at in parts:
-                    digest.update(data[start : start + _BYTES] if parent < 0 else hashed[parent])
-                    digest.update(parts[at])
-                elif parent < 0:
-                    digest.update(data[start : start + width])
-                else:
-                    digest.update(hashed[parent])
-                    digest.update(data[start + _BYTES : start + width])
+        width, start = 4 * (rows.shape[1] - col.ABOVE), 0
+        data, hashed, copy = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), [], self._block.copy
+        for at, (parent, fill, size) in enumerate(zip(parents, *rows[:, _FILLED].T.tolist(), strict=True)):
+            if parent >= 0 and statuses[at] == col.SENT:
+                statuses[at] = statuses[parent]
+            if statuses[at] == col.SENT:
+                digest, content = copy(), data[start + _BYTES : start + width]
+                digest.update(data[start : start + _BYTES] if parent < 0 else hashed[parent])
+                digest.update(content if fill == size else _cut(content, fill, size))
                 hashed.append(digest.digest())
             else:
                 hashed.append(_NOTHING)
@@ -215,13 +209,10 @@ class Naming:
         return col.SENT if self._extra_name is not None else NO_EXTRA_NAME
 
 
-def _parts(rows: np.ndarray) -> dict[int, bytes]:
-    """{index: size and text as `kvjax.names.block` hashes them} of the rows of partly filled blocks."""
-    found = {}
-    for at in np.flatnonzero(rows[:, col.FILL] < rows[:, col.SIZE]).tolist():
-        fill, text = rows[at, col.FILL], rows[at, col.TEXT :].reshape(-1, rows[at, col.SIZE])
-        found[at] = np.append(fill, text[:, :fill]).astype("<i4").tobytes()
-    return found
+def _cut(content: bytes, fill: int, size: int) -> bytes:
+    """The size and text of a block as `kvjax.names.block` hashes them if only some tokens are there."""
+    starts = range(_WORD, len(content), _WORD * size)
+    return fill.to_bytes(_WORD, "little") + b"".join(content[start : start + _WORD * fill] for start in starts)
 
 
 def _find_collisions(taken: Mapping[int, int], names: list[int], parents: list[int], statuses: list[int]) -> None:

@@ -178,10 +178,11 @@ class NodeMap:
         numbers = records[:, 1]
         if not len(numbers):
             return []
-        if numbers.min() < 0 or numbers.max() >= len(self.groups):
-            raise ValueError(f"events: got group {numbers.max()}, wanted 0 to {len(self.groups) - 1}")
-        if numbers.min() == numbers.max():
-            return [(int(numbers[0]), slice(None))]
+        least, most = int(numbers.min()), int(numbers.max())
+        if least < 0 or most >= len(self.groups):
+            raise ValueError(f"events: got group {most}, wanted 0 to {len(self.groups) - 1}")
+        if least == most:
+            return [(least, slice(None))]
         return [(number, np.flatnonzero(numbers == number)) for number in np.unique(numbers).tolist()]
 
     def _blocks(self, number: int, records: np.ndarray, kind: str, repeats: bool = False) -> np.ndarray:

@@ -24,6 +24,7 @@ from kvjax.debug.counts import stats
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.interop import columns as col
+from kvjax.interop.batch import Heard, on_host
 from kvjax.interop.nodes import NodeMap
 from kvjax.serving.generation import Progress
 from kvjax.spec import CacheSpec
@@ -58,9 +59,9 @@ class Trace:
         self._prompts: set[int] = set()
         self._file.write("[\n")
         self._separator, self._closed = "", False
-        self._name("process_name", "cache", _CACHE)
+        self._name_process("cache", _CACHE)
         for track, name in enumerate(_TRACKS, 1):
-            self._name("thread_name", name, _CACHE, track)
+            self._name_track(name, _CACHE, track)
 
     def write(self, events: Events | EventLog) -> None:
         """Writes a slice that ends now, with its evictions and counters: a listener.
@@ -69,9 +70,8 @@ class Trace:
           ValueError: for anything but `Events` and an `EventLog`, and if they cannot have come from a cache with the
             contents that the events so far have given it.
         """
-        if not isinstance(events, Events | EventLog):
-            raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
-        self.nodes.fold(events)
+        given, events = events, on_host(events)
+        self.nodes.fold(given if isinstance(given, Heard) else events)
         now, begin = self._clock(), self._begin
         self._begin = now
         records = _records(events)
@@ -90,12 +90,12 @@ class Trace:
         now = self._clock()
         for number, tokens in progress.new.items():
             output = progress.outputs[number]
-            first = number not in self._prompts
-            if first:
+            first = len(output.tokens) == len(tokens)  # prompts of the next stream have the same numbers
+            if number not in self._prompts:
                 self._prompts.add(number)
                 if len(self._prompts) == 1:
-                    self._name("process_name", "prompts", _PROMPTS)
-                self._name("thread_name", f"prompt {number}", _PROMPTS, number + 1)
+                    self._name_process("prompts", _PROMPTS)
+                self._name_track(f"prompt {number}", _PROMPTS, number + 1)
             told = {"tokens": len(tokens), "prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
             told |= {} if output.finish is None else {"finish": output.finish}
             self._slice("prefill and decode" if first else "decode", self._turn, now, _PROMPTS, number + 1, told)
@@ -177,8 +177,13 @@ class Trace:
         told = {what: int(number) for what, number in numbers.items()}
         self._event(ph="C", name=name, ts=self._us(now), pid=_CACHE, tid=0, args=told)
 
-    def _name(self, what: str, name: str, process: int, track: int = 0) -> None:
-        self._event(ph="M", name=what, pid=process, tid=track, args={"name": name})
+    def _name_process(self, name: str, process: int) -> None:
+        self._event(ph="M", name="process_name", pid=process, tid=0, args={"name": name})
+
+    def _name_track(self, name: str, process: int, track: int) -> None:
+        """Names a track, and has viewers sort it by number: by name, 10 comes before 2."""
+        self._event(ph="M", name="thread_name", pid=process, tid=track, args={"name": name})
+        self._event(ph="M", name="thread_sort_index", pid=process, tid=track, args={"sort_index": track})
 
     def _event(self, **fields: Any) -> None:
         if self._closed:

@@ -150,7 +150,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         return most
 
     def turn(self) -> bool:
-        """Enters the loop of the scheduler once, and drains what it did; returns whether there is more to do."""
+        """Enters the loop of the scheduler once, and drains what it did; returns whether there is more to do.
+
+        Its events may stay to be heard (`hear`).
+        """
         self.new = {}
         if not self.slots:
             return False
@@ -164,9 +167,9 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         else:
             self.serving, log, _ = _serve_step(self.model, self.serving, log, **given)
         self.unheard.append(log)
+        self.hear(but=1)  # what the turns before left, while the device works
         requests, row, onboards = self._read()
         self._drain(requests)
-        self._hear()
         if onboards >= 0:
             self._onboard(requests, int(onboards), int(np.argmax(self.own & (row < 0))))
         while self.scheduler.preempt == "swap" and self._swap():
@@ -179,7 +182,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             self.events = self.closing
             with self.ctrl_c, jax.ensure_compile_time_eval():  # garbage collection may call this during a trace
                 self._let_go()
-                self._hear()
+                self.hear()
 
     def _empty_slots(self) -> Serving:
         """A slot for each prompt, in arrays of few sizes, so that few programs are compiled."""

@@ -102,9 +102,9 @@ def generate[C: (Cache, TieredCache)](
         buffers, see `compiler_options`.
       log_events: whether to decode the events.
       listener: called on this thread with every `Events` and `EventLog` of the run, each once and in their order,
-        whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It copies what it keeps: all that
-        it gets may be donated next. Ctrl-C waits for it. What it raises ends the run as Ctrl-C does; the releases that
-        follow it hears too, before the error is raised.
+        whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It hears of a loop while the next
+        one runs. It copies what it keeps: all that it gets may be donated next. Ctrl-C waits for it. What it raises
+        ends the run as Ctrl-C does; what follows it hears too, before the error is raised.
 
     Returns:
       list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
@@ -151,8 +151,8 @@ def stream[C: (Cache, TieredCache)](
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener
-    hears of these releases; what it raises at them comes out of the stream's `close`. Errors and Ctrl-C are as in
-    `generate`; while a `Progress` is read, Ctrl-C is the caller's.
+    has heard of a loop when its `Progress` comes. It hears of these releases too; what it raises at them comes out of
+    the stream's `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the caller's.
 
     Yields:
       A `Progress`; the last one has every output finished and every row released.
@@ -174,6 +174,7 @@ def _progress[C: (Cache, TieredCache)](batch: Batch[C]) -> Generator[Progress[C]
             batch.events = []
             with batch.ctrl_c:
                 more = batch.turn()
+                batch.hear()
             yield Progress(batch.outputs, batch.new, batch.events, batch.closing, batch)
     except GeneratorExit:
         batch.close()
@@ -269,7 +270,9 @@ def _run[C: (Cache, TieredCache)](
             while more:
                 more = batch.turn()
                 if progress is not None:
+                    batch.hear()
                     progress(batch.outputs)
+            batch.hear()
     except BaseException as cause:
         with batch.ctrl_c:
             raise batch.interrupted(cause) from cause

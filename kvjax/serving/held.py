@@ -65,10 +65,10 @@ class Held[C: (Cache, TieredCache)]:
             self.time = np.int32(agreed_time(self.cache.state, int(reading)))
         return self.time
 
-    def _hear(self, *events: Events | EventLog) -> None:
-        """Passes events on, in their order; behind a listener that raises the others stay to be heard."""
+    def hear(self, *events: Events | EventLog, but: int = 0) -> None:
+        """Passes events on, in their order, all but the last ones; behind a listener that raises the others stay."""
         self.unheard += events
-        while self.unheard:
+        while len(self.unheard) > but:
             if self.log_events:
                 self.events += to_list(self.unheard[0])
             heard = self.unheard.pop(0)
@@ -87,7 +87,7 @@ class Held[C: (Cache, TieredCache)]:
             tiered, events, lost = failure.tiered, failure.events, failure.lost
             removed, failed = [failure.removed], str(failure)
         self.cache, self.host = tiered.cache, tiered.host
-        self._hear(events, *removed)
+        self.hear(events, *removed)
         if failed is not None:  # last, since a warning may be made an error
             warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
         return events, lost
@@ -117,7 +117,7 @@ class Held[C: (Cache, TieredCache)]:
                 how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
             for _ in self.unheard[:]:
                 try:
-                    self._hear()
+                    self.hear()
                 except BaseException as error:  # the generation ends already, by `cause`
                     how += f"; at its last events the listener raised {_named(error)}"
         return GenerationInterrupted(f"interrupted by {_named(cause)}; {how}", cache, self.outputs, self.events)

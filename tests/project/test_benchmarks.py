@@ -116,11 +116,13 @@ def test_events_are_told_as_they_happened(tmp_path, monkeypatch, generates):
     file = tmp_path / "events.json"
     monkeypatch.setattr(sys, "argv", ["events", "--quick", "--json", str(file)])
     if not generates:
-        monkeypatch.setattr(listeners, "measure", lambda *_: 1.0)
+        monkeypatch.setattr(listeners, "measure", lambda *_: common.Took(1.0, 1.0))
+        monkeypatch.setattr(listeners, "profile", lambda *_: "")
     events.main()
     metrics = json.loads(file.read_text())["metrics"]
     rates = {"encode_per_s", "encode_removed_per_s", "encode_64_per_s", "mirror_per_s", "trtllm_per_s"}
-    assert set(metrics) == {*rates, "resync_s", "listener_ratio", "all_listeners_ratio"}
+    ratios = {f"{name}_{of}" for name in ("listener", "all_listeners") for of in ("ratio", "cpu_ratio")}
+    assert set(metrics) == {*rates, *ratios, "resync_s"}
     assert all(value > 0 for value in metrics.values())
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from kvjax.events.log import EventLog
 from kvjax.events.mirror import snapshot, to_list
 from kvjax.events.records import Events
+from kvjax.interop.batch import on_host
 from kvjax.state import CacheState
 
 
@@ -57,7 +58,6 @@ def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]
     Raises:
       ValueError: for anything but `Events` and an `EventLog`.
     """
-    if not isinstance(events, Events | EventLog):
-        raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
-    asked = {name: int(np.asarray(getattr(events, name)).sum()) for name in ("queried", "cached")}
+    events = on_host(events)
+    asked = {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
     return {"ts": time.time() if now is None else now, "events": to_list(events), **asked}

@@ -14,7 +14,7 @@ class Panel(NamedTuple):
 
     Attributes:
       title: above it.
-      unit: as Grafana calls it.
+      unit: as Grafana calls it; "cps" is a count a second.
       queries: (PromQL, legend).
       stacked: whether its lines add up.
       text: what it shows.
@@ -32,19 +32,19 @@ PANELS = (
         ('sum by (tier, condition) (kvjax_blocks{group=~"$group", instance=~"$instance"})', "{{tier}} {{condition}}"),
     ), stacked=True, text="Active blocks are held by rows or pins; cached ones can be reused or evicted."),
     Panel("Share of the slots that are filled", "percentunit", (
-        ('sum by (group, tier) (kvjax_filled_slots{group=~"$group", instance=~"$instance"}) / on (group, tier) '
-         'sum by (group, tier) (kvjax_blocks{group=~"$group", instance=~"$instance"}) / scalar(max(kvjax_block_size))',
-         "group {{group}} {{tier}}"),
+        ('sum by (group, tier) (kvjax_filled_slots{group=~"$group", instance=~"$instance"}) / '
+         'sum by (group, tier) (kvjax_blocks{group=~"$group", instance=~"$instance"} * on (instance) group_left () '
+         'kvjax_block_size)', "group {{group}} {{tier}}"),
     )),
     Panel("Share of prompt tokens found", "percentunit", (
         ('sum(rate(kvjax_reused_tokens_total{instance=~"$instance"}[$__rate_interval])) / '
          'sum(rate(kvjax_queried_tokens_total{instance=~"$instance"}[$__rate_interval]))', "found"),
     )),
-    Panel("Prompt tokens found, by tier", "short", (
+    Panel("Prompt tokens found, by tier", "cps", (
         ('sum by (tier) (rate(kvjax_hit_tokens_total{instance=~"$instance"}[$__rate_interval]))', "{{tier}}"),
         ('sum(rate(kvjax_queried_tokens_total{instance=~"$instance"}[$__rate_interval]))', "looked up"),
     )),
-    Panel("Blocks stored and removed", "short", (
+    Panel("Blocks stored and removed", "cps", (
         ('sum(rate(kvjax_stored_blocks_total{instance=~"$instance"}[$__rate_interval]))', "stored"),
         ('sum(rate(kvjax_removed_blocks_total{instance=~"$instance"}[$__rate_interval]))', "removed"),
         ('sum(rate(kvjax_copied_blocks_total{instance=~"$instance"}[$__rate_interval]))', "copied"),
@@ -58,12 +58,14 @@ PANELS = (
         ('sum by (to) (rate(kvjax_moved_bytes_total{group=~"$group", instance=~"$instance"}[$__rate_interval]))',
          "to the {{to}}"),
     )),
-    Panel("Moves and refusals", "short", (
+    Panel("Moves and refusals", "cps", (
         ('sum(rate(kvjax_offloaded_blocks_total{instance=~"$instance"}[$__rate_interval]))', "to the host"),
         ('sum(rate(kvjax_onboarded_blocks_total{instance=~"$instance"}[$__rate_interval]))', "to the device"),
-        ('sum(kvjax_in_transit_blocks{group=~"$group", instance=~"$instance"})', "in transit"),
         ('sum(rate(kvjax_refused_total{instance=~"$instance"}[$__rate_interval]))', "rows refused"),
     )),
+    Panel("Blocks in transit", "short", (
+        ('sum by (group) (kvjax_in_transit_blocks{group=~"$group", instance=~"$instance"})', "group {{group}}"),
+    ), text="On the move between the tiers when the state was read; nobody finds them."),
     Panel("Rows", "short", (
         ('sum by (condition) (kvjax_rows{instance=~"$instance"})', "{{condition}}"),
     ), stacked=True),

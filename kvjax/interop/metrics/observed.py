@@ -10,7 +10,7 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.events.totals import Totals
 from kvjax.events.transfer import Transfer
-from kvjax.interop.batch import read
+from kvjax.interop.batch import Heard, on_host, read
 from kvjax.spec import CacheSpec
 
 BOUNDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)  # seconds
@@ -75,11 +75,10 @@ class Observed:
         Raises:
           ValueError: for anything else, and for blocks of another size.
         """
-        if not isinstance(events, Events | EventLog):
-            raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
-        batch = read(events, self.spec)
-        if isinstance(events, Events):  # all at once; nothing is computed on a device
-            events = jax.device_get(events.replace(transfer=events.moves))
+        given, events = events, on_host(events)
+        batch = read(given if isinstance(given, Heard) else events, self.spec)
+        if isinstance(events, Events):  # nothing is computed on a device
+            events = events.replace(transfer=jax.device_get(events.moves))
         self.totals = self.totals.add(events)
         back = 0
         for step in batch.steps:

@@ -24,7 +24,7 @@ _OVERHEAD = 512  # bytes of a batch beside its payloads and arrays, about
 
 
 class Image(NamedTuple):
-    """What a batch left in the blocks of a group that it touched: blocks i32[n], rows of words i32[n, W]."""
+    """What a batch left in the blocks of a group that it touched: blocks i32[n], perhaps repeated, rows i32[n, W]."""
 
     group: int
     blocks: np.ndarray
@@ -48,10 +48,10 @@ class Sent(NamedTuple):
 def images_of(batch: Batch, nodes: NodeMap) -> list[Image]:
     """What a batch that was followed has left."""
     images, numbers = [], batch.records[:, 1]
-    for number in np.unique(numbers).tolist():
+    for number in sorted(set(numbers.tolist())):
         records, table = batch.records[numbers == number], nodes.groups[number].table
         cleared = np.any(records[:, 0] == EventKind.CLEARED)
-        blocks = np.arange(len(table)) if cleared else np.unique(records[:, 2])
+        blocks = np.arange(len(table)) if cleared else records[:, 2]
         images.append(Image(number, blocks, table[blocks]))
     return images
 

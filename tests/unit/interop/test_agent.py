@@ -4,6 +4,8 @@
 import contextlib
 import inspect
 import pathlib
+import shutil
+import subprocess
 import threading
 import time
 
@@ -20,15 +22,19 @@ import kvjax
 from kvjax import names
 from kvjax.interop.agent import Agent, messages, service, services
 from kvjax.interop.agent.updates import MOST_NAMES
+from tests.drive import TIMEOUT
 from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, named, namespaces, spec_of
 from tests.unit.interop.test_nodes import removed, stored, updated
 from tests.unit.interop.test_wire import CHAIN, LONG, eventually
 
 PLAIN = spec_of("plain")
-METHOD = "/max.serve.kvcache_agent.v1.KVCacheAgentService/SubscribeToUpdates"
+PACKAGE = "max.serve.kvcache_agent.v1"
+METHOD = f"/{PACKAGE}.KVCacheAgentService/SubscribeToUpdates"
 ADDED, REMOVED, GPU, CPU = 1, 2, 1, 2
-# What MAX's clients are made from.
+# What MAX's clients are made from, after max/serve/kvcache_agent/kvcache_agent_service_v1.proto in the history of
+# Modular's public repository, of 2025: its versions agree in all that is here. The wheel of MAX 26.7 has no agent. The
+# port is that of `KVCacheAgentServerConfig` in kvcache_agent.py beside it.
 MAX = """
 syntax = "proto3";
 package max.serve.kvcache_agent.v1;
@@ -44,8 +50,14 @@ service KVCacheAgentService { rpc SubscribeToUpdates(SubscriptionRequest) return
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
+def theirs(described):
     """The update of MAX's own description, which knows three fields."""
+    return message_factory.GetMessageClass(described.FindMessageTypeByName(f"{PACKAGE}.KVCacheStateUpdate"))
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """MAX's own description."""
     folder = tmp_path_factory.mktemp("max")
     (folder / "max.proto").write_text(MAX)
     include = pathlib.Path(grpc_tools.__file__).parent / "_proto"
@@ -54,8 +66,23 @@ def theirs(tmp_path_factory):
     pool = descriptor_pool.DescriptorPool()
     for file in descriptor_pb2.FileDescriptorSet.FromString(made.read_bytes()).file:
         pool.Add(file)
-    found = pool.FindMessageTypeByName("max.serve.kvcache_agent.v1.KVCacheStateUpdate")
-    return message_factory.GetMessageClass(found)
+    return pool
+
+
+def test_all_that_max_describes_is_here_under_the_same_numbers(described):
+    """Its service, method, fields and values; ours has more."""
+    theirs, ours = (
+        descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
+        for file in (described.FindFileByName("max.proto"), messages.DESCRIPTOR)
+    )
+    assert (theirs.package, theirs.syntax) == (ours.package, ours.syntax) == (PACKAGE, "proto3")
+    assert list(theirs.service) == list(ours.service) and list(theirs.enum_type) == list(ours.enum_type)
+    asked, told = (
+        {message.name: [(f.name, f.number, f.type, f.label, f.type_name) for f in message.field]
+         for message in file.message_type} for file in (theirs, ours)
+    )  # fmt: skip
+    assert [len(fields) for fields in asked.values()] == [0, 3]
+    assert all(set(fields) <= set(told[name]) for name, fields in asked.items())
 
 
 def agent(spec=PLAIN, **options):
@@ -507,6 +534,34 @@ def test_credentials_are_asked_for():
         source.publish(CHAIN)
         with Reader(source.address, credentials=grpc.local_channel_credentials()) as reader:
             assert reader.wait(lambda one: len(one.found) == 2)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """(private key, certificate) of 127.0.0.1, signed by itself, in PEM."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl, which makes certificates")
+    folder = tmp_path_factory.mktemp("tls")
+    key, signed = folder / "key.pem", folder / "signed.pem"
+    asked = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=here"]
+    asked += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", signed]
+    subprocess.run([openssl, "req", "-x509", *asked], check=True, capture_output=True, timeout=TIMEOUT)
+    return key.read_bytes(), signed.read_bytes()
+
+
+def test_updates_are_encrypted_for_those_who_know_the_certificate(certificate):
+    """Others, and those who come in clear, are told nothing."""
+    trusting, others = (grpc.ssl_channel_credentials(root) for root in (certificate[1], None))
+    with agent(credentials=grpc.ssl_server_credentials([certificate])) as source:
+        source.publish(CHAIN)
+        with Reader(source.address, credentials=trusting) as reader:
+            assert reader.agrees(named(mirror_of(CHAIN), PLAIN, kvjax.Namespaces()))
+        for channel in (grpc.secure_channel(source.address, others), grpc.insecure_channel(source.address)):
+            with channel, pytest.raises(grpc.RpcError) as caught:
+                next(channel.unary_stream(METHOD)(b"", timeout=LONG))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert source.counts["subscriptions"] == 1
 
 
 def test_the_description_makes_a_client():

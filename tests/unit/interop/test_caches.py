@@ -94,11 +94,16 @@ def test_it_holds_with_extra_ids(asked):
 
 def assert_law(spec, asked, **extra):
     known, trial = given_out(3), Trial(kvjax.init(spec))
-    reader = Reader(spec, known)
-    with publisher(spec, names=known, **extra) as source, subscriber(source) as sub:
+    lines, every = Lines(spec, known), range(int(spec.bare), len(spec.groups))
+    with (
+        publisher(spec, names=known, **extra) as source, subscriber(source) as sub, agent(spec, names=known) as served,
+        Reader(served.address, every) as reader,
+    ):  # fmt: skip
         for request in asked:
             events = trial.do(request)
             if events is not None:
                 source.publish(events)
-                reader.hear(events)
-        assert agrees(sub, projected(trial.mirror, spec, known, **extra)) and reader.agrees(trial.mirror)
+                served.publish(events)
+                lines.hear(events)
+        assert agrees(sub, projected(trial.mirror, spec, known, **extra)) and lines.agrees(trial.mirror)
+        assert reader.agrees(named(trial.mirror, spec, known, groups=every))

@@ -272,6 +272,10 @@ def test_the_dashboard_is_printed():
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=TIMEOUT).stdout
     board = json.loads(out)
     assert board == dashboard()
+    rates = [panel["fieldConfig"]["defaults"]["unit"] for panel in board["panels"]
+             if all("rate(" in target["expr"] and " / " not in target["expr"] and "quantile" not in target["expr"]
+                    for target in panel["targets"])]  # fmt: skip
+    assert len(rates) == 4 and set(rates) == {"cps", "Bps"}
     places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
     assert len(set(places)) == len(places) and len({panel["id"] for panel in board["panels"]}) == len(places)
 

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node map: the same index as `fold`, from arrays, logs, lists and states; what cannot have happened is refused."""
 
-import gc
-import weakref
-
 import jax
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.interop import NodeMap
-from kvjax.interop.batch import read
+from kvjax.interop import NodeMap, together
+from kvjax.interop.batch import on_host, read
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, spec_of
 
 PLAIN = spec_of("plain")
@@ -119,16 +116,19 @@ def test_events_may_have_leading_axes_and_are_copied():
 
 
 @pytest.mark.parametrize("log", [False, True])
-def test_listeners_of_one_run_get_one_batch_as_long_as_its_events_are_there(log):
-    events = jax.device_put(arrays_of(KNOWN, PLAIN, log=log))
-    batch = read(events, PLAIN)
-    assert read(events, PLAIN) is batch and read(events, spec_of("plain", blocks=11)) is not batch
-    others = jax.device_put(arrays_of(KNOWN[:1], PLAIN, log=log))
-    assert len(read(others, PLAIN)) == 1 and len(read(events, PLAIN)) == len(batch)
-    gone = weakref.ref(read(events, PLAIN))
-    del events
-    gc.collect()
-    assert gone() is None and len(read(others, PLAIN)) == 1
+def test_listeners_together_get_one_batch_and_a_copy_on_the_host(log):
+    got, nodes = [], [NodeMap(PLAIN) for _ in range(2)]
+    listener = together(PLAIN, got.append, *(one.fold for one in nodes))
+    listener(jax.device_put(arrays_of(KNOWN, PLAIN, log=log)))
+    listener(jax.device_put(arrays_of([removed(2, 1)], PLAIN, log=log)))
+    first, second = got
+    assert read(first, PLAIN) is first.batch and len(first.batch) == 2 and len(second.batch) == 1
+    assert on_host(first) is first.events and all(isinstance(x, np.ndarray) for x in jax.tree.leaves(first.events))
+    assert nodes[0].index == nodes[1].index == kvjax.fold(KNOWN[:1]).index
+    other = spec_of("plain", blocks=11)
+    assert read(first, other) is not first.batch and len(read(first, other)) == 2
+    with pytest.raises(ValueError, match=r"^events: got list, wanted Events or an EventLog"):
+        listener(KNOWN)
 
 
 def test_events_on_the_host_are_read_as_they_are():

@@ -37,7 +37,8 @@ def checked(text):
         assert all(type(event[name]) is int and event[name] >= 0 for name in {"pid", "tid", "ts", "dur"} & set(event))
         assert event.get("s", "t") == "t" and isinstance(event["args"], dict)
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name") and set(event["args"]) == {"name"}
+            told = {"process_name": "name", "thread_name": "name", "thread_sort_index": "sort_index"}
+            assert set(event["args"]) == {told[event["name"]]}
         if event["ph"] == "C":
             assert event["args"] and all(type(number) is int and number >= 0 for number in event["args"].values())
     tracks = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
@@ -65,11 +66,13 @@ def test_a_trace_by_hand():
     with Trace(PLAIN, file, clock=ticks()) as trace:
         trace.write(arrays_of([A, B], PLAIN, log=True))
         trace.write(arrays_of([removed(2, 1), updated(1, 1, 1)], PLAIN))
-    names = [("process_name", 0, "cache"), ("thread_name", 1, "admissions"), ("thread_name", 2, "loops"),
-             ("thread_name", 3, "moves"), ("thread_name", 4, "other transitions")]  # fmt: skip
+    head, tracks = '{"ph": "M", "name": "', ["admissions", "loops", "moves", "other transitions"]
     lines = [
-        *(f'{{"ph": "M", "name": "{what}", "pid": 1, "tid": {track}, "args": {{"name": "{name}"}}}}'
-          for what, track, name in names),
+        head + 'process_name", "pid": 1, "tid": 0, "args": {"name": "cache"}}',
+        *(line for track, name in enumerate(tracks, 1) for line in (
+            f'{head}thread_name", "pid": 1, "tid": {track}, "args": {{"name": "{name}"}}}}',
+            f'{head}thread_sort_index", "pid": 1, "tid": {track}, "args": {{"sort_index": {track}}}}}',
+        )),
         '{"ph": "X", "name": "loop", "ts": 0, "dur": 500000, "pid": 1, "tid": 2, "args": {"stored": 2}}',
         '{"ph": "C", "name": "findable blocks, device", "ts": 500000, "pid": 1, "tid": 0, '
         '"args": {"whole": 1, "partly filled": 1}}',
@@ -93,7 +96,7 @@ def test_a_trace_by_hand():
 def test_a_file_that_was_not_closed_lacks_its_end_alone():
     file = io.StringIO()
     Trace(PLAIN, file).write(arrays_of([A], PLAIN))
-    assert len(checked(file.getvalue() + "]")) == 8
+    assert len(checked(file.getvalue() + "]")) == 12
 
 
 def test_admissions_moves_and_other_transitions_have_tracks():
@@ -145,21 +148,28 @@ def test_what_is_no_transition_is_refused():
 
 
 def test_prompts_have_tracks_by_hand():
-    """A pause is no part of what comes next."""
-    file, outputs = io.StringIO(), [Output(7, cached_tokens=4), Output(5)]
+    """A pause is no part of what comes next; the prompts of two streams share tracks."""
+    file, outputs = io.StringIO(), [Output(7, [1, 2], cached_tokens=4), Output(5)]
     with Trace(PLAIN, file, clock=ticks()) as trace:
         trace.show(types.SimpleNamespace(new={0: [1, 2]}, outputs=outputs))
         trace.mark()
+        outputs[0].tokens.append(3)
+        outputs[1].tokens.append(4)
         outputs[1].finish = "stop"
         trace.show(types.SimpleNamespace(new={0: [3], 1: [4]}, outputs=outputs))
+        trace.show(types.SimpleNamespace(new={0: [9]}, outputs=[Output(2, [9])]))
     events = checked(file.getvalue())
-    assert [one["args"]["name"] for one in only(events, "M")[5:]] == ["prompts", "prompt 0", "prompt 1"]
+    assert [*only(events, "M")[9]["args"].values()] == ["prompts"]
+    assert [(one["tid"], *one["args"].values()) for one in only(events, "M")[10:]] == [
+        (1, "prompt 0"), (1, 1), (2, "prompt 1"), (2, 2)
+    ]  # fmt: skip
     found = [(one["name"], one["tid"], one["ts"], one["dur"], one["args"]) for one in only(events, "X")]
     assert found == [
         ("prefill and decode", 1, 0, 500_000, {"tokens": 2, "prompt_tokens": 7, "cached_tokens": 4}),
         ("decode", 1, 1_500_000, 500_000, {"tokens": 1, "prompt_tokens": 7, "cached_tokens": 4}),
         ("prefill and decode", 2, 1_500_000, 500_000,
          {"tokens": 1, "prompt_tokens": 5, "cached_tokens": 0, "finish": "stop"}),
+        ("prefill and decode", 1, 2_500_000, 500_000, {"tokens": 1, "prompt_tokens": 2, "cached_tokens": 0}),
     ]  # fmt: skip
 
 

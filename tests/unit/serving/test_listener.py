@@ -4,6 +4,7 @@
 On the prompts and the programs of test_interrupts.py.
 """
 
+import functools
 import itertools
 import signal
 import warnings
@@ -159,6 +160,27 @@ def test_a_warning_that_is_an_error_costs_neither_the_cache_nor_events(monkeypat
     assert_whole(caught.value.cache, heard + ear.heard)
 
 
+def last_call(way):
+    """Calls of a run that ends after the first one: then come the loop that runs, if any, and the releases."""
+    return 2 if way is spread else 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loop_is_heard_of_while_the_next_one_runs(way, monkeypatch):
+    """But a `Progress` comes when all before it has been heard of."""
+    order, serve = [], batch._serve
+
+    def noted(*args, **options):
+        order.append("loop")
+        return serve(*args, **options)
+
+    monkeypatch.setattr(batch, "_serve", functools.update_wrapper(noted, serve))
+    way(start(), prompts_of(0), listener=lambda _: order.append("heard"))
+    loops = order.count("loop")
+    wanted = ["loop", "heard"] * loops if way is spread else ["loop", *["loop", "heard"] * (loops - 1), "heard"]
+    assert order == wanted and loops > 1
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_it_raises_at_the_releases_is_said_and_loses_nothing(way):
     def leave():
@@ -168,11 +190,9 @@ def test_what_it_raises_at_the_releases_is_said_and_loses_nothing(way):
     with pytest.raises(GenerationInterrupted) as caught:
         way(start(), prompts_of(0), listener=ear)
     assert isinstance(caught.value.__cause__, SystemExit)
-    assert str(caught.value) == (
-        "interrupted by SystemExit: enough; go on with this error's `cache`; at its last events the listener raised "
-        "SystemExit: enough"
-    )
-    assert caught.value.events == ear.heard and ear.calls == 2
+    behind = "; at its last events the listener raised SystemExit: enough" * (last_call(way) - 1)
+    assert str(caught.value) == f"interrupted by SystemExit: enough; go on with this error's `cache`{behind}"
+    assert caught.value.events == ear.heard and ear.calls == last_call(way)
     assert caught.value.outputs[0].tokens  # of the loop whose events it was told
     assert_whole(caught.value.cache, ear.heard, prompts_of(0), caught.value.outputs)
 
@@ -219,7 +239,8 @@ def test_ctrl_c_waits_for_the_listener(way):
     ear = Ear(lambda: (press(), came_back.append(True)), [1])
     with pytest.raises(GenerationInterrupted) as caught:
         way(start(), prompts_of(0), listener=ear)
-    assert isinstance(caught.value.__cause__, KeyboardInterrupt) and came_back and ear.calls == 2
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt) and came_back
+    assert ear.calls == last_call(way)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_whole(caught.value.cache, ear.heard, prompts_of(0), caught.value.outputs)
 
