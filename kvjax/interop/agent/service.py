@@ -33,6 +33,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 _REQUEST_BYTES = 4096
+_READ_BYTES = 1 << 20  # of a request; a longer one gRPC refuses by itself, and nobody counts it
 _SPARE_THREADS = 4  # which tell those that are refused
 _GRACE = 5.0  # seconds in which a subscriber that is late may still read why its stream ends
 
@@ -112,7 +113,7 @@ class Agent(Feed[Updates, None]):
         self._threads = ThreadPoolExecutor(max_subscribers + _SPARE_THREADS, "kvjax-agent-stream")
         self._server = grpc.server(
             self._threads,
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _REQUEST_BYTES)],
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _READ_BYTES)],
         )
         service = messages.DESCRIPTOR.services_by_name["KVCacheAgentService"].full_name
         methods = {"SubscribeToUpdates": grpc.unary_stream_rpc_method_handler(self._subscribe)}
@@ -232,6 +233,8 @@ class Agent(Feed[Updates, None]):
             wrong = f"request: got {request!r:.80}, wanted a SubscriptionRequest"
         if not set(groups) <= set(known):
             wrong = f"groups: got {list(groups)!r:.80}, wanted some of {known}"
+        if len(request) > _REQUEST_BYTES:
+            wrong = f"request: got {len(request):,} bytes, wanted at most {_REQUEST_BYTES:,}"
         if wrong:
             with self._map_lock:
                 self._counts["requests_refused"] += 1

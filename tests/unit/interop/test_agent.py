@@ -480,7 +480,7 @@ def answer(channel, request_):
 
 def expected(request_):
     if len(request_) > 4096:
-        return grpc.StatusCode.RESOURCE_EXHAUSTED
+        return grpc.StatusCode.INVALID_ARGUMENT
     try:
         asked = messages.SubscriptionRequest.FromString(request_).groups
     except DecodeError:
@@ -493,8 +493,16 @@ def expected(request_):
 def test_requests_of_others_are_answered_or_refused(beset, request_):
     source, reader, channel = beset
     assert eventually(lambda: source.counts["subscribers"] < 10)
-    assert answer(channel, request_) is expected(request_)
+    before, wanted = source.counts["requests_refused"], expected(request_)
+    assert answer(channel, request_) is wanted
+    assert source.counts["requests_refused"] == before + (wanted is grpc.StatusCode.INVALID_ARGUMENT)
     assert reader.agrees(named(mirror_of(CHAIN), PLAIN, kvjax.Namespaces())) and source.counts["ignored"] == 0
+
+
+def test_what_grpc_refuses_does_no_harm(beset):
+    _, reader, channel = beset
+    assert answer(channel, bytes((1 << 20) + 1)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert reader.agrees(named(mirror_of(CHAIN), PLAIN, kvjax.Namespaces()))
 
 
 def test_other_methods_are_not_there(beset):
