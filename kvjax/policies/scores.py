@@ -94,6 +94,7 @@ def unbound(fn: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], tup
 
 
 def is_hashable(value: Any) -> bool:
+    """Whether a value can be part of a policy."""
     try:
         hash(value)
     except TypeError:
@@ -200,19 +201,6 @@ def fifo() -> EvictionPolicy:
 
 def _stored(blocks: Blocks) -> jax.Array:
     return blocks.stored - blocks.clock
-
-
-@functools.cache
-def lfu() -> EvictionPolicy:
-    """Evicts the block that was reused least often since it was stored, among equals the least recently released.
-
-    Blocks that were reused more than 120 times count as equals; so do ages of more than 16.7 million releases.
-    """
-    return by_score(_hits_then_age, name="lfu")
-
-
-def _hits_then_age(blocks: Blocks) -> jax.Array:
-    return then_age(jnp.minimum(blocks.hits, MAX_RANK), blocks)
 
 
 def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:

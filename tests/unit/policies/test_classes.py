@@ -4,6 +4,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,3 +156,50 @@ def test_victims_are_those_of_lists_in_plain_python(name):
         forest.release(held)
         pstate = touch(pstate, forest.blocks(), jnp.array((held + [-1] * NUMBER)[:NUMBER], jnp.int32), now)
     assert filled > 3 and forest.passed_over > 100
+
+
+def by_hits_then_age(blocks):
+    """`lfu`, with a pass over all blocks."""
+    return then_age(jnp.minimum(blocks.hits, 120), blocks)
+
+
+@functools.cache
+def slow_lfu():
+    return by_score(by_hits_then_age)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
+def test_lfu_is_the_score_that_it_was(seed):
+    """The same caches after every request, block numbers included."""
+    classes, scores = Trial(kvjax.init(PLAIN, lfu()), delivers=True), Trial(kvjax.init(PLAIN, slow_lfu()))
+    for step, request in enumerate(itertools.islice(random_requests(seed, PLAIN), 300)):
+        states = []
+        for trial in (classes, scores):
+            trial.do(request)
+            (group,) = trial.state.groups
+            states.append((group.replace(policy=()), trial.state.seqs))
+        chex.assert_trees_all_equal(*states, custom_message=f"step {step}: {request}")
+    assert classes.tally["removed"] > 50
+
+
+@pytest.mark.long
+def test_a_score_with_a_state_conforms():
+    policy, _ = POLICIES["with weights"]
+    state = policy.init(PLAIN.groups[0].num_ids)._replace(own={"w": jnp.float32(2)})
+    assert check_policy(policy, seed=4, steps=200, pstate=state)["removed"] > 10
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(ValueError, match="classes: got 0, wanted at least 1"):
+        by_class(label, classes=0)
+    with pytest.raises(ValueError, match=r"score: got array\(.*, which has no hash, wanted a function"):
+        by_class(label, np.ones(2), classes=2)
+    blocks = Forest(None).blocks()
+    for wrong in (lambda blocks, ids: blocks.hits, lambda blocks, ids: jnp.ones(ids.shape)):
+        policy = by_class(wrong, classes=2)
+        with pytest.raises(ValueError, match=r"by_class: fn returns .*, wanted integers of shape \[3\]"):
+            policy.touch(policy.init(NUMBER), blocks, jnp.full((3,), -1, jnp.int32), jnp.int32(0))
+    policy = by_class(label, lambda blocks, heads: blocks.stored, classes=2)
+    with pytest.raises(ValueError, match=r"by_class: the score has shape \(24,\), wanted one per class \(2,\)"):
+        policy.victims(policy.init(NUMBER), blocks, lambda ids: ids >= 0, jnp.int32(1), jnp.int32(0), SIZE)
