@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.policies import cost_aware, fifo, lfu, lru
 from kvjax.research import in_blocks, make_trace, replay
-from kvjax.research.replays import _asks, _serve
+from kvjax.research.replays import _serve, asks_of
 from tests.oracle import research
 from tests.oracle import research_policies as oracle
 from tests.unit.research import cases
@@ -181,7 +181,7 @@ def lines_of_size(policy, most):
     trace, sizes = small_trace(), np.array([1, 2, 3, most], np.int32)
     spec = kvjax.make_spec(num_blocks=most, max_seqs=1, max_length=2, block_size=1, partial_reuse=False)
     ids = np.concatenate([trace.ids, np.zeros(2, np.int32)])
-    text = _serve.lower(spec, policy, sizes, None, _asks(trace, "full"), ids).compile().as_text()
+    text = _serve.lower(spec, policy, sizes, None, asks_of(trace, "full"), ids).compile().as_text()
     return re.findall(rf"^ *(?:ROOT )?%?\S+ = \(?\w+\[[\d,]*\b{most}\b[\d,]*\]\S* (?:copy|select)\(.*$", text, re.M)
 
 
