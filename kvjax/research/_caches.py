@@ -130,9 +130,12 @@ def _take(
     victims, pstate = policy.chosen(cache.policy, blocks, eligible, wanted, now, column.shape[0])
     leaves = column < wanted
     sound = cache.sound & jnp.all(eligible(victims) | ~leaves)
-    blocks, victims, sound = fence(blocks, jnp.where(leaves, victims, NO_BLOCK), sound)
+    (refcount, fill), victims, sound = fence((blocks.refcount, blocks.fill), victims, sound)
+    victims = jnp.where(leaves, victims, NO_BLOCK)
+    blocks = blocks.replace(refcount=refcount, fill=fill)
     if "children" in reads:
-        parent = pick(blocks.parent, victims)[:, 0]
+        parents, parent = fence(blocks.parent, pick(blocks.parent, victims)[:, 0])
+        blocks = blocks.replace(parent=parents)
         blocks = _add(blocks, reads, "children", parent, -1, leaves & (parent >= 0), unique=False)
     fresh = jnp.where(column < spares, cache.spare, cache.used + column - spares)
     taken = jnp.where(column < empty, fresh, pick(victims, column - empty))
