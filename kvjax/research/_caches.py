@@ -104,7 +104,7 @@ def serve(cache: Known, ask: Ask, hints: jax.Array, policy: EvictionPolicy, whol
     table = jnp.where(merged, hints, own)
     blocks = cache.blocks.replace(fill=put(cache.blocks.fill, own, stored.astype(jnp.int32), new))
     blocks = _publish(blocks, table, stored, column)
-    cached = fits & (column < ask.kept)
+    cached = fits & (ask.kept > column)
     blocks = blocks.replace(
         hits=add(blocks.hits, hints, 1, merged),
         refcount=put(blocks.refcount, hints, 0, hit),
