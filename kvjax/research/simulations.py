@@ -80,7 +80,12 @@ def _arguments(
     blocks = numbers_of_blocks(sizes)
     policy = in_blocks(known_policy(policy), trace.block_size)
     spec = make_spec(num_blocks=int(blocks.max()), max_seqs=1, max_length=1, block_size=1, partial_reuse=False)
-    _check_reads(policy, spec)
+    missing = not_told(policy, spec.groups[0].num_blocks)
+    if missing:
+        raise ValueError(
+            f"policy: got {policy}, which reads {', '.join(missing)} of blocks, wanted one that reads only "
+            f"{', '.join(sorted(_TOLD))} (replay takes any policy)"
+        )
     widths = _widths(int(trace.lengths.max(initial=1)))
     asks = asks_of(trace, rule) | {"width": np.searchsorted(widths, trace.lengths).astype(np.int32)}
     ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # a slice of any width is never cut off
@@ -96,28 +101,23 @@ def _widths(longest: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _check_reads(policy: EvictionPolicy, spec: CacheSpec) -> None:
-    """Raises ValueError for a policy that reads arrays of `Blocks` which a trace does not tell."""
-    full = make_spec(
-        num_blocks=spec.groups[0].num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True
-    )
-    group = jax.eval_shape(lambda: init(full, policy).groups[0])
+def not_told(policy: EvictionPolicy, num_blocks: int) -> tuple[str, ...]:
+    """The arrays of `Blocks` that a policy for so many blocks reads, and a trace does not tell."""
+    spec = make_spec(
+        num_blocks=num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True
+    )  # fmt: skip
+    group = jax.eval_shape(lambda: init(spec, policy).groups[0])
 
     def look(blocks, pstate, ids, wanted, now):
         pstate = policy.touch(pstate, blocks, ids, now)
         return policy.victims(pstate, blocks, lambda ids: ids >= 0, wanted, now, ids.shape[0])
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    given = (group.blocks, group.policy, jax.ShapeDtypeStruct((4,), jnp.int32), number, number)
-    jaxpr = jax.make_jaxpr(look)(*given).jaxpr
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    jaxpr = jax.make_jaxpr(look)(group.blocks, group.policy, jax.ShapeDtypeStruct((4,), jnp.int32), number, number)
+    _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     paths, _ = jax.tree_util.tree_flatten_with_path(group.blocks)
     read = {path[-1].name for (path, _), is_used in zip(paths, used, strict=False) if is_used}
-    if read - _TOLD:
-        raise ValueError(
-            f"policy: got {policy}, which reads {', '.join(sorted(read - _TOLD))} of blocks, wanted one that reads "
-            f"only {', '.join(sorted(_TOLD))} (replay takes any policy)"
-        )
+    return tuple(sorted(read - _TOLD))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
