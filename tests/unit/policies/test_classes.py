@@ -168,7 +168,7 @@ def slow_lfu():
     return by_score(by_hits_then_age)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_lfu_is_the_score_that_it_was(seed):
     """The same caches after every request, block numbers included."""

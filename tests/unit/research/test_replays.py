@@ -17,18 +17,7 @@ from kvjax.research.replays import _serve, asks_of
 from tests.oracle import research_policies as oracle
 from tests.unit.research import cases
 from tests.unit.research.policies import (
-    BLOCK,
-    LENGTHS,
-    LONGEST,
-    MOST,
-    POLICIES,
-    SOME,
-    assert_same,
-    by_classes,
-    forests,
-    lines_of_size,
-    lru_hits,
-    small_trace,
+    BLOCK, LENGTHS, LONGEST, MOST, POLICIES, SOME, assert_same, forests, lines_of_size, lru_hits, small_trace,
 )  # fmt: skip
 
 
@@ -142,7 +131,7 @@ def compiled(policy, most):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", [lru(), lfu(), by_classes()], ids=str)
+@pytest.mark.parametrize("policy", [lru(), lfu()], ids=str)
 def test_no_request_selects_or_copies_all_blocks(policy):
     assert lines_of_size(compiled(policy, 4099), 4099) == []
 
