@@ -17,8 +17,18 @@ from kvjax.research.replays import _serve, asks_of
 from tests.oracle import research_policies as oracle
 from tests.unit.research import cases
 from tests.unit.research.policies import (
-    BLOCK, LENGTHS, LONGEST, MOST, POLICIES, SOME, assert_same, forests, lines_of_size, lru_hits, small_trace,
-)  # fmt: skip
+    BLOCK,
+    LENGTHS,
+    LONGEST,
+    MOST,
+    POLICIES,
+    SOME,
+    assert_same,
+    forests,
+    lines_of_size,
+    lru_hits,
+    small_trace,
+)
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -19,8 +19,18 @@ from tests.oracle import research
 from tests.oracle import research_policies as oracle
 from tests.unit.research import cases
 from tests.unit.research.policies import (
-    BLOCK, LENGTHS, LONGEST, MOST, POLICIES, assert_same, by_classes, forests, lines_of_size, lru_hits, small_trace,
-)  # fmt: skip
+    BLOCK,
+    LENGTHS,
+    LONGEST,
+    MOST,
+    POLICIES,
+    assert_same,
+    by_classes,
+    forests,
+    lines_of_size,
+    lru_hits,
+    small_trace,
+)
 
 
 def marked(*names):
