@@ -6,14 +6,16 @@ A policy in one line (the lowest score leaves first; see `state.Blocks` for what
     smallest_first = by_score(lambda blocks: blocks.fill)
 """
 
+from kvjax.policies.classes import by_class, lfu
 from kvjax.policies.retention import Retention, TokenRange
 from kvjax.policies.ring import lru, vllm_v1
-from kvjax.policies.scores import by_score, cost_aware, fifo, lfu, random
+from kvjax.policies.scores import by_score, cost_aware, fifo, random
 from kvjax.policies.worth import priority, trt_leaf
 
 __all__ = [
     "Retention",
     "TokenRange",
+    "by_class",
     "by_score",
     "cost_aware",
     "fifo",

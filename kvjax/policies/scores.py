@@ -59,9 +59,9 @@ def by_score(
     """
     if touch is not None and init is None:
         raise ValueError("touch: got a function, wanted None (without init= there is no state that it could change)")
-    fn, parameters = _unbound(fn)
+    fn, parameters = unbound(fn)
     for argument, function in (("fn", fn), ("init", init), ("touch", touch)):
-        if not _is_hashable(function):
+        if not is_hashable(function):
             raise ValueError(f"{argument}: got {function!r}, which has no hash, wanted a function")
     return EvictionPolicy(
         init or _no_state,
@@ -83,17 +83,18 @@ def _untouched(pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> A
     return pstate
 
 
-def _unbound(fn: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], tuple[tuple[str, Any], ...]]:
+def unbound(fn: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], tuple[tuple[str, Any], ...]]:
     """A partial's function and what it binds by name: partials are equal to nothing else, their parts may be.
 
     One that binds by position, or something without a hash such as an array, stays a function like any other.
     """
-    if not isinstance(fn, functools.partial) or fn.args or not _is_hashable(tuple(fn.keywords.values())):
+    if not isinstance(fn, functools.partial) or fn.args or not is_hashable(tuple(fn.keywords.values())):
         return fn, ()
     return fn.func, tuple(sorted(fn.keywords.items()))
 
 
-def _is_hashable(value: Any) -> bool:
+def is_hashable(value: Any) -> bool:
+    """Whether a value can be part of a policy."""
     try:
         hash(value)
     except TypeError:
@@ -131,7 +132,7 @@ class _Lowest:
                 raise ValueError(
                     f"by_score: the score has shape {score.shape}, wanted one per block {blocks.fill.shape}"
                 )
-            score = _as_ordered_float(score)
+            score = ordered(score)
             return _pop_leaves(score, blocks, eligible, wanted, size)
 
         return lax.cond(in_any(wanted > 0), choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
@@ -157,7 +158,7 @@ def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: ja
     return lax.fori_loop(0, jnp.minimum(wanted, size), step, (front, jnp.full((size,), -1, jnp.int32)))[1]
 
 
-def _as_ordered_float(score: jax.Array) -> jax.Array:
+def ordered(score: jax.Array) -> jax.Array:
     """f32 in the same order, NaN last. Integers become the bits of floats: a conversion is exact up to 2^24 only."""
     largest = np.float32(np.finfo(np.float32).max)
     if jnp.issubdtype(score.dtype, jnp.floating):
@@ -200,19 +201,6 @@ def fifo() -> EvictionPolicy:
 
 def _stored(blocks: Blocks) -> jax.Array:
     return blocks.stored - blocks.clock
-
-
-@functools.cache
-def lfu() -> EvictionPolicy:
-    """Evicts the block that was reused least often since it was stored, among equals the least recently released.
-
-    Blocks that were reused more than 120 times count as equals; so do ages of more than 16.7 million releases.
-    """
-    return by_score(_hits_then_age, name="lfu")
-
-
-def _hits_then_age(blocks: Blocks) -> jax.Array:
-    return then_age(jnp.minimum(blocks.hits, MAX_RANK), blocks)
 
 
 def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:

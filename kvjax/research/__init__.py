@@ -11,6 +11,7 @@ from kvjax.research.readers import read_azure, read_bailian, read_burst, read_mo
 from kvjax.research.replays import in_blocks, replay
 from kvjax.research.rules import RULES, Hits, Rule
 from kvjax.research.sessions import Sessions
+from kvjax.research.simulations import simulate
 from kvjax.research.traces import Trace, make_trace
 from kvjax.research.writers import write_libcachesim_csv, write_mooncake, write_oracle_general
 
@@ -40,6 +41,7 @@ __all__ = [
     "replay",
     "reuse_distances",
     "reuse_times",
+    "simulate",
     "summary",
     "unbounded",
     "write_libcachesim_csv",

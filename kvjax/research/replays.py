@@ -64,12 +64,9 @@ def replay(
     check_rule(rule)
     if rule == "papers":
         raise ValueError('rule: got "papers", wanted "kvjax" or "full" (admit never takes the last block of a prompt)')
-    blocks = np.asarray(sizes)
-    if blocks.ndim != 1 or not np.issubdtype(blocks.dtype, np.integer) or not blocks.size or blocks.min() < 1:
-        raise ValueError(f"sizes: got {sizes}, wanted at least one number of blocks, each at least 1")
-    blocks = blocks.astype(np.int32)
+    blocks = numbers_of_blocks(sizes)
     policy = in_blocks(known_policy(policy), trace.block_size)
-    asks = _asks(trace, rule)
+    asks = asks_of(trace, rule)
     if overlap is None:
         spec, ids = _caches(blocks, trace, trace.lengths, 1)
         found = _serve(spec, policy, blocks, policy_state, asks, ids)
@@ -89,13 +86,25 @@ def _caches(sizes: np.ndarray, trace: Trace, held: np.ndarray, rows: int) -> tup
     return spec, np.concatenate([trace.ids, np.zeros(width, np.int32)])
 
 
+def numbers_of_blocks(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """i32[Z]; sizes of caches, any but 0.
+
+    Raises:
+      ValueError: for no sizes, or one below 1.
+    """
+    blocks = np.asarray(sizes)
+    if blocks.ndim != 1 or not np.issubdtype(blocks.dtype, np.integer) or not blocks.size or blocks.min() < 1:
+        raise ValueError(f"sizes: got {sizes}, wanted at least one number of blocks, each at least 1")
+    return blocks.astype(np.int32)
+
+
 def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
     """The same policy for a cache that takes a block for one token: `cost_aware` counts positions in its balance."""
     balance = dict(policy.parameters).get("balance", 0)
     return cost_aware(balance / block_size) if policy == cost_aware(balance) else policy
 
 
-def _asks(trace: Trace, rule: Rule) -> dict[str, np.ndarray]:
+def asks_of(trace: Trace, rule: Rule) -> dict[str, np.ndarray]:
     """i32[R] each: where a prompt begins in `ids`, its blocks, how many of them are cached, and ms."""
     since = trace.time - trace.time[:1]
     return {

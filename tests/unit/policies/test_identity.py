@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax import EvictionPolicy, by_score
-from kvjax.policies import cost_aware, fifo, lfu, lru, priority, random, trt_leaf, vllm_v1
+from kvjax.policies import by_class, cost_aware, fifo, lfu, lru, priority, random, trt_leaf, vllm_v1
 from kvjax.testing import SMALL
 from tests.drive import output_of
 
@@ -47,6 +47,14 @@ def nobody(pstate, blocks, eligible, wanted, now, size):
     return jnp.full((size,), -1, jnp.int32), pstate
 
 
+def class_of(blocks, ids, seen=None, now=None, *, scale=1):
+    return blocks.hits[ids] * scale
+
+
+def head_of(blocks, heads, seen, now, *, scale):
+    return blocks.stored[heads] * scale
+
+
 @dataclasses.dataclass(frozen=True)
 class Scale:
     """A score that is a value itself."""
@@ -66,6 +74,15 @@ MAKERS = {
     "by_score with all": lambda: by_score(seen_last, timed=True, init=nothing_seen, touch=see),
     "by_score with a parameter": lambda: by_score(functools.partial(scaled, scale=3)),
     "by_score of a value": lambda: by_score(Scale(3)),
+    "by_class": lambda: by_class(class_of, classes=3),
+    "by_class with all": lambda: by_class(
+        functools.partial(class_of, scale=2),
+        functools.partial(head_of, scale=3),
+        classes=3,
+        timed=True,
+        init=nothing_seen,
+        name="x",
+    ),
     "by hand": lambda: EvictionPolicy(nothing_seen, see, nobody),
 }
 
@@ -94,6 +111,9 @@ def test_a_name_alone_makes_no_two_equal():
         *(by_score(functools.partial(scaled, scale=scale)) for scale in (0, 1, 1.0, True, 2)),
         by_score(functools.partial(scaled, scale=1), name="x"), by_score(functools.partial(one, blocks=1)),
         cost_aware(1), cost_aware(1.0), by_score(Scale(1)), by_score(Scale(2)),
+        *(by_class(one, classes=classes) for classes in (1, 2)), by_class(one, one, classes=2),
+        *(by_class(functools.partial(class_of, scale=scale), classes=2) for scale in (1, 1.0)),
+        by_class(one, classes=2, init=nothing_seen), by_class(one, classes=2, timed=True),
         EvictionPolicy(nothing_seen, see, nobody),
     ]  # fmt: skip
     assert len({by_score(one), *different}) == 1 + len(different)

@@ -162,10 +162,10 @@ def blocks_of(spec=PLAIN):
     return kvjax.state.Blocks(**{**vars(blocks), "fill": jnp.where(first, 4, 0)})
 
 
-def chosen(policy, wanted=8, blocks=None):
+def chosen(policy, wanted=8, blocks=None, pstate=()):
     blocks = blocks or blocks_of()
     eligible = lambda ids: (ids >= 0) & (blocks.fill[ids] > 0)  # noqa: E731
-    ids, _ = policy.victims((), blocks, eligible, jnp.int32(wanted), jnp.int32(0), 8)
+    ids, _ = policy.victims(pstate, blocks, eligible, jnp.int32(wanted), jnp.int32(0), 8)
     return ids.tolist()
 
 
@@ -181,13 +181,11 @@ def test_scores_order_as_numbers_do():
 
 def test_lfu_breaks_ties_by_age():
     """Ties by block number would give [4, 5, 1, 3, 0, 2, 6, 7]."""
-    told = {"hits": [9000, 1, 121, 1, 0, 0, 120, 121], "released": [4, 7, 2, 6, 5, 3, 1, 0]}
-    told = {name: jnp.array([*values, 0, 0, 0, 0], jnp.int32) for name, values in told.items()}
-    blocks = kvjax.state.Blocks(**{**vars(blocks_of()), **told, "clock": jnp.int32(9)})
-    assert chosen(kvjax.policies.lfu(), blocks=blocks) == [5, 4, 3, 1, 7, 6, 2, 0]
-    wrapped = {"clock": jnp.int32(-(2**31) + 4), "released": told["released"] + np.int32(2**31 - 5)}
-    blocks = kvjax.state.Blocks(**{**vars(blocks), **wrapped})
-    assert chosen(kvjax.policies.lfu(), blocks=blocks) == [5, 4, 3, 1, 7, 6, 2, 0]
+    hits = jnp.array([9000, 1, 121, 1, 0, 0, 120, 121, 0, 0, 0, 0], jnp.int32)
+    blocks, policy = blocks_of().replace(hits=hits), kvjax.policies.lfu()
+    released = jnp.array([7, 6, -1, 2, 5, 0, 4, 3, 1], jnp.int32)
+    pstate = policy.touch(policy.init(12), blocks, released, NOTHING)
+    assert chosen(policy, blocks=blocks, pstate=pstate) == [5, 4, 3, 1, 7, 6, 2, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies of classes: an order of release for each, and the class whose head scores least loses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import count, loop, pick, put, rank
+from kvjax.policies.chains import NONE, Chains, append, init_chains, make_room, read
+from kvjax.policies.scores import is_hashable, ordered, unbound
+from kvjax.state import NO_BLOCK, Blocks, Eligible, EvictionPolicy
+
+_DEAD = -2  # in place of a head: the entry is dead, and the class has to go on to the next one
+_MOST_HITS = 120
+_CHUNK = 16  # entries of the lowest class that are looked at at once, where classes themselves are the order
+
+
+def by_class(
+    fn: Callable[..., jax.Array],
+    score: Callable[..., jax.Array] | None = None,
+    *,
+    classes: int,
+    timed: bool = False,
+    init: Callable[[int], Any] | None = None,
+    name: str | None = None,
+) -> EvictionPolicy:
+    """Evicts the head of a class, again and again: of the class whose head scores least; NaN leaves last.
+
+    A block gets its class when it is released, and stands behind all of its class. So the blocks of a class leave in
+    order of release, whatever they score. A head that may not be named, because it has cached children, keeps its turn,
+    and the next of its class takes its place; it leaves right after the last of its children.
+
+    Costs O(blocks touched + classes) where `by_score` costs a pass over all blocks. Entries that keep their turn are
+    passed over in each call that evicts: let parents score no less than their children. Without a `score` many blocks
+    leave at once; with one, each costs a call of it.
+
+        by_reuse = by_class(lambda blocks, ids: blocks.hits[ids], classes=8)  # rarely reused ones first
+
+    Args:
+      fn: (blocks, ids i32[K]) to i32[K], the classes of released blocks, cut to 0..classes-1. NO_BLOCK is padding.
+      score: (blocks, heads i32[C]) to f32[C] or i32[C], the score of each class's head; of equal ones the lower class
+        loses its head. Where a class has none heads has NO_BLOCK, and the score does not matter. None: lower classes
+        leave before higher ones.
+      classes: C.
+      timed: whether both functions take the time, i32[] ms, too, as their last argument.
+      init: num_ids to a state of the functions' own, a pytree of arrays such as weights; both take it after their other
+        arguments. As `policy_state` others are `policy.init(num_ids)._replace(own=weights)`. None: no state.
+      name: what `repr` shows; None: the qualified name of fn.
+
+    Raises:
+      ValueError: for less than one class; for a function that cannot be hashed.
+    """
+    if classes < 1:
+        raise ValueError(f"classes: got {classes}, wanted at least 1")
+    parts = {"fn": unbound(fn), "score": (None, ()) if score is None else unbound(score)}
+    for argument, function in (*((key, value) for key, (value, _) in parts.items()), ("init", init)):
+        if not is_hashable(function):
+            raise ValueError(f"{argument}: got {function!r}, which has no hash, wanted a function")
+    (fn, named), (score, scored) = parts["fn"], parts["score"]
+    asked = _Asked(fn, named, score, scored, classes, timed, init)
+    return EvictionPolicy(
+        _Init(asked),
+        _Push(asked),
+        _Pop(asked),
+        _drop,
+        idle=True,
+        name=name or getattr(fn, "__qualname__", type(fn).__qualname__),
+        parameters=(*named, *scored),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What `by_class` was asked for, as a value: closures over it would be equal to no others."""
+
+    fn: Callable[..., jax.Array]
+    fn_parameters: tuple[tuple[str, Any], ...]
+    score: Callable[..., jax.Array] | None
+    score_parameters: tuple[tuple[str, Any], ...]
+    classes: int
+    timed: bool
+    init: Callable[[int], Any] | None
+    types: tuple[type, ...] = dataclasses.field(init=False)  # 1, 1.0 and True are equal, but may differ as programs
+
+    def __post_init__(self) -> None:
+        types = tuple(type(value) for _, value in (*self.fn_parameters, *self.score_parameters))
+        object.__setattr__(self, "types", types)
+
+    def given(self, own: Any, now: jax.Array) -> list[Any]:
+        """What both functions take after their other arguments."""
+        return [*([] if self.init is None else [own]), *([now] if self.timed else [])]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Init:
+    asked: _Asked
+
+    def __call__(self, num_ids: int) -> Chains:
+        """See `EvictionPolicy.init`."""
+        own = () if self.asked.init is None else self.asked.init(num_ids)
+        return init_chains(num_ids, self.asked.classes, own)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Push:
+    asked: _Asked
+
+    def __call__(self, chains: Chains, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Chains:
+        """See `EvictionPolicy.touch`."""
+        given = self.asked.given(chains.own, now)
+        label = self.asked.fn(blocks, ids, *given, **dict(self.asked.fn_parameters))
+        if label.shape != ids.shape or not jnp.issubdtype(label.dtype, jnp.integer):
+            raise ValueError(
+                f"by_class: fn returns {label.dtype}{list(label.shape)}, wanted integers of shape {list(ids.shape)}"
+            )
+        label = jnp.clip(label.astype(jnp.int32), 0, self.asked.classes - 1)
+        return append(make_room(chains, blocks, count(ids >= 0)), ids, label, ids >= 0)
+
+
+class _Turn(NamedTuple):
+    """Where a choice of victims stands.
+
+    Attributes:
+      at: i32[C]; position of the entry that each class looks at next, -1 behind its last one.
+      first: i32[C]; as in `Chains`: where `at` is, unless entries were passed over.
+      heads: i32[C]; the block at `at`: NO_BLOCK behind the last one, _DEAD for an entry that is not live.
+      ids: i32[size]; the victims so far.
+      above: i32[size]; the parent of each.
+      found: i32[]; how many there are.
+      left: i32[]; classes that have entries to look at.
+      exposed: i32[]; a block that was passed over and has lost its last child just now, or NO_BLOCK. It is next.
+      spared: bool[]; whether entries were passed over.
+    """
+
+    at: jax.Array
+    first: jax.Array
+    heads: jax.Array
+    ids: jax.Array
+    above: jax.Array
+    found: jax.Array
+    left: jax.Array
+    exposed: jax.Array
+    spared: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pop:
+    asked: _Asked
+
+    def __call__(
+        self, chains: Chains, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
+    ) -> tuple[jax.Array, Chains]:
+        """See `EvictionPolicy.victims`."""
+        wanted = jnp.minimum(wanted, size)
+        index = np.arange(_CHUNK if self.asked.score is None else 1, dtype=np.int32)
+
+        def going(turn: _Turn) -> jax.Array:
+            return (turn.found < wanted) & ((turn.exposed >= 0) | (turn.left > 0))
+
+        def step(turn: _Turn) -> _Turn:
+            on, own = going(turn), self.lowest(chains, blocks, turn, now)
+            apart, at = turn.exposed >= 0, pick(turn.at, own)
+            position = jnp.where(apart, pick(chains.stamp, turn.exposed), at) + index
+            block, live = read(chains, blocks, position)
+            after, parent = pick(chains.follows, position), pick(blocks.parent, block)[:, 0]
+            # The entries up to the first one that is not next in its class, or that may not be named. Where entries
+            # were passed over, a victim may expose one: then one at a time.
+            near = jnp.concatenate([jnp.ones((1,), bool), (after[:-1] == position[1:]) & ~apart & ~turn.spared])
+            gone = jnp.sum(turn.above[None] == block[:, None], axis=1, dtype=jnp.int32)
+            earlier = (index[None] < index[:, None]) & live[None] & (parent[None] == block[:, None])
+            leaf = pick(blocks.children, block) == gone + jnp.sum(earlier, axis=1, dtype=jnp.int32)
+            free = live & leaf & eligible(block)
+            passes = jnp.cumprod(near & (free | ~live) & (turn.found + rank(live) < wanted), dtype=jnp.int32) > 0
+            taken = passes & live & on
+            target = turn.found + rank(taken)
+            ids, above = (put(x, target, y, taken) for x, y in ((turn.ids, block), (turn.above, parent)))
+            moves, stays = (on & ~apart)[None], ~passes[0]
+            behind = pick(after, jnp.maximum(count(passes) - 1, 0))
+            first = put(turn.first, own[None], behind[None], moves & ~stays & (pick(turn.first, own) == at))
+            new = _Turn(
+                put(turn.at, own[None], behind[None], moves),
+                first,
+                put(turn.heads, own[None], self.head(chains, blocks, behind)[None], moves),
+                ids,
+                above,
+                turn.found + count(taken),
+                turn.left - count(moves & (behind < 0)),
+                jnp.int32(NO_BLOCK),
+                turn.spared | (on & stays),
+            )
+            return new._replace(exposed=_exposed(chains, blocks, eligible, new, taken[0], parent[0]))
+
+        none = jnp.full((size,), NO_BLOCK, jnp.int32)
+        start = _Turn(
+            chains.first, chains.first, self.head(chains, blocks, chains.first), none, none, jnp.int32(0),
+            count(chains.first >= 0), jnp.int32(NO_BLOCK), jnp.bool_(False),
+        )  # fmt: skip
+        turn = loop(going, step, start)
+        return turn.ids, chains._replace(first=turn.first)
+
+    def head(self, chains: Chains, blocks: Blocks, at: jax.Array) -> jax.Array:
+        """i32[...]; the blocks at positions at i32[...], as in `_Turn.heads`; nobody asks if there is no score."""
+        if self.asked.score is None:
+            return at
+        block, live = read(chains, blocks, at)
+        return jnp.where(live, block, jnp.where(at < 0, NO_BLOCK, _DEAD))
+
+    def lowest(self, chains: Chains, blocks: Blocks, turn: _Turn, now: jax.Array) -> jax.Array:
+        """i32[]; the class whose head is looked at: one with a dead head, else one of the lowest score."""
+        classes = np.arange(self.asked.classes, dtype=np.int32)
+        least = turn.at >= 0
+        if self.asked.score is not None:
+            heads = jnp.where(turn.heads == _DEAD, NO_BLOCK, turn.heads)
+            given = self.asked.given(chains.own, now)
+            score = self.asked.score(blocks, heads, *given, **dict(self.asked.score_parameters))
+            if score.shape != classes.shape:
+                raise ValueError(f"by_class: the score has shape {score.shape}, wanted one per class {classes.shape}")
+            score = jnp.where(turn.heads == _DEAD, -jnp.inf, jnp.where(turn.at < 0, jnp.inf, ordered(score)))
+            least = score == jnp.min(score)
+        return jnp.min(jnp.where(least, classes, classes[-1]))
+
+
+def _exposed(
+    chains: Chains, blocks: Blocks, eligible: Eligible, turn: _Turn, taken: jax.Array, parent: jax.Array
+) -> jax.Array:
+    """i32[]; the parent i32[] of a victim, where taken bool[], if it was passed over and is a leaf now; or NO_BLOCK."""
+    position = pick(chains.stamp, parent)
+    _, live = read(chains, blocks, position)
+    at = pick(turn.at, pick(chains.label, parent))
+    gone = count(turn.above == parent)
+    passed_over = live & ((at < 0) | (position < at))
+    is_leaf = (pick(blocks.children, parent) == gone) & eligible(parent)
+    return jnp.where(taken & turn.spared & (parent >= 0) & passed_over & is_leaf, parent, NO_BLOCK)
+
+
+def _drop(chains: Chains, ids: jax.Array) -> Chains:
+    return chains._replace(stamp=put(chains.stamp, ids, NONE, ids >= 0))
+
+
+@functools.cache
+def lfu() -> EvictionPolicy:
+    """Evicts the block that was reused least often since it was stored, among equals the least recently released.
+
+    Blocks that were reused more than 120 times count as equals. Costs O(blocks touched).
+    """
+    return by_class(_hits, classes=_MOST_HITS + 1, name="lfu")
+
+
+def _hits(blocks: Blocks, ids: jax.Array) -> jax.Array:
+    return pick(blocks.hits, ids)

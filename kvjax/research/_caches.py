@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches that know beforehand what comes: blocks have ids, so nothing is hashed, compared or kept in a table.
+
+A policy gets the blocks that the verbs would give it, under the same numbers, but for what a trace does not tell. What
+it does not read costs nothing: XLA drops arrays that only serve themselves.
+
+Requests follow one another, so a cache has at most one empty block besides those that were never used: each request
+leaves at most one, and the next one takes it first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import Pytree, add, count, fence, pick, put, rank
+from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy
+
+
+class Ask(Pytree):
+    """A request.
+
+    Attributes:
+      ids: i32[K]; the ids of its blocks, then anything.
+      length: i32[]; how many blocks it has.
+      kept: i32[]; how many of them are cached when it is over.
+      now: i32[] ms.
+    """
+
+    ids: jax.Array
+    length: jax.Array
+    kept: jax.Array
+    now: jax.Array
+
+
+class Known(Pytree):
+    """A cache.
+
+    Attributes:
+      blocks: as policies see them.
+      id: i32[B]; the id that each block held last.
+      size: i32[]; blocks in use.
+      used: i32[]; blocks 0..used-1 were used already.
+      spare: i32[]; one of them that is empty, or NO_BLOCK.
+      policy: the policy's own state.
+      sound: bool[]; whether the policy named only blocks that might leave.
+    """
+
+    blocks: Blocks
+    id: jax.Array
+    size: jax.Array
+    used: jax.Array
+    spare: jax.Array
+    policy: Any
+    sound: jax.Array
+
+
+class Served(Pytree):
+    """What became of a request, beside the cache.
+
+    Attributes:
+      found: i32[]; blocks that it found.
+      table: i32[K]; its blocks.
+      stored: bool[K]; those that are cached now and were not before.
+    """
+
+    found: jax.Array
+    table: jax.Array
+    stored: jax.Array
+
+
+def serve(cache: Known, ask: Ask, hints: jax.Array, policy: EvictionPolicy, whole: bool) -> tuple[Known, Served]:
+    """Admits a request, commits its blocks and releases it, as the verbs do; see `replay`.
+
+    Args:
+      cache: where.
+      ask: what.
+      hints: i32[K]; the block that each id had last, which may hold another one now; or NO_BLOCK.
+      policy: chooses who leaves.
+      whole: whether the last block of a prompt may hit.
+    """
+    blocks, column = cache.blocks, np.arange(hints.shape[0], dtype=np.int32)
+    fits, last = ask.length <= cache.size, column == ask.length - 1
+    known = (column < ask.length) & (hints >= 0) & (pick(cache.id, hints) == ask.ids) & (pick(blocks.fill, hints) > 0)
+    prefix = jnp.cumprod(known, dtype=jnp.int32) > 0
+    hit = fits & prefix & (column < (ask.length if whole else ask.length - 1))
+    found = count(hit)
+    need = jnp.where(fits, ask.length - found, 0)
+    blocks = blocks.replace(
+        refcount=put(blocks.refcount, hints, 1, hit),
+        hits=add(blocks.hits, hints, 1, hit),
+    )
+    cache, taken, victims = _take(cache.replace(blocks=blocks), need, policy, ask.now, column)
+    cache = cache.replace(sound=cache.sound & jnp.all(prefix | ~known))  # else a block left before its child
+
+    new = (found <= column) & (column < found + need)
+    own = jnp.where(hit, hints, pick(taken, column - found))
+    # A last block that is cached by now merges with its copy, unless that has left for it.
+    merged = last & new & known & (ask.kept == ask.length) & ~jnp.any(victims == pick(hints, ask.length - 1))
+    stored = new & (column < ask.kept) & ~merged
+    table = jnp.where(merged, hints, own)
+    blocks = cache.blocks.replace(fill=put(cache.blocks.fill, own, stored.astype(jnp.int32), new))
+    blocks = _publish(blocks, table, stored, column)
+    cached = fits & (ask.kept > column)
+    blocks = blocks.replace(
+        hits=add(blocks.hits, hints, 1, merged),
+        refcount=put(blocks.refcount, hints, 0, hit),
+        released=put(blocks.released, table[::-1], blocks.clock + rank(cached[::-1]), cached[::-1]),
+        clock=blocks.clock + count(cached),
+    )
+    spare = jnp.max(jnp.where(last & new & ~stored, own, cache.spare))
+    pstate = policy.touched(cache.policy, blocks, jnp.where(cached, table, NO_BLOCK)[::-1], ask.now)
+    held = put(cache.id, table, ask.ids, stored)
+    return cache.replace(blocks=blocks, id=held, spare=spare, policy=pstate), Served(found, table, stored)
+
+
+def _take(
+    cache: Known, need: jax.Array, policy: EvictionPolicy, now: jax.Array, column: np.ndarray
+) -> tuple[Known, jax.Array, jax.Array]:
+    """Takes blocks, empty ones first: the cache, the blocks i32[K], and those among them that had to leave, i32[K]."""
+    blocks, spares = cache.blocks, (cache.spare >= 0).astype(jnp.int32)
+    empty = spares + cache.size - cache.used
+    from_empty = jnp.minimum(need, empty)
+    wanted = need - from_empty
+
+    def eligible(ids: jax.Array) -> jax.Array:
+        return (ids >= 0) & (pick(blocks.refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
+
+    victims, pstate = policy.chosen(cache.policy, blocks, eligible, wanted, now, column.shape[0])
+    leaves = column < wanted
+    sound, parent = cache.sound & jnp.all(eligible(victims) | ~leaves), pick(blocks.parent, victims)[:, 0]
+    (refcount, fill, parents), victims, sound, parent = fence(
+        (blocks.refcount, blocks.fill, blocks.parent), jnp.where(leaves, victims, NO_BLOCK), sound, parent
+    )
+    children = add(blocks.children, parent, -1, leaves & (parent >= 0), unique=False)
+    fresh = jnp.where(column < spares, cache.spare, cache.used + column - spares)
+    taken = jnp.where(column < empty, fresh, pick(victims, column - empty))
+    cache = cache.replace(
+        blocks=blocks.replace(refcount=refcount, fill=fill, parent=parents, children=children),
+        used=cache.used + jnp.maximum(from_empty - spares, 0),
+        spare=jnp.where(need > 0, NO_BLOCK, cache.spare),
+        policy=pstate,
+        sound=sound,
+    )
+    return cache, taken, victims
+
+
+def _publish(blocks: Blocks, table: jax.Array, where: jax.Array, column: np.ndarray) -> Blocks:
+    """Makes blocks of a request, table i32[K], findable where bool[K]; the same as `blocks.publish`."""
+    above = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), table[:-1]])
+    generations = add(blocks.generation, table, 1, where)
+    generation = jnp.where(above >= 0, pick(generations, above), 0)
+    return blocks.replace(
+        generation=generations,
+        parent=put(blocks.parent, table, jnp.stack([above, generation], axis=-1), where),
+        children=add(blocks.children, above, 1, where & (above >= 0)),
+        depth=put(blocks.depth, table, column, where),
+        hits=put(blocks.hits, table, 0, where),
+        stored=put(blocks.stored, table, blocks.clock + rank(where), where),
+        clock=blocks.clock + count(where),
+    )

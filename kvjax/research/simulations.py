@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace in caches of several sizes at once, without the verbs: its ids tell what is cached."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import partial_eval
+
+from kvjax._arrays import put
+from kvjax.research._caches import Ask, Known, serve
+from kvjax.research.replays import asks_of, in_blocks, numbers_of_blocks
+from kvjax.research.rules import Hits, Rule, check_rule
+from kvjax.research.traces import Trace
+from kvjax.spec import CacheSpec, make_spec
+from kvjax.state import NO_BLOCK, EvictionPolicy
+from kvjax.verbs._request import known_policy
+from kvjax.verbs.init import init
+
+_TOLD = frozenset(
+    ("children", "clock", "depth", "fill", "generation", "hits", "parent", "refcount", "released", "stored")
+)
+_FACTOR = 4  # from one width to the next
+
+
+def simulate(
+    trace: Trace,
+    policy: EvictionPolicy | None,
+    sizes: Sequence[int] | np.ndarray,
+    *,
+    rule: Rule = "full",
+    policy_state: Any = None,
+) -> Hits:
+    """Finds what `replay` finds, request by request, in a fraction of its time: nothing is hashed or compared.
+
+    For policies that no other simulator knows; `lru_curve` is faster still. The policy gets the same blocks under the
+    same numbers, but no tokens, keys and retention: one that reads these is refused by name, and `replay` takes it. Its
+    choices are not rechecked one by one, as the verbs do: a policy that names what may not leave is an error here, if
+    it is noticed. `kvjax.testing.check_policy` is the proof.
+
+    All caches run in one program, compiled for each policy, rule, number of sizes, largest size, length of the longest
+    prompt to a factor of 4, and number of requests and blocks. It takes 4 bytes for each block of the trace and size.
+
+    Args:
+      trace: the requests; the time in ms since the first one is the policy's `now`.
+      policy: the eviction policy, `lru()` if None. The balance of `cost_aware` is divided by the trace's block size, as
+        in `replay`.
+      sizes: i32[Z]; blocks of each cache.
+      rule: what counts; see `RULES`.
+      policy_state: the policy's own state to begin with, with a leading axis Z, as for `replay`.
+
+    Returns:
+      Hits of every request, blocks i32[Z, R]. One that is longer than a cache is refused there and finds none.
+
+    Raises:
+      ValueError: for a rule that does not exist; for no sizes, or one below 1; for a policy or a state that `init`
+        refuses; for a policy that reads what is not there, or names blocks that may not leave.
+    """
+    given = _arguments(trace, policy, sizes, rule, policy_state)
+    found, sound = _serve_all(*given) if len(trace) else (np.zeros((0, len(sizes)), np.int32), True)
+    if not np.all(sound):
+        raise ValueError(
+            f"policy: got {given[1]}, which named blocks that may not leave, or too few; wanted a policy that "
+            "kvjax.testing.check_policy finds right"
+        )
+    return Hits(trace, rule, numbers_of_blocks(sizes), np.asarray(found).T)
+
+
+def _arguments(
+    trace: Trace, policy: EvictionPolicy | None, sizes: Sequence[int] | np.ndarray, rule: Rule, states: Any
+) -> tuple[Any, ...]:
+    """Those of `_serve_all`."""
+    check_rule(rule)
+    blocks = numbers_of_blocks(sizes)
+    policy = in_blocks(known_policy(policy), trace.block_size)
+    spec = make_spec(num_blocks=int(blocks.max()), max_seqs=1, max_length=1, block_size=1, partial_reuse=False)
+    missing = not_told(policy, spec.groups[0].num_blocks)
+    if missing:
+        raise ValueError(
+            f"policy: got {policy}, which reads {', '.join(missing)} of blocks, wanted one that reads only "
+            f"{', '.join(sorted(_TOLD))} (replay takes any policy)"
+        )
+    widths = _widths(int(trace.lengths.max(initial=1)))
+    asks = asks_of(trace, rule) | {"width": np.searchsorted(widths, trace.lengths).astype(np.int32)}
+    ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # a slice of any width is never cut off
+    return spec, policy, rule == "papers", widths, blocks, states, asks, ids
+
+
+def _widths(longest: int) -> tuple[int, ...]:
+    """16, 64, 256, ...: a request is served in as many columns as the least of them that it fits into."""
+    widths = [16]
+    while widths[-1] < longest:
+        widths.append(widths[-1] * _FACTOR)
+    return tuple(widths)
+
+
+@functools.lru_cache(maxsize=64)
+def not_told(policy: EvictionPolicy, num_blocks: int) -> tuple[str, ...]:
+    """The arrays of `Blocks` that a policy for so many blocks reads, and a trace does not tell."""
+    spec = make_spec(
+        num_blocks=num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True
+    )  # fmt: skip
+    group = jax.eval_shape(lambda: init(spec, policy).groups[0])
+
+    def look(blocks, pstate, ids, wanted, now):
+        pstate = policy.touch(pstate, blocks, ids, now)
+        return policy.victims(pstate, blocks, lambda ids: ids >= 0, wanted, now, ids.shape[0])
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    jaxpr = jax.make_jaxpr(look)(group.blocks, group.policy, jax.ShapeDtypeStruct((4,), jnp.int32), number, number)
+    _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    paths, _ = jax.tree_util.tree_flatten_with_path(group.blocks)
+    read = {path[-1].name for (path, _), is_used in zip(paths, used, strict=False) if is_used}
+    return tuple(sorted(read - _TOLD))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _serve_all(
+    spec: CacheSpec,
+    policy: EvictionPolicy,
+    whole: bool,
+    widths: tuple[int, ...],
+    sizes: jax.Array,
+    states: Any,
+    asks: dict[str, jax.Array],
+    ids: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """i32[R, Z]; blocks that each request found in a cache of each size. And bool[Z]; whether all went well there."""
+
+    def begin(size: jax.Array, state: Any) -> Known:
+        group = init(spec, policy, size, policy_state=state).groups[0]
+        none = jnp.full(group.blocks.fill.shape, NO_BLOCK, jnp.int32)
+        return Known(
+            group.blocks, none, group.num_blocks, jnp.int32(0), jnp.int32(NO_BLOCK), group.policy, jnp.bool_(True)
+        )
+
+    def step(width: int, carry):
+        """The next request, which fits into so many columns."""
+        at, caches, where, found = carry
+        ask = {name: values[at] for name, values in asks.items()}
+        own = lax.dynamic_slice_in_dim(ids, ask["start"], width)
+        real = ask["length"] > np.arange(width, dtype=np.int32)
+        # The ids are the same for all caches: so `where` is gathered and scattered by whole rows.
+        hints = where.at[own].get(mode="clip")
+        request = Ask(own, ask["length"], ask["kept"], ask["now"])
+        one = functools.partial(serve, policy=policy, whole=whole)
+        caches, served = jax.vmap(one, in_axes=(0, None, 1))(caches, request, hints)
+        where = put(where, own, jnp.where(served.stored, served.table, hints.T).T, real)
+        return at + 1, caches, where, found.at[at].set(served.found)
+
+    def turn(carry):
+        for number, width in enumerate(widths):
+            # A loop, since at a branch XLA would copy the caches.
+            carry = lax.while_loop(
+                lambda carry, number=number: _at(asks["width"], carry[0]) == number,
+                functools.partial(step, width),
+                carry,
+            )
+        return carry
+
+    total, number = asks["start"].shape[0], sizes.shape[0]
+    caches = jax.vmap(begin)(sizes, states)
+    where = jnp.full((ids.shape[0], number), NO_BLOCK, jnp.int32)  # there are at least as many blocks as ids
+    start = (jnp.int32(0), caches, where, jnp.zeros((total, number), jnp.int32))
+    _, caches, _, found = lax.while_loop(lambda carry: carry[0] < total, turn, start)
+    return found, caches.sound
+
+
+def _at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """i32[]; a value, -1 behind the last one."""
+    return values.at[index].get(mode="fill", fill_value=-1)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`by_class` against lists in plain Python: random forests are released, held, released again, and evicted."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax._arrays import pick
+from kvjax.policies import by_class, by_score, lfu
+from kvjax.policies.scores import then_age
+from kvjax.testing import Trial, check_policy, random_requests
+from tests.drive import PLAIN
+
+NUMBER, CLASSES, SIZE = 24, 4, 10
+FIELDS = ("refcount", "fill", "children", "hits", "stored")
+
+
+def label(blocks, ids):
+    return blocks.hits[ids]
+
+
+def stored(blocks, heads):
+    return blocks.stored[heads]
+
+
+def weighted(blocks, heads, weights, now):
+    """NaN, which leaves last, for one value of `stored`."""
+    told = blocks.stored[heads].astype(jnp.float32)
+    return jnp.where(told == 7, jnp.nan, told * weights["w"] - now.astype(jnp.float32))
+
+
+def weights(num_ids):
+    return {"w": jnp.float32(-1)}
+
+
+POLICIES = {
+    "lower classes first": (by_class(label, classes=CLASSES), lambda own, told: own),
+    "by score": (by_class(label, stored, classes=CLASSES), lambda own, told: told),
+    "with weights": (
+        by_class(lambda blocks, ids, own, now: label(blocks, ids), weighted, classes=CLASSES, init=weights, timed=True),
+        lambda own, told: np.inf if told == 7 else -told,
+    ),
+}
+
+
+class Forest:
+    """Blocks, by their arrays, and for each class a list of blocks in order of release."""
+
+    def __init__(self, score):
+        self.score = score
+        self.told = {name: np.zeros(NUMBER, np.int32) for name in FIELDS}
+        self.parent = np.full(NUMBER, -1, np.int32)
+        self.classes = [[] for _ in range(CLASSES)]
+        self.passed_over = 0
+
+    def cached(self):
+        return np.flatnonzero((self.told["fill"] > 0) & (self.told["refcount"] == 0)).tolist()
+
+    def path(self, block):
+        """The block and all before it."""
+        return [block, *self.path(self.parent[block])] if block >= 0 else []
+
+    def blocks(self):
+        blocks = kvjax.init(kvjax.make_spec(num_blocks=NUMBER, max_seqs=1, max_length=4)).groups[0].blocks
+        parent = np.stack([self.parent, np.zeros_like(self.parent)], axis=1)
+        return blocks.replace(parent=jnp.array(parent), **{name: jnp.array(self.told[name]) for name in FIELDS})
+
+    def release(self, ids):
+        for block in ids:
+            self.told["refcount"][block] = 0
+            self.classes = [[each for each in members if each != block] for members in self.classes]
+            self.classes[min(max(self.told["hits"][block], 0), CLASSES - 1)].append(block)
+
+    def victims(self, wanted, copied):
+        """As `by_class` says, one after the other. A block that is copied keeps its turn."""
+        idle = lambda block: self.told["refcount"][block] == 0 and self.told["fill"][block] > 0  # noqa: E731
+        lists = [[block for block in members if idle(block)] for members in self.classes]
+        children, named, passed = self.told["children"].copy(), [], set()
+        while len(named) < wanted and any(lists):
+            own = min((self.score(c, self.told["stored"][lists[c][0]]), c) for c in range(CLASSES) if lists[c])[1]
+            block = lists[own].pop(0)
+            if children[block] or block == copied:
+                passed.add(block)
+                self.passed_over += 1
+                continue
+            while block is not None and len(named) < wanted:
+                named.append(block)
+                above = int(self.parent[block])
+                children[above] -= above >= 0
+                block = above if above in passed and not children[above] and above != copied else None
+        return named
+
+    def evict(self, ids):
+        for block in ids:
+            self.told["fill"][block] = 0
+            if self.parent[block] >= 0:
+                self.told["children"][self.parent[block]] -= 1
+        self.classes = [[each for each in members if each not in ids] for members in self.classes]
+
+
+def grow(forest, rng):
+    """Publishes a path of new blocks behind a random one; what is to be released, last ones first."""
+    empty = np.flatnonzero(forest.told["fill"] == 0)
+    above = int(rng.choice([-1, *np.flatnonzero(forest.told["fill"])]))
+    for block in rng.permutation(empty)[: rng.integers(0, 5)].tolist():
+        forest.parent[block] = above
+        forest.told["children"][above] += above >= 0
+        for name, value in (("fill", 1), ("children", 0)):
+            forest.told[name][block] = value
+        above = block
+    ids = forest.path(above)
+    for block in ids:
+        forest.told["hits"][block] = rng.integers(-1, CLASSES + 1)
+        forest.told["stored"][block] = rng.integers(0, 9)
+    return ids
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_victims_are_those_of_lists_in_plain_python(name):
+    """Parents have lower classes and scores than their children, too, and the log is full again and again."""
+    policy, score = POLICIES[name]
+    touch = jax.jit(policy.touch)
+    now = jnp.int32(3)
+
+    @jax.jit
+    def choose(pstate, blocks, wanted, copied):
+        refcount = blocks.refcount + jnp.where(jnp.arange(NUMBER) == copied, kvjax.state.COPYING, 0)
+        blocks = blocks.replace(refcount=refcount.astype(jnp.int32))
+        eligible = lambda ids: (ids >= 0) & (pick(blocks.refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)  # noqa: E731
+        return policy.victims(pstate, blocks, eligible, wanted, now, SIZE)
+
+    rng, forest, pstate = np.random.default_rng(0), Forest(score), policy.init(NUMBER)
+    filled = 0
+    for _ in range(250):
+        ids = grow(forest, rng)
+        held = ids[: rng.integers(0, 2) * len(ids)]
+        forest.told["refcount"][held] = 1  # a request that still runs
+        released = [] if held else ids
+        forest.release(released)
+        padded = np.full(NUMBER, -1, np.int32)
+        padded[np.sort(rng.permutation(NUMBER)[: len(released)])] = released
+        end = int(pstate.end)
+        pstate = touch(pstate, forest.blocks(), jnp.array(padded), now)
+        filled += int(pstate.end) < end
+        wanted, copied = rng.integers(0, SIZE - 2), rng.choice([-1, -1, *forest.cached()])
+        found, pstate = choose(pstate, forest.blocks(), jnp.int32(wanted), jnp.int32(copied))
+        named = forest.victims(wanted, copied)
+        assert found.tolist() == named + [-1] * (SIZE - len(named))
+        forest.evict(named)
+        forest.release(held)
+        pstate = touch(pstate, forest.blocks(), jnp.array((held + [-1] * NUMBER)[:NUMBER], jnp.int32), now)
+    assert filled > 3 and forest.passed_over > 100
+
+
+def by_hits_then_age(blocks):
+    """`lfu`, with a pass over all blocks."""
+    return then_age(jnp.minimum(blocks.hits, 120), blocks)
+
+
+@functools.cache
+def slow_lfu():
+    return by_score(by_hits_then_age)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_lfu_is_the_score_that_it_was(seed):
+    """The same caches after every request, block numbers included."""
+    classes, scores = Trial(kvjax.init(PLAIN, lfu()), delivers=True), Trial(kvjax.init(PLAIN, slow_lfu()))
+    for step, request in enumerate(itertools.islice(random_requests(seed, PLAIN), 300)):
+        states = []
+        for trial in (classes, scores):
+            trial.do(request)
+            (group,) = trial.state.groups
+            states.append((group.replace(policy=()), trial.state.seqs))
+        chex.assert_trees_all_equal(*states, custom_message=f"step {step}: {request}")
+    assert classes.tally["removed"] > 50
+
+
+@pytest.mark.long
+def test_a_score_with_a_state_conforms():
+    policy, _ = POLICIES["with weights"]
+    state = policy.init(PLAIN.groups[0].num_ids)._replace(own={"w": jnp.float32(2)})
+    assert check_policy(policy, seed=4, steps=200, pstate=state)["removed"] > 10
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(ValueError, match="classes: got 0, wanted at least 1"):
+        by_class(label, classes=0)
+    with pytest.raises(ValueError, match=r"score: got array\(.*, which has no hash, wanted a function"):
+        by_class(label, np.ones(2), classes=2)
+    blocks = Forest(None).blocks()
+    for wrong in (lambda blocks, ids: blocks.hits, lambda blocks, ids: jnp.ones(ids.shape)):
+        policy = by_class(wrong, classes=2)
+        with pytest.raises(ValueError, match=r"by_class: fn returns .*, wanted integers of shape \[3\]"):
+            policy.touch(policy.init(NUMBER), blocks, jnp.full((3,), -1, jnp.int32), jnp.int32(0))
+    policy = by_class(label, lambda blocks, heads: blocks.stored, classes=2)
+    with pytest.raises(ValueError, match=r"by_class: the score has shape \(24,\), wanted one per class \(2,\)"):
+        policy.victims(policy.init(NUMBER), blocks, lambda ids: ids >= 0, jnp.int32(1), jnp.int32(0), SIZE)
