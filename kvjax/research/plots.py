@@ -43,7 +43,7 @@ def plot_rates(
       ImportError: without matplotlib.
       ValueError: for no curves, or curves under several rules.
     """
-    rule = _one_rule(curves)
+    title = _told(curves)
     if ax is None:
         ax = _figure("plot_rates", (8, 4.6)).subplots()
     for number, (name, hits) in enumerate(curves.items()):
@@ -52,7 +52,7 @@ def plot_rates(
         _draw(ax, bound, f'Belady, rule "{bound.rule}": an upper bound', color=_INK, linestyle="--")
     _log_scale(ax)
     _finish(ax, "blocks of the cache", "blocks found of blocks asked for")
-    ax.set_title(f'Rule "{rule}"; requests follow one another', loc="left", color=_FAINT, fontsize=10)
+    ax.set_title(title, loc="left", color=_FAINT, fontsize=10)
     ax.legend(frameon=False, labelcolor=_INK)
     if path is not None:
         ax.figure.savefig(path, dpi=150)  # pyright: ignore[reportAttributeAccessIssue]
@@ -95,7 +95,7 @@ def plot_reuse(
     _finish(depth, "place in its prompt", "blocks")
     _finish(age, "seconds since its last use", "blocks")
     age.legend(frameon=False, labelcolor=_INK)
-    figure.suptitle(f'Rule "{rule}"; requests follow one another', x=0.01, ha="left", color=_FAINT, fontsize=10)
+    figure.suptitle(_told(curves), x=0.01, ha="left", color=_FAINT, fontsize=10)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -119,6 +119,12 @@ def _one_rule(curves: Mapping[str, Hits]) -> Rule:
     return rules.pop()
 
 
+def _told(curves: Mapping[str, Hits]) -> str:
+    """What a picture's figures are worth."""
+    overlap = any(hits.unserved is not None for hits in curves.values())
+    return f'Rule "{_one_rule(curves)}"; requests {"run at the same time" if overlap else "follow one another"}'
+
+
 def _figure(name: str, size: tuple[float, float]) -> Figure:
     try:
         from matplotlib.figure import Figure
@@ -139,8 +145,8 @@ def _log_scale(ax: Axes) -> None:
     from matplotlib import ticker
 
     ax.set_xscale("log")
-    wide = np.divide(*ax.get_xlim()[::-1]) > 100
-    ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if wide else (1, 2, 5)))
+    low, high = ax.get_xlim()
+    ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5)))
     ax.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     ax.xaxis.set_minor_formatter(ticker.NullFormatter())
 
