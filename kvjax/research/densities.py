@@ -4,7 +4,7 @@
 The promise of a cached block depends on what was known when it was released, its class, and on how long that is ago.
 Both are cut into few values, so that all promises are one small table:
 
-    class    how often it hit (never, once, 2-3, more often) x blocks of its prompt (5 ranges) x whether it is the last
+    class    how often it hit (never, once, 2-3, more often) x blocks of its prompt (8 ranges) x whether it is the last
     age      releases and publications since (`Blocks.clock`), two ranges an octave
 
 `learn.py` fills the table from a trace.
@@ -27,7 +27,7 @@ from kvjax._arrays import pick
 from kvjax.policies.classes import by_class
 from kvjax.state import Blocks, EvictionPolicy
 
-NUM_LENGTHS = 5
+NUM_LENGTHS = 8
 _HITS = (1, 2, 4)  # the least hits of each range but the first
 NUM_CLASSES = (len(_HITS) + 1) * NUM_LENGTHS * 2
 _LOW = 5  # ages below 1.5 * 2^_LOW are one range
