@@ -134,6 +134,7 @@ class _Turn(NamedTuple):
       ids: i32[size]; the victims so far.
       above: i32[size]; the parent of each.
       found: i32[]; how many there are.
+      left: i32[]; classes that have entries to look at.
       exposed: i32[]; a block that was passed over and has lost its last child just now, or NO_BLOCK. It is next.
       spared: bool[]; whether entries were passed over.
     """
@@ -144,6 +145,7 @@ class _Turn(NamedTuple):
     ids: jax.Array
     above: jax.Array
     found: jax.Array
+    left: jax.Array
     exposed: jax.Array
     spared: jax.Array
 
@@ -160,7 +162,7 @@ class _Pop:
         index = np.arange(_CHUNK if self.asked.score is None else 1, dtype=np.int32)
 
         def going(turn: _Turn) -> jax.Array:
-            return (turn.found < wanted) & ((turn.exposed >= 0) | jnp.any(turn.at >= 0))
+            return (turn.found < wanted) & ((turn.exposed >= 0) | (turn.left > 0))
 
         def step(turn: _Turn) -> _Turn:
             on, own = going(turn), self.lowest(chains, blocks, turn, now)
@@ -189,6 +191,7 @@ class _Pop:
                 ids,
                 above,
                 turn.found + count(taken),
+                turn.left - count(moves & (behind < 0)),
                 jnp.int32(NO_BLOCK),
                 turn.spared | (on & stays),
             )
@@ -197,7 +200,7 @@ class _Pop:
         none = jnp.full((size,), NO_BLOCK, jnp.int32)
         start = _Turn(
             chains.first, chains.first, self.head(chains, blocks, chains.first), none, none, jnp.int32(0),
-            jnp.int32(NO_BLOCK), jnp.bool_(False),
+            count(chains.first >= 0), jnp.int32(NO_BLOCK), jnp.bool_(False),
         )  # fmt: skip
         turn = loop(going, step, start)
         return turn.ids, chains._replace(first=turn.first)

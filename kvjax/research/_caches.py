@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches that know beforehand what comes: blocks have ids, so nothing is hashed, compared or kept in a table.
 
-What a policy is given is what the verbs give it, block numbers included, but for what a trace does not tell. Of that
-only the arrays that it reads are kept.
+A policy gets the blocks that the verbs would give it, under the same numbers, but for what a trace does not tell. What
+it does not read costs nothing: XLA drops arrays that only serve themselves.
 
 Requests follow one another, so a cache has at most one empty block besides those that were never used: each request
 leaves at most one, and the next one takes it first.
@@ -72,9 +72,7 @@ class Served(Pytree):
     stored: jax.Array
 
 
-def serve(
-    cache: Known, ask: Ask, hints: jax.Array, policy: EvictionPolicy, reads: frozenset[str], whole: bool
-) -> tuple[Known, Served]:
+def serve(cache: Known, ask: Ask, hints: jax.Array, policy: EvictionPolicy, whole: bool) -> tuple[Known, Served]:
     """Admits a request, commits its blocks and releases it, as the verbs do; see `replay`.
 
     Args:
@@ -82,7 +80,6 @@ def serve(
       ask: what.
       hints: i32[K]; the block that each id had last, which may hold another one now; or NO_BLOCK.
       policy: chooses who leaves.
-      reads: the arrays of `Blocks` that are kept.
       whole: whether the last block of a prompt may hit.
     """
     blocks, column = cache.blocks, np.arange(hints.shape[0], dtype=np.int32)
@@ -92,9 +89,11 @@ def serve(
     hit = fits & prefix & (column < (ask.length if whole else ask.length - 1))
     found = count(hit)
     need = jnp.where(fits, ask.length - found, 0)
-    blocks = _put(blocks, reads, "refcount", hints, 1, hit)
-    blocks = _add(blocks, reads, "hits", hints, 1, hit)
-    cache, taken, victims = _take(cache.replace(blocks=blocks), need, policy, reads, ask.now, column)
+    blocks = blocks.replace(
+        refcount=put(blocks.refcount, hints, 1, hit),
+        hits=add(blocks.hits, hints, 1, hit),
+    )
+    cache, taken, victims = _take(cache.replace(blocks=blocks), need, policy, ask.now, column)
     cache = cache.replace(sound=cache.sound & jnp.all(prefix | ~known))  # else a block left before its child
 
     new = (column >= found) & (column < found + need)
@@ -103,12 +102,15 @@ def serve(
     merged = last & new & known & (ask.kept == ask.length) & ~jnp.any(victims == pick(hints, ask.length - 1))
     stored = new & (column < ask.kept) & ~merged
     table = jnp.where(merged, hints, own)
-    blocks = _put(cache.blocks, reads, "fill", own, stored.astype(jnp.int32), new)
-    blocks = _publish(blocks, reads, table, stored, column)
-    blocks = _add(blocks, reads, "hits", hints, 1, merged)
-    blocks = _put(blocks, reads, "refcount", hints, 0, hit)
+    blocks = cache.blocks.replace(fill=put(cache.blocks.fill, own, stored.astype(jnp.int32), new))
+    blocks = _publish(blocks, table, stored, column)
     cached = fits & (column < ask.kept)
-    blocks = _release(blocks, reads, table[::-1], cached[::-1])
+    blocks = blocks.replace(
+        hits=add(blocks.hits, hints, 1, merged),
+        refcount=put(blocks.refcount, hints, 0, hit),
+        released=put(blocks.released, table[::-1], blocks.clock + rank(cached[::-1]), cached[::-1]),
+        clock=blocks.clock + count(cached),
+    )
     spare = jnp.max(jnp.where(last & new & ~stored, own, cache.spare))
     pstate = policy.touched(cache.policy, blocks, jnp.where(cached, table, NO_BLOCK)[::-1], ask.now)
     held = put(cache.id, table, ask.ids, stored)
@@ -116,7 +118,7 @@ def serve(
 
 
 def _take(
-    cache: Known, need: jax.Array, policy: EvictionPolicy, reads: frozenset[str], now: jax.Array, column: np.ndarray
+    cache: Known, need: jax.Array, policy: EvictionPolicy, now: jax.Array, column: np.ndarray
 ) -> tuple[Known, jax.Array, jax.Array]:
     """Takes blocks, empty ones first: the cache, the blocks i32[K], and those among them that had to leave, i32[K]."""
     blocks, spares = cache.blocks, (cache.spare >= 0).astype(jnp.int32)
@@ -129,51 +131,34 @@ def _take(
 
     victims, pstate = policy.chosen(cache.policy, blocks, eligible, wanted, now, column.shape[0])
     leaves = column < wanted
-    sound = cache.sound & jnp.all(eligible(victims) | ~leaves)
-    blocks, victims, sound = fence(blocks, jnp.where(leaves, victims, NO_BLOCK), sound)
-    if "children" in reads:
-        parent = pick(blocks.parent, victims)[:, 0]
-        blocks = _add(blocks, reads, "children", parent, -1, leaves & (parent >= 0), unique=False)
+    sound, parent = cache.sound & jnp.all(eligible(victims) | ~leaves), pick(blocks.parent, victims)[:, 0]
+    (refcount, fill, parents), victims, sound, parent = fence(
+        (blocks.refcount, blocks.fill, blocks.parent), jnp.where(leaves, victims, NO_BLOCK), sound, parent
+    )
+    children = add(blocks.children, parent, -1, leaves & (parent >= 0), unique=False)
     fresh = jnp.where(column < spares, cache.spare, cache.used + column - spares)
     taken = jnp.where(column < empty, fresh, pick(victims, column - empty))
     cache = cache.replace(
-        blocks=blocks, used=cache.used + jnp.maximum(from_empty - spares, 0),
-        spare=jnp.where(need > 0, NO_BLOCK, cache.spare), policy=pstate, sound=sound,
-    )  # fmt: skip
+        blocks=blocks.replace(refcount=refcount, fill=fill, parent=parents, children=children),
+        used=cache.used + jnp.maximum(from_empty - spares, 0),
+        spare=jnp.where(need > 0, NO_BLOCK, cache.spare),
+        policy=pstate,
+        sound=sound,
+    )
     return cache, taken, victims
 
 
-def _publish(
-    blocks: Blocks, reads: frozenset[str], table: jax.Array, where: jax.Array, column: np.ndarray
-) -> Blocks:
-    """Blocks of a request table i32[K], where bool[K], become findable; the same as `blocks.publish`."""
-    blocks = _add(blocks, reads, "generation", table, 1, where)
-    if "parent" in reads:
-        above = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), table[:-1]])
-        generation = jnp.where(above >= 0, pick(blocks.generation, above), 0)
-        blocks = _put(blocks, reads, "parent", table, jnp.stack([above, generation], axis=-1), where)
-        blocks = _add(blocks, reads, "children", above, 1, where & (above >= 0))
-    blocks = _put(blocks, reads, "depth", table, column, where)
-    blocks = _put(blocks, reads, "hits", table, 0, where)
-    blocks = _put(blocks, reads, "stored", table, blocks.clock + rank(where), where)
-    return blocks.replace(clock=blocks.clock + count(where))
-
-
-def _release(blocks: Blocks, reads: frozenset[str], ids: jax.Array, where: jax.Array) -> Blocks:
-    """Notes when ids i32[K], where bool[K], lost their last holder."""
-    blocks = _put(blocks, reads, "released", ids, blocks.clock + rank(where), where)
-    return blocks.replace(clock=blocks.clock + count(where))
-
-
-def _put(blocks: Blocks, reads: frozenset[str], name: str, ids: jax.Array, values: Any, where: jax.Array) -> Blocks:
-    """Writes into an array of blocks, if somebody reads it."""
-    return blocks.replace(**{name: put(getattr(blocks, name), ids, values, where)}) if name in reads else blocks
-
-
-def _add(
-    blocks: Blocks, reads: frozenset[str], name: str, ids: jax.Array, value: int, where: jax.Array, unique: bool = True
-) -> Blocks:
-    """Adds to an array of blocks, if somebody reads it."""
-    if name not in reads:
-        return blocks
-    return blocks.replace(**{name: add(getattr(blocks, name), ids, value, where, unique=unique)})
+def _publish(blocks: Blocks, table: jax.Array, where: jax.Array, column: np.ndarray) -> Blocks:
+    """Makes blocks of a request, table i32[K], findable where bool[K]; the same as `blocks.publish`."""
+    above = jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), table[:-1]])
+    generations = add(blocks.generation, table, 1, where)
+    generation = jnp.where(above >= 0, pick(generations, above), 0)
+    return blocks.replace(
+        generation=generations,
+        parent=put(blocks.parent, table, jnp.stack([above, generation], axis=-1), where),
+        children=add(blocks.children, above, 1, where & (above >= 0)),
+        depth=put(blocks.depth, table, column, where),
+        hits=put(blocks.hits, table, 0, where),
+        stored=put(blocks.stored, table, blocks.clock + rank(where), where),
+        clock=blocks.clock + count(where),
+    )

@@ -26,7 +26,6 @@ from kvjax.verbs.init import init
 _TOLD = frozenset(
     ("children", "clock", "depth", "fill", "generation", "hits", "parent", "refcount", "released", "stored")
 )
-_WITH = {"children": ("parent",), "parent": ("generation",)}  # what an array is kept with
 _FACTOR = 4  # from one width to the next
 
 
@@ -67,12 +66,12 @@ def simulate(
     blocks = numbers_of_blocks(sizes)
     policy = in_blocks(known_policy(policy), trace.block_size)
     spec = make_spec(num_blocks=int(blocks.max()), max_seqs=1, max_length=1, block_size=1, partial_reuse=False)
-    reads = _reads(policy, spec)
+    _check_reads(policy, spec)
     widths = _widths(int(trace.lengths.max(initial=1)))
     asks = asks_of(trace, rule)
     asks["width"] = np.searchsorted(widths, trace.lengths).astype(np.int32)
     ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # a slice of any width is never cut off
-    found, sound = _simulate(spec, policy, reads, rule == "papers", widths, trace.num_ids, blocks, policy_state, asks, ids)
+    found, sound = _simulate(spec, policy, rule == "papers", widths, trace.num_ids, blocks, policy_state, asks, ids)
     if not np.all(sound):
         raise ValueError(
             f"policy: got {policy}, which named blocks that may not leave, or too few; wanted a policy that "
@@ -90,8 +89,8 @@ def _widths(longest: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def _reads(policy: EvictionPolicy, spec: CacheSpec) -> frozenset[str]:
-    """The arrays of `Blocks` that a policy reads, and those that are kept with them."""
+def _check_reads(policy: EvictionPolicy, spec: CacheSpec) -> None:
+    """Raises ValueError for a policy that reads arrays of `Blocks` which a trace does not tell."""
     full = make_spec(
         num_blocks=spec.groups[0].num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True
     )
@@ -112,16 +111,12 @@ def _reads(policy: EvictionPolicy, spec: CacheSpec) -> frozenset[str]:
             f"policy: got {policy}, which reads {', '.join(sorted(read - _TOLD))} of blocks, wanted one that reads "
             f"only {', '.join(sorted(_TOLD))} (replay takes any policy)"
         )
-    for name, others in _WITH.items():
-        read |= set(others) if name in read else set()
-    return frozenset(read | {"refcount", "fill"})
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _simulate(
     spec: CacheSpec,
     policy: EvictionPolicy,
-    reads: frozenset[str],
     whole: bool,
     widths: tuple[int, ...],
     num_ids: int,
@@ -148,7 +143,7 @@ def _simulate(
         # The ids are the same for all caches: so `where` is gathered and scattered by whole rows.
         hints = where.at[own].get(mode="clip")
         request = Ask(own, ask["length"], ask["kept"], ask["now"])
-        one = functools.partial(serve, policy=policy, reads=reads, whole=whole)
+        one = functools.partial(serve, policy=policy, whole=whole)
         caches, served = jax.vmap(one, in_axes=(0, None, 1))(caches, request, hints)
         where = put(where, own, jnp.where(served.stored, served.table, hints.T).T, real)
         return at + 1, caches, where, found.at[at].set(served.found)
