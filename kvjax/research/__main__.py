@@ -20,10 +20,12 @@ from kvjax import policies
 from kvjax.research.bound import belady
 from kvjax.research.curves import lru_curve
 from kvjax.research.figures import summary
+from kvjax.research.learn import learn_policy
 from kvjax.research.plots import plot_rates
 from kvjax.research.readers import read_trace
 from kvjax.research.replays import replay
 from kvjax.research.rules import RULES, Hits, Rule
+from kvjax.research.splits import compare_learned
 from kvjax.research.traces import Trace
 from kvjax.state import EvictionPolicy
 
@@ -48,6 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "summary":
             continue
         command.add_argument("--sizes", metavar="BLOCKS", type=int, nargs="+", help="blocks of each cache")
+        if name == "learn":
+            command.add_argument("--seeds", metavar="S", type=int, default=3, help="policies of a split (%(default)s)")
+            command.add_argument("--on", metavar="TRACE", type=pathlib.Path, help="a second trace, to count hits in")
+            command.add_argument(
+                "--save", metavar="FILE.npz", type=pathlib.Path, help="write one learned from all there"
+            )
+            command.add_argument("--policies", metavar="NAME", nargs="*", default=["lfu", "fifo"], help=_NAMES)
+            continue
         command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
         if name == "sweep":
             command.add_argument("--policies", metavar="NAME", nargs="+", default=["lru", "lfu"], help=_NAMES)
@@ -83,6 +93,17 @@ def _sweep(trace: Trace, asked: argparse.Namespace) -> None:
     _tell(asked, found, belady(trace, sizes) if fits else None)
     if not fits:
         print(f"No bound: the longest request has {trace.lengths.max():,} blocks.")
+
+
+def _learn(trace: Trace, asked: argparse.Namespace) -> None:
+    on = None if asked.on is None else read_trace(asked.on)
+    chosen = {name: _policy(name) for name in asked.policies}
+    sizes = _sizes(trace if on is None else on, asked)
+    found = compare_learned(trace, sizes, rule=asked.rule, seeds=asked.seeds, policies=chosen, on=on)
+    print(found)
+    _save(asked.json, found.as_json())
+    if asked.save is not None:
+        learn_policy(trace, rule=asked.rule).save(asked.save)
 
 
 def _sizes(trace: Trace, asked: argparse.Namespace) -> list[int]:
@@ -137,6 +158,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Trace, argparse.Namespace], None]]] = 
     "summary": ("what a trace is, in figures", _summary),
     "curve": ("what LRU finds at each size, exactly, and the bound", _curve),
     "sweep": ("what policies find on the real verbs, and the bound", _sweep),
+    "learn": ("a policy learned from a part of the trace, beside LRU on a later part", _learn),
     "bound": ("Belady's bound, without and with bypass", _bound),
 }
 

@@ -55,8 +55,8 @@ def releases(trace: Trace, rule: Rule) -> Releases:
     kept = column < stored[request]
     request, column, ids = request[kept], column[kept], trace.ids[kept]
     order = np.argsort(ids, kind="stable")
-    again = np.append(ids[order[1:]] == ids[order[:-1]], False)  # noqa: FBT003
-    first = np.flatnonzero(~np.append(False, again[:-1]))  # noqa: FBT003
+    again = np.append(ids[order[1:]] == ids[order[:-1]], False)
+    first = np.flatnonzero(~np.append(False, again[:-1]))
     hits = np.empty(len(ids), np.int64)  # uses before this one
     hits[order] = np.arange(len(ids)) - np.repeat(first, np.diff(first, append=len(ids)))
     new = np.bincount(request[hits == 0], minlength=len(trace))
