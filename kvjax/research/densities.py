@@ -63,10 +63,17 @@ def age_limits() -> np.ndarray:
 
 
 def class_number(hits: Any, length: Any, is_last: Any, lengths: Any) -> Any:
-    """[...]; the class of blocks [...], with the limits of `Densities`; takes arrays of numpy and of jax."""
-    often = sum((hits >= least) * 1 for least in _HITS)
-    long = (length[..., None] >= lengths).sum(-1)
-    return (often * NUM_LENGTHS + long) * 2 + is_last
+    """i32[K]; the classes of blocks.
+
+    Args:
+      hits: i[K]; uses since the block was stored.
+      length: i[K]; blocks of its prompt.
+      is_last: bool[K]; whether it is the prompt's last one.
+      lengths: of `Densities`. All are arrays of numpy, or all of jax.
+    """
+    often = sum((hits >= least).astype(np.int32) for least in _HITS)
+    long = (length[:, None] >= lengths[None]).astype(np.int32).sum(-1, dtype=np.int32)
+    return (often * NUM_LENGTHS + long) * 2 + is_last.astype(np.int32)
 
 
 def class_at(number: int) -> tuple[int, int, bool]:
@@ -80,7 +87,7 @@ def _class_of(blocks: Blocks, ids: jax.Array, weights: Densities) -> jax.Array:
     depth = pick(blocks.depth, ids)
     length = jnp.max(jnp.where(ids >= 0, depth + 1, 0))
     length = jnp.broadcast_to(length, ids.shape)
-    return class_number(pick(blocks.hits, ids), length, depth + 1 == length, weights.lengths).astype(jnp.int32)
+    return class_number(pick(blocks.hits, ids), length, depth + 1 == length, weights.lengths)
 
 
 def _promise(blocks: Blocks, heads: jax.Array, weights: Densities) -> jax.Array:

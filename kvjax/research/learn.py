@@ -17,7 +17,8 @@ from kvjax.research.rules import Rule
 from kvjax.research.traces import Trace
 
 Hazard = Literal["mlp", "counted"]
-_NETS, _HIDDEN, _STEPS = 4, 16, 1000
+_NETS, _HIDDEN = 4, 16
+_STEPS, _PATIENCE = 1000, 150
 _RATE, _DECAY = 0.02, 0.03
 _HELD_OUT = 1 / 3
 
@@ -81,10 +82,10 @@ def _fitted(whole: Counts, seen: Counts, held_out: Counts, seed: int) -> tuple[n
     keys = jax.random.split(jax.random.key(seed), _NETS)
     features = _features()
     as_floats = lambda counts: [jnp.asarray(each, jnp.float32) for each in counts]  # noqa: E731
-    _, losses = fit(*features, as_floats(seen), as_floats(held_out), _STEPS, keys)
-    steps = int(np.argmin(losses)) + 1
-    share, _ = fit(*features, as_floats(whole), as_floats(held_out), steps, keys)
-    return np.asarray(share, np.float64), {"steps": steps, "held_out_loss": float(losses[steps - 1])}
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to a number of steps
+        _, least, best = fit(*features, as_floats(seen), as_floats(held_out), _STEPS, _PATIENCE, keys)
+        share, _, _ = fit(*features, as_floats(whole), as_floats(held_out), best, _STEPS, keys)
+    return np.asarray(share, np.float64), {"steps": int(best), "held_out_loss": float(least)}
 
 
 def _features() -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +118,7 @@ def _program():
         return {
             "class": normal(of_class, width[0], _HIDDEN) / 2,
             "age": normal(of_age, width[1], _HIDDEN) / 2,
-            "bias": jnp.zeros((_HIDDEN,), jnp.float32),
+            "bias": jnp.zeros((1, 1, _HIDDEN), jnp.float32),
             "out": normal(out, _HIDDEN) / 10,
             "level": level,
         }
@@ -129,8 +130,12 @@ def _program():
         return -jnp.sum(each) / jnp.maximum(jnp.sum(seen), 1)
 
     @jax.jit
-    def fit(classes, ages, counts, held_out, steps, keys):
-        """The mean hazard f32[C, A] after some steps, and f32[_STEPS]: the loss of held_out after each, up to those."""
+    def fit(classes, ages, counts, held_out, most, patience, keys):
+        """Takes up to `most` steps, and ends if the loss of held_out has not become less for `patience` steps.
+
+        Returns:
+          f32[C, A], the mean hazard of the networks; f32[], the least loss of held_out; i32[], the step that gave it.
+        """
         rate = jnp.sum(counts[0]) / jnp.sum(counts[1])
         level = jnp.log(rate) - jnp.log1p(-rate)
         params = jax.vmap(lambda key: begin(key, (classes.shape[1], ages.shape[1]), level))(keys)
@@ -138,16 +143,17 @@ def _program():
         total = lambda params: jnp.sum(jax.vmap(lambda logit: loss(logit, counts))(logits(params)))  # noqa: E731
         mean = lambda params: jnp.mean(jax.nn.sigmoid(logits(params)), axis=0)  # noqa: E731
 
-        def step(carry, number):
-            params, state = carry
+        def step(carry):
+            params, state, number, least, best = carry
             updates, state = optimizer.update(jax.grad(total)(params), state, params)
-            new = optax.apply_updates(params, updates)
-            params = jax.tree.map(lambda new, old: jnp.where(number < steps, new, old), new, params)
-            share = mean(params)
-            return (params, state), loss(jnp.log(share) - jnp.log1p(-share), held_out)
+            params, share = optax.apply_updates(params, updates), mean(params)
+            own = loss(jnp.log(share) - jnp.log1p(-share), held_out)  # of what the step before has made
+            best = jnp.where(own < least, number, best)
+            return params, state, number + 1, jnp.minimum(own, least), best
 
-        start = (params, optimizer.init(params))
-        (params, _), losses = jax.lax.scan(step, start, jnp.arange(_STEPS))
-        return mean(params), losses
+        going = lambda carry: (carry[2] < most) & (carry[2] - carry[4] < patience)  # noqa: E731
+        start = (params, optimizer.init(params), jnp.int32(0), jnp.float32(jnp.inf), jnp.int32(0))
+        params, _, _, least, best = jax.lax.while_loop(going, step, start)
+        return mean(params), least, best
 
     return fit

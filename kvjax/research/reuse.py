@@ -69,7 +69,7 @@ def releases(trace: Trace, rule: Rule) -> Releases:
     cuts = np.arange(1, NUM_LENGTHS) / NUM_LENGTHS
     lengths = np.ceil(np.quantile(stored, cuts)).astype(np.int32) if len(trace) else np.zeros(len(cuts), np.int32)
     length = stored[request]
-    label = class_number(hits, length, column + 1 == length, lengths).astype(np.int32)
+    label = class_number(hits, length, column + 1 == length, lengths)
     return Releases(request, label, released, used, is_again, start, lengths)
 
 
