@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulators of a trace against caches in plain Python: LRU at 1,000 sizes at once, and Belady's bound at 64.
+"""Simulators of a trace against caches in plain Python, which must find the same for every single request.
 
-The trace is the whole conversation trace of Mooncake where it is there (`benchmarks/trace.py` says where), else its
-first 2,000 requests; the report says which. Both sides answer for every single request, and the answers are compared.
+`lru_curve` and `belady` get the whole conversation trace of Mooncake where it is there (`benchmarks/trace.py` says
+where), else its first 2,000 requests; the report says which. The other figures are of these 2,000.
 
-`lru_curve_x`: `lru_curve` from the trace on, nothing prepared, to an OrderedDict for each size. That is timed at 10
-sizes spread over all, and counted 100 times. `belady_x`: `belady` likewise, compiled before, to a heap for each size.
-The heap is the fastest that we know, of next uses with the number of their blocks, which are found beforehand; one of
-single blocks, as the tests have it, takes some 40 times as long. All are medians of 5 rounds, in which they take turns.
+`lru_curve_x`: `lru_curve` of 1,000 sizes from the trace on, nothing prepared, to an OrderedDict for each size. That is
+timed at 10 sizes spread over all, and counted 100 times. `belady_x`: `belady` of 64 sizes likewise, to a heap for each
+size. The heap is the fastest that we know, of next uses with the number of their blocks, which are found beforehand;
+one of single blocks, as the tests have it, takes some 40 times as long.
+
+`replay_slower`: `replay` of prompts' first 64 blocks in 64 caches of up to 16,384 blocks, `lru()`, to an OrderedDict
+for each. `replay_growth`: a request in 4 caches of up to 65,536 blocks to one in 4 of up to 2,048. `simulate_lru_x`,
+`simulate_lfu_x`: `simulate` of whole prompts in 64 caches of up to 16,384 blocks, to an OrderedDict and a heap.
+
+All are medians of 5 rounds, in which both sides take turns. Compiling does not count.
 """
 
 from __future__ import annotations
@@ -17,25 +23,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import common
+from benchmarks import common, simulators
+from benchmarks.simulators import Figures, plain, require_same
 from benchmarks.trace import TRACE, WHOLE, read_blocks
 from kvjax.research import Hits, Trace, belady, lru_curve
 from tests.oracle import research as oracle
 
-BARS = {"lru_curve_x": 300, "belady_x": 2.5}
+AT_LEAST = {"lru_curve_x": 300, "belady_x": 2.5, "simulate_lru_x": 1, "simulate_lfu_x": 1}
+AT_MOST = {"replay_slower": 6, "replay_growth": 2}
 
 
 class Size(NamedTuple):
-    """Requests of the trace, None for all; sizes of both rows, and those timed in plain Python; rounds."""
+    """Requests of the trace, None for all; sizes of both rows, and those timed in plain Python; rounds; the others'."""
 
     requests: int | None = None
     lru_sizes: int = 1000
     lru_timed: int = 10
     belady_sizes: int = 64
     rounds: int = 5
+    caches: simulators.Size = simulators.Size()
 
 
-QUICK = Size(300, 20, 4, 4, 1)
+QUICK = Size(300, 20, 4, 4, 1, simulators.QUICK)
+MEASURES = (simulators.measure_replay, simulators.measure_growth, simulators.measure_simulate)
 
 
 def sizes_of(trace: Trace, number: int) -> np.ndarray:
@@ -43,13 +53,8 @@ def sizes_of(trace: Trace, number: int) -> np.ndarray:
     return np.geomspace(int(trace.lengths.max()), trace.num_ids, number).astype(np.int32)
 
 
-def require_same(name: str, ours: np.ndarray, theirs: list[list[int]]) -> None:
-    """Ends the benchmark unless every request found as many blocks as in plain Python."""
-    common.require(np.array_equal(ours, theirs), f"{name}: other hits than in plain Python")
-
-
-def measure_lru(trace: Trace, size: Size) -> dict[str, float]:
-    """Seconds of all sizes, at once and one by one."""
+def measure_lru(trace: Trace, size: Size) -> Figures:
+    """`lru_curve_x`: all sizes at once, to one by one."""
     sizes = sizes_of(trace, size.lru_sizes)
     timed = np.linspace(0, size.lru_sizes - 1, size.lru_timed).astype(np.int32)
     prompts, full = plain(trace), trace.full.tolist()
@@ -60,12 +65,12 @@ def measure_lru(trace: Trace, size: Size) -> dict[str, float]:
     took, found = common.in_turns(programs, size.rounds)
     curve: Hits = found["lru_curve"]
     require_same("lru_curve", curve.blocks[timed], found["ordered_dict"])
-    scale = size.lru_sizes / size.lru_timed
-    return {"lru_curve_s": took["lru_curve"].wall, "ordered_dict_s": took["ordered_dict"].wall * scale}
+    own, other = took["lru_curve"].wall, took["ordered_dict"].wall * size.lru_sizes / size.lru_timed
+    return {"lru_curve_x": other / own}, {"lru_curve_s": own, "ordered_dict_s": other}
 
 
-def measure_belady(trace: Trace, size: Size) -> dict[str, float]:
-    """Seconds of all sizes, at once and with a heap each."""
+def measure_belady(trace: Trace, size: Size) -> Figures:
+    """`belady_x`: all sizes at once, to a heap for each."""
     sizes, lengths = sizes_of(trace, size.belady_sizes), trace.lengths.tolist()
     coming = oracle.next_runs(oracle.next_uses(plain(trace)))
     programs = {
@@ -75,12 +80,8 @@ def measure_belady(trace: Trace, size: Size) -> dict[str, float]:
     took, found = common.in_turns(programs, size.rounds)
     bound: Hits = found["belady"]
     require_same("belady", bound.blocks, found["heap"])
-    return {"belady_s": took["belady"].wall, "heap_s": took["heap"].wall}
-
-
-def plain(trace: Trace) -> list[list[int]]:
-    """The ids of each prompt."""
-    return [trace.blocks(request).tolist() for request in range(len(trace))]
+    own, other = took["belady"].wall, took["heap"].wall
+    return {"belady_x": other / own}, {"belady_s": own, "heap_s": other}
 
 
 def main() -> None:
@@ -91,15 +92,18 @@ def main() -> None:
     size, path = QUICK if args.quick else Size(), WHOLE if WHOLE.exists() else TRACE
     trace = read_blocks(path, size.requests)
     print(f"research: {len(trace):,} requests of {path.name}, {len(trace.ids):,} blocks, {trace.num_ids:,} ids")
-    seconds = measure_lru(trace, size) | measure_belady(trace, size)
-    metrics = {
-        "lru_curve_x": seconds["ordered_dict_s"] / seconds["lru_curve_s"],
-        "belady_x": seconds["heap_s"] / seconds["belady_s"],
-    }
-    details = seconds | {"requests": len(trace)}
-    common.report("research", metrics, args.json, details)
-    for name, bar in BARS.items():
-        common.require(args.quick or metrics[name] >= bar, f"{name} is {metrics[name]:.3g}, the bar {bar}")
+    parts = [measure(trace, size) for measure in (measure_lru, measure_belady)]
+    parts += [measure(size.caches) for measure in MEASURES]
+    metrics, details = (
+        {name: value for part in side for name, value in part.items()} for side in zip(*parts, strict=True)
+    )
+    common.report("research", metrics, args.json, details | {"requests": len(trace)})
+    if args.quick:
+        return
+    for name, bar in AT_LEAST.items():
+        common.require(metrics[name] >= bar, f"{name} is {metrics[name]:.3g}, the bar {bar}")
+    for name, bar in AT_MOST.items():
+        common.require(metrics[name] <= bar, f"{name} is {metrics[name]:.3g}, the bar {bar}")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def serve(cache: Known, ask: Ask, hints: jax.Array, policy: EvictionPolicy, whol
     cache, taken, victims = _take(cache.replace(blocks=blocks), need, policy, ask.now, column)
     cache = cache.replace(sound=cache.sound & jnp.all(prefix | ~known))  # else a block left before its child
 
-    new = (column >= found) & (column < found + need)
+    new = (found <= column) & (column < found + need)
     own = jnp.where(hit, hints, pick(taken, column - found))
     # A last block that is cached by now merges with its copy, unless that has left for it.
     merged = last & new & known & (ask.kept == ask.length) & ~jnp.any(victims == pick(hints, ask.length - 1))
@@ -104,7 +104,7 @@ def serve(cache: Known, ask: Ask, hints: jax.Array, policy: EvictionPolicy, whol
     table = jnp.where(merged, hints, own)
     blocks = cache.blocks.replace(fill=put(cache.blocks.fill, own, stored.astype(jnp.int32), new))
     blocks = _publish(blocks, table, stored, column)
-    cached = fits & (column < ask.kept)
+    cached = fits & (ask.kept > column)
     blocks = blocks.replace(
         hits=add(blocks.hits, hints, 1, merged),
         refcount=put(blocks.refcount, hints, 0, hit),

@@ -45,7 +45,7 @@ def simulate(
     it is noticed. `kvjax.testing.check_policy` is the proof.
 
     All caches run in one program, compiled for each policy, rule, number of sizes, largest size, length of the longest
-    prompt to a factor of 4, and number of requests, blocks and ids. It takes 4 bytes for each id and size.
+    prompt to a factor of 4, and number of requests and blocks. It takes 4 bytes for each block of the trace and size.
 
     Args:
       trace: the requests; the time in ms since the first one is the policy's `now`.
@@ -62,22 +62,34 @@ def simulate(
       ValueError: for a rule that does not exist; for no sizes, or one below 1; for a policy or a state that `init`
         refuses; for a policy that reads what is not there, or names blocks that may not leave.
     """
+    given = _arguments(trace, policy, sizes, rule, policy_state)
+    found, sound = _serve_all(*given) if len(trace) else (np.zeros((0, len(sizes)), np.int32), True)
+    if not np.all(sound):
+        raise ValueError(
+            f"policy: got {given[1]}, which named blocks that may not leave, or too few; wanted a policy that "
+            "kvjax.testing.check_policy finds right"
+        )
+    return Hits(trace, rule, numbers_of_blocks(sizes), np.asarray(found).T)
+
+
+def _arguments(
+    trace: Trace, policy: EvictionPolicy | None, sizes: Sequence[int] | np.ndarray, rule: Rule, states: Any
+) -> tuple[Any, ...]:
+    """Those of `_serve_all`."""
     check_rule(rule)
     blocks = numbers_of_blocks(sizes)
     policy = in_blocks(known_policy(policy), trace.block_size)
     spec = make_spec(num_blocks=int(blocks.max()), max_seqs=1, max_length=1, block_size=1, partial_reuse=False)
-    _check_reads(policy, spec)
-    widths = _widths(int(trace.lengths.max(initial=1)))
-    asks = asks_of(trace, rule)
-    asks["width"] = np.searchsorted(widths, trace.lengths).astype(np.int32)
-    ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # a slice of any width is never cut off
-    found, sound = _simulate(spec, policy, rule == "papers", widths, trace.num_ids, blocks, policy_state, asks, ids)
-    if not np.all(sound):
+    missing = not_told(policy, spec.groups[0].num_blocks)
+    if missing:
         raise ValueError(
-            f"policy: got {policy}, which named blocks that may not leave, or too few; wanted a policy that "
-            "kvjax.testing.check_policy finds right"
+            f"policy: got {policy}, which reads {', '.join(missing)} of blocks, wanted one that reads only "
+            f"{', '.join(sorted(_TOLD))} (replay takes any policy)"
         )
-    return Hits(trace, rule, blocks, np.asarray(found).T)
+    widths = _widths(int(trace.lengths.max(initial=1)))
+    asks = asks_of(trace, rule) | {"width": np.searchsorted(widths, trace.lengths).astype(np.int32)}
+    ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # a slice of any width is never cut off
+    return spec, policy, rule == "papers", widths, blocks, states, asks, ids
 
 
 def _widths(longest: int) -> tuple[int, ...]:
@@ -88,38 +100,32 @@ def _widths(longest: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-@functools.cache
-def _check_reads(policy: EvictionPolicy, spec: CacheSpec) -> None:
-    """Raises ValueError for a policy that reads arrays of `Blocks` which a trace does not tell."""
-    full = make_spec(
-        num_blocks=spec.groups[0].num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True
-    )
-    group = jax.eval_shape(lambda: init(full, policy).groups[0])
+@functools.lru_cache(maxsize=64)
+def not_told(policy: EvictionPolicy, num_blocks: int) -> tuple[str, ...]:
+    """The arrays of `Blocks` that a policy for so many blocks reads, and a trace does not tell."""
+    spec = make_spec(
+        num_blocks=num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True
+    )  # fmt: skip
+    group = jax.eval_shape(lambda: init(spec, policy).groups[0])
 
     def look(blocks, pstate, ids, wanted, now):
         pstate = policy.touch(pstate, blocks, ids, now)
         return policy.victims(pstate, blocks, lambda ids: ids >= 0, wanted, now, ids.shape[0])
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    given = (group.blocks, group.policy, jax.ShapeDtypeStruct((4,), jnp.int32), number, number)
-    jaxpr = jax.make_jaxpr(look)(*given).jaxpr
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    jaxpr = jax.make_jaxpr(look)(group.blocks, group.policy, jax.ShapeDtypeStruct((4,), jnp.int32), number, number)
+    _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     paths, _ = jax.tree_util.tree_flatten_with_path(group.blocks)
     read = {path[-1].name for (path, _), is_used in zip(paths, used, strict=False) if is_used}
-    if read - _TOLD:
-        raise ValueError(
-            f"policy: got {policy}, which reads {', '.join(sorted(read - _TOLD))} of blocks, wanted one that reads "
-            f"only {', '.join(sorted(_TOLD))} (replay takes any policy)"
-        )
+    return tuple(sorted(read - _TOLD))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _simulate(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _serve_all(
     spec: CacheSpec,
     policy: EvictionPolicy,
     whole: bool,
     widths: tuple[int, ...],
-    num_ids: int,
     sizes: jax.Array,
     states: Any,
     asks: dict[str, jax.Array],
@@ -139,7 +145,7 @@ def _simulate(
         at, caches, where, found = carry
         ask = {name: values[at] for name, values in asks.items()}
         own = lax.dynamic_slice_in_dim(ids, ask["start"], width)
-        real = np.arange(width, dtype=np.int32) < ask["length"]
+        real = ask["length"] > np.arange(width, dtype=np.int32)
         # The ids are the same for all caches: so `where` is gathered and scattered by whole rows.
         hints = where.at[own].get(mode="clip")
         request = Ask(own, ask["length"], ask["kept"], ask["now"])
@@ -160,7 +166,7 @@ def _simulate(
 
     total, number = asks["start"].shape[0], sizes.shape[0]
     caches = jax.vmap(begin)(sizes, states)
-    where = jnp.full((num_ids, number), NO_BLOCK, jnp.int32)
+    where = jnp.full((ids.shape[0], number), NO_BLOCK, jnp.int32)  # there are at least as many blocks as ids
     start = (jnp.int32(0), caches, where, jnp.zeros((total, number), jnp.int32))
     _, caches, _, found = lax.while_loop(lambda carry: carry[0] < total, turn, start)
     return found, caches.sound

@@ -45,11 +45,11 @@ class Scored:
         self.empty = list(range(size))[::-1]
         self.of: dict[int, int] = {}
 
-    def serve(self, ids: list[int], kept: int) -> int:
-        """Serves a request that leaves the first `kept` of its blocks; how many blocks it finds."""
+    def serve(self, ids: list[int], kept: int, taken: int) -> int:
+        """Serves a request that leaves the first `kept` of its blocks; how many of the first `taken` it finds."""
         if len(ids) > len(self.holds):
             return 0
-        found = next((i for i, each in enumerate(ids[:-1]) if each not in self.of), len(ids) - 1)
+        found = next((i for i, each in enumerate(ids[:taken]) if each not in self.of), taken)
         row = [self.of[each] for each in ids[:found]]
         self.held[row] = True
         self.hits[row] += 1
@@ -107,8 +107,11 @@ class Scored:
 
 def score_hits(trace: Trace, size: int, rule: str, score: Callable[[Scored], np.ndarray]) -> list[int]:
     """Blocks that each request finds if the leaf of the lowest score leaves, again and again."""
-    cache = Scored(size, score)
-    return [cache.serve(trace.blocks(n).tolist(), len(cached_part(trace, n, rule))) for n in range(len(trace))]
+    cache, hits = Scored(size, score), []
+    for request, length in enumerate(trace.lengths.tolist()):
+        taken = length if rule == "papers" else length - 1
+        hits.append(cache.serve(trace.blocks(request).tolist(), len(cached_part(trace, request, rule)), taken))
+    return hits
 
 
 def lru(cache: Scored) -> np.ndarray:

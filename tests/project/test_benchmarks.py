@@ -28,11 +28,11 @@ from benchmarks import (
     memory,
     offload,
     replay,
-    replay_sizes,
     research,
     sampling,
     scan,
     serving,
+    simulators,
     trace,
     transformers_batches,
 )  # fmt: skip
@@ -267,31 +267,27 @@ def test_a_replay_ends_if_plain_python_reuses_other_tokens():
 
 
 @pytest.mark.long
-def test_a_trace_finds_the_same_blocks_in_caches_of_many_sizes(tmp_path, monkeypatch):
-    file = tmp_path / "replay_sizes.json"
-    monkeypatch.setattr(sys, "argv", ["replay_sizes", "--quick", "--json", str(file)])
-    replay_sizes.main()
-    result = json.loads(file.read_text())
-    assert set(result["metrics"]) == {"replay_slower", "replay_growth"}
-    assert all(value > 0 for value in result["metrics"].values())
-    monkeypatch.setattr(replay_sizes.research, "lru", lambda prompts, *_: [len(prompts)] * len(prompts))
-    with pytest.raises(SystemExit, match="the verbs found other blocks than plain Python"):
-        replay_sizes.main()
-
-
-def test_curves_and_bounds_are_those_of_plain_python(tmp_path, monkeypatch):
+def test_simulators_find_what_plain_python_finds(tmp_path, monkeypatch):
     file = tmp_path / "research.json"
     monkeypatch.setattr(sys, "argv", ["research", "--quick", "--json", str(file)])
     research.main()
     result = json.loads(file.read_text())
-    assert set(result["metrics"]) == {"lru_curve_x", "belady_x"} and result["details"]["requests"] == 300
+    assert set(result["metrics"]) == {*research.AT_LEAST, *research.AT_MOST} and result["details"]["requests"] == 300
     assert all(value > 0 for value in result["metrics"].values())
 
 
+def test_curves_and_bounds_are_those_of_plain_python():
+    trace_ = trace.read_blocks(trace.TRACE, 300)
+    for measure, name in ((research.measure_lru, "lru_curve_x"), (research.measure_belady, "belady_x")):
+        metrics, _ = measure(trace_, research.QUICK)
+        assert list(metrics) == [name] and metrics[name] > 0
+
+
 def test_other_hits_than_in_plain_python_end_the_benchmark():
-    research.require_same("toy", np.array([[1, 2]]), [[1, 2]])
+    one, other = (lambda found: (tuple, lambda _: found))(np.array([[1, 2]])), (tuple, lambda _: [[1, 3]])
+    assert min(simulators.beside("toy", one, one, 1)) > 0
     with pytest.raises(SystemExit, match="toy: other hits than in plain Python"):
-        research.require_same("toy", np.array([[1, 2]]), [[1, 3]])
+        simulators.beside("toy", one, other, 1)
 
 
 def run_kernels(monkeypatch, file, *args):

@@ -13,6 +13,8 @@ from tests.unit.research.cases import cut
 
 # A policy of a user's own, in one line.
 LONGEST_FIRST = by_score(lambda blocks: -blocks.depth)
+# One that reads what a trace does not tell: the id of a block is its token.
+SMALLEST_FIRST = by_score(lambda blocks: blocks.tokens[:, 0])
 SIZES = [240, 400]
 
 
@@ -56,10 +58,12 @@ def test_without_sizes_they_go_from_the_longest_request_to_the_whole_trace(file,
 @pytest.mark.long
 def test_a_policy_of_ones_own_runs_beside_kvjaxs(file, tmp_path, capsys):
     own, picture = f"{__name__}:LONGEST_FIRST", tmp_path / "rates.png"
-    options = ["--policies", "lru", own, "--plot", str(picture), "--sizes", *map(str, SIZES)]
+    reads = f"{__name__}:SMALLEST_FIRST"
+    options = ["--policies", "lru", own, reads, "--plot", str(picture), "--sizes", *map(str, SIZES)]
     printed, saved = run(file, tmp_path, capsys, "sweep", *options)
     assert "bound" in saved["rates"] and "No bound" not in printed
-    for name, policy in (("lru", policies.lru()), (own, LONGEST_FIRST)):
+    assert f"{own}: without the verbs" in printed and f"{reads}: through the verbs, since it reads tokens" in printed
+    for name, policy in (("lru", policies.lru()), (own, LONGEST_FIRST), (reads, SMALLEST_FIRST)):
         assert saved["rates"][name] == replay(cut(100), policy, SIZES).rate.tolist()
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
@@ -77,7 +81,7 @@ def test_a_sweep_tells_the_requests_that_a_small_cache_refuses(file, tmp_path, c
         (["sweep", "--policies", "mru"], "got 'mru', wanted cost_aware, fifo, lfu, lru, random, or MODULE:NAME"),
         (["sweep", "--policies", f"{__name__}:SIZES"], "wanted an EvictionPolicy"),
         (["sweep", "--policies", "kvjax:nothing"], "kvjax:nothing is None"),
-        (["sweep", "--rule", "papers", "--policies", "lru"], 'rule: got "papers"'),
+        (["sweep", "--rule", "papers", "--policies", f"{__name__}:SMALLEST_FIRST"], 'rule: got "papers"'),
         (["curve", "--sizes", "1"], "sizes: "),
     ],
 )
