@@ -77,8 +77,8 @@ class Classed(Scored):
         super().__init__(size, lambda cache: cache.stored)
         self.table, self.lengths, self.label = table, lengths, np.zeros(size, np.int64)
 
-    def serve(self, ids: list[int], kept: int) -> int:
-        found = super().serve(ids, kept)
+    def serve(self, ids: list[int], kept: int, taken: int) -> int:
+        found = super().serve(ids, kept, taken)
         if len(ids) <= len(self.holds):
             for depth, each in enumerate(ids[:kept]):
                 block = self.of[each]
@@ -104,5 +104,8 @@ class Classed(Scored):
 
 def learned_hits(trace: Trace, size: int, rule: str, table: np.ndarray, lengths: Sequence[int]) -> list[int]:
     """Blocks that each request finds in a cache that evicts by a learned table."""
-    cache = Classed(size, table, lengths)
-    return [cache.serve(trace.blocks(n).tolist(), len(cached_part(trace, n, rule))) for n in range(len(trace))]
+    cache, hits = Classed(size, table, lengths), []
+    for request, length in enumerate(trace.lengths.tolist()):
+        taken = length if rule == "papers" else length - 1
+        hits.append(cache.serve(trace.blocks(request).tolist(), len(cached_part(trace, request, rule)), taken))
+    return hits

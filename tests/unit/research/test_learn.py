@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.research import Learned, compare_learned, learn_policy, lru_curve, make_trace, replay, simulate
+from kvjax.research import Learned, compare_learned, learn_policy, lru_curve, make_trace, replay
 from kvjax.research import learn as module
 from kvjax.research.densities import NUM_AGES, NUM_CLASSES, age_limits, age_range, class_at, class_number
 from kvjax.research.reuse import count, counted, density, releases
@@ -159,23 +159,21 @@ def test_what_cannot_be_learned_is_refused():
 
 @pytest.mark.long
 def test_caches_evict_what_plain_python_evicts():
-    """The verbs and the simulator, with two policies in one program."""
-    trace, sizes = cases.cut(300), [250, 600, 600]
-    learned = learn_policy(trace[:150], rule="kvjax")
-    other = learn_policy(trace[:150], rule="kvjax", hazard="counted")
-    states = jax.tree.map(lambda *x: jnp.stack(x), *(each.state(600) for each in (learned, learned, other)))
-    wanted = [hits_of(each, trace, size, "kvjax") for each, size in zip((learned, learned, other), sizes, strict=True)]
-    assert wanted[1] != wanted[2]
-    for run in (replay, simulate):
-        found = run(trace, learned.policy, sizes, rule="kvjax", policy_state=states)
-        np.testing.assert_array_equal(found.blocks, wanted)
+    """Through the verbs, with two policies in one program."""
+    trace, size = cases.cut(300), 600
+    learned = [learn_policy(trace[:150], rule="kvjax", hazard=hazard) for hazard in ("mlp", "counted")]
+    states = jax.tree.map(lambda *x: jnp.stack(x), *(each.state(size) for each in learned))
+    found = replay(trace, learned[0].policy, [size] * 2, rule="kvjax", policy_state=states)
+    wanted = [hits_of(each, trace, size, "kvjax") for each in learned]
+    np.testing.assert_array_equal(found.blocks, wanted)
+    assert wanted[0] != wanted[1] and sum(wanted[0]) > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_learned_policy_conforms():
     learned = learn_policy(cases.cut(200), hazard="counted")
     with jax.numpy_dtype_promotion("strict"):
-        assert check_policy(learned.policy)["removed"] > 100
+        assert check_policy(learned.policy)["removed"] > 50
 
 
 @pytest.mark.long
