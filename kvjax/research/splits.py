@@ -166,12 +166,12 @@ def _splits(number: int) -> list[_Part]:
 
 
 def _simulated(trace: Trace, learned: Sequence[Learned], sizes: np.ndarray, rule: Rule) -> np.ndarray:
-    """i32[len(learned), Z, R]; what each request finds. One program: the policies differ in their weights only."""
-    found = []
+    """i32[len(learned), Z, R]; what each request finds. One program for all: learned policies differ in weights only."""
+    found, blank = [], Learned(np.zeros_like(learned[0].lengths), np.zeros_like(learned[0].table), {})
     for each in learned:
         state = each.state(int(sizes.max()))
         states = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(sizes), *x.shape)), state)
-        found.append(simulate(trace, learned[0].policy, sizes, rule=rule, policy_state=states).blocks)
+        found.append(simulate(trace, blank.policy, sizes, rule=rule, policy_state=states).blocks)
     return np.stack(found)
 
 

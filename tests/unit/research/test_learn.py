@@ -195,3 +195,7 @@ def test_a_comparison_is_what_plain_python_counts_in_each_part():
     assert (found.rates["bound"] >= found.rates["learned"]).all()
     assert f"{found.gain[1, 1]:+.1%}" in str(found) and "no clean test" in str(found)
     assert found.as_json()["gain"] == found.gain.tolist()
+    again = compare_learned(trace, sizes, rule="full", seeds=1, on=trace)
+    assert again.parts == ((0, 300),) and again.learned_from == (300,)
+    own = [sum(hits_of(learn_policy(trace), trace, size, "full")) for size in sizes]
+    np.testing.assert_allclose(again.gains[0, 0], own / lru.sum(-1) - 1)
