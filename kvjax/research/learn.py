@@ -63,7 +63,8 @@ def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Ha
     if hazard == "counted":
         share = counted(whole)
     else:
-        share, told = _fitted(whole, *(count(known, *part) for part in _parts(number)), seed)
+        seen, held_out = (count(known, *part) for part in _parts(number))
+        share, told = _fitted(whole, seen, held_out, seed)
         notes |= told
     oldest = int(np.flatnonzero(whole.seen.any(axis=0))[-1])
     share[:, oldest + 1 :] = share[:, oldest : oldest + 1]  # ages that the trace is too short for

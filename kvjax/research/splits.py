@@ -166,7 +166,7 @@ def _splits(number: int) -> list[_Part]:
 
 
 def _simulated(trace: Trace, learned: Sequence[Learned], sizes: np.ndarray, rule: Rule) -> np.ndarray:
-    """i32[len(learned), Z, R]; what each request finds. One program for all: learned policies differ in weights only."""
+    """i32[len(learned), Z, R]; what each request finds. One program: learned policies differ in their weights only."""
     found, blank = [], Learned(np.zeros_like(learned[0].lengths), np.zeros_like(learned[0].table), {})
     for each in learned:
         state = each.state(int(sizes.max()))

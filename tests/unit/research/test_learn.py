@@ -95,7 +95,7 @@ def test_equal_arguments_learn_equal_policies():
     assert np.all(first.table > 0) and np.all(np.isfinite(first.table))
 
 
-@pytest.mark.parametrize("hazard", ["mlp", "counted"])
+@pytest.mark.parametrize("hazard", ["counted", pytest.param("mlp", marks=pytest.mark.long)])
 def test_a_learned_policy_keeps_what_comes_back(hazard):
     """LRU finds nothing in the second half: a one-shot prompt is newer than every session."""
     trace, size = sessions_and_one_shots(), 40
