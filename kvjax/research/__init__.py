@@ -3,8 +3,10 @@
 
 from kvjax.research.bound import belady
 from kvjax.research.curves import lru_curve, reuse_distances
+from kvjax.research.densities import Learned
 from kvjax.research.figures import Summary, hits_by_age, hits_by_depth, reuse_times, summary, unbounded
 from kvjax.research.generator import Workload, draw_trace
+from kvjax.research.learn import learn_policy
 from kvjax.research.logs import read_events
 from kvjax.research.overlap import Overlap, overlapping
 from kvjax.research.readers import read_azure, read_bailian, read_burst, read_mooncake, read_trace
@@ -12,12 +14,15 @@ from kvjax.research.replays import in_blocks, replay
 from kvjax.research.rules import RULES, Hits, Rule
 from kvjax.research.sessions import Sessions
 from kvjax.research.simulations import simulate
+from kvjax.research.splits import Comparison, compare_learned
 from kvjax.research.traces import Trace, make_trace
 from kvjax.research.writers import write_libcachesim_csv, write_mooncake, write_oracle_general
 
 __all__ = [
     "RULES",
+    "Comparison",
     "Hits",
+    "Learned",
     "Overlap",
     "Rule",
     "Sessions",
@@ -25,10 +30,12 @@ __all__ = [
     "Trace",
     "Workload",
     "belady",
+    "compare_learned",
     "draw_trace",
     "hits_by_age",
     "hits_by_depth",
     "in_blocks",
+    "learn_policy",
     "lru_curve",
     "make_trace",
     "overlapping",

@@ -20,11 +20,13 @@ from kvjax import policies
 from kvjax.research.bound import belady
 from kvjax.research.curves import lru_curve
 from kvjax.research.figures import summary, unbounded
+from kvjax.research.learn import learn_policy
 from kvjax.research.plots import plot_rates, plot_reuse
 from kvjax.research.readers import read_trace
 from kvjax.research.replays import replay
 from kvjax.research.rules import RULES, Hits, Rule
 from kvjax.research.simulations import not_told, simulate
+from kvjax.research.splits import compare_learned
 from kvjax.research.traces import Trace
 from kvjax.state import EvictionPolicy
 
@@ -47,6 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures there")
         command.set_defaults(run=run)
         command.add_argument("--sizes", metavar="BLOCKS", type=int, nargs="+", help="blocks of each cache")
+        if name == "learn":
+            command.add_argument("--seeds", metavar="S", type=int, default=3, help="policies of a split (%(default)s)")
+            command.add_argument("--on", metavar="TRACE", type=pathlib.Path, help="a second trace, to count hits in")
+            command.add_argument(
+                "--save", metavar="FILE.npz", type=pathlib.Path, help="write one learned from all there"
+            )
+            command.add_argument("--policies", metavar="NAME", nargs="*", default=["lfu", "fifo"], help=_NAMES)
+            continue
         command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
         if name == "sweep":
             command.add_argument("--policies", metavar="NAME", nargs="+", default=["lru", "lfu"], help=_NAMES)
@@ -98,6 +108,17 @@ def _hits(name: str, trace: Trace, policy: EvictionPolicy, sizes: list[int], ask
         return simulate(trace, policy, sizes, rule=asked.rule)
     print(f"{name}: through the verbs" + (f", since it reads {', '.join(missing)}" if missing else ""))
     return replay(trace, policy, sizes, rule=asked.rule, overlap=asked.overlap)
+
+
+def _learn(trace: Trace, asked: argparse.Namespace) -> None:
+    on = None if asked.on is None else read_trace(asked.on)
+    chosen = {name: _policy(name) for name in asked.policies}
+    sizes = _sizes(trace if on is None else on, asked)
+    found = compare_learned(trace, sizes, rule=asked.rule, seeds=asked.seeds, policies=chosen, on=on)
+    print(found)
+    _save(asked.json, found.as_json())
+    if asked.save is not None:
+        learn_policy(trace, rule=asked.rule).save(asked.save)
 
 
 def _sizes(trace: Trace, asked: argparse.Namespace) -> list[int]:
@@ -156,6 +177,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Trace, argparse.Namespace], None]]] = 
     "summary": ("what a trace is, in figures", _summary),
     "curve": ("what LRU finds at each size, exactly, and the bound", _curve),
     "sweep": ("what policies find, and the bound", _sweep),
+    "learn": ("a policy learned from a part of the trace, beside LRU on a later part", _learn),
     "bound": ("Belady's bound, without and with bypass", _bound),
 }
 

@@ -24,6 +24,7 @@ from benchmarks import (
     gpu,
     gpu_step,
     kernels,
+    learned,
     listeners,
     memory,
     offload,
@@ -290,6 +291,25 @@ def test_other_hits_than_in_plain_python_end_the_benchmark():
     assert min(simulators.beside("toy", one, one, 1)) > 0
     with pytest.raises(SystemExit, match="toy: other hits than in plain Python"):
         simulators.beside("toy", one, other, 1)
+
+
+@pytest.mark.long
+def test_learned_policies_stand_beside_lru(tmp_path, monkeypatch):
+    file = tmp_path / "learned.json"
+    monkeypatch.setattr(sys, "argv", ["learned", "--quick", "--json", str(file)])
+    learned.main()
+    result = json.loads(file.read_text())
+    assert set(result["metrics"]) == {"learned_gain_300", "learned_gain_600"}
+    assert len(result["details"]) == 3 * 2 + 1
+
+
+def test_gains_below_the_bars_end_the_benchmark():
+    gains = dict(learned.BARS)
+    learned.require_bars(gains, {"low": 0.01})
+    with pytest.raises(SystemExit, match=r"learned_gain_5859 is 0\.08, the bar 0\.09"):
+        learned.require_bars(gains | {"learned_gain_5859": 0.08}, {"low": 0.01})
+    with pytest.raises(SystemExit, match=r"an interval begins at -0\.01, wanted"):
+        learned.require_bars(gains, {"low": -0.01})
 
 
 def run_kernels(monkeypatch, file, *args):

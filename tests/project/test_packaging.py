@@ -37,7 +37,7 @@ def test_the_core_needs_jax_and_numpy_alone():
 
 def test_the_cuda_extras_are_jaxs_own():
     extras = PROJECT["optional-dependencies"]
-    assert {"cuda12", "cuda13", "models", "plot", "wires", "agent", "metrics", "test", "dev"} <= set(extras)
+    assert {"cuda12", "cuda13", "learn", "models", "plot", "wires", "agent", "metrics", "test", "dev"} <= set(extras)
     for cuda in ("cuda12", "cuda13"):
         assert extras[cuda] == [f"jax[{cuda}]>=0.11.1,<0.13"]
 
@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
     "kvjax": {
         "jax", "numpy", "pallas_kernels", "kvjax", "matplotlib", "hypothesis", "msgspec", "zmq", "grpc", "grpc_tools",
-        "google", "prometheus_client",
+        "google", "optax", "prometheus_client",
     },
 }  # fmt: skip
 WIRES = {"msgspec", "zmq", "grpc", "grpc_tools", "google", "prometheus_client"}  # imported in `_wires.py` files alone

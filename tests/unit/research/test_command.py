@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from kvjax import by_score, policies
-from kvjax.research import belady, hits_by_depth, lru_curve, replay, reuse_distances, summary, write_mooncake
+from kvjax.research import (
+    Learned,
+    belady,
+    hits_by_depth,
+    learn_policy,
+    lru_curve,
+    replay,
+    reuse_distances,
+    summary,
+    write_mooncake,
+)
 from kvjax.research.__main__ import main
 from kvjax.research.plots import plot_rates, plot_reuse
 from tests.unit.research.cases import cut
@@ -106,6 +116,19 @@ def test_a_sweep_tells_the_requests_that_a_small_cache_refuses(file, tmp_path, c
     assert "No bound: the longest request has" in printed and "bound" not in saved["rates"]
 
 
+@pytest.mark.long
+def test_a_policy_is_learned_compared_and_saved(file, tmp_path, capsys):
+    options = ["--sizes", "240", "400", "--seeds", "1", "--policies", "--rule", "papers"]
+    printed, saved = run(file, tmp_path, capsys, "learn", *options, "--save", str(tmp_path / "learned.npz"))
+    assert saved["parts"] == [[33, 66], [50, 100], [66, 100]] and saved["sizes"] == SIZES
+    lru = lru_curve(cut(100), SIZES, "papers").blocks[:, 50:].sum(-1) / cut(100).lengths[50:].sum()
+    assert saved["rates"]["lru"][1] == pytest.approx(lru.tolist()) and f"{lru[1]:.4f}" in printed
+    learned = Learned.load(tmp_path / "learned.npz")
+    assert learned.policy == learn_policy(cut(100), rule="papers").policy
+    _, saved = run(file, tmp_path, capsys, "learn", *options, "--on", str(file))
+    assert saved["parts"] == [[0, 100]] and saved["learned_from"] == [100]
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -114,6 +137,8 @@ def test_a_sweep_tells_the_requests_that_a_small_cache_refuses(file, tmp_path, c
         (["sweep", "--policies", "kvjax:nothing"], "kvjax:nothing is None"),
         (["sweep", "--rule", "papers", "--policies", f"{__name__}:SMALLEST_FIRST"], 'rule: got "papers"'),
         (["curve", "--sizes", "1"], "sizes: "),
+        (["learn", "--sizes", "1"], "sizes: "),
+        (["learn", "--seeds", "0"], "seeds: got 0"),
     ],
 )
 def test_bad_input_is_named(arguments, wanted, file, capsys):

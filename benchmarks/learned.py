@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned policies beside LRU, on later requests of the trace that they were learned from, and on a trace of its own.
+
+`learned_gain_SIZE`: what the learned policy finds more than LRU, 0.1 for a tenth, by the rule "papers": the mean of
+three splits (learned from the first third, half, two thirds; counted in the next third, the rest, the rest) and three
+seeds. In each split the 95 % interval, by drawing windows of 300 requests, has to be above 0.
+
+The second trace is drawn at random, like the first one but with another seed: nothing was ever chosen by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+from benchmarks import common
+from benchmarks.trace import TRACE, WHOLE, read_blocks
+from kvjax.research import Trace, compare_learned, draw_trace
+
+BARS = {"learned_gain_5859": 0.09, "learned_gain_10000": 0.06, "learned_gain_30000": 0.02}
+
+
+class Size(NamedTuple):
+    """Sizes of the caches; seeds of a split; requests of the traces that are drawn, and their caches' sizes."""
+
+    sizes: tuple[int, ...] = (5859, 10_000, 30_000)
+    seeds: int = 3
+    drawn: int = 6000
+    drawn_sizes: tuple[int, ...] = (2000, 4000, 8000)
+
+
+QUICK = Size((300, 600), 1, 300, (700,))
+
+
+def measure_learned(trace: Trace, size: Size) -> tuple[dict[str, float], dict[str, float]]:
+    """The gain at each size; and for each split the lower end of its interval."""
+    found = compare_learned(trace, size.sizes, rule="papers", seeds=size.seeds)
+    print(found)
+    gains = dict(zip((f"learned_gain_{z}" for z in size.sizes), found.gain.mean(axis=0).tolist(), strict=True))
+    names = (f"learned_low_{z}_split_{n + 1}" for n in range(len(found.parts)) for z in size.sizes)
+    return gains, dict(zip(names, found.low.reshape(-1).tolist(), strict=True))
+
+
+def measure_drawn(size: Size) -> dict[str, float]:
+    """The gains in a trace of seed 1, of policies that were learned from one of seed 0."""
+    traces = [draw_trace(seed, size.drawn) for seed in range(2)]
+    found = compare_learned(traces[0], size.drawn_sizes, rule="papers", seeds=size.seeds, on=traces[1])
+    print(found)
+    return {f"drawn_gain_{z}": gain for z, gain in zip(size.drawn_sizes, found.gain[0].tolist(), strict=True)}
+
+
+def require_bars(gains: dict[str, float], lows: dict[str, float]) -> None:
+    """Ends the benchmark unless gains reach the bars and every interval is above 0."""
+    for name, bar in BARS.items():
+        common.require(gains[name] >= bar, f"{name} is {gains[name]:.3g}, the bar {bar}")
+    common.require(min(lows.values()) > 0, f"an interval begins at {min(lows.values()):.3g}, wanted above 0")
+
+
+def main() -> None:
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs; no bar")
+
+    args = common.parse("learned", __doc__, options)
+    quick = args.quick or not WHOLE.exists()
+    size = QUICK if quick else Size()
+    trace = read_blocks(TRACE, 300) if quick else read_blocks(WHOLE)
+    gains, lows = measure_learned(trace, size)
+    drawn = measure_drawn(size)
+    common.report("learned", gains, args.json, lows | drawn)
+    if quick:
+        print("no bar: it needs the whole trace (KVJAX_TRACES names its folder)")
+    else:
+        require_bars(gains, lows)
+
+
+if __name__ == "__main__":
+    main()

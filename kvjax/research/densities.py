@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy whose numbers are learned: the block that promises the fewest hits for its room leaves.
+
+The promise of a cached block depends on what was known when it was released, its class, and on how long that is ago.
+Both are cut into few values, so that all promises are one small table:
+
+    class    how often it hit (never, once, 2-3, more often) x blocks of its prompt (8 ranges) x whether it is the last
+    age      releases and publications since (`Blocks.clock`), two ranges an octave
+
+`learn.py` fills the table from a trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax._arrays import pick
+from kvjax.policies.classes import by_class
+from kvjax.state import Blocks, EvictionPolicy
+
+NUM_LENGTHS = 8
+_HITS = (1, 2, 4)  # the least hits of each range but the first
+NUM_CLASSES = (len(_HITS) + 1) * NUM_LENGTHS * 2
+_LOW = 5  # ages below 1.5 * 2^_LOW are one range
+NUM_AGES = 2 * (31 - _LOW)
+_FORMAT = "kvjax densities 1"
+
+
+class Densities(NamedTuple):
+    """What is learned.
+
+    Attributes:
+      lengths: i32[NUM_LENGTHS - 1]; the least blocks of a prompt of each range of lengths but the first.
+      table: f32[NUM_CLASSES, NUM_AGES]; what blocks promise: hits for each block and tick of the clock.
+    """
+
+    lengths: jax.Array
+    table: jax.Array
+
+
+def age_range(age: Any) -> jax.Array:
+    """i32[...]; the range of ages i32[...]: [2^k, 1.5 * 2^k) and [1.5 * 2^k, 2^(k + 1)) by turns."""
+    age = jnp.maximum(jnp.asarray(age, jnp.int32), 1 << _LOW)
+    octave = 31 - lax.clz(age)
+    return 2 * (octave - _LOW) + (lax.shift_right_logical(age, octave - 1) & 1)
+
+
+def age_limits() -> np.ndarray:
+    """f64[NUM_AGES + 1]; where each range of ages begins, and the end of the last one."""
+    octave, half = np.divmod(np.arange(NUM_AGES + 1), 2)
+    limits = 2.0 ** (_LOW + octave) * (1 + half / 2)
+    limits[0] = 0
+    return limits
+
+
+def class_number(hits: Any, length: Any, is_last: Any, lengths: Any) -> Any:
+    """i32[K]; the classes of blocks.
+
+    Args:
+      hits: i[K]; uses since the block was stored.
+      length: i[K]; blocks of its prompt.
+      is_last: bool[K]; whether it is the prompt's last one.
+      lengths: of `Densities`. All are arrays of numpy, or all of jax.
+    """
+    often = sum((hits >= least).astype(np.int32) for least in _HITS)
+    long = (length[:, None] >= lengths[None]).astype(np.int32).sum(-1, dtype=np.int32)
+    return (often * NUM_LENGTHS + long) * 2 + is_last.astype(np.int32)
+
+
+def class_at(number: int) -> tuple[int, int, bool]:
+    """The range of hits, the range of lengths, and whether it is a last block, of a class."""
+    rest, is_last = divmod(number, 2)
+    return rest // NUM_LENGTHS, rest % NUM_LENGTHS, bool(is_last)
+
+
+def _class_of(blocks: Blocks, ids: jax.Array, weights: Densities) -> jax.Array:
+    """i32[K]; see `by_class`. The blocks of a release are those of one prompt, some of which others may hold still."""
+    depth = pick(blocks.depth, ids)
+    length = jnp.max(jnp.where(ids >= 0, depth + 1, 0))
+    length = jnp.broadcast_to(length, ids.shape)
+    return class_number(pick(blocks.hits, ids), length, depth + 1 == length, weights.lengths)
+
+
+def _promise(blocks: Blocks, heads: jax.Array, weights: Densities) -> jax.Array:
+    """f32[C]; see `by_class`."""
+    age = blocks.clock - pick(blocks.released, heads)
+    return weights.table[np.arange(NUM_CLASSES), age_range(age)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begin:
+    """The weights as a value, so that equal ones make equal policies.
+
+    Attributes:
+      lengths: of `Densities`.
+      table: the bytes of it.
+    """
+
+    lengths: tuple[int, ...]
+    table: bytes
+
+    def __call__(self, num_ids: int) -> Densities:
+        """See `by_class`."""
+        del num_ids
+        table = np.frombuffer(self.table, np.float32).reshape(NUM_CLASSES, NUM_AGES)
+        return Densities(jnp.array(self.lengths, jnp.int32), jnp.array(table))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Learned:
+    """A policy that was learned from a trace; see `learn_policy`.
+
+    It was fitted to one trace. Hits on that trace say nothing; those on a part of it that was held back say less than
+    it seems once anything was chosen by them. A clean test is a second trace, or a seed of a generator that nobody has
+    looked at.
+
+    Attributes:
+      lengths: i32[NUM_LENGTHS - 1]; see `Densities`.
+      table: f32[NUM_CLASSES, NUM_AGES]; likewise.
+      notes: how it was learned, in values that JSON knows.
+    """
+
+    lengths: np.ndarray
+    table: np.ndarray
+    notes: dict[str, Any]
+
+    def __post_init__(self):
+        """Raises ValueError for weights that are none."""
+        for name, shape, kind in (
+            ("lengths", (NUM_LENGTHS - 1,), np.int32), ("table", (NUM_CLASSES, NUM_AGES), np.float32),
+        ):  # fmt: skip
+            value = np.asarray(getattr(self, name))
+            if value.shape != shape or value.dtype != kind or not np.all(np.isfinite(value)):
+                raise ValueError(
+                    f"{name}: got {value.dtype}{list(value.shape)}, wanted finite {np.dtype(kind)}{list(shape)}"
+                )
+
+    @functools.cached_property
+    def policy(self) -> EvictionPolicy:
+        """Evicts the block of the least promise; begins with these weights, and costs O(blocks touched + classes)."""
+        begin = _Begin(tuple(self.lengths.tolist()), self.table.tobytes())
+        return by_class(_class_of, _promise, classes=NUM_CLASSES, init=begin, name="learned")
+
+    @property
+    def weights(self) -> Densities:
+        """Of the policy: arrays, so that caches of one program can have different ones."""
+        return Densities(jnp.asarray(self.lengths), jnp.asarray(self.table))
+
+    def state(self, num_ids: int) -> Any:
+        """A `policy_state` for any other learned policy, too: those then are one program."""
+        return self.policy.init(num_ids)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file of numpy, .npz."""
+        with open(path, "wb") as file:
+            np.savez(file, format=_FORMAT, lengths=self.lengths, table=self.table, notes=json.dumps(self.notes))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Learned:
+        """What `save` has written.
+
+        Raises:
+          ValueError: for a file that it has not written.
+        """
+        try:
+            with np.load(path) as found:
+                told = {name: found[name] for name in ("format", "lengths", "table", "notes")}
+        except (KeyError, ValueError, EOFError) as error:
+            raise ValueError(f"{os.fspath(path)}: got no learned policy, wanted what Learned.save writes") from error
+        if told["format"] != _FORMAT:
+            raise ValueError(f"{os.fspath(path)}: got {told['format']}, wanted {_FORMAT}")
+        return cls(told["lengths"], told["table"], json.loads(str(told["notes"])))

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy learned from a trace: how likely blocks of a class are to be used again at an age, fitted by gradient."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.research.densities import NUM_AGES, NUM_CLASSES, Learned, class_at
+from kvjax.research.reuse import Counts, count, counted, density, releases
+from kvjax.research.rules import Rule
+from kvjax.research.traces import Trace
+
+Hazard = Literal["mlp", "counted"]
+_NETS, _HIDDEN = 4, 16
+_STEPS, _PATIENCE = 1000, 150
+_RATE, _DECAY = 0.02, 0.03
+_HELD_OUT = 1 / 3
+
+
+def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Hazard = "mlp") -> Learned:
+    """Learns from a trace which blocks to evict.
+
+    What it learns is the hazard: how likely a block is to be used again at some age, given its class when it was
+    released. Small networks are fitted to what became of all blocks of the trace; of those the mean is taken. How many
+    steps they are fitted is decided by the likelihood of the last third of the trace, which a first fit does not see.
+    The hazard gives the hit density of each class at each age, and the policy evicts the block of the least.
+
+    It takes no size: one policy serves caches of all sizes. Features are those of a cache that throws nothing out.
+
+    A comparison on this trace says nothing. On a later part of the same trace it is no clean test if the classes, or
+    anything else, were chosen while looking at that part. Only a second trace is, or a seed of `draw_trace` that nobody
+    has looked at.
+
+    Args:
+      trace: of at least two requests, whose blocks come back, in part.
+      rule: what is cached and may be hit; see `RULES`.
+      seed: of the networks' first weights; equal arguments give equal policies.
+      hazard: "mlp", or "counted": the share of blocks that were used again, with nothing fitted.
+
+    Returns:
+      The policy and its weights, f32[NUM_CLASSES, NUM_AGES].
+
+    Raises:
+      ImportError: without optax, for "mlp".
+      ValueError: for a rule or a hazard that does not exist; for a trace in which nothing can be learned.
+
+    Source: Beckmann et al. 2018 (LHD) for hit density, which is counted there; the hazard of censored lives by a
+      network as in Gensheimer and Narasimhan 2019 (Nnet-survival).
+    """
+    if hazard not in ("mlp", "counted"):
+        raise ValueError(f'hazard: got {hazard!r}, wanted "mlp" or "counted"')
+    known, number = releases(trace, rule), len(trace)
+    whole = count(known, 0, number)
+    if not whole.used.any():
+        raise ValueError(f"trace: got {number} requests that use no block again, wanted some that do")
+    notes: dict[str, Any] = {"hazard": hazard, "requests": number, "rule": rule, "seed": seed}
+    if hazard == "counted":
+        share = counted(whole)
+    else:
+        seen, held_out = (count(known, *part) for part in _parts(number))
+        share, told = _fitted(whole, seen, held_out, seed)
+        notes |= told
+    oldest = int(np.flatnonzero(whole.seen.any(axis=0))[-1])
+    share[:, oldest + 1 :] = share[:, oldest : oldest + 1]  # ages that the trace is too short for
+    return Learned(known.lengths, density(share).astype(np.float32), notes)
+
+
+def _parts(number: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The requests that a first fit sees, and those that say when it should have ended."""
+    middle = number - int(number * _HELD_OUT)
+    return (0, middle), (middle, number)
+
+
+def _fitted(whole: Counts, seen: Counts, held_out: Counts, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """The hazard f64[NUM_CLASSES, NUM_AGES], and how it was found."""
+    fit = _program()
+    keys = jax.random.split(jax.random.key(seed), _NETS)
+    features = _features()
+    as_floats = lambda counts: [jnp.asarray(each, jnp.float32) for each in counts]  # noqa: E731
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to a number of steps
+        _, least, best = fit(*features, as_floats(seen), as_floats(held_out), _STEPS, _PATIENCE, keys)
+        share, _, _ = fit(*features, as_floats(whole), as_floats(held_out), best, _STEPS, keys)
+    return np.asarray(share, np.float64), {"steps": int(best), "held_out_loss": float(least)}
+
+
+def _features() -> tuple[np.ndarray, np.ndarray]:
+    """f32[NUM_CLASSES, F] and f32[NUM_AGES, G]; what the networks are told of a class and of an age."""
+    classes = [class_at(number) for number in range(NUM_CLASSES)]
+    ranges = [sorted(set(values)) for values in zip(*classes, strict=True)]
+    one_hot = [[one == value for one, values in zip(own, ranges, strict=True) for value in values] for own in classes]
+    age = np.linspace(-1, 1, NUM_AGES)[:, None]
+    waves = [wave(np.pi * times * age / 2) for times, wave in itertools.product((1, 2, 4), (np.sin, np.cos))]
+    return np.array(one_hot, np.float32), np.concatenate([age, *waves], axis=1).astype(np.float32)
+
+
+@functools.cache
+def _program():
+    """The fit as one compiled program; see `fit` in it."""
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError('learn_policy needs optax: pip install "kvjax[learn]"') from error
+    optimizer = optax.adamw(_RATE, weight_decay=_DECAY)
+
+    def one(params, classes: jax.Array, ages: jax.Array) -> jax.Array:
+        """f32[C, A]; the logits of one network. Its first layer is a sum over a class and an age."""
+        hidden = jnp.tanh((classes @ params["class"])[:, None] + (ages @ params["age"])[None] + params["bias"])
+        return hidden @ params["out"] + params["level"]
+
+    def begin(key: jax.Array, width: tuple[int, int], level: jax.Array):
+        of_class, of_age, out = jax.random.split(key, 3)
+        normal = lambda key, *shape: jax.random.normal(key, shape, jnp.float32)  # noqa: E731
+        return {
+            "class": normal(of_class, width[0], _HIDDEN) / 2,
+            "age": normal(of_age, width[1], _HIDDEN) / 2,
+            "bias": jnp.zeros((1, 1, _HIDDEN), jnp.float32),
+            "out": normal(out, _HIDDEN) / 10,
+            "level": level,
+        }
+
+    def loss(logit: jax.Array, counts: list[jax.Array]) -> jax.Array:
+        """The mean of -log likelihood of what was seen, as if blocks were independent."""
+        used, seen = counts
+        each = used * jax.nn.log_sigmoid(logit) + (seen - used) * jax.nn.log_sigmoid(-logit)
+        return -jnp.sum(each) / jnp.maximum(jnp.sum(seen), 1)
+
+    @jax.jit
+    def fit(classes, ages, counts, held_out, most, patience, keys):
+        """Takes up to `most` steps, and ends if the loss of held_out has not become less for `patience` steps.
+
+        Returns:
+          f32[C, A], the mean hazard of the networks; f32[], the least loss of held_out; i32[], the step that gave it.
+        """
+        rate = jnp.sum(counts[0]) / jnp.sum(counts[1])
+        level = jnp.log(rate) - jnp.log1p(-rate)
+        params = jax.vmap(lambda key: begin(key, (classes.shape[1], ages.shape[1]), level))(keys)
+        logits = lambda params: jax.vmap(lambda own: one(own, classes, ages))(params)  # noqa: E731
+        total = lambda params: jnp.sum(jax.vmap(lambda logit: loss(logit, counts))(logits(params)))  # noqa: E731
+        mean = lambda params: jnp.mean(jax.nn.sigmoid(logits(params)), axis=0)  # noqa: E731
+
+        def step(carry):
+            params, state, number, least, best = carry
+            updates, state = optimizer.update(jax.grad(total)(params), state, params)
+            params, share = optax.apply_updates(params, updates), mean(params)
+            own = loss(jnp.log(share) - jnp.log1p(-share), held_out)  # of what the step before has made
+            best = jnp.where(own < least, number, best)
+            return params, state, number + 1, jnp.minimum(own, least), best
+
+        going = lambda carry: (carry[2] < most) & (carry[2] - carry[4] < patience)  # noqa: E731
+        start = (params, optimizer.init(params), jnp.int32(0), jnp.float32(jnp.inf), jnp.int32(0))
+        params, _, _, least, best = jax.lax.while_loop(going, step, start)
+        return mean(params), least, best
+
+    return fit

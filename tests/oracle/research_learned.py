@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a learned policy is made of, and what it evicts, in plain Python: one block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.research import Trace
+from tests.oracle.research_policies import NONE, Scored, cached_part
+
+HITS, AGES = (1, 2, 4), 52
+
+
+def age_range(age: int) -> int:
+    """Two ranges an octave, from 32 on."""
+    octave = max(age, 32).bit_length() - 1
+    return 2 * (octave - 5) + (max(age, 32) >= 1.5 * 2**octave)
+
+
+def label(hits: int, length: int, is_last: bool, lengths: Sequence[int]) -> int:
+    """The class of a block."""
+    often, long = sum(hits >= least for least in HITS), sum(length >= least for least in lengths)
+    return (often * (len(lengths) + 1) + long) * 2 + is_last
+
+
+def density(hazard: Sequence[float], limits: Sequence[float]) -> list[float]:
+    """The best ratio of hits to room over all horizons, for each age."""
+    best = []
+    for age in range(len(hazard)):
+        left, hits, room, most = 1.0, 0.0, 0.0, 0.0
+        for later in range(age, len(hazard)):
+            hits += left * hazard[later]
+            room += left * (limits[later + 1] - limits[later]) * (1 - hazard[later] / 2)
+            left *= 1 - hazard[later]
+            most = max(most, hits / room)
+        best.append(most)
+    return best
+
+
+def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    """What requests first..last-1 release in a cache without bound: (used again, seen), by class and age."""
+    clock, hits, out = 0, {}, {}
+    used, seen = np.zeros((2, (len(HITS) + 1) * (len(lengths) + 1) * 2, AGES))
+
+    def over(block: int, again: bool) -> None:
+        own, released, counts_here = out.pop(block)
+        if not counts_here:
+            return
+        age = age_range(clock - released)
+        seen[own, :age] += 1
+        seen[own, age] += 1 if again else 0.5
+        used[own, age] += again
+
+    for request in range(last):
+        ids = cached_part(trace, request, rule)
+        for block in ids:
+            if block in hits:
+                over(block, True)
+        clock += sum(block not in hits for block in ids)
+        for block in ids:
+            hits[block] = hits.get(block, NONE) + 1
+        for depth in reversed(range(len(ids))):
+            own = label(hits[ids[depth]], len(ids), depth + 1 == len(ids), lengths)
+            out[ids[depth]] = (own, clock, request >= first)
+            clock += 1
+    for block in list(out):
+        over(block, False)
+    return used, seen
+
+
+class Classed(Scored):
+    """A cache in which the oldest leaf of a class leaves, of the class where that promises least."""
+
+    def __init__(self, size: int, table: np.ndarray, lengths: Sequence[int]):
+        super().__init__(size, lambda cache: cache.stored)
+        self.table, self.lengths, self.label = table, lengths, np.zeros(size, np.int64)
+
+    def serve(self, ids: list[int], kept: int, taken: int) -> int:
+        found = super().serve(ids, kept, taken)
+        if len(ids) <= len(self.holds):
+            for depth, each in enumerate(ids[:kept]):
+                block = self.of[each]
+                self.label[block] = label(int(self.hits[block]), kept, depth + 1 == kept, self.lengths)
+        return found
+
+    def take(self, number: int) -> list[int]:
+        taken = [self.empty.pop() for _ in range(min(number, len(self.empty)))]
+        while len(taken) < number:
+            leaves = np.flatnonzero((self.holds != NONE) & ~self.held & (self.children == 0)).tolist()
+            heads: dict[int, int] = {}
+            for block in sorted(leaves, key=lambda block: self.released[block]):
+                heads.setdefault(int(self.label[block]), block)
+            promise = {own: self.table[own, age_range(int(self.clock - self.released[b]))] for own, b in heads.items()}
+            block = heads[min(promise, key=lambda own: (promise[own], own))]
+            taken.append(block)
+            del self.of[self.holds[block]]
+            self.holds[block] = NONE
+            if self.parent[block] != NONE:
+                self.children[self.parent[block]] -= 1
+        return taken
+
+
+def learned_hits(trace: Trace, size: int, rule: str, table: np.ndarray, lengths: Sequence[int]) -> list[int]:
+    """Blocks that each request finds in a cache that evicts by a learned table."""
+    cache, hits = Classed(size, table, lengths), []
+    for request, length in enumerate(trace.lengths.tolist()):
+        taken = length if rule == "papers" else length - 1
+        hits.append(cache.serve(trace.blocks(request).tolist(), len(cached_part(trace, request, rule)), taken))
+    return hits
