@@ -85,21 +85,21 @@ class Classed(Scored):
                 self.label[block] = label(int(self.hits[block]), kept, depth + 1 == kept, self.lengths)
         return found
 
-    def take(self, number: int) -> list[int]:
-        taken = [self.empty.pop() for _ in range(min(number, len(self.empty)))]
-        while len(taken) < number:
-            leaves = np.flatnonzero((self.holds != NONE) & ~self.held & (self.children == 0)).tolist()
+    def evict(self, number: int) -> list[int]:
+        gone = []
+        while len(gone) < number:
+            leaves = np.flatnonzero((self.holds != NONE) & (self.holders == 0) & (self.children == 0)).tolist()
             heads: dict[int, int] = {}
             for block in sorted(leaves, key=lambda block: self.released[block]):
                 heads.setdefault(int(self.label[block]), block)
             promise = {own: self.table[own, age_range(int(self.clock - self.released[b]))] for own, b in heads.items()}
             block = heads[min(promise, key=lambda own: (promise[own], own))]
-            taken.append(block)
+            gone.append(block)
             del self.of[self.holds[block]]
             self.holds[block] = NONE
             if self.parent[block] != NONE:
                 self.children[self.parent[block]] -= 1
-        return taken
+        return gone
 
 
 def learned_hits(trace: Trace, size: int, rule: str, table: np.ndarray, lengths: Sequence[int]) -> list[int]:
