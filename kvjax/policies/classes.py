@@ -168,11 +168,11 @@ class _Pop:
 
         def look(carry):
             # If too few are found, parked ones have lost their children otherwise: then all are looked at again.
-            turn, number = carry
-            again = (number > 0) & (turn.found < wanted)
+            turn, looks = carry
+            again = (looks > 0) & (turn.found < wanted)
             at, first = (jnp.where(again, chains.begin, positions) for positions in (turn.at, turn.first))
             turn = turn._replace(at=at, first=first, heads=self.head(chains, blocks, at), left=count(at >= 0))
-            return loop(lambda turn: _going(turn, wanted), step, turn), number + 1
+            return loop(lambda turn: _going(turn, wanted), step, turn), looks + 1
 
         turn, _ = loop(lambda carry: (carry[0].found < wanted) & (carry[1] < 2), look, (start, jnp.int32(0)))
         exposed = jnp.where(wanted > 0, turn.exposed, chains.exposed)
