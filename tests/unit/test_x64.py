@@ -22,8 +22,18 @@ SPECS = {
         LAYERS, num_host_blocks=4, extra_ids=True, retention=True, dtype="int8", **OPTIONS
     ),
 }  # fmt: skip
+
+
+def by_class():
+    """Two classes, and a score of their heads."""
+    return kvjax.policies.by_class(
+        lambda blocks, ids: blocks.hits[ids], lambda blocks, heads: blocks.stored[heads], classes=2
+    )
+
+
 POLICIES = (
     kvjax.lru,
+    by_class,
     kvjax.policies.fifo,
     kvjax.policies.lfu,
     kvjax.policies.random,
