@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import count, loop, pick, put, rank
-from kvjax.policies.chains import NONE, Chains, append, init_chains, make_room, read
+from kvjax.policies.chains import NONE, Chains, append, init_chains, is_parked, make_room, read
 from kvjax.policies.scores import is_hashable, ordered, unbound
 from kvjax.state import NO_BLOCK, Blocks, Eligible, EvictionPolicy
 
@@ -37,9 +37,8 @@ def by_class(
     order of release, whatever they score. A head that may not be named, because it has cached children, keeps its turn,
     and the next of its class takes its place; it leaves right after the last of its children.
 
-    Costs O(blocks touched + classes) where `by_score` costs a pass over all blocks. Entries that keep their turn are
-    passed over in each call that evicts: let parents score no less than their children. Without a `score` many blocks
-    leave at once; with one, each costs a call of it.
+    Costs O(blocks touched + classes) where `by_score` costs a pass over all blocks. Without a `score` many blocks leave
+    at once; with one, each costs a call of it.
 
         by_reuse = by_class(lambda blocks, ids: blocks.hits[ids], classes=8)  # rarely reused ones first
 
@@ -129,14 +128,14 @@ class _Turn(NamedTuple):
 
     Attributes:
       at: i32[C]; position of the entry that each class looks at next, -1 behind its last one.
-      first: i32[C]; as in `Chains`: where `at` is, unless entries were passed over.
+      first: i32[C]; as in `Chains`: where `at` is, unless a leaf was passed over that may not be named now.
       heads: i32[C]; the block at `at`: NO_BLOCK behind the last one, _DEAD for an entry that is not live.
       ids: i32[size]; the victims so far.
       above: i32[size]; the parent of each.
       found: i32[]; how many there are.
       left: i32[]; classes that have entries to look at.
       exposed: i32[]; a block that was passed over and has lost its last child just now, or NO_BLOCK. It is next.
-      spared: bool[]; whether entries were passed over.
+      parked: bool[]; as in `Chains`; leaves that were passed over count, too.
     """
 
     at: jax.Array
@@ -147,7 +146,7 @@ class _Turn(NamedTuple):
     found: jax.Array
     left: jax.Array
     exposed: jax.Array
-    spared: jax.Array
+    parked: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,51 +158,68 @@ class _Pop:
     ) -> tuple[jax.Array, Chains]:
         """See `EvictionPolicy.victims`."""
         wanted = jnp.minimum(wanted, size)
-        index = np.arange(_CHUNK if self.asked.score is None else 1, dtype=np.int32)
-
-        def going(turn: _Turn) -> jax.Array:
-            return (turn.found < wanted) & ((turn.exposed >= 0) | (turn.left > 0))
-
-        def step(turn: _Turn) -> _Turn:
-            on, own = going(turn), self.lowest(chains, blocks, turn, now)
-            apart, at = turn.exposed >= 0, pick(turn.at, own)
-            position = jnp.where(apart, pick(chains.stamp, turn.exposed), at) + index
-            block, live = read(chains, blocks, position)
-            after, parent = pick(chains.follows, position), pick(blocks.parent, block)[:, 0]
-            # The entries up to the first one that is not next in its class, or that may not be named. Where entries
-            # were passed over, a victim may expose one: then one at a time.
-            near = jnp.concatenate([jnp.ones((1,), bool), (after[:-1] == position[1:]) & ~apart & ~turn.spared])
-            gone = jnp.sum(turn.above[None] == block[:, None], axis=1, dtype=jnp.int32)
-            earlier = (index[None] < index[:, None]) & live[None] & (parent[None] == block[:, None])
-            leaf = pick(blocks.children, block) == gone + jnp.sum(earlier, axis=1, dtype=jnp.int32)
-            free = live & leaf & eligible(block)
-            passes = jnp.cumprod(near & (free | ~live) & (turn.found + rank(live) < wanted), dtype=jnp.int32) > 0
-            taken = passes & live & on
-            target = turn.found + rank(taken)
-            ids, above = (put(x, target, y, taken) for x, y in ((turn.ids, block), (turn.above, parent)))
-            moves, stays = (on & ~apart)[None], ~passes[0]
-            behind = pick(after, jnp.maximum(count(passes) - 1, 0))
-            first = put(turn.first, own[None], behind[None], moves & ~stays & (pick(turn.first, own) == at))
-            new = _Turn(
-                put(turn.at, own[None], behind[None], moves),
-                first,
-                put(turn.heads, own[None], self.head(chains, blocks, behind)[None], moves),
-                ids,
-                above,
-                turn.found + count(taken),
-                turn.left - count(moves & (behind < 0)),
-                jnp.int32(NO_BLOCK),
-                turn.spared | (on & stays),
-            )
-            return new._replace(exposed=_exposed(chains, blocks, eligible, new, taken[0], parent[0]))
-
+        due = functools.partial(_due, chains, blocks, eligible)
+        step = functools.partial(self.step, chains, blocks, eligible, wanted, now)
         none = jnp.full((size,), NO_BLOCK, jnp.int32)
         start = _Turn(
-            chains.first, chains.first, self.head(chains, blocks, chains.first), none, none, jnp.int32(0),
-            count(chains.first >= 0), jnp.int32(NO_BLOCK), jnp.bool_(False),
+            chains.first, chains.first, chains.first, none, none, jnp.int32(0), jnp.int32(0),
+            due(chains.first, none, chains.exposed), chains.parked,
         )  # fmt: skip
-        turn = loop(going, step, start)
-        return turn.ids, chains._replace(first=turn.first)
+
+        def look(carry):
+            # If too few are found, parked ones have lost their children otherwise: then all are looked at again.
+            turn, number = carry
+            again = (number > 0) & (turn.found < wanted)
+            at, first = (jnp.where(again, chains.begin, positions) for positions in (turn.at, turn.first))
+            turn = turn._replace(at=at, first=first, heads=self.head(chains, blocks, at), left=count(at >= 0))
+            return loop(lambda turn: _going(turn, wanted), step, turn), number + 1
+
+        turn, _ = loop(lambda carry: (carry[0].found < wanted) & (carry[1] < 2), look, (start, jnp.int32(0)))
+        exposed = jnp.where(wanted > 0, turn.exposed, chains.exposed)
+        return turn.ids, chains._replace(first=turn.first, exposed=exposed, parked=turn.parked)
+
+    def step(
+        self, chains: Chains, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, turn: _Turn
+    ) -> _Turn:
+        """Names a victim, or some of the lowest class, or passes an entry over."""
+        index = np.arange(_CHUNK if self.asked.score is None else 1, dtype=np.int32)
+        on, own = _going(turn, wanted), self.lowest(chains, blocks, turn, now)
+        apart, at = turn.exposed >= 0, pick(turn.at, own)
+        position = jnp.where(apart, pick(chains.stamp, turn.exposed), at) + index
+        block, live = read(chains, blocks, position)
+        after, parent = pick(chains.follows, position), pick(blocks.parent, block)[:, 0]
+        # The entries up to the first one that is not next in its class, or that may not be named. Where entries are
+        # parked, a victim may expose one: then one at a time.
+        near = jnp.concatenate([jnp.ones((1,), bool), (after[:-1] == position[1:]) & ~apart & ~turn.parked])
+        # Neither a child that is named counts, nor is a block that is named a leaf: a second look meets it again.
+        named = (turn.above[None] == block[:, None]) | (turn.ids[None] == block[:, None])
+        gone = jnp.sum(named, axis=1, dtype=jnp.int32)
+        earlier = (index[None] < index[:, None]) & live[None] & (parent[None] == block[:, None])
+        leaf = pick(blocks.children, block) == gone + jnp.sum(earlier, axis=1, dtype=jnp.int32)
+        free = live & leaf & eligible(block)
+        passes = jnp.cumprod(near & (free | ~live) & (turn.found + rank(live) < wanted), dtype=jnp.int32) > 0
+        taken = passes & live & on
+        target = turn.found + rank(taken)
+        ids, above = (put(x, target, y, taken) for x, y in ((turn.ids, block), (turn.above, parent)))
+        moves, spared = (on & ~apart)[None], ~passes[0] & leaf[0]
+        behind = pick(after, jnp.maximum(count(passes) - 1, 0))
+        first = put(turn.first, own[None], behind[None], moves & ~spared & (pick(turn.first, own) == at))
+        at = put(turn.at, own[None], behind[None], moves)
+        return _Turn(
+            at,
+            first,
+            put(turn.heads, own[None], self.head(chains, blocks, behind)[None], moves),
+            ids,
+            above,
+            turn.found + count(taken),
+            turn.left - count(moves & (behind < 0)),
+            jnp.where(
+                on,
+                _due(chains, blocks, eligible, at, above, jnp.where(taken[0] & turn.parked, parent[0], NO_BLOCK)),
+                turn.exposed,
+            ),
+            turn.parked | (on & ~passes[0]),
+        )
 
     def head(self, chains: Chains, blocks: Blocks, at: jax.Array) -> jax.Array:
         """i32[...]; the blocks at positions at i32[...], as in `_Turn.heads`; nobody asks if there is no score."""
@@ -227,17 +243,22 @@ class _Pop:
         return jnp.min(jnp.where(least, classes, classes[-1]))
 
 
-def _exposed(
-    chains: Chains, blocks: Blocks, eligible: Eligible, turn: _Turn, taken: jax.Array, parent: jax.Array
+def _going(turn: _Turn, wanted: jax.Array) -> jax.Array:
+    return (turn.found < wanted) & ((turn.exposed >= 0) | (turn.left > 0))
+
+
+def _due(
+    chains: Chains, blocks: Blocks, eligible: Eligible, at: jax.Array, above: jax.Array, block: jax.Array
 ) -> jax.Array:
-    """i32[]; the parent i32[] of a victim, where taken bool[], if it was passed over and is a leaf now; or NO_BLOCK."""
-    position = pick(chains.stamp, parent)
+    """i32[]; the block i32[], or NO_BLOCK, if it stands before at i32[C], and is a leaf now; otherwise NO_BLOCK.
+
+    The children that are gone already have their parents in above i32[size].
+    """
+    position = pick(chains.stamp, block)
     _, live = read(chains, blocks, position)
-    at = pick(turn.at, pick(chains.label, parent))
-    gone = count(turn.above == parent)
-    passed_over = live & ((at < 0) | (position < at))
-    is_leaf = (pick(blocks.children, parent) == gone) & eligible(parent)
-    return jnp.where(taken & turn.spared & (parent >= 0) & passed_over & is_leaf, parent, NO_BLOCK)
+    parked = live & is_parked(at, position, pick(chains.label, block))
+    leaf = (pick(blocks.children, block) == count(above == block)) & eligible(block)
+    return jnp.where((block >= 0) & parked & leaf, block, NO_BLOCK)
 
 
 def _drop(chains: Chains, ids: jax.Array) -> Chains:

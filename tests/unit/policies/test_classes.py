@@ -57,6 +57,7 @@ class Forest:
         self.told = {name: np.zeros(NUMBER, np.int32) for name in FIELDS}
         self.parent = np.full(NUMBER, -1, np.int32)
         self.classes = [[] for _ in range(CLASSES)]
+        self.parked, self.due = set(), None
         self.passed_over = 0
 
     def cached(self):
@@ -72,28 +73,49 @@ class Forest:
         return blocks.replace(parent=jnp.array(parent), **{name: jnp.array(self.told[name]) for name in FIELDS})
 
     def release(self, ids):
+        self.parked -= set(ids)
         for block in ids:
             self.told["refcount"][block] = 0
             self.classes = [[each for each in members if each != block] for members in self.classes]
             self.classes[min(max(self.told["hits"][block], 0), CLASSES - 1)].append(block)
 
     def victims(self, wanted, copied):
-        """As `by_class` says, one after the other. A block that is copied keeps its turn."""
+        """As `by_class` says, one after the other. A leaf that is copied keeps its turn; so do those behind it."""
         idle = lambda block: self.told["refcount"][block] == 0 and self.told["fill"][block] > 0  # noqa: E731
-        lists = [[block for block in members if idle(block)] for members in self.classes]
-        children, named, passed = self.told["children"].copy(), [], set()
-        while len(named) < wanted and any(lists):
-            own = min((self.score(c, self.told["stored"][lists[c][0]]), c) for c in range(CLASSES) if lists[c])[1]
-            block = lists[own].pop(0)
-            if children[block] or block == copied:
-                passed.add(block)
-                self.passed_over += 1
-                continue
-            while block is not None and len(named) < wanted:
+        children, named = self.told["children"].copy(), []
+        self.parked &= {block for block in range(NUMBER) if idle(block)}
+        due = self.due if wanted and self.due in self.parked and not children[self.due] else None
+        self.due = None if wanted else self.due
+        due = None if due == copied else due
+        for look in range(2):
+            if len(named) == wanted:
+                break
+            if look:  # too few were found: at all of them again
+                self.parked = set()
+            rest = [[each for each in members if idle(each) and each not in self.parked] for members in self.classes]
+            rest = [[each for each in members if each not in named] for members in rest]
+            passed, stops = [[] for _ in self.classes], None
+            while len(named) < wanted and (due is not None or any(rest)):
+                if due is None:
+                    own = min((self.score(c, self.told["stored"][each[0]]), c) for c, each in enumerate(rest) if each)[
+                        1
+                    ]
+                    block = rest[own].pop(0)
+                    if children[block] or block == copied:
+                        stops = stops or (own, len(passed[own])) if not children[block] else stops
+                        passed[own].append(block)
+                        self.passed_over += 1
+                        continue
+                else:
+                    block = due
                 named.append(block)
                 above = int(self.parent[block])
                 children[above] -= above >= 0
-                block = above if above in passed and not children[above] and above != copied else None
+                waits = above in self.parked or any(above in each for each in passed)
+                due = above if waits and not children[above] and above != copied else None
+            for own, each in enumerate(passed):
+                self.parked |= set(each[: stops[1]] if stops and stops[0] == own else each)
+            self.due = due
         return named
 
     def evict(self, ids):
@@ -101,6 +123,7 @@ class Forest:
             self.told["fill"][block] = 0
             if self.parent[block] >= 0:
                 self.told["children"][self.parent[block]] -= 1
+        self.parked -= set(ids)
         self.classes = [[each for each in members if each not in ids] for members in self.classes]
 
 
@@ -168,7 +191,7 @@ def slow_lfu():
     return by_score(by_hits_then_age)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_lfu_is_the_score_that_it_was(seed):
     """The same caches after every request, block numbers included."""

@@ -24,12 +24,11 @@ from tests.unit.research.policies import (
     POLICIES,
     SOME,
     assert_same,
-    by_classes,
     forests,
     lines_of_size,
     lru_hits,
     small_trace,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -142,7 +141,7 @@ def compiled(policy, most):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", [lru(), lfu(), by_classes()], ids=str)
+@pytest.mark.parametrize("policy", [lru(), lfu()], ids=str)
 def test_no_request_selects_or_copies_all_blocks(policy):
     assert lines_of_size(compiled(policy, 4099), 4099) == []
 

@@ -24,17 +24,22 @@ from tests.unit.research.policies import (
     LONGEST,
     MOST,
     POLICIES,
-    SOME,
     assert_same,
     by_classes,
     forests,
     lines_of_size,
     lru_hits,
     small_trace,
-)  # fmt: skip
+)
 
 
-@pytest.mark.parametrize("name", SOME)
+def marked(*names):
+    """The policies; those without a name here wait for the night, and all but `lru` for CI."""
+    marks = {name: [pytest.mark.long] if name in names else [pytest.mark.slow] for name in POLICIES} | {"lru": []}
+    return [pytest.param(name, marks=marks[name]) for name in POLICIES]
+
+
+@pytest.mark.parametrize("name", marked("lru", "lfu", "in one line"))
 @given(st.data())
 def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
     trace, rule = data.draw(forests()), data.draw(st.sampled_from(list(RULES)))
@@ -47,7 +52,7 @@ def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", marked("lfu"))
 def test_requests_of_a_production_trace_find_what_they_find_in_plain_python(name):
     """Prompts of 1 to 226 blocks, which are served in 16, 64 and 256 columns."""
     trace = cases.cut(400)
