@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy learned from a trace: how likely blocks of a class are to be used again at an age, fitted by gradient."""
+"""A policy learned from a trace: how likely blocks of a class are to be used again at an age, fitted by gradient.
+
+The classes, the ranges of ages and what is set below were chosen by hits in later parts of the first half of Mooncake's
+conversation trace (learned from its first 2,400 to 4,800 requests). Its other half was looked at too while that was
+done, so no part of it is a clean test.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +142,7 @@ def _program():
         Returns:
           f32[C, A], the mean hazard of the networks; f32[], the least loss of held_out; i32[], the step that gave it.
         """
-        rate = jnp.sum(counts[0]) / jnp.sum(counts[1])
+        rate = jnp.maximum(jnp.sum(counts[0]) / jnp.maximum(jnp.sum(counts[1]), 1), 1e-6)
         level = jnp.log(rate) - jnp.log1p(-rate)
         params = jax.vmap(lambda key: begin(key, (classes.shape[1], ages.shape[1]), level))(keys)
         logits = lambda params: jax.vmap(lambda own: one(own, classes, ages))(params)  # noqa: E731

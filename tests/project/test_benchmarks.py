@@ -39,6 +39,7 @@ from benchmarks import (
 )  # fmt: skip
 from benchmarks.memory import read_lengths
 from tests.oracle import static_sampling
+from tests.unit.research import cases
 
 
 def test_report_writes_what_was_measured_where(tmp_path, capsys):
@@ -293,14 +294,24 @@ def test_other_hits_than_in_plain_python_end_the_benchmark():
         simulators.beside("toy", one, other, 1)
 
 
-@pytest.mark.long
-def test_learned_policies_stand_beside_lru(tmp_path, monkeypatch):
+def test_gains_are_means_of_the_splits(tmp_path, monkeypatch):
     file = tmp_path / "learned.json"
     monkeypatch.setattr(sys, "argv", ["learned", "--quick", "--json", str(file)])
+    parts = [(100, 200), (150, 300), (200, 300)]
+    answer = lambda trace, sizes, on=None, **_: cases.comparison(parts if on is None else [(0, 300)], sizes)  # noqa: E731
+    monkeypatch.setattr(learned, "compare_learned", answer)
     learned.main()
     result = json.loads(file.read_text())
-    assert set(result["metrics"]) == {"learned_gain_300", "learned_gain_600"}
-    assert len(result["details"]) == 3 * 2 + 1
+    assert result["metrics"] == {"learned_gain_300": 0.25, "learned_gain_600": 0.25}
+    lows = {f"learned_low_{size}_split_{n}": 0.15 for n in (1, 2, 3) for size in (300, 600)}
+    assert result["details"] == lows | {"drawn_gain_700": 0.25}
+
+
+@pytest.mark.slow
+def test_learned_policies_stand_beside_lru(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["learned", "--quick"])
+    learned.main()
+    assert "learned from 300 requests, counted in 0 to 299" in capsys.readouterr().out
 
 
 def test_gains_below_the_bars_end_the_benchmark():

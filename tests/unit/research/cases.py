@@ -4,10 +4,11 @@
 import functools
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 
 from benchmarks.trace import TRACE, WHOLE, read_blocks
-from kvjax.research import make_trace, read_mooncake
+from kvjax.research import Comparison, make_trace, read_mooncake
 
 
 @functools.cache
@@ -27,6 +28,17 @@ def whole_path():
 def whole():
     """The whole conversation trace."""
     return read_mooncake(whole_path())
+
+
+def comparison(parts, sizes, rule="papers", seeds=1, gain=0.25):
+    """What `compare_learned` returns, of figures that nothing was measured for."""
+    shape = (len(parts), len(sizes))
+    rates = {"learned": 0.1 * (1 + gain), "counted": 0.11, "lru": 0.1, "bound": 0.3}
+    return Comparison(
+        rule, np.array(sizes), tuple(parts), tuple(first for first, _ in parts),
+        {name: np.full(shape, rate) for name, rate in rates.items()},
+        np.full((len(parts), seeds, len(sizes)), gain), np.full(shape, gain - 0.1), np.full(shape, gain + 0.1),
+    )  # fmt: skip
 
 
 def prompts_of(trace):

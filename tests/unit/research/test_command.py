@@ -10,9 +10,9 @@ import pytest
 from kvjax import by_score, policies
 from kvjax.research import (
     Learned,
+    __main__,
     belady,
     hits_by_depth,
-    learn_policy,
     lru_curve,
     replay,
     reuse_distances,
@@ -21,7 +21,7 @@ from kvjax.research import (
 )
 from kvjax.research.__main__ import main
 from kvjax.research.plots import plot_rates, plot_reuse
-from tests.unit.research.cases import cut
+from tests.unit.research.cases import comparison, cut
 
 # A policy of a user's own, in one line.
 LONGEST_FIRST = by_score(lambda blocks: -blocks.depth)
@@ -116,17 +116,26 @@ def test_a_sweep_tells_the_requests_that_a_small_cache_refuses(file, tmp_path, c
     assert "No bound: the longest request has" in printed and "bound" not in saved["rates"]
 
 
-@pytest.mark.long
-def test_a_policy_is_learned_compared_and_saved(file, tmp_path, capsys):
-    options = ["--sizes", "240", "400", "--seeds", "1", "--policies", "--rule", "papers"]
+def test_a_policy_is_learned_compared_and_saved(file, tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def compare(trace, sizes, **options):
+        asked.append((len(trace), sizes, options))
+        return comparison([(50, 100)], sizes, options["rule"], options["seeds"])
+
+    monkeypatch.setattr(__main__, "compare_learned", compare)
+    options = ["--sizes", "240", "400", "--seeds", "2", "--rule", "papers"]
     printed, saved = run(file, tmp_path, capsys, "learn", *options, "--save", str(tmp_path / "learned.npz"))
-    assert saved["parts"] == [[33, 66], [50, 100], [66, 100]] and saved["sizes"] == SIZES
-    lru = lru_curve(cut(100), SIZES, "papers").blocks[:, 50:].sum(-1) / cut(100).lengths[50:].sum()
-    assert saved["rates"]["lru"][1] == pytest.approx(lru.tolist()) and f"{lru[1]:.4f}" in printed
-    learned = Learned.load(tmp_path / "learned.npz")
-    assert learned.policy == learn_policy(cut(100), rule="papers").policy
-    _, saved = run(file, tmp_path, capsys, "learn", *options, "--on", str(file))
-    assert saved["parts"] == [[0, 100]] and saved["learned_from"] == [100]
+    chosen = {"lfu": policies.lfu(), "fifo": policies.fifo()}
+    assert asked.pop() == (100, SIZES, {"rule": "papers", "seeds": 2, "policies": chosen, "on": None})
+    wanted = comparison([(50, 100)], SIZES, "papers", 2)
+    assert printed == f"{wanted}\n" and saved == wanted.as_json()
+    assert "  400   +25.0% +15.0% +35.0%     12%     0.1250     0.1100     0.1000     0.3000\n" in printed
+    notes = Learned.load(tmp_path / "learned.npz").notes
+    assert (notes["requests"], notes["rule"], notes["hazard"]) == (100, "papers", "mlp")
+    run(file, tmp_path, capsys, "learn", "--policies", "--on", str(file))
+    longest, last = asked[0][1][0], asked[0][2]
+    assert longest == cut(100).lengths.max() and len(last["on"]) == 100 and last["policies"] == {}
 
 
 @pytest.mark.parametrize(
