@@ -10,10 +10,10 @@ The second trace is drawn at random, like the first one but with another seed: n
 
 from __future__ import annotations
 
-import argparse
 from typing import NamedTuple
 
 from benchmarks import common
+from benchmarks.simulators import Figures
 from benchmarks.trace import TRACE, WHOLE, read_blocks
 from kvjax.research import Trace, compare_learned, draw_trace
 
@@ -32,7 +32,7 @@ class Size(NamedTuple):
 QUICK = Size((300, 600), 1, 300, (700,))
 
 
-def measure_learned(trace: Trace, size: Size) -> tuple[dict[str, float], dict[str, float]]:
+def measure_learned(trace: Trace, size: Size) -> Figures:
     """The gain at each size; and for each split the lower end of its interval."""
     found = compare_learned(trace, size.sizes, rule="papers", seeds=size.seeds)
     print(found)
@@ -56,22 +56,13 @@ def require_bars(gains: dict[str, float], lows: dict[str, float]) -> None:
     common.require(min(lows.values()) > 0, f"an interval begins at {min(lows.values()):.3g}, wanted above 0")
 
 
-def main() -> None:
-    def options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs; no bar")
-
-    args = common.parse("learned", __doc__, options)
-    quick = args.quick or not WHOLE.exists()
-    size = QUICK if quick else Size()
-    trace = read_blocks(TRACE, 300) if quick else read_blocks(WHOLE)
-    gains, lows = measure_learned(trace, size)
-    drawn = measure_drawn(size)
-    common.report("learned", gains, args.json, lows | drawn)
-    if quick:
-        print("no bar: it needs the whole trace (KVJAX_TRACES names its folder)")
-    else:
+def measure(quick: bool) -> Figures:
+    """The gains, tiny ones if quick or where the whole trace is not; and the intervals and the second trace's gains."""
+    whole = WHOLE.exists() and not quick
+    size = Size() if whole else QUICK
+    gains, lows = measure_learned(read_blocks(WHOLE) if whole else read_blocks(TRACE, 300), size)
+    if whole:
         require_bars(gains, lows)
-
-
-if __name__ == "__main__":
-    main()
+    else:
+        print("learned policies: no bar, which needs the whole trace (KVJAX_TRACES names its folder)")
+    return gains, lows | measure_drawn(size)

@@ -13,7 +13,9 @@ one of single blocks, as the tests have it, takes some 40 times as long.
 for each. `replay_growth`: a request in 4 caches of up to 65,536 blocks to one in 4 of up to 2,048. `simulate_lru_x`,
 `simulate_lfu_x`: `simulate` of whole prompts in 64 caches of up to 16,384 blocks, to an OrderedDict and a heap.
 
-All are medians of 5 rounds, in which both sides take turns. Compiling does not count.
+`learned_gain_SIZE`: what a learned policy finds more than LRU (`benchmarks/learned.py`).
+
+All others are medians of 5 rounds, in which both sides take turns. Compiling does not count.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import common, simulators
+from benchmarks import common, learned, simulators
 from benchmarks.simulators import Figures, plain, require_same
 from benchmarks.trace import TRACE, WHOLE, read_blocks
 from kvjax.research import Hits, Trace, belady, lru_curve
@@ -93,7 +95,7 @@ def main() -> None:
     trace = read_blocks(path, size.requests)
     print(f"research: {len(trace):,} requests of {path.name}, {len(trace.ids):,} blocks, {trace.num_ids:,} ids")
     parts = [measure(trace, size) for measure in (measure_lru, measure_belady)]
-    parts += [measure(size.caches) for measure in MEASURES]
+    parts += [measure(size.caches) for measure in MEASURES] + [learned.measure(args.quick)]
     metrics, details = (
         {name: value for part in side for name, value in part.items()} for side in zip(*parts, strict=True)
     )

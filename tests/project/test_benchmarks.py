@@ -274,9 +274,13 @@ def test_a_replay_ends_if_plain_python_reuses_other_tokens():
 def test_simulators_find_what_plain_python_finds(tmp_path, monkeypatch):
     file = tmp_path / "research.json"
     monkeypatch.setattr(sys, "argv", ["research", "--quick", "--json", str(file)])
+    monkeypatch.setattr(learned, "measure", lambda quick: ({"learned_gain_300": 0.25}, {}))
     research.main()
     result = json.loads(file.read_text())
-    assert set(result["metrics"]) == {*research.AT_LEAST, *research.AT_MOST} and result["details"]["requests"] == 300
+    assert (
+        set(result["metrics"]) == {*research.AT_LEAST, *research.AT_MOST, "learned_gain_300"}
+        and result["details"]["requests"] == 300
+    )
     assert all(value > 0 for value in result["metrics"].values())
 
 
@@ -294,23 +298,19 @@ def test_other_hits_than_in_plain_python_end_the_benchmark():
         simulators.beside("toy", one, other, 1)
 
 
-def test_gains_are_means_of_the_splits(tmp_path, monkeypatch):
-    file = tmp_path / "learned.json"
-    monkeypatch.setattr(sys, "argv", ["learned", "--quick", "--json", str(file)])
+def test_gains_are_means_of_the_splits(monkeypatch):
     parts = [(100, 200), (150, 300), (200, 300)]
     answer = lambda trace, sizes, on=None, **_: cases.comparison(parts if on is None else [(0, 300)], sizes)  # noqa: E731
     monkeypatch.setattr(learned, "compare_learned", answer)
-    learned.main()
-    result = json.loads(file.read_text())
-    assert result["metrics"] == {"learned_gain_300": 0.25, "learned_gain_600": 0.25}
+    gains, details = learned.measure(quick=True)
+    assert gains == {"learned_gain_300": 0.25, "learned_gain_600": 0.25}
     lows = {f"learned_low_{size}_split_{n}": 0.15 for n in (1, 2, 3) for size in (300, 600)}
-    assert result["details"] == lows | {"drawn_gain_700": 0.25}
+    assert details == lows | {"drawn_gain_700": 0.25}
 
 
 @pytest.mark.slow
-def test_learned_policies_stand_beside_lru(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["learned", "--quick"])
-    learned.main()
+def test_learned_policies_stand_beside_lru(capsys):
+    learned.measure(quick=True)
     assert "learned from 300 requests, counted in 0 to 299" in capsys.readouterr().out
 
 
