@@ -19,9 +19,10 @@ import numpy as np
 from kvjax import policies
 from kvjax.research.bound import belady
 from kvjax.research.curves import lru_curve
+from kvjax.research.densities import Learned
 from kvjax.research.figures import summary, unbounded
 from kvjax.research.learn import learn_policy
-from kvjax.research.plots import plot_rates, plot_reuse
+from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
 from kvjax.research.readers import read_trace
 from kvjax.research.replays import replay
 from kvjax.research.rules import RULES, Hits, Rule
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures there")
         command.set_defaults(run=run)
         command.add_argument("--sizes", metavar="BLOCKS", type=int, nargs="+", help="blocks of each cache")
+        command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
         if name == "learn":
             command.add_argument("--seeds", metavar="S", type=int, default=3, help="policies of a split (%(default)s)")
             command.add_argument("--on", metavar="TRACE", type=pathlib.Path, help="a second trace, to count hits in")
@@ -56,8 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "--save", metavar="FILE.npz", type=pathlib.Path, help="write one learned from all there"
             )
             command.add_argument("--policies", metavar="NAME", nargs="*", default=["lfu", "fifo"], help=_NAMES)
-            continue
-        command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
         if name == "sweep":
             command.add_argument("--policies", metavar="NAME", nargs="+", default=["lru", "lfu"], help=_NAMES)
             command.add_argument("--overlap", nargs=2, type=float, metavar=("TOKENS/S", "MS"), help=_OVERLAP)
@@ -117,6 +117,8 @@ def _learn(trace: Trace, asked: argparse.Namespace) -> None:
     found = compare_learned(trace, sizes, rule=asked.rule, seeds=asked.seeds, policies=chosen, on=on)
     print(found)
     _save(asked.json, found.as_json())
+    if asked.plot is not None:
+        plot_gains(found, asked.plot)
     if asked.save is not None:
         learn_policy(trace, rule=asked.rule).save(asked.save)
 
@@ -128,7 +130,9 @@ def _sizes(trace: Trace, asked: argparse.Namespace) -> list[int]:
 
 
 def _policy(name: str) -> EvictionPolicy:
-    """One of kvjax's by its name, or a user's: MODULE:NAME is a policy, or a function that returns one."""
+    """One of kvjax's by its name, one that `learn --save` wrote, or a user's: MODULE:NAME, or what that returns."""
+    if name.endswith(".npz"):
+        return Learned.load(name).policy
     module, _, attribute = name.rpartition(":")
     if not module and name not in _POLICIES:
         raise ValueError(f"--policies: got {name!r}, wanted {_NAMES}")
@@ -172,7 +176,7 @@ def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
 
 
 _OVERLAP = "requests run at the same time: prompt tokens/s, and ms a token of an answer"
-_NAMES = f"{', '.join(_POLICIES)}, or MODULE:NAME of one's own"
+_NAMES = f"{', '.join(_POLICIES)}, FILE.npz that learn has saved, or MODULE:NAME of one's own"
 _COMMANDS: dict[str, tuple[str, Callable[[Trace, argparse.Namespace], None]]] = {
     "summary": ("what a trace is, in figures", _summary),
     "curve": ("what LRU finds at each size, exactly, and the bound", _curve),

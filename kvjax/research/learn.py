@@ -36,7 +36,8 @@ def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Ha
     steps they are fitted is decided by the likelihood of the last third of the trace, which a first fit does not see.
     The hazard gives the hit density of each class at each age, and the policy evicts the block of the least.
 
-    It takes no size: one policy serves caches of all sizes. Features are those of a cache that throws nothing out.
+    It takes no size: one policy serves caches of all sizes. Features are those of a cache that throws nothing out. Ages
+    and lengths count blocks, so the cache's blocks should have as many tokens as the trace's.
 
     A comparison on this trace says nothing. On a later part of the same trace it is no clean test if the classes, or
     anything else, were chosen while looking at that part. Only a second trace is, or a seed of `draw_trace` that nobody
@@ -64,7 +65,9 @@ def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Ha
     whole = count(known, 0, number)
     if not whole.used.any():
         raise ValueError(f"trace: got {number} requests that use no block again, wanted some that do")
-    notes: dict[str, Any] = {"hazard": hazard, "requests": number, "rule": rule, "seed": seed}
+    notes: dict[str, Any] = {
+        "block_size": trace.block_size, "hazard": hazard, "requests": number, "rule": rule, "seed": seed,
+    }  # fmt: skip
     if hazard == "counted":
         share = counted(whole)
     else:

@@ -16,6 +16,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvjax
+from kvjax.policies.ring import Ring
 from kvjax.serving.steps import num_steps
 from tests import drive
 from tests.drive import BOTH, VERBS
@@ -27,6 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "extra ids": {"extra_ids": True},
     "whole blocks": {"policy": "fifo", "partial_reuse": False},
+    "by class": {"policy": "lfu", "num_host_blocks": 4},
     "retention": {"policy": "priority", "retention": True},
     "windows": {"layers": [(None, 0), (6, 3)]},
     "windows, retention": {"policy": "priority", "retention": True, "layers": [(None, 0), (6, 3)]},
@@ -44,6 +46,7 @@ NAMES = sorted(CONFIGS) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" els
 POLICIES = {
     "lru": (kvjax.lru(), lru), "fifo": (kvjax.policies.fifo(), lambda block: block.stored),
     "priority": (kvjax.policies.priority(), None),
+    "lfu": (kvjax.policies.lfu(), lambda block: (block.hits, block.queued)),
 }  # fmt: skip
 TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step", "offload", "onboard", "watermark",
          "swap_out", "swap_in")  # fmt: skip
@@ -58,7 +61,7 @@ def nearly_wrapped(state):
         host, soon = group.host, np.iinfo(np.int32).max - 9
 
         def turned(policy, soon=soon):
-            return policy._replace(head=policy.head + soon, tail=policy.tail + soon) if policy != () else policy
+            return policy._replace(head=policy.head + soon, tail=policy.tail + soon) if type(policy) is Ring else policy
 
         if host is not None:
             host = host.replace(num_moves=host.num_moves + soon, policy=turned(host.policy))

@@ -20,7 +20,8 @@ from kvjax.research import (
     write_mooncake,
 )
 from kvjax.research.__main__ import main
-from kvjax.research.plots import plot_rates, plot_reuse
+from kvjax.research.densities import NUM_AGES, NUM_CLASSES
+from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
 from tests.unit.research.cases import comparison, cut
 
 # A policy of a user's own, in one line.
@@ -124,7 +125,7 @@ def test_a_policy_is_learned_compared_and_saved(file, tmp_path, capsys, monkeypa
         return comparison([(50, 100)], sizes, options["rule"], options["seeds"])
 
     monkeypatch.setattr(__main__, "compare_learned", compare)
-    options = ["--sizes", "240", "400", "--seeds", "2", "--rule", "papers"]
+    options = ["--sizes", "240", "400", "--seeds", "2", "--rule", "papers", "--plot", str(tmp_path / "gains.png")]
     printed, saved = run(file, tmp_path, capsys, "learn", *options, "--save", str(tmp_path / "learned.npz"))
     chosen = {"lfu": policies.lfu(), "fifo": policies.fifo()}
     assert asked.pop() == (100, SIZES, {"rule": "papers", "seeds": 2, "policies": chosen, "on": None})
@@ -132,16 +133,38 @@ def test_a_policy_is_learned_compared_and_saved(file, tmp_path, capsys, monkeypa
     assert printed == f"{wanted}\n" and saved == wanted.as_json()
     assert "  400   +25.0% +15.0% +35.0%     12%     0.1250     0.1100     0.1000     0.3000\n" in printed
     notes = Learned.load(tmp_path / "learned.npz").notes
-    assert (notes["requests"], notes["rule"], notes["hazard"]) == (100, "papers", "mlp")
+    assert (notes["requests"], notes["rule"], notes["hazard"], notes["block_size"]) == (100, "papers", "mlp", 512)
+    assert (tmp_path / "gains.png").exists()
     run(file, tmp_path, capsys, "learn", "--policies", "--on", str(file))
     longest, last = asked[0][1][0], asked[0][2]
     assert longest == cut(100).lengths.max() and len(last["on"]) == 100 and last["policies"] == {}
 
 
+def test_a_learned_policy_runs_in_a_sweep(file, tmp_path, capsys, monkeypatch):
+    saved = Learned(np.arange(2, 16, 2, dtype=np.int32), np.ones((NUM_CLASSES, NUM_AGES), np.float32), {})
+    saved.save(tmp_path / "learned.npz")
+    chosen = []
+    found = lambda trace, policy, sizes, *, rule: chosen.append(policy) or lru_curve(trace, sizes, rule)  # noqa: E731
+    monkeypatch.setattr(__main__, "simulate", found)
+    run(file, tmp_path, capsys, "sweep", "--policies", str(tmp_path / "learned.npz"), "--sizes", "400")
+    assert chosen == [saved.policy]
+
+
+def test_gains_are_drawn_for_each_part(tmp_path):
+    figure = plot_gains(comparison([(50, 100), (60, 100)], [400, 240]), tmp_path / "gains.png")
+    for ax, first in zip(figure.axes, (50, 60), strict=True):
+        assert ax.lines[1].get_xdata().tolist() == [240, 400] and ax.lines[1].get_ydata().tolist() == [25, 25]
+        assert f"counted in {first} to 99" in ax.get_title(loc="left")
+    assert (tmp_path / "gains.png").read_bytes()[:4] == b"\x89PNG"
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["sweep", "--policies", "mru"], "got 'mru', wanted cost_aware, fifo, lfu, lru, random, or MODULE:NAME"),
+        (
+            ["sweep", "--policies", "mru"],
+            "got 'mru', wanted cost_aware, fifo, lfu, lru, random, FILE.npz that learn",
+        ),
         (["sweep", "--policies", f"{__name__}:SIZES"], "wanted an EvictionPolicy"),
         (["sweep", "--policies", "kvjax:nothing"], "kvjax:nothing is None"),
         (["sweep", "--rule", "papers", "--policies", f"{__name__}:SMALLEST_FIRST"], 'rule: got "papers"'),
