@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import json
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -102,12 +103,14 @@ def _sweep(trace: Trace, asked: argparse.Namespace) -> None:
 
 def _hits(name: str, trace: Trace, policy: EvictionPolicy, sizes: list[int], asked: argparse.Namespace) -> Hits:
     """By `simulate`; by `replay` for requests that overlap, and a policy that reads what a trace does not tell."""
-    missing = not_told(policy, max(sizes))
-    if not missing and asked.overlap is None:
-        print(f"{name}: without the verbs")
-        return simulate(trace, policy, sizes, rule=asked.rule)
-    print(f"{name}: through the verbs" + (f", since it reads {', '.join(missing)}" if missing else ""))
-    return replay(trace, policy, sizes, rule=asked.rule, overlap=asked.overlap)
+    missing, began = not_told(policy, max(sizes)), time.perf_counter()
+    if missing or asked.overlap is not None:
+        how = "through the verbs" + (f", since it reads {', '.join(missing)}" if missing else "")
+        found = replay(trace, policy, sizes, rule=asked.rule, overlap=asked.overlap)
+    else:
+        how, found = "without the verbs", simulate(trace, policy, sizes, rule=asked.rule)
+    print(f"{name}: {how}, in {time.perf_counter() - began:.1f} s")
+    return found
 
 
 def _learn(trace: Trace, asked: argparse.Namespace) -> None:

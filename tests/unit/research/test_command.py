@@ -106,7 +106,7 @@ def test_requests_of_a_sweep_may_overlap(file, tmp_path, capsys, monkeypatch):
     options = ["--policies", "lru", "--sizes", *map(str, SIZES), "--overlap", "10000", "50"]
     printed, saved = run(file, tmp_path, capsys, "sweep", *options)
     assert saved["refused"] == [7, 0]
-    assert "lru: through the verbs\n" in printed
+    assert "lru: through the verbs, in " in printed
     assert "run at the same time" in printed and "follow one another" not in printed
 
 
