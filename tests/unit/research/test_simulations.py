@@ -84,6 +84,16 @@ def test_all_requests_of_a_production_trace_find_what_they_find_in_plain_python(
 
 
 @pytest.mark.slow
+def test_prefixes_of_the_conversation_trace_leave_leaves_first():
+    """So `lfu` finds a little less than one that counts blocks singly, and `fifo` nearly what `lru` finds."""
+    trace, sizes = cases.whole(), [1000, 10_000, 30_000]
+    assert simulate(trace, lfu(), sizes, rule="papers").rate.round(4).tolist() == [0.0481, 0.1317, 0.2760]
+    blocks = [simulate(trace, policy, [10_000], rule="kvjax").blocks[0] for policy in (fifo(), lru())]
+    assert [round(each.sum() / len(trace.ids), 4) for each in blocks] == [0.2107, 0.2113]
+    assert np.sum(blocks[0] != blocks[1]) == 14
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_all_requests_at_twenty_sizes(rule):
     trace, sizes = cases.whole(), (np.arange(1, 21) * 1500).tolist()
