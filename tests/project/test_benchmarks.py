@@ -270,7 +270,7 @@ def test_a_replay_ends_if_plain_python_reuses_other_tokens():
         replay.require_same(ours, ours._replace(cached=np.array([0, 1, 3])))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_simulators_find_what_plain_python_finds(tmp_path, monkeypatch):
     file = tmp_path / "research.json"
     monkeypatch.setattr(sys, "argv", ["research", "--quick", "--json", str(file)])
@@ -433,7 +433,7 @@ def test_attention_on_a_mixed_line_agrees_with_that_of_its_parts():
     assert all(value > 0 for value in metrics.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bookkeeping_evicts_stores_and_merges(monkeypatch):
     for name, value in {"ROWS": 32, "LENGTH": 256, "STEPS": 32, "CALLS": 2}.items():
         monkeypatch.setattr(bookkeeping, name, value)

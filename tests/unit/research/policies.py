@@ -37,7 +37,7 @@ def newest(blocks, heads):
     return blocks.clock - blocks.stored[heads]
 
 
-# Each policy, what plain Python says of it, and whether every test run has the time to compile it.
+# Each policy, and what plain Python says of it.
 POLICIES = {
     "lru": (lru(), oracle.lru),
     "lfu": (lfu(), oracle.lfu),
@@ -45,7 +45,13 @@ POLICIES = {
     "cost_aware": (cost_aware(balance=5 * BLOCK), oracle.cost_aware(5)),
     "in one line": (kvjax.by_score(often), lambda cache: cache.hits - cache.depth),
 }
-SOME = [pytest.param(name, marks=() if name == "lru" else pytest.mark.long) for name in POLICIES]
+
+
+def marked(*names, lru=None):
+    """The policies to test: `lru` always or where its mark says, these names in CI, and the others at night."""
+    marks = {name: pytest.mark.long if name in names else pytest.mark.slow for name in POLICIES}
+    marks["lru"] = [] if lru is None else getattr(pytest.mark, lru)
+    return [pytest.param(name, marks=marks[name]) for name in POLICIES]
 
 
 @st.composite

@@ -211,7 +211,7 @@ def test_a_learned_policy_conforms():
         assert check_policy(learned.policy)["removed"] > 50
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_comparison_is_what_plain_python_counts_in_each_part():
     trace, sizes = cases.cut(300), [250, 600]
     found = compare_learned(trace, sizes, rule="full", seeds=2, policies={"lru again": kvjax.lru()})

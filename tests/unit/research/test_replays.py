@@ -22,16 +22,16 @@ from tests.unit.research.policies import (
     LONGEST,
     MOST,
     POLICIES,
-    SOME,
     assert_same,
     forests,
     lines_of_size,
     lru_hits,
+    marked,
     small_trace,
 )
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", marked("in one line"))
 @given(st.data())
 def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
     """A cache as long as the longest request serves it; one below refuses it, and forgets nothing for it."""
@@ -45,7 +45,7 @@ def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", marked("in one line"))
 def test_requests_of_a_production_trace_find_what_they_find_in_plain_python(name):
     trace = cases.cut(500)
     policy, score = POLICIES[name]

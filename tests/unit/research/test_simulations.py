@@ -29,14 +29,9 @@ from tests.unit.research.policies import (
     forests,
     lines_of_size,
     lru_hits,
+    marked,
     small_trace,
 )
-
-
-def marked(*names):
-    """The policies; those without a name here wait for the night, and all but `lru` for CI."""
-    marks = {name: [pytest.mark.long] if name in names else [pytest.mark.slow] for name in POLICIES} | {"lru": []}
-    return [pytest.param(name, marks=marks[name]) for name in POLICIES]
 
 
 @pytest.mark.parametrize("name", marked("lru", "lfu", "in one line"))
@@ -52,7 +47,7 @@ def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", marked("lfu"))
+@pytest.mark.parametrize("name", marked("lfu", lru="slow"))
 def test_requests_of_a_production_trace_find_what_they_find_in_plain_python(name):
     """Prompts of 1 to 226 blocks, which are served in 16, 64 and 256 columns."""
     trace = cases.cut(400)
