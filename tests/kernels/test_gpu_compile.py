@@ -43,7 +43,7 @@ ALL = [
 ]  # fmt: skip
 TRITON, MOSAIC = ["__gpu$xla.gpu.triton"], ["mosaic_gpu_v2"]
 
-pytestmark = needs_toolchain
+pytestmark = [needs_toolchain, pytest.mark.long]
 
 
 @functools.cache

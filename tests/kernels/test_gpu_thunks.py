@@ -125,6 +125,7 @@ NESTED = {
 
 
 @needs_toolchain
+@pytest.mark.long
 def test_kernels_are_found_where_they_run():
     assert results()["nested"]["paths"] == NESTED
     buffered = results()["nested_buffered"]["paths"]

@@ -26,6 +26,7 @@ def results(*cases):
     return {result["case"]: result["error"] for result in map(json.loads, printed.splitlines())}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", QUICK)
 def test_equal_to_the_oracle_and_free_of_races(case):
     assert results(*QUICK)[case] is None

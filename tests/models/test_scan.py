@@ -175,7 +175,7 @@ def test_a_step_copies_no_pool_and_one_layers_weights_at_most():
     assert memory[True].temp_size_in_bytes <= memory[False].temp_size_in_bytes + layer
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_generate_takes_a_scanned_model():
     answers = []
     for scan in (False, True):

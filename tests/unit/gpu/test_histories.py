@@ -49,10 +49,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [name if name == "of three" else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
 def test_kernels_are_equal_to_plain_jax_in_other_shapes(name):
     spec, most = SHAPES[name]
     reached = History(spec, 1, most=most).run(200)
@@ -117,6 +115,7 @@ def test_equal_keys_in_one_call(colliding):
         assert len(set(held.tolist())) == 4 and not verbs.reached["merged"]
 
 
+@pytest.mark.long
 def test_rows_that_merge_with_one_cached_block_hold_it_together():
     verbs = Both(0)
     cache = drive.Driver(kvjax.init(PLAIN), verbs)
@@ -135,7 +134,8 @@ def test_rows_that_merge_with_one_cached_block_hold_it_together():
     assert verbs.reached["merged with a cached block"] == 1
 
 
-@pytest.mark.parametrize("extra_ids", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("extra_ids", [False, True])
 def test_logs_are_equal(extra_ids):
     """Transitions with gaps, into a log that one of them fills."""
     rng, log = np.random.default_rng(0), kvjax.events.init_log(7, 3, extra_ids)

@@ -86,7 +86,7 @@ def write_attend_copy(pools, state, q, kv, sinks):
     ("dtype", "kind", "shape"),
     [
         ("float32", EXPLICIT, (2, 2)),
-        ("int8", AUTO, (1, 4)),
+        pytest.param("int8", AUTO, (1, 4), marks=pytest.mark.long),
         pytest.param("float32", AUTO, (2, 4), marks=pytest.mark.long),
     ],
 )

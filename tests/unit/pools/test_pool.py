@@ -271,7 +271,7 @@ def through(pools, layer, seed, index=None):
 
 @pytest.mark.parametrize(
     ("implementation", "layer", "named"),  # Mosaic's simulator has traced layers in test_mosaic.py
-    [("triton", 2, 0), ("xla", 2, 0), ("xla", 0, 2), pytest.param("triton", 0, 2, marks=pytest.mark.long)],
+    [*[pytest.param("triton", *at, marks=pytest.mark.long) for at in ((2, 0), (0, 2))], ("xla", 2, 0), ("xla", 0, 2)],
 )
 def test_an_index_stands_for_the_layer(implementation, layer, named, monkeypatch):
     """It may be traced; `layer` is then any of the pool's. Bit for bit what comes of the layer itself."""

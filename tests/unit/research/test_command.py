@@ -117,6 +117,7 @@ def test_a_sweep_tells_the_requests_that_a_small_cache_refuses(file, tmp_path, c
     assert "No bound: the longest request has" in printed and "bound" not in saved["rates"]
 
 
+@pytest.mark.long
 def test_a_policy_is_learned_compared_and_saved(file, tmp_path, capsys, monkeypatch):
     asked = []
 

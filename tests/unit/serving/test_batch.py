@@ -352,6 +352,7 @@ def successor(tokens, pools, view, *, last):
     return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % 1000, 1000), pools
 
 
+@pytest.mark.slow
 def test_a_retained_prompt_survives_what_evicts_the_others():
     """Eight prompts of 3 blocks each, with what is generated 4, for 16 blocks; then the first begins are asked for."""
     spec = kvjax.make_spec(

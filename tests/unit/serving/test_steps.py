@@ -219,7 +219,7 @@ def kept(decode_ttl=None):
 
 @pytest.mark.long
 @few_loops
-@pytest.mark.parametrize("num_blocks", [11, 14, BLOCKS])
+@pytest.mark.parametrize("num_blocks", [pytest.param(11, marks=pytest.mark.slow), 14, BLOCKS])
 def test_stated_priorities_and_times_to_live(num_blocks, loop):
     options = {"retention": kept(15), "now": np.int32(3)}
     start = Start(FOUR, served=[[10] * 11, [11, *TEXT]], left=[12] * S, options=options)
