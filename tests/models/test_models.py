@@ -171,14 +171,13 @@ def paged(model: Decoder, tokens: np.ndarray, **options) -> jax.Array:
     return run(model, cache.replace(pools=poisoned(cache.pools)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fields",
     [
         {"num_hidden_layers": 2},
-        pytest.param({**GEMMA3, "sliding_window_pattern": 2}, marks=pytest.mark.long),
-        pytest.param(
-            {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}, marks=pytest.mark.long
-        ),
+        {**GEMMA3, "sliding_window_pattern": 2},
+        {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1},
     ],
 )
 def test_logits_of_any_positions_of_a_mixed_line(fields):

@@ -65,6 +65,7 @@ def test_a_program_for_the_cpu_has_no_kernel(verb, args):
     assert "pallas_call" in str(traced.jaxpr) and "_rows" not in traced.lower().as_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [1, 2])
 def test_under_vmap_there_is_no_kernel(axes):
     state, active = half_full(), np.array([[True] * S, [False] * S, [True, *[False] * (S - 1)]])

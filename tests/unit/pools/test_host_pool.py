@@ -120,14 +120,8 @@ def hostile_rounds(pools, host, rng, rounds):
     return running
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param(FLOAT, marks=pytest.mark.long, id="float"),
-        pytest.param(INT8, marks=pytest.mark.long, id="int8"),
-        pytest.param(MIXED, id="mixed"),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [FLOAT, INT8, MIXED], ids=["float", "int8", "mixed"])
 def test_random_moves_and_hostile_steps(kinds):
     rng = np.random.default_rng(1)
     pools, host = make_pools(make_spec(kinds), rng)

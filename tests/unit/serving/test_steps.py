@@ -105,6 +105,7 @@ def most_written(decoding):
     return max(map(len, decoding.texts))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", GROUPS)
 @pytest.mark.parametrize("name", [name for name in STARTS if name != EVICTS])
 @every_loop

@@ -526,6 +526,7 @@ def test_a_pool_of_one_block():
     assert cache.admit(1, [2]) == ["OK"]
 
 
+@pytest.mark.long
 def test_a_traced_capacity_out_of_range_counts_as_no_blocks():
     """In a sweep over sizes one that is too large must not look like a result."""
     sizes = jnp.array([13, -1, 0, 2**31 - 1, 12])
