@@ -31,10 +31,11 @@ import kvjax
 from kvjax import Cache, CacheSpec, Status
 from kvjax._arrays import Pytree
 from kvjax.gpu import choice
+from kvjax.policies import lfu
 from kvjax.pools import Pools
 from kvjax.pools import host as host_pool
 from kvjax.serving import Scheduler
-from kvjax.state import NO_BLOCK
+from kvjax.state import NO_BLOCK, EvictionPolicy
 from kvjax.tiers import FailedTransfer, TieredCache
 from tests import drive
 from tests.drive import BOTH
@@ -275,6 +276,7 @@ class Config:
       kernels: whether the transitions of a decode step are kernels, interpreted.
       verbs: what may be asked for, None for all; "loop admit" is an admit inside a loop, "wide extend" an extend
         between loops. Fewer take less time to compile.
+      policy: who leaves; None: the least recently released.
       options: for `make_spec`.
     """
 
@@ -290,6 +292,7 @@ class Config:
     generate: bool = True
     kernels: bool = False
     verbs: tuple[str, ...] | None = None
+    policy: EvictionPolicy | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def spec(self) -> CacheSpec:
@@ -332,9 +335,9 @@ class Life:
         self.config, self.faults, self.spec = config, faults, config.spec()
         self.has_host, self.extra = self.spec.has_host, self.spec.extra_ids
         where = config.placement()
-        self.cache, self.host = Cache.create(self.spec, **where), None
+        self.cache, self.host = Cache.create(self.spec, self.config.policy, **where), None
         if self.has_host:
-            tiered = TieredCache.create(self.spec, **where)
+            tiered = TieredCache.create(self.spec, self.config.policy, **where)
             self.cache, self.host = tiered.cache, tiered.host
         self.rows: dict[int, Row] = {}
         self.pins: list[tuple[np.ndarray, int]] = []
@@ -1018,6 +1021,7 @@ CONFIGS = {
     "kernels, extra ids": Config(kernels=True, options={"extra_ids": True}),
     "host": Config(host=5),
     "host, int8, methods": Config(host=5, dtype="int8", methods=True),
+    "by class, host": Config(host=5, policy=lfu()),
     "whole blocks, host": Config(host=4, options={"partial_reuse": False}),
     "windows, int8": Config((FULL, (6, 1)), room=5, dtype="int8"),
     "windows alone, host": Config(((5, 0), (9, 2)), host=4),
