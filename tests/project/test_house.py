@@ -51,7 +51,7 @@ def test_no_modules_import_each_other():
 
 
 def test_what_kvjax_exports_is_short_and_hides_no_module():
-    assert len(kvjax.__all__) == len(set(kvjax.__all__)) <= 44
+    assert len(kvjax.__all__) == len(set(kvjax.__all__)) <= 48
     modules = {path.stem for path in HOUSE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert not modules & set(kvjax.__all__)
     assert not any(isinstance(getattr(kvjax, name), types.ModuleType) for name in kvjax.__all__)
@@ -134,22 +134,24 @@ def test_a_verbs_file_has_its_name():
         assert name == "control" or callable(getattr(kvjax, name, None) or getattr(kvjax.tiers, name))
 
 
-def lines_of_code(function, lines):
-    """From `def` to the end, without blank lines, comments and the docstring."""
-    text = function.body[0] if ast.get_docstring(function) else None
-    documented = range(text.lineno, text.end_lineno + 1) if text else ()
-    numbers = set(range(function.lineno, function.end_lineno + 1)) - set(documented)
+def lines_of_code(node, lines):
+    """The lines of a module, class or function that hold code: no blank lines, comments and docstrings."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    texts = [inner.body[0] for inner in ast.walk(node) if isinstance(inner, kinds) and ast.get_docstring(inner)]
+    documented = {number for text in texts for number in range(text.lineno, text.end_lineno + 1)}
+    first, last = (1, len(lines)) if isinstance(node, ast.Module) else (node.lineno, node.end_lineno)
+    numbers = set(range(first, last + 1)) - documented
     return sum(bool(line) and not line.startswith("#") for line in (lines[n - 1].strip() for n in numbers))
 
 
 @pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels", "benchmarks"])
-def test_no_file_is_over_300_lines_and_no_function_over_60_of_code(folder):
+def test_no_file_has_over_400_lines_of_code_and_no_function_over_60(folder):
     lengths = {}
     for path in sorted((HOUSE.parent / folder).rglob("*.py")):
         name, text = str(path.relative_to(HOUSE.parent)), path.read_text()
-        lines = text.splitlines()
-        lengths[name] = len(lines), 300
-        for node in ast.walk(ast.parse(text)) if folder != "benchmarks" else ():
+        lines, tree = text.splitlines(), ast.parse(text)
+        lengths[name] = lines_of_code(tree, lines), 400
+        for node in ast.walk(tree) if folder != "benchmarks" else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lengths[f"{name}:{node.lineno} {node.name}"] = lines_of_code(node, lines), 60
     assert lengths
