@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -168,13 +169,24 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             self.serving, log, _ = _serve_step(self.model, self.serving, log, **given)
         self.unheard.append(log)
         self.hear(but=1)  # what the turns before left, while the device works
-        requests, row, onboards = self._read()
+        requests, row, onboards, refused = self._read()
         self._drain(requests)
+        if refused == 1:
+            self._empty_refused()
         if onboards >= 0:
             self._onboard(requests, int(onboards), int(np.argmax(self.own & (row < 0))))
         while self.scheduler.preempt == "swap" and self._swap():
             pass
-        return bool(np.any(row >= 0) or np.any(requests.stage == Stage.WAITING))
+        more = bool(np.any(row >= 0) or np.any(requests.stage == Stage.WAITING))
+        if not more:
+            self._check_released()
+        return more
+
+    def _check_released(self) -> None:
+        """Raises a RuntimeError if rows of this generation are in use behind its last request."""
+        rows = np.flatnonzero(self.own & (np.asarray(self.cache.state.seqs.length) > 0)).tolist()
+        if rows:
+            raise RuntimeError(f"rows {rows} are in use, and no request has them")
 
     def close(self) -> None:
         """Releases the rows of a stream that is read no further, unless the caller has gone on with its cache."""
@@ -209,9 +221,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             if code != Status.OK:
                 self.outputs[n].finish = Status(code).name.lower()
 
-    def _read(self) -> tuple[Any, np.ndarray, np.ndarray]:
-        """The requests, the request of each row, and the one that waits for its blocks on the host, as numpy arrays."""
-        return jax.device_get((self.serving.requests, self.serving.row, self.serving.onboards))
+    def _read(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
+        """What the host decides by, as numpy arrays: `requests`, `row`, `onboards` and `refused` of `Serving`."""
+        serving = self.serving
+        return jax.device_get((serving.requests, serving.row, serving.onboards, serving.refused))
 
     def _drain(self, requests: Any) -> None:
         """Notes how far each request is."""
@@ -241,7 +254,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
         A request that is admitted where blocks have to be evicted for it comes back to `_onboard`.
         """
-        requests, row, _ = self._read()
+        requests, row, _, _ = self._read()
         known, goal = (values[row[row >= 0]] for values in (requests.known, requests.goal))
         need = np.sum(self._blocks(np.minimum(goal - known, self.steps)) + 1)
         most = self.spec.max_seqs * (self._blocks(self.steps) + 1)
@@ -250,24 +263,44 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             most += self.spec.max_seqs * self.spec.max_blocks_per_seq
         return int(need), most
 
+    def _empty_refused(self) -> None:
+        """Empties blocks that the loop was refused, since their children are on the host.
+
+        If none can be emptied, the next step preempts.
+        """
+        before = self._num_empty()
+        self._empty_blocks(self._room_to_grow)
+        if np.any(self._num_empty() > before):
+            self.serving = self.serving.replace(refused=jnp.int32(0))
+
+    def _num_empty(self) -> np.ndarray:
+        """Empty blocks of each group."""
+        return np.array([int(group.num_empty) for group in self.cache.state.groups])
+
     def _blocks(self, tokens: Any) -> Any:
         """The blocks that so many tokens fill, the last one perhaps in part."""
         return -(-tokens // self.spec.block_size)
 
     def _onboard(self, requests: Any, slot: int, row: int) -> None:
-        """Admits a request with its blocks on the host; the loop goes on without them if that cannot be done."""
+        """Admits a request with its blocks on the host; the loop goes on without them if that cannot be done.
+
+        A move that fails takes its blocks out of the index, so that the request is tried again without them.
+        """
         known = int(requests.known[slot])
         tokens = np.zeros((1, self.serving.width), np.int32)
         tokens[0, :known] = requests.text[requests.start[slot] :][:known]
         stated = jax.tree.map(lambda x: x[slot][None], requests.retention)
         room = self.scheduler.chunk if len(self.spec.groups) > 1 else None
-        events, lost = self._tiered(
-            TieredCache.admit, np.array([row], np.int32), tokens, np.array([known], np.int32),
+        admit = functools.partial(
+            self._tiered, TieredCache.admit, np.array([row], np.int32), tokens, np.array([known], np.int32),
             namespace=requests.namespace[slot][None], retention=stated, room=room,
         )  # fmt: skip
-        done = events.ok & (row not in lost)
+        events, lost = admit()
+        while row in lost:
+            self._forget(lost)
+            events, lost = admit()
         self._forget(lost)
-        self.serving = _has_row(self.serving, np.array([slot, row], np.int32), events.cached[0], done)
+        self.serving = _has_row(self.serving, np.array([slot, row], np.int32), events.cached[0], events.ok)
 
     def _swap(self) -> bool:
         """Puts the row to rest that is to rest, or brings one back; whether there was one.

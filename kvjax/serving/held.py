@@ -95,14 +95,15 @@ class Held[C: (Cache, TieredCache)]:
     def _empty_blocks(self, wanted: Callable[[], tuple[int, int]]) -> None:
         """Offloads blocks until as many are empty in each group with a host tier as wanted: a loop evicts.
 
-        `wanted` gives how many, and how many it ever gives.
+        Fewer, where the host has too little room. `wanted` gives how many, and how many it ever gives.
         """
         for number, spec in enumerate(self.spec.groups):
             if self.host is None or not spec.num_host_blocks:
                 continue
             need, most = (min(blocks, spec.num_blocks) for blocks in wanted())
-            if int(self.cache.state.groups[number].num_empty) < need:
-                self._tiered(TieredCache.watermark, need, most=most, group=number)
+            while (empty := int(self.cache.state.groups[number].num_empty)) < need:
+                events, _ = self._tiered(TieredCache.watermark, need, most=most, group=number)
+                need = empty if events.ok else (empty + need) // 2
 
     def interrupted(self, cause: BaseException) -> GenerationInterrupted:
         """The error that has the cache as `cause` leaves it."""

@@ -106,7 +106,7 @@ def _let_go(serving: Serving, log: EventLog, row: jax.Array, now: jax.Array) -> 
 def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
     """Takes row i32[] from its request; one that runs waits again, with its place in the order, or where bool[] ends.
 
-    The cache's row is as before: it is to be released, or has been.
+    The cache's row is as before: it is to be released, or has been. A row without a request changes no request.
     """
     requests, runs, slot = serving.requests, running(serving), pick(serving.row, row)
     preempted = pick(runs, row)
@@ -116,7 +116,8 @@ def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
         preemptions=pick(requests.preemptions, slot) + waits.astype(jnp.int32),
     )  # fmt: skip
     requests = requests.at(slot[None], ends[None], finish=int(Finish.NO_BLOCKS), ended=serving.steps)
-    held = runs & (pick(requests.parent, serving.row) == slot)  # samples that hold rows until its prompt is computed
+    # Samples that hold rows until its prompt is computed. A row without a request is nobody's parent.
+    held = runs & (pick(requests.parent, serving.row) == slot) & (slot >= 0)
     requests = requests.at(serving.row, held, stage=int(Stage.WAITING)).without_parent(slot, ~waits)
     free = held | (np.arange(held.shape[0], dtype=np.int32) == row)
     return serving.replace(

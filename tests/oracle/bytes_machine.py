@@ -768,7 +768,8 @@ class Life:
             warnings.simplefilter("always")
             how, run = {"chunk": 8, "k": request["k"]}, kvjax.generate
             if self.has_host:  # rows rest there where blocks run out
-                run, how = kvjax.run_batch, {"scheduler": Scheduler(reserve="known", preempt="swap", **how)}
+                run, options = kvjax.run_batch, Scheduler(reserve="known", preempt="swap", **how)
+                how = {"scheduler": options, "priorities": request["priorities"]}
             run = with_kernels(run) if self.config.kernels else run
             outputs, cache, events = run(
                 Chain(roots, len(self.config.layers)), cache, prompts, max_new_tokens=request["most"],
@@ -777,13 +778,16 @@ class Life:
         self.tally["failed in generate"] += len(failed)
         self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
         self.hear(events)
-        for prompt, space, output in zip(prompts, spaces, outputs, strict=True):
+        for prompt, space, most, output in zip(prompts, spaces, request["most"], outputs, strict=True):
             path = tuple(prompt)
+            if not self.rows and not self.pins:
+                assert (output.finish, len(output.tokens)) == ("length", most), f"generate: {prompt} has {output}"
             for number, token in enumerate(output.tokens):
                 wanted = name_of(space, path) % VOCAB
                 assert token == wanted, f"generate: token {number} after {prompt} is {token}, wanted {wanted}"
                 path += (token,)
             self.tally["generated"] += len(output.tokens)
+            self.tally["preempted"] += output.preemptions
             self.tally["generate hit"] += output.cached_tokens > 0
 
 
@@ -944,12 +948,15 @@ class Requests:
             case "swap":
                 request["seq"] = self.few(asleep if asleep and self.chance(0.7) else used or asleep, 1)[0]
             case "generate":
-                request["prompts"] = [self.text(self.number(9, 13)) for _ in range(2)]
-                request |= {"space_of": self.rng.integers(0, TENANTS, VOCAB).tolist(), "most": self.number(1, 5)}
-                request["k"] = self.number_of_steps()
+                count = self.number(2, 5)
+                request["prompts"] = [self.text(self.number(1, 13)) for _ in range(count)]
+                request["most"] = [1 if self.chance(0.3) else self.number(1, 5) for _ in range(count)]
+                request["priorities"] = self.rng.integers(-3, 6, count).tolist()
+                request |= {"space_of": self.rng.integers(0, TENANTS, VOCAB).tolist(), "k": self.number_of_steps()}
         request["poison"] = self.chance(0.7)
         if life.has_host:
-            request |= {"defer": self.chance(0.15), "fault": self.number(2) if self.chance(0.1) else None}
+            later, often = (8, 0.6) if request["verb"] == "generate" else (2, 0.1)  # it moves many times
+            request |= {"defer": self.chance(0.15), "fault": self.number(later) if self.chance(often) else None}
         return request
 
 
