@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import gemma_config
-from .fields import count, either, flag, ids, listed, number, only
+from .fields import count, either, flag, ids, listed, number, only, token
 from .layer_config import LayerConfig
 from .rope import Rope
 
@@ -103,10 +103,11 @@ class ModelConfig:
         only(hf, "partial_rotary_factor", 1.0, absent=1.0)
         only(hf, "quantization_config", None)
         hidden_size, num_heads = count(hf, "hidden_size"), count(hf, "num_attention_heads")
+        vocab_size = count(hf, "vocab_size")
         bias = flag(hf, "attention_bias") and kind in ("llama", "qwen3")
         return cls(
             model_type=kind,
-            vocab_size=count(hf, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=count(hf, "intermediate_size"),
             num_heads=num_heads,
@@ -118,8 +119,8 @@ class ModelConfig:
             mlp_bias=flag(hf, "mlp_bias") and kind == "llama",
             qk_norm=kind == "qwen3",
             max_positions=count(hf, "max_position_embeddings", 2048),
-            bos_token_id=hf.get("bos_token_id"),
-            eos_token_ids=ids(hf, "eos_token_id"),
+            bos_token_id=token(hf, "bos_token_id", vocab_size),
+            eos_token_ids=ids(hf, "eos_token_id", vocab_size),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -157,6 +158,13 @@ class ModelConfig:
         return fields
 
 
+def num_layers(fields: Mapping[str, Any]) -> int:
+    """The number of layers that a config.json asks for, before anything is made of it; ValueErrors as for `from_hf`."""
+    kind = only(fields, "model_type", *_DEFAULTS, *gemma_config.KINDS)
+    text = gemma_config.text_fields(fields)[1] if kind in gemma_config.KINDS else fields
+    return count(text, "num_hidden_layers")
+
+
 def _layers(hf: Mapping[str, Any], kind: str, hidden_size: int, num_heads: int) -> tuple[LayerConfig, ...]:
     """One entry per layer, with its window."""
     kv_heads = count(hf, "num_key_value_heads", num_heads)
@@ -176,7 +184,9 @@ def _windows(hf: Mapping[str, Any], kind: str) -> list[int | None]:
     wanted = _TYPES[:1] if window is None else _TYPES[1:] if kind == "mistral" else _TYPES
     for index, name in enumerate(types):
         if name not in wanted:
-            raise ValueError(f"layer_types[{index}]: got {name!r}, wanted {either(wanted)} (sliding_window={window})")
+            raise ValueError(
+                f"layer_types[{index}]: got {name!r:.80}, wanted {either(wanted)} (sliding_window={window})"
+            )
     return [window if name == _TYPES[True] else None for name in types]
 
 
@@ -184,8 +194,8 @@ def _rope(hf: Mapping[str, Any]) -> Rope:
     """The rope of all layers, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
     new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
     if new and old:
-        raise ValueError(f"rope_scaling: got {old!r} beside rope_parameters, wanted one of the two")
+        raise ValueError(f"rope_scaling: got {old!r:.200} beside rope_parameters, wanted one of the two")
     name, rope = ("rope_parameters", new) if new else ("rope_scaling", old or {})
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError(f"{name}: got {rope!r}, wanted one flat set of fields for all layers")
+        raise ValueError(f"{name}: got {rope!r:.200}, wanted one flat set of fields for all layers")
     return Rope.from_hf({"rope_theta": hf.get("rope_theta", 10000.0), **rope}, name)

@@ -9,6 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
+_MOST = 2**31 - 1
+_LEAST_FLOAT, _MOST_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 def either(wanted: Iterable[Any]) -> str:
     """The values in words, as in 'a' or 'b'."""
@@ -20,24 +25,26 @@ def only(hf: Mapping[str, Any], name: str, *wanted, absent=None, of: str = "") -
     value = hf.get(name)
     value = absent if value is None else value
     if value not in wanted:
-        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r}, wanted {either(wanted)}")
+        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r:.80}, wanted {either(wanted)}")
     return value
 
 
 def count(hf: Mapping[str, Any], name: str, absent: int | None = None, least: int = 1, of: str = "") -> int:
-    """The field's value, a whole number."""
+    """The field's value, a whole number of 32 bits."""
     value = hf.get(name)
     value = absent if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r}, wanted an int of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+        raise ValueError(
+            f"{of}{'.' * bool(of)}{name}: got {value!r:.80}, wanted an int of at least {least} and below 2**31"
+        )
     return value
 
 
 def number(hf: Mapping[str, Any], name: str, absent: float | None = None, of: str = "") -> float:
-    """The field's value, a positive number."""
+    """The field's value, a positive number that float32 has."""
     value = hf.get(name, absent)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r}, wanted a positive number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not _LEAST_FLOAT <= value <= _MOST_FLOAT:
+        raise ValueError(f"{of}{'.' * bool(of)}{name}: got {value!r:.80}, wanted a positive number that float32 has")
     return float(value)
 
 
@@ -45,7 +52,7 @@ def flag(hf: Mapping[str, Any], name: str) -> bool:
     """The field's value, false where the config is silent."""
     value = hf.get(name) or False
     if not isinstance(value, bool):
-        raise ValueError(f"{name}: got {value!r}, wanted true or false")
+        raise ValueError(f"{name}: got {value!r:.80}, wanted true or false")
     return value
 
 
@@ -53,14 +60,22 @@ def listed(hf: Mapping[str, Any], name: str) -> list[Any] | None:
     """The field's value, a list; None where the config is silent."""
     value = hf.get(name)
     if value is not None and not isinstance(value, list | tuple):
-        raise ValueError(f"{name}: got {value!r}, wanted a list")
+        raise ValueError(f"{name}: got {value!r:.80}, wanted a list")
     return None if value is None else list(value)
 
 
-def ids(hf: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Token ids given as null, one number or a list."""
+def ids(hf: Mapping[str, Any], name: str, vocab_size: int) -> tuple[int, ...]:
+    """Token ids of the vocabulary, given as null, one number or a list."""
     value = hf.get(name)
     found = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
-        raise ValueError(f"{name}: got {value!r}, wanted token ids")
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in found):
+        raise ValueError(f"{name}: got {value!r:.80}, wanted token ids below vocab_size={vocab_size}")
     return found
+
+
+def token(hf: Mapping[str, Any], name: str, vocab_size: int) -> int | None:
+    """One token id of the vocabulary; None where the config is silent."""
+    found = ids(hf, name, vocab_size)
+    if len(found) > 1:
+        raise ValueError(f"{name}: got {hf[name]!r:.80}, wanted one token id")
+    return found[0] if found else None

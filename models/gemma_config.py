@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .fields import count, either, flag, ids, listed, number, only
+from .fields import count, either, flag, ids, listed, number, only, token
 from .layer_config import LayerConfig
 from .rope import Rope
 
@@ -44,13 +44,14 @@ KINDS = (*_DEFAULTS, *_WITH_TOWERS)
 
 def read(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `ModelConfig`; ValueErrors as for `ModelConfig.from_hf`."""
-    kind, hf = _text_fields(fields)
+    kind, hf = text_fields(fields)
     _refuse(hf, kind)
     hidden_size, num_heads = count(hf, "hidden_size"), count(hf, "num_attention_heads")
     bias, cap = flag(hf, "attention_bias"), "final_logit_softcapping"
+    vocab_size = count(hf, "vocab_size")
     arguments = {
         "model_type": kind,
-        "vocab_size": count(hf, "vocab_size"),
+        "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": count(hf, "intermediate_size"),
         "num_heads": num_heads,
@@ -66,8 +67,8 @@ def read(fields: Mapping[str, Any]) -> dict[str, Any]:
         "embed_scale": hidden_size**0.5,
         "logit_soft_cap": None if hf.get(cap) is None else number(hf, cap),
         "max_positions": count(hf, "max_position_embeddings"),
-        "bos_token_id": hf.get("bos_token_id"),
-        "eos_token_ids": ids(hf, "eos_token_id"),
+        "bos_token_id": token(hf, "bos_token_id", vocab_size),
+        "eos_token_ids": ids(hf, "eos_token_id", vocab_size),
     }
     if kind == "gemma3_text":
         scale = count(hf, "query_pre_attn_scalar", 256) ** -0.5
@@ -130,14 +131,14 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _text_fields(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def text_fields(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The model type of the decoder alone, and its fields, defaults included."""
     kind = only(fields, "model_type", *KINDS)
     text: Any = fields
     if kind in _WITH_TOWERS:
         text, kind = fields.get("text_config"), _WITH_TOWERS[kind]
         if not isinstance(text, Mapping):
-            raise ValueError(f"text_config: got {text!r}, wanted the decoder's fields")
+            raise ValueError(f"text_config: got {text!r:.200}, wanted the decoder's fields")
         only(text, "model_type", kind, absent=kind, of="text_config")
         above = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
         text = {**text, **{name: fields[name] for name in above if fields.get(name) is not None}}
@@ -199,7 +200,7 @@ def _layer_types(hf: Mapping[str, Any], kind: str) -> list[str]:
     for index, name in enumerate(types):
         wanted = (_FULL,) if kind == "gemma4_text" and index == num_layers - 1 else _TYPES
         if name not in wanted:
-            raise ValueError(f"layer_types[{index}]: got {name!r}, wanted {either(wanted)}")
+            raise ValueError(f"layer_types[{index}]: got {name!r:.80}, wanted {either(wanted)}")
     return types
 
 
@@ -207,16 +208,18 @@ def _rope(hf: Mapping[str, Any], kind: str, name: str) -> Rope:
     """The rope of one type of layers; older files of Gemma 3 have the ropes in three fields at the top."""
     new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
     if new and old:
-        raise ValueError(f"rope_scaling: got {old!r} beside rope_parameters, wanted one of the two")
+        raise ValueError(f"rope_scaling: got {old!r:.200} beside rope_parameters, wanted one of the two")
     if new is None and kind == "gemma4_text":
         new = _GEMMA4_ROPES
     if new and not (isinstance(new, Mapping) and all(n in _TYPES and isinstance(new[n] or {}, Mapping) for n in new)):
-        raise ValueError(f"rope_parameters: got {new!r}, wanted one set of fields for each of {' and '.join(_TYPES)}")
+        raise ValueError(
+            f"rope_parameters: got {new!r:.200}, wanted one set of fields for each of {' and '.join(_TYPES)}"
+        )
     theta = hf.get("rope_theta" if name == _FULL else "rope_local_base_freq", _THETAS[name])
     if new:
         return Rope.from_hf({"rope_theta": theta, **(new.get(name) or {})}, f"rope_parameters.{name}")
     if not isinstance(old or {}, Mapping):
-        raise ValueError(f"rope_scaling: got {old!r}, wanted a set of fields")
+        raise ValueError(f"rope_scaling: got {old!r:.200}, wanted a set of fields")
     return Rope.from_hf({"rope_theta": theta, **((old or {}) if name == _FULL else {})}, "rope_scaling")
 
 
@@ -238,7 +241,7 @@ def _shapes(hf: Mapping[str, Any], kind: str, types: list[str]) -> list[tuple[in
 def _own_shapes(entries: Any, hf: Mapping[str, Any], num_layers: int) -> dict[int, Mapping[str, Any]]:
     """`per_layer_config`, whose keys are layer numbers as text, perhaps with leading zeros."""
     if not isinstance(entries, Mapping) or not all(isinstance(value, Mapping) for value in entries.values()):
-        raise ValueError(f"per_layer_config: got {entries!r}, wanted a set of fields for each layer number")
+        raise ValueError(f"per_layer_config: got {entries!r:.200}, wanted a set of fields for each layer number")
     own = {}
     for key, entry in entries.items():
         of = f"per_layer_config.{key}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -18,12 +19,14 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from .config import ModelConfig
+from .config import ModelConfig, num_layers
 from .decoder import Decoder
 from .placement import check_axis, placed
 from .scan import scanned, unrolled
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jax.numpy.bfloat16}  # a weight's dtypes
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 # The decoder's prefixes in a checkpoint that also has towers for images or sound, whose tensors are ignored.
 _DECODER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 _TOWERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.")
@@ -52,13 +55,14 @@ def load(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: naming the config field that is not supported, the tensors that are missing, unexpected or of the
-        wrong shape, or the axis that cannot divide the weights.
+      ValueError: naming the file that is none, the config field that is not supported, the tensors that are missing,
+        unexpected or of the wrong shape or dtype, or the axis that cannot divide the weights. Names are compared before
+        anything is built.
     """
     folder = pathlib.Path(folder)
-    config = load_config(folder)
     check_axis(mesh, heads)
-    files = _weight_files(folder)
+    fields, files = _json(folder / CONFIG), _weight_files(folder)
+    config, tokenizer = _config(folder / CONFIG, fields, files), load_tokenizer(folder)
     dtype = _stored_dtype(files) if dtype is None else dtype
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
@@ -71,7 +75,7 @@ def load(
             read = functools.partial(_read, tensor, path[-1] == "kernel", dtype)
             flat.append((path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads))))
     model = nnx.merge(graphdef, nnx.from_flat_state(flat))
-    return scanned(model) if scan else model, load_tokenizer(folder)
+    return scanned(model) if scan else model, tokenizer
 
 
 def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
@@ -83,20 +87,10 @@ def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> No
         value = np.asarray(leaf[...])
         tensors[_hf_name(path)] = np.ascontiguousarray(value.T if path[-1] == "kernel" else value)
     fields = {**model.config.to_hf(), "dtype": next(iter(tensors.values())).dtype.name}
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def load_config(folder: str | os.PathLike) -> ModelConfig:
-    """Reads config.json; errors as for `load`."""
-    path = pathlib.Path(folder) / "config.json"
-    fields = _json(path)
-    try:
-        return ModelConfig.from_hf(fields)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Any:
@@ -104,6 +98,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Any:
     path = pathlib.Path(folder) / "tokenizer.json"
     if not path.exists():
         return None
+    _check_file(path)
     from tokenizers import Tokenizer  # only text needs it
 
     try:
@@ -133,10 +128,31 @@ def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::-1] if path[-1] == "kernel" else shape
 
 
+def _config(path: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> ModelConfig:
+    """The config of config.json's fields, for weights that have all of its layers: it has one entry per layer."""
+    try:
+        found = {
+            int(layer[1]) for names in files.values() for layer in map(_LAYER.match, map(_own_name, names)) if layer
+        }
+        number, lacks = num_layers(fields), next(n for n in itertools.count() if n not in found)
+        if number > len(found):
+            raise ValueError(f"num_hidden_layers: got {number}, wanted {len(found)}: no tensor is of layer {lacks}")
+        return ModelConfig.from_hf(fields)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check_file(path: pathlib.Path) -> None:
+    """Refuses what has no bytes, as a folder, or would wait for somebody who writes, as a pipe."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: got a folder, a pipe or a device, wanted a file")
+
+
 def _json(path: pathlib.Path) -> dict[str, Any]:
+    _check_file(path)
     try:
         value = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: got a JSON {type(value).__name__}, wanted an object")
@@ -151,10 +167,17 @@ def _weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
             raise ValueError(f"{folder / INDEX}: got no weight_map, wanted one of tensor names to files")
         files: dict[pathlib.Path, list[str]] = {}
         for name, file in weight_map.items():
+            if not isinstance(file, str) or not _is_below(pathlib.PurePath(file)):
+                raise ValueError(f"{folder / INDEX}: {name:.200}: got {file!r:.200}, wanted a file in this folder")
             files.setdefault(folder / file, []).append(name)
         missing = [path.name for path in files if not path.exists()]
         if missing:
             raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {_some(missing)}")
+        for path, names in files.items():
+            with _open(path) as file:
+                lacks = set(names) - set(file.keys())
+            if lacks:
+                raise ValueError(f"{folder / INDEX}: got tensors that {path.name} lacks: {_some(sorted(lacks))}")
         return files
     if not (folder / SINGLE).exists():
         raise FileNotFoundError(f"{folder}: found neither {SINGLE} nor {INDEX}")
@@ -162,7 +185,16 @@ def _weight_files(folder: pathlib.Path) -> dict[pathlib.Path, list[str]]:
         return {folder / SINGLE: list(file.keys())}
 
 
+def _is_below(path: pathlib.PurePath) -> bool:
+    """Whether a path as written leads to something in its folder; where links lead is not asked.
+
+    The folders of Hugging Face's cache have nothing but links that lead out of them.
+    """
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
 def _open(path: pathlib.Path):
+    _check_file(path)
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
@@ -176,10 +208,11 @@ def _read(tensor: Any, transposed: bool, dtype: jax.typing.DTypeLike, index: tup
 
 
 def _stored_dtype(files: dict[pathlib.Path, list[str]]) -> np.dtype:
-    """The dtype of the first tensor; a folder that mixes several is unusual, and is converted to this one."""
+    """The dtype of the first tensor of floats; a folder that mixes several is unusual, and is converted to this one."""
     for _, tensor in _tensors(files):
-        return tensor[...].dtype
-    return np.dtype(np.float32)  # no tensor at all: refused for its missing names
+        if tensor.get_dtype() in _FLOATS:
+            return jax.dtypes.canonicalize_dtype(_FLOATS[tensor.get_dtype()])
+    return np.dtype(np.float32)  # no weight at all: refused by `_check_names`
 
 
 def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, Any]]:
@@ -191,12 +224,10 @@ def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_names(files, wanted: dict[str, tuple[int, ...]], config: ModelConfig) -> None:
-    """Compares names and shapes with the model's, from the files' headers alone."""
-    found: dict[str, tuple[int, ...]] = {}
-    for path, names in files.items():
-        with _open(path) as file:
-            held = set(file.keys())
-            found.update({_own_name(n): tuple(file.get_slice(n).get_shape()) for n in names if n in held})
+    """Compares names, shapes and dtypes with the model's, from the files' headers alone."""
+    found, dtypes = {}, {}
+    for name, tensor in _tensors(files):
+        found[_own_name(name)], dtypes[_own_name(name)] = tuple(tensor.get_shape()), tensor.get_dtype()
     faults = {
         "missing": [name for name in wanted if name not in found],
         "unexpected": [name for name in found if name not in wanted and not _is_ignored(name, config)],
@@ -204,6 +235,11 @@ def _check_names(files, wanted: dict[str, tuple[int, ...]], config: ModelConfig)
             f"{name} {list(found[name])}, wanted {list(shape)}"
             for name, shape in wanted.items()
             if name in found and found[name] != shape
+        ],
+        "of the wrong dtype": [
+            f"{name} {dtypes[name]}, wanted {', '.join(_FLOATS)}"
+            for name in wanted
+            if dtypes.get(name, "F32") not in _FLOATS
         ],
     }
     if any(faults.values()):
@@ -216,7 +252,7 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a checkpoint may hold this tensor although the model has no parameter for it."""
     if name == "lm_head.weight":
         return config.tie_word_embeddings
-    layer = re.match(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
+    layer = re.match(_LAYER.pattern + r"self_attn\.[kv]_(proj|norm)\.", name)
     if layer and int(layer[1]) < len(config.layers) and config.layers[int(layer[1])].reuses is not None:
         return True
     # Old Llama checkpoints carry the rope's frequencies, which follow from the config.

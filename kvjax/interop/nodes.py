@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any, NoReturn
 
 import numpy as np
@@ -169,9 +170,15 @@ class NodeMap:
     def path(self, number: int, block: int) -> tuple:
         """All tokens of the prefix that ends in a block, with their extra ids where the spec has them."""
         row, size = self.groups[number].table[block], self.spec.block_size
-        before = self.path(0, int(row[col.PARENT])) if row[col.PARENT] >= 0 else ()
-        text = row[col.TEXT :].reshape(-1, size)[:, : row[col.FILL]].tolist()
-        return before + tuple(text[0] if len(text) == 1 else zip(*text, strict=True))
+        parts, seen = [], set[int]()
+        while True:
+            text = row[col.TEXT :].reshape(-1, size)[:, : row[col.FILL]].tolist()
+            parts.append(text[0] if len(text) == 1 else zip(*text, strict=True))
+            parent = int(row[col.PARENT])
+            if parent < 0 or parent in seen:  # events that cannot have happened may go in a circle
+                return tuple(itertools.chain.from_iterable(reversed(parts)))
+            seen.add(parent)
+            row = self.groups[0].table[parent]
 
     def _by_group(self, records: np.ndarray) -> list[tuple[int, Any]]:
         """(group, index into the records) for each group that has any, the first group first."""

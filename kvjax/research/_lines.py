@@ -55,7 +55,7 @@ def field(where: str, found: Mapping[str, Any], name: str) -> Any:
 def count(where: str, found: Mapping[str, Any], name: str) -> int:
     """A number of tokens: an integer that fits 32 bits, or its decimal digits."""
     value = field(where, found, name)
-    if isinstance(value, str) and value.strip().isdecimal():
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < 100:  # int takes no more than 4300 digits
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
         raise ValueError(f"{where}: {name}: got {value!r:.40}, wanted an integer from 0 to {_LARGEST}")
@@ -63,13 +63,13 @@ def count(where: str, found: Mapping[str, Any], name: str) -> int:
 
 
 def moment(where: str, found: Mapping[str, Any], name: str) -> float:
-    """A finite number, or the text of one."""
+    """A finite number, or the text of one; seconds are finite as milliseconds too."""
     value = field(where, found, name)
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not math.isfinite(1000 * number):
         raise ValueError(f"{where}: {name}: got {value!r:.40}, wanted a finite number")
     return number
 

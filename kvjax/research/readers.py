@@ -209,7 +209,10 @@ def _rows(path: str | pathlib.Path, wanted: tuple[str, ...]) -> Iterator[tuple[s
     """(file:line, {column: text}) of every row of a table whose first line names the columns."""
     columns: list[str] = []
     for place, line in _lines.lines(path):
-        cells = next(csv.reader([line]))
+        try:
+            cells = next(csv.reader([line]))
+        except csv.Error as error:
+            raise ValueError(f"{place}: got {line:.60}, wanted cells: {error}") from error
         if not columns:
             columns = [name.strip() for name in cells]
             lacks = [name for name in wanted if name not in columns]

@@ -394,7 +394,7 @@ def test_configs_survive_the_way_through_hugging_face_fields():
         config(model_type="qwen3", rope_scaling={"type": "linear", "factor": 2.0}, tie_word_embeddings=True),
         config(**GEMMA3),
         config(**GEMMA3, layer_types=[FULL] * 3, final_logit_softcapping=3.0, attention_bias=True),
-        config(**{**GEMMA3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 144, "eos_token_id": [1, 106]}),
+        config(**{**GEMMA3, "sliding_window_pattern": 2, "query_pre_attn_scalar": 144, "eos_token_id": [1, 30]}),
         config(**GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
         config(**GEMMA4, layer_types=[SLIDING, FULL, FULL], num_kv_shared_layers=1, use_double_wide_mlp=True),
         config(**{**GEMMA4, "hidden_size_per_layer_input": 0, "per_layer_config": {}, "tie_word_embeddings": False}),

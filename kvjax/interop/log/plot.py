@@ -62,7 +62,8 @@ def _draw_reuse(ax: Axes, report: Report, end: float) -> None:
     if share is None:
         return _nothing(ax, "the file does not tell what was looked up")
     edges = np.linspace(0, end, _BARS + 1)
-    queried, cached = (np.histogram(report.times, edges, weights=w)[0] for w in (report.queried, report.cached))
+    looked_up = np.array([report.queried, report.cached], float)  # large ones would wrap as integers
+    queried, cached = (np.histogram(report.times, edges, weights=w)[0] for w in looked_up)
     width = edges[1] - edges[0]
     ax.bar(edges[:-1], cached, width, align="edge", color=_REUSED, label="reused")
     ax.bar(edges[:-1], queried - cached, width, bottom=cached, align="edge", color=_COMPUTED, label="computed")
@@ -70,9 +71,9 @@ def _draw_reuse(ax: Axes, report: Report, end: float) -> None:
     ax.set_ylabel("tokens", color=_INK)
     ax.set_xlabel(_unit(report), color=_INK)
     line = ax.twinx()
-    total = np.cumsum(report.queried)
+    total, reused = np.cumsum(looked_up, axis=1)
     some = total > 0
-    so_far = np.cumsum(report.cached)[some] / total[some]
+    so_far = reused[some] / total[some]
     line.plot(np.array(report.times)[some], so_far, color=_INK, linewidth=1.2, drawstyle="steps-post")
     line.set_ylabel("share reused so far", color=_INK)
     line.tick_params(colors=_INK, labelsize=9)

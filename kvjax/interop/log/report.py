@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +18,8 @@ from kvjax import names
 from kvjax.events.mirror import Node
 from kvjax.events.records import EventKind
 
-_KINDS = frozenset(kind.name.lower() for kind in EventKind if kind)
+_KINDS = tuple(kind.name.lower() for kind in EventKind if kind)
+_MOST, _WORD = 1 << 53, 1 << 31  # numbers are below: what float64 has exactly, and i32
 NO_HITS = (
     "Events do not tell hits on single blocks: what was looked up and reused is known of each admission as a whole, in "
     "tokens."
@@ -44,6 +44,7 @@ class Report:
       unit: "s" or "events".
       transitions: lines that were read; 0 in a file of bare events.
       refused: lines that are no entries.
+      first_refused: the first of them by its number, and what is wrong with it.
       kinds: events of each kind.
       unknown: events of blocks that the file had not stored before: it began in the middle.
       times: of the transitions, or of the events.
@@ -57,6 +58,7 @@ class Report:
     unit: str = "events"
     transitions: int = 0
     refused: int = 0
+    first_refused: str = ""
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     unknown: int = 0
     times: list[float] = dataclasses.field(default_factory=list)
@@ -90,7 +92,7 @@ class Report:
         lines.append(f"lifetimes     {self._spread(self.lifetimes, 'blocks removed')}")
         lines.append(f"stored again  {self._spread(self.again, f'blocks with {self.again_tokens:,} tokens')}")
         lines += [f"not known     {self.unknown:,} events of blocks that this file did not store"] * bool(self.unknown)
-        lines += [f"refused       {self.refused:,} lines"] * bool(self.refused)
+        lines += [f"refused       {self.refused:,} lines; {self.first_refused}"] * bool(self.refused)
         return "\n".join([*lines, "", NO_HITS])
 
     def duration(self, length: float) -> str:
@@ -109,12 +111,12 @@ class Report:
 def report(lines: Iterable[str]) -> Report:
     """What lines tell: those of `Log`, or bare events, one a line, as older versions wrote them.
 
-    What is no entry is counted as refused.
+    What is no entry is counted as refused, and the first such line is named.
     """
     reader = _Reader()
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         if line.strip():
-            reader.read(line)
+            reader.read(number, line)
     return reader.found
 
 
@@ -132,21 +134,16 @@ class _Reader:
         self._levels = [0, 0]
         self._first: float | None = None
 
-    def read(self, line: str) -> None:
-        """Follows a line."""
+    def read(self, number: int, line: str) -> None:
+        """Follows a line; `number` is its number in the file."""
         found = self.found
         try:
-            entry = json.loads(line)
-            old = "kind" in entry  # a bare event
-            events = _checked([entry] if old else entry["events"])
-            queried, cached, now = (0, 0, None) if old else (entry["queried"], entry["cached"], float(entry["ts"]))
-            wrong = not all(isinstance(tokens, int) and tokens >= 0 for tokens in (queried, cached))
-            wrong |= now is not None and not math.isfinite(now)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            wrong = True
-        if wrong:
+            events, queried, cached, now = _parsed(line)
+        except (ValueError, RecursionError) as error:
             found.refused += 1
+            found.first_refused = found.first_refused or f"line {number}: {error}"
             return
+        old = now is None
         if now is not None:
             found.unit, self._first = "s", now if self._first is None else self._first
             now = max(now - self._first, found.times[-1] if found.times else 0.0)  # clocks are set back
@@ -207,22 +204,63 @@ class _Reader:
             self._gone[node[0], block.digest] = now
 
 
-def _checked(events: Any) -> list[dict[str, Any]]:
+def _parsed(line: str) -> tuple[list[dict[str, Any]], int, int, float | None]:
+    """The events, queried, cached and ts of a line; a bare event has no ts. ValueErrors name the field."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"got {line!r:.60}, wanted JSON") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"got {entry!r:.80}, wanted an object")
+    if "kind" in entry:  # a bare event
+        return _checked([entry]), 0, 0, None
+    queried, cached = (_integer(name, entry.get(name), 0, _MOST) for name in ("queried", "cached"))
+    now = entry.get("ts")
+    if not isinstance(now, int | float) or isinstance(now, bool) or not -_MOST < now < _MOST:  # NaN is not
+        raise ValueError(f"ts: got {now!r:.80}, wanted a number of seconds below {_MOST}")
+    return _checked(_list("events", entry.get("events"))), queried, cached, float(now)
+
+
+def _checked(events: list[Any]) -> list[dict[str, Any]]:
     """Events that have what is read of them."""
     for event in events:
+        if not isinstance(event, dict) or event.get("kind") not in _KINDS:
+            raise ValueError(f"events: got {event!r:.80}, wanted an event as to_list makes it")
         kind = event["kind"]
-        numbers = [event["group"]]
+        names = ["group"]
         if kind in ("stored", "removed", "updated"):
-            numbers += [event["block"], event["generation"]]
+            names += ["block", "generation"]
+        if kind == "stored" and event.get("parent") is None:
+            names.append("namespace")
+        for name in names:
+            _integer(name, event.get(name), -_WORD, _WORD)
         if kind in ("stored", "updated"):
-            numbers.append(event["level"])
+            _integer("level", event.get("level"), 0, 2)
         if kind == "stored":
-            parent, extra = event["parent"], event.get("extra_ids", [])
-            numbers += [event["namespace"]] if parent is None else parent
-            numbers += [*event["tokens"], *extra]
-            if len(extra) not in (0, len(event["tokens"])) or not event["tokens"] or len(parent or (0, 0)) != 2:
-                raise ValueError(f"events: got {event!r:.200}, wanted an event as to_list makes it")
-        fits = all(isinstance(number, int) and -(2**31) <= number < 2**31 for number in numbers)
-        if kind not in _KINDS or not fits or event.get("level", 0) not in (0, 1):
-            raise ValueError(f"events: got {event!r:.200}, wanted an event as to_list makes it")
-    return list(events)
+            _check_text(event)
+    return events
+
+
+def _check_text(event: dict[str, Any]) -> None:
+    """Checks what a stored event has beside numbers: its parent, and its tokens with their extra ids."""
+    parent, tokens = event.get("parent"), _list("tokens", event.get("tokens"))
+    extra = _list("extra_ids", event.get("extra_ids", tokens))
+    if not tokens or len(extra) != len(tokens):
+        raise ValueError(f"tokens: got {len(tokens)} with {len(extra)} extra ids, wanted at least one, and one id each")
+    if parent is not None and len(_list("parent", parent)) != 2:
+        raise ValueError(f"parent: got {parent!r:.80}, wanted a block and its generation")
+    for name, values in (("tokens", tokens), ("extra_ids", extra), ("parent", parent or ())):
+        for value in values:
+            _integer(name, value, -_WORD, _WORD)
+
+
+def _integer(name: str, value: Any, least: int, end: int) -> int:
+    if type(value) is not int or not least <= value < end:
+        raise ValueError(f"{name}: got {value!r:.80}, wanted an int of at least {least} and below {end}")
+    return value
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name}: got {value!r:.80}, wanted an array")
+    return value

@@ -16,6 +16,7 @@ from kvjax.interop.vllm.sockets import END
 
 _FIRST = 0  # the first message's number, of engines that count from there
 _HELD_BYTES = 64 << 20  # the most that is held while a replay comes; what is dropped beyond is asked for later
+_OVERHEAD = 512  # bytes of a batch that is held, beside its payload, about
 
 
 class Follower:
@@ -40,6 +41,7 @@ class Follower:
             ("messages", "refused", "gaps", "duplicates", "restarts", "replays", "replays_failed"), 0
         )
         self._held: list[tuple[int, Batch, int]] = []
+        self._held_bytes = 0
         self._suspects = 0  # how many of `_held` were there when the replay was asked for
         self._low: int | None = None
         if replays:
@@ -55,8 +57,12 @@ class Follower:
         self.counts["messages"] += 1
         if self.asking is None:
             self._take(number, batch, len(frames[2]))
-        elif sum(size for *_, size in self._held) + len(frames[2]) <= _HELD_BYTES:
-            self._held.append((number, batch, len(frames[2])))
+        elif self._held_bytes + _OVERHEAD + len(frames[2]) <= _HELD_BYTES:
+            self._hold(number, batch, len(frames[2]))
+
+    def _hold(self, number: int, batch: Batch, size: int) -> None:
+        self._held.append((number, batch, size))
+        self._held_bytes += _OVERHEAD + size
 
     def _take(self, number: int, batch: Batch, size: int) -> None:
         if self.last is not None and number == self.last + 1:
@@ -66,7 +72,7 @@ class Follower:
         elif self._replays:
             ahead = self.last is not None and number > self.last
             self.counts["gaps" if ahead else "duplicates"] += self.last is not None
-            self._held.append((number, batch, size))
+            self._hold(number, batch, size)
             self.ask(self.last + 1 if ahead and self.last is not None else 0)
         else:
             self._guess(number, batch)
@@ -149,17 +155,18 @@ class Follower:
         """The replay did not come in time: goes on without."""
         self.counts["replays_failed"] += 1
         self.complete = False
-        held, self._held, self.asking = self._held, [], None
+        held, self._held, self._held_bytes, self.asking = self._held, [], 0, None
         for number, batch, _ in held:
             follows = self.last is not None and number == self.last + 1
             (self._apply if follows else self._guess)(number, batch)
             self.complete = False
 
     def _release(self) -> None:
-        held, suspects, self._held, self._suspects, self.asking = self._held, self._suspects, [], 0, None
+        held, suspects = self._held, self._suspects
+        self._held, self._held_bytes, self._suspects, self.asking = [], 0, 0, None
         for at, (number, batch, size) in enumerate(held):
             if self.asking is not None:
-                self._held.append((number, batch, size))
+                self._hold(number, batch, size)
             elif self.last is not None and number <= self.last:
                 continue
             elif at < suspects and (self.last is None or number > self.last + 1):

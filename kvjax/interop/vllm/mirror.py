@@ -173,12 +173,13 @@ class Mirror:
 
     def _prefix(self, number: int, name: Hash) -> Prefix:
         others = [group for of, group in sorted(self._groups.items()) if of != number]
-        lora, path = self._groups[number].nodes[name].lora, []
+        lora, path, seen = self._groups[number].nodes[name].lora, [], set[Hash]()
         before: Any = name
-        while not isinstance(before, tuple):
+        while not isinstance(before, tuple) and before not in seen:  # foreign events may go in a circle
             known = [group.nodes[before] for group in (self._groups[number], *others) if before in group.nodes]
             if not known:
                 break
+            seen.add(before)
             path.append(known[0])
             before = known[0].before
         salt, after = (before[1], None) if isinstance(before, tuple) else (None, before)

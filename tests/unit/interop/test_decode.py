@@ -168,6 +168,18 @@ def test_a_prefix_that_is_not_known_is_named():
     assert mirror.lookup([1, 2, 3, 4], None, None, None)[0] == 4
 
 
+@pytest.mark.parametrize("group", [0, 1])
+def test_circles_end(group):
+    """Blocks of other engines may name each other, or themselves, as what they follow."""
+    mirror = mirror_of(stored([1], 2, [1, 2]), stored([2], 1, [3, 4], group=group), stored([3], 3, [5, 6]))
+    assert set(mirror.index) == {
+        Prefix(0, None, None, (3, 4, 1, 2), (), 1),
+        Prefix(group, None, None, (1, 2, 3, 4), (), 2),
+        Prefix(0, None, None, (5, 6), (), 3),
+    }
+    assert mirror.lookup([1, 2, 3, 4], None, None, None) == (0, {})
+
+
 @pytest.mark.parametrize(
     "events",
     [[stored([2], None, [3, 4, 5], size=3)], [stored([at], None, [at, 0], medium=str(at)) for at in range(40)],

@@ -6,7 +6,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from kvjax.interop.vllm import Encoder
+from kvjax.interop.vllm import Encoder, follow
 from kvjax.interop.vllm.follow import Follower
 from kvjax.interop.vllm.sockets import END
 from tests.unit.interop.forest import spec_of
@@ -145,6 +145,19 @@ def test_a_broken_answer_is_not_complete():
     one.answer([b"", b"x"])
     replay(one, [3, 4])
     assert not one.complete and known(one) == [0, 2, 3] and one.counts["refused"] == 2
+
+
+def test_what_is_held_during_a_replay_is_bounded(monkeypatch):
+    """Messages without events have few bytes, but are objects all the same."""
+    monkeypatch.setattr(follow, "_HELD_BYTES", 10_000)
+    one = Follower(True, 1000)
+    for _ in range(2):
+        for number in range(100, 200):
+            one.live(message(number))
+        assert 10 < len(one._held) < 20
+        one.fail()
+        assert not one._held and one.last == 118
+        one.ask(0)
 
 
 def test_two_gaps_during_a_replay_are_filled_one_after_the_other():

@@ -132,7 +132,44 @@ def test_clocks_may_be_set_back():
 def test_what_is_no_entry_is_counted(wrong):
     found = report([LINES[1], "", wrong, LINES[3].replace("104", "200")])
     assert found.refused == 1 and found.transitions == 2 and found.kinds == {"stored": 2, "removed": 2}
-    assert "refused       1 lines\n" in str(found)
+    assert "refused       1 lines; line 3: " in str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"ts": 1e400, "events": [], "queried": 0, "cached": 0}', "ts: got inf, wanted a number of seconds"),
+        ('{"ts": NaN, "events": [], "queried": 0, "cached": 0}', "ts: got nan, wanted"),
+        (line(10**400), "ts: got 1000"),
+        (line(True), "ts: got True, wanted"),
+        (line("5"), "ts: got '5', wanted"),
+        (line(0, cached=10**400), "cached: got 1000"),
+        (line(0, queried=True), "queried: got True, wanted an int of at least 0"),
+        (line(0, queried=1.0), "queried: got 1.0, wanted an int"),
+        ('{"ts": 0, "events": {}, "queried": 0, "cached": 0}', "events: got {}, wanted an array"),
+        (line(0, {**A, "extra_ids": []}), "tokens: got 4 with 0 extra ids"),
+        (line(0, {**A, "extra_ids": ""}), "extra_ids: got '', wanted an array"),
+        (line(0, {**A, "level": True}), "level: got True, wanted"),
+        (line(0, {**A, "tokens": [1, True]}), "tokens: got True, wanted"),
+        (line(0, {**A, "parent": "11"}), "parent: got '11', wanted an array"),
+        ("[" * 5000 + "]" * 5000, "got "),
+        ("[7", "got '[7', wanted JSON"),
+    ],
+)
+def test_the_first_refused_line_is_named_with_its_field(text, complaint):
+    found = report([LINES[1], "", text, "null"])
+    assert found.refused == 2 and found.transitions == 1 and found.kinds == {"stored": 2}
+    assert found.first_refused.startswith(f"line 3: {complaint}") and len(found.first_refused) < 200
+    assert f"refused       2 lines; {found.first_refused}\n" in str(found)
+
+
+def test_numbers_as_large_as_lines_may_have_are_added_up_and_drawn(recwarn):
+    most = 2**53 - 1
+    found = report([line(-most, queried=most, cached=most), *[line(most, queried=most)] * 3000])
+    assert found.refused == 0 and found.share == 1 / 3001 and str(found)
+    figure = plot(found)
+    figure.draw_without_rendering()
+    assert figure.axes[-1].get_lines()[0].get_ydata()[-1] == pytest.approx(1 / 3001) and not recwarn.list
 
 
 @hypothesis.given(st.data())

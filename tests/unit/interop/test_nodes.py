@@ -138,6 +138,16 @@ def test_events_on_the_host_are_read_as_they_are():
     assert not len(read(events, PLAIN))
 
 
+def test_a_path_is_read_at_any_depth_and_circles_end():
+    spec = kvjax.make_spec(num_blocks=2048, max_seqs=1, max_length=32_768)
+    nodes = NodeMap(spec)
+    nodes.fold([stored(b, 1, (b - 1, 1) if b else 0, [b]) for b in range(2048)])
+    assert nodes.path(0, 2047) == tuple(range(2048))
+    nodes = NodeMap(PLAIN)
+    nodes.fold([*KNOWN, removed(1, 5), stored(1, 5, (2, 1), [6])])
+    assert len(nodes.index) == 2 and nodes.path(0, 2)[-1] == 5
+
+
 def test_memory_does_not_grow_with_the_length_of_prefixes():
     """One row of 32,768 tokens: `fold` holds 269 MB of paths."""
     spec = kvjax.make_spec(num_blocks=2048, max_seqs=1, max_length=32_768)
