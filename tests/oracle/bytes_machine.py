@@ -776,6 +776,7 @@ class Life:
                 namespaces=spaces, steps=4, **how,
             )  # fmt: skip
         self.tally["failed in generate"] += len(failed)
+        self.tally["beside other rows"] += len(self.rows) > 0
         self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
         self.hear(events)
         for prompt, space, most, output in zip(prompts, spaces, request["most"], outputs, strict=True):
@@ -906,6 +907,7 @@ class Requests:
             self.loop = not self.loop
             return self.draw(life)
         weights = np.array([_WEIGHTS[v] / (3 if v == "admit" and len(free) < AT_ONCE else 1) for v in verbs])
+        weights *= [12 if known and v == "generate" else 1 for v in verbs]
         request: Request = {"verb": verbs[int(self.rng.choice(len(verbs), p=weights / weights.sum()))]}
         match request["verb"]:
             case "admit":
@@ -952,7 +954,8 @@ class Requests:
                 request["prompts"] = [self.text(self.number(1, 13)) for _ in range(count)]
                 request["most"] = [1 if self.chance(0.3) else self.number(1, 5) for _ in range(count)]
                 request["priorities"] = self.rng.integers(-3, 6, count).tolist()
-                request |= {"space_of": self.rng.integers(0, TENANTS, VOCAB).tolist(), "k": self.number_of_steps()}
+                request["space_of"] = self.rng.integers(0, TENANTS, VOCAB).tolist()
+                request["k"] = SIZE if known else self.number_of_steps()
         request["poison"] = self.chance(0.7)
         if life.has_host:
             later, often = (8, 0.6) if request["verb"] == "generate" else (2, 0.1)  # it moves many times
@@ -1026,6 +1029,7 @@ CONFIGS = {
     "extra ids": Config(options={"extra_ids": True}),
     "fast kernels": Config(kernels=True, generate=False, verbs=FAST),
     "kernels, extra ids": Config(kernels=True, options={"extra_ids": True}),
+    "batches": Config(host=8, verbs=("admit", "compute", "release", "swap", "pin", "unpin", "generate")),
     "host": Config(host=5),
     "host, int8, methods": Config(host=5, dtype="int8", methods=True),
     "by class, host": Config(host=5, policy=lfu()),
