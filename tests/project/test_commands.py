@@ -235,7 +235,8 @@ def test_a_full_disk_costs_no_answer_of_the_demo_and_no_plot(capsys, tmp_path, m
     assert refused(capsys, "--events", "/dev/full", main=demo.main, command="demo") == f"--events: /dev/full: {said}"
 
     def plot_blocks(state, path):
-        path.open("w").write("x" * 100_000)
+        with path.open("wb", buffering=0) as file:
+            file.write(b"x")
 
     (tmp_path / "full.png").symlink_to("/dev/full")
     cache = types.SimpleNamespace(state=None)
@@ -254,7 +255,7 @@ def test_what_is_served_stays_until_ctrl_c(capsys, scripted, monkeypatch):
                 pages.append(page.read().decode())
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.threading, "Event", Pressed)
+    monkeypatch.setattr(session, "threading", types.SimpleNamespace(Event=Pressed))
     out, err = run("--checkpoint", "text", *QUESTION, "--metrics", str(port), "--stay", capsys=capsys)
     assert "kvjax_blocks" in pages[0] and out.endswith("fine\n")
     assert err.endswith("all is answered, and the cache is served on: Ctrl-C ends it\n")
@@ -279,7 +280,7 @@ def test_each_turn_of_a_chat_begins_with_what_was_said(capsys, scripted, monkeyp
 
 def test_a_chat_ends_where_the_cache_does(capsys, scripted, monkeypatch):
     _, err = chat(capsys, monkeypatch, "one\ntwo\nthree\n", "--blocks", "1", "--block-size", "16")
-    assert "the chat ends: it has 19 tokens, and the most are 16\n" in err
+    assert "the chat ends: it has 26 tokens, and the most are 16\n" in err
     assert len(scripted.prompts) == 2
 
 
