@@ -279,7 +279,9 @@ def rows(parts: Parts) -> list[tuple[str, Session]]:
 
 def table(title: str, heads: Sequence[str], lines: Sequence[tuple[str, list[str]]]) -> rich.table.Table:
     """Columns of numbers, a line for each session."""
-    drawn = rich.table.Table("", title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, show_edge=False)
+    drawn = rich.table.Table(
+        "", title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+    )
     for head in heads:
         drawn.add_column(head, justify="right", no_wrap=True)
     for name, numbers in lines:
@@ -305,7 +307,7 @@ def replay(console: rich.console.Console, parts: Parts) -> list[dict[str, Any]]:
     index_agrees &= kvjax.fold([e for part in tiered for e in part.events]).index == kvjax.events.index_of(tiers.state)
     kvjax.check(cache.state)
     kvjax.check(tiers.state)
-    console.print(f"{len(events):,} events replayed: the index they give is the cache's: {index_agrees}")
+    console.print(f"{len(events):,} events replayed give the index of the cache: {index_agrees}")
     total = [*course, parts.small, parts.small_again, *tiered]
     share = sum(p.right for p in total) / sum(p.asked for p in total)
     alone = parts.without.right / parts.without.asked
