@@ -269,10 +269,10 @@ def play(
 def rows(parts: Parts) -> list[tuple[str, Session]]:
     """The sessions by name, as the tables have them."""
     return [
-        ("nothing shared", parts.without), ("first question", parts.first), ("its other questions", parts.repeat),
-        ("one row forked in 4", parts.forks), (f"{OTHERS} other documents", parts.pressure),
+        ("nothing shared", parts.without), ("first question", parts.first), ("other questions", parts.repeat),
+        ("a row forked in 4", parts.forks), (f"{OTHERS} other documents", parts.pressure),
         ("the first again", parts.again), (f"{1 + OTHERS} in {BLOCKS} blocks", parts.small),
-        ("all of them again", parts.small_again), (f"and {HOST_BLOCKS} on the host", parts.large),
+        ("all of them again", parts.small_again), (f"{HOST_BLOCKS} on the host", parts.large),
         ("all of them again", parts.large_again),
     ]  # fmt: skip
 
