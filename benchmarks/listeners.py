@@ -56,8 +56,8 @@ def make_work(documents: int, questions: int) -> Work:
     """So many questions about each of so many documents."""
     model, _ = load(demo.CHECKPOINT)
     spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=demo.BLOCKS, max_seqs=demo.ROWS, max_length=demo.BLOCK * 40,
-        block_size=demo.BLOCK, dtype="float32",
+        model.layer_specs(), num_blocks=96, max_seqs=demo.ROWS, max_length=320,
+        block_size=8, dtype="float32",
     )  # fmt: skip
     rng = np.random.default_rng(0)
     drawn = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]

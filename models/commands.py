@@ -114,7 +114,7 @@ def save(parser: Parser, args: argparse.Namespace, entries: Iterable[dict[str, A
             with args.events.open("w") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
     except OSError as error:
-        parser.error(f"--events: {reason(error)}")
+        parser.error(f"--events: {reason(error, args.events)}")
 
 
 def draw(parser: Parser, args: argparse.Namespace, cache: Any) -> None:
@@ -123,11 +123,11 @@ def draw(parser: Parser, args: argparse.Namespace, cache: Any) -> None:
         if args.plot is not None and cache is not None:
             kvjax.debug.plot_blocks(cache.state, args.plot)
     except (OSError, ValueError) as error:
-        parser.error(f"--plot: {reason(error)}")
+        parser.error(f"--plot: {reason(error, args.plot)}")
 
 
-def reason(error: Exception) -> str:
-    """The error's message, without errno."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {(error.strerror or 'cannot be read').lower()}"
+def reason(error: Exception, path: Any = None) -> str:
+    """The error's message, without errno; `path` is the file's name, which an error of writing does not have."""
+    if isinstance(error, OSError) and error.strerror is not None:
+        return f"{error.filename or path}: {error.strerror.lower()}"
     return str(error)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate text through the paged cache, with a checkpoint in Hugging Face format.
 
-A prompt is text if the checkpoint has a tokenizer, else token ids separated by commas or spaces. Answers go to standard
-output, all else to standard error. Without a checkpoint the demo runs on the bundled recall model.
+A prompt is text if the checkpoint has a tokenizer, else token ids separated by commas or spaces. Prompts and answers go
+to standard output, all else to standard error. In a chat each turn finds those before it in the cache. Without a
+checkpoint the demo runs on the bundled recall model.
 """
 
 from __future__ import annotations
@@ -12,27 +13,32 @@ import json
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import kvjax
 
-from . import commands, demo, wires
+from . import chat, commands, demo, session, wires
 from .commands import number
 from .decoder import Decoder
 from .loading import load
+from .session import SIZES, Session
 from .speech import Speech
-from .stopwatch import Stopwatch
 
 INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
-STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
+MOST = 2**30  # of what an option counts: sums of two are int32
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line; see --help."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    if args.checkpoint is None and (args.prompt or args.prompts or args.json):
+    if args.checkpoint is None and (args.prompt or args.prompts or args.json or args.chat):
         parser.error("--checkpoint: got none, wanted the folder of a model")
+    if args.chat and (args.prompt or args.prompts):
+        parser.error("--chat: got a prompt too, wanted turns from standard input alone")
+    if args.rows is None:
+        args.rows = 1 if args.chat else SIZES["rows"]
     wires.check(parser, args)
     commands.prepare(parser, args)
     try:
@@ -40,16 +46,85 @@ def main(arguments: list[str] | None = None) -> None:
             entries, cache = demo.run()
             commands.save(parser, args, entries)
             return commands.draw(parser, args, cache)
-        texts = _texts(parser, args)
-        model, tokenizer = _load(parser, args)
-        prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
-        screen = (_Lines if args.json else _Screen)(texts, [Speech(tokenizer, prompt) for prompt in prompts])
-        cache, finished = _generate(parser, args, model, prompts, screen)
-        commands.draw(parser, args, cache)
-    except KeyboardInterrupt:  # before anything was generated
-        finished = False
-    if not finished:
-        raise SystemExit(INTERRUPTED)
+        status = (_chat if args.chat else _answer)(parser, args)
+    except KeyboardInterrupt:  # before anything was generated, or while a turn is waited for
+        status = INTERRUPTED
+    if status:
+        raise SystemExit(status)
+
+
+def _answer(parser: commands.Parser, args: argparse.Namespace) -> int:
+    """Answers the prompts; returns the exit status."""
+    texts = _texts(parser, args)
+    model, tokenizer = _load(parser, args)
+    prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
+    session.check_length(parser, args, model, prompts)
+    screen = (_Lines if args.json else _Screen)(texts, [Speech(tokenizer, prompt) for prompt in prompts])
+    with Session(parser, args, model, max(map(len, prompts)) + args.max_new_tokens, _note) as answering:
+        _, finished = answering.answer(prompts, screen, args.seed, args.stop or model.config.eos_token_ids)
+        return _end(parser, args, answering, finished)
+
+
+def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
+    """Answers turns from standard input; returns the exit status."""
+    model, tokenizer = _load(parser, args)
+    if tokenizer is None:
+        parser.error(f"--chat: {args.checkpoint}: wanted a checkpoint with a tokenizer.json")
+    try:
+        template = chat.load_template(args.checkpoint)
+    except (OSError, ValueError) as error:
+        parser.error(f"--chat: {commands.reason(error)}")
+    stop = list(args.stop or model.config.eos_token_ids)
+    if template is not None and template.end is not None and not args.stop:
+        stop += [end for end in [tokenizer.token_to_id(template.end)] if end is not None]
+    positions = model.config.max_positions
+    most = min(positions, session.most_tokens(args, model) or positions)
+    talk = chat.Chat(tokenizer, template)
+    with Session(parser, args, model, most, _note) as answering:
+        for turn, text in enumerate(_turns(parser)):
+            try:
+                prompt = talk.ask(text)
+            except ValueError as error:
+                parser.error(f"--chat: {error}")
+            if len(prompt) >= most:
+                _note(f"the chat ends: it has {len(prompt)} tokens, and the most are {most}")
+                break
+            speech = Speech(tokenizer, prompt)
+            screen = _Lines([text], [speech]) if args.json else _Screen([text], [speech], echo=False)
+            [output], _ = answering.answer([prompt], screen, args.seed + turn, stop)
+            if answering.cache is None:
+                return INTERRUPTED
+            talk.answered(output.tokens, speech.text(output.tokens))
+            _note(_dim(f"{output.cached_tokens} of {output.prompt_tokens} prompt tokens reused"))
+        return _end(parser, args, answering, finished=True)
+
+
+def _end(parser: commands.Parser, args: argparse.Namespace, answering: Session, finished: bool) -> int:
+    """Draws the cache, and serves it on if that is wanted; returns the exit status."""
+    answering.report()
+    commands.draw(parser, args, answering.cache)
+    if args.stay and finished:
+        answering.stay()
+    return answering.close() or (0 if finished else INTERRUPTED)
+
+
+def _turns(parser: commands.Parser) -> Iterator[str]:
+    """The lines of standard input, but for empty ones; a person is prompted for each."""
+    prompted = sys.stdin.isatty()
+    if prompted:
+        _note("a line is a turn; Ctrl-C ends an answer, Ctrl-D the chat")
+    while True:
+        if prompted:
+            print("> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError:
+            line = "\udcff"
+        if not line:
+            return _note("") if prompted else None
+        _check_text(parser, "--chat", line, "a turn")
+        if line.strip():
+            yield line.rstrip("\n")
 
 
 def _parser() -> commands.Parser:
@@ -57,6 +132,7 @@ def _parser() -> commands.Parser:
     parser.add_argument("--checkpoint", metavar="DIR", help="a Hugging Face folder")
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a prompt; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", type=pathlib.Path, help="more prompts, one a line")
+    parser.add_argument("--chat", action="store_true", help="answer turns from standard input, one a line")
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object for each prompt, a line each, and nothing else"
     )
@@ -66,9 +142,12 @@ def _parser() -> commands.Parser:
         choices=("float32", "bfloat16", "float16"),
         help="of weights and K/V (default: %(default)s)",
     )
-    parser.add_argument("--max-new-tokens", type=number(int, 1), default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--max-new-tokens", type=number(int, 1, MOST), default=SIZES["max_new_tokens"], metavar="N",
+        help="default: %(default)s",
+    )  # fmt: skip
     parser.add_argument("--temperature", type=number(float, 0.0), default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=number(int, 1), metavar="K")
+    parser.add_argument("--top-k", type=number(int, 1, MOST), metavar="K")
     parser.add_argument("--top-p", type=number(float, 0.0, 1.0), metavar="P")
     parser.add_argument(
         "--seed", type=number(int, 0, 2**31), default=0, help="of the first prompt; the next has the next"
@@ -81,19 +160,15 @@ def _parser() -> commands.Parser:
         metavar="ID",
         help="a stop token; may be repeated (default: the checkpoint's)",
     )
-    parser.add_argument(
-        "--blocks",
-        type=number(int, 1),
-        default=512,
-        metavar="N",
-        help="blocks for each attention window (default: %(default)s)",
+    sizes = (
+        ("--blocks", "N", 1, "blocks for each attention window (default: %(default)s)"),
+        ("--host-blocks", "N", 0, "and on the host, where blocks go that have to leave (default: %(default)s)"),
+        ("--block-size", "P", 1, "tokens a block (default: %(default)s)"),
+        ("--rows", "S", 1, f"sequences at a time (default: {SIZES['rows']}, in a chat 1)"),
     )
-    parser.add_argument(
-        "--block-size", type=number(int, 1), default=16, metavar="P", help="tokens a block (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rows", type=number(int, 1), default=8, metavar="S", help="sequences at a time (default: %(default)s)"
-    )
+    for option, name, least, what in sizes:
+        default = None if option == "--rows" else SIZES[option.removeprefix("--").replace("-", "_")]
+        parser.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
     commands.add_scan(parser)
     commands.add_outputs(parser)
     wires.add_wires(parser)
@@ -102,12 +177,24 @@ def _parser() -> commands.Parser:
 
 def _texts(parser: commands.Parser, args: argparse.Namespace) -> list[str]:
     try:
-        texts = args.prompt + (args.prompts.read_text().splitlines() if args.prompts else [])
+        texts = args.prompt + (args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else [])
+    except UnicodeDecodeError as error:
+        parser.error(f"--prompts: {args.prompts}: not UTF-8 at byte {error.start}")
     except (OSError, ValueError) as error:
-        parser.error(f"--prompts: {commands.reason(error)}")
+        parser.error(f"--prompts: {commands.reason(error, args.prompts)}")
     if not texts:
         parser.error("--prompt: got none, wanted at least one (or --prompts FILE)")
+    for i, text in enumerate(texts, 1):
+        _check_text(parser, "--prompt", text, f"prompt {i}")
     return texts
+
+
+def _check_text(parser: commands.Parser, option: str, text: str, what: str) -> None:
+    """Refuses text from bytes that were not UTF-8, for which Python puts lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        parser.error(f"{option}: got bytes that are not UTF-8 in {what}")
 
 
 def _load(parser: commands.Parser, args: argparse.Namespace) -> tuple[Decoder, Any]:
@@ -141,75 +228,29 @@ def _ids(parser: commands.Parser, text: str) -> list[int]:
         parser.error(f"--prompt: got {text!r}, wanted token ids (the checkpoint has no tokenizer.json)")
 
 
-def _generate(
-    parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]], screen: _Screen
-) -> tuple[Any, bool]:
-    """Generates and shows text; returns the cache, and whether it finished (false: ended by Ctrl-C)."""
-    try:
-        spec = kvjax.make_spec(
-            model.layer_specs(),
-            num_blocks=args.blocks,
-            max_seqs=args.rows,
-            max_length=max(map(len, prompts)) + args.max_new_tokens,
-            block_size=args.block_size,
-            dtype=args.dtype,
-        )
-        sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
-    except ValueError as error:
-        parser.error(str(error))
-    outputs, cache, finished = [], kvjax.Cache.create(spec), True
-    with wires.Wires(parser, args, spec, _note) as told, Stopwatch(_note) as watch:
-        stream = kvjax.stream(
-            model,
-            cache,
-            prompts,
-            max_new_tokens=args.max_new_tokens,
-            sampling=sampling,
-            seeds=range(args.seed, args.seed + len(prompts)),
-            stop_tokens=args.stop or model.config.eos_token_ids,
-            steps=STEPS,
-            log_events=False,
-            listener=told.listener,
-        )
-        progress: kvjax.serving.Progress | None = None
-        try:
-            for progress in watch.timed(stream):
-                outputs, cache = progress.outputs, progress.cache
-                screen.show(outputs)
-                told.see(progress)
-        except KeyboardInterrupt:  # during `show`: the stream did not receive it
-            finished = False
-            stream.close()
-            if progress is not None:
-                cache = progress.cache
-        except kvjax.serving.GenerationInterrupted as stop:
-            if not isinstance(stop.__cause__, KeyboardInterrupt):
-                raise
-            finished, outputs, cache = False, stop.outputs, stop.cache
-    screen.show(outputs, last=True)
-    for i, output in enumerate(outputs, 1):
-        if output.finish not in ("length", "stop"):
-            _note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
-    _note(watch.report())
-    return cache, finished
-
-
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _dim(text: str) -> str:
+    return f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text
 
 
 class _Screen:
     """Prompts and answers on standard output, in the order of the prompts; the first unfinished answer grows.
 
+    An answer has lines of its own, under its prompt; an empty line separates it from the next prompt.
+
     Args:
       texts: the prompts.
       speeches: of each prompt.
+      echo: whether to show the prompts.
     """
 
-    def __init__(self, texts: list[str], speeches: list[Speech]):
-        self.texts, self.speeches = texts, speeches
+    def __init__(self, texts: list[str], speeches: list[Speech], *, echo: bool = True):
+        self.texts, self.speeches, self.echo = texts, speeches, echo
         self.number = 0  # of the prompt whose answer is being shown
-        self.begun = False
+        self.begun = self.shown = False
 
     def show(self, outputs: list[kvjax.serving.Output], *, last: bool = False) -> None:
         """Shows new text; with `last` all of it, finished or not."""
@@ -218,13 +259,16 @@ class _Screen:
             self.say(output, done)
             if not done:
                 break
-            self.number, self.begun = self.number + 1, False
+            self.number, self.begun, self.shown = self.number + 1, False, False
 
     def say(self, output: kvjax.serving.Output, done: bool) -> None:
         """Shows the new text of the current prompt."""
-        prompt, self.begun = "" if self.begun else self.texts[self.number], True
+        if self.echo and not self.begun:
+            print("\n" if self.number else "", "> ", self.texts[self.number], sep="", flush=True)
         more = self.speeches[self.number].more(output.tokens, done=done)
-        print(prompt, more, sep="", end="\n" if done else "", flush=True)
+        more = more if self.shown else more.lstrip()  # the space between prompt and answer
+        self.begun, self.shown = True, self.shown or bool(more)
+        print(more, end="\n" if done else "", flush=True)
 
 
 class _Lines(_Screen):

@@ -52,14 +52,16 @@ class Document:
 
     Attributes:
       facts: place of each person.
+      times: how often the text goes through all of them.
     """
 
     facts: dict[str, str]
+    times: int = 1
 
     @property
     def text(self) -> str:
-        """One sentence per fact."""
-        return " ".join(f"{person} is in {place} ." for person, place in self.facts.items())
+        """One sentence per fact, `times` times."""
+        return " ".join(f"{person} is in {place} ." for _ in range(self.times) for person, place in self.facts.items())
 
     @property
     def ids(self) -> list[int]:
@@ -67,10 +69,10 @@ class Document:
         return encode(self.text)
 
 
-def make_document(rng: np.random.Generator, num_facts: int) -> Document:
+def make_document(rng: np.random.Generator, num_facts: int, times: int = 1) -> Document:
     """Draws `num_facts` people, each once, and a place for each; places may repeat."""
     people = [PEOPLE[i] for i in rng.permutation(len(PEOPLE))[: _checked(num_facts)]]
-    return Document({person: PLACES[rng.integers(len(PLACES))] for person in people})
+    return Document({person: PLACES[rng.integers(len(PLACES))] for person in people}, times)
 
 
 def question(person: str) -> str:

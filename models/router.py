@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .prefix_router import Router
 
 NAMES = ("one", "two")
-BLOCKS = 112  # three documents of 30 blocks, with the questions about them
+BLOCK, BLOCKS = 8, 112  # three documents of 30 blocks, with the questions about them
 SECONDS = 300.0  # that a process may take to start, with compiling, and to answer
 PATIENCE = 5.0  # for a process whose pipe was closed to end by itself
 ANY = "tcp://127.0.0.1:*"
@@ -88,7 +88,7 @@ def serve(pipe: Connection, keep_programs: bool) -> None:
     commands.keep_programs(keep_programs)
     model, _ = load(demo.CHECKPOINT)
     spec = kvjax.make_spec(
-        model.layer_specs(), num_blocks=BLOCKS, max_seqs=1, max_length=demo.BLOCK * 40, block_size=demo.BLOCK,
+        model.layer_specs(), num_blocks=BLOCKS, max_seqs=1, max_length=BLOCK * 40, block_size=BLOCK,
         dtype="float32",
     )  # fmt: skip
     with contextlib.suppress(EOFError, BrokenPipeError), Publisher(spec, bind=ANY, replay=ANY) as source:

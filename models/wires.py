@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 import kvjax
 from kvjax.interop import together
@@ -19,13 +21,14 @@ from kvjax.interop.trace import Trace
 from . import commands
 from .commands import number
 
+MOST_PORT = 65_535
 # The options that need a checkpoint, and the extras that they need; `--events` is the demo's too.
 _OPTIONS = {"trace": None, "publish": "wires", "agent": "agent", "metrics": "metrics"}
 
 
 def add_wires(parser: commands.Parser) -> None:
     """The options that `check` and `Wires` read, but for `--events` (`commands.add_outputs`)."""
-    port = number(int, 0, 65_535)
+    port = number(int, 0, MOST_PORT)
     parser.add_argument(
         "--trace", metavar="FILE.json", type=pathlib.Path, help="write a trace there, which Perfetto and Chrome open"
     )
@@ -39,6 +42,7 @@ def add_wires(parser: commands.Parser) -> None:
     parser.add_argument(
         "--metrics", metavar="PORT", type=port, help="serve Prometheus numbers about the cache; 0 chooses a port"
     )
+    parser.add_argument("--stay", action="store_true", help="serve on after the answers, until Ctrl-C")
 
 
 def check(parser: commands.Parser, args: argparse.Namespace) -> None:
@@ -49,8 +53,14 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
                 parser.error("--checkpoint: got none, wanted the folder of a model")
             if extra is not None:
                 commands.check_extra(parser, extra, f"--{option}")
+    for option in ("publish", "replay"):
+        port = re.search(r":(\d+)$", getattr(args, option) or "")
+        if port is not None and int(port[1]) > MOST_PORT:  # ZeroMQ would take it modulo 2**16
+            parser.error(f"--{option}: got port {port[1]}, wanted at most {MOST_PORT}")
     if args.replay and not args.publish:
         parser.error("--replay: got one without --publish")
+    if args.stay and (args.publish, args.agent, args.metrics) == (None, None, None):
+        parser.error("--stay: got none of --publish, --agent and --metrics")
 
 
 class Wires:
@@ -71,6 +81,7 @@ class Wires:
         self._listeners: list[Callable[[Any], object]] = []
         self._watchers: list[Callable[[Any], object]] = []
         self._feeds: dict[str, Any] = {}
+        self._files: list[_File] = []
         self._note = note
         openers = {
             "events": self._log, "trace": self._trace, "publish": self._publish, "agent": self._serve,
@@ -93,6 +104,16 @@ class Wires:
         for watcher in self._watchers:
             watcher(progress)
 
+    @property
+    def unwritten(self) -> bool:
+        """Whether a file could not be written; known when it is closed."""
+        return any(file.failed for file in self._files)
+
+    def flush(self) -> None:
+        """Writes what the files have not yet on disk."""
+        for file in self._files:
+            file.flush()
+
     def __enter__(self) -> Self:
         return self
 
@@ -103,17 +124,19 @@ class Wires:
         """Tells a setter how the cache stands."""
         self._watchers.append(lambda progress: setter(progress.cache.state))
 
-    def _open(self, path: pathlib.Path) -> TextIO:
+    def _open(self, option: str, path: pathlib.Path) -> TextIO:
         try:
-            return self._stack.enter_context(path.open("w"))
+            file = _File(path, lambda error: self._note(f"--{option}: {error}; the rest is not written"))
         except OSError as error:
             raise ValueError(f"path: {commands.reason(error)}") from error
+        self._files.append(file)
+        return cast(TextIO, self._stack.enter_context(file))
 
     def _log(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
-        self._listeners.append(Log(self._open(args.events)).write)
+        self._listeners.append(Log(self._open("events", args.events)).write)
 
     def _trace(self, args: argparse.Namespace, spec: kvjax.CacheSpec) -> None:
-        trace = self._stack.enter_context(Trace(spec, self._open(args.trace)))
+        trace = self._stack.enter_context(Trace(spec, self._open("trace", args.trace)))
         self._listeners.append(trace.write)
         self._watchers.append(trace.show)
         self._watch(trace.set)
@@ -144,6 +167,36 @@ class Wires:
         self._note(f"metrics are at {metrics.serve(args.metrics)}")
         self._listeners.append(metrics.observe)
         self._watch(metrics.set)
+
+
+class _File(io.TextIOBase):
+    """A text file whose disk may be full: the first error is noted, and nothing is written after it."""
+
+    def __init__(self, path: pathlib.Path, note: Callable[[str], None]):
+        self._path, self._note, self._file = path, note, path.open("w", encoding="utf-8")
+        self.failed = False
+
+    def write(self, text: str, /) -> int:
+        self._do(self._file.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._file.flush)
+
+    def close(self) -> None:
+        self._do(self._file.close)
+        super().close()
+
+    def _do(self, action: Callable[..., object], *args: str) -> None:
+        if self.failed or self._file.closed:
+            return
+        try:
+            action(*args)
+        except OSError as error:
+            self.failed = True
+            self._note(commands.reason(error, self._path))
+            with contextlib.suppress(OSError):  # what is left in the buffer
+                self._file.close()
 
 
 def _name(args: argparse.Namespace) -> str:

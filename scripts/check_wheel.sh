@@ -28,5 +28,6 @@ export JAX_PLATFORMS=cpu
 alone/bin/python -I use_wheel.py
 models/bin/python -I use_models.py
 models/bin/python -I use_wires.py
+models/bin/python -m kvjax_models
 models/bin/python -m kvjax_models.demo
 models/bin/python -m kvjax_models.router --help >/dev/null

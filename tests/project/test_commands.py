@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command lines: errors of one line, text and JSON as they come, Ctrl-C, times told apart, compiled programs."""
 
-import contextlib
+import io
 import json
+import pathlib
 import re
 import socket
 import sys
@@ -17,9 +18,10 @@ import tokenizers
 from flax import nnx
 
 import kvjax
+from kvjax.events.log import init_log
 from kvjax.interop.log import report
 from kvjax.interop.vllm import Subscriber
-from models import Decoder, ModelConfig, commands, demo, generate, router, save, train, verify
+from models import Decoder, ModelConfig, __main__, commands, demo, generate, router, save, session, train, verify
 from models.speech import Speech
 from models.stopwatch import Stopwatch
 from tests.drive import output_of
@@ -40,6 +42,7 @@ FIELDS = {
     "num_attention_heads": 2, "num_key_value_heads": 1,
 }  # fmt: skip
 VOCABULARY = "wanted 0 to 255 (the vocabulary has 256)"
+COUNT = "wanted an int of at least 1 and at most 1073741824"
 NEW = 20
 QUESTION = ["--prompt", "caf\u00e9", "--prompt", "hello"]
 
@@ -91,8 +94,21 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         ("--checkpoint ids --prompt", "--prompt: expected one argument"),
         ("--checkpoint ids --prompt=-1", f"--prompt: got token id -1 in prompt 1, {VOCABULARY}"),
         ("--checkpoint ids --prompt=", "--prompt: got no token in prompt 1, wanted at least one"),
-        ("--rows 0", "--rows: got '0', wanted an int of at least 1"),
-        ("--max-new-tokens many", "--max-new-tokens: got 'many', wanted an int of at least 1"),
+        ("--rows 0", f"--rows: got '0', {COUNT}"),
+        ("--max-new-tokens many", f"--max-new-tokens: got 'many', {COUNT}"),
+        ("--max-new-tokens 3000000000", f"--max-new-tokens: got '3000000000', {COUNT}"),
+        (
+            "--checkpoint ids --prompt 1,2 --max-new-tokens 1000000000",
+            "--max-new-tokens: got 1000000000, wanted at most 8190 after 2 of a prompt "
+            "(512 blocks of 16 tokens: --blocks)",
+        ),
+        (
+            "--checkpoint ids --prompt 1 --prompt 1,2,3,4 --blocks 1 --block-size 4",
+            "--prompt: got 4 tokens in prompt 2, wanted at most 3 (1 blocks of 4 tokens: --blocks)",
+        ),
+        ("--chat", "--checkpoint: got none, wanted the folder of a model"),
+        ("--checkpoint ids --chat", "--chat: ids: wanted a checkpoint with a tokenizer.json"),
+        ("--checkpoint ids --chat --prompt 1", "--chat: got a prompt too, wanted turns from standard input alone"),
         ("--temperature nan", "--temperature: got 'nan', wanted a number of at least 0.0"),
         ("--top-p 2", "--top-p: got '2', wanted a number of at least 0.0 and at most 1.0"),
         ("--checkpoint ids --prompt 1 --top-p 0", "top_p: got 0.0, wanted None or a number in (0, 1]"),
@@ -107,6 +123,8 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
             "--checkpoint ids --prompt 1 --publish tcp://127.0.0.1:* --replay x",
             "--replay: got 'x', wanted tcp://HOST:PORT or ipc://PATH",
         ),
+        ("--checkpoint ids --prompt 1 --publish tcp://*:99999", "--publish: got port 99999, wanted at most 65535"),
+        ("--checkpoint ids --prompt 1 --stay", "--stay: got none of --publish, --agent and --metrics"),
         ("--agent 0", "--checkpoint: got none, wanted the folder of a model"),
         ("--metrics 0", "--checkpoint: got none, wanted the folder of a model"),
         ("--agent 65536", "--agent: got '65536', wanted an int of at least 0 and at most 65535"),
@@ -133,6 +151,165 @@ def test_broken_files_are_named_in_one_line(tmp_path, capsys, folders, file, tex
     (tmp_path / file).write_text(text)
     line = refused(capsys, "--checkpoint", str(tmp_path), "--prompt", "hi")
     assert line.startswith(f"--checkpoint: {tmp_path}/{said}")
+
+
+@pytest.mark.parametrize("option", ["--blocks", "--host-blocks", "--block-size", "--rows"])
+def test_what_takes_more_than_the_memory_is_refused_before_it_is_taken(capsys, option):
+    line = refused(capsys, "--checkpoint", "ids", "--prompt", "1", option, "1000000000")
+    assert re.fullmatch(
+        rf"{option}: got 1000000000, which takes .* with the model, wanted at most the .* of cpu:0", line
+    )
+
+
+def test_bytes_that_are_not_utf8_are_named(capsys, tmp_path, monkeypatch):
+    said = "got bytes that are not UTF-8 in"
+    assert refused(capsys, "--checkpoint", "ids", "--prompt", "1", "--prompt", "\udce9") == f"--prompt: {said} prompt 2"
+    (tmp_path / "prompts").write_bytes(b"hi\n\xe9")
+    line = refused(capsys, "--checkpoint", "ids", "--prompts", str(tmp_path / "prompts"))
+    assert line == f"--prompts: {tmp_path}/prompts: not UTF-8 at byte 3"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xe9\n"), encoding="utf-8"))
+    assert refused(capsys, "--checkpoint", "text", "--chat") == f"--chat: {said} a turn"
+
+
+@pytest.mark.parametrize("option", ["--publish", "--replay"])
+def test_addresses_that_cannot_be_had_are_named(capsys, tmp_path, option):
+    places = {"--publish": "tcp://127.0.0.1:*", option: f"ipc://{tmp_path}/none/socket"}
+    line = refused(capsys, "--checkpoint", "ids", "--prompt", "1", *(word for pair in places.items() for word in pair))
+    assert line.startswith(f"{option}: {places[option]}: No such file or directory")
+
+
+class Scripted:
+    """A stream in place of a model's: every answer is " fine", and what was asked is noted."""
+
+    def __init__(self):
+        self.prompts, self.caches = [], []
+        self.tokens = bytes_tokenizer().encode(" fine").ids
+
+    def __call__(self, model, cache, prompts, *, listener, **options):
+        self.prompts += prompts
+        self.caches.append(cache)
+        outputs = [kvjax.serving.Output(len(prompt), cached_tokens=len(prompt) - 1) for prompt in prompts]
+        for count in (2, len(self.tokens)):
+            for output in outputs:
+                output.tokens = self.tokens[:count]
+                output.logprobs = [0.0] * count
+                output.finish = "stop" if count == len(self.tokens) else None
+            if listener is not None:
+                listener(init_log(8, 16, False))
+            new = {number: output.tokens for number, output in enumerate(outputs)}
+            yield types.SimpleNamespace(outputs=outputs, cache=cache, new=new)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    stream = Scripted()
+    monkeypatch.setattr(kvjax, "stream", stream)
+    return stream
+
+
+def test_an_answer_has_a_line_of_its_own(capsys, scripted):
+    out, _ = run("--checkpoint", "text", *QUESTION, capsys=capsys)
+    assert out == "> caf\u00e9\nfine\n\n> hello\nfine\n"
+    assert type(scripted.caches[0]) is kvjax.Cache
+
+
+def test_a_host_tier_is_an_option(capsys, scripted):
+    run("--checkpoint", "text", *QUESTION, "--host-blocks", "8", capsys=capsys)
+    assert type(scripted.caches[0]) is kvjax.tiers.TieredCache
+    assert scripted.caches[0].state.spec.groups[0].num_host_blocks == 8
+
+
+@pytest.mark.parametrize("option", ["--events", "--trace"])
+def test_a_full_disk_costs_no_answer(capsys, scripted, option):
+    with pytest.raises(SystemExit) as caught:
+        run("--checkpoint", "text", *QUESTION, option, "/dev/full", capsys=capsys)
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out.count("fine\n")) == (1, 2)
+    assert err.count(f"{option}: /dev/full: no space left on device; the rest is not written\n") == 1
+
+
+def test_a_full_disk_costs_no_answer_of_the_demo_and_no_plot(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "run", lambda: ([{"events": []}], None))
+    said = "no space left on device"
+    assert refused(capsys, "--events", "/dev/full", main=demo.main, command="demo") == f"--events: /dev/full: {said}"
+
+    def plot_blocks(state, path):
+        with path.open("wb", buffering=0) as file:
+            file.write(b"x")
+
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    cache = types.SimpleNamespace(state=None)
+    monkeypatch.setattr(demo, "run", lambda: ([], cache))
+    monkeypatch.setattr(kvjax.debug, "plot_blocks", plot_blocks)
+    line = refused(capsys, "--plot", str(tmp_path / "full.png"), main=demo.main, command="demo")
+    assert line == f"--plot: {tmp_path}/full.png: {said}"
+
+
+def test_what_is_served_stays_until_ctrl_c(capsys, scripted, monkeypatch):
+    port, pages = free_port(), []
+
+    class Pressed:
+        def wait(self):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+                pages.append(page.read().decode())
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "threading", types.SimpleNamespace(Event=Pressed))
+    out, err = run("--checkpoint", "text", *QUESTION, "--metrics", str(port), "--stay", capsys=capsys)
+    assert "kvjax_blocks" in pages[0] and out.endswith("fine\n")
+    assert err.endswith("all is answered, and the cache is served on: Ctrl-C ends it\n")
+
+
+def chat(capsys, monkeypatch, turns, *arguments):
+    """What a chat says to some turns."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(turns))
+    return run("--checkpoint", "text", "--chat", *arguments, capsys=capsys)
+
+
+def test_each_turn_of_a_chat_begins_with_what_was_said(capsys, scripted, monkeypatch):
+    out, err = chat(capsys, monkeypatch, "one\n\ntwo\n")
+    assert out == "fine\nfine\n" and ">" not in err
+    first, second = scripted.prompts
+    assert second[: len(first) + 5] == first + scripted.tokens
+    assert bytes_tokenizer().decode(second) == "one\n fine\ntwo\n"
+    assert f"{len(second) - 1} of {len(second)} prompt tokens reused\n" in err
+    out, _ = chat(capsys, monkeypatch, "one\n", "--json")
+    assert json.loads(out)["prompt"] == "one"
+
+
+def test_a_chat_ends_where_the_cache_does(capsys, scripted, monkeypatch):
+    _, err = chat(capsys, monkeypatch, "one\ntwo\nthree\n", "--blocks", "1", "--block-size", "16")
+    assert "the chat ends: it has 26 tokens, and the most are 16\n" in err
+    assert len(scripted.prompts) == 2
+
+
+def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(capsys, scripted, monkeypatch):
+    show, shown = generate._Screen.show, []
+
+    def press(self, outputs, **options):
+        shown.append(outputs)
+        show(self, outputs, **options)
+        if len(shown) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate._Screen, "show", press)
+    out, err = chat(capsys, monkeypatch, "one\ntwo\n")
+    assert out == "f\nfine\n" and err.count("prompt 1 ended early: interrupted\n") == 1
+    assert bytes_tokenizer().decode(scripted.prompts[1]) == "one\n f\ntwo\n"
+
+
+@pytest.mark.long
+def test_a_chat_reuses_its_turns_and_gets_them_back_from_the_host(capsys, monkeypatch, tmp_path):
+    """Seven blocks on the device; the second chat through them pushes the first one's out."""
+    sizes = ["--blocks", "8", "--block-size", "8", "--host-blocks", "16", "--events", str(tmp_path / "events")]
+    _, err = chat(capsys, monkeypatch, "a first turn\nand\n", *sizes)
+    counts = re.findall(r"(\d+) of (\d+) prompt tokens reused", err)
+    assert counts[0][0] == "0" and int(counts[1][0]) >= 24, err
+    words = ["--prompt", "a" * 30, "--prompt", "b" * 30, "--prompt", "a" * 30 + "c", "--rows", "1"]
+    out, _ = run("--checkpoint", "text", *words, "--json", *sizes, capsys=capsys)
+    assert [json.loads(line)["cached_tokens"] for line in out.splitlines()] == [0, 0, 30]
+    levels = {event.get("level") for event in logged(tmp_path / "events") if event["kind"] == "updated"}
+    assert levels == {0, 1}
 
 
 def free_port():
@@ -175,8 +352,9 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     agent, metrics, show, pages = free_port(), free_port(), generate._Lines.show, []
 
     def scrape(self, outputs, **options):
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics") as page:
-            pages.append(page.read().decode())
+        if not options.get("last"):  # then no block is active any more
+            with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics") as page:
+                pages.append(page.read().decode())
         time.sleep(0.6)  # every second the agent says how full the cache is
         show(self, outputs, **options)
 
@@ -213,12 +391,12 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     assert {"loops", "prompt 0", "prompt 1"} <= tracks and any(one["name"] == "blocks, device" for one in trace)
 
     out, err = run("--checkpoint", "text", *QUESTION, capsys=capsys)
-    assert out == f"caf\u00e9{first['text']}\nhello{second['text']}\n"
+    assert out == f"> caf\u00e9\n{first['text'].lstrip()}\n\n> hello\n{second['text'].lstrip()}\n"
     assert "compiling" not in err
 
     ids = " ".join(map(str, bytes_tokenizer().encode("hello").ids))
     out, _ = run("--checkpoint", "ids", "--prompt", "1 2 3 4 5", "--prompt", ids, capsys=capsys)
-    assert out.splitlines()[1] == " ".join([ids, *map(str, second["tokens"])])
+    assert out.splitlines()[-1] == " ".join(map(str, second["tokens"]))
 
 
 @pytest.mark.long
@@ -346,6 +524,13 @@ def test_help_has_the_name_that_the_command_was_started_by(capsys, command):
         command.main(["--help"])
     assert caught.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: python -m {command.__name__} ")
+
+
+def test_the_package_lists_its_commands(capsys):
+    __main__.main()
+    listed = re.findall(r"^python -m models\.(\w+) ", capsys.readouterr().out, re.MULTILINE)
+    files = pathlib.Path(__main__.__file__).parent.glob("[a-z]*.py")
+    assert set(listed) == {file.stem for file in files if "__name__ ==" in file.read_text()}
 
 
 @pytest.mark.long

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A list of the commands: `python -m models`."""
+
+from __future__ import annotations
+
+COMMANDS = {
+    "generate": "text from a checkpoint in Hugging Face format, or a chat",
+    "demo": "what the cache does, with the bundled model",
+    "router": "two caches that publish their events, and a router that knows what each holds",
+    "verify": "logits and tokens of a checkpoint against a golden folder",
+    "train": "the training of the bundled model",
+}
+
+
+def main() -> None:
+    """Prints it."""
+    for name, what in COMMANDS.items():
+        print(f"python -m {__spec__.parent}.{name:<10}{what}")
+    print("Each takes --help.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache that prompts are answered through, one batch after the other: its limits, and who is told of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import jax
+from flax import nnx
+
+import kvjax
+from kvjax.ledger import human, make_ledger
+
+from . import commands, wires
+from .decoder import Decoder
+from .stopwatch import Stopwatch
+
+STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
+# The options that size a cache, with their defaults.
+SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_tokens": 32}
+
+
+class Screen(Protocol):
+    """A place where answers are shown as they grow."""
+
+    def show(self, outputs: list[kvjax.serving.Output], *, last: bool = False) -> None:
+        """Shows new text; with `last` all of it, finished or not."""
+        ...
+
+
+class Session:
+    """A model with its cache; the end of a `with` closes what the options opened.
+
+    Args:
+      max_length: tokens of the longest prompt with its answer.
+      note: is told what is worth a line.
+
+    Attributes:
+      cache: the latest one; None if a second Ctrl-C has cost it.
+    """
+
+    def __init__(
+        self,
+        parser: commands.Parser,
+        args: argparse.Namespace,
+        model: Decoder,
+        max_length: int,
+        note: Callable[[str], None],
+    ):
+        self._args, self._model, self._note = args, model, note
+        try:
+            spec = kvjax.make_spec(
+                model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=max_length,
+                block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
+            )  # fmt: skip
+            self._sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
+        except ValueError as error:
+            parser.error(str(error))
+        check_memory(parser, args, model, spec)
+        self.cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec)
+        with contextlib.ExitStack() as stack:
+            self._told = stack.enter_context(wires.Wires(parser, args, spec, note))
+            self._watch = stack.enter_context(Stopwatch(note))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        return self._stack.__exit__(kind, error, trace)
+
+    def close(self) -> bool:
+        """Closes what the options opened; returns whether a file could not be written."""
+        self._stack.close()
+        return self._told.unwritten
+
+    def answer(
+        self, prompts: list[list[int]], screen: Screen, seed: int, stop: Sequence[int]
+    ) -> tuple[list[kvjax.serving.Output], bool]:
+        """Generates and shows text; returns the outputs, and whether it finished (false: ended by Ctrl-C)."""
+        outputs, finished = [], True
+        progress: kvjax.serving.Progress | None = None
+        stream = kvjax.stream(
+            self._model,
+            self.cache,
+            prompts,
+            max_new_tokens=self._args.max_new_tokens,
+            sampling=self._sampling,
+            seeds=range(seed, seed + len(prompts)),
+            stop_tokens=stop,
+            steps=STEPS,
+            log_events=False,
+            listener=self._told.listener,
+        )
+        try:
+            for progress in self._watch.timed(stream):
+                outputs, self.cache = progress.outputs, progress.cache
+                screen.show(outputs)
+                self._told.see(progress)
+        except KeyboardInterrupt:  # during `show`: the stream did not receive it
+            finished = False
+            stream.close()
+            if progress is not None:
+                self.cache = progress.cache
+        except kvjax.serving.GenerationInterrupted as stopped:
+            if not isinstance(stopped.__cause__, KeyboardInterrupt):
+                raise
+            finished, outputs, self.cache = False, stopped.outputs, stopped.cache
+        screen.show(outputs, last=True)
+        for i, output in enumerate(outputs, 1):
+            if output.finish not in ("length", "stop"):
+                self._note(f"prompt {i} ended early: {output.finish or 'interrupted'}")
+        return outputs, finished
+
+    def report(self) -> None:
+        """Notes the times of all answers."""
+        self._note(self._watch.report())
+
+    def stay(self) -> None:
+        """Goes on serving until Ctrl-C."""
+        self._told.flush()
+        self._note("all is answered, and the cache is served on: Ctrl-C ends it")
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+def most_tokens(args: argparse.Namespace, model: Decoder) -> int | None:
+    """The most tokens of a sequence that the blocks hold; None: no layer keeps all of them."""
+    full = any(layer.window is None for layer in model.layer_specs())
+    return args.blocks * args.block_size if full else None
+
+
+def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]]) -> None:
+    """Refuses prompts and answers that are longer than the whole cache."""
+    most, longest = most_tokens(args, model), max(map(len, prompts))
+    if most is None or longest + args.max_new_tokens <= most:
+        return
+    blocks = f"({args.blocks} blocks of {args.block_size} tokens: --blocks)"
+    if longest >= most:
+        number = 1 + [len(prompt) for prompt in prompts].index(longest)
+        parser.error(f"--prompt: got {longest} tokens in prompt {number}, wanted at most {most - 1} {blocks}")
+    wanted = f"wanted at most {most - longest} after {longest} of a prompt {blocks}"
+    parser.error(f"--max-new-tokens: got {args.max_new_tokens}, {wanted}")
+
+
+def check_memory(parser: commands.Parser, args: argparse.Namespace, model: Decoder, spec: kvjax.CacheSpec) -> None:
+    """Refuses a cache that cannot fit into memory with the model and a step's logits, before it is made.
+
+    The option that is the most times its default is the one to blame.
+    """
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    ledger = make_ledger(spec, 0, None, weights, None)
+    needed, host = ledger.used_bytes + 4 * spec.max_seqs * model.config.vocab_size, ledger.host_used_bytes
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:  # a CPU: both tiers are in one memory
+        needed, host, limit = needed + host, 0, machine
+    for taken, most, where in ((needed, limit, device), (host, machine, "the host")):
+        if taken > most:
+            blamed = max(SIZES, key=lambda name: getattr(args, name) / (SIZES[name] or SIZES["blocks"]))
+            got = f"--{blamed.replace('_', '-')}: got {getattr(args, blamed)}, which takes {human(taken)}"
+            parser.error(f"{got} with the model, wanted at most the {human(most)} of {where}")

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo prints: bars and tables that stay within the terminal, and one line that sums it up."""
+
+import io
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+import rich.console
+
+from models import demo, recall
+from tests.drive import output_of
+
+
+def test_a_document_may_state_its_facts_several_times():
+    once, twice = (recall.make_document(np.random.default_rng(0), 3, times) for times in (1, 2))
+    assert once.facts == twice.facts and twice.ids == once.ids * 2
+
+
+def test_a_bar_has_its_parts_in_proportion():
+    bar = demo.bar("where is bob ?", demo.Turn(1684, 1263, 0.05), 80)
+    assert len(bar) == 80 and bar.endswith(" 421 + 1,263   50 ms")
+    assert bar.count("░") / (bar.count("█") + bar.count("░")) == pytest.approx(0.75, abs=0.03)
+    assert "█░" in demo.bar("", demo.Turn(1684, 1683, 0.05), 60)  # little is not nothing
+
+
+def session() -> demo.Session:
+    one = demo.Session.__new__(demo.Session)
+    one.__dict__ = {
+        "prompted": 12345, "reused": 1234, "asked": 12, "right": 12, "entries": [],
+        "turns": [demo.Turn(1684, 0, 1.234)] * demo.QUESTIONS, "cache": types.SimpleNamespace(state=None),
+    }  # fmt: skip
+    return one
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_what_is_drawn_stays_within_the_columns(monkeypatch, width):
+    """Not the maps, which `kvjax.show` keeps within the columns it is told."""
+    asked = []
+    monkeypatch.setattr(demo.kvjax, "show", lambda state, **options: asked.append(options["width"]) or "map")
+    parts = demo.Parts(*[session()] * 10, "map")
+    parts = parts._replace(first=session(), repeat=types.SimpleNamespace(**{**vars(session()), "turns": []}))
+    parts.repeat.tokens, parts.repeat.records = parts.first.tokens, parts.first.records
+    console = rich.console.Console(file=io.StringIO(), width=width, highlight=False)
+    demo.show(console, parts, ["beatrix"] * demo.QUESTIONS)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+    assert asked == [width] * 2 and sum("where is beatrix ?" in line for line in lines) == demo.QUESTIONS
+
+
+@pytest.mark.long
+def test_the_demo_shows_what_the_cache_is_for():
+    """In a pipe of 60 columns; the first token is several times sooner, even where others compute too."""
+    lines = output_of(sys.executable, "-m", "models.demo", COLUMNS="60").splitlines()
+    assert max(map(len, lines)) <= 60
+    share, times = re.fullmatch(
+        r"(\d+)% of prompt tokens reused, first token ([\d.]+) times sooner", lines[-1]
+    ).groups()
+    assert int(share) > 85 and float(times) > 2
