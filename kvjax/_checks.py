@@ -12,15 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax._methods import check_alive
 from kvjax.state import CacheState
 
 
 def on_state[F: Callable[..., Any]](verb: F) -> F:
-    """Makes a function of a state refuse anything else, such as the `Cache` around one, by a ValueError."""
+    """Makes a function of a state refuse anything else, such as the `Cache` around one, by a ValueError.
+
+    And a state that was donated; a jitted call of the caller's own has looked at its arguments before.
+    """
 
     @functools.wraps(verb)
     def call(state: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(state, CacheState):
+            check_alive(state, name="state")
             return verb(state, *args, **kwargs)
         kind, name, wanted = type(state).__name__, verb.__name__, "a CacheState, such as kvjax.init makes"
         if isinstance(getattr(state, "state", None), CacheState):
@@ -88,6 +93,13 @@ def static_int(name: str, value: Any, minimum: int) -> int:
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < minimum:
         raise ValueError(f"{name}: got {value!r}, wanted an int of at least {minimum}")
     return int(value)
+
+
+def check_functions(**given: Any) -> None:
+    """Raises a ValueError if one of these is neither None nor can be called."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ValueError(f"{name}: got {value!r:.80}, wanted a function or None")
 
 
 def row_mask(name: str, value: Any, rows: int) -> jax.Array:

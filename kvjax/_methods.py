@@ -18,10 +18,10 @@ def alive(tree: Any) -> bool:
     return not any(x.is_deleted() for x in arrays)
 
 
-def check_alive(*trees: Any) -> None:
-    """Raises a ValueError if an array of a cache has been donated."""
+def check_alive(*trees: Any, name: str = "cache") -> None:
+    """Raises a ValueError if an array of a cache, or of another argument, has been donated."""
     if not alive(trees):
-        raise ValueError("cache: was donated to an earlier call: go on with what that call returned")
+        raise ValueError(f"{name}: was donated to an earlier call: go on with what that call returned")
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **given: Any) -> Any:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
+from kvjax._checks import integers
 from kvjax._methods import check_alive, face
 from kvjax.debug.text import one_line, page
 from kvjax.events.records import Events
@@ -127,6 +128,9 @@ class Cache(Pytree):
         check_alive(self)
         if logits not in ("last", "all"):
             raise ValueError(f"logits: got {logits!r}, wanted 'last' or 'all'")
+        seqs = None if seqs is None else integers("seqs", seqs, ("R",))
+        rows = (self.state.spec.max_seqs,) if seqs is None else seqs.shape
+        tokens, count = integers("tokens", tokens, (*rows, "C")), integers("count", count, rows)
         last = jnp.maximum(count - 1, 0) if logits == "last" else None
         computed, pools = forward(model, tokens, self.pools, self.view(count, tokens.shape[1], seqs), last)
         after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, now=now)

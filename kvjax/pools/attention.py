@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import pallas_kernels
-from kvjax.pools.device import Pools
+from kvjax.pools.device import Pools, check_fit
 from kvjax.pools.views import View
 
 IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
@@ -53,9 +53,10 @@ def attend(
       [R, C, Q, D] like q, zeros where the view has padding; with `return_lse` also f32[R, C, Q], undefined there.
 
     Raises:
-      ValueError: on an argument that does not fit, while tracing.
+      ValueError: on an argument that does not fit, while tracing; on a view of a cache with another spec.
       NotImplementedError: if the implementation asked for cannot serve this call.
     """
+    check_fit(pools, view)
     group, pool, index, array = pools.at(layer, index)
     _check(q, array, view, window, soft_cap, sinks)
     shape, is_decode = q.shape, view.starts is None and q.shape[1] == 1

@@ -10,6 +10,8 @@ The scales of a quantised pool are in a sibling array, which is copied and moved
 
 from __future__ import annotations
 
+import dataclasses
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +93,36 @@ class Pools(Pytree, static=("spec", "placement")):
         return pools.replace(scales=_with(self.scales, group, pool, scales))
 
 
+def check_fit(pools: Any, view: Any) -> None:
+    """Raises a ValueError unless these are pools, and a view of a cache with the same spec."""
+    _check_pools(pools)
+    if not isinstance(view, View):
+        wanted = "a View, such as kvjax.view or the method cache.view makes"
+        raise ValueError(f"view: got a {type(view).__name__}, wanted {wanted}")
+    if view.spec is not None and view.spec is not pools.spec and view.spec != pools.spec:
+        raise ValueError(f"view: got one of a cache with {_difference(view.spec, pools.spec)}, as the pools have")
+
+
+def _check_pools(pools: Any) -> None:
+    if not isinstance(pools, Pools):
+        wanted = "its pools: cache.pools" if hasattr(pools, "pools") else "Pools, such as kvjax.init_pools makes"
+        raise ValueError(f"pools: got a {type(pools).__name__}, wanted {wanted}")
+
+
+def _difference(got: Any, wanted: Any, name: str = "") -> str:
+    """The first part in which two specs differ, such as "groups[0].num_blocks=12, wanted 6"."""
+    parts = []
+    if dataclasses.is_dataclass(wanted):
+        names = [field.name for field in dataclasses.fields(wanted)]
+        parts = [(f"{name}.{part}".lstrip("."), getattr(got, part), getattr(wanted, part)) for part in names]
+    elif isinstance(wanted, tuple) and len(got) == len(wanted):
+        parts = [(f"{name}[{i}]", *both) for i, both in enumerate(zip(got, wanted, strict=True))]
+    for part, mine, other in parts:
+        if mine != other:
+            return _difference(mine, other, part)
+    return f"{name}={reprlib.repr(got)}, wanted {reprlib.repr(wanted)}"
+
+
 def _scalar(name: str, value: ArrayLike) -> jax.Array:
     value = jnp.asarray(value)
     if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
@@ -165,8 +197,10 @@ def write(
       The pools with the tokens' K/V, in the pool's dtype; a quantised pool gets one scale per token and head.
 
     Raises:
-      ValueError: on shapes that do not fit the pool or the view; on a traced layer where the spec has several pools.
+      ValueError: on a view of a cache with another spec; on shapes that do not fit the pool or the view; on a traced
+        layer where the spec has several pools.
     """
+    check_fit(pools, view)
     group, pool, index, array = pools.at(layer, index)
     _, _, _, kv_heads, _, width = array.shape
     wanted = (*view.positions.shape, kv_heads, width)
@@ -204,7 +238,11 @@ def apply(pools: Pools, events: Events, *, implementation: str | None = None) ->
       pools: the K/V before.
       events: what the transition returned.
       implementation: one of `pallas_kernels.IMPLEMENTATIONS`; None: the first that can serve.
+
+    Raises:
+      ValueError: on anything else in place of the pools.
     """
+    _check_pools(pools)
 
     def copy(pool, sources, targets, num_copies):
         return pallas_kernels.call("copy_blocks", pool, sources, targets, num_copies, implementation=implementation)

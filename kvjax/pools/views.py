@@ -23,10 +23,11 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, pick
 from kvjax._checks import each_row, integers, on_state, row_mask, static_int
+from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 
-class View(Pytree, static=("decodes",)):
+class View(Pytree, static=("decodes", "spec")):
     """Where the tokens of one model step are.
 
     A mixed view is a ragged one of S + R rows, of which the first S have one position each: what does not heed
@@ -42,6 +43,8 @@ class View(Pytree, static=("decodes",)):
       num_tokens: i32[R]; tokens of each row in this view.
       starts: i32[R]; if ragged, where each row's tokens start; None if padded.
       decodes: static; S if mixed, else 0. Row i of the first S has position i of the line.
+      spec: static; of the cache. `write` and `attend` refuse the pools of another spec. None, as in a view made by
+        hand: they compare nothing.
     """
 
     tables: tuple[jax.Array, ...]
@@ -51,6 +54,7 @@ class View(Pytree, static=("decodes",)):
     num_tokens: jax.Array
     starts: jax.Array | None = None
     decodes: int = 0
+    spec: CacheSpec | None = None
 
 
 @on_state
@@ -195,4 +199,4 @@ def _view(state, tables, start, count, owner, offset, starts, decodes=0) -> View
         pool_row = pick(table, (owner, positions // size))
         slots.append(jnp.where(real, pool_row, group.num_blocks) * size + positions % size)
     lengths = jnp.where(count > 0, start + count, 0)
-    return View(tables, positions, lengths, tuple(slots), count, starts, decodes)
+    return View(tables, positions, lengths, tuple(slots), count, starts, decodes, state.spec)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax._checks import check_functions, static_int
 from kvjax._compile import OutermostJit
 from kvjax._methods import alive
 from kvjax.cache import Cache
@@ -86,13 +87,16 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
         Without `loop` a turn is one step of the scheduler.
         """
-        if steps < 1:
-            raise ValueError(f"steps: got {steps}, wanted at least 1")
+        steps = static_int("steps", steps, 1)
+        if not isinstance(scheduler, Scheduler):
+            raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
+        check_functions(logits_fn=logits_fn)
         check_model(model)
         check_cache(cache)
         super().__init__(cache, clock, log_events, listener)
         scheduler.check(self.spec)
-        self.model, self.asked, self.top_logprobs = model, asked(self.spec.retention), top_logprobs
+        self.model, self.asked = model, asked(self.spec.retention)
+        self.top_logprobs = static_int("top_logprobs", top_logprobs, 0)
         # A loop ends behind the block of steps in which it reaches its limit. A turn has room for two blocks, so that
         # a limit of k - 1 steps less is not far below what was asked for.
         k = min(scheduler.most_steps(self.spec), (steps + 1) // 2)
@@ -129,6 +133,8 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
     def _admissible(self) -> list[int]:
         """The prompts that can be computed at all; the others end here."""
         vocabulary = _line.eval_shape(self.model, self.cache).shape[-1]
+        if self.top_logprobs > vocabulary:
+            raise ValueError(f"top_logprobs: got {self.top_logprobs}, wanted at most the vocabulary, {vocabulary}")
         found = []
         for number, ids in enumerate(self.asked.prompts):
             fits = ids.size and ids.min() >= 0 and ids.max() < vocabulary

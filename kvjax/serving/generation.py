@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from kvjax._checks import check_functions
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model
@@ -90,8 +91,8 @@ def generate[C: (Cache, TieredCache)](
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
       names: the `Namespaces` that gave them out; numbers that it did not are refused. None: any number will do.
       retention: of each prompt's blocks, or one for all prompts, where the spec has it.
-      clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`; read before
-        each jitted loop. None: the time is always 0, and no time to live ends.
+      clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`, an int; read at the start
+        and before each jitted loop. None: the time is always 0, and no time to live ends.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       chunk: prompt tokens that one model call computes of a row, and twice that of all rows; beside them a token of
         each row that decodes.
@@ -254,8 +255,9 @@ def run_batch[C: (Cache, TieredCache)](
         samples=samples,
     )  # fmt: skip
     batch = Batch(
-        model, cache, asked, scheduler or Scheduler(), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs, loop=loop,
+        model, cache, asked, Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps,
+        clock=clock, logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs,
+        loop=loop,
     )  # fmt: skip
     return _run(batch, progress)
 
@@ -264,6 +266,7 @@ def _run[C: (Cache, TieredCache)](
     batch: Batch[C], progress: Callable[[list[Output]], None] | None = None
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """All turns of a batch."""
+    check_functions(progress=progress)
     try:
         with batch.ctrl_c:
             more = True

@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from kvjax._checks import check_functions
 from kvjax._compile import OutermostJit
 from kvjax._methods import alive, check_alive
 from kvjax.cache import Cache
@@ -44,6 +45,9 @@ class Held[C: (Cache, TieredCache)]:
         self.own = np.asarray(self.cache.state.seqs.length) == 0  # rows that this generation may use
         self.clock, self.time = clock, np.int32(0)
         self.log_events, self.listener = log_events, listener
+        check_functions(clock=clock, listener=listener)
+        if clock is not None:
+            _reading(clock)  # before anything is donated
         self.events: list[dict[str, Any]] = []
         self.unheard: list[Events | EventLog] = []
         self.outputs: list[Output] = []
@@ -55,14 +59,10 @@ class Held[C: (Cache, TieredCache)]:
         return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
 
     def _next(self) -> np.int32:
-        """Between two jitted calls: acts on Ctrl-C, and reads the clock for the next one.
-
-        Only differences of readings count, so they may be of any size.
-        """
+        """Between two jitted calls: acts on Ctrl-C, and reads the clock for the next one."""
         self.ctrl_c.act()
         if self.clock is not None:
-            reading = np.uint32(self.clock() & 0xFFFFFFFF).view(np.int32)
-            self.time = np.int32(agreed_time(self.cache.state, int(reading)))
+            self.time = np.int32(agreed_time(self.cache.state, _reading(self.clock)))
         return self.time
 
     def hear(self, *events: Events | EventLog, but: int = 0) -> None:
@@ -136,6 +136,14 @@ class Held[C: (Cache, TieredCache)]:
             state, events = _let_go(state, seqs, now=self.time)
             self.cache = Cache(state, self.cache.pools)
             self.unheard.append(events)
+
+
+def _reading(clock: Callable[[], int]) -> int:
+    """A clock's reading as i32. Only differences of readings count, so they may be of any size."""
+    reading = clock()
+    if not isinstance(reading, int | np.integer) or isinstance(reading, bool):
+        raise ValueError(f"clock: got {reading!r:.80}, wanted an int of milliseconds")
+    return int(np.uint32(int(reading) & 0xFFFFFFFF).view(np.int32))
 
 
 def _named(error: BaseException) -> str:

@@ -57,7 +57,8 @@ def step[C: (Cache, TieredCache)](
       The cache; logits f32[R, V] after each row's last token, or f32[R, C, V] after every token; and the events.
 
     Raises:
-      ValueError: if the cache was donated before, the model returns something else, or cannot give all logits.
+      ValueError: if the cache was donated before, an argument has another shape or dtype, the model returns something
+        else, or cannot give all logits.
     """
     check_cache(cache)
     return cast(Any, cache.step(model, tokens, count, seqs, now=now, logits=logits))  # of the kind of `cache`

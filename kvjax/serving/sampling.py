@@ -138,9 +138,11 @@ def sample(
       top_logprobs: static; n.
 
     Raises:
-      ValueError: if a leaf of `sampling`, `stop` or `generated` has another shape, or n is negative.
+      ValueError: if a leaf of `sampling`, `stop` or `generated` has another shape, or n is negative or above V.
     """
-    num_top = static_int("top_logprobs", top_logprobs, 0)
+    num_top, vocabulary = static_int("top_logprobs", top_logprobs, 0), logits.shape[-1]
+    if num_top > vocabulary:
+        raise ValueError(f"top_logprobs: got {num_top}, wanted at most the vocabulary, {vocabulary}")
 
     def scored(tokens: jax.Array) -> Choice:
         scores = jax.nn.log_softmax(logits, axis=-1)

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax._arrays import count, pick
 from kvjax._checks import static_int
@@ -83,10 +84,17 @@ class Scheduler:
         for name in ("chunk", "chunk_rows", "k_waiting", "patience", "look", "min_onboard", "min_swap", "coalesce"):
             static_int(name, getattr(self, name), 1)
         static_int("watermark", self.watermark, 0)
+        for name in ("budget", "k"):
+            if getattr(self, name) is not None:
+                static_int(name, getattr(self, name), 1)
         kinds = {"reserve": ("goal", "known", "batch"), "chunks": ("fcfs", "equal"), "preempt": ("recompute", "swap")}
         for name, known in kinds.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {known}")
+        if not isinstance(self.wait_for_prefix, bool | np.bool_):
+            raise ValueError(f"wait_for_prefix: got {self.wait_for_prefix!r}, wanted a bool")
+        if not callable(self.order):
+            raise ValueError(f"order: got {self.order!r}, wanted a function of the requests and the state")
 
     def check(self, spec: CacheSpec) -> None:
         """Raises a ValueError if an option does not fit a spec."""

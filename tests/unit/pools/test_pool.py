@@ -218,6 +218,59 @@ def test_write_and_attend_refuse():
             call()
 
 
+def test_a_cache_or_a_state_is_no_pools_and_no_view():
+    state, pools, k = hand_made_state(), init_pools(SPEC), jnp.zeros((4, 1, 2, 16))
+    now, cache = view(state, 1), kvjax.Cache(state, pools)
+    for call in (lambda pools, now: write(pools, 0, k, k, now), lambda pools, now: attend(k, pools, 0, now)):
+        for given, message in (
+            (cache, r"Cache, wanted its pools: cache\.pools"),
+            (state, "CacheState, wanted Pools, su"),
+        ):
+            with pytest.raises(ValueError, match=f"^pools: got a {message}"):
+                call(given, now)
+        for given in (state, cache):
+            with pytest.raises(ValueError, match=rf"^view: got a {type(given).__name__}, wanted a View, such as kvjax"):
+                call(pools, given)
+    with pytest.raises(ValueError, match=r"^pools: got a Cache, wanted its pools: cache\.pools"):
+        apply(cache, no_events(copied([3], [5])))
+
+
+THREE = LayerSpec(2, 16), LayerSpec(1, 32), LayerSpec(2, 16)
+SIZES = {"num_blocks": 12, "max_seqs": 4, "max_length": 20, "block_size": 4, "dtype": "float32"}
+VIEWS = {
+    "view": ((4, 1), (1,)),
+    "ragged": ((1, 4), (np.ones(4, np.int32), 4)),
+    "mixed": ((1, 8), (np.ones(4, bool), [0], [1], 4)),
+}
+
+
+@pytest.mark.parametrize(("what", "make"), [*(("write", make) for make in VIEWS), ("attend", "mixed")])
+def test_a_view_of_another_cache_is_refused(what, make):
+    """While tracing, also under `vmap`; one of an equal spec is not, nor one of no spec, as made by hand."""
+    shape, args = VIEWS[make]
+
+    def use(state, pools, **spec):
+        now, x = getattr(kvjax.pools, make)(state, *args).replace(**spec), jnp.zeros((*shape, 2, 16))
+        return write(pools, 0, x, x, now) if what == "write" else attend(x, pools, 0, now)
+
+    def traced(use, layers=THREE, **changed):
+        pools = jax.eval_shape(lambda: init_pools(make_spec(layers, **(SIZES | changed))))
+        return jax.eval_shape(use, jax.eval_shape(hand_made_state), pools)
+
+    batched = jax.vmap(use, in_axes=(None, None), axis_size=2)
+    traced(batched)
+    traced(functools.partial(use, spec=None), max_seqs=5)
+    for calls, changed, message in (
+        ((use, batched), {"max_seqs": 5}, r"max_seqs=4, wanted 5"),
+        ((use,), {"num_blocks": 13}, r"groups\[0\].num_blocks=12, wanted 13"),
+        ((use,), {"layers": (LayerSpec(2, 8), *THREE[1:])}, r"groups\[0\].pools=.*"),
+        ((use,), {"layers": (*THREE, LayerSpec(2, 8, window=8))}, r"groups=.*"),
+    ):
+        for call in calls:
+            with pytest.raises(ValueError, match=rf"^view: got one of a cache with {message}, as the pools have(\n|$)"):
+                traced(call, **changed)
+
+
 @pytest.mark.parametrize("form", ["padded", "ragged", "decode"])
 def test_attend_sees_what_was_written_and_nothing_else(form):
     """From NaN pools: two chunks written through the front door, attention against the oracle."""

@@ -241,7 +241,7 @@ def test_an_error_while_compiling_what_follows_a_verb_loses_nothing(monkeypatch)
 
 def test_functions_of_the_caller_that_fail_lose_nothing():
     cache, events = start(), []
-    for number in range(20):
+    for number in range(1, 20):  # the first reading only proves that the clock gives ints
         readings = iter(range(number))
         try:
             together(cache, prompts_of(number), clock=readings.__next__)
@@ -249,7 +249,7 @@ def test_functions_of_the_caller_that_fail_lose_nothing():
         except kvjax.serving.GenerationInterrupted as error:
             cache, events = error.cache, events + error.events
             assert_whole(cache, events, prompts_of(number), error.outputs)
-    assert number == 5
+    assert number == 6
     cache, events = start(), []
     for use in (together, spread):
         with pytest.raises(kvjax.serving.GenerationInterrupted) as caught:

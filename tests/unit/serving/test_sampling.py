@@ -183,6 +183,9 @@ def test_the_likeliest_tokens_are_those_of_the_logits_as_they_came():
     assert without.tokens.tolist() == found.tokens.tolist()
     with pytest.raises(ValueError, match=r"^top_logprobs: got -1, wanted an int of at least 0"):
         sample(make_logits(), None, SEEDS, POSITIONS, top_logprobs=-1)
+    most = make_logits().shape[1]
+    with pytest.raises(ValueError, match=rf"^top_logprobs: got {most + 1}, wanted at most the vocabulary, {most}"):
+        sample(make_logits(), None, SEEDS, POSITIONS, top_logprobs=most + 1)
 
 
 # The pytree, and what a caller may say.

@@ -154,14 +154,14 @@ def test_a_name_is_no_namespace():
             traced(call, namespace="tenant")
 
 
-@pytest.mark.parametrize(
-    "verb",
-    [
-        "admit", "lookup", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin",
-        "unpin", "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged",
-        "mixed", "show", "stats", "check", "snapshot", "index_of", "plot_blocks",
-    ],
-)  # fmt: skip
+ON_STATES = [
+    "admit", "lookup", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin",
+    "unpin", "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged",
+    "mixed", "show", "stats", "check", "snapshot", "index_of", "plot_blocks",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ON_STATES)
 def test_a_cache_is_no_state(verb):
     cache = kvjax.Cache(state_of(PLAIN), kvjax.init_pools(PLAIN))
     method = f", or the method cache.{verb}" if hasattr(cache, verb) else ""
@@ -169,6 +169,51 @@ def test_a_cache_is_no_state(verb):
         jax.eval_shape(drive.verb(verb), cache)
     with pytest.raises(ValueError, match=r"^state: got a tuple, wanted a CacheState"):
         drive.verb(verb)(())
+
+
+def test_a_donated_state_says_so():
+    state = kvjax.init(PLAIN)
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    assert repr(state).endswith("; donated)")
+    for verb in ON_STATES:
+        with pytest.raises(ValueError, match=r"^state: was donated to an earlier call: go on with what that call ret"):
+            drive.verb(verb)(state)
+
+
+def even(tokens, pools, view, *, last):
+    """Logits that depend on nothing."""
+    return jnp.zeros((*(tokens if last is None else last).shape, 8)), pools
+
+
+@pytest.mark.parametrize("logits", ["last", "all"])
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("count", 1, r"count: got shape \[\], wanted \[2\]"), ("count", [1], r"count: got shape \[1\], wanted \[2\]"),
+        ("count", ints(2, 1), r"count: got shape \[2, 1\], wanted \[2\]"), ("count", floats(2), "count: got dtype f"),
+        ("tokens", ints(2), r"tokens: got shape \[2\], wanted \[2, C\]"),
+        ("tokens", [1, 2], r"tokens: got shape \[2\], wanted \[2, C\]"),
+        ("tokens", ints(3, 4), r"tokens: got shape \[3, 4\], wanted \[2, C\]"),
+        ("seqs", ints(3), r"tokens: got shape \[2, 4\], wanted \[3, C\]"),
+        ("seqs", 0, r"seqs: got shape \[\], wanted \[R\]"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_of_a_step_is_named_and_not_the_model(argument, value, message, logits):
+    spec = kvjax.make_spec([LayerSpec(1, 4)], **SPEC)
+    tiered = kvjax.tiers.TieredCache.create(kvjax.make_spec([LayerSpec(1, 4)], **SPEC, num_host_blocks=2))
+    arguments = {"tokens": ints(2, 4), "count": ints(2), "logits": logits} | {argument: value}
+    for cache in (kvjax.Cache.create(spec), tiered):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            kvjax.step(jax.tree_util.Partial(even), cache, **arguments)
+        assert "donated" not in repr(cache)
+
+
+def test_lists_will_do_for_a_step():
+    cache = kvjax.Cache.create(kvjax.make_spec([LayerSpec(1, 4)], **SPEC))
+    step = functools.partial(kvjax.step, jax.tree_util.Partial(even))
+    _, logits, _ = jax.eval_shape(lambda cache: step(cache, [[1, 2], [3, 0]], [2, 1], [1, 0]), cache)
+    assert logits.shape == (2, 8)
 
 
 @pytest.mark.parametrize(
