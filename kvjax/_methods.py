@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verbs on states as methods of classes that have a state: their signatures, and whether arrays are alive."""
+"""Verbs on states as methods of classes that have a state: their signatures, and whether arrays can be read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 
@@ -16,6 +17,20 @@ def alive(tree: Any) -> bool:
     """Whether no array of the tree has been donated."""
     arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
     return not any(x.is_deleted() for x in arrays)
+
+
+def unreadable(tree: Any) -> str:
+    """Why the arrays of a tree cannot be read; "" if they can."""
+    leaves = jax.tree.leaves(tree)
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return "traced"
+    if not leaves or not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        return "shapes alone"
+    if not alive(leaves):
+        return "donated"
+    if not all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
+        return "on several hosts"
+    return ""
 
 
 def check_alive(*trees: Any) -> None:
