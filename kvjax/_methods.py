@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -37,6 +38,12 @@ def check_alive(*trees: Any) -> None:
     """Raises a ValueError if an array of a cache has been donated."""
     if not alive(trees):
         raise ValueError("cache: was donated to an earlier call: go on with what that call returned")
+
+
+def check_on_host(name: str, given: Any, instead: str) -> None:
+    """Raises a ValueError while a program is traced: under `vmap` only what is given shows it."""
+    if any(isinstance(leaf, Tracer) for leaf in [jnp.zeros(()), *jax.tree.leaves(given)]):
+        raise ValueError(f"{name}: got a call inside a program (jit, vmap, shard_map), wanted host code: {instead}")
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **given: Any) -> Any:
