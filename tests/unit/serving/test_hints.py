@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import inspect
 import types
 
 import flax.linen as nn
@@ -172,6 +173,11 @@ def test_a_progress_gives_a_state_that_is_never_donated():
     kvjax.check(state)
     with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call"):
         progress.state  # noqa: B018
+
+
+def test_a_stream_comes_in_few_tokens_at_a_time_unless_told():
+    for use, steps in ((kvjax.stream, 8), (kvjax.generate, 32)):
+        assert inspect.signature(use).parameters["steps"].default == steps
 
 
 def test_seeds_are_counted_by_samples():
