@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verbs on states as methods of classes that have a state: their signatures, and whether arrays are alive."""
+"""Verbs on states as methods of classes that have a state: their signatures, and whether arrays can be read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 
@@ -18,10 +20,30 @@ def alive(tree: Any) -> bool:
     return not any(x.is_deleted() for x in arrays)
 
 
+def unreadable(tree: Any) -> str:
+    """Why the arrays of a tree cannot be read; "" if they can."""
+    leaves = jax.tree.leaves(tree)
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return "traced"
+    if not leaves or not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        return "shapes alone"
+    if not alive(leaves):
+        return "donated"
+    if not all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
+        return "on several hosts"
+    return ""
+
+
 def check_alive(*trees: Any, name: str = "cache") -> None:
     """Raises a ValueError if an array of a cache, or of another argument, has been donated."""
     if not alive(trees):
         raise ValueError(f"{name}: was donated to an earlier call: go on with what that call returned")
+
+
+def check_on_host(name: str, given: Any, instead: str) -> None:
+    """Raises a ValueError while a program is traced: under `vmap` only what is given shows it."""
+    if any(isinstance(leaf, Tracer) for leaf in [jnp.zeros(()), *jax.tree.leaves(given)]):
+        raise ValueError(f"{name}: got a call inside a program (jit, vmap, shard_map), wanted host code: {instead}")
 
 
 def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **given: Any) -> Any:

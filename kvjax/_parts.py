@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import functools
 import operator
+import reprlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from kvjax._arrays import Pytree
+from kvjax._methods import unreadable
 
 
 class Text(Pytree):
@@ -99,3 +102,10 @@ class Match(Pytree):
     def cached_tokens(self) -> jax.Array:
         """i32[]; tokens that need no computation; never all of the prompt, whose last token's logits are wanted."""
         return self.device_tokens + self.host_tokens
+
+    def __repr__(self) -> str:
+        if why := unreadable(self):
+            return f"Match({why})"
+        host = jax.device_get(self)
+        tokens, on_host = (reprlib.repr(np.asarray(one).tolist()) for one in (host.cached_tokens, host.host_tokens))
+        return f"Match({tokens} tokens cached, {on_host} of them on the host)"

@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a policy a value: how it reads and how it pickles."""
+"""How values read: enumerations, and policies, which pickle too."""
 
 from __future__ import annotations
 
+import enum
 import pickle
 from typing import Any
+
+
+class Named(enum.IntEnum):
+    """Numbers that print as their names, also in messages: `assert events.ok, Status(...)`."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
 
 
 def shown(policy: Any) -> str:

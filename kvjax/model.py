@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Protocol
 
 import jax
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 
 from kvjax.pools.device import Pools
 from kvjax.pools.views import View
+
+# Flax's errors of layers that draw random numbers, count, or keep averages.
+_STATEFUL = ("InvalidRngError", "ModifyScopeVariableError", "TraceContextError")
 
 
 class Model(Protocol):
@@ -47,6 +51,14 @@ def check_model(model: Any) -> None:
             f"model: got {getattr(model, '__name__', type(model).__name__)}, which is no pytree: wrap a function as "
             "jax.tree_util.Partial(fn), or as Partial(fn, weights)"
         )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        try:
+            jax.typeof(leaf)
+        except TypeError as error:
+            raise ValueError(
+                f"model{jax.tree_util.keystr(path)}: got {getattr(leaf, '__name__', repr(leaf)):.80}, wanted an array: "
+                "partition static leaves, then jax.tree_util.Partial(fn, arrays)"
+            ) from error
 
 
 def forward(
@@ -55,15 +67,21 @@ def forward(
     """Calls the model with `last` as `Model` has it; returns its logits and pools.
 
     Raises:
-      ValueError: if the model returns something else, or cannot give all logits.
+      ValueError: if the model takes or returns something else, or cannot give all logits.
     """
-    if last is not None:
+    try:
         result = model(tokens, pools, view, last=last)
-    else:
-        try:
-            result = model(tokens, pools, view, last=None)
-        except Exception as error:
+    except Exception as error:
+        if isinstance(error, TypeError):  # perhaps from inside the model
+            _check_signature(model, error)
+        if type(error).__name__ in _STATEFUL:
+            error.add_note(
+                "model: a layer that draws random numbers or keeps averages, such as Dropout, is in training mode: "
+                "model.eval()? (Linen: deterministic=True, use_running_average=True)"
+            )
+        if last is None:
             raise ValueError(f'model: got {error!r} for last=None, wanted all logits (logits="all")') from error
+        raise
     shape = tokens.shape if last is None else last.shape
     wanted = f"a pair of logits f32{[*shape, 'V']} and pools".replace("'", "")
     which = "last=None" if last is None else f"last=i32{list(last.shape)}"
@@ -73,6 +91,21 @@ def forward(
     if len(jnp.shape(logits)) != len(shape) + 1 or jnp.shape(logits)[:-1] != shape:
         raise ValueError(f"model: got logits {_described(logits)} for {which}, wanted {wanted}")
     return logits, pools
+
+
+def _check_signature(model: Any, cause: TypeError) -> None:
+    """Raises a ValueError if this cannot be called as a model is."""
+    try:
+        signature = inspect.signature(model)
+    except (TypeError, ValueError):  # not every callable has one
+        return
+    try:
+        signature.bind("tokens", "pools", "view", last="last")
+    except TypeError as error:
+        raise ValueError(
+            f"model: got one that takes {signature} ({error}), wanted one that is called as "
+            "model(tokens, pools, view, last=); see kvjax.serving.Model"
+        ) from cause
 
 
 def _described(result: Any) -> str:

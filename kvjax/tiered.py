@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kvjax._compile import OutermostJit
-from kvjax._methods import check_alive, face
+from kvjax._methods import check_alive, check_on_host, face
 from kvjax.cache import Cache
 from kvjax.debug.text import one_line, page
 from kvjax.events.records import Events, Status
@@ -72,6 +72,8 @@ def _tiered_method[**P](
     compiled: set[Any] = set()  # shapes
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
+        name, given = f"TieredCache.{verb.__name__}", (self.cache, self.host, args, kwargs)
+        check_on_host(name, given, "it moves blocks; inside one use the verbs of its `cache`")
         check_alive(self.cache, self.host)
         shapes = jax.tree.structure((self.cache, args, kwargs)), *map(np.shape, jax.tree.leaves((args, kwargs)))
         if shapes not in compiled:

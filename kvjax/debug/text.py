@@ -11,11 +11,10 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
 from kvjax._checks import on_state
+from kvjax._methods import unreadable
 from kvjax.debug.counts import stats, tally
 from kvjax.debug.survey import Condition, Survey, read_blocks
 from kvjax.ledger import human
@@ -33,6 +32,8 @@ _ARRIVING, _LEAVING = "<", ">"
 @on_state
 def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
     """Draws a cache in text, a broken one too: `check` puts the drawing into its message.
+
+    A loop that runs has donated its arrays: another thread draws a copy, such as `progress.state` of a `stream`.
 
     Args:
       state: the cache; not traced.
@@ -96,16 +97,9 @@ def _bytes(spec: CacheSpec, size_name: str, scratch: int) -> str:
 def _unreadable(cache: Any) -> str:
     """Why a cache cannot be counted; "" if it can."""
     state = _state(cache)
-    leaves = jax.tree.leaves((state, getattr(cache, "pools", None), getattr(cache, "host", None)))
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
-        return "traced"
-    if not leaves or not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
-        return "shapes alone"
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    if any(array.is_deleted() for array in arrays):
-        return "donated"
-    if not all(array.is_fully_addressable for array in arrays):
-        return "on several hosts"
+    why = unreadable((state, getattr(cache, "pools", None), getattr(cache, "host", None)))
+    if why:
+        return why
     shapes = [state.seqs.length.shape, *(group.blocks.refcount.shape for group in state.groups)]
     if shapes == [(state.spec.max_seqs,), *((group.num_ids,) for group in state.spec.groups)]:
         return ""

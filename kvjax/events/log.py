@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax._arrays import count, put, rank
-from kvjax.events.records import COLUMNS, EventKind, Events, Records, joined
+from kvjax.events.records import COLUMNS, EventKind, Events, Records, joined, one_line
 from kvjax.state import Text
 
 
@@ -35,6 +36,9 @@ class EventLog(Records):
 
     tokens = property(lambda self: self.text.tokens)
     extra_ids = property(lambda self: self.text.extra_ids)
+
+    def __repr__(self) -> str:
+        return one_line(self, lambda log: f"{np.sum(log.size):,} of {len(log.records):,}")
 
 
 def init_log(capacity: int, block_size: int, extra_ids: bool = False) -> EventLog:

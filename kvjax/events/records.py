@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Self
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import Pytree
+from kvjax._methods import unreadable
+from kvjax._values import Named
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.state import DEFAULT_PRIORITY, Text
 
 
-class EventKind(enum.IntEnum):
+class EventKind(Named):
     """What happened to a block. NONE marks padding."""
 
     NONE = 0
@@ -27,7 +30,7 @@ class EventKind(enum.IntEnum):
     CLEARED = 6
 
 
-class Status(enum.IntEnum):
+class Status(Named):
     """Why a row's request was done (OK) or not; a request that was not done has changed nothing."""
 
     OK = 0
@@ -107,6 +110,35 @@ class Events(Records):
 
     tokens = property(lambda self: self.text.tokens)
     extra_ids = property(lambda self: self.text.extra_ids)
+
+    def __repr__(self) -> str:
+        def rows(host: Events) -> str:
+            moves = int(np.sum(host.moves.block >= 0))
+            missing = f", {host.shortfall:,} blocks missing" if host.shortfall else ""
+            return f"rows: {_tally(Status, host.status)}{missing}{f'; {moves:,} moves' if moves else ''}"
+
+        return one_line(self, rows)
+
+
+def one_line(events: Any, begin: Callable[[Any], str]) -> str:
+    """One line for `Events` or an `EventLog`, whose own beginning is `begin`; or why there are no counts."""
+    said, shape = unreadable(events), np.shape(events.records)
+    if not said and shape[1:] != (len(COLUMNS),):
+        said = f"batched, {list(shape[:-2])}" if shape[2:] else "of other shapes"
+    if not said:
+        host = jax.device_get(events)
+        queried, cached = np.sum(host.queried), np.sum(host.cached)
+        parts = [begin(host), f"{cached:,} of {queried:,} tokens cached" if queried else ""]
+        parts.append(_tally(EventKind, host.kind[host.kind != EventKind.NONE]).lower() or "no events")
+        said = "; ".join(filter(None, parts))
+    return f"{type(events).__name__}({said})"
+
+
+def _tally(names: type[Named], values: Any) -> str:
+    """How often each value occurs, by name."""
+    known = {member.value: member.name for member in names}
+    found = Counter(np.ravel(values).tolist())
+    return ", ".join(f"{number:,} {known.get(value, value)}" for value, number in found.items())
 
 
 def record(kind: EventKind, where: jax.Array, **columns: jax.Array | int) -> Records:

@@ -19,6 +19,11 @@ from kvjax.serving.sampling import Sampling
 
 def prompt_ids(prompts: Any) -> list[np.ndarray]:
     """The ids of each prompt, [tokens]."""
+    if getattr(prompts, "ndim", 1) > 1:  # its padding would be read as tokens
+        raise ValueError(
+            f"prompts: got an array {list(np.shape(prompts))}, wanted a list for each prompt, without padding: "
+            "[row[:length] for row, length in zip(array, lengths)]"
+        )
     return [_ids(prompt, number) for number, prompt in enumerate(prompts)]
 
 
@@ -35,11 +40,11 @@ def _ids(prompt: Any, number: int) -> np.ndarray:
     return ids
 
 
-def of_each(name: str, given: Any, prompts: int, dtype: Any, wanted: str) -> np.ndarray:
-    """A number for each prompt, [prompts]."""
-    numbers = host_integers(name, given, dtype, f"{wanted} for each of {prompts} prompts")
+def of_each(name: str, given: Any, prompts: int, dtype: Any, wanted: str, of: str = "prompts") -> np.ndarray:
+    """A number for each prompt, [prompts]; errors say of what else if not `of` prompts."""
+    numbers = host_integers(name, given, dtype, f"{wanted} for each of {prompts} {of}")
     if numbers.shape != (prompts,):
-        raise ValueError(f"{name}: got {numbers.size}, wanted one for each of {prompts} prompts")
+        raise ValueError(f"{name}: got {numbers.size}, wanted one for each of {prompts} {of}")
     return numbers
 
 
@@ -161,6 +166,7 @@ class Asked:
             raise ValueError(f"samples: got {samples}, wanted at least 1")
         of_prompt = np.repeat(np.arange(number), copies)
         outputs = len(of_prompt)
+        whose = "prompts" if outputs == number else f"outputs, or None ({number} prompts with samples={samples})"
 
         def each(values: Any) -> Any:
             return jax.tree.map(lambda x: x[of_prompt], values)
@@ -168,7 +174,7 @@ class Asked:
         return cls(
             [ids[n] for n in of_prompt], each(np.cumsum(copies) - copies), each(most),
             each(samplings(sampling, number)),
-            of_each("seeds", range(outputs) if seeds is None else seeds, outputs, np.uint32, "a number"),
+            of_each("seeds", range(outputs) if seeds is None else seeds, outputs, np.uint32, "a number", whose),
             each(known_namespaces(namespaces, number, names)),
             each(of_each("priorities", [0] * number if urgency is None else urgency, number, np.int32, "a number")),
             host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids"),

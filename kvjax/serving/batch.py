@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax._checks import check_functions, static_int
 from kvjax._compile import OutermostJit
-from kvjax._methods import alive
+from kvjax._methods import alive, check_on_host
 from kvjax.cache import Cache
 from kvjax.events.log import init_log
 from kvjax.events.records import Status
@@ -40,7 +40,9 @@ def _of_a_line(model: Model, cache: Cache) -> jax.Array:
     """The logits f32[S, V] of a line of tokens, as a step of the scheduler asks for them."""
     rows = cache.state.spec.max_seqs
     view = cache.mixed(np.zeros((rows,), np.bool_), np.full((1,), -1, np.int32), 0, size=1)
-    return forward(model, jnp.zeros((1, rows + 1), jnp.int32), cache.pools, view, jnp.zeros((rows,), jnp.int32))[0]
+    tokens, last = jnp.zeros((1, rows + 1), jnp.int32), jnp.zeros((rows,), jnp.int32)
+    # A jit in another, as in a loop: a model that changes as it is called fails before anything is donated.
+    return jax.jit(lambda: forward(model, tokens, cache.pools, view, last)[0])()
 
 
 _line = OutermostJit(_of_a_line)
@@ -71,7 +73,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         self,
         model: Model,
         cache: C,
-        asked: Callable[[bool], Asked],
+        asked: functools.partial[Asked],
         scheduler: Scheduler,
         *,
         steps: int,
@@ -91,8 +93,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         if not isinstance(scheduler, Scheduler):
             raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
         check_functions(logits_fn=logits_fn)
-        check_model(model)
         check_cache(cache)
+        instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
+        check_on_host("generation", (model, cache.state, cache.pools, asked.args, asked.keywords), instead)
+        check_model(model)
         super().__init__(cache, clock, log_events, listener)
         scheduler.check(self.spec)
         self.model, self.asked = model, asked(self.spec.retention)

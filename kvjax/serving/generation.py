@@ -8,7 +8,11 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from kvjax._checks import check_functions
+from kvjax._methods import check_alive
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model
@@ -20,6 +24,7 @@ from kvjax.serving.output import Output
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.scheduler import Scheduler
 from kvjax.serving.steps import LogitsFn
+from kvjax.state import CacheState
 from kvjax.tiered import TieredCache
 
 
@@ -44,6 +49,17 @@ class Progress[C: (Cache, TieredCache)]:
     def cache(self) -> C:
         """The latest cache, also after the stream was closed; earlier ones have been donated."""
         return self._batch.result
+
+    @property
+    def state(self) -> CacheState:
+        """A copy of the latest cache's metadata, made when it is asked for: no later loop donates it.
+
+        Ask in the thread that reads the stream, before the next `Progress`; `show` and `stats` may then read the copy
+        in any thread.
+        """
+        state = self.cache.state
+        check_alive(state)
+        return jax.tree.map(jnp.copy, state)
 
 
 def generate[C: (Cache, TieredCache)](
@@ -73,6 +89,9 @@ def generate[C: (Cache, TieredCache)](
     ends, the next prompt takes it. Prompts that share a prefix compute it once, also if they come together. A prompt
     that wants more than the whole cache holds ends with the tokens that fit, and finish "no_blocks". The options are
     those of the default `Scheduler`; `run_batch` takes others.
+
+    What is cached is K/V of the weights that computed it. With new weights `reset` the cache, or give each version of
+    them a namespace of its own (`Namespaces`): otherwise stale K/V are reused, and nothing says so.
 
     Args:
       model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`. It also gets views in
@@ -105,7 +124,9 @@ def generate[C: (Cache, TieredCache)](
       listener: called on this thread with every `Events` and `EventLog` of the run, each once and in their order,
         whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It hears of a loop while the next
         one runs. It copies what it keeps: all that it gets may be donated next. Ctrl-C waits for it. What it raises
-        ends the run as Ctrl-C does; what follows it hears too, before the error is raised.
+        ends the run as Ctrl-C does; what follows it hears too, before the error is raised. It must not read the cache,
+        which the running loop has been given: whoever wants its metadata beside the events, as for `show` in another
+        thread, reads a `stream` and takes `progress.state`.
 
     Returns:
       list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
@@ -142,13 +163,16 @@ def stream[C: (Cache, TieredCache)](
     clock: Callable[[], int] | None = None,
     logits_fn: LogitsFn | None = None,
     chunk: int = 64,
-    steps: int = 32,
+    steps: int = 8,
     k: int | None = None,
     fixed_steps: bool = False,
     log_events: bool = True,
     listener: Listener | None = None,
 ) -> Generator[Progress[C], None, None]:
     """Generates for all prompts, handing out what is new after at most `steps` steps; the arguments are `generate`'s.
+
+    `steps` decides how many tokens come at a time; blocks of steps are of half as many at most, whatever `k` is. Fewer
+    come sooner, and cost a return to the host each.
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener

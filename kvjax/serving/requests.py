@@ -16,7 +16,6 @@ Source: vLLM v1's scheduler, which knows no phases either.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,12 +25,13 @@ import numpy as np
 
 from kvjax._arrays import Pytree, pick, put, runs
 from kvjax._checks import static_int
+from kvjax._values import Named
 from kvjax.cache import Cache
 from kvjax.policies.retention import Retention
 from kvjax.serving.sampling import Sampling
 
 
-class Stage(enum.IntEnum):
+class Stage(Named):
     """Where a request stands; EMPTY: the slot is free."""
 
     EMPTY = 0
@@ -41,7 +41,7 @@ class Stage(enum.IntEnum):
     CANCELLED = 4
 
 
-class Finish(enum.IntEnum):
+class Finish(Named):
     """Why a request ended."""
 
     NONE = 0

@@ -40,7 +40,8 @@ class Scheduler:
       budget: positions of a mixed step: one for each of the S rows, the others for chunks. None: S + `chunk`; in
         `generate`, `stream` and `run_batch` S + 2 `chunk`, if there are several prompts.
       chunks: who gets them: "fcfs", as many as they can use in their order; "equal", the same number each.
-      k: the most decode steps of a block, 1 to P; None: P.
+      k: the most decode steps of a block, 1 to P; None: P. `serve` returns behind whole blocks alone, so tokens come
+        as many at a time.
       k_waiting: the same while a request waits.
       watermark: blocks that stay available when "known" admits, unless no row runs.
       patience: how often later requests may be admitted before one; then it is late: late requests come first in

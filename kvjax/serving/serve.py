@@ -241,7 +241,8 @@ def serve(
       serving: the requests and their cache.
       log: takes the events.
       scheduler: static.
-      steps: the most steps of the model; the last block of steps may be longer.
+      steps: the most steps of the model. A loop ends behind a whole block of steps: `Scheduler(k=)`, by default the
+        block size, decides how coarsely tokens come, also with steps=1.
       logits_fn: static.
       fixed_steps: static.
       now: i32[] ms, the same for all steps.

@@ -141,6 +141,8 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
 def reset(state: CacheState) -> tuple[CacheState, Events]:
     """Forgets everything that is cached. Refused while a row or a pin holds anything.
 
+    For new weights of a model: the K/V of the old ones would be reused. Or give each version a namespace of its own.
+
     The policy forgets all blocks; it keeps the rest of its own state, such as learned weights.
 
     Args:

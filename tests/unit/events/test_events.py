@@ -2,6 +2,7 @@
 """Events: packing, decoding, and replaying them; what cannot have happened is refused."""
 
 import dataclasses
+import json
 
 import chex
 import jax
@@ -12,8 +13,9 @@ from jax import lax
 
 import kvjax
 from kvjax.events.log import append, init_log
-from kvjax.events.records import COLUMNS, EventKind, Events, joined, record
+from kvjax.events.records import COLUMNS, EventKind, Events, Status, joined, record
 from kvjax.events.totals import Totals
+from kvjax.serving.requests import Finish, Stage
 from kvjax.state import Text
 
 SPEC = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=16, block_size=4)
@@ -183,3 +185,46 @@ def test_a_log_in_a_loop_tells_what_the_steps_tell():
     assert {event["kind"] for event in heard} >= {"stored", "removed"}
     assert kvjax.fold(heard).index == kvjax.events.index_of(state) == kvjax.events.index_of(end)
     chex.assert_trees_all_equal(state, end)
+
+
+def test_events_are_shown_in_one_line():
+    kinds = "1 removed, 2 stored, 1 copied, 1 updated, 1 cleared, 1 created"
+    assert repr(SOME) == str(SOME) == f"Events(rows: 1 OK; {kinds})"
+    refused = SOME.only(np.bool_(False)).replace(
+        status=jnp.array([3, 1, 1]), shortfall=jnp.int32(2), queried=jnp.array([40, 9, 0]), cached=jnp.array([39, 0, 0])
+    )
+    asked = "rows: 1 BAD_REQUEST, 2 NO_BLOCKS, 2 blocks missing; 39 of 49 tokens cached"
+    assert repr(refused) == repr(jax.device_get(refused)) == f"Events({asked}; no events)"
+    log = append(init_log(20, 4), SOME)
+    assert repr(log) == f"EventLog(7 of 20; {kinds})"
+    match = kvjax.lookup(kvjax.init(SPEC), np.arange(8), 8)
+    assert repr(match) == "Match(0 tokens cached, 0 of them on the host)"
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), match)
+    assert repr(twice) == "Match([0, 0] tokens cached, [0, 0] of them on the host)"
+    _, events = kvjax.admit(kvjax.init(SPEC), 0, np.arange(8), 8)
+    assert repr(events).startswith("Events(rows: 1 OK; 0 of 8 tokens cached; ")
+
+
+@pytest.mark.parametrize("value", [SOME, init_log(20, 4), kvjax.lookup(kvjax.init(SPEC), np.arange(8), 8)])
+def test_what_cannot_be_counted_is_shown_too(value):
+    name, said = type(value).__name__, []
+    jax.eval_shape(lambda value: said.append(repr(value)), value)
+    jax.vmap(lambda value: said.append(repr(value)))(jax.tree.map(lambda x: jnp.stack([x, x]), value))
+    assert said == [f"{name}(traced)"] * 2
+    assert repr(jax.eval_shape(lambda x: x, value)) == f"{name}(shapes alone)"
+    for odd in (lambda x: None, lambda x: object(), lambda x: 0):
+        assert repr(jax.tree.map(odd, value)) == f"{name}(shapes alone)"
+    if name != "Match":  # its tokens are shown for each row
+        assert repr(jax.tree.map(lambda x: jnp.stack([x, x]), value)) == f"{name}(batched, [2])"
+        assert repr(jax.tree.map(jnp.sum, value)) == f"{name}(of other shapes)"
+    gone = jax.tree.map(jnp.copy, value)
+    jax.tree.map(lambda x: x.delete(), gone)
+    assert repr(gone) == f"{name}(donated)"
+
+
+@pytest.mark.parametrize("names", [EventKind, Status, Stage, Finish])
+def test_enumerations_print_their_names(names):
+    for member in names:
+        assert (str(member), f"{member}", repr(member)) == (*[member.name] * 2, f"{names.__name__}.{member.name}")
+        assert member == member.value == json.loads(json.dumps(member)) and f"{member:d}" == str(member.value)
+    assert not isinstance(member, Status) or str(AssertionError(Status(np.int32(3)))) == "BAD_REQUEST"  # as README's

@@ -94,14 +94,18 @@ def test_greedy_tokens_and_logprobs_are_those_without_a_cache():
 
 def test_stream_hands_out_tokens_as_they_come():
     seen = [[] for _ in PROMPTS]
-    finished = []
+    finished, states = [], []
     for progress in kvjax.stream(model(), empty_cache(), PROMPTS, max_new_tokens=8, chunk=8, steps=STEPS):
+        states.append(progress.state)
         for number, tokens in progress.new.items():
             seen[number] += tokens
         finished.append(sum(o.finish is not None for o in progress.outputs))
     assert seen == [plain(tuple(p))[0] for p in PROMPTS]
     assert finished == sorted(finished)
     assert len(finished) > 2
+    for state in states:  # no later loop has donated them
+        kvjax.check(state)
+    assert kvjax.events.index_of(states[-1]) == kvjax.events.index_of(progress.cache.state)
 
 
 def test_a_stream_hands_out_no_more_than_the_tokens_of_its_steps():
@@ -279,8 +283,9 @@ def test_bad_options_are_named():
 
 
 def test_generate_and_stream_take_the_same_keywords():
-    takes = inspect.signature(kvjax.generate).parameters
-    assert takes == inspect.signature(kvjax.stream).parameters
+    takes, streams = (dict(inspect.signature(use).parameters) for use in (kvjax.generate, kvjax.stream))
+    assert takes.pop("steps").default == 4 * streams.pop("steps").default  # a stream hands out few tokens at a time
+    assert takes == streams
     assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     steps = [
         inspect.signature(step).parameters for step in (kvjax.step, kvjax.Cache.step, kvjax.tiers.TieredCache.step)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes of the first hour: what is said of each, before anything is compiled or donated."""
+
+import dataclasses
+import functools
+import inspect
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jax.tree_util import Partial
+
+import kvjax
+
+VOCAB = 11
+SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_blocks=4, max_seqs=2, max_length=8, block_size=4, dtype="float32")
+GROUP = dataclasses.replace(SPEC.groups[0], num_host_blocks=4)
+TIERED = dataclasses.replace(SPEC, groups=(GROUP,))
+USES = [kvjax.generate, kvjax.stream, kvjax.run_batch]
+
+
+def successor(tokens, pools, view, *, last):
+    line = tokens[jnp.arange(tokens.shape[0]), last]
+    return jax.nn.one_hot((line + 1) % VOCAB, VOCAB), pools
+
+
+MODEL = Partial(successor)
+
+
+def refused(message, model=MODEL, prompts=((1, 2, 3),), use=kvjax.generate, **options):
+    """A generation refuses it, and the cache stays as it was."""
+    cache = kvjax.Cache.create(SPEC)
+    with pytest.raises(ValueError, match=message) as caught:
+        use(model, cache, prompts, **options)
+    kvjax.check(cache.state)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("wrong", "takes"),
+    [
+        (lambda tokens, pools, view: (tokens, pools), r"\(tokens, pools, view\)"),
+        (lambda tokens, pools, view, last_index: (tokens, pools), r"\(tokens, pools, view, last_index\)"),
+        (lambda tokens, *, last: (tokens, None), r"\(tokens, \*, last\)"),
+    ],
+)
+def test_a_model_that_is_called_otherwise_is_told_how(wrong, takes):
+    asked = r"wanted one that is called as model\(tokens, pools, view, last=\); see kvjax\.serving\.Model"
+    error = refused(rf"^model: got one that takes {takes} \(.*\), {asked}", Partial(wrong))
+    assert isinstance(error.__cause__, TypeError)
+    tokens, count = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
+    with pytest.raises(ValueError, match=asked):
+        jax.eval_shape(kvjax.step, Partial(wrong), kvjax.Cache.create(SPEC), tokens, count)
+
+
+def test_an_error_inside_a_model_stays_as_it_is():
+    def broken(tokens, pools, view, *, last):
+        return (lambda tokens, pools, view: None)(tokens, pools, view, last=last)
+
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'last'"):
+        kvjax.generate(Partial(broken), kvjax.Cache.create(SPEC), [[1]])
+
+
+class OfNNX(nnx.Module):
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, tokens, pools, view, *, last):
+        logits, pools = successor(tokens, pools, view, last=last)
+        return self.layer(logits), pools
+
+
+class OfLinen(nn.Module):
+    layer: nn.Module
+
+    @nn.compact
+    def __call__(self, tokens, pools, view, *, last):
+        logits, pools = successor(tokens, pools, view, last=last)
+        return self.layer(logits), pools
+
+
+TRAINING = {
+    "NNX's Dropout": lambda: OfNNX(nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
+    "NNX's BatchNorm": lambda: OfNNX(nnx.BatchNorm(VOCAB, rngs=nnx.Rngs(0))),
+    "Linen's Dropout": lambda: Partial(OfLinen(nn.Dropout(0.5, deterministic=False)).apply, {}),
+    "Linen's BatchNorm": lambda: Partial(
+        OfLinen(nn.BatchNorm(use_running_average=False, use_bias=False, use_scale=False)).apply,
+        {"batch_stats": {"layer": {"mean": jnp.zeros(VOCAB), "var": jnp.ones(VOCAB)}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", TRAINING)
+def test_a_layer_in_training_mode_is_told_of_eval(layer):
+    model, cache = TRAINING[layer](), kvjax.Cache.create(SPEC)
+    with pytest.raises(Exception, match=r"[Cc]annot|needs PRNG") as caught:
+        kvjax.generate(model, cache, [[1, 2, 3]])
+    assert type(caught.value).__module__ == "flax.errors"
+    assert sum("model.eval()?" in note for note in caught.value.__notes__) == 1
+    kvjax.check(cache.state)
+    if isinstance(model, nnx.Module):
+        model.eval()
+        kvjax.stream(model, cache, [[1, 2, 3]])
+
+
+def test_a_static_leaf_of_a_model_is_named():
+    def mlp(weights, *args, **options):
+        return successor(*args, **options)
+
+    model = Partial(mlp, {"up": jnp.ones(2), "layers": [{"activation": jax.nn.relu}]})
+    wanted = r"wanted an array: partition static leaves, then jax\.tree_util\.Partial\(fn, arrays\)"
+    refused(rf"^model.*\['layers'\]\[0\]\['activation'\]: got relu, {wanted}", model)
+    refused(rf"^model.*: got 'gelu', {wanted}", Partial(mlp, "gelu"))
+
+
+def shard_mapped(function, *args):
+    mesh = jax.make_mesh((1,), ("replicas",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)(*args)
+
+
+PROGRAMS = {
+    "jit": lambda function, *args: jax.jit(function)(*args),
+    "vmap": lambda function, *args: jax.vmap(function)(*jax.tree.map(lambda x: jnp.stack([x, x]), args)),
+    "shard_map": shard_mapped,
+}
+INSIDE = r"got a call inside a program \(jit, vmap, shard_map\), wanted host code: "
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("use", USES)
+def test_generation_inside_a_program_is_told_of_serve_and_decode(use, program):
+    wanted = rf"^generation: {INSIDE}inside one use kvjax\.serving\.serve or kvjax\.serving\.decode"
+    cache = kvjax.Cache.create(SPEC)
+    with pytest.raises(ValueError, match=wanted):
+        program(lambda cache: use(MODEL, cache, [[1, 2]])[1], cache)
+    with pytest.raises(ValueError, match=wanted):
+        program(lambda prompt: use(MODEL, cache, [prompt])[1], jnp.arange(3))
+    with pytest.raises(ValueError, match=wanted):
+        program(lambda prompts: use(MODEL, cache, prompts)[1], jnp.ones((2, 3), jnp.int32))
+    kvjax.check(cache.state)
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_tiered_cache_inside_a_program_is_told_of_its_cache(program):
+    """The verbs that move nothing may be traced."""
+    tiered, tokens = kvjax.tiers.TieredCache.create(TIERED), jnp.arange(4)
+    calls = {
+        "admit": lambda tiered, x: tiered.admit(0, x, 4),
+        "offload": lambda tiered, x: tiered.offload(x),
+        "swap_out": lambda tiered, x: tiered.swap_out(x[0]),
+    }
+    for name, call in calls.items():
+        wanted = rf"^TieredCache\.{name}: {INSIDE}it moves blocks; inside one use the verbs of its `cache`"
+        with pytest.raises(ValueError, match=wanted):
+            program(functools.partial(call, tiered), tokens)
+        with pytest.raises(ValueError, match=wanted):
+            program(lambda cache, call=call: call(tiered.replace(cache), np.arange(4)), tiered.cache)
+    kvjax.check(tiered.state)
+
+
+def test_a_progress_gives_a_state_that_is_never_donated():
+    cache = kvjax.Cache.create(SPEC)
+    progress = kvjax.serving.Progress([], {}, [], [], types.SimpleNamespace(result=cache))
+    state = progress.state
+    jax.tree.map(lambda x: x.delete(), cache)  # as a loop does that was given it
+    assert "2 rows" in kvjax.show(state)
+    kvjax.check(state)
+    with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call"):
+        progress.state  # noqa: B018
+
+
+def test_a_stream_comes_in_few_tokens_at_a_time_unless_told():
+    for use, steps in ((kvjax.stream, 8), (kvjax.generate, 32)):
+        assert inspect.signature(use).parameters["steps"].default == steps
+
+
+def test_seeds_are_counted_by_samples():
+    wanted = r"^seeds: got 2, wanted one for each of 8 outputs, or None \(2 prompts with samples=4\)"
+    refused(wanted, prompts=[[1], [2]], use=kvjax.run_batch, seeds=[1, 2], samples=4)
+    refused(r"^seeds: got 1, wanted one for each of 2 prompts", prompts=[[1], [2]], use=kvjax.run_batch, seeds=[1])
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_padded_prompts_are_refused(use, array):
+    wanted = r"^prompts: got an array \[2, 3\], wanted a list for each prompt, without padding"
+    refused(wanted, prompts=array([[1, 2, 3], [1, 0, 0]]), use=use)
+
+
+def test_prompts_of_equal_lengths_are_lists():
+    ids = kvjax.serving.asked.prompt_ids
+    for prompts in ([[1, 2], [3, 4]], ((1, 2), (3, 4)), list(np.array([[1, 2], [3, 4]])), np.zeros((0,), np.int32)):
+        assert [prompt.tolist() for prompt in ids(prompts)] == [list(prompt) for prompt in prompts]
