@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from kvjax._checks import on_state
 from kvjax.blocks import index
 from kvjax.debug.text import show
+from kvjax.debug.words import seqs
 from kvjax.events.records import Events, Status
 from kvjax.policies.ring import Ring
 from kvjax.state import LOST, NO_BLOCK, CacheState
@@ -47,14 +48,20 @@ def checked(verb: Callable[..., tuple[Any, Events]]) -> Callable[..., tuple[Any,
 
 
 @on_state
-def check(state: CacheState) -> None:
+def check(state: CacheState, *, rows: Collection[int] | None = None) -> None:
     """Verifies every invariant of a state, on the host.
+
+    Args:
+      state: the cache; not traced.
+      rows: those that may be in use, such as none after a run that should have released its rows; None: any.
 
     Raises:
       AssertionError: naming the invariants that are broken, with a drawing of the state.
     """
     host = jax.device_get(state)
-    broken = []
+    used = set(np.flatnonzero(host.seqs.length).tolist())
+    left = sorted(used - set(used if rows is None else rows))
+    broken = [f"{seqs(left)} in use, wanted none but {sorted(rows or ())}"] if left else []
     own_rules = [_check_prefixes, *[_check_anchors] * (len(host.groups) - 1)]
     for number, (group, check_own) in enumerate(zip(host.groups, own_rules, strict=True)):
         found = ["num_blocks out of range"] if group.num_blocks == 0 else []

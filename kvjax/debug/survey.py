@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.state import CacheState
+from kvjax.state import NO_BLOCK, CacheState
 
 
 class Condition(enum.IntEnum):
@@ -62,6 +62,17 @@ class Survey:
     committed: np.ndarray
     held: np.ndarray
     swapped: np.ndarray
+
+    @property
+    def used(self) -> np.ndarray:
+        """bool[B]; blocks that are active or cached, on either tier."""
+        idle = (Condition.UNUSED, Condition.EMPTY, Condition.ON_HOST_EMPTY)
+        return ~np.isin(self.condition, idle) | self.moving
+
+    @property
+    def in_use(self) -> np.ndarray:
+        """bool[S]; rows that hold a sequence, or blocks."""
+        return (self.length != 0) | (self.table != NO_BLOCK).any(axis=1)
 
 
 _TO_HOST = Condition.ON_HOST_EMPTY - Condition.EMPTY

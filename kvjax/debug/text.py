@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvjax._checks import on_state
 from kvjax._methods import unreadable
+from kvjax.debug.changes import changes
 from kvjax.debug.counts import stats, tally
+from kvjax.debug.sharing import shared
 from kvjax.debug.survey import Condition, Survey, read_blocks
+from kvjax.debug.words import fit, name_of, runs
 from kvjax.ledger import human
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState
@@ -27,34 +30,45 @@ _SIGNS = {
     Condition.ON_HOST_EMPTY: "-", Condition.ON_HOST_CACHED: "h", Condition.ON_HOST_ACTIVE: "s",
 }  # fmt: skip
 _ARRIVING, _LEAVING = "<", ">"
+_ALIKE = {
+    Condition.EMPTY: "empty", Condition.ON_HOST_EMPTY: "empty, on the host", Condition.UNUSED: "not in use",
+}  # fmt: skip
 
 
 @on_state
-def show(state: CacheState, *, width: int = 100, max_lines: int = 16) -> str:
+def show(state: CacheState, *, since: CacheState | None = None, width: int = 100, max_lines: int = 16) -> str:
     """Draws a cache in text, a broken one too: `check` puts the drawing into its message.
 
     A loop that runs has donated its arrays: another thread draws a copy, such as `progress.state` of a `stream`.
 
     Args:
       state: the cache; not traced.
+      since: an earlier state of the same spec: then only what has changed since is drawn, its rows and its blocks.
       width: columns to stay within.
-      max_lines: the most lines for each part of a group; rows beyond them are counted, and a map of many blocks
-        gives one character to several.
+      max_lines: the most lines for each part of a group; what lies beyond them is counted, and a map of many used
+        blocks gives one character to several.
 
     Returns:
-      Several lines. The tree of contents is left out of a group with more blocks than `max_lines`, and of all groups
-      with windows, whose blocks hold the same tokens as the first group's beside them.
+      Several lines. The tree of contents is left out of a group with more blocks in use (active or cached) than
+      `max_lines`. It and the tree of what rows share are left out of all groups with windows, whose blocks hold the
+      same tokens as the first group's beside them.
+
+    Raises:
+      ValueError: if `since` is no state, or one of another spec.
     """
+    if since is not None:
+        return changes(since, state, width, max_lines)
     lines = []
     for number, group in enumerate(state.spec.groups):
         seen = read_blocks(state, number)
         shape = f"blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks"
-        for line in (_name(state, number) + shape, *tally(state, seen).lines):
+        for line in (name_of(state, number) + shape, *tally(state, seen).lines):
             lines += textwrap.wrap(line, width)
-        parts = [_rows(seen, width, max_lines), _map(seen, width, max_lines)]
-        if len(seen.condition) <= max_lines and group.window is None:
-            parts.insert(1, _contents(seen, width))
-        for part in map(list, parts):
+        parts = [_rows(seen, width, max_lines)]
+        if group.window is None:
+            parts.append(shared(seen, width, max_lines))
+            parts += [_contents(seen, width)] if np.sum(seen.used) <= max_lines else []
+        for part in map(list, [*parts, _map(seen, width, max_lines)]):
             lines += ["", *part] if part else []
         lines.append("")
     return "\n".join(line[:width].rstrip() for line in lines[:-1])
@@ -74,7 +88,7 @@ def one_line(cache: Any) -> str:
     for number, group in enumerate(spec.groups):
         host = f" and {group.num_host_blocks:,} on the host" if group.num_host_blocks else ""
         counts = f"{group.num_blocks:,} blocks{host}" if unreadable else str(stats(state, number))
-        shapes += f"; {_name(state, number)}{counts}"
+        shapes += f"; {name_of(state, number)}{counts}"
     return f"{type(cache).__name__}({shapes}{f'; {unreadable}' if unreadable else ''})"
 
 
@@ -106,19 +120,9 @@ def _unreadable(cache: Any) -> str:
     return f"batched, {list(shapes[0][:-1])}" if shapes[0][:-1] else "of other shapes"
 
 
-def _name(state: CacheState, number: int) -> str:
-    group = state.spec.groups[number]
-    if len(state.spec.groups) == 1:
-        return ""
-    if group.window is None:
-        return f"group {number}, full attention{', without K/V' if state.spec.bare else ''}: "
-    sinks = f" and the first {group.sink_tokens:,}" if group.sink_tokens else ""
-    return f"group {number}, window of {group.window:,}{sinks}: "
-
-
 def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
     """One line per row in use: tokens, tokens written, block table."""
-    used = np.flatnonzero((seen.length != 0) | (seen.table != NO_BLOCK).any(axis=1))
+    used = np.flatnonzero(seen.in_use)
     digits = len(str(len(seen.length) - 1))
     for seq in used[:max_lines]:
         length, committed = int(seen.length[seq]), int(seen.committed[seq])
@@ -127,40 +131,11 @@ def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
         head = f"seq {seq:>{digits}}  {length:,} tokens{written}{resting}  blocks "
         table = seen.table[seq]
         last = np.flatnonzero(table != NO_BLOCK)
-        yield head + _fit(_runs(table[: last[-1] + 1] if len(last) else table[:0]), width - len(head))
+        yield head + fit(runs(table[: last[-1] + 1] if len(last) else table[:0]), width - len(head))
     if len(used) > max_lines:
         yield f"and {len(used) - max_lines:,} more rows in use"
     if len(used) == 0:
         yield "no row in use"
-
-
-def _runs(ids: Iterable[int]) -> list[str]:
-    """Block ids with runs of three or more, upwards or downwards, and gaps shortened: 2 7-9 - x12, 4."""
-    runs: list[list[int]] = []
-    for block in map(int, ids):
-        run = runs[-1] if runs else []
-        step = block - run[-1] if run else 0
-        straight = abs(step) == 1 and min(block, run[-1]) >= 0 and (len(run) == 1 or run[1] - run[0] == step)
-        if straight or (run and block == run[0] == NO_BLOCK):
-            run.append(block)
-        else:
-            runs.append([block])
-    words: list[str] = []
-    for run in runs:
-        if run[0] == NO_BLOCK:
-            words += ["-"] if len(run) == 1 else [f"- x{len(run)},"]
-        else:
-            words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
-    return words
-
-
-def _fit(words: list[str], width: int) -> str:
-    """The words joined by blanks; where they are too wide, the middle is left out."""
-    kept, text = len(words), " ".join(words)
-    while len(text) > max(width, 12) and kept > 2:
-        kept -= 1
-        text = " ".join([*words[: kept - 1], "...", words[-1]])
-    return text
 
 
 def _contents(seen: Survey, width: int) -> Iterator[str]:
@@ -213,42 +188,57 @@ def _block(seen: Survey, block: int, indent: str, width: int) -> str:
         tail += ", on the host"
     head = f"{indent}{block:>3} ["
     slots = [str(token) for token in seen.tokens[block, :written]] + ["."] * (size - written)
-    return head + _fit(slots, width - len(head) - len(tail) - 1) + "]" + tail
+    return head + fit(slots, width - len(head) - len(tail) - 1) + "]" + tail
 
 
 def _map(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
-    """One character per block, or per run of blocks where there are too many."""
+    """One character per block, or per run of blocks where too many are used; lines without used blocks in words."""
     num_blocks = len(seen.condition)
     digits = len(f"{num_blocks - 1:,}")
     columns = max((width - digits - 1) // 11 * 10, 10)  # tens, with a blank before each
-    per_cell = 1 << (-(-num_blocks // (columns * max_lines)) - 1).bit_length()
+    per_cell = 1
+    while len(parts := _parts(seen, columns * per_cell)) > max_lines and columns * per_cell < num_blocks:
+        per_cell *= 2
     host = bool((seen.condition >= Condition.ON_HOST_EMPTY).any())
     if per_cell == 1:
-        cells = [_sign(seen, block) for block in range(num_blocks)]
         legend = f"digit: holders (+: more than {_MANY}), c: cached, .: empty"
     else:
-        cells = [_most(seen.condition[start : start + per_cell]) for start in range(0, num_blocks, per_cell)]
         legend = f"a character for {per_cell:,} blocks; most of them a: active, c: cached, .: empty"
     if host:
         legend += "; on the host s: swapped out, h: cached, -: empty"
     if host and per_cell == 1:
         legend += f"; {_LEAVING}: on the way there, {_ARRIVING}: back"
     yield from textwrap.wrap(f"blocks ({legend})", width)
-    for start in range(0, len(cells), columns):
-        tens = [
-            "".join(cells[i : min(i + 10, start + columns)]) for i in range(start, min(start + columns, len(cells)), 10)
-        ]
-        yield f"{start * per_cell:>{digits},} " + " ".join(tens)
+    for start, end, alike in parts:
+        if alike:
+            yield f"{start:>{digits},} to {end - 1:,}: {alike}"
+            continue
+        cells = "".join(_cell(seen, range(at, min(at + per_cell, end))) for at in range(start, end, per_cell))
+        yield f"{start:>{digits},} " + " ".join(cells[i : i + 10] for i in range(0, len(cells), 10))
 
 
-def _sign(seen: Survey, block: int) -> str:
+def _parts(seen: Survey, size: int) -> list[tuple[int, int, str]]:
+    """(from, to, "") for each line of `size` blocks; two or more lines in one where all are empty, or out of use."""
+    parts: list[tuple[int, int, str]] = []
+    for start in range(0, len(seen.condition), size):
+        end = min(start + size, len(seen.condition))
+        kinds = np.unique(seen.condition[start:end])
+        alike = "" if len(kinds) > 1 or seen.moving[start:end].any() else _ALIKE.get(Condition(int(kinds[0])), "")
+        if alike and parts and parts[-1][2] == alike:
+            start = parts.pop()[0]
+        parts.append((start, end, alike))
+    return [(start, end, alike if end - start > size else "") for start, end, alike in parts]
+
+
+def _cell(seen: Survey, blocks: range) -> str:
+    """The character of a block, or of the condition that most of several have."""
+    if len(blocks) > 1:
+        conditions = seen.condition[blocks.start : blocks.stop]
+        return _SIGNS[Condition(int(np.argmax(np.bincount(conditions, minlength=len(Condition)))))]
+    block = blocks.start
     condition, holders = int(seen.condition[block]), int(seen.refcount[block])
     if seen.moving[block]:
         return _LEAVING if condition >= Condition.ON_HOST_EMPTY else _ARRIVING
     if condition != Condition.ACTIVE:
         return _SIGNS[Condition(condition)]
     return str(holders) if holders <= _MANY else "+"
-
-
-def _most(conditions: np.ndarray) -> str:
-    return _SIGNS[Condition(int(np.argmax(np.bincount(conditions, minlength=len(Condition)))))]

@@ -12,13 +12,13 @@ import numpy as np
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.testing.known import Known, pool_rows
-from kvjax.testing.workload import MOST, Request
+from kvjax.testing.workload import MOST, Fields
 
 _NAMES = 4  # blocks that one `offload` or `onboard` names, at most
 _WHOLE = ("fork", "truncate", "pin", "swap_out", "swap_in")  # asked of no row that has lost K/V
 
 
-def arguments_of(request: Request, state: CacheState, known: Known) -> dict[str, Any] | None:
+def arguments_of(request: Fields, state: CacheState, known: Known) -> dict[str, Any] | None:
     """The arguments but for the state; None if a request asks for nothing (no row to extend, no pin).
 
     A "complete" takes the oldest moves that are not completed.
@@ -58,7 +58,7 @@ def arguments_of(request: Request, state: CacheState, known: Known) -> dict[str,
     raise ValueError(f"verb: got {verb!r}, wanted one of those of `random_requests`")
 
 
-def _admit(request: Request, spec: CacheSpec) -> dict[str, Any]:
+def _admit(request: Fields, spec: CacheSpec) -> dict[str, Any]:
     width = spec.max_length + 1
     tokens = _padded(request["tokens"], width)
     extra = _padded(request.get("extra_ids", []), width)
@@ -72,7 +72,7 @@ def _text(spec: CacheSpec, tokens: np.ndarray, extra_ids: np.ndarray) -> dict[st
     return {"tokens": tokens, "extra_ids": extra_ids} if spec.extra_ids else {"tokens": tokens}
 
 
-def _extend(request: Request, known: Known) -> dict[str, Any] | None:
+def _extend(request: Fields, known: Known) -> dict[str, Any] | None:
     grows = [seq for seq, row in known.rows.items() if not row.rests and not row.lost]
     counts = np.array([n if seq in grows else 0 for seq, n in enumerate(request["num_tokens"])], np.int32)
     if not counts.any():
@@ -80,21 +80,21 @@ def _extend(request: Request, known: Known) -> dict[str, Any] | None:
     return {"active": counts > 0, "num_tokens": counts, "max_tokens": MOST, **_tiers(request)}
 
 
-def _commit(request: Request, spec: CacheSpec, known: Known) -> dict[str, Any] | None:
+def _commit(request: Fields, spec: CacheSpec, known: Known) -> dict[str, Any] | None:
     new = known.written(request)
     columns = [np.stack([_padded([item[i] for item in line], spec.max_length) for line in new]) for i in range(2)]
     counts = np.array([len(line) for line in new], np.int32)
     return {**_text(spec, *columns), "num_tokens": counts} if counts.any() else None
 
 
-def _pin(request: Request, state: CacheState) -> dict[str, Any]:
+def _pin(request: Fields, state: CacheState) -> dict[str, Any]:
     """The findable ones of a row's first blocks."""
     table = np.asarray(state.groups[0].table)[min(request["seq"], state.spec.max_seqs - 1)]
     findable = (np.asarray(state.groups[0].blocks.fill)[table] > 0) & (table >= 0)
     return {"blocks": np.where(findable & (np.arange(len(table)) < request["num_blocks"]), table, NO_BLOCK)}
 
 
-def _name(request: Request, state: CacheState, on_host: bool) -> dict[str, Any]:
+def _name(request: Fields, state: CacheState, on_host: bool) -> dict[str, Any]:
     """Some of the first cached blocks of a tier."""
     group = jax.device_get(state.groups[request["group"]])
     in_tier = (pool_rows(group) >= len(group.empty)) == on_host
@@ -103,14 +103,14 @@ def _name(request: Request, state: CacheState, on_host: bool) -> dict[str, Any]:
     return {"blocks": np.array([*named, *[NO_BLOCK] * (_NAMES - len(named))], np.int32), "group": request["group"]}
 
 
-def _complete(request: Request, known: Known) -> dict[str, Any] | None:
+def _complete(request: Fields, known: Known) -> dict[str, Any] | None:
     if not known.moves:
         return None
     transfer, is_last = known.moves.popleft()
     return {"transfer": transfer, "ok": np.bool_(request["ok"] or not is_last)}
 
 
-def _tiers(request: Request) -> dict[str, Any]:
+def _tiers(request: Fields) -> dict[str, Any]:
     return {"tiers": ("device", "host")} if request.get("host") else {}
 
 

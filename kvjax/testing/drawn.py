@@ -9,17 +9,17 @@ import hypothesis.strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from kvjax.spec import CacheSpec
-from kvjax.testing.workload import MOST, Request
+from kvjax.testing.workload import MOST, Fields
 
 
-def admits(spec: CacheSpec, num_namespaces: int) -> SearchStrategy[Request]:
+def admits(spec: CacheSpec, num_namespaces: int) -> SearchStrategy[Fields]:
     """Prompts."""
     namespaces = st.integers(0, num_namespaces - 1)
     fields = {"seq": _rows(spec), "tokens": _texts(spec), "namespace": namespaces, **_tiers(spec)}
     return _with_extra_ids(spec, "admit", fields)
 
 
-def commits(spec: CacheSpec) -> SearchStrategy[Request]:
+def commits(spec: CacheSpec) -> SearchStrategy[Fields]:
     """Commits of any number of tokens in each row."""
     longest = spec.max_length
     counts = _per_row(spec, st.sampled_from((longest, longest, 0, 1, spec.block_size)))
@@ -27,7 +27,7 @@ def commits(spec: CacheSpec) -> SearchStrategy[Request]:
     return _with_extra_ids(spec, "commit", {"num_tokens": counts, "tokens": _per_row(spec, full_texts)})
 
 
-def others(spec: CacheSpec) -> list[SearchStrategy[Request]]:
+def others(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
     """Requests of every cache other than prompts and commits."""
     rows = _rows(spec)
     return [
@@ -42,7 +42,7 @@ def others(spec: CacheSpec) -> list[SearchStrategy[Request]]:
     ]
 
 
-def of_the_host_tier(spec: CacheSpec) -> list[SearchStrategy[Request]]:
+def of_the_host_tier(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
     """Requests of caches with a host tier."""
     group = st.sampled_from(spec.host_groups)
     return [
@@ -55,13 +55,13 @@ def of_the_host_tier(spec: CacheSpec) -> list[SearchStrategy[Request]]:
     ]
 
 
-def lives(spec: CacheSpec, admit: SearchStrategy[Request]) -> SearchStrategy[list[Request]]:
+def lives(spec: CacheSpec, admit: SearchStrategy[Fields]) -> SearchStrategy[list[Fields]]:
     """Sequences from their prompt to their end, perhaps forked and swapped; or parts of these."""
 
-    def life(request: Request, seq: int, twin: int, kept: list[bool]) -> list[Request]:
+    def life(request: Fields, seq: int, twin: int, kept: list[bool]) -> list[Fields]:
         written = {"verb": "commit", "num_tokens": [spec.max_length] * spec.max_seqs, "tokens": [[]] * spec.max_seqs}
         written |= {"extra_ids": written["tokens"]} if spec.extra_ids else {}
-        rest: list[Request] = [{"verb": "swap_out", "seq": seq}, {"verb": "complete", "ok": True}]
+        rest: list[Fields] = [{"verb": "swap_out", "seq": seq}, {"verb": "complete", "ok": True}]
         rest = [*rest, {"verb": "swap_in", "seq": seq}, {"verb": "complete", "ok": True}] if spec.has_host else []
         fork, end = {"verb": "fork", "src": seq, "dst": twin}, {"verb": "release", "seq": seq}
         parts = [request | {"seq": seq}, written, fork, *rest, end]
@@ -72,10 +72,10 @@ def lives(spec: CacheSpec, admit: SearchStrategy[Request]) -> SearchStrategy[lis
     return st.builds(life, admit, known, known, st.lists(mostly, min_size=8, max_size=8))
 
 
-def _with_extra_ids(spec: CacheSpec, verb: str, fields: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Request]:
+def _with_extra_ids(spec: CacheSpec, verb: str, fields: dict[str, SearchStrategy[Any]]) -> SearchStrategy[Fields]:
     """Requests with extra ids for their tokens where the spec has them, by drawn bits."""
 
-    def extra(request: Request) -> Request:
+    def extra(request: Fields) -> Fields:
         bits, tokens = request.pop("bits"), request["tokens"]
 
         def ids(line: list[int]) -> list[int]:
@@ -88,7 +88,7 @@ def _with_extra_ids(spec: CacheSpec, verb: str, fields: dict[str, SearchStrategy
     return _ask(verb, **fields, bits=st.integers(0, 2**spec.max_length - 1)).map(extra)
 
 
-def _ask(verb: str, **fields: SearchStrategy[Any]) -> SearchStrategy[Request]:
+def _ask(verb: str, **fields: SearchStrategy[Any]) -> SearchStrategy[Fields]:
     return st.fixed_dictionaries({"verb": st.just(verb), **fields})
 
 

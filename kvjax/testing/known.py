@@ -16,7 +16,7 @@ from kvjax.events.records import Events, Status
 from kvjax.events.transfer import Transfer
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
-from kvjax.testing.workload import Request
+from kvjax.testing.workload import Fields
 
 NOTHING = -1  # in a slot that nobody has written, or whose move failed
 Item = tuple[int, int]  # a token and its extra id
@@ -62,7 +62,7 @@ class Known:
         """Whether a row can only be released."""
         return seq in self.rows and self.rows[seq].lost
 
-    def written(self, request: Request) -> list[list[Item]]:
+    def written(self, request: Fields) -> list[list[Item]]:
         """What each row writes: the rest of its prompt, then the request's tokens, as far as there is room."""
         new: list[list[Item]] = [[] for _ in range(self.spec.max_seqs)]
         for seq, row in self.rows.items():
@@ -72,6 +72,10 @@ class Known:
             rest = row.prompt[len(row.items) :] + list(zip(request["tokens"][seq], extra, strict=False))
             new[seq] = rest[: min(request["num_tokens"][seq], row.length - len(row.items))]
         return new
+
+    def items(self, path: Sequence[Any]) -> list[Item]:
+        """The items of a path in the mirror."""
+        return list(path) if self.spec.extra_ids else [(token, 0) for token in path]
 
     def path(self, namespace: int, items: Sequence[Item]) -> list[int]:
         """Names of the K/V at each position of a text."""
@@ -85,7 +89,7 @@ class Known:
         seen = blocks >= 0
         return (pool_rows(group)[blocks[seen]], positions[seen] % size), seen
 
-    def note(self, request: Request, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
+    def note(self, request: Fields, arguments: dict[str, Any], events: Events, before: CacheState) -> None:
         """Brings rows, slots and pins up to date with a request that was done."""
         seq = request.get("seq", 0)
         match request["verb"]:
@@ -113,9 +117,9 @@ class Known:
                 self.rows[seq].rests = verb == "swap_out"
             case "complete":
                 self._fail(arguments, events, before)
-        self._move(events)
+        self.move(events)
 
-    def _commit(self, request: Request, events: Events, before: CacheState) -> None:
+    def _commit(self, request: Fields, events: Events, before: CacheState) -> None:
         """Writes the K/V of what each row commits."""
         for seq, (line, status) in enumerate(zip(self.written(request), events.status, strict=True)):
             assert status == Status.OK, f"row {seq} may not commit {len(line)} tokens: {Status(status).name}"
@@ -127,7 +131,7 @@ class Known:
                     index, seen = self.locate(group, seq, np.arange(start, len(row.items)))
                     self.slots[number][index] = path[seen]
 
-    def _move(self, events: Events) -> None:
+    def move(self, events: Events) -> None:
         """Does to the slots what a transition ordered: moves between tiers, then copies."""
         self.moves = collections.deque((transfer, False) for transfer, _ in self.moves)
         moves = [m for m in events.moves.records.tolist() if m[1] >= 0]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvjax.spec import CacheSpec
 from kvjax.testing.workload import SMALL, Request
@@ -21,7 +21,9 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
             for request in asked:
                 trial.do(request)
 
-    Requests are as in `random_requests`, with those of the host tier where the spec has one.
+    `Request` says which requests there are, and their fields: those of its first table, and of its second where the
+    spec has a host tier. Tokens are 0, 1 or 2, so that prefixes are shared; a row may be one that there is not, and a
+    prompt one token too long.
 
     Args:
       spec: of the cache that will be asked; keep it small.
@@ -47,5 +49,5 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
     return lists.map(lambda asked: asked[:max_size])
 
 
-def _joined(lists: list[list[Request]]) -> list[Request]:
+def _joined(lists: list[list[Any]]) -> list[Any]:
     return [request for part in lists for request in part]

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -15,9 +15,10 @@ from kvjax.events.mirror import Mirror, fold, index_of, to_list
 from kvjax.events.records import Events, Status
 from kvjax.state import CacheState
 from kvjax.testing.arguments import arguments_of
+from kvjax.testing.composites import adopt, differing, transitions
 from kvjax.testing.known import Known, Row, pool_rows
 from kvjax.testing.programs import jitted_verbs
-from kvjax.testing.workload import Request
+from kvjax.testing.workload import Fields, Request
 
 
 class Trial:
@@ -61,13 +62,13 @@ class Trial:
         self._known = Known(state.spec)
 
     def do(self, request: Request) -> Events | None:
-        """Carries out one request as in `random_requests`; None if it asks for nothing (no row to extend, no pin).
+        """Carries out one request (see `Request`); None if it asks for nothing (no row to extend, no pin).
 
         Raises:
           AssertionError: if the cache is not as it should be afterwards.
         """
-        verb = request["verb"]
-        arguments = arguments_of(request, self.state, self._known)
+        verb, fields = request["verb"], cast(Fields, request)
+        arguments = arguments_of(fields, self.state, self._known)
         if arguments is None:
             return None
         before, mirror = jax.device_get(self.state), self.mirror
@@ -81,21 +82,91 @@ class Trial:
         assert not wanted or status == [Status.OK], f"{status[0].name}, though there are blocks enough"
         if verb != "complete" and (Status.OK not in status or (verb == "extend" and any(status))):
             assert_equal(before, jax.device_get(self.state), f"refused with {[s.name for s in status]}")
-        self._hear(heard, before, verb)
+        self._verify_unheld(heard, before, verb)
+        self._verify_removed(heard)
         self.mirror = fold(heard, mirror)
         if verb in ("commit", "complete") or all(s == Status.OK for s in status):
-            self._known.note(request, arguments, events, before)
+            self._known.note(fields, arguments, events, before)
         self.verify()
         return events
+
+    def apply(
+        self, fn: Callable[..., Any], *args: Any, partial: bool = False, cut: Mapping[int, int] | None = None
+    ) -> Any:
+        """Carries out a composite of verbs, and verifies the cache after it as `do` does after a request.
+
+            def step(state, seq, tokens, length):
+                state, admitted = kvjax.admit(state, seq, tokens, length)
+                ...
+                return state, [admitted, committed]
+
+            trial.apply(jax.jit(step), 0, tokens, 5)
+
+        The law: the state is sound; the events, folded in their order, give its index, and remove no block before its
+        children; a refused composite has changed nothing; every row and every findable block holds what it claims,
+        after the moves and copies that the events order, and the K/V of the tokens that are new. Tokens are new that
+        neither the row had before, nor a row that it may be a fork of; with admissions those after the fewest tokens
+        that one of them reports as cached. What is held beside the rows counts as pinned.
+
+        Args:
+          fn: (state, *args) -> (state, events): an `Events`, or several in their order, in a list, tuple or dict;
+            one that `scan` stacked stands for its steps. Jitted or not.
+          args: handed on to `fn`.
+          partial: whether a part may be done. By default nothing may have changed if any status is not OK; with
+            `partial`, if none is.
+          cut: {row: tokens left of it} for rows that it cuts back (`truncate`), so that the same tokens are new again.
+
+        Returns:
+          The events as `fn` returned them, on the host.
+
+        Raises:
+          AssertionError: naming `fn` and what differs.
+          ValueError: if `fn` does not return a state of the same spec, and events.
+        """
+        name = getattr(fn, "__name__", type(fn).__name__)
+        before, mirror = jax.device_get(self.state), self.mirror
+        state, given = _result(fn(self.state, *args), before)
+        events = transitions(given)
+        self.state = state
+        try:
+            self._apply(name, events, before, partial)
+            after = jax.device_get(state)
+            new = {node: entry for node, entry in self.mirror.nodes.items() if node not in mirror.nodes}
+            adopt(self._known, before, after, new, events, cut or {})
+            self.verify()
+        except (AssertionError, ValueError) as error:
+            raise AssertionError(f"{name}: {error}") from error
+        return jax.device_get(given)
+
+    def _apply(self, name: str, events: Sequence[Events], before: CacheState, partial: bool) -> None:
+        """Counts and folds the events of a composite, after verifying that it was done or refused, and is sound."""
+        status = [Status(s) for one in events for s in one.status.tolist()]
+        done = all(s == Status.OK for s in status)
+        self.tally.update([s.name for s in status if s] + [name] * done)
+        if Status.OK not in status or not (done or partial):
+            assert_equal(before, jax.device_get(self.state), f"refused with {[s.name for s in status]}")
+        self.sound()
+        for one in events:
+            heard = to_list(one)
+            self.tally.update(event["kind"] for event in heard)
+            mirror = fold(heard, self.mirror)
+            self._verify_removed(heard)
+            self.mirror = mirror
+        self._verify_index()
 
     def verify(self) -> None:
         """Compares the cache with everything known of it."""
         self.sound()
         state = jax.device_get(self.state)
-        assert index_of(self.state) == self.mirror.index, "the events do not give the index"
+        self._verify_index()
         self._verify_rows(state)
         self._verify_cached(state)
         self._verify_holders(state)
+
+    def _verify_index(self) -> None:
+        """The fold law."""
+        found, told = index_of(self.state), self.mirror.index
+        assert found == told, f"the events do not give the index: {differing(found, told)}"
 
     def _verify_rows(self, state: CacheState) -> None:
         """Each row has the right length, and would read its own text."""
@@ -114,7 +185,7 @@ class Trial:
         """Each block that can be found holds what the events said of it."""
         size = state.spec.block_size
         for (number, block, _), (namespace, path, *_) in self.mirror.nodes.items():
-            items = path if state.spec.extra_ids else [(token, 0) for token in path]
+            items = self._known.items(path)
             start = (len(items) - 1) // size * size
             held = self._known.slots[number][pool_rows(state.groups[number])[block], : len(items) - start]
             names = self._known.path(namespace, items)[start:]
@@ -144,21 +215,36 @@ class Trial:
         idle = int(np.sum(group.blocks.refcount[whole] == 0))
         return -(-length // spec.block_size) - len(whole) <= int(group.num_empty) + int(group.num_cached) - idle
 
-    def _hear(self, heard: Sequence[dict[str, Any]], before: CacheState, verb: str) -> None:
-        """Verifies what was removed: nothing that is held, unless a move failed, and no parent before its children."""
+    def _verify_removed(self, heard: Sequence[dict[str, Any]]) -> None:
+        """No parent was removed before its children."""
         size, left = self.state.spec.block_size, dict(self.mirror.nodes)
         for event in heard:
             if event["kind"] != "removed":
                 continue
             number, block = event["group"], event["block"]
-            most = 1 if verb == "truncate" else 0
-            holders = int(before.groups[number].blocks.refcount[block])
-            assert holders <= most or verb == "complete", f"block {block} was removed, which {holders} hold"
             namespace, path, *_ = left.pop((number, block, event["generation"]))
             for (other, *_), (ns, longer, *_) in left.items():
                 below = len(path) % size == 0 and len(longer) > len(path) and longer[: len(path)] == path
                 parent = (number, other, ns) == (0, 0, namespace) and below
                 assert not parent, f"block {block} was removed before its child"
+
+    def _verify_unheld(self, heard: Sequence[dict[str, Any]], before: CacheState, verb: str) -> None:
+        """Nothing was removed that is held, unless a move failed."""
+        most = 1 if verb == "truncate" else 0
+        for event in heard:
+            if event["kind"] == "removed" and verb != "complete":
+                holders = int(before.groups[event["group"]].blocks.refcount[event["block"]])
+                assert holders <= most, f"block {event['block']} was removed, which {holders} hold"
+
+
+def _result(result: Any, before: CacheState) -> tuple[CacheState, Any]:
+    """The state and the events that a composite returned, or a ValueError."""
+    pair = isinstance(result, tuple) and len(result) == 2
+    if not pair or not isinstance(result[0], CacheState) or result[0].spec != before.spec:
+        parts = result if isinstance(result, tuple) else (result,)
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(f"fn: got ({kinds}), wanted (a CacheState of the same spec, its events)")
+    return result
 
 
 def assert_equal(old: Any, new: Any, why: str) -> None:

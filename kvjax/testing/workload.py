@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Required, TypedDict, cast
 
 import numpy as np
 
@@ -14,21 +14,19 @@ SMALL = make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4)
 MOST = 6  # tokens that one `extend` asks for, per row
 _VERBS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
           "evict": 2, "reset": 1}  # fmt: skip
-Request = dict[str, Any]
 
 
-def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int = 2) -> Iterator[Request]:
-    """Yields requests without end, as plain data that JSON can hold; the same seed gives the same requests.
+class Request(TypedDict, total=False):
+    """One request to a cache on trial: a plain dict with "verb" and the fields of that verb, which JSON can hold.
 
-    Prompts begin like one of a few documents, so that prefixes are shared. One request in 25 has a flaw: an unknown
-    row, no tokens, a negative token, or more tokens than a row can hold.
-
-    Each request is a dict with "verb" and:
+        trial.do({"verb": "admit", "seq": 0, "tokens": [5, 6, 7], "namespace": 0})
+        trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4})  # writes as much as there is room for
+        trial.do({"verb": "release", "seq": 0})
 
     | verb | fields |
     |---|---|
-    | admit | seq; tokens; extra_ids (where the spec has them); namespace |
-    | extend | num_tokens, one per row, 0 for a row that does not grow; rows that are free are left out |
+    | admit | seq; tokens; namespace; extra_ids, one per token (where the spec has them) |
+    | extend | num_tokens, one per row, 0 for a row that does not grow, as all free rows |
     | commit | num_tokens, one per row, cut to the row's room; tokens, extra_ids: lists, used after the prompt |
     | fork | src; dst |
     | truncate | seq; drop: how many tokens to cut off |
@@ -38,15 +36,44 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
     | unpin | which: number of the pin among those that last, modulo how many these are |
     | reset | |
 
-    `requests` draws these too, for caches with a host tier; there "admit" and "extend" have "host", whether both tiers
-    are asked:
+    Of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are asked.
 
     | verb | fields |
     |---|---|
     | offload, onboard | which: a bit for each of the first blocks that could go, in order; group |
     | watermark | empty; group |
     | swap_out, swap_in | seq |
-    | complete | ok: of the oldest moves; they fail only if nothing else was done since they were ordered |
+    | complete | ok: whether the oldest moves were done, not heeded if something else was done since they were ordered |
+    """
+
+    verb: Required[str]
+    seq: int
+    src: int
+    dst: int
+    block: int
+    tokens: Sequence[int] | Sequence[Sequence[int]]
+    extra_ids: Sequence[int] | Sequence[Sequence[int]]
+    num_tokens: Sequence[int]
+    num_blocks: int
+    namespace: int
+    drop: int
+    which: int
+    group: int
+    empty: int
+    host: bool
+    ok: bool
+
+
+Fields = dict[str, Any]  # a request, to those who read its fields
+
+
+def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int = 2) -> Iterator[Request]:
+    """Yields requests without end, as plain data that JSON can hold; the same seed gives the same requests.
+
+    Prompts begin like one of a few documents, so that prefixes are shared. One request in 25 has a flaw: an unknown
+    row, no tokens, a negative token, or more tokens than a row can hold.
+
+    They are those of the first table of `Request`.
 
     Args:
       seed: of numpy's generator.
@@ -70,7 +97,7 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
     def extra(tokens: list[int]) -> list[int]:
         return [int(t == 2 and rng.random() < 0.5) for t in tokens]
 
-    make: dict[str, Callable[[], Request]] = {
+    make: dict[str, Callable[[], Fields]] = {
         "admit": lambda: {
             "seq": row(free=True), "tokens": text(int(rng.integers(1, spec.max_length + 1))),
             "namespace": int(rng.integers(num_namespaces)),
@@ -98,14 +125,14 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
             request["extra_ids"] = extra(tokens) if request["verb"] == "admit" else [extra(line) for line in tokens]
         used |= {request[name] for name in ("seq", "dst") if request["verb"] in ("admit", "fork") and name in request}
         used -= {request["seq"]} if request["verb"] == "release" else set()
-        yield request
+        yield cast(Request, request)
 
 
 def _per_row(spec: CacheSpec, make: Callable[[], Any]) -> list[Any]:
     return [make() for _ in range(spec.max_seqs)]
 
 
-def _flaw(request: Request, which: int, spec: CacheSpec) -> Request:
+def _flaw(request: Fields, which: int, spec: CacheSpec) -> Fields:
     if "seq" in request and which == 0:
         return {"seq": spec.max_seqs}
     if request["verb"] == "admit":

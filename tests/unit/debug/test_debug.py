@@ -193,6 +193,16 @@ def test_extra_ids_tell_blocks_apart():
     assert str(caught.value).startswith("broken: every findable block is found by its parent\n")
 
 
+def test_check_names_rows_that_should_have_been_released():
+    state = story().state
+    used = np.flatnonzero(state.seqs.length).tolist()
+    kvjax.check(state, rows=used)
+    left = "seq" + "s" * (len(used) > 2) + " " + " ".join(map(str, used[1:]))
+    with pytest.raises(AssertionError, match=rf"^broken: {left} in use, wanted none but \[{used[0]}\]\n"):
+        kvjax.check(state, rows=used[:1])
+    kvjax.check(kvjax.init(PLAIN), rows=[])
+
+
 def test_several_kinds_of_damage_are_all_named():
     state = changed(story().state, GROUP + "num_cached", lambda x: x + 1)
     state = changed(state, "seqs.committed", at(3, -1))

@@ -90,6 +90,12 @@ def test_show_draws_the_whole_of_a_small_cache(story):
             "seq 2  2 tokens  blocks 6",
             "seq 3  6 tokens  blocks 0 1",
             "",
+            "shared prefixes and their branches:",
+            "0       seqs 0 1 3  4 tokens  11 12 13 14",
+            "   7 8  seq 0       2 tokens  15 16",
+            "   2 3  seq 1       5 tokens  21 22 23 24 25",
+            "   1    seq 3       2 tokens  15 16",
+            "",
             "findable, namespace 0:",
             "    0 [11 12 13 14]  3 holders",
             "       2 [21 22 23 24]  1 holder",
@@ -124,12 +130,97 @@ def test_show_stays_compact(num_blocks):
     for width in (40, 100):
         lines = show(state, width=width, max_lines=5).splitlines()
         assert max(map(len, lines)) <= width
-        assert len(lines) <= 25
+        assert len(lines) <= 32
         assert "and 59 more rows in use" in lines
     legend = next(n for n, line in enumerate(lines) if line.startswith("blocks ("))
-    cells = sum(len(line.split(" ", 1)[1].replace(" ", "")) for line in map(str.strip, lines[legend + 1 :]))
     per_cell = int(lines[legend].split()[4].replace(",", "")) if "a character for" in lines[legend] else 1
-    assert cells == -(-num_blocks // per_cell)
+    assert mapped(lines[legend + 1 :], per_cell) == -(-num_blocks // per_cell) * per_cell
+
+
+def mapped(lines, per_cell):
+    """How many blocks the lines of a map are about."""
+    words = [line.replace(",", "").split() for line in lines]
+    ranges = [int(line[2].rstrip(":")) + 1 - int(line[0]) for line in words if line[1] == "to"]
+    return sum(ranges) + per_cell * sum(len("".join(line[1:])) for line in words if line[1] != "to")
+
+
+def filled(num_blocks):
+    """A cache of any size that looks like one in which two rows share one block and have one more each."""
+    state = cache.init(make_spec(num_blocks=num_blocks, max_seqs=32, max_length=64, block_size=4))
+    table, lengths = np.full((32, 16), -1, np.int32), np.zeros(32, np.int32)
+    table[:2, :2], lengths[:2] = [[0, 1], [0, 2]], 5
+    blocks = state.groups[0].blocks
+    text = blocks.text.replace(tokens=blocks.tokens.at[:3].set([[1, 2, 3, 4], [5] * 4, [6] * 4]))
+    state = broken(state, refcount=blocks.refcount.at[:3].set([2, 1, 1]), fill=blocks.fill.at[0].set(4), text=text)
+    state = with_table(state, table)
+    return state.replace(seqs=state.seqs.replace(length=lengths, committed=lengths))
+
+
+def with_table(state, table):
+    return state.replace(groups=(state.groups[0].replace(table=table), *state.groups[1:]))
+
+
+def test_show_counts_the_blocks_in_use():
+    """A pool of any size with little in it is drawn block by block, with its contents."""
+    small, large = show(filled(12)).splitlines(), show(filled(5000)).splitlines()
+    assert "    0 [1 2 3 4]  2 holders" in large and small[2:-1] == large[2:-2]
+    assert large[-3:] == [
+        "blocks (digit: holders (+: more than 9), c: cached, .: empty)",
+        "    0 211....... .......... .......... .......... .......... .......... .......... ..........",
+        "   80 to 4,999: empty",
+    ]
+    state = filled(5000)
+    state = broken(state, refcount=state.groups[0].blocks.refcount.at[4500:4560].set(1))
+    full = show(state).splitlines()
+    assert not any(line.startswith("findable") for line in full)
+    assert full[-3:] == [
+        "   80 to 4,479: empty",
+        "4,480 .......... .........." + 6 * " 1111111111",
+        "4,560 to 4,999: empty",
+    ]
+
+
+def test_show_draws_what_rows_share():
+    lines = show(filled(12)).splitlines()
+    assert lines[lines.index("shared prefixes and their branches:") :][1:5] == [
+        "0     seqs 0 1  4 tokens  1 2 3 4",
+        "   1  seq 0     1 tokens  5",
+        "   2  seq 1     1 tokens  6",
+        "",
+    ]
+
+
+def shared_by(tables, **options):
+    """What `show` draws of the sharing of rows with these tables."""
+    table = np.full((32, 16), -1, np.int32)
+    for seq, blocks in enumerate(tables):
+        table[seq, : len(blocks)] = blocks
+    parts = show(with_table(cache.init(filled(64).spec), table), **options).split("\n\n")
+    return [
+        line.removesuffix("nothing written").rstrip() for part in parts if "shared" in part for line in part.split("\n")
+    ]
+
+
+def test_show_puts_together_what_rows_share_further_on():
+    tables = [[7], [0, 1, 2], [0, 1, 2, 5, 6], [8, 9], [0, 1, 3], [0, 1, 3]]
+    assert shared_by(tables)[1:] == [
+        "0 1        seqs 1 2 4 5",
+        "   2       seqs 1 2",
+        "      5 6  seq 2",
+        "   3       seqs 4 5",
+    ]
+    assert shared_by([[0, 1], [1, 0]]) == []
+    crowd = [*tables, *([0, 20 + n] for n in range(10))]
+    assert shared_by(crowd)[1:] == [
+        "0             seqs 1 2 4-15",
+        "   1          seqs 1 2 4 5",
+        "      2       seqs 1 2",
+        "         5 6  seq 2",
+        "      3       seqs 4 5",
+        "   ...        seqs 6-15, each alone",
+    ]
+    assert shared_by(crowd, max_lines=2)[1:] == ["0     seqs 1 2 4-15", "   1  seqs 1 2 4 5", "and more branches"]
+    assert max(map(len, show(filled(64), width=40).splitlines())) <= 40
 
 
 @pytest.mark.parametrize("ids", ["4 9", "3-7", "7-3", "1 2", "5 4 2-0 9 9", "0 1 3-5 8"])

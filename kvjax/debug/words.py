@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words that drawings share: groups, rows and runs of block ids, and lines that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvjax.state import NO_BLOCK, CacheState
+
+
+def runs(ids: Iterable[int]) -> list[str]:
+    """Block ids with runs of three or more, upwards or downwards, and gaps shortened: 2 7-9 - x12, 4."""
+    found: list[list[int]] = []
+    for block in map(int, ids):
+        run = found[-1] if found else []
+        step = block - run[-1] if run else 0
+        straight = abs(step) == 1 and min(block, run[-1]) >= 0 and (len(run) == 1 or run[1] - run[0] == step)
+        if straight or (run and block == run[0] == NO_BLOCK):
+            run.append(block)
+        else:
+            found.append([block])
+    words: list[str] = []
+    for run in found:
+        if run[0] == NO_BLOCK:
+            words += ["-"] if len(run) == 1 else [f"- x{len(run)},"]
+        else:
+            words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return words
+
+
+def fit(words: list[str], width: int) -> str:
+    """The words joined by blanks; where they are too wide, the middle is left out."""
+    kept, text = len(words), " ".join(words)
+    while len(text) > max(width, 12) and kept > 2:
+        kept -= 1
+        text = " ".join([*words[: kept - 1], "...", words[-1]])
+    return text
+
+
+def seqs(numbers: Iterable[int]) -> str:
+    """Rows by number: seq 2, seqs 0 1 3."""
+    numbers = list(numbers)
+    return f"seq{'s' if len(numbers) > 1 else ''} {' '.join(runs(numbers))}"
+
+
+def name_of(state: CacheState, number: int) -> str:
+    """What a drawing of several groups calls each; "" for the only one."""
+    group = state.spec.groups[number]
+    if len(state.spec.groups) == 1:
+        return ""
+    if group.window is None:
+        return f"group {number}, full attention{', without K/V' if state.spec.bare else ''}: "
+    sinks = f" and the first {group.sink_tokens:,}" if group.sink_tokens else ""
+    return f"group {number}, window of {group.window:,}{sinks}: "
