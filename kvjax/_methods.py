@@ -42,7 +42,7 @@ def check_alive(*trees: Any, name: str = "cache") -> None:
 
 def check_on_host(name: str, given: Any, instead: str) -> None:
     """Raises a ValueError while a program is traced: under `vmap` only what is given shows it."""
-    if any(isinstance(leaf, Tracer) for leaf in [jnp.zeros(()), *jax.tree.leaves(given)]):
+    if any(isinstance(leaf, Tracer) for leaf in [jnp.empty(()), *jax.tree.leaves(given)]):
         raise ValueError(f"{name}: got a call inside a program (jit, vmap, shard_map), wanted host code: {instead}")
 
 
