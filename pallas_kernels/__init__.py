@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 # Importing Pallas adds to the keys of jax's caches: a later import would compile every program again.
-import jax.experimental.pallas  # noqa: F401
+import jax.experimental.pallas
 from jax import lax
 
 from pallas_kernels import tuning

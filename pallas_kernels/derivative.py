@@ -8,9 +8,9 @@ the legend of `pallas_kernels.xla`. A derivative with respect to a pool is an ar
 from __future__ import annotations
 
 import functools
-import math
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import xla
 from pallas_kernels.xla import gather_blocks
@@ -35,9 +35,8 @@ def copy_blocks(pool, sources, targets, count, tokens=None):
     """As `xla.copy_blocks`, but in any order: no target is a source, and no two targets are the same."""
     blocks = pool.at[sources].get(mode="clip", wrap_negative_indices=False)
     if tokens is not None:
-        slot = jnp.arange(math.prod(pool.shape[4:]), dtype=jnp.int32) // math.prod(pool.shape[5:])
-        copied = slot.reshape(pool.shape[4:]) < tokens.reshape(-1, *[1] * (pool.ndim - 1))
-        blocks = jnp.where(copied, blocks, pool.at[targets].get(mode="clip", wrap_negative_indices=False))
+        kept = lax.broadcasted_iota(jnp.int32, blocks.shape, 4) >= tokens.reshape(-1, *[1] * (pool.ndim - 1))
+        blocks = jnp.where(kept, pool.at[targets].get(mode="clip", wrap_negative_indices=False), blocks)
     return scatter_blocks(pool, blocks, targets, count)
 
 
