@@ -4,6 +4,7 @@
 Each implementation is a module with these functions, or some of them, with the same signature in every module:
 `decode_attention`, `prefill_attention`, `append_kv`, `copy_blocks`, `gather_blocks`, `scatter_blocks`. A function
 raises NotImplementedError for a dtype or shape that it cannot serve while tracing, for a platform while lowering.
+The derivative of all of them is that of `derivative`, which is one more such module.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 # Importing Pallas adds to the keys of jax's caches: a later import would compile every program again.
-import jax.experimental.pallas  # noqa: F401
+import jax.experimental.pallas
 from jax import lax
 
 from pallas_kernels import tuning
@@ -30,6 +33,7 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     """Calls the function `name` of an implementation.
 
     Without `implementation` the choice is made when a program is lowered, for the platform that it is lowered for.
+    Under `jax.jvp`, `jax.grad` and the like the chosen implementation computes the result, and XLA its derivative.
 
     Args:
       name: one of the functions listed above.
@@ -42,6 +46,31 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
       NotImplementedError: if the named implementation cannot serve this call.
       ExceptionGroup: of every implementation's NotImplementedError, if none is named and none can serve.
     """
+    leaves, tree = jax.tree.flatten((args, options))
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    static = [None if isinstance(x, jax.Array) else x for x in leaves]
+
+    def called(function, arrays):
+        rest = iter(arrays)
+        args, options = tree.unflatten([next(rest) if x is None else x for x in static])
+        return function(*args, **options)
+
+    def plain(*args, interpret=False, **options):
+        return _function("derivative", name, options)(*args)
+
+    @jax.custom_jvp
+    def serve(*arrays):
+        return called(functools.partial(_serve, name, implementation), arrays)
+
+    @serve.defjvp
+    def _differentiate(arrays, tangents):
+        return serve(*arrays), jax.jvp(lambda *arrays: called(plain, arrays), arrays, tangents)[1]
+
+    return serve(*arrays)
+
+
+def _serve(name: str, implementation: str | None, *args, **options) -> Any:
+    """The named implementation's result, or that of the first that can serve."""
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation: got {implementation!r}, wanted None or one of {IMPLEMENTATIONS}")

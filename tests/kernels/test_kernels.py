@@ -151,6 +151,39 @@ def test_where_there_is_no_gpu_the_twin_serves_and_a_named_kernel_refuses():
         jax.jit(functools.partial(run, implementation="triton"))(pool, blocks)
 
 
+SOME_ROWS = jnp.array([1, 2, 8], jnp.int32), jnp.array([4, 5, -1], jnp.int32), jnp.int32(2)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize(
+    ("name", "arrays", "others"),
+    [
+        ("append_kv", [(4, 3, 20), (4, 3, 20)], [jnp.array([0, 33, 17, 34], jnp.int32)]),
+        ("copy_blocks", [], SOME_ROWS),
+        ("copy_blocks", [], [*SOME_ROWS, jnp.array([3, 0, 2], jnp.int32)]),
+        ("gather_blocks", [], SOME_ROWS[:1]),
+        ("scatter_blocks", [(3, 2, 2, 3, 4, 20)], SOME_ROWS[1:]),
+    ],
+)
+def test_a_move_is_its_own_derivative(name, arrays, others, implementation):
+    """Forwards it is the move itself, backwards its transpose; what is no row of the list takes no part."""
+    numbers = np.random.default_rng(2).standard_normal
+    points, directions = ([pool_of(seed=i).at[-1].set(0), *(jnp.float32(numbers(x)) for x in arrays)] for i in (0, 1))
+    interpret = {"interpret": True} if implementation == "triton" else {}
+
+    def move(pool, *arrays):
+        args = (pool, 1, *arrays) if name == "append_kv" else (pool, *arrays)
+        return pallas_kernels.call(name, *args, *others, implementation=implementation, **interpret)
+
+    moved, tangent = jax.jit(lambda *x: jax.jvp(move, x[: len(points)], x[len(points) :]))(*points, *directions)
+    np.testing.assert_array_equal(moved, move(*points))
+    np.testing.assert_array_equal(tangent, move(*directions))
+    factors = jnp.float32(numbers(moved.shape))
+    gradients = jax.jit(jax.grad(lambda *x: jnp.vdot(move(*x), factors), tuple(range(len(points)))))(*points)
+    along = sum(jnp.vdot(*pair) for pair in zip(gradients, directions, strict=True))
+    np.testing.assert_allclose(along, jnp.vdot(tangent, factors), rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("target", [1, 12, 500])
 def test_parts_cover_each_row_once(target, window):
