@@ -74,9 +74,8 @@ def make_room(
     cache, events = serving.cache.extend(more > 0, more, seqs=rows, max_tokens=scheduler.chunk, now=now)
     count = jnp.where(events.ok, count, 0)
     stalled = put(jnp.zeros_like(serving.stalled), rows, count == 0, (rows >= 0) & (chunks.count > 0))
-    if state.spec.has_host:
-        serving = serving.replace(refused=jnp.where(events.ok, serving.refused, 1))
-    return serving.replace(cache=cache, stalled=stalled), note(log, events), Chunks(rows, count)
+    refused = jnp.where(events.ok, serving.refused, 1)
+    return serving.replace(cache=cache, stalled=stalled, refused=refused), note(log, events), Chunks(rows, count)
 
 
 def compute_line(

@@ -150,8 +150,8 @@ class Serving(Pytree, static=("width",)):
       fresh: bool[]; whether something has happened since nobody more could be admitted.
       starved: i32[S]; mixed steps in which each row wanted a chunk and got none, since it last got one.
       stalled: bool[S]; rows that found no block for their chunk in the last mixed step.
-      refused: i32[]; the number of steps for which blocks could not be had in the last step, though counted; or 0.
-        With a host tier 1 also stands for a chunk.
+      refused: i32[]; the number of steps for which blocks could not be had in the last step, though counted, 1 for a
+        chunk; or 0.
       put_off: i32[]; blocks of steps for which chunks have waited for others.
       onboards: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
       width: static; the most tokens that a request has when it is admitted.

@@ -232,9 +232,9 @@ def serve(
     """Steps until all requests are over, the model has run so often, or the log may not hold another step's events.
 
     With a host tier also until a request could have blocks that are on the host, `serving.onboards` names it; until
-    a row is to rest, or can go on (`resting.swaps`); or until blocks are refused though they are cached
-    (`serving.refused` is 1): a loop does not evict those with children on the host. Empty blocks (`watermark`) and set
-    it to 0, or the next step preempts.
+    a row is to rest, or can go on (`resting.swaps`); or until blocks are refused though there are as many
+    (`serving.refused` is 1): a loop does not evict those with children on the host. Empty some (`watermark`) and set it
+    to 0, or the next step preempts.
 
     Args:
       model: as all others see `serve_step`.
@@ -259,8 +259,7 @@ def serve(
         serving, log, _ = serve_step(
             model, serving, log, scheduler=scheduler, logits_fn=logits_fn, fixed_steps=fixed_steps, now=now
         )
-        more = going(serving, log)
-        return more & (serving.refused != 1) if spec.has_host else more, serving, log
+        return going(serving, log) & (serving.refused != 1), serving, log
 
     _, serving, log = lax.while_loop(lambda carry: carry[0], step, (going(serving, log), serving, log))
     return serving, log
