@@ -34,6 +34,7 @@ from benchmarks.batch_job import oracle_options
 from benchmarks.steady_step import NoModel
 from benchmarks.trace import MS_A_STEP, TRACE, Request, read_trace
 from kvjax import Cache
+from kvjax._pictures import AMBER, BLUE, finish, legend_below, new_figure, picture
 from kvjax.events import init_log
 from kvjax.serving import Scheduler, init_serving, serve, submit, worst_step
 from tests.oracle import scheduler as oracle
@@ -222,28 +223,27 @@ def show(found: dict[str, dict[str, float]], head: bool) -> None:
     )
 
 
+@picture
 def plot(found: dict[str, dict[str, float]], file: pathlib.Path) -> None:
     """Bars of each figure, side by side for with and without waiting."""
-    from matplotlib.figure import Figure
-
     panels = {
         "tokens_a_second": "tokens a second, no model", "tokens_a_virtual_second": "tokens a virtual second",
         "first_token_p50": "steps to first token, median", "first_token_p99": "steps to first token, 99 %",
         "reused": "prompt tokens reused",
     }  # fmt: skip
-    figure = Figure(figsize=(15, 3.2), layout="constrained")
+    figure = new_figure(13, 3.2)
     reserves = list(dict.fromkeys(reserve for reserve, _ in WAYS))
     for axes, (metric, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for i, (waits, label) in enumerate(((True, "waits for prefixes"), (False, "does not"))):
             ways = [(x, way_name(reserve, waits)) for x, reserve in enumerate(reserves)]
             bars = [(x + 0.4 * i - 0.2, found[name][metric]) for x, name in ways if name in found]
-            axes.bar(*zip(*bars, strict=True), 0.38, label=label, color=("#4f8fcf", "#e8a53a")[i])
-        axes.set_title(title, fontsize=10)
+            axes.bar(*zip(*bars, strict=True), 0.38, label=label, color=(BLUE, AMBER)[i])
+        finish(axes)
+        axes.set_title(title)
         axes.set_xticks(range(len(reserves)), reserves)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    legend_below(figure)
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    figure.savefig(file)
 
 
 def main() -> None:

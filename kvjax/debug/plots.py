@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax._checks import on_state
+from kvjax._pictures import AMBER, BLUE, FAINT, GREEN, INK, PINK, RED, TEAL, VIOLET, new_figure, picture
 from kvjax.debug.counts import tally
 from kvjax.debug.survey import Condition, Survey, read_blocks
 from kvjax.state import NO_BLOCK, CacheState
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = {
-    "active": "#4f8fcf", "shared": "#45308c", "cached": "#e8a53a", "empty": "#e9ecef", "unknown": "#d62728",
-    "host active": "#2f8f83", "host cached": "#9ccf8f", "host empty": "#dcebe4", "moving": "#c2417f", "gap": "#ffffff",
+    "active": BLUE, "shared": VIOLET, "cached": AMBER, "empty": "#e9ecef", "unknown": RED, "host active": TEAL,
+    "host cached": GREEN, "host empty": "#dcebe4", "moving": PINK, "gap": "#ffffff",
 }  # fmt: skip
 _KINDS = {
     Condition.ACTIVE: "active", Condition.CACHED: "cached", Condition.EMPTY: "empty",
@@ -32,7 +33,8 @@ _NAMES = {
     "host active": "on the host, swapped out", "host cached": "on the host, cached", "host empty": "on the host, empty",
     "moving": "on the move",
 }  # fmt: skip
-_INK, _FAINT = "#2b2f36", "#7d848e"
+_PARTIAL = ("active", "shared", "cached", "host active", "host cached")
+_UNWRITTEN = 0.3  # strength of the colour where no tokens are
 _MOST_CELLS, _MOST_LANES, _MOST_NUMBERED = 2048, 24, 32
 _INCHES = 10.0  # width of a figure of our own
 _GAP = 0.1  # between cells, in cells
@@ -42,6 +44,7 @@ _Stretches = list[tuple[float, float, str, float]]
 
 
 @on_state
+@picture
 def plot_blocks(
     state: CacheState,
     path: str | os.PathLike[str] | None = None,
@@ -69,10 +72,6 @@ def plot_blocks(
     Raises:
       ImportError: without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plot_blocks needs matplotlib: pip install "kvjax[plot]"') from error
     seen = read_blocks(state, group)
     num_blocks = len(seen.condition)
     per_cell = 1 << (-(-num_blocks // _MOST_CELLS) - 1).bit_length()
@@ -83,10 +82,10 @@ def plot_blocks(
     _draw_map(drawing, seen, per_cell)
     _draw_lanes(drawing, seen, lanes, gaps=state.spec.groups[group].window is not None)
     if ax is None:
-        ax = Figure(figsize=(_INCHES, 1 + drawing.inches * drawing.bottom), layout="constrained").subplots()
+        ax = new_figure(_INCHES, 1 + drawing.inches * drawing.bottom).subplots()
     drawing.finish(ax, ([title] if title else []) + tally(state, seen).lines)
     if path is not None:
-        ax.get_figure(root=True).savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.15)  # pyright: ignore[reportOptionalMemberAccess]
+        ax.get_figure(root=True).savefig(path, bbox_inches="tight", pad_inches=0.15)  # pyright: ignore[reportOptionalMemberAccess]
     return ax
 
 
@@ -120,11 +119,11 @@ class _Drawing:
             self.text(x + (width - gap) / 2, y + (1 - _GAP) / 2, label, ha="center", size=size, halo=True)
 
     def text(self, x: float, y: float, label: str, **style) -> None:
-        self.labels.append((x, y, label, {"va": "center", "color": _INK, "size": 8} | style))
+        self.labels.append((x, y, label, {"va": "center", "color": INK, "size": 8} | style))
 
     def finish(self, ax: Axes, headings: list[str]) -> None:
         from matplotlib.collections import PolyCollection
-        from matplotlib.colors import to_rgb
+        from matplotlib.legend_handler import HandlerTuple
         from matplotlib.patches import Patch
         from matplotlib.patheffects import withStroke
 
@@ -134,10 +133,15 @@ class _Drawing:
             ax.text(x, y, label, path_effects=halo if style.pop("halo", False) else None, **style)
         ax.set(xlim=(-self.margin, self.columns), ylim=(self.bottom, 0), aspect="equal", anchor="NW")
         ax.set_axis_off()
-        ax.set_title("\n".join(headings), loc="left", fontsize=9, color=_INK)
-        keys = [Patch(color=_COLOURS[kind], label=_NAMES[kind]) for kind in self.kinds]
-        keys.insert(4, Patch(facecolor=(*to_rgb(_COLOURS["active"]), 0.3), label="not written"))
-        ax.legend(handles=keys, loc="upper left", bbox_to_anchor=(0, 0), ncols=5, frameon=False, fontsize=8)
+        ax.set_title("\n".join(headings))
+        swatch = lambda kind, strength=1.0: Patch(facecolor=_COLOURS[kind], alpha=strength)  # noqa: E731
+        keys = {_NAMES[kind]: (swatch(kind),) for kind in self.kinds}
+        partial = tuple(swatch(kind, _UNWRITTEN) for kind in self.kinds if kind in _PARTIAL)
+        keys = dict([*[*keys.items()][:4], ("not written", partial), *[*keys.items()][4:]])
+        ax.legend(
+            [*keys.values()], [*keys], loc="upper left", bbox_to_anchor=(0, 0), ncols=5,
+            handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        )  # fmt: skip
 
 
 def _draw_map(drawing: _Drawing, seen: Survey, per_cell: int) -> None:
@@ -147,12 +151,12 @@ def _draw_map(drawing: _Drawing, seen: Survey, per_cell: int) -> None:
         line, column = divmod(first // per_cell, drawing.columns)
         y = drawing.bottom + line
         if column == 0:
-            drawing.text(-0.3, y + 0.45, f"{first:,}", ha="right", color=_FAINT)
+            drawing.text(-0.3, y + 0.45, f"{first:,}", ha="right", color=FAINT)
         stretches = _one(seen, first) if per_cell == 1 else _shares(seen, slice(first, first + per_cell))
         drawing.cell(column, y, 1.0, stretches, str(first))
     drawing.bottom += -(-len(seen.condition) // (per_cell * drawing.columns))
     if per_cell > 1:
-        drawing.text(0, drawing.bottom + 0.6, f"a cell is {per_cell:,} blocks, by their shares", color=_FAINT)
+        drawing.text(0, drawing.bottom + 0.6, f"a cell is {per_cell:,} blocks, by their shares", color=FAINT)
         drawing.bottom += 1.2
 
 
@@ -176,7 +180,7 @@ def _draw_lanes(drawing: _Drawing, seen: Survey, lanes: list[int], gaps: bool) -
             drawing.cell(index * width, drawing.bottom, width, stretches, label)
         drawing.bottom += 1
     if len(lanes) > _MOST_LANES:
-        drawing.text(0, drawing.bottom + 0.5, f"and {len(lanes) - _MOST_LANES:,} more rows", color=_FAINT)
+        drawing.text(0, drawing.bottom + 0.5, f"and {len(lanes) - _MOST_LANES:,} more rows", color=FAINT)
         drawing.bottom += 1
 
 
@@ -200,7 +204,7 @@ def _one(seen: Survey, block: int) -> _Stretches:
         return [(0.0, 1.0, kind, 1.0)]
     share = float(seen.written[block]) / seen.tokens.shape[1]
     mark = [(0.0, 0.15, "moving", 1.0)] if seen.moving[block] else []
-    return [(0.0, 1.0, kind, 0.3), (0.0, share, kind, 1.0), *mark]
+    return [(0.0, 1.0, kind, _UNWRITTEN), (0.0, share, kind, 1.0), *mark]
 
 
 def _shares(seen: Survey, run: slice) -> _Stretches:

@@ -22,6 +22,7 @@ from kvjax.research.bound import belady
 from kvjax.research.curves import lru_curve
 from kvjax.research.densities import Learned
 from kvjax.research.figures import summary, unbounded
+from kvjax.research.generator import draw_trace
 from kvjax.research.learn import learn_policy
 from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
 from kvjax.research.readers import read_trace
@@ -36,6 +37,7 @@ _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "cost_aware": policies.cost_aware, "fifo": policies.fifo, "lfu": policies.lfu, "lru": policies.lru,
     "random": policies.random,
 }  # fmt: skip
+_DRAWN = 500  # sizes of a curve in a picture: more than the eye tells apart
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (about, run) in _COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
-        command.add_argument("trace", metavar="TRACE", type=pathlib.Path, help="a file that read_trace knows")
+        command.add_argument("trace", metavar="TRACE", help=_TRACE)
         command.add_argument("--rule", choices=get_args(Rule), default="full", help="what counts (%(default)s)")
         command.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures there")
         command.set_defaults(run=run)
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
         if name == "learn":
             command.add_argument("--seeds", metavar="S", type=int, default=3, help="policies of a split (%(default)s)")
-            command.add_argument("--on", metavar="TRACE", type=pathlib.Path, help="a second trace, to count hits in")
+            command.add_argument("--on", metavar="TRACE", help="a second one, to count hits in")
             command.add_argument(
                 "--save", metavar="FILE.npz", type=pathlib.Path, help="write one learned from all there"
             )
@@ -64,9 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("--overlap", nargs=2, type=float, metavar=("TOKENS/S", "MS"), help=_OVERLAP)
     asked = parser.parse_args(arguments)
     try:
-        asked.run(read_trace(asked.trace), asked)
+        asked.run(_trace(asked.trace), asked)
     except (OSError, ValueError, ImportError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def _trace(name: str) -> Trace:
+    """The trace of a file, or `drawn:SEED`."""
+    kind, _, seed = name.partition(":")
+    if kind != "drawn":
+        return read_trace(name)
+    if not seed.isdecimal():
+        raise ValueError(f"TRACE: got {name!r}, wanted drawn:SEED with a number from 0")
+    return draw_trace(int(seed))
 
 
 def _summary(trace: Trace, asked: argparse.Namespace) -> None:
@@ -83,12 +95,17 @@ def _summary(trace: Trace, asked: argparse.Namespace) -> None:
 def _curve(trace: Trace, asked: argparse.Namespace) -> None:
     sizes = _sizes(trace, asked)
     _tell(asked, {"lru": lru_curve(trace, sizes, asked.rule)}, belady(trace, sizes))
+    if asked.plot is not None:
+        every = _between(sizes)
+        plot_rates({"lru": lru_curve(trace, every, asked.rule)}, asked.plot, bound=belady(trace, every))
 
 
 def _bound(trace: Trace, asked: argparse.Namespace) -> None:
     sizes = _sizes(trace, asked)
-    found = {"Belady": belady(trace, sizes), "with bypass": belady(trace, sizes, bypass=True)}
-    _tell(argparse.Namespace(**vars(asked) | {"rule": "papers"}), found, None)
+    find = lambda sizes: {"Belady": belady(trace, sizes), "with bypass": belady(trace, sizes, bypass=True)}  # noqa: E731
+    _tell(argparse.Namespace(**vars(asked) | {"rule": "papers"}), find(sizes), None)
+    if asked.plot is not None:
+        plot_rates(find(_between(sizes)), asked.plot)
 
 
 def _sweep(trace: Trace, asked: argparse.Namespace) -> None:
@@ -99,6 +116,11 @@ def _sweep(trace: Trace, asked: argparse.Namespace) -> None:
     _tell(asked, found, belady(trace, sizes) if fits else None)
     if not fits:
         print(f"No bound: the longest request has {trace.lengths.max():,} blocks.")
+    if asked.plot is not None:
+        every = _between(sizes)
+        if fits and asked.overlap is None and "lru" in found:
+            found["lru"] = lru_curve(trace, every, asked.rule)
+        plot_rates(found, asked.plot, bound=belady(trace, every) if fits else None)
 
 
 def _hits(name: str, trace: Trace, policy: EvictionPolicy, sizes: list[int], asked: argparse.Namespace) -> Hits:
@@ -114,7 +136,7 @@ def _hits(name: str, trace: Trace, policy: EvictionPolicy, sizes: list[int], ask
 
 
 def _learn(trace: Trace, asked: argparse.Namespace) -> None:
-    on = None if asked.on is None else read_trace(asked.on)
+    on = None if asked.on is None else _trace(asked.on)
     chosen = {name: _policy(name) for name in asked.policies}
     sizes = _sizes(trace if on is None else on, asked)
     found = compare_learned(trace, sizes, rule=asked.rule, seeds=asked.seeds, policies=chosen, on=on)
@@ -130,6 +152,11 @@ def _sizes(trace: Trace, asked: argparse.Namespace) -> list[int]:
     """Those that were asked for; else eight from the longest request to a size that holds the whole trace."""
     longest = int(trace.lengths.max())
     return asked.sizes or sorted(set(np.geomspace(longest, trace.num_ids + longest, 8).astype(int).tolist()))
+
+
+def _between(sizes: Sequence[int]) -> list[int]:
+    """The sizes, and those between them that a picture shows."""
+    return sorted({*sizes, *np.geomspace(min(sizes), max(sizes), _DRAWN).astype(int).tolist()})
 
 
 def _policy(name: str) -> EvictionPolicy:
@@ -169,8 +196,6 @@ def _tell(asked: argparse.Namespace, found: Mapping[str, Hits], bound: Hits | No
         "token_rates": {name: hits.token_rate.tolist() for name, hits in columns.items()},
         "mean_rates": {name: hits.mean_rate.tolist() for name, hits in columns.items()},
     })  # fmt: skip
-    if asked.plot is not None:
-        plot_rates(found, asked.plot, bound=bound)
 
 
 def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
@@ -178,6 +203,7 @@ def _save(path: pathlib.Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(figures, indent=2) + "\n")
 
 
+_TRACE = "a file that read_trace knows, or drawn:SEED for one drawn at random"
 _OVERLAP = "requests run at the same time: prompt tokens/s, and ms a token of an answer"
 _NAMES = f"{', '.join(_POLICIES)}, FILE.npz that learn has saved, or MODULE:NAME of one's own"
 _COMMANDS: dict[str, tuple[str, Callable[[Trace, argparse.Namespace], None]]] = {

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvjax._pictures import FAINT, INK, LINES, PALE, finish, legend_below, new_figure, picture, round_ticks
 from kvjax.research.curves import reuse_distances
 from kvjax.research.figures import hits_by_age, hits_by_depth, reuse_times
 from kvjax.research.rules import Hits, Rule
@@ -18,48 +20,65 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = ("#45308c", "#e8a53a", "#2f8f83", "#c2417f", "#4f8fcf", "#7a9a2d", "#d62728", "#7d848e")
-_INK, _FAINT, _PALE = "#2b2f36", "#7d848e", "#dfe3ea"
+_MARKED = 40  # most sizes of a curve that are marked
 
 
+@picture
 def plot_rates(
     curves: Mapping[str, Hits],
     path: str | os.PathLike[str] | None = None,
     *,
     bound: Hits | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draws the share of blocks found by the size of the cache.
+    figure: Figure | None = None,
+) -> Figure:
+    """Draws the share of blocks found by the size of the cache, and below it each curve less that of LRU.
+
+    A curve of up to 40 sizes has them marked. What is below needs a curve named "lru", and is drawn at its sizes. The
+    scale there is linear up to one percent of the blocks asked for, then logarithmic.
 
     Args:
       curves: hits by the name of their policy, under one rule.
       path: where to save the picture; None: nowhere.
       bound: of `belady`, drawn dashed.
-      ax: axes to draw on; None: those of a new figure.
+      figure: where to draw; None: a new figure.
 
     Returns:
-      The axes.
+      The figure: of one axes, or of two where something stands beside "lru".
 
     Raises:
       ImportError: without matplotlib.
       ValueError: for no curves, or curves under several rules.
     """
-    title = _told(curves)
-    if ax is None:
-        ax = _figure("plot_rates", (8, 4.6)).subplots()
-    for number, (name, hits) in enumerate(curves.items()):
-        _draw(ax, hits, name, color=_COLOURS[number % len(_COLOURS)], marker="o")
+    told = _told(curves)
+    drawn = {name: (hits, {"color": colour}) for (name, hits), colour in zip(curves.items(), itertools.cycle(LINES))}
     if bound is not None:
-        _draw(ax, bound, f'Belady, rule "{bound.rule}": an upper bound', color=_INK, linestyle="--")
-    _log_scale(ax)
-    _finish(ax, "blocks of the cache", "blocks found of blocks asked for")
-    ax.set_title(title, loc="left", color=_FAINT, fontsize=10)
-    ax.legend(frameon=False, labelcolor=_INK)
+        drawn[f'Belady, rule "{bound.rule}": an upper bound'] = bound, {"color": INK, "linestyle": "--"}
+    two = "lru" in curves and len(drawn) > 1
+    figure = new_figure(8, 6.2 if two else 4.6) if figure is None else figure
+    axes = figure.subplots(1 + two, sharex=True, squeeze=False, height_ratios=[3, 2] if two else None)[:, 0]
+    axes[0].set_xscale("log")
+    for below in axes[1:]:
+        below.set_yscale("symlog", linthresh=0.01)
+    for name, (hits, style) in drawn.items():
+        _draw(axes[0], hits.sizes, hits.rate, label=name, **style)
+        if two:
+            sizes, own, lru = np.intersect1d(hits.sizes, curves["lru"].sizes, return_indices=True)
+            _draw(axes[1], sizes, hits.rate[own] - curves["lru"].rate[lru], **style)
+    sizes = np.concatenate([hits.sizes for hits in curves.values()])
+    round_ticks(axes[0], sizes.min(), sizes.max())
+    axes[0].set_ylim(bottom=0)
+    axes[0].set_title(told, color=FAINT)
+    finish(axes[0], y="blocks found, % of those asked for", percent=True)
+    if two:
+        finish(axes[1], y="the same, less LRU's", percent=True)
+    axes[-1].set_xlabel("blocks of the cache")
+    legend_below(figure)
     if path is not None:
-        ax.figure.savefig(path, dpi=150)  # pyright: ignore[reportAttributeAccessIssue]
-    return ax
+        figure.savefig(path)
+    return figure
 
 
+@picture
 def plot_reuse(
     curves: Mapping[str, Hits], path: str | os.PathLike[str] | None = None, *, figure: Figure | None = None
 ) -> Figure:
@@ -81,27 +100,31 @@ def plot_reuse(
     """
     rule = _one_rule(curves)
     some = next(iter(curves.values()))
-    figure = _figure("plot_reuse", (12, 4)) if figure is None else figure
+    figure = new_figure(12, 4) if figure is None else figure
     distance, depth, age = figure.subplots(1, 3)
+    distance.set_xscale("log")
+    depth.set_xscale("log")
+    age.set_xscale("symlog", linthresh=1)
     needed = np.geomspace(1, some.trace.num_ids + 1, 41)
-    distance.stairs(np.histogram(reuse_distances(some.trace, rule), needed)[0], needed, fill=True, color=_PALE)
-    _log_scale(distance)
+    distance.stairs(np.histogram(reuse_distances(some.trace, rule), needed)[0], needed, fill=True, color=PALE)
     _against(depth, np.arange(1, int(some.trace.lengths.max(initial=0)) + 2), curves, hits_by_depth)
-    _log_scale(depth)
     oldest = max(2.0, float(np.max(reuse_times(some.trace), initial=0)) / 1000 + 1)
     seconds = np.append(0, np.geomspace(1, oldest, 31))
     _against(age, seconds, curves, lambda hits: hits_by_age(hits, seconds * 1000))
-    age.set_xscale("symlog", linthresh=1)
-    _finish(distance, "blocks that LRU needs to find it", "blocks that come again")
-    _finish(depth, "place in its prompt", "blocks")
-    _finish(age, "seconds since its last use", "blocks")
-    age.legend(frameon=False, labelcolor=_INK)
-    figure.suptitle(_told(curves), x=0.01, ha="left", color=_FAINT, fontsize=10)
+    for ax in (distance, depth, age):
+        ax.set_ylim(bottom=0)
+        round_ticks(ax, 0 if ax is age else 1)
+    finish(distance, "blocks that LRU needs to find it", "blocks that come again")
+    finish(depth, "place in its prompt", "blocks")
+    finish(age, "seconds since its last use", "blocks")
+    distance.set_title(_told(curves), color=FAINT)
+    legend_below(figure)
     if path is not None:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path)
     return figure
 
 
+@picture
 def plot_gains(found: Comparison, path: str | os.PathLike[str] | None = None) -> Figure:
     """Draws what a learned policy finds more than LRU by the size of the cache, with its 95 % interval, for each part.
 
@@ -115,23 +138,23 @@ def plot_gains(found: Comparison, path: str | os.PathLike[str] | None = None) ->
     Raises:
       ImportError: without matplotlib.
     """
-    figure = _figure("plot_gains", (4 * len(found.parts), 3.6))
+    figure = new_figure(4 * len(found.parts), 3.6)
     order = np.argsort(found.sizes)
     sizes = found.sizes[order]
     axes = figure.subplots(1, len(found.parts), sharey=True, squeeze=False)[0]
     for ax, (first, last), learned_from, gain, low, high in zip(
         axes, found.parts, found.learned_from, found.gain, found.low, found.high, strict=True
     ):
-        ax.axhline(0, color=_FAINT, linewidth=0.8)
-        ax.fill_between(sizes, 100 * low[order], 100 * high[order], color=_PALE)
-        ax.plot(sizes, 100 * gain[order], color=_COLOURS[0], marker="o", markersize=3.5, linewidth=1.6)
-        _log_scale(ax)
-        _label(ax, "blocks of the cache", "% more blocks found than by LRU" if ax is axes[0] else "")
-        told = f"learned from {learned_from:,}, counted in {first:,} to {last - 1:,}"
-        ax.set_title(told, loc="left", color=_FAINT, fontsize=10)
-    figure.suptitle(f'Rule "{found.rule}"; requests follow one another', x=0.01, ha="left", color=_FAINT, fontsize=10)
+        ax.axhline(0, color=FAINT, linewidth=0.8)
+        ax.fill_between(sizes, 100 * low[order], 100 * high[order], color=PALE)
+        ax.plot(sizes, 100 * gain[order], color=LINES[0], marker="o")
+        ax.set_xscale("log")
+        round_ticks(ax, sizes[0], sizes[-1])
+        finish(ax, "blocks of the cache", "% more blocks found than by LRU" if ax is axes[0] else "")
+        ax.set_title(f"learned from {learned_from:,}, counted in {first:,} to {last - 1:,}", color=FAINT)
+    figure.suptitle(f'Rule "{found.rule}"; requests follow one another', x=0.01, ha="left", color=FAINT, fontsize=10)
     if path is not None:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path)
     return figure
 
 
@@ -140,10 +163,10 @@ def _against(
 ) -> None:
     """Draws what is asked for, filled, and what each cache finds of it, as a line."""
     counts = {name: counted(hits) for name, hits in curves.items()}
-    ax.stairs(next(iter(counts.values()))[1], edges, fill=True, color=_PALE, label="asked for")
+    ax.stairs(next(iter(counts.values()))[1], edges, fill=True, color=PALE, label="asked for")
     lines = [(name, *line) for name in curves for line in zip(curves[name].sizes, counts[name][0], strict=True)]
     for number, (name, size, found) in enumerate(lines):
-        ax.stairs(found, edges, color=_COLOURS[number % len(_COLOURS)], label=f"{name}, {size:,} blocks")
+        ax.stairs(found, edges, color=LINES[number % len(LINES)], label=f"{name}, {size:,} blocks")
 
 
 def _one_rule(curves: Mapping[str, Hits]) -> Rule:
@@ -159,36 +182,6 @@ def _told(curves: Mapping[str, Hits]) -> str:
     return f'Rule "{_one_rule(curves)}"; requests {"run at the same time" if overlap else "follow one another"}'
 
 
-def _figure(name: str, size: tuple[float, float]) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f'{name} needs matplotlib: pip install "kvjax[plot]"') from error
-    return Figure(figsize=size, layout="constrained", facecolor="white")
-
-
-def _finish(ax: Axes, x: str, y: str) -> None:
-    ax.set_ylim(bottom=0)
-    _label(ax, x, y)
-
-
-def _label(ax: Axes, x: str, y: str) -> None:
-    ax.set_xlabel(x, color=_INK)
-    ax.set_ylabel(y, color=_INK)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.tick_params(colors=_FAINT)
-
-
-def _log_scale(ax: Axes) -> None:
-    from matplotlib import ticker
-
-    ax.set_xscale("log")
-    low, high = ax.get_xlim()
-    ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5)))
-    ax.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    ax.xaxis.set_minor_formatter(ticker.NullFormatter())
-
-
-def _draw(ax: Axes, hits: Hits, label: str, **style: str) -> None:
-    order = np.argsort(hits.sizes)
-    ax.plot(hits.sizes[order], hits.rate[order], label=label, linewidth=1.6, markersize=3.5, **style)  # pyright: ignore
+def _draw(ax: Axes, sizes: np.ndarray, shares: np.ndarray, **style: str) -> None:
+    order = np.argsort(sizes)
+    ax.plot(sizes[order], shares[order], marker="o" if len(sizes) <= _MARKED else "", **style)  # pyright: ignore

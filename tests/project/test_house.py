@@ -14,9 +14,9 @@ import kvjax
 HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
-    "_arrays", "_compile", "_methods", "_parts", "_values", "spec", "state", "_checks", "events", "policies", "blocks",
-    "gpu", "names", "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "serving",
-    "testing", "tiers", "interop", "research", "__init__",
+    "_arrays", "_compile", "_methods", "_parts", "_pictures", "_values", "spec", "state", "_checks", "events",
+    "policies", "blocks", "gpu", "names", "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered",
+    "sizing", "serving", "testing", "tiers", "interop", "research", "__init__",
 )  # fmt: skip
 # What a value shows of itself is drawn where the drawing is; imported when it is asked for.
 LATE = {("kvjax.state", "kvjax.debug.text")}

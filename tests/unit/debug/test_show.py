@@ -301,6 +301,14 @@ def test_plot_blocks_draws_where_it_is_told(story):
     assert "7 active" in after.get_title(loc="left")
 
 
+def test_the_legend_has_the_cells_own_colours(story):
+    from matplotlib.patches import Rectangle
+
+    ax = plot_blocks(story.state)
+    cells = {tuple(colour) for colour in ax.collections[0].get_facecolor()}
+    assert cells <= {patch.get_facecolor() for patch in ax.get_legend().findobj(Rectangle)}
+
+
 def test_without_matplotlib_the_extra_is_named(story, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"kvjax\[plot\]"):

@@ -12,6 +12,7 @@ from kvjax.research import (
     Learned,
     __main__,
     belady,
+    draw_trace,
     hits_by_depth,
     lru_curve,
     replay,
@@ -172,6 +173,7 @@ def test_gains_are_drawn_for_each_part(tmp_path):
         (["curve", "--sizes", "1"], "sizes: "),
         (["learn", "--sizes", "1"], "sizes: "),
         (["learn", "--seeds", "0"], "seeds: got 0"),
+        (["learn", "--on", "drawn:-1"], "TRACE: got 'drawn:-1', wanted drawn:SEED"),
     ],
 )
 def test_bad_input_is_named(arguments, wanted, file, capsys):
@@ -182,8 +184,51 @@ def test_bad_input_is_named(arguments, wanted, file, capsys):
 
 def test_a_plot_has_a_curve_for_each_policy_and_one_rule(tmp_path):
     full, kvjax = (lru_curve(cut(100), SIZES, rule) for rule in ("full", "kvjax"))
-    axes = plot_rates({"lru": full}, tmp_path / "plot.png", bound=belady(cut(100), SIZES))
-    lru, _ = axes.lines
-    assert lru.get_ydata().tolist() == full.rate.tolist()
+    [rates] = plot_rates({"mine": full}, tmp_path / "plot.png").axes
+    assert rates.lines[0].get_ydata().tolist() == full.rate.tolist()
     with pytest.raises(ValueError, match="got 2 rules"):
         plot_rates({"a": full, "b": kvjax})
+
+
+def test_a_plot_shows_what_stands_beside_lru_at_the_sizes_of_both():
+    trace, bound = cut(100), belady(cut(100), [400])
+    lru, mine = lru_curve(trace, range(240, 500)), lru_curve(trace, SIZES, "full")
+    mine.blocks[:, 0] += 1
+    figure = plot_rates({"lru": lru, "mine": mine}, bound=bound)
+    rates, beside = figure.axes
+    assert [line.get_marker() for line in rates.lines] == ["", "o", "o"] and rates.get_xticks()[0] == 240
+    wanted = [(lru.sizes, 0 * lru.rate), (SIZES, [1 / len(trace.ids)] * 2), ([400], bound.rate - lru.rate[160:161])]
+    for line, (sizes, rate) in zip(beside.lines, wanted, strict=True):
+        assert line.get_xdata().tolist() == list(sizes)
+        assert line.get_ydata() == pytest.approx(rate)
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][:2] == ["lru", "mine"]
+
+
+def test_a_curve_is_drawn_at_every_size(file, tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(__main__, "plot_rates", lambda curves, path, **more: drawn.append(curves | more))
+    _, saved = run(file, tmp_path, capsys, "curve", "--plot", "x.png", "--sizes", *map(str, SIZES))
+    [(lru, bound)] = [curves.values() for curves in drawn]
+    assert saved["sizes"] == SIZES and lru.sizes.tolist() == bound.sizes.tolist() == list(range(240, 401))
+    assert lru.rate[[0, -1]].tolist() == saved["rates"]["lru"]
+
+
+@pytest.mark.parametrize("command", [*__main__._COMMANDS])
+def test_a_drawn_trace_is_one_for_every_command(command, monkeypatch):
+    asked = []
+    monkeypatch.setitem(__main__._COMMANDS, command, ("", lambda trace, _: asked.append(trace)))
+    main([command, "drawn:3"])
+    assert asked[0].ids.tolist() == draw_trace(3).ids.tolist()
+
+
+def test_hits_may_be_counted_in_a_drawn_trace(file, monkeypatch):
+    asked = []
+
+    def compare(trace, sizes, *, on, **options):
+        asked.append((len(trace), on.notes))
+        return comparison([(0, 1000)], sizes)
+
+    monkeypatch.setattr(__main__, "compare_learned", compare)
+    main(["learn", str(file), "--on", "drawn:0", "--policies"])
+    assert asked == [(100, draw_trace(0).notes)]
