@@ -90,10 +90,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         """
         if steps < 1:
             raise ValueError(f"steps: got {steps}, wanted at least 1")
+        check_model(model)
         check_cache(cache)
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
         check_on_host("generation", (model, cache.state, cache.pools, asked.args, asked.keywords), instead)
-        check_model(model)
         super().__init__(cache, clock, log_events, listener)
         scheduler.check(self.spec)
         self.model, self.asked, self.top_logprobs = model, asked(self.spec.retention), top_logprobs
