@@ -93,10 +93,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         if not isinstance(scheduler, Scheduler):
             raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
         check_functions(logits_fn=logits_fn)
+        check_model(model)
         check_cache(cache)
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
         check_on_host("generation", (model, cache.state, cache.pools, asked.args, asked.keywords), instead)
-        check_model(model)
         super().__init__(cache, clock, log_events, listener)
         scheduler.check(self.spec)
         self.model, self.asked = model, asked(self.spec.retention)
