@@ -33,7 +33,7 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     """Calls the function `name` of an implementation.
 
     Without `implementation` the choice is made when a program is lowered, for the platform that it is lowered for.
-    Under `jax.jvp`, `jax.grad` and the like the chosen implementation computes the result, and XLA its derivative.
+    Where jax differentiates the call, XLA computes the derivative, and the result too unless a kernel is named.
 
     Args:
       name: one of the functions listed above.
@@ -46,6 +46,8 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
       NotImplementedError: if the named implementation cannot serve this call.
       ExceptionGroup: of every implementation's NotImplementedError, if none is named and none can serve.
     """
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation: got {implementation!r}, wanted None or one of {IMPLEMENTATIONS}")
     leaves, tree = jax.tree.flatten((args, options))
     arrays = [x for x in leaves if isinstance(x, jax.Array)]
     static = [None if isinstance(x, jax.Array) else x for x in leaves]
@@ -55,16 +57,18 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
         args, options = tree.unflatten([next(rest) if x is None else x for x in static])
         return function(*args, **options)
 
-    def plain(*args, interpret=False, **options):
-        return _function("derivative", name, options)(*args)
-
     @jax.custom_jvp
     def serve(*arrays):
         return called(functools.partial(_serve, name, implementation), arrays)
 
     @serve.defjvp
     def _differentiate(arrays, tangents):
-        return serve(*arrays), jax.jvp(lambda *arrays: called(plain, arrays), arrays, tangents)[1]
+        def plain(*args, interpret=False, **options):
+            return _function("derivative", name, options)(*args)
+
+        out, tangent = jax.jvp(lambda *arrays: called(plain, arrays), arrays, tangents)
+        # Not also by the implementation that would be chosen: the pool would be copied, to be read by both.
+        return (serve(*arrays) if implementation in PLATFORMS else out), tangent
 
     return serve(*arrays)
 
@@ -72,8 +76,6 @@ def call(name: str, *args, implementation: str | None = None, **options) -> Any:
 def _serve(name: str, implementation: str | None, *args, **options) -> Any:
     """The named implementation's result, or that of the first that can serve."""
     if implementation is not None:
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation: got {implementation!r}, wanted None or one of {IMPLEMENTATIONS}")
         function = _function(implementation, name, options)
         if implementation in PLATFORMS and not options.get("interpret"):
             return lax.platform_dependent(*args, **{PLATFORMS[implementation]: function})

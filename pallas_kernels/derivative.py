@@ -2,7 +2,8 @@
 """What jax differentiates in place of any implementation: the same functions in plain XLA, without loops.
 
 jax cannot differentiate a Pallas kernel that writes in place, nor reverse a loop whose trip count is data. Shapes use
-the legend of `pallas_kernels.xla`. A derivative with respect to a pool is an array of the pool's size.
+the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a derivative
+with respect to a pool is an array of the pool's size.
 """
 
 from __future__ import annotations
@@ -10,15 +11,13 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import xla
 from pallas_kernels.xla import gather_blocks
 
 __all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "prefill_attention", "scatter_blocks"]
-
-decode_attention = functools.partial(xla.decode_attention, in_one_tile=True)
-prefill_attention = functools.partial(xla.prefill_attention, in_one_tile=True)
 
 
 def append_kv(pool, layer, k, v, slots, scales=None):
@@ -46,3 +45,46 @@ def scatter_blocks(pool, staged, blocks, count):
     # As in `xla.append_kv` every dropped block has an index of its own.
     row = jnp.where(number < count, blocks, pool.shape[0] + number)
     return pool.at[row].set(staged, mode="drop", wrap_negative_indices=False, unique_indices=True)
+
+
+def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales):
+    """As `xla_attention._attend`, with all slots of a table at once: [W, K, C, G, S] scores."""
+    num, chunk, _, width = q.shape
+    kv_heads, size = pool.shape[3:5]
+    position = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+    length = jnp.where(count > 0, first + count, 0)
+    slot = jnp.arange(tables.shape[1] * size, dtype=jnp.int32)[None]
+    seen = (slot[None] <= position[:, :, None]) & (slot < length[:, None])[:, None]
+    if window is not None:
+        seen &= slot[None] > position[:, :, None] - window
+    read = jnp.any(seen, axis=1)[None, :, None, :, None]
+
+    def fetch(array, width):  # 0 * NaN is NaN, so what no query sees is 0
+        array = array.at[tables, layer].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        array = jnp.moveaxis(array.reshape(*array.shape[:5], width), (2, 3), (0, 2)).astype(jnp.float32)
+        return jnp.where(read, array.reshape(2, num, kv_heads, -1, width), 0.0)
+
+    keys, values = fetch(pool, width) if scales is None else fetch(pool, width) * fetch(scales, 1)
+    queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num, chunk, kv_heads, -1, width)
+    score = jnp.einsum("wckgd,wksd->wkcgs", queries, keys, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
+    score = jnp.where(seen[:, None, :, None], score, -jnp.inf)
+    highest = jnp.max(score, axis=-1, initial=-1e30)  # finite, so that score - highest is never inf - inf
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1)
+        highest = jnp.maximum(highest, sinks)
+    highest = lax.stop_gradient(highest)  # it cancels out
+    weight = jnp.exp(score - highest[..., None])
+    denominator = jnp.sum(weight, axis=-1) + (0.0 if sinks is None else jnp.exp(sinks - highest))
+    out = jnp.einsum("wkcgs,wksd->wckgd", weight, values, preferred_element_type=jnp.float32)
+    divisor = jnp.where(denominator > 0, denominator, 1.0)
+    out = out / divisor.swapaxes(1, 2)[..., None]
+    lse = jnp.where(denominator > 0, highest + jnp.log(divisor), -jnp.inf)
+    real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[..., None, None]
+    out = jnp.where(real, out.reshape(q.shape).astype(q.dtype), jnp.zeros((), q.dtype))
+    return out, lse.swapaxes(1, 2).reshape(q.shape[:-1])
+
+
+decode_attention = functools.partial(xla.decode_attention, attend=_attend)
+prefill_attention = functools.partial(xla.prefill_attention, attend=_attend)

@@ -2,13 +2,14 @@
 """The attention half of `pallas_kernels.xla`, with its shape legend: W tiles of C queries of one row each.
 
 One loop over tiles of slots with a running softmax in float32. Its trip count follows the longest live length, so
-that a short row in a long table costs little; only the blocks in use are read from the pool. jax cannot reverse such a
-loop: for derivatives a table is one tile, `in_one_tile`, and its cost follows the table's width.
+that a short row in a long table costs little; only the blocks in use are read from the pool.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def decode_attention(
     sinks: jax.Array | None = None,
     scales: jax.Array | None = None,
     return_lse: bool = False,
-    in_one_tile: bool = False,
+    attend: Callable[..., Any] | None = None,
 ):
     """Attention of one query token per row, the row's last, over the row's paged K/V.
 
@@ -52,14 +53,14 @@ def decode_attention(
       sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
       scales: f32[N + 1, L, 2, K, P] of a quantised pool; None: the pool holds the K/V themselves.
       return_lse: whether to return the logarithm of the softmax's denominator too.
-      in_one_tile: whether to do without loops over tiles, for `derivative`.
+      attend: computes the tiles; None: the loops below.
 
     Returns:
       [R, Q, D] like q; with `return_lse` also f32[R, Q], -inf where there is nothing in the denominator.
     """
-    out, lse = _attend(
+    out, lse = (attend or _attend)(
         q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32),
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, in_one_tile=in_one_tile,
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales,
     )  # fmt: skip
     return (out[:, 0], lse[:, 0]) if return_lse else out[:, 0]
 
@@ -80,7 +81,7 @@ def prefill_attention(
     sinks: jax.Array | None = None,
     scales: jax.Array | None = None,
     return_lse: bool = False,
-    in_one_tile: bool = False,
+    attend: Callable[..., Any] | None = None,
 ):
     """Causal attention of each row's last tokens, any number of them, over the row's paged K/V.
 
@@ -99,7 +100,7 @@ def prefill_attention(
       sinks: f32[Q], or None.
       scales: f32[N + 1, L, 2, K, P], or None.
       return_lse: whether to return the logarithm of the softmax's denominator too.
-      in_one_tile: whether to do without loops over tiles.
+      attend: computes the tiles; None: the loops below.
 
     Returns:
       [T, Q, D] like q, zeros where q is padding; with `return_lse` also f32[T, Q], undefined where q is padding.
@@ -109,10 +110,9 @@ def prefill_attention(
     width = min(max_count, max(least, min(-(-tokens // counts.shape[0]), most)))  # a row's tokens, if all have as many
     work = query_tiles(tokens, lengths, starts, counts, max_count, width)
     token = work.token[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    out, lse = _attend(
+    out, lse = (attend or _attend)(
         q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[work.row], work.position,
         work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales,
-        in_one_tile=in_one_tile,
     )  # fmt: skip
     # Back to tokens: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
@@ -125,7 +125,7 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
-def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, in_one_tile):
+def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales):
     """Attention of W tiles of C queries, each over the K/V of one table, one tile of slots after the other.
 
     q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D]
@@ -140,14 +140,12 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, width)
     position = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
     length = jnp.where(count > 0, first + count, 0)
-    blocks = tables.shape[1]
-    if not in_one_tile:
-        blocks = min(max(_slots_per_tile(num * kv_heads * width) // size, 1), blocks)
+    blocks = min(max(_slots_per_tile(num * kv_heads * width) // size, 1), tables.shape[1])
     tile_slots = blocks * size
     # A row's tiles start at the first block that its first query sees. The first `whole` of them are seen whole by
     # every query, but for the window; the others, up to `total`, need masks.
     base = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0) // size
-    whole = jnp.where(count > 0, 0 if in_one_tile else (first + 1 - base * size) // tile_slots, 0)
+    whole = jnp.where(count > 0, (first + 1 - base * size) // tile_slots, 0)
     total = -((base * size - length) // tile_slots)
     if window is not None:  # the tables from `base` on
         column = base[:, None] + jnp.arange(tables.shape[1], dtype=jnp.int32)[None]
@@ -157,14 +155,10 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
         kv = rows(pool, row, run, jnp.float32).reshape(num, kv_heads, tile_slots, width)
         return kv if scales is None else kv * rows(scales, row, run, jnp.float32).reshape(*kv.shape[:3], 1)
 
-    def readable(kv, slot):  # 0 * NaN is NaN
-        return jnp.where((slot < length[:, None])[:, None, :, None], kv, 0.0)
-
     def step(tile, carry, block, live, masked):
         row, stride, order = _runs(pool.shape, run, layer, block)
         slot = ((base + tile * blocks) * size)[:, None] + order[None]
-        keys = fetch(row)
-        score = _scores(queries, readable(keys, slot) if in_one_tile else keys)
+        score = _scores(queries, fetch(row))
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
         seen = _seen(slot, position, length if masked else None, window)
@@ -173,7 +167,9 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
         # The barrier fetches V after K is used up, into the same memory: both at once would not fit a CPU's caches.
         score, row = lax.optimization_barrier((score, row))
         values = fetch(row + stride)
-        return _fold(carry, score, readable(values, slot) if masked else values, live)
+        if masked:  # 0 * NaN is NaN
+            values = jnp.where((slot < length[:, None])[:, None, :, None], values, 0.0)
+        return _fold(carry, score, values, live)
 
     def whole_step(i, carry):
         block = lax.dynamic_slice_in_dim(tables, i * blocks, blocks, axis=1, allow_negative_indices=False)
@@ -186,12 +182,8 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
         return step(tile, carry, block, tile < total, masked=True)
 
     carry = _start(sinks, split, width)
-    if in_one_tile:
-        carry = masked_step(0, carry)
-    else:
-        carry = lax.fori_loop(0, jnp.max(whole), whole_step, carry)
-        carry = lax.fori_loop(0, jnp.max(total - whole), masked_step, carry)
-    highest, denominator, mixed = carry
+    carry = lax.fori_loop(0, jnp.max(whole), whole_step, carry)
+    highest, denominator, mixed = lax.fori_loop(0, jnp.max(total - whole), masked_step, carry)
     real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[:, :, None, None]
     out = mixed / jnp.where(denominator > 0, denominator, 1.0)[..., None]
     out = out.reshape(*split, width).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
@@ -235,8 +227,7 @@ def _scores(queries, keys):
 def _fold(carry, score, values, live):
     """Folds scores [W, K, X, T] and values [W, K, T, D] into the running softmax of the tiles that are live bool[W]."""
     highest, denominator, mixed = carry
-    # The result does not depend on the maximum, so its derivative is none.
-    new = lax.stop_gradient(jnp.maximum(highest, jnp.max(score, axis=-1)))
+    new = jnp.maximum(highest, jnp.max(score, axis=-1))
     weight, shrink = jnp.exp(score - new[..., None]), jnp.exp(highest - new)
     update = jnp.einsum("wkqt,wktd->wkqd", weight, values, preferred_element_type=jnp.float32)
     live = live[:, None, None]

@@ -220,8 +220,8 @@ def test_rounding_has_no_derivative(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.long)])
-def test_on_a_gpu_the_kernel_computes_the_result_and_xla_the_derivative(implementation):
+@pytest.mark.parametrize("implementation", ["triton", pytest.param(None, marks=pytest.mark.long)])
+def test_on_a_gpu_xla_computes_the_derivative_and_a_named_kernel_the_result(implementation):
     chip = AbstractDevice(device_kind="NVIDIA A100", num_cores=108, platform="gpu")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs())
     gradient = jax.value_and_grad(functools.partial(loss, paged, options={}, implementation=implementation))
@@ -230,5 +230,27 @@ def test_on_a_gpu_the_kernel_computes_the_result_and_xla_the_derivative(implemen
         with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=chip)):
             traced = jax.jit(functools.partial(gradient, form=form)).trace(shapes)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
-            assert text.count('name = "append_kv"') == 2 and text.count(f'name = "{kernel}"') == 1
-            assert "stablehlo.scatter" in text and "stablehlo.while" not in text
+        calls = [text.count(f'name = "{name}"') for name in ("append_kv", kernel)]
+        assert calls == ([2, 1] if implementation else [0, 0])
+        assert "stablehlo.scatter" in text and "stablehlo.while" not in text
+
+
+def test_a_named_kernel_that_cannot_serve_here_does_not_fall_back():
+    with pytest.raises(NotImplementedError):
+        jax.jit(jax.grad(functools.partial(loss, paged, form="decode", options={}, implementation="triton")))(inputs())
+
+
+def test_a_gradient_takes_no_copy_of_the_pool_per_layer():
+    """Temporaries are two or three arrays of the pool's size, however many layers there are."""
+    sizes = {"num_blocks": 256, "max_seqs": 1, "max_length": 32, "block_size": 16, "dtype": "float32"}
+    cache = kvjax.Cache.create(kvjax.make_spec([kvjax.LayerSpec(1, 64)] * 6, **sizes))
+    now, q, ((pool,),) = cache.view(4), jnp.zeros((1, 4, 2, 64)), cache.pools.arrays
+
+    def total(q, pools):
+        for layer in range(6):
+            pools = write(pools, layer, q[:, :, :1], q[:, :, 1:], now)
+            q = q + attend(q, pools, layer, now)
+        return jnp.sum(q)
+
+    memory = jax.jit(jax.grad(total)).lower(q, cache.pools).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 3.5 * pool.nbytes
