@@ -35,6 +35,9 @@ def attend(
     Each token attends to those before it in its row and to itself: call `write` first. With C = 1 this is decode;
     with more, and in a ragged view, chunked prefill from any offset; of a mixed view each part is served as what it is.
 
+    jax differentiates it with respect to q, sinks and the pools. XLA computes the derivative, over all slots of the
+    block tables, and the result too unless a kernel is named.
+
     Args:
       q: [R, C, Q, D]; [1, T, Q, D] for a view on one line, ragged or mixed. Query heads g * Q / K to
         (g + 1) * Q / K - 1 share kv head g.

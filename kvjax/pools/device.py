@@ -180,7 +180,7 @@ def write(
     """Writes one layer's K/V of a view's tokens into their slots.
 
     In place if the caller donates the pools; the view's padding is dropped. The K/V become findable later, by
-    `commit`.
+    `commit`. jax differentiates it as it does `attend`; rounding to int8 or fp8 has no derivative.
 
     Args:
       pools: the K/V so far.
@@ -199,6 +199,8 @@ def write(
     Raises:
       ValueError: on a view of a cache with another spec; on shapes that do not fit the pool or the view; on a traced
         layer where the spec has several pools.
+      NotImplementedError: if the implementation asked for cannot serve this call, or the derivative of rounding is
+        asked for; `jax.lax.stop_gradient` of k and v does without it.
     """
     check_fit(pools, view)
     group, pool, index, array = pools.at(layer, index)

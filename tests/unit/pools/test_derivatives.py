@@ -184,6 +184,42 @@ def test_gradients_with_heads_on_two_devices():
     close(got["pools"].arrays[0][0], wanted["pools"].arrays[0][0])
 
 
+@pytest.mark.long
+def test_gradients_through_a_decode_loop():
+    """A prompt, a fork, and a scan whose steps make room, first by a copy on write, then write, attend and commit."""
+    sizes = {"num_blocks": 12, "max_seqs": 2, "max_length": 12, "block_size": 4, "dtype": "float32"}
+    spec = kvjax.make_spec([kvjax.LayerSpec(1, 16)], **sizes)
+    x = {"prompt": normal(9, 2, 2, 1, 16), "steps": normal(10, 5, 3, 2, 1, 1, 16)}  # K/V of 2 tokens; q, K/V of 5 steps
+
+    def step(cache, qkv):
+        q, k, v = qkv
+        cache, _ = cache.extend(np.ones(2, bool))
+        now = cache.view(1)
+        pools = write(cache.pools, 0, k, v, now)
+        tokens = now.positions + np.array([[100], [200]], np.int32)  # of equal rows one would get the other's blocks
+        cache, _ = cache.replace(pools=pools).commit(tokens, now.num_tokens)
+        return cache, attend(q, pools, 0, now)
+
+    def looped(x):
+        cache, _ = kvjax.Cache.create(spec).admit(0, np.arange(2, dtype=np.int32), 2)
+        k, v = jnp.stack([x["prompt"], x["prompt"]], axis=1)
+        now = cache.view(np.array([2, 0], np.int32), 2)
+        cache = cache.replace(pools=write(poisoned(cache.pools), 0, k, v, now))
+        cache, _ = cache.commit(np.tile(np.arange(2, dtype=np.int32), (2, 1)), now.num_tokens)
+        cache, _ = cache.fork(0, 1)
+        _, out = lax.scan(step, cache, x["steps"])
+        return [out[:, :, 0, 0]]
+
+    def plain(x):
+        kv = [jnp.broadcast_to(x["prompt"][:, :, None, 0], (2, 2, 2, 16)), x["steps"][:, 1:, :, 0, 0].swapaxes(0, 1)]
+        keys, values = jnp.concatenate(kv, axis=1)  # [T, R, D]
+        score = jnp.einsum("crd,trd->crt", x["steps"][:, 0, :, 0, 0], keys) / 4
+        seen = np.arange(7)[None] <= 2 + np.arange(5)[:, None]
+        return [jnp.einsum("crt,trd->crd", jax.nn.softmax(jnp.where(seen[:, None], score, -jnp.inf)), values)]
+
+    close(jax.jit(jax.grad(lambda x: loss(looped, x)))(x), jax.grad(lambda x: loss(plain, x))(x))
+
+
 def test_a_gradient_follows_the_copies():
     """A block that was copied has the gradients of both; one that was overwritten has none."""
     pools, events = layers_inputs()["pools"], no_events(copied([3, 3, 11], [5, 0, 2]))
@@ -246,11 +282,11 @@ def test_a_gradient_takes_no_copy_of_the_pool_per_layer():
     cache = kvjax.Cache.create(kvjax.make_spec([kvjax.LayerSpec(1, 64)] * 6, **sizes))
     now, q, ((pool,),) = cache.view(4), jnp.zeros((1, 4, 2, 64)), cache.pools.arrays
 
-    def total(q, pools):
+    def total(q, pools, now):
         for layer in range(6):
             pools = write(pools, layer, q[:, :, :1], q[:, :, 1:], now)
             q = q + attend(q, pools, layer, now)
         return jnp.sum(q)
 
-    memory = jax.jit(jax.grad(total)).lower(q, cache.pools).compile().memory_analysis()
+    memory = jax.jit(jax.grad(total)).lower(q, cache.pools, now).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 3.5 * pool.nbytes
