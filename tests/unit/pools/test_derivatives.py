@@ -16,7 +16,7 @@ import kvjax
 from kvjax.pools.attention import attend
 from kvjax.pools.device import apply, init_pools, write
 from kvjax.pools.views import mixed, ragged, view
-from tests.mesh import mesh_of
+from tests.mesh import AUTO, EXPLICIT, mesh_of
 from tests.poison import poisoned
 from tests.unit.pools.test_pool import COMMITTED, SPEC, TABLE, copied, hand_made_state, no_events
 
@@ -173,12 +173,13 @@ def test_gradients_of_several_caches_at_once():
 
 
 @pytest.mark.long
-def test_gradients_with_heads_on_two_devices():
-    with mesh_of(1, 2) as mesh:
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_gradients_with_heads_on_two_devices(kind):
+    with mesh_of(1, 2, kind) as mesh:
         spec = dataclasses.replace(SPEC, groups=(dataclasses.replace(SPEC.groups[0], pools=SPEC.groups[0].pools[:1]),))
         x, pools = layers_inputs(), init_pools(spec, mesh=mesh, heads="heads")
         x["pools"] = pools.replace(arrays=jax.device_put(((x["pools"].arrays[0][0],),), pools.arrays[0][0].sharding))
-        got = jax.jit(jax.grad(lambda x: loss(layers, x, "scan")))(x)
+        got = jax.jit(jax.grad(lambda x: loss(layers, x, "unrolled")))(x)
     wanted = layers_gradients()
     close((got["q"], got["new"]), (wanted["q"], wanted["new"]))
     close(got["pools"].arrays[0][0], wanted["pools"].arrays[0][0])
