@@ -146,7 +146,7 @@ def decode_step(spec: kvjax.CacheSpec, size: Size) -> tuple[Callable[..., Any], 
         common.require(bool(events.ok), "a row was not admitted")
     state, _ = jax.jit(kvjax.commit)(state, tokens, np.full(size.rows, size.length, np.int32))
     state, _ = jax.jit(kvjax.extend)(state, np.ones(size.rows, bool))
-    view = kvjax.view(state, 1)
+    view = kvjax.view(state, 1).replace(spec=spec)  # without a host tier blocks have the same rows on the device
 
     def step(pools, view, q):
         for layer in range(size.layers):
