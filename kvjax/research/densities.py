@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy whose numbers are learned: the block that promises the fewest hits for its room leaves.
+"""A policy whose numbers are learned: it evicts the block with the lowest expected hit density.
 
 The promise of a cached block depends on what was known when it was released, its class, and on how long that is ago.
 Both are cut into few values, so that all promises are one small table:
