@@ -14,6 +14,10 @@ import numpy as np
 from jax import lax
 
 
+_FEW = 32  # entries, for which sums before each are one kernel; at 64 that takes as long as a cumulative sum
+_SMALL = 4096  # elements of an array, of which one is written by a pass over all
+
+
 def pick[T](x: T, index: Any) -> T:
     """x[index] of an array, or of each array of a tree.
 
@@ -38,6 +42,8 @@ def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -
     """
 
     def write(array: jax.Array, value: Any) -> jax.Array:
+        if _is_lone(array, where):
+            return jnp.where(_at(array, index, where), _lone(array, value, where), array)
         at, value = _entries(array, index, value, where)
         return array.at[at].set(value, mode="drop", wrap_negative_indices=False, unique_indices=unique)
 
@@ -46,6 +52,8 @@ def put[T](x: T, index, values: Any, where: jax.Array, *, unique: bool = True) -
 
 def add(x: jax.Array, index, values, where: jax.Array, *, unique: bool = True) -> jax.Array:
     """Adds `values` at `index` where `where` holds; see `put`."""
+    if _is_lone(x, where):
+        return jnp.where(_at(x, index, where), x + _lone(x, values, where), x)
     index, values = _entries(x, index, values, where)
     return x.at[index].add(values, mode="drop", wrap_negative_indices=False, unique_indices=unique)
 
@@ -104,7 +112,22 @@ def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int
 
 def rank(where: jax.Array) -> jax.Array:
     """i32[K]; for each entry, how many before it hold."""
-    return jnp.cumsum(where, dtype=jnp.int32) - where.astype(jnp.int32)
+    return sum_before(where.astype(jnp.int32))
+
+
+def sum_before(x: jax.Array) -> jax.Array:
+    """i32[K]; for each entry of i32[K], the sum of those before it."""
+    size = x.shape[0]
+    if size > _FEW:
+        return jnp.cumsum(x, dtype=jnp.int32) - x
+    earlier = lax.broadcasted_iota(jnp.int32, (size, size), 1) < lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    return jnp.sum(jnp.where(earlier, x[None], 0), axis=1, dtype=jnp.int32)  # one kernel; a cumulative sum is five
+
+
+def leading(where: jax.Array) -> jax.Array:
+    """i32[...]; how many entries of bool[..., K] hold before the first that does not."""
+    size = where.shape[-1]
+    return jnp.min(jnp.where(where, size, np.arange(size, dtype=np.int32)), axis=-1, initial=size)
 
 
 def count(where: jax.Array) -> jax.Array:
@@ -144,6 +167,29 @@ def once[T](where: jax.Array, do: Callable[[T], T], carry: T) -> T:
 def runs(first: jax.Array, width: int) -> jax.Array:
     """i32[R, width]; first, first + 1, ... for each of first i32[R]."""
     return first[:, None] + np.arange(width, dtype=np.int32)[None]
+
+
+def _is_lone(x: jax.Array, where: jax.Array) -> bool:
+    """Whether a single entry is written into a small array: a select is one kernel, a scatter three."""
+    return where.size == 1 and x.size <= _SMALL
+
+
+def _at(x: jax.Array, index: Any, where: jax.Array) -> jax.Array:
+    """bool, broadcasts to the shape of x; the elements at a single entry's index, if where bool of one element."""
+    index = index if isinstance(index, tuple) else (index,)
+    found = jnp.reshape(where, [1] * x.ndim)
+    for axis, one in enumerate(index):
+        shape = [1] * x.ndim
+        shape[axis] = x.shape[axis]
+        found = found & (lax.broadcasted_iota(jnp.int32, shape, axis) == jnp.reshape(one, [1] * x.ndim))
+    return found
+
+
+def _lone(x: jax.Array, values: Any, where: jax.Array) -> jax.Array:
+    """The value of a single entry, as one that broadcasts to the shape of x."""
+    values = jnp.asarray(values, x.dtype)
+    inner = values.shape[where.ndim :] if values.ndim > where.ndim else ()
+    return jnp.reshape(values, [1] * (x.ndim - len(inner)) + list(inner))
 
 
 def _entries(x: jax.Array, index, values, where: jax.Array):

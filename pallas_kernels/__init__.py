@@ -9,6 +9,7 @@ The derivative of all of them is that of `derivative`, which is one more such mo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -27,13 +28,39 @@ from pallas_kernels import tuning
 IMPLEMENTATIONS = ("triton", "mosaic", "xla")
 # The platform of an implementation; one without an entry runs everywhere.
 PLATFORMS = {"triton": "cuda", "mosaic": "cuda"}
+_lowered_for = jax.make_user_context(None)  # a part of the keys of jax's caches
+
+
+def lowering_for(platform: str) -> contextlib.AbstractContextManager[None]:
+    """What is traced inside has the kernels of a platform that this process need not have: "cuda".
+
+    Without it a program has kernels only if the process has a device for them, so that a CPU does not pay for tracing
+    them. `jax.export` for CUDA on a machine without it, for example, exports plain XLA outside of this context.
+    """
+    if platform not in PLATFORMS.values():
+        raise ValueError(f"platform: got {platform!r}, wanted one of {sorted({*PLATFORMS.values()})}")
+    return _lowered_for(platform)
+
+
+def lowers_for(platform: str) -> bool:
+    """Whether programs have a branch for a platform: one of this process, or that of `lowering_for`."""
+    return _lowered_for.value == platform or _has(platform)
+
+
+@functools.cache
+def _has(platform: str) -> bool:
+    try:
+        return bool(jax.devices(platform))
+    except RuntimeError:
+        return False
 
 
 def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     """Calls the function `name` of an implementation.
 
-    Without `implementation` the choice is made when a program is lowered, for the platform that it is lowered for.
-    Where jax differentiates the call, XLA computes the derivative, and the result too unless a kernel is named.
+    Without `implementation` the choice is made when a program is lowered, for its platform: one of this process, or that
+    of `lowering_for`. Where jax differentiates the call, XLA computes the derivative, and the result too unless a kernel
+    is named.
 
     Args:
       name: one of the functions listed above.
@@ -80,8 +107,8 @@ def _serve(name: str, implementation: str | None, *args, **options) -> Any:
         if implementation in PLATFORMS and not options.get("interpret"):
             return lax.platform_dependent(*args, **{PLATFORMS[implementation]: function})
         return function(*args)
-    refusals = []
-    for key in sorted(IMPLEMENTATIONS, key=lambda key: key != tuning.FIRST.get(name)):
+    refusals, usable = [], [key for key in IMPLEMENTATIONS if key not in PLATFORMS or lowers_for(PLATFORMS[key])]
+    for key in sorted(usable, key=lambda key: key != tuning.FIRST.get(name)):
         try:
             function = _function(key, name, options)
             if key not in PLATFORMS:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import count, fence, loop, mix, pick, put
+from kvjax._arrays import count, fence, leading, loop, mix, pick, put
 from kvjax.blocks.keys import token_words
 from kvjax.state import NO_BLOCK, Blocks, Links, Text
 
@@ -74,7 +74,7 @@ def longest_child(
         same = pick(blocks.text, block).equals(text)
         same = same & (np.arange(size, dtype=np.int32) < jnp.minimum(pick(blocks.fill, block), limit))
         is_child = jnp.all(pick(blocks.parent, block) == parent) & usable(block)
-        length = jnp.where(is_child, jnp.sum(jnp.cumprod(same, dtype=jnp.int32), dtype=jnp.int32), 0)
+        length = jnp.where(is_child, leading(same), 0)
         better = length > shared
         return pick(links.next, node), jnp.where(better, block, best), jnp.where(better, length, shared)
 

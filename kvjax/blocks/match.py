@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import count, pick
+from kvjax._arrays import count, leading, pick
 from kvjax.blocks import index
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.blocks.twins import link, same_content
@@ -50,7 +50,7 @@ def longest_match(
         & (np.arange(num, dtype=np.int32) < (length - 1) // size)
         & group.reachable(ids, tiers)
     )
-    whole = jnp.sum(jnp.cumprod(matches, dtype=jnp.int32), dtype=jnp.int32)
+    whole = leading(matches)
 
     def child(whole: jax.Array) -> tuple[jax.Array, jax.Array]:
         last = jnp.where(whole > 0, pick(ids, whole - 1), NO_BLOCK)

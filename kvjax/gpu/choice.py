@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+import pallas_kernels
 from kvjax.policies.ring import lru
 from kvjax.state import CacheState
 
 MAX_ROWS = 1024  # a kernel has a lane for each, or two
 MAX_RECORDS = 4 * MAX_ROWS  # likewise of a transition's events
 
-_interpreted = False
+_interpreted = jax.make_user_context(False)  # a part of the keys of jax's caches
 
 
 def serves(state: CacheState, rows: int, num_tokens: int) -> bool:
@@ -31,13 +32,17 @@ def serves(state: CacheState, rows: int, num_tokens: int) -> bool:
 def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T:
     """kernel(*args) in a program for a CUDA GPU; plain(*args), which is equal, on other platforms and under `vmap`.
 
+    The kernel is traced only if this process has such a GPU, or within `lowering_for`.
+
     Args:
       kernel: takes `interpret` as well.
       plain: the same in plain jax.
       *args: pytrees of all arrays that they use.
     """
-    if _interpreted:
+    if _interpreted.value:
         return kernel(*args, interpret=True)
+    if not pallas_kernels.lowers_for("cuda"):
+        return plain(*args)
     leaves, tree = jax.tree.flatten(args)
 
     @custom_vmap
@@ -57,12 +62,6 @@ def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T
     return call(*leaves)
 
 
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted() -> contextlib.AbstractContextManager[None]:
     """What is traced inside has the kernels, run as plain jax on any platform: for tests."""
-    global _interpreted
-    before, _interpreted = _interpreted, True
-    try:
-        yield
-    finally:
-        _interpreted = before
+    return _interpreted(True)

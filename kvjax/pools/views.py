@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kvjax._arrays import Pytree, pick
+from kvjax._arrays import Pytree, pick, sum_before
 from kvjax._checks import each_row, integers, on_state, row_mask, static_int
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -181,7 +181,7 @@ def _line(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array,
       i32[R], where each row starts; i32[R], how many of its tokens fit; i32[1, size], whose each position is; and
       i32[1, size], which of its owner's tokens, from 0 on, or beyond them for padding.
     """
-    starts = jnp.minimum(jnp.cumsum(count, dtype=jnp.int32) - count, size)
+    starts = jnp.minimum(sum_before(count), size)
     count = jnp.minimum(count, size - starts)
     token = jnp.arange(size, dtype=jnp.int32)[None]
     # A slot's owner is the last row that starts there or before: a row without tokens starts where the next one does.

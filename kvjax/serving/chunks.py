@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, pick, put, runs
+from kvjax._arrays import Pytree, pick, put, runs, sum_before
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.model import Model, forward
@@ -45,7 +45,7 @@ def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Ch
         total = jnp.sum(jnp.minimum(ask[None], levels), axis=1, dtype=jnp.int32)
         share = jnp.maximum(jnp.sum(total <= size, dtype=jnp.int32), 1)
         ask = jnp.minimum(ask, share)
-    before = jnp.cumsum(ask, dtype=jnp.int32) - ask
+    before = sum_before(ask)
     chunks = Chunks(jnp.where(real, rows, -1), jnp.clip(size - before, 0, ask))
     dealt = put(jnp.zeros_like(prefill), rows, True, chunks.count > 0)
     starved = jnp.where(prefill & ~dealt, serving.starved + 1, 0)
@@ -67,7 +67,7 @@ def make_room(
     fits = jnp.ones(rows.shape, jnp.bool_)
     for group, need in zip(state.groups, needs(state, end), strict=True):
         needed = jnp.where(rows >= 0, pick(need, rows), 0)
-        fits = fits & (jnp.cumsum(needed, dtype=jnp.int32) <= group.available)
+        fits = fits & (sum_before(needed) + needed <= group.available)
     count = jnp.where(fits, chunks.count, 0)
     more = jnp.maximum(pick(seqs.committed, rows) + count - pick(seqs.length, rows), 0)
     more = jnp.where(count > 0, more, 0)
@@ -109,7 +109,7 @@ def compute_line(
     view = mixed(cache.state, decode, rows, chunks.count, size)
     slots, first = pick(serving.row, rows), pick(seqs.committed, rows)
     tokens = requests.tokens(slots, first, width)
-    starts = jnp.cumsum(chunks.count, dtype=jnp.int32) - chunks.count
+    starts = sum_before(chunks.count)
     place = runs(starts, width)
     inside = jnp.arange(width, dtype=jnp.int32)[None] < chunks.count[:, None]
     line = put(jnp.zeros((size,), jnp.int32), place.reshape(-1), tokens.reshape(-1), inside.reshape(-1))

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import kvjax
 import pallas_kernels
+from kvjax.gpu import lowering_for
 from kvjax.pools.placement import Placement
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -225,7 +226,7 @@ def place(target: str, gpus: int, args, *specs):
 
 def compile_for(mesh, function, args, donate, dump: str, **options):
     """The lowered and the compiled program; `dump` receives what XLA writes of it, by these options of its."""
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with lowering_for("cuda"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
     return lowered, lowered.compile({"xla_dump_to": dump, **options})
 

@@ -2,6 +2,7 @@
 """Where a program has the kernels, and where it does not."""
 
 import functools
+import sys
 
 import chex
 import jax
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.gpu import choice
-from tests.drive import PLAIN, Driver
+from kvjax.gpu import choice, lowering_for
+from tests.drive import PLAIN, Driver, output_of
 
 S, P = PLAIN.max_seqs, PLAIN.block_size
 ROWS = np.ones(S, bool)
@@ -20,7 +21,8 @@ WINDOW = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, window=6)]
 
 def has_kernel(verb, state, *args, **options):
     """Whether the program has a kernel, when it is lowered for a GPU."""
-    text = str(jax.make_jaxpr(lambda state: getattr(kvjax, verb)(state, *args, **options))(state))
+    with lowering_for("cuda"):
+        text = str(jax.make_jaxpr(lambda state: getattr(kvjax, verb)(state, *args, **options))(state))
     return "pallas_call" in text
 
 
@@ -60,9 +62,18 @@ CALLS = [("extend", (ROWS,)), ("commit", (TOKENS, COUNTS))]
 
 
 @pytest.mark.parametrize(("verb", "args"), CALLS)
-def test_a_program_for_the_cpu_has_no_kernel(verb, args):
-    traced = jax.jit(getattr(kvjax, verb)).trace(jax.eval_shape(lambda: kvjax.init(PLAIN)), *args)
+def test_kernels_are_traced_for_a_platform_that_is_here_or_asked_for(verb, args):
+    """One function, traced twice: the context is a part of the keys of jax's caches."""
+    state, program = jax.eval_shape(lambda: kvjax.init(PLAIN)), jax.jit(getattr(kvjax, verb))
+    assert "pallas_call" not in str(program.trace(state, *args).jaxpr)
+    with lowering_for("cuda"):
+        traced = program.trace(state, *args)
     assert "pallas_call" in str(traced.jaxpr) and "_rows" not in traced.lower().as_text()
+
+
+def test_lowering_for_knows_the_platforms_of_kernels():
+    with pytest.raises(ValueError, match="platform: got 'rocm', wanted one of \\['cuda'\\]"):
+        lowering_for("rocm")
 
 
 @pytest.mark.long
@@ -73,7 +84,8 @@ def test_under_vmap_there_is_no_kernel(axes):
     together, batch = run, active
     for axis in range(axes):
         together, batch = jax.vmap(together), active.reshape(*[1] * axis, *active.shape)
-    assert "pallas_call" not in str(jax.make_jaxpr(together)(batch))
+    with lowering_for("cuda"):
+        assert "pallas_call" not in str(jax.make_jaxpr(together)(batch))
     got = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), jax.jit(together)(batch))
     alone = jax.jit(run)
     for number, rows in enumerate(active):
@@ -88,3 +100,27 @@ def test_kernels_can_be_interpreted(verb, args):
     with choice.interpreted():
         assert "interpret=True" in jaxpr()
     assert "interpret=True" not in jaxpr()
+
+
+def test_a_program_for_the_cpu_imports_no_kernel():
+    assert output_of(sys.executable, "-c", CPU_PROGRAM) == "[]\n"
+
+
+CPU_PROGRAM = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import kvjax
+
+spec = kvjax.make_spec([kvjax.LayerSpec(1, 16)], num_blocks=4, max_seqs=2, max_length=8, block_size=4, dtype="float32")
+
+def step(cache):
+    cache, _ = cache.extend(np.ones(2, bool))
+    view, k = cache.view(1), jnp.zeros((2, 1, 1, 16))
+    pools = kvjax.write(cache.pools, 0, k, k, view)
+    q = kvjax.attend(k, pools, 0, view)
+    return cache.replace(pools=pools).commit(np.zeros((2, 1), np.int32), np.ones(2, np.int32)), q
+
+jax.jit(step).trace(jax.eval_shape(lambda: kvjax.Cache.create(spec)))
+kernels = ("pallas_kernels.triton", "pallas_kernels.mosaic", "kvjax.gpu.", "jax._src.pallas.triton.")
+print([name for name in sys.modules if name.startswith(kernels) and name != "kvjax.gpu.choice"])
+"""

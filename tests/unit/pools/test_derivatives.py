@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import kvjax
+from kvjax.gpu import lowering_for
 from kvjax.pools.attention import attend
 from kvjax.pools.device import apply, init_pools, write
 from kvjax.pools.views import mixed, ragged, view
@@ -264,7 +265,8 @@ def test_on_a_gpu_xla_computes_the_derivative_and_a_named_kernel_the_result(impl
     gradient = jax.value_and_grad(functools.partial(loss, paged, options={}, implementation=implementation))
     for form, kernel in (("decode", "decode_attention"), ("padded", "prefill_attention")):
         views(form)  # made here, not on the abstract GPU
-        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=chip)):
+        mesh = AbstractMesh((1,), ("x",), abstract_device=chip)
+        with lowering_for("cuda"), jax.sharding.use_abstract_mesh(mesh):
             traced = jax.jit(functools.partial(gradient, form=form)).trace(shapes)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         calls = [text.count(f'name = "{name}"') for name in ("append_kv", kernel)]

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.events.transfer import Transfer
+from kvjax.gpu import lowering_for
 from kvjax.pools import host as host_pool
 from kvjax.pools.device import init_pools
 from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
@@ -337,7 +338,7 @@ def compile_for_gpu():
             ]
             return function(*put)
 
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with lowering_for("cuda"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jax.jit(marked, donate_argnums=0 if donated else ()).lower(*trees)
         module: Any = lowered.compiler_ir()
         with module.context:

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What XLA compiles for the scheduler's loop and for each verb, counted, and how long a first answer waits for it.
+
+On a CPU XLA compiles equal fusions once. So the time goes by *distinct* fusions, two whose text differs in more than
+names: some 13 ms each, and a third of a millisecond for each operation beside. All counts are exact.
+
+`serve` is the program of a `generate` with the bundled model, 8 rows and 96 blocks. Seconds are CPU time of this
+process, without a cache of programs. Two processes of their own then generate for the first time: one without such a
+cache, and one that finds what the first has kept; their seconds count imports and the loading of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import kvjax
+from benchmarks import common
+from kvjax import Cache
+from kvjax.events import init_log
+from kvjax.serving import Scheduler, init_serving, serve, submit, worst_step
+
+ROWS, BLOCK = 8, 16
+SIZES = {"num_blocks": 96, "max_seqs": ROWS, "max_length": 512, "block_size": BLOCK}
+PROMPT, CHUNK, PROMPTS, STEPS = 64, 64, 8, 64
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Counts(NamedTuple):
+    """What a program consists of.
+
+    Attributes:
+      ops: operations before XLA sees it.
+      fusions, distinct: fusions of the compiled program, and how many differ in more than names.
+      scatters, loops: among the operations of the compiled program.
+    """
+
+    ops: int
+    fusions: int
+    distinct: int
+    scatters: int
+    loops: int
+
+
+class Seconds(NamedTuple):
+    """CPU time of each part of a compilation."""
+
+    trace: float
+    lower: float
+    compile: float
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    """The shape of an argument."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def programs() -> dict[str, Callable[[], Program]]:
+    """Every program that is counted, (function, shapes of its arguments), by name."""
+    return {"serve": _serve, "submit": _submit, **{name: functools.partial(_verb, name) for name in VERBS}}
+
+
+VERBS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "lookup": (kvjax.lookup, (i32(PROMPT), i32())),
+    "admit": (kvjax.admit, (i32(), i32(PROMPT), i32())),
+    "extend": (kvjax.extend, (jax.ShapeDtypeStruct((ROWS,), jnp.bool_),)),
+    "commit": (kvjax.commit, (i32(ROWS, 1), i32(ROWS))),
+    "trim": (functools.partial(kvjax.trim, max_tokens=BLOCK), (jax.ShapeDtypeStruct((ROWS,), jnp.bool_),)),
+    "release": (kvjax.release, (i32(),)),
+    "fork": (kvjax.fork, (i32(), i32())),
+    "truncate": (kvjax.truncate, (i32(), i32())),
+}
+
+
+def _spec() -> kvjax.CacheSpec:
+    return kvjax.make_spec(_model().layer_specs(), dtype="float32", **SIZES)
+
+
+@functools.cache
+def _model() -> Any:
+    from models import demo, loading  # late: the verbs need no model
+
+    return loading.load(demo.CHECKPOINT)[0]
+
+
+def _verb(name: str) -> Program:
+    verb, args = VERBS[name]
+    return verb, (jax.eval_shape(lambda: kvjax.init(kvjax.make_spec(**SIZES))), *args)
+
+
+def _scheduler() -> Scheduler:
+    return Scheduler(chunk=CHUNK, k=BLOCK, budget=ROWS + 2 * CHUNK)
+
+
+def _serving() -> Any:
+    return jax.eval_shape(lambda: init_serving(Cache.create(_spec()), [PROMPT + STEPS] * PROMPTS))
+
+
+def _serve() -> Program:
+    log = jax.eval_shape(lambda: init_log(4 * worst_step(_spec(), _scheduler()), BLOCK))
+    run = functools.partial(serve, _model(), scheduler=_scheduler())
+    return lambda serving, log, steps: run(serving, log, steps=steps), (_serving(), log, i32())
+
+
+def _submit() -> Program:
+    run = functools.partial(submit, scheduler=_scheduler())
+    return run, (_serving(), i32(PROMPTS * PROMPT), i32(PROMPTS), i32(PROMPTS))
+
+
+def compile_program(program: Program) -> tuple[jax.stages.Lowered, jax.stages.Compiled, Seconds]:
+    """Traces, lowers and compiles a program."""
+    function, args = program
+    times = [time.process_time()]
+
+    def lap[T](result: T) -> T:
+        times.append(time.process_time())
+        return result
+
+    traced = lap(jax.jit(function).trace(*args))
+    lowered = lap(traced.lower())
+    compiled = lap(lowered.compile())
+    return lowered, compiled, Seconds(*(after - before for before, after in itertools.pairwise(times)))
+
+
+# What is said of an instruction beside what it does.
+_BESIDE = re.compile(
+    r", (?:metadata|backend_config|frontend_attributes)=(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\"[^\"]*\")"
+)
+_NAME = re.compile(r"%[\w.\-]+")
+_FUSION = re.compile(r" fusion\(.*calls=(%[\w.\-]+)")
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    """The instructions of each computation of a compiled program."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        header = re.match(r"(?:ENTRY )?(%[\w.\-]+) \(.*\{$", line)
+        if header:
+            lines = found.setdefault(header[1], [])
+        elif line.startswith("  "):
+            lines.append(line.removeprefix("  ROOT").strip())
+    return found
+
+
+def bodies(text: str) -> Iterator[tuple[str, str]]:
+    """(instruction, body without names) of each fusion of a compiled program."""
+    found = computations(text)
+
+    @functools.cache
+    def body(name: str) -> str:
+        numbers: dict[str, str] = {}
+
+        def rename(match: re.Match[str]) -> str:
+            word = match[0]
+            return f"{{{body(word)}}}" if word in found else numbers.setdefault(word, f"%{len(numbers)}")
+
+        return "\n".join(_NAME.sub(rename, _BESIDE.sub("", line)) for line in found[name])
+
+    for line in itertools.chain.from_iterable(found.values()):
+        called = _FUSION.search(line)
+        if called:
+            yield line, body(called[1])
+
+
+def count(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Counts:
+    """Counts a program."""
+    text = compiled.as_text() or ""
+    each = [body for _, body in bodies(text)]
+    return Counts(
+        ops=len(re.findall(r"(?<![#\w])stablehlo\.(?!return)\w+", lowered.as_text())),
+        fusions=len(each),
+        distinct=len(set(each)),
+        scatters=len(re.findall(r" scatter\(", text)),
+        loops=len(re.findall(r" while\(", text)),
+    )
+
+
+def functions(text: str) -> Callable[[str], str]:
+    """Maps an instruction of a compiled program to the function of this repository that it comes from."""
+    heads = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    tables: dict[str, dict[int, str]] = {head: {} for head in heads}
+    table: dict[int, str] = {}
+    for line in text.splitlines():
+        if line in heads:
+            table = tables[line]
+        elif entry := re.match(r"(\d+) (.*)", line):
+            table[int(entry[1])] = entry[2].strip('"')
+
+    def number(field: str, entry: str) -> int:
+        match = re.search(rf"{field}=(\d+)", entry)
+        return int(match[1]) if match else 0
+
+    @functools.cache
+    def function(frame: int) -> str:
+        entry = tables["StackFrames"].get(frame, "")
+        place = tables["FileLocations"].get(number("file_location_id", entry), "")
+        file = tables["FileNames"].get(number("file_name_id", place), "")
+        name = tables["FunctionNames"].get(number("function_name_id", place), "")
+        if "/kvjax/" in file and not file.endswith("_arrays.py"):
+            return f"{file[file.rindex('/kvjax/') + 1 :]} {name.replace('.<locals>', '')}"
+        above = number("parent_frame_id", entry) - 1  # XLA prints one more
+        return function(above) if above > 0 else "elsewhere"
+
+    return lambda line: function(number("stack_frame_id", line))
+
+
+def print_functions(compiled: jax.stages.Compiled, top: int) -> None:
+    """Prints from which functions most instructions come, and most distinct fusions."""
+    text = compiled.as_text() or ""
+    owner = functions(text)
+    lines = [line for line in itertools.chain.from_iterable(computations(text).values()) if "stack_frame_id" in line]
+    first = {body: owner(line) for line, body in reversed([*bodies(text)])}
+    for what, owners in (("instructions", map(owner, lines)), ("distinct fusions", first.values())):
+        print(f"{what} of serve")
+        for name, number in collections.Counter(owners).most_common(top):
+            print(f"{number:>7,}  {name}")
+
+
+def first_answer(folder: str | None) -> float:
+    """CPU seconds of a process that generates for the first time, with a cache of programs in a folder."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    if folder is not None:
+        environment["JAX_COMPILATION_CACHE_DIR"] = folder
+    before = os.times()
+    subprocess.run([sys.executable, "-m", "benchmarks.compile", "--generate"], env=environment, check=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def generate() -> None:
+    """Answers a prompt, as a new process does."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    cache = Cache.create(_spec())
+    (output,), _, _ = kvjax.generate(_model(), cache, [list(range(1, PROMPT))], max_new_tokens=BLOCK)
+    common.require(len(output.tokens) == BLOCK, f"got {len(output.tokens)} tokens, wanted {BLOCK}")
+
+
+def main() -> None:
+    args = common.parse("compile", __doc__, _options)
+    if args.generate:
+        generate()
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    compile_program(_verb("fork"))  # what a process does once belongs to no program
+    jax.clear_caches()
+    metrics: dict[str, float] = {}
+    for name, make in programs().items():
+        lowered, compiled, seconds = compile_program(make())
+        counts = count(lowered, compiled)
+        metrics |= {f"{name}_{field}": value for field, value in counts._asdict().items()}
+        metrics |= {f"{name}_{field}_s": value for field, value in seconds._asdict().items()}
+        if name == "serve" and args.top:
+            print_functions(compiled, args.top)
+    if not args.counts:
+        with tempfile.TemporaryDirectory() as folder:
+            metrics["first_cold_s"] = first_answer(folder)
+            metrics["first_warm_s"] = first_answer(folder)
+    common.report("compile", metrics, args.json)
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--top", type=int, default=0, metavar="N", help="the N functions that `serve` owes most to")
+    parser.add_argument("--counts", action="store_true", help="leave out the processes that generate")
+    parser.add_argument("--generate", action="store_true", help=argparse.SUPPRESS)
+
+
+if __name__ == "__main__":
+    main()
