@@ -9,7 +9,7 @@ keys are then one cumulative sum, and a block's key follows from its parent's in
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -43,17 +43,24 @@ def token_words(text: Text) -> jax.Array:
     return words if text.extra_ids is None else words + mix(text.extra_ids.astype(jnp.uint32))
 
 
-def prefix_keys(start: jax.Array, text: Text, fill, depth: jax.Array) -> jax.Array:
-    """The keys of consecutive blocks.
+def prefix_keys(
+    start: jax.Array,
+    text: Text,
+    fill,
+    depth: jax.Array,
+    so_far: Callable[[jax.Array], jax.Array] = lambda blocks: blocks,
+) -> jax.Array:
+    """The key of the prefix that ends in each block.
 
     Args:
-      start: u32[..., 2]; key of the prefix before the first block.
-      text: i32[..., F, P]; contents.
-      fill: i32 or i32[..., F]; tokens that count; the rest of a block is ignored.
-      depth: i32[..., F]; blocks before each in its sequence.
+      start: u32[..., 2]; key of the prefix before the block, or before the first of those that `so_far` adds up.
+      text: i32[..., P]; contents.
+      fill: i32 or i32[...]; tokens that count; the rest of a block is ignored.
+      depth: i32[...]; blocks before each in its sequence.
+      so_far: sums what blocks add, u32[..., 2], up to each one, such as `chain` of consecutive blocks.
 
     Returns:
-      u32[..., F, 2].
+      u32[..., 2].
     """
     size, ndim = text.tokens.shape[-1], text.tokens.ndim
     position = np.arange(size, dtype=np.uint32)[:, None]
@@ -64,7 +71,12 @@ def prefix_keys(start: jax.Array, text: Text, fill, depth: jax.Array) -> jax.Arr
     words = jnp.where(counts[..., None], words, np.uint32(0))
     content = jnp.sum(words, axis=-2, dtype=jnp.uint32)
     blocks = mix(content ^ mix(block_words(depth, fill)[..., None] + _last_axes(LANES, ndim)))
-    return start[..., None, :] + jnp.cumsum(blocks, axis=-2, dtype=jnp.uint32)
+    return start + so_far(blocks)
+
+
+def chain(blocks: jax.Array) -> jax.Array:
+    """u32[F, 2]; the sums up to each of blocks u32[F, 2]."""
+    return jnp.cumsum(blocks, axis=0, dtype=jnp.uint32)
 
 
 def _last_axes(x: np.ndarray, ndim: int) -> np.ndarray:

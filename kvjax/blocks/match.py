@@ -12,7 +12,7 @@ from jax import lax
 
 from kvjax._arrays import count, leading, pick
 from kvjax.blocks import index
-from kvjax.blocks.keys import prefix_keys, root_key
+from kvjax.blocks.keys import chain, prefix_keys, root_key
 from kvjax.blocks.twins import link, same_content
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, CacheState, Group, Match, Text
@@ -41,7 +41,7 @@ def longest_match(
     """
     group, windows, (num, size) = state.groups[0], state.groups[1:], text.tokens.shape
     blocks = group.blocks
-    keys = prefix_keys(root_key(namespace), text, size, jnp.arange(num, dtype=jnp.int32))
+    keys = prefix_keys(root_key(namespace)[None], text, size, jnp.arange(num, dtype=jnp.int32), chain)
     ids = index.find(blocks, group.links, keys)
     parents = link(blocks, jnp.concatenate([jnp.full((1,), NO_BLOCK, jnp.int32), ids[:-1]]), namespace)
     matches = (

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, mix, pick, put, runs
+from kvjax._arrays import Pytree, mix, pick, put
 from kvjax.blocks import index
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.state import NO_BLOCK, Blocks, Group, Sequences, Text
@@ -27,8 +29,31 @@ def same_content(blocks: Blocks, ids: jax.Array, text: Text, fill: jax.Array | N
     return (ids >= 0) & (pick(blocks.fill, ids) == (size if fill is None else fill)) & jnp.all(same, axis=-1)
 
 
+class Filled(NamedTuple):
+    """Blocks that rows may just have filled, all [K]; those of a row follow one another.
+
+    Attributes:
+      row: i32; the row of the table.
+      column: i32; its column there.
+      first: i32; the first such column of the row.
+      where: bool; whether it was filled.
+    """
+
+    row: jax.Array
+    column: jax.Array
+    first: jax.Array
+    where: jax.Array
+
+    @classmethod
+    def of(cls, rows: jax.Array, first: jax.Array, end: jax.Array, most: int) -> Filled:
+        """Those from columns first to end - 1 i32[R] of each row i32[R], `most` at most: K = R * most."""
+        row, first, end = (jnp.repeat(x, most) for x in (rows, first, end))
+        column = first + np.arange(row.shape[0], dtype=np.int32) % most
+        return cls(row, column, first, column < end)
+
+
 class Resolution(Pytree):
-    """What becomes of blocks that have just been filled, all [R * F].
+    """What becomes of blocks that have just been filled, all [K].
 
     Attributes:
       own: i32; the block that was filled.
@@ -36,8 +61,8 @@ class Resolution(Pytree):
       publish: bool; own becomes findable.
       merge: bool; own is given back for the target.
       first: bool; no earlier entry has the same key (so a count of these counts each block once).
-      key: u32[R * F, 2].
-      parent: i32[R * F, 2]; (block, namespace) as `publish` wants it.
+      key: u32[K, 2].
+      parent: i32[K, 2]; (block, namespace) as `publish` wants it.
     """
 
     own: jax.Array
@@ -49,65 +74,70 @@ class Resolution(Pytree):
     parent: jax.Array
 
 
-def resolve(group: Group, seqs: Sequences, rows: jax.Array, first: jax.Array, filled: jax.Array) -> Resolution:
+def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> Resolution:
     """Decides for each filled block whether to publish it or to merge it with an equal one, cached or filled just now.
 
-    Among equal blocks filled in one call, the first row's is published. A key that already belongs to other contents
-    is a collision: the row then publishes nothing in this call, which can cost a hit later and never gives a wrong one.
+    Among equal blocks filled in one call, the first one is published. A key that already belongs to other contents
+    is a collision: of its row nothing here is published, which can cost a hit later and never gives a wrong one.
 
     Args:
       group: the group, `blocks.text` up to date.
       seqs: the rows' namespaces.
-      rows: i32[R]; the rows.
-      first: i32[R]; each row's first column whose block may have been filled.
-      filled: bool[R, F]; whether the block in column `first + f` was.
+      filled: the blocks.
+      several: static; whether a row can have filled more than one of them.
     """
-    blocks, num = group.blocks, filled.shape[1]
-    depth = runs(first, num)
-    own = group.table.at[rows[:, None], depth].get(mode="clip", wrap_negative_indices=False)
+    blocks, (row, column, first, where) = group.blocks, filled
+    number = np.arange(row.shape[0], dtype=np.int32)
+    head = jnp.maximum(number - (column - first), 0) if several else number  # the entry of the row's first block here
+    begin = pick(column, head) if several else column
+    own = group.table.at[row, column].get(mode="clip", wrap_negative_indices=False)
     text = pick(blocks.text, own)
-    before = group.table.at[rows, first - 1].get(mode="clip", wrap_negative_indices=False)
-    before = jnp.where(first > 0, before, NO_BLOCK)
-    filled = filled & ((before < 0) | (pick(blocks.fill, before) > 0))[:, None]  # no children of unpublished blocks
-    if group.tiered:  # nor a block whose K/V have not arrived, which a failed move may lose, nor its descendants
-        filled = filled & (jnp.cumsum(filled & ~group.arrived(own), axis=1, dtype=jnp.int32) == 0)
-    namespace = pick(seqs.namespace, rows)
-    start = jnp.where((before >= 0)[:, None], pick(blocks.key, before), root_key(namespace))
-    key = prefix_keys(start, text, blocks.tokens.shape[1], depth).reshape(-1, 2)
+    before = group.table.at[row, begin - 1].get(mode="clip", wrap_negative_indices=False)
+    before = jnp.where(begin > 0, before, NO_BLOCK)
 
-    found = index.find(blocks, group.links, key).reshape(filled.shape)
-    earliest = _earliest(key, filled.reshape(-1)).reshape(filled.shape)
-    is_first = earliest == np.arange(filled.size, dtype=np.int32).reshape(filled.shape)
-    target = jnp.where(found >= 0, found, pick(own.reshape(-1), earliest))
-    parent = jnp.concatenate([before[:, None], target[:, :-1]], axis=1)
+    def so_far(x: jax.Array) -> jax.Array:
+        """The sum of x [K, ...] over the row's entries up to each one."""
+        if not several:
+            return x
+        total = jnp.cumsum(x, axis=0, dtype=x.dtype)
+        return total - pick(total - x, head)
+
+    def in_row(x: jax.Array) -> jax.Array:
+        """bool[K]; whether bool[K] holds for any entry of the row."""
+        return pick(put(jnp.zeros_like(x), head, True, x, unique=False), head) if several else x
+
+    where = where & ((before < 0) | (pick(blocks.fill, before) > 0))  # no children of unpublished blocks
+    if group.tiered:  # nor a block whose K/V have not arrived, which a failed move may lose, nor its descendants
+        where = where & (so_far((where & ~group.arrived(own)).astype(jnp.int32)) == 0)
+    namespace = pick(seqs.namespace, row)
+    start = jnp.where((before >= 0)[:, None], pick(blocks.key, before), root_key(namespace))
+    key = prefix_keys(start, text, blocks.tokens.shape[1], column, so_far)
+
+    found = index.find(blocks, group.links, key)
+    earliest = _earliest(key, where)
+    is_first = earliest == number
+    target = jnp.where(found >= 0, found, pick(own, earliest))
+    parent = jnp.where(head == number, before, jnp.roll(target, 1)) if several else before
 
     # So far equal keys counted as equal contents; now compare.
     findable_parent = (parent < 0) | (pick(blocks.fill, parent) > 0)
-    same_parent = jnp.all(pick(blocks.parent, found) == link(blocks, parent, namespace[:, None]), axis=-1)
+    same_parent = jnp.all(pick(blocks.parent, found) == link(blocks, parent, namespace), axis=-1)
     as_found = same_content(blocks, found, text) & findable_parent & same_parent
-    twin = jnp.all(key == pick(key, earliest.reshape(-1)), axis=-1).reshape(filled.shape)
-    flat = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), text)
-    twin = twin & jnp.all(text.equals(pick(flat, earliest)), axis=-1)
-    twin = twin & (parent == pick(parent.reshape(-1), earliest))
-    twin = twin & (namespace[:, None] == pick(namespace, earliest // num))
-    sound = jnp.where(found >= 0, as_found, twin)
-    broken = jnp.any(filled & ~sound, axis=1)
+    twin = jnp.all(key == pick(key, earliest), axis=-1) & jnp.all(text.equals(pick(text, earliest)), axis=-1)
+    twin = twin & (parent == pick(parent, earliest)) & (namespace == pick(namespace, earliest))
+    broken = in_row(where & ~jnp.where(found >= 0, as_found, twin))
     broken = lax.while_loop(  # a row that depends on a broken row is broken
-        lambda b: jnp.any(~b & jnp.any(filled & pick(b, earliest // num), axis=1)),
-        lambda b: b | jnp.any(filled & pick(b, earliest // num), axis=1),
-        broken,
+        lambda b: jnp.any(~b & in_row(where & pick(b, earliest))), lambda b: b | in_row(where & pick(b, earliest)), broken
     )
-    good = (filled & ~broken[:, None]).reshape(-1)
-    spaces = jnp.broadcast_to(namespace[:, None], parent.shape)
-    own, target, is_first = own.reshape(-1), target.reshape(-1), is_first.reshape(-1)
+    good = where & ~broken
     return Resolution(
         own=own,
         target=target,
-        publish=good & (found.reshape(-1) < 0) & is_first,
+        publish=good & (found < 0) & is_first,
         merge=good & (target != own),
         first=is_first,
         key=key,
-        parent=jnp.stack([parent.reshape(-1), spaces.reshape(-1)], axis=-1),
+        parent=jnp.stack([parent, namespace], axis=-1),
     )
 
 

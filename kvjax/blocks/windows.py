@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from kvjax._arrays import add, fence, pick, put, runs
 from kvjax.blocks.holders import give_back_shared, hold, merge
 from kvjax.blocks.tiers import take_over
-from kvjax.blocks.twins import Resolution
+from kvjax.blocks.twins import Filled, Resolution
 from kvjax.events.records import EventKind, Records, record
 from kvjax.policies.ring import lru
 from kvjax.spec import GroupSpec
@@ -72,15 +72,15 @@ def anchor_blocks(
 
 
 def follow(
-    group: Group, number: int, tree: Blocks, news: Resolution, rows: jax.Array, columns: jax.Array, now: jax.Array
+    group: Group, number: int, tree: Blocks, news: Resolution, filled: Filled, now: jax.Array
 ) -> tuple[Group, Records, Records]:
-    """Publishes or merges rows' blocks in columns i32[R, F], as the first group just did with its own by news [R * F].
+    """Publishes or merges the blocks beside the filled ones [K], as the first group just did with its own by news [K].
 
     Returns:
-      The group; R * F records, stored; and records, updated.
+      The group; K records, stored; and records, updated.
     """
-    where = (jnp.broadcast_to(rows[:, None], columns.shape), columns)
-    own = group.table.at[where].get(mode="clip", wrap_negative_indices=False).reshape(-1)
+    where = (filled.row, filled.column)
+    own = group.table.at[where].get(mode="clip", wrap_negative_indices=False)
     good = (news.publish | news.merge) & group.arrived(own)
     missing = good & news.first & (group.beside(news.target) < 0)
     group, own, missing, good = fence(group, own, missing, good)
@@ -90,7 +90,7 @@ def follow(
     group, twin, swap = fence(group, twin, swap)
     group, updated = take_over(group, number, POLICY, own, twin, swap & news.first)
     group = merge(group, POLICY, own, twin, swap, news.first, now)
-    table = put(group.table, where, twin.reshape(columns.shape), swap.reshape(columns.shape))
+    table = put(group.table, where, twin, swap)
     return group.replace(table=table), stored, updated
 
 

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, compact, count, pick, put, rank
 from kvjax._checks import each_row, integers
-from kvjax.blocks.keys import prefix_keys, root_key
+from kvjax.blocks.keys import chain, prefix_keys, root_key
 from kvjax.events.records import Status
 from kvjax.policies.retention import UNSTATED, Retention, is_retention
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
@@ -228,7 +228,8 @@ def _write_prompts(
     text = put(requests.text, pick(start, line.owner) + line.offset, line.tokens, where)
     blocks = _Line.of(jnp.zeros((max(line.tokens.shape[0] // size, 1),), jnp.int32), lengths // size)
     at = pick(start, blocks.owner) // size + blocks.offset
-    words = prefix_keys(jnp.zeros((2,), jnp.uint32), Text(pick(text.reshape(-1, size), at), None), size, blocks.offset)
+    none, contents = jnp.zeros((1, 2), jnp.uint32), Text(pick(text.reshape(-1, size), at), None)
+    words = prefix_keys(none, contents, size, blocks.offset, chain)
     # Sums over all blocks of the line; a prompt's begin after those of the prompts before it.
     before = jnp.where((blocks.start > 0)[:, None], pick(words, blocks.start - 1), np.uint32(0))
     keys = words + pick(root_key(namespace) - before, blocks.owner)

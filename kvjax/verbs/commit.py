@@ -9,14 +9,14 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax._arrays import count, fence, loop, pick, put, rank, repeated, runs
+from kvjax._arrays import count, fence, loop, pick, put, rank, repeated
 from kvjax._checks import integers, on_state
 from kvjax.blocks import windows
 from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
 from kvjax.blocks.rows import Chunk, write_text
 from kvjax.blocks.tiers import take_over
-from kvjax.blocks.twins import resolve
+from kvjax.blocks.twins import Filled, resolve
 from kvjax.events.records import COLUMNS, Events, Records, Status
 from kvjax.gpu.choice import fused, serves
 from kvjax.state import CacheState
@@ -96,7 +96,9 @@ def write(state: CacheState, chunk: Chunk, now: jax.Array) -> Written:
     size, most = state.spec.block_size, text.tokens.shape[1]
     group = write_text(state.groups[0], rows, start, end, text)
     state = state.replace(groups=(group, *state.groups[1:]))
-    state, stored, updated = publish_filled(state, rows, start // size, end // size, most, now)
+    filled = Filled.of(rows, start // size, end // size, -(-most // size))
+    width = pass_width(rows.shape[0], most, size)
+    state, stored, updated = publish_filled(state, filled, width, now, several=most > size)
     slid = [
         windows.slide(group, group_spec, rows, start, end, most, size, now)
         for group, group_spec in zip(state.groups[1:], state.spec.groups[1:], strict=True)
@@ -106,68 +108,59 @@ def write(state: CacheState, chunk: Chunk, now: jax.Array) -> Written:
     return state, stored, updated
 
 
-_BATCH = 32  # rows: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256
+_BATCH = 32  # blocks: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256
 
 
 def pass_width(total: int, max_tokens: int, size: int) -> int:
-    """How many of so many rows `publish_filled` looks at in one pass."""
-    return min(max(_BATCH, -(-total * max_tokens // size)), total)
+    """How many blocks `publish_filled` looks at in one pass: as many as so many tokens of each row usually fill."""
+    return min(max(_BATCH, -(-total * max_tokens // size)), total * -(-max_tokens // size))
 
 
 def publish_filled(
-    state: CacheState, rows: jax.Array, first: jax.Array, end: jax.Array, max_tokens: int, now: jax.Array
+    state: CacheState, filled: Filled, width: int, now: jax.Array, *, several: bool
 ) -> tuple[CacheState, list[Records], list[Records]]:
     """Publishes the blocks that rows have just filled, or merges them with equal ones, in every group.
 
-    Processes the rows that filled a block in passes, so that the cost follows their number alone. A pass is as wide as
-    what this many tokens of each row usually fill.
+    Goes in passes over a packed list of them, so that the cost follows their number alone.
 
     Args:
       state: the cache, the first group's `blocks.text` up to date.
-      rows: i32[R]; all different.
-      first: i32[R]; column of the first block that a row filled.
-      end: i32[R]; column after the last one.
-      max_tokens: static; the most tokens that a row has written.
+      filled: the blocks [K].
+      width: static; how many blocks a pass has.
       now: i32[] ms.
+      several: static; whether a row can have filled more than one.
 
     Returns:
-      The cache; for each group R * most records, stored, and for each with a host tier as many, updated.
+      The cache; for each group K records, stored, and for each with a host tier as many, updated.
     """
-    total, size = rows.shape[0], state.spec.block_size
-    most = (max_tokens + size - 1) // size  # blocks that a row can have filled
-    batch = pass_width(total, max_tokens, size)
-    fills = end > first
-    order = put(jnp.zeros((total + batch,), jnp.int32), rank(fills), jnp.arange(total, dtype=jnp.int32), fills)
+    total, number = filled.row.shape[0], count(filled.where)
+    order = jnp.zeros((total + width,), jnp.int32)
+    order = put(order, rank(filled.where), jnp.arange(total, dtype=jnp.int32), filled.where)
     num_lists = len(state.groups) + len(state.spec.host_groups)  # of stored, of updated records
-    records = [jnp.zeros((total + batch, most, len(COLUMNS)), jnp.int32)] * num_lists
+    records = [jnp.zeros((total + width, len(COLUMNS)), jnp.int32)] * num_lists
 
     def step(carry):
         done, (group, *others), records = carry
-        picked = lax.dynamic_slice(order, (done,), (batch,))
-        live = done + np.arange(batch, dtype=np.int32) < count(fills)
-        row, start = pick(rows, picked), pick(first, picked)
-        columns = runs(start, most)
-        filled = live[:, None] & (columns < pick(end, picked)[:, None])
-        blocks, news = fence(group.blocks, resolve(group, state.seqs, row, start, filled))
+        ours = pick(filled, lax.dynamic_slice(order, (done,), (width,)))
+        ours = ours._replace(where=done + np.arange(width, dtype=np.int32) < number)
+        blocks, news = fence(group.blocks, resolve(group, state.seqs, ours, several=several))
         group = group.replace(blocks=blocks)
         group, stored = publish(
-            group, news.own, news.publish, news.key, news.parent, columns.reshape(-1), group.blocks.tokens.shape[1]
+            group, news.own, news.publish, news.key, news.parent, ours.column, group.blocks.tokens.shape[1]
         )
         group, updated = take_over(group, 0, state.policy, news.own, news.target, news.merge & news.first)
         group = merge(group, state.policy, news.own, news.target, news.merge, news.first, now)
-        where = (jnp.broadcast_to(row[:, None], columns.shape), columns)
-        swap = news.merge.reshape(columns.shape)
-        table = put(group.table, where, news.target.reshape(columns.shape), swap)
+        table = put(group.table, (ours.row, ours.column), news.target, news.merge)
         groups, new, moved = [group.replace(table=table)], [stored], [updated]
-        for number, other in enumerate(others, 1):
-            other, stored, updated = windows.follow(other, number, group.blocks, news, row, columns, now)
+        for at, other in enumerate(others, 1):
+            other, stored, updated = windows.follow(other, at, group.blocks, news, ours, now)
             groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
         records = [
-            lax.dynamic_update_slice(r, n.records.reshape(batch, most, -1), (done, np.int32(0), np.int32(0)))
+            lax.dynamic_update_slice(r, n.records, (done, np.int32(0)))
             for r, n in zip(records, [*new, *(m for m in moved if m.block.size)], strict=True)
         ]
-        return done + batch, tuple(groups), records
+        return done + width, tuple(groups), records
 
-    _, groups, records = loop(lambda carry: carry[0] < count(fills), step, (jnp.int32(0), state.groups, records))
-    lists = [Records(r[:total].reshape(total * most, -1)) for r in records]
+    _, groups, records = loop(lambda carry: carry[0] < number, step, (jnp.int32(0), state.groups, records))
+    lists = [Records(r[:total]) for r in records]
     return state.replace(groups=groups), lists[: len(groups)], lists[len(groups) :]

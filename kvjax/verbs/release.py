@@ -74,7 +74,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     text = pick(blocks.text, tail)
     parent = link(blocks, before, row.namespace)
     start = jnp.where(before >= 0, pick(blocks.key, before), root_key(row.namespace))
-    key = prefix_keys(start, jax.tree.map(lambda x: x[None], text), fill, whole[None])
+    key = prefix_keys(start, text, fill, whole)[None]
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
     private = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.rests
     others = state.groups[1:]
