@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-
 _FEW = 32  # entries, for which sums before each are one kernel; at 64 that takes as long as a cumulative sum
 _SMALL = 4096  # elements of an array, of which one is written by a pass over all
 

@@ -126,9 +126,12 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
     twin = jnp.all(key == pick(key, earliest), axis=-1) & jnp.all(text.equals(pick(text, earliest)), axis=-1)
     twin = twin & (parent == pick(parent, earliest)) & (namespace == pick(namespace, earliest))
     broken = in_row(where & ~jnp.where(found >= 0, as_found, twin))
-    broken = lax.while_loop(  # a row that depends on a broken row is broken
-        lambda b: jnp.any(~b & in_row(where & pick(b, earliest))), lambda b: b | in_row(where & pick(b, earliest)), broken
-    )
+
+    def depends(broken: jax.Array) -> jax.Array:
+        """bool[K]; whether a block equals one of bool[K], or follows such a block in its row."""
+        return in_row(where & pick(broken, earliest))
+
+    broken = lax.while_loop(lambda b: jnp.any(~b & depends(b)), lambda b: b | depends(b), broken)
     good = where & ~broken
     return Resolution(
         own=own,

@@ -9,14 +9,18 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, compact, count, fence, once, pick, put
-from kvjax.blocks.rows import fit
+from kvjax.blocks.rows import Prompt, fit
+from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.policies.retention import Retention, is_retention
+from kvjax.pools.device import apply
 from kvjax.serving.loops import admission_events, note
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.scheduler import Scheduler, first, for_samples, most_blocks, places, reserved, running
 from kvjax.state import NO_BLOCK, Match
-from kvjax.verbs.admit import lookup
+from kvjax.verbs._admission import find
+from kvjax.verbs._request import TIERS, known_text, prompt
+from kvjax.verbs.admit import admit_found
 
 
 class Admitted(Pytree):
@@ -117,16 +121,20 @@ def _admit(
 ) -> tuple[Serving, EventLog, jax.Array, jax.Array, jax.Array]:
     """Admits request slot i32[] if it can be; also returns its row, whether it was, and the tokens found for it."""
     tokens = serving.requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
-    known, namespace = pick(serving.requests.known, slot), pick(serving.requests.namespace, slot)
-    serving, good = _can_be_admitted(serving, scheduler, slot, tokens)
+    state, requests = serving.cache.state, serving.requests
+    known, namespace = pick(requests.known, slot), pick(requests.namespace, slot)
+    ask = prompt(known_text(state.spec, tokens, None), known, namespace, state.spec.block_size)
+    match = find(state, ask, ("device",))
+    serving, good = _can_be_admitted(serving, scheduler, slot, tokens, ask, match)
     row = jnp.argmax(serving.free).astype(jnp.int32)
     room = scheduler.chunk if len(serving.cache.state.groups) > 1 else None
 
     def try_it(carry):
         serving, log, _, _ = carry
-        cache, events = serving.cache.admit(
-            row, tokens, known, namespace=namespace, retention=_retention(serving.requests, slot), room=room, now=now
+        state, events = admit_found(
+            serving.cache.state, row, ask, match, retention=_retention(serving.requests, slot), room=room, now=now
         )
+        cache = Cache(state, apply(serving.cache.pools, events))
         serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], events.ok)
         requests, done = fence(serving.requests, events.ok)  # as in a mixed step: nobody reads the text any more
         return serving.replace(requests=requests), note(log, events), done, events.cached[0]
@@ -136,18 +144,16 @@ def _admit(
 
 
 def _can_be_admitted(
-    serving: Serving, scheduler: Scheduler, slot: jax.Array, tokens: jax.Array
+    serving: Serving, scheduler: Scheduler, slot: jax.Array, tokens: jax.Array, ask: Prompt, match: Match
 ) -> tuple[Serving, jax.Array]:
-    """bool[]; whether request slot i32[] may have a row; noted if it needs the host for that."""
+    """bool[]; whether request slot i32[], with this match, may have a row; noted if it needs the host for that."""
     requests, state = serving.requests, serving.cache.state
-    known, namespace = pick(requests.known, slot), pick(requests.namespace, slot)
-    match = lookup(state, tokens, known, namespace=namespace, tiers=("device",))
     samples = (requests.parent == slot) & (requests.stage == Stage.WAITING)
     fits, evicts = _fits(serving, scheduler, slot, match, samples)
     good = fits & (count(serving.free) > count(samples))
     good = good & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
     if state.spec.has_host:
-        there = lookup(state, tokens, known, namespace=namespace).host_tokens
+        there = find(state, ask, TIERS[1]).host_tokens
         enough = there >= scheduler.min_onboard * state.spec.block_size
         brings = good & (enough | evicts) & pick(requests.onboard, slot)
         serving, good = serving.replace(onboards=jnp.where(brings, slot, serving.onboards)), good & ~brings

@@ -23,7 +23,7 @@ from kvjax.events.records import EventKind, Events, Records, Status, joined, rec
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_column
 from kvjax.spec import GroupSpec
-from kvjax.state import COPYING, NO_BLOCK, CacheState, Group
+from kvjax.state import COPYING, NO_BLOCK, CacheState, Group, Match
 from kvjax.verbs._request import all_or_nothing, assemble, first_failure
 
 
@@ -71,22 +71,29 @@ class Decision(Pytree):
     found: list[Found]
 
 
+def find(state: CacheState, ask: Prompt, tiers: tuple[str, ...]) -> Match:
+    """The longest cached prefix of a prompt; nothing of one that is not valid."""
+    return longest_match(state, ask.text, jnp.where(ask.valid, ask.length, 1), ask.namespace, tiers)
+
+
 def admit_row(
     state: CacheState,
     seq: jax.Array,
     ask: Prompt,
+    match: Match,
     retention: Retention | None,
     now: jax.Array,
     room: int | None,
     tiers: tuple[str, ...],
 ) -> tuple[CacheState, Events, jax.Array]:
-    """Admits one row; also returns the blocks that it copies from, i32[G], NO_BLOCK if none.
+    """Admits one row, whose match is what `find` finds in this state, on these tiers.
 
-    These sources stay held (`hold_source`) until the caller lets go of them after the last row of the call: no later
-    row evicts, moves, empties or overwrites them before the copies are made.
+    Also returns the blocks that it copies from, i32[G], NO_BLOCK if none. These sources stay held (`hold_source`) until
+    the caller lets go of them after the last row of the call: no later row evicts, moves, empties or overwrites them
+    before the copies are made.
     """
     spec, size = state.spec, state.spec.block_size
-    state, plan = _decide(state, seq, ask, room, tiers)
+    state, plan = _decide(state, seq, ask, match, room)
     block_priorities = priorities(state, now, tiers)
     groups, taken, sources, status, need = _take(state, plan, block_priorities, now)
     ok = status == Status.OK
@@ -120,11 +127,10 @@ def admit_row(
 
 
 def _decide(
-    state: CacheState, seq: jax.Array, ask: Prompt, room: int | None, tiers: tuple[str, ...]
+    state: CacheState, seq: jax.Array, ask: Prompt, match: Match, room: int | None
 ) -> tuple[CacheState, Decision]:
     """Decides by reading alone; returns the state behind a `fence`, so that later writes come after these reads."""
     spec, size = state.spec, state.spec.block_size
-    match = longest_match(state, ask.text, ask.length, ask.namespace, tiers)
     column = np.arange(match.blocks.shape[0], dtype=np.int32)
 
     def plan(whole: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array, list[Found]]:

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._checks import each_row, integers, on_state, static_int
 from kvjax.blocks.holders import let_go_of_sources
-from kvjax.blocks.match import longest_match
+from kvjax.blocks.rows import Prompt
 from kvjax.events.records import Events
 from kvjax.policies.retention import Retention
 from kvjax.state import CacheState, Match
-from kvjax.verbs._admission import admit_row
+from kvjax.verbs._admission import admit_row, find
 from kvjax.verbs._request import flatten_rows, known_text, known_tiers, prompt
 
 
@@ -66,7 +67,7 @@ def admit(
     def one(state, request):
         seq, text, length, namespace, retention = request
         ask = prompt(text, length, namespace, state.spec.block_size)
-        state, events, sources = admit_row(state, seq, ask, retention, now, room, tiers)
+        state, events, sources = admit_row(state, seq, ask, find(state, ask, tiers), retention, now, room, tiers)
         return state, (events, sources)
 
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
@@ -76,9 +77,28 @@ def admit(
     integers("tokens", tokens, (*rows, "T"))
     requests = (seq, text, length, namespace, retention)
     state, (events, sources) = lax.scan(one, state, requests) if rows else one(state, requests)
+    return _let_go(state, sources), flatten_rows(events) if rows else events
+
+
+def admit_found(
+    state: CacheState,
+    seq: jax.Array,
+    ask: Prompt,
+    match: Match,
+    *,
+    retention: Retention | None,
+    now: jax.Array,
+    room: int | None,
+) -> tuple[CacheState, Events]:
+    """`admit` of one row on the device, by the match that the caller has found in this state."""
+    state, events, sources = admit_row(state, seq, ask, match, retention, now, room, ("device",))
+    return _let_go(state, sources), events
+
+
+def _let_go(state: CacheState, sources: jax.Array) -> CacheState:
+    """Lets go of what rows copied from, i32[G] or i32[R, G]."""
     held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)
-    state = state.replace(groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
-    return state, flatten_rows(events) if rows else events
+    return state.replace(groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
 
 
 @on_state
@@ -106,5 +126,4 @@ def lookup(
     """
     tokens = integers("tokens", tokens, ("T",))
     ask = prompt(known_text(state.spec, tokens, extra_ids), length, namespace, state.spec.block_size)
-    length = jnp.where(ask.valid, ask.length, 1)
-    return longest_match(state, ask.text, length, ask.namespace, known_tiers(tiers))
+    return find(state, ask, known_tiers(tiers))
