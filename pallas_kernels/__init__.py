@@ -58,9 +58,9 @@ def _has(platform: str) -> bool:
 def call(name: str, *args, implementation: str | None = None, **options) -> Any:
     """Calls the function `name` of an implementation.
 
-    Without `implementation` the choice is made when a program is lowered, for its platform: one of this process, or that
-    of `lowering_for`. Where jax differentiates the call, XLA computes the derivative, and the result too unless a kernel
-    is named.
+    Without `implementation` the choice is made when a program is lowered, for its platform: one of this process, or
+    that of `lowering_for`. Where jax differentiates the call, XLA computes the derivative, and the result too unless a
+    kernel is named.
 
     Args:
       name: one of the functions listed above.
