@@ -31,6 +31,24 @@ class Chunk(NamedTuple):
     done: jax.Array
     text: Text
 
+    @property
+    def span(self) -> Span:
+        """Where it is."""
+        return Span(self.rows, self.start, self.end, self.text.tokens.shape[1])
+
+
+class Span(NamedTuple):
+    """Positions start..end-1 i32[R] of rows i32[R], at most `most` of each (static)."""
+
+    rows: jax.Array
+    start: jax.Array
+    end: jax.Array
+    most: int
+
+    def most_filled(self, size: int) -> int:
+        """The most blocks of `size` tokens that end there."""
+        return self.rows.shape[0] * -(-self.most // size)
+
 
 class Row(Pytree):
     """One row of the block tables.

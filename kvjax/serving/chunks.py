@@ -3,19 +3,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, pick, put, runs, sum_before
+from kvjax._arrays import Pytree, count, pick, put, runs, sum_before
+from kvjax.blocks.rows import Chunk, Span
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
+from kvjax.events.records import Events, Records, Status
+from kvjax.gpu.choice import fused, serves
 from kvjax.model import Model, forward
 from kvjax.pools.views import mixed
 from kvjax.serving.loops import note
 from kvjax.serving.requests import Serving
 from kvjax.serving.scheduler import Scheduler, late_first, needs, places_of_rows, prefilling, running, wanted
+from kvjax.state import CacheState
+from kvjax.verbs._request import assemble, known_text
+from kvjax.verbs.commit import Written, pass_width, publish_spans, store, write, write_fused
 
 
 class Chunks(Pytree):
@@ -86,9 +94,10 @@ def compute_line(
     chunks: Chunks,
     decode: jax.Array,
     size: int,
+    k: int,
     now: jax.Array,
 ) -> tuple[Serving, EventLog, jax.Array]:
-    """Computes the next token of the rows where decode bool[S], and chunks; commits the chunks.
+    """Computes the next token of the rows where decode bool[S], and chunks, whose text it stores.
 
     Args:
       model: see `kvjax.step`.
@@ -98,12 +107,13 @@ def compute_line(
       chunks: of rows that do not decode.
       decode: as above; the K/V of these rows' tokens are written, and not committed.
       size: static; B, positions for chunks.
+      k: static; see `_store_chunks`.
       now: i32[] ms.
 
     Returns:
       The requests and the log; and the logits f32[S, V] after each row's last token.
     """
-    width = min(scheduler.chunk, size)
+    width = scheduler.chunk_width(serving.cache.state.spec)
     requests, cache = serving.requests, serving.cache
     seqs, rows = cache.state.seqs, chunks.rows
     view = mixed(cache.state, decode, rows, chunks.count, size)
@@ -117,8 +127,77 @@ def compute_line(
     ends = decode.shape[0] + starts + chunks.count - 1
     last = put(jnp.arange(decode.shape[0], dtype=jnp.int32), rows, ends, chunks.count > 0)
     logits, pools = forward(model, line, cache.pools, view, last)
-    cache, events = Cache(cache.state, pools).commit(tokens, chunks.count, seqs=rows, now=now)
-    return serving.replace(cache=cache), note(log, events), logits
+    chunk = Chunk(rows, first, first + chunks.count, chunks.count > 0, known_text(cache.state.spec, tokens, None))
+    state, log = _store_chunks(cache.state, log, chunk, k, now)
+    return serving.replace(cache=Cache(state, pools)), log, logits
+
+
+def _store_chunks(
+    state: CacheState, log: EventLog, chunk: Chunk, k: int, now: jax.Array
+) -> tuple[CacheState, EventLog]:
+    """Stores chunks; `commit_step` publishes them, with what rows decode.
+
+    Where that is one kernel, which takes at most a block of each row, they are published here.
+
+    Args:
+      state: the cache.
+      log: takes the events.
+      chunk: of some rows.
+      k: static; the most tokens of a row that decodes.
+      now: i32[] ms.
+    """
+
+    def commit(
+        state: CacheState, log: EventLog, chunk: Chunk, now: jax.Array, *, interpret: bool = False
+    ) -> tuple[CacheState, EventLog]:
+        del interpret  # plain jax, beside a kernel
+        state, stored, updated = write(state, chunk, now)
+        return state, note(log, _committed(state, stored, updated))
+
+    def keep(state: CacheState, log: EventLog, chunk: Chunk, now: jax.Array) -> tuple[CacheState, EventLog]:
+        del now
+        return store(state, chunk), log
+
+    args = state, log, chunk, now
+    return fused(commit, keep, *args) if serves(state, state.spec.max_seqs, k) else keep(*args)
+
+
+def commit_step(
+    state: CacheState, chunks: Chunks, width: int, count: jax.Array, tokens: jax.Array, now: jax.Array
+) -> tuple[CacheState, Events]:
+    """`commit` of what a step has written: stored chunks, and what each row has decoded. Nothing is checked.
+
+    Args:
+      state: the cache.
+      chunks: their blocks are published first.
+      width: static; the most tokens of one.
+      count: i32[S]; how many tokens each row has decoded.
+      tokens: i32[S, k]; those, padded with anything.
+      now: i32[] ms.
+    """
+    size, (rows, k), start = state.spec.block_size, tokens.shape, state.seqs.committed
+    every = jnp.arange(rows, dtype=jnp.int32)
+    decoded = Chunk(every, start, start + count, count > 0, known_text(state.spec, tokens, None))
+    end = pick(start, chunks.rows)
+    span = Span(chunks.rows, end - chunks.count, end, width)
+
+    def kernel(state: CacheState, decoded: Chunk, span: Any, now: jax.Array, *, interpret: bool = False) -> Written:
+        del span  # `_store_chunks` has published it
+        state, (stored,), updated = write_fused(state, decoded, now, interpret=interpret)
+        none = jnp.zeros((most, stored.records.shape[1]), jnp.int32)
+        return state, [Records(jnp.concatenate([none, stored.records]))], updated
+
+    def plain(state: CacheState, decoded: Chunk, arrays: Any, now: jax.Array) -> Written:
+        spans = [Span(*arrays, width), decoded.span]
+        return publish_spans(store(state, decoded), spans, pass_width(rows, k, size), now)
+
+    most, args = span.most_filled(size), (state, decoded, span[:3], now)
+    state, stored, updated = fused(kernel, plain, *args) if serves(state, rows, k) else plain(*args)
+    return state, _committed(state, stored, updated)
+
+
+def _committed(state: CacheState, stored: list[Records], updated: list[Records]) -> Events:
+    return assemble(state, jnp.full((1,), Status.OK, jnp.int32), updated=updated, stored=stored)
 
 
 def prefilled(serving: Serving, chunks: Chunks) -> jax.Array:
@@ -127,37 +206,32 @@ def prefilled(serving: Serving, chunks: Chunks) -> jax.Array:
     return put(jnp.zeros(serving.row.shape, jnp.bool_), chunks.rows, True, done)
 
 
-def fork_samples(serving: Serving, logits: jax.Array, ready: jax.Array) -> tuple[Serving, jax.Array, jax.Array]:
-    """Lets samples go on from the prompts that are computed now: each row becomes a copy of its parent's.
+def prompts_of_samples(serving: Serving) -> jax.Array:
+    """i32[S]; for each row that waits for a prompt which is now computed, the row with that prompt; else -1."""
+    parent = jnp.where(running(serving), pick(serving.requests.parent, serving.row), -1)
+    is_computed = (serving.row >= 0) & (wanted(serving) == 0)
+    is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & is_computed[None]
+    return jnp.where(jnp.any(is_parent, axis=1), jnp.argmax(is_parent, axis=1).astype(jnp.int32), -1)
 
-    Args:
-      serving: the requests.
-      logits: f32[S, V].
-      ready: bool[S]; rows whose prompt is computed.
 
-    Returns:
-      The requests; the logits, a sample's are its parent's; and `ready` with the samples' rows.
+def fork_samples(serving: Serving, forks: jax.Array) -> Serving:
+    """Lets samples go on from prompts that are now computed: each row becomes a copy of its parent's.
+
+    forks bool[] says whether there are any.
     """
-    rows = np.arange(ready.shape[0], dtype=np.int32)
 
-    def fork(carry):
-        serving, source, dst, left = carry
-        src = pick(left, dst)
-        cache, _ = serving.cache.fork(src, dst)
-        slot = pick(serving.row, dst)[None]
+    def fork(carry: tuple[jax.Array, Serving]) -> tuple[jax.Array, Serving]:
+        _, serving = carry
+        source = prompts_of_samples(serving)
+        row = jnp.argmax(source >= 0).astype(jnp.int32)
+        cache, _ = serving.cache.fork(pick(source, row), row)
+        slot = pick(serving.row, row)[None]
         requests = serving.requests.at(
             slot, jnp.ones((1,), jnp.bool_), parent=-1, cached=pick(serving.requests.prompt, slot)
         )
-        left = jnp.where(rows == dst, -1, left)
-        source = jnp.where(rows == dst, src, source)
-        return serving.replace(cache=cache, requests=requests), source, jnp.argmax(left >= 0).astype(jnp.int32), left
+        return count(source >= 0) > 1, serving.replace(cache=cache, requests=requests)
 
-    parent = jnp.where(running(serving), pick(serving.requests.parent, serving.row), -1)
-    is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & (ready & serving.leads)[None]
-    left = jnp.where(jnp.any(is_parent, axis=1), jnp.argmax(is_parent, axis=1).astype(jnp.int32), -1)
-    start = serving, rows + jnp.zeros_like(left), jnp.argmax(left >= 0).astype(jnp.int32), left
-    serving, source, _, _ = lax.while_loop(lambda carry: jnp.any(carry[3] >= 0), fork, start)
-    return serving.replace(leads=serving.leads & ~ready), pick(logits, source), ready | (source != rows)
+    return lax.while_loop(lambda carry: carry[0], fork, (forks, serving))[1]
 
 
 def last_tokens(serving: Serving) -> jax.Array:

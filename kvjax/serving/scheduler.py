@@ -116,6 +116,10 @@ class Scheduler:
             raise ValueError(f"budget: got {self.budget}, wanted more than the {spec.max_seqs} rows")
         return self.budget - spec.max_seqs
 
+    def chunk_width(self, spec: CacheSpec) -> int:
+        """The most tokens of one chunk."""
+        return min(self.chunk, self.chunk_tokens(spec))
+
 
 def most_blocks(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array) -> list[jax.Array]:
     """For each group i32[...]: the most blocks that a request with goal i32[...] holds at a time."""

@@ -17,16 +17,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, count, fence, once, pick, put, runs
 from kvjax._checks import integers
+from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind
 from kvjax.model import Model
 from kvjax.pools.device import Pools
 from kvjax.serving.admission import Admitted, admit
-from kvjax.serving.chunks import Chunks, compute_line, fork_samples, last_tokens, make_room, plan, prefilled
+from kvjax.serving.chunks import (
+    Chunks,
+    commit_step,
+    compute_line,
+    fork_samples,
+    last_tokens,
+    make_room,
+    plan,
+    prefilled,
+    prompts_of_samples,
+)
 from kvjax.serving.loops import admission_events, note, worst_events
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.resting import swaps
@@ -88,7 +100,7 @@ def serve_step(
 
     seqs, mixed = serving.cache.state.seqs, _has_chunks(serving, scheduler)
     decode = decoding(serving) & (seqs.length > seqs.committed)
-    serving, log, chunks, chosen = mixed_step(
+    serving, log, chunks, forks, chosen = mixed_step(
         model, serving, log, scheduler, mixed, decode, k, logits_fn=logits_fn, now=now
     )
     steps = jnp.where(mixed, 0, jnp.maximum(n, 1))
@@ -108,10 +120,12 @@ def serve_step(
     pools, written = once(jnp.any(decode & ~mixed), block, start) if fixed_steps else block(start)
     wrote = jnp.where(mixed, decode.astype(jnp.int32), written.count)
     chosen = Chosen(jnp.where(mixed, chosen.bits, written.chosen.bits))
-    cache, committed = cache.replace(pools=pools).commit(written.text(rows.token), wrote, now=now)
+    tokens, width = written.text(rows.token), scheduler.chunk_width(spec)
+    state, committed = commit_step(cache.state, chunks, width, wrote, tokens, now)
+    cache = Cache(state, pools)
     if k > 1:
         cache, _ = cache.trim(decode, max_tokens=k)
-    serving = serving.replace(cache=cache, fresh=serving.fresh | mixed)
+    serving = fork_samples(serving.replace(cache=cache, fresh=serving.fresh | mixed), forks)
     if scheduler.coalesce > 1:
         put_off = jnp.where(mixed | ~jnp.any(prefilling(serving)), 0, serving.put_off + 1)
         serving = serving.replace(put_off=put_off)
@@ -148,22 +162,25 @@ def mixed_step(
     *,
     logits_fn: LogitsFn | None,
     now: jax.Array,
-) -> tuple[Serving, EventLog, Chunks, Chosen]:
+) -> tuple[Serving, EventLog, Chunks, jax.Array, Chosen]:
     """Where bool[] holds: computes chunks and one token of the rows that decode bool[S], and lets rows choose.
 
     Returns:
-      The requests and the log, the chunks committed; which these are; and what was chosen, k columns.
+      The requests and the log; the chunks, stored; bool[], whether samples are to be forked; and what was chosen, k
+      columns.
     """
     size, rows = scheduler.chunk_tokens(serving.cache.state.spec), decode.shape[0]
     nothing = Chosen.none(rows, k, serving.requests.num_top)
 
     def step(carry):
-        serving, log, _, _ = carry
+        serving, log, *_ = carry
         serving, chunks = plan(serving, scheduler, size)
         serving, log, chunks = make_room(serving, log, scheduler, chunks, now)
-        serving, log, logits = compute_line(model, serving, log, scheduler, chunks, decode, size, now)
+        serving, log, logits = compute_line(model, serving, log, scheduler, chunks, decode, size, k, now)
         ready = prefilled(serving, chunks)
-        serving, logits, ready = fork_samples(serving, logits, ready)
+        source = prompts_of_samples(serving)
+        serving, ready = serving.replace(leads=serving.leads & ~ready), ready | (source >= 0)
+        logits = pick(logits, jnp.where(source >= 0, source, np.arange(rows, dtype=np.int32)))
         requests, row = serving.requests, serving.row
         choice = choose(
             logits, _rows(serving, decode), pick(requests.known, row), pick(requests.stop, row),
@@ -172,10 +189,10 @@ def mixed_step(
         chosen = Chosen.of(choice).only((decode | ready)[:, None])
         requests, chosen = fence(serving.requests, chosen)  # or their text, which is written behind the loop, is copied
         serving = serving.replace(requests=requests)
-        return serving, log, chunks, nothing.put(chosen, jnp.int32(0))
+        return serving, log, chunks, jnp.any(source >= 0), nothing.put(chosen, jnp.int32(0))
 
     none = jnp.full((min(scheduler.chunk_rows, rows),), -1, jnp.int32)
-    start = serving, log, Chunks(none, jnp.zeros_like(none)), nothing
+    start = serving, log, Chunks(none, jnp.zeros_like(none)), jnp.bool_(False), nothing
     return once(where, step, start)
 
 

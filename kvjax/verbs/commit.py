@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from kvjax._checks import integers, on_state
 from kvjax.blocks import windows
 from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
-from kvjax.blocks.rows import Chunk, write_text
+from kvjax.blocks.rows import Chunk, Span, write_text
 from kvjax.blocks.tiers import take_over
 from kvjax.blocks.twins import Filled, resolve
 from kvjax.events.records import COLUMNS, Events, Records, Status
@@ -69,43 +71,53 @@ def commit(
     bad = bad | jnp.any((steps < asked[:, None]) & (tokens < 0), axis=1)
     bad = bad | ((asked > 0) & pick(state.seqs.rests, rows))
     end = start + jnp.where(bad, 0, asked)
-    state, stored, updated = _written(state, Chunk(rows, start, end, exists & ~bad, text), now)
+    chunk, served = Chunk(rows, start, end, exists & ~bad, text), serves(state, rows.shape[0], most)
+    state, stored, updated = fused(write_fused, write, state, chunk, now) if served else write(state, chunk, now)
     return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)
 
 
 Written = tuple[CacheState, list[Records], list[Records]]  # the cache; for each group the records stored, updated
 
 
-def _written(state: CacheState, chunk: Chunk, now: jax.Array) -> Written:
-    """`write`, as one kernel where there is one."""
+def write_fused(state: CacheState, chunk: Chunk, now: jax.Array, *, interpret: bool = False) -> Written:
+    """`write` as one kernel, for a state that `choice.serves`."""
+    from kvjax.gpu.fill import fill_rows  # late: to import Triton takes a tenth of a second
+
+    del now  # only retention asks for the time
     total, most = chunk.text.tokens.shape
-
-    def kernel(state: CacheState, chunk: Chunk, now: jax.Array, *, interpret: bool = False) -> Written:
-        from kvjax.gpu.fill import fill_rows  # late: to import Triton takes a tenth of a second
-
-        del now  # only retention asks for the time
-        state, stored = fill_rows(state, chunk, pass_width(total, most, state.spec.block_size), interpret)
-        return state, [stored], []
-
-    return fused(kernel, write, state, chunk, now) if serves(state, total, most) else write(state, chunk, now)
+    state, stored = fill_rows(state, chunk, pass_width(total, most, state.spec.block_size), interpret)
+    return state, [stored], []
 
 
 def write(state: CacheState, chunk: Chunk, now: jax.Array) -> Written:
     """Stores what the rows have written, and publishes the blocks that they fill, in every group."""
-    rows, start, end, done, text = chunk
-    size, most = state.spec.block_size, text.tokens.shape[1]
-    group = write_text(state.groups[0], rows, start, end, text)
-    state = state.replace(groups=(group, *state.groups[1:]))
-    filled = Filled.of(rows, start // size, end // size, -(-most // size))
-    width = pass_width(rows.shape[0], most, size)
-    state, stored, updated = publish_filled(state, filled, width, now, several=most > size)
-    slid = [
-        windows.slide(group, group_spec, rows, start, end, most, size, now)
-        for group, group_spec in zip(state.groups[1:], state.spec.groups[1:], strict=True)
+    total, most = chunk.text.tokens.shape
+    return publish_spans(store(state, chunk), [chunk.span], pass_width(total, most, state.spec.block_size), now)
+
+
+def store(state: CacheState, chunk: Chunk) -> CacheState:
+    """Stores what the rows have written; `publish_spans` is to follow."""
+    group = write_text(state.groups[0], chunk.rows, chunk.start, chunk.end, chunk.text)
+    committed = put(state.seqs.committed, chunk.rows, chunk.end, chunk.done)
+    return state.replace(groups=(group, *state.groups[1:]), seqs=state.seqs.replace(committed=committed))
+
+
+def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax.Array) -> Written:
+    """Publishes the blocks that end in stored spans, in every group, `width` in a pass; then the windows move on."""
+    size, columns = state.spec.block_size, [-(-span.most // state.spec.block_size) for span in spans]
+    filled = [
+        Filled.of(span.rows, span.start // size, span.end // size, most)
+        for span, most in zip(spans, columns, strict=True)
     ]
-    committed = put(state.seqs.committed, rows, end, done)
-    state = state.replace(groups=(state.groups[0], *slid), seqs=state.seqs.replace(committed=committed))
-    return state, stored, updated
+    together = jax.tree.map(lambda *parts: jnp.concatenate(parts), *filled)
+    state, stored, updated = publish_filled(state, together, width, now, several=max(columns) > 1)
+    first, *others = state.groups
+    for span in spans:
+        others = [
+            windows.slide(group, spec, *span, size, now)
+            for group, spec in zip(others, state.spec.groups[1:], strict=True)
+        ]
+    return state.replace(groups=(first, *others)), stored, updated
 
 
 _BATCH = 32  # blocks: about what 256 rows fill in a step with blocks of 16, measured against 16, 64 and 256

@@ -332,10 +332,9 @@ class Scheduler:
         decode = [row for row in self.decoding() if self._room(row)]
         chunks = self._make_room(self._deal())
         report.mixed, report.decoded, report.chunks, report.stalled = True, decode, chunks, sorted(self.stalled)
-        self._commit(chunks)
+        self._commit({**chunks, **dict.fromkeys(decode, 1)})
         computed = [row for row in chunks if not self.want(row)]
         forked = self._fork(computed)
-        self._commit(dict.fromkeys(decode, 1))
         self.steps, self.put_off, self.changed = self.steps + 1, 0, True
         for row in sorted([*decode, *computed, *forked]):
             self._choose(row, self.steps, report)

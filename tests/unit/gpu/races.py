@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from kvjax.gpu import lowering_for
+
 LOADS, STORES = ("masked_load", "get"), ("masked_swap", "swap")
 BARRIERS = ("debug_barrier", "debug_barrier_p")  # the second until jax 0.11
 # For each array, what has been done to it since a barrier.
@@ -33,7 +35,8 @@ def kernels_of(fn, *args) -> list[Any]:
                         if isinstance(part, core.Jaxpr | core.ClosedJaxpr):
                             yield from inside(opened(part))
 
-    return list(inside(opened(jax.make_jaxpr(fn)(*args))))
+    with lowering_for("cuda"):
+        return list(inside(opened(jax.make_jaxpr(fn)(*args))))
 
 
 def barriers_of(kernel) -> list[Any]:
