@@ -25,14 +25,17 @@ CHANGED = (
 )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("batch", "interpret"))
-def fill_rows(state: CacheState, chunk: Chunk, batch: int, interpret: bool = False) -> tuple[CacheState, Records]:
+@functools.partial(jax.jit, static_argnames=("batch", "spare", "interpret"))
+def fill_rows(
+    state: CacheState, chunk: Chunk, batch: int, spare: int = 0, interpret: bool = False
+) -> tuple[CacheState, Records]:
     """As `verbs/commit.write`, for a state that `choice.serves`, exactly the same; also returns R records, stored.
 
     Args:
       state: the cache.
       chunk: what the rows have written, at most a block's tokens each.
       batch: static; how many blocks that were filled the kernel looks at in one pass, as plain jax does.
+      spare: static; how many records more to return, of kind NONE.
       interpret: static; see `choice.interpreted`.
     """
     rows, start, end, done, text = chunk
@@ -45,7 +48,7 @@ def fill_rows(state: CacheState, chunk: Chunk, batch: int, interpret: bool = Fal
         lanes=lanes,
         reads=reads | arrays_of(state, ("namespace",)) | {f"new_{name}": part for name, part in text.parts().items()},
         changes=arrays_of(state, CHANGED),
-        makes={"records": (total, len(COLUMNS)), "queue": (total,), "peers": room, **_rooms(room)},
+        makes={"records": (total + spare, len(COLUMNS)), "queue": (total,), "peers": room, **_rooms(room)},
         interpret=interpret,
     )
     return with_arrays(state, result), Records(result["records"])
@@ -102,8 +105,14 @@ def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
     memory.loop(lambda done: done < steps, write, jnp.int32(0))
     fills = real & (end >= turn)
     memory.put("queue", rank(fills), lane, fills)
-    column = numbered(16)[None]
-    memory.put("records", (lane[:, None], column), 0, real[:, None] & (column < len(COLUMNS)))
+    column, records = numbered(16)[None], memory.shape("records")[0]
+
+    def clear(done: jax.Array) -> jax.Array:
+        index = (done + lane)[:, None]
+        memory.put("records", (index, column), 0, (index < records) & (column < len(COLUMNS)))
+        return done + lanes
+
+    memory.loop(lambda done: done < records, clear, jnp.int32(0))
     return count(fills)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, count, pick, put, runs, sum_before
+from kvjax._arrays import Pytree, pick, put, runs, sum_before
 from kvjax.blocks.rows import Chunk, Span
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
@@ -181,17 +181,15 @@ def commit_step(
     end = pick(start, chunks.rows)
     span = Span(chunks.rows, end - chunks.count, end, width)
 
-    def kernel(state: CacheState, decoded: Chunk, span: Any, now: jax.Array, *, interpret: bool = False) -> Written:
-        del span  # `_store_chunks` has published it
-        state, (stored,), updated = write_fused(state, decoded, now, interpret=interpret)
-        none = jnp.zeros((most, stored.records.shape[1]), jnp.int32)
-        return state, [Records(jnp.concatenate([none, stored.records]))], updated
-
     def plain(state: CacheState, decoded: Chunk, arrays: Any, now: jax.Array) -> Written:
         spans = [Span(*arrays, width), decoded.span]
         return publish_spans(store(state, decoded), spans, pass_width(rows, k, size), now)
 
-    most, args = span.most_filled(size), (state, decoded, span[:3], now)
+    def kernel(state: CacheState, decoded: Chunk, arrays: Any, now: jax.Array, *, interpret: bool = False) -> Written:
+        del arrays  # `_store_chunks` has published them
+        return write_fused(state, decoded, now, spare=span.most_filled(size), interpret=interpret)
+
+    args = state, decoded, span[:3], now
     state, stored, updated = fused(kernel, plain, *args) if serves(state, rows, k) else plain(*args)
     return state, _committed(state, stored, updated)
 
@@ -206,32 +204,29 @@ def prefilled(serving: Serving, chunks: Chunks) -> jax.Array:
     return put(jnp.zeros(serving.row.shape, jnp.bool_), chunks.rows, True, done)
 
 
-def prompts_of_samples(serving: Serving) -> jax.Array:
-    """i32[S]; for each row that waits for a prompt which is now computed, the row with that prompt; else -1."""
+def prompts_of_samples(serving: Serving, ready: jax.Array) -> jax.Array:
+    """i32[S]; for each row that waits for the prompt of a row where bool[S], that row; else -1."""
     parent = jnp.where(running(serving), pick(serving.requests.parent, serving.row), -1)
-    is_computed = (serving.row >= 0) & (wanted(serving) == 0)
-    is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & is_computed[None]
+    is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & ready[None]
     return jnp.where(jnp.any(is_parent, axis=1), jnp.argmax(is_parent, axis=1).astype(jnp.int32), -1)
 
 
-def fork_samples(serving: Serving, forks: jax.Array) -> Serving:
-    """Lets samples go on from prompts that are now computed: each row becomes a copy of its parent's.
+def fork_samples(serving: Serving, ready: jax.Array) -> Serving:
+    """Lets samples go on from the prompts of rows where bool[S]: each row that waits for one becomes a copy of it."""
+    rows = np.arange(ready.shape[0], dtype=np.int32)
 
-    forks bool[] says whether there are any.
-    """
-
-    def fork(carry: tuple[jax.Array, Serving]) -> tuple[jax.Array, Serving]:
-        _, serving = carry
-        source = prompts_of_samples(serving)
+    def fork(carry: tuple[Serving, jax.Array]) -> tuple[Serving, jax.Array]:
+        serving, source = carry
         row = jnp.argmax(source >= 0).astype(jnp.int32)
         cache, _ = serving.cache.fork(pick(source, row), row)
         slot = pick(serving.row, row)[None]
         requests = serving.requests.at(
             slot, jnp.ones((1,), jnp.bool_), parent=-1, cached=pick(serving.requests.prompt, slot)
         )
-        return count(source >= 0) > 1, serving.replace(cache=cache, requests=requests)
+        return serving.replace(cache=cache, requests=requests), jnp.where(rows == row, -1, source)
 
-    return lax.while_loop(lambda carry: carry[0], fork, (forks, serving))[1]
+    start = serving, prompts_of_samples(serving, ready)
+    return lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), fork, start)[0]
 
 
 def last_tokens(serving: Serving) -> jax.Array:

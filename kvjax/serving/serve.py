@@ -40,7 +40,7 @@ from kvjax.serving.chunks import (
     prompts_of_samples,
 )
 from kvjax.serving.loops import admission_events, note, worst_events
-from kvjax.serving.requests import Finish, Requests, Serving, Stage
+from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.serving.resting import swaps
 from kvjax.serving.retire import Retired, grow, retire
 from kvjax.serving.scheduler import Scheduler, decoding, prefilling
@@ -100,7 +100,7 @@ def serve_step(
 
     seqs, mixed = serving.cache.state.seqs, _has_chunks(serving, scheduler)
     decode = decoding(serving) & (seqs.length > seqs.committed)
-    serving, log, chunks, forks, chosen = mixed_step(
+    serving, log, chunks, chosen = mixed_step(
         model, serving, log, scheduler, mixed, decode, k, logits_fn=logits_fn, now=now
     )
     steps = jnp.where(mixed, 0, jnp.maximum(n, 1))
@@ -125,7 +125,7 @@ def serve_step(
     cache = Cache(state, pools)
     if k > 1:
         cache, _ = cache.trim(decode, max_tokens=k)
-    serving = fork_samples(serving.replace(cache=cache, fresh=serving.fresh | mixed), forks)
+    serving = serving.replace(cache=cache, fresh=serving.fresh | mixed)
     if scheduler.coalesce > 1:
         put_off = jnp.where(mixed | ~jnp.any(prefilling(serving)), 0, serving.put_off + 1)
         serving = serving.replace(put_off=put_off)
@@ -162,12 +162,11 @@ def mixed_step(
     *,
     logits_fn: LogitsFn | None,
     now: jax.Array,
-) -> tuple[Serving, EventLog, Chunks, jax.Array, Chosen]:
+) -> tuple[Serving, EventLog, Chunks, Chosen]:
     """Where bool[] holds: computes chunks and one token of the rows that decode bool[S], and lets rows choose.
 
     Returns:
-      The requests and the log; the chunks, stored; bool[], whether samples are to be forked; and what was chosen, k
-      columns.
+      The requests and the log; the chunks, stored; and what was chosen, k columns.
     """
     size, rows = scheduler.chunk_tokens(serving.cache.state.spec), decode.shape[0]
     nothing = Chosen.none(rows, k, serving.requests.num_top)
@@ -178,7 +177,7 @@ def mixed_step(
         serving, log, chunks = make_room(serving, log, scheduler, chunks, now)
         serving, log, logits = compute_line(model, serving, log, scheduler, chunks, decode, size, k, now)
         ready = prefilled(serving, chunks)
-        source = prompts_of_samples(serving)
+        source = prompts_of_samples(serving, ready & serving.leads)
         serving, ready = serving.replace(leads=serving.leads & ~ready), ready | (source >= 0)
         logits = pick(logits, jnp.where(source >= 0, source, np.arange(rows, dtype=np.int32)))
         requests, row = serving.requests, serving.row
@@ -189,10 +188,10 @@ def mixed_step(
         chosen = Chosen.of(choice).only((decode | ready)[:, None])
         requests, chosen = fence(serving.requests, chosen)  # or their text, which is written behind the loop, is copied
         serving = serving.replace(requests=requests)
-        return serving, log, chunks, jnp.any(source >= 0), nothing.put(chosen, jnp.int32(0))
+        return serving, log, chunks, nothing.put(chosen, jnp.int32(0))
 
     none = jnp.full((min(scheduler.chunk_rows, rows),), -1, jnp.int32)
-    start = serving, log, Chunks(none, jnp.zeros_like(none)), jnp.bool_(False), nothing
+    start = serving, log, Chunks(none, jnp.zeros_like(none)), nothing
     return once(where, step, start)
 
 
@@ -219,20 +218,22 @@ def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
     )
     if requests.top is not None:
         requests = requests.replace(top=put(requests.top, at, chosen.top, real))
-    requests = requests.at(row, any_chosen, known=known)
+    serving = serving.replace(requests=requests.at(row, any_chosen, known=known))
 
-    def mark(carry: tuple[Requests, jax.Array]) -> tuple[Requests, jax.Array]:
-        """Notes which rows have their first token, and which are over."""
-        requests, fresh = carry
-        requests = requests.at(row, begins, first_token=serving.steps + 1)  # a row that chooses does so in each step
+    def mark(serving: Serving) -> Serving:
+        """Notes which rows have their first token, forks samples off them, and notes which are over."""
+        serving = fork_samples(serving, begins)
+        requests = serving.requests.at(
+            row, begins, first_token=serving.steps + 1
+        )  # a row that chooses does so in each step
         requests = requests.at(
             row, over, stage=int(Stage.DONE), ended=serving.steps + new,
             finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH)),
         )  # fmt: skip
-        return requests, fresh | jnp.any(begins)
+        return serving.replace(requests=requests, fresh=serving.fresh | jnp.any(begins))
 
-    requests, fresh = once(jnp.any(begins | over), mark, (requests, serving.fresh))
-    return serving.replace(requests=requests, steps=serving.steps + steps, fresh=fresh)
+    serving = once(jnp.any(begins | over), mark, serving)
+    return serving.replace(steps=serving.steps + steps)
 
 
 def serve(

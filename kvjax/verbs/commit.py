@@ -79,13 +79,13 @@ def commit(
 Written = tuple[CacheState, list[Records], list[Records]]  # the cache; for each group the records stored, updated
 
 
-def write_fused(state: CacheState, chunk: Chunk, now: jax.Array, *, interpret: bool = False) -> Written:
-    """`write` as one kernel, for a state that `choice.serves`."""
+def write_fused(state: CacheState, chunk: Chunk, now: jax.Array, *, spare: int = 0, interpret: bool = False) -> Written:
+    """`write` as one kernel, for a state that `choice.serves`; with so many records more, of kind NONE."""
     from kvjax.gpu.fill import fill_rows  # late: to import Triton takes a tenth of a second
 
     del now  # only retention asks for the time
     total, most = chunk.text.tokens.shape
-    state, stored = fill_rows(state, chunk, pass_width(total, most, state.spec.block_size), interpret)
+    state, stored = fill_rows(state, chunk, pass_width(total, most, state.spec.block_size), spare, interpret)
     return state, [stored], []
 
 
