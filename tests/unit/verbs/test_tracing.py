@@ -150,12 +150,14 @@ def test_scanned_steps_copy_nothing_of_the_pools_size(run, retention):
     assert memory.alias_size_in_bytes >= nbytes
 
 
+@pytest.mark.parametrize("size", [12, 5000])
 @pytest.mark.parametrize("write", [put, add])
-def test_a_write_of_one_entry_stays_a_scatter(write):
-    """As a dynamic-update-slice it was fused, in a scan on CPU, into a kernel that never ended."""
-    args = jnp.arange(12, dtype=jnp.int32), jnp.array([3]), jnp.int32(7), jnp.array([True])
+def test_a_write_of_one_entry_is_no_dynamic_update_slice(write, size):
+    """As such it was fused, in a scan on CPU, into a kernel that never ended. In a small array it is a select."""
+    args = jnp.arange(size, dtype=jnp.int32), jnp.array([3]), jnp.int32(7), jnp.array([True])
     program = jax.jit(write).lower(*args).compile()
     assert "dynamic-update-slice" not in program.as_text()
+    assert (" scatter(" in program.as_text()) == (size == 5000)
     assert program(*args)[3] == (7 if write is put else 10)
 
 

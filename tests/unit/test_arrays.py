@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers of arrays that have a form of their own for small sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax._arrays import add, leading, put, rank, sum_before
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
+def test_sums_before_each_entry(size):
+    rng = np.random.default_rng(size)
+    x, where = rng.integers(-5, 9, (3, size)).astype(np.int32), rng.random((3, size)) < 0.5
+    np.testing.assert_array_equal(jax.vmap(sum_before)(x), np.cumsum(x, axis=1) - x)
+    np.testing.assert_array_equal(jax.vmap(rank)(where), np.cumsum(where, axis=1) - where)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_how_many_hold_before_the_first_that_does_not(x64):
+    where = np.array([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]], bool)
+    with jax.enable_x64(x64):
+        got = leading(jnp.asarray(where))
+        assert got.tolist() == [2, 0, 4, 0] and got.dtype == jnp.int32
+        assert leading(jnp.zeros((2, 0), jnp.bool_)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("size", [6, 5000])
+def test_one_entry_is_written_for_each_of_several_caches(size, x64):
+    """Below and above the size up to which a write is a select: the same, and an index out of range writes nothing."""
+    x = np.arange(3 * size, dtype=np.int32).reshape(3, size)
+    index, values = np.array([[2], [0], [size]], np.int32), np.array([[7], [-4], [9]], np.int32)
+    where = np.array([[True], [False], [True]])
+    wanted, added = x.copy(), x.copy()
+    wanted[0, 2], added[0, 2] = 7, added[0, 2] + 7
+    with jax.enable_x64(x64):
+        np.testing.assert_array_equal(jax.vmap(put)(x, index, values, where), wanted)
+        np.testing.assert_array_equal(jax.vmap(add)(x, index, values, where), added)
+        block = jnp.zeros((4, size // 2, 2), jnp.float32)
+        got = put(block, (np.array([3], np.int32), 1), jnp.ones((1, 2), jnp.float32), np.array([True]))
+        assert float(got.sum()) == 2 and got[3, 1].tolist() == [1, 1]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What XLA compiles does not grow unnoticed; `benchmarks.compile` says what the numbers mean."""
+
+import pytest
+
+from benchmarks import compile as compiled
+
+# The distinct fusions of each program, each some 13 ms of compiling. Lower a number with what it counts.
+BUDGETS = {
+    "serve": 840, "submit": 66, "lookup": 27, "admit": 124, "extend": 122, "commit": 117, "trim": 12, "release": 87,
+    "fork": 8, "truncate": 69,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_programs_stay_within_their_budgets_which_stay_close(name):
+    lowered, program, _ = compiled.compile_program(compiled.programs()[name]())
+    assert 0.97 * BUDGETS[name] <= compiled.count(lowered, program).distinct <= BUDGETS[name]
+
+
+def test_every_program_has_a_budget():
+    assert compiled.programs().keys() == BUDGETS.keys()
+
+
+def test_fusions_that_differ_in_names_alone_are_one():
+    """And those that call another computation are told apart by its body."""
+    text = """
+%add (a: s32[], b: s32[]) -> s32[] {
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %c = s32[] add(%a, %b)
+}
+
+%max (a.1: s32[], b.1: s32[]) -> s32[] {
+  %a.1 = s32[] parameter(0)
+  %b.1 = s32[] parameter(1)
+  ROOT %c.1 = s32[] maximum(%a.1, %b.1)
+}
+
+%one (p: s32[4]) -> s32[] {
+  %p = s32[4]{0} parameter(0)
+  ROOT %r = s32[] reduce(%p, %p), to_apply=%add, metadata={op_name="x" stack_frame_id=3}
+}
+
+%two (q: s32[4]) -> s32[] {
+  %q = s32[4]{0} parameter(0)
+  ROOT %s = s32[] reduce(%q, %q), to_apply=%add, backend_config={"outer":{"inner":["1"]}}
+}
+
+%three (q: s32[4]) -> s32[] {
+  %q = s32[4]{0} parameter(0)
+  ROOT %s = s32[] reduce(%q, %q), to_apply=%max
+}
+
+ENTRY %main (x: s32[4]) -> (s32[], s32[], s32[]) {
+  %x = s32[4]{0} parameter(0)
+  %f = s32[] fusion(%x), kind=kLoop, calls=%one
+  %g = s32[] fusion(%x), kind=kLoop, calls=%two
+  %h = s32[] fusion(%x), kind=kLoop, calls=%three
+  ROOT %t = (s32[], s32[], s32[]) tuple(%f, %g, %h)
+}
+"""
+    found = [body for _, body in compiled.bodies(text)]
+    assert len(found) == 3 and found[0] == found[1] != found[2]
