@@ -20,7 +20,7 @@ from models.golden import read_golden
 from models.placement import partition_spec
 from tests.drive import output_of
 from tests.mesh import AUTO, EXPLICIT, collectives, mesh_of, sent_shapes
-from tests.models.test_models import GOLDENS
+from tests.models.families import GOLDENS
 
 HEADS = GOLDENS / "llama_heads"  # 4 kv heads
 

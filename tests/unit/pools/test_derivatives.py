@@ -18,7 +18,7 @@ from kvjax.pools.device import apply, init_pools, write
 from kvjax.pools.views import mixed, ragged, view
 from tests.mesh import AUTO, EXPLICIT, mesh_of
 from tests.poison import poisoned
-from tests.unit.pools.test_pool import COMMITTED, SPEC, TABLE, copied, hand_made_state, no_events
+from tests.unit.pools.hand_made import COMMITTED, SPEC, TABLE, copied, hand_made_state, no_events
 
 KV_HEADS, GROUP, WIDTH = SPEC.groups[0].pools[0].kv_heads, 2, 16
 FORMS = {  # the view, and how many tokens of each row it has
