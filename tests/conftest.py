@@ -34,12 +34,13 @@ jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_P
 # The files that take longest first, so that no process is left alone with one of them: of the default tests, then of
 # the long ones.
 FIRST = (
-    "test_scenarios.py", "test_machine.py", "test_gpu_compile.py", "test_gpu_programs.py", "test_bytes.py",
-    "test_debug.py", "test_attention.py", "test_pool.py", "test_models.py", "test_errors.py", "test_engine.py",
-    "test_mesh.py", "test_benchmarks.py", "test_tiers.py", "test_policies.py", "test_interrupts.py", "test_readme.py",
-    "test_commands.py", "test_listener.py", "test_machine_serving.py", "test_batch.py", "test_serving.py",
-    "test_scheduler.py", "test_vocabulary.py", "test_listening.py", "test_machine_vmap.py", "test_windows.py",
-    "test_tracing.py", "test_workload.py", "test_vmap.py",
+    "test_scenarios.py", "test_machine.py", "test_errors.py", "test_bytes.py", "test_pool.py", "test_attention.py",
+    "test_machine_serving.py", "test_generation.py", "test_readme.py", "test_kernels.py", "test_models.py",
+    "test_debug.py", "test_gpu_compile.py", "test_gpu_programs.py", "test_engine.py", "test_mesh.py",
+    "test_benchmarks.py", "test_tiers.py", "test_policies.py", "test_interrupts.py", "test_commands.py",
+    "test_listener.py", "test_batch.py", "test_serving.py", "test_scheduler.py", "test_vocabulary.py",
+    "test_listening.py", "test_machine_vmap.py", "test_windows.py", "test_tracing.py", "test_workload.py",
+    "test_vmap.py",
 )  # fmt: skip
 
 
