@@ -67,11 +67,13 @@ def test_quantised_pools(stored, dtype, name, implementation):
     check_prefill(case, implementation, [1, 0, 30, 90], **options_for(case, name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 def test_pools_of_bytes_without_scales(stored, implementation):
     check_decode(Case([37, 70], stored=stored, scaled=False), implementation, scale=0.005)
 
 
+@pytest.mark.long
 def test_wide_queries_over_a_narrow_pool(implementation):
     """What a softmax in float32 is for: the result is as exact as the K/V allow."""
     case = Case([1, 0, 37, 130], dtype="bfloat16", width=64)
@@ -102,10 +104,12 @@ def test_chunks_of_any_size_from_any_offset(name, implementation):
         np.testing.assert_array_equal(out[counts.sum() :], 0)
 
 
+@pytest.mark.long
 def test_gaps_between_rows_are_padding(implementation):
     check_prefill(Case([80, 3, 70], group=1), implementation, [70, 0, 65], gaps=5, max_count=128)
 
 
+@pytest.mark.long
 def test_one_row_and_one_block(implementation):
     check_decode(Case([1], kv_heads=1, group=1), implementation)
     check_prefill(Case([4], kv_heads=1, group=1), implementation, [4])

@@ -119,6 +119,7 @@ def test_generate_and_stream_with_reuse_and_eviction(shape, kind, dtype):
             assert output.tokens == golden.greedy[row % 3].tolist()
 
 
+@pytest.mark.long
 def test_only_the_parts_that_a_device_needs_are_read(monkeypatch):
     read, whole = [], loading._read
     monkeypatch.setattr(loading, "_read", lambda tensor, *args: read.append(whole(tensor, *args)) or read[-1])

@@ -24,9 +24,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 GEMMA3 = {**SMALL, "model_type": "gemma3_text", "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 5}
+QUICK = ("llama", "qwen3", "gemma3", "gemma4")  # the others have more heads and options
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES]
+)
 def test_dense_logits_are_the_reference(family):
     model, _ = load(GOLDENS / family)
     golden = read_golden(GOLDENS / family, model.config.vocab_size)

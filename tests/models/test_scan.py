@@ -160,6 +160,7 @@ def test_all_layers_are_one_scan():
         assert scans(decode.trace(*args).jaxpr.jaxpr) == wanted
 
 
+@pytest.mark.long
 def test_a_step_copies_no_pool_and_one_layers_weights_at_most():
     compiled = {}
     for scan in (False, True):

@@ -106,6 +106,7 @@ def test_nothing_else_imports_the_wires():
         assert path.name == "_wires.py" or not WIRES & {name.split(".")[0] for name in found}, path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("room", "absent", "needs"),
     [
@@ -148,6 +149,7 @@ assert double._cache_size() == 1, "what was compiled before was compiled again"
 """
 
 
+@pytest.mark.long
 def test_kernels_are_imported_while_a_call_is_traced():
     output_of(sys.executable, "-c", IMPORTS_KERNELS)
 

@@ -158,6 +158,7 @@ def test_check_ends_where_links_do_not():
     assert [line.startswith("broken: ") and "link" in line for line in said.splitlines()] == [True] * 3
 
 
+@pytest.mark.long
 def test_extra_ids_tell_blocks_apart():
     state = story(EXTRA).state
     held = known(state)["held"]
