@@ -9,8 +9,8 @@ PYTHON ?= .venv/bin/python
 ARGS ?=
 CUDA ?= cuda13
 BASE ?= HEAD~1
-# Test files are dealt out to one process per core: most of their time is compilation. tests/conftest.py orders them, and
-# keeps what a run compiles for the next one.
+# Test files are dealt out to one process per core: most of their time is compilation. tests/conftest.py orders them,
+# and keeps what a run compiles for the next one.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=25
 OLDEST := .venv-jax0112
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
