@@ -9,7 +9,8 @@ PYTHON ?= .venv/bin/python
 ARGS ?=
 CUDA ?= cuda13
 BASE ?= HEAD~1
-# Test files are dealt out to one process per core: most of their time is compilation. tests/conftest.py orders them.
+# Test files are dealt out to one process per core: most of their time is compilation. tests/conftest.py orders them,
+# and keeps what a run compiles for the next one.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=25
 OLDEST := .venv-jax0112
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
@@ -43,7 +44,7 @@ test: ## the default tests
 	@$(TOOLCHAIN)
 	@$(PYTHON) $(PYTEST) $(ARGS)
 
-test-long: ## what takes longer; CI runs it after the default tests
+test-long: ## what takes longer; CI runs it together with the default tests
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@$(PYTHON) $(PYTEST) -m "long and not slow and not gpu" $(ARGS)
@@ -52,13 +53,13 @@ test-all: ## what a night adds: the same at length, with other seeds, specs, sha
 	@$(SETUP)
 	@$(TOOLCHAIN)
 	@HYPOTHESIS_PROFILE=nightly $(PYTHON) $(PYTEST) -m "not gpu" -o faulthandler_timeout=3600 $(ARGS)
-	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest-gpu)
+	@$(if $(ARGS)$(filter :,$(SETUP)),,$(MAKE) test-oldest test-oldest-gpu wheel)
 
-test-oldest: ## the default tests on the oldest jax that CI covers
+test-oldest: ## the default tests on the oldest jax that CI covers; a part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
 	@$(OLDEST)/bin/python $(PYTEST) $(ARGS)
 
-test-oldest-gpu: ## what the oldest jax compiles for GPUs; the last part of test-all
+test-oldest-gpu: ## what the oldest jax compiles for GPUs; a part of test-all
 	@scripts/setup.sh $(OLDEST) test jax==0.11.2 jaxlib==0.11.2
 	@scripts/gpu_toolchain.sh $(OLDEST)/bin/python
 	@$(OLDEST)/bin/python $(PYTEST) -m "not gpu" tests/kernels/test_gpu_*.py $(ARGS)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of pytest that tells which test files compiled longest, in whichever processes of the run they ran."""
+"""What a run compiles: which files longest, in whichever of its processes; and the programs that it keeps."""
 
 import collections
+import pathlib
 import threading
+import time
 
 import jax
 import pytest
@@ -13,8 +15,15 @@ RETRIEVED = "/jax/compilation_cache/cache_retrieval_time_sec"
 MOST = 10  # files that are told
 
 
+def forget_old_programs(folder: pathlib.Path, days: float = 14) -> None:
+    """Deletes kept programs that no run has read for so long; a file system may note a reading only once a day."""
+    for path in folder.glob("*"):
+        if time.time() - path.stat().st_atime > days * 86_400:
+            path.unlink(missing_ok=True)
+
+
 class Compiles:
-    """Counts what a process of pytest compiles; what processes compile that a test starts is not known here.
+    """A plugin of pytest that counts what its process compiles; processes that a test starts are not known here.
 
     Attributes:
       file: of the test that runs.

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict jax, and how hard Hypothesis tries. Warnings are errors by pyproject.toml."""
+"""Strict jax, kept programs, and how hard Hypothesis tries. Warnings are errors by pyproject.toml."""
 
+import importlib.metadata
 import os
+import pathlib
 import tempfile
 
 # Before jax is imported. `make gpu` asks for the GPU by setting the variable itself.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# What one test process compiles the others need not: programs are kept for as long as this run lasts.
+# One test process compiles for all of them, and a run for the next one; a night's compiles all anew.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    PROGRAMS = tempfile.TemporaryDirectory(prefix="kvjax-tests-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
+    PROGRAMS = f"{pathlib.Path(__file__).parents[1]}/.pytest_cache/jax-{importlib.metadata.version('jaxlib')}"
+    if os.environ.get("HYPOTHESIS_PROFILE") == "nightly":
+        TEMPORARY = tempfile.TemporaryDirectory(prefix="kvjax-tests-")
+        PROGRAMS = TEMPORARY.name
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS
 
 import hypothesis
 import jax
 import pytest
 
-from tests.compiles import Compiles
+from tests.compiles import Compiles, forget_old_programs
 
 # Virtual devices, for tests of meshes (tests/mesh.py); all others use the first one.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -29,16 +34,21 @@ jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_P
 # The files that take longest first, so that no process is left alone with one of them: of the default tests, then of
 # the long ones.
 FIRST = (
-    "test_scenarios.py", "test_machine.py", "test_gpu_compile.py", "test_gpu_programs.py", "test_bytes.py",
-    "test_debug.py", "test_attention.py", "test_pool.py", "test_models.py", "test_errors.py", "test_engine.py",
-    "test_mesh.py", "test_benchmarks.py", "test_tiers.py", "test_policies.py", "test_interrupts.py", "test_readme.py",
-    "test_commands.py", "test_listener.py", "test_machine_serving.py", "test_batch.py", "test_serving.py",
-    "test_scheduler.py", "test_vocabulary.py", "test_listening.py", "test_machine_vmap.py", "test_windows.py",
-    "test_tracing.py", "test_workload.py", "test_vmap.py",
+    "test_scenarios.py", "test_machine.py", "test_errors.py", "test_bytes.py", "test_pool.py", "test_attention.py",
+    "test_machine_serving.py", "test_generation.py", "test_readme.py", "test_kernels.py", "test_models.py",
+    "test_debug.py", "test_gpu_compile.py", "test_gpu_programs.py", "test_engine.py", "test_mesh.py",
+    "test_benchmarks.py", "test_tiers.py", "test_policies.py", "test_interrupts.py", "test_commands.py",
+    "test_listener.py", "test_batch.py", "test_serving.py", "test_scheduler.py", "test_vocabulary.py",
+    "test_listening.py", "test_machine_vmap.py", "test_windows.py", "test_tracing.py", "test_workload.py",
+    "test_vmap.py",
 )  # fmt: skip
 
 
 def pytest_configure(config):
+    # A run that is killed while it writes a program leaves half of it: the next ones compile it again.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
+    if "PROGRAMS" in globals():  # not in the processes of pytest-xdist, for which the first one has set the variable
+        forget_old_programs(pathlib.Path(PROGRAMS))
     if config.getoption("durations") is not None:
         config.pluginmanager.register(Compiles())
 
@@ -47,11 +57,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 
+MAPS = pathlib.Path("/proc/self/maps")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
     """Each compiled program takes memory maps of the process, whose number is limited (65,530 on Linux)."""
     yield
-    jax.clear_caches()
+    if not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 40_000:
+        jax.clear_caches()
 
 
 # "default": the same examples every time, so that a red run stays red.

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mosaic, mosaic_attention, tuning
-from tests.kernels import test_attention
-from tests.kernels.test_attention import Case, check_decode, check_prefill, options_for
+from tests.kernels import attention
+from tests.kernels.attention import Case, check_decode, check_prefill, options_for
 
 # (kv heads, queries per kv head, head width, block size), options
 SHAPES = {
@@ -89,7 +89,7 @@ if __name__ == "__main__":
     tuning.decode_programs = lambda: 4  # few programs: each takes a while
     # Compiled, the simulator's code would take longer to compile than to run.
     for name in ("decode", "prefill"):
-        setattr(test_attention, name, getattr(test_attention, name).__wrapped__)
+        setattr(attention, name, getattr(attention, name).__wrapped__)
     for case in sys.argv[1:]:
         try:
             CASES[case]()

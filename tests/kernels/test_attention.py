@@ -11,186 +11,13 @@ import pytest
 
 import pallas_kernels
 from kvjax.pools.attention import IMPLEMENTATIONS
+from tests.kernels.attention import OPTIONS, Case, check_decode, check_prefill, how, options_for, prefill
 
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
-
-
-def how(implementation):
-    """Options that let an implementation run here: without a GPU kernels run as plain JAX."""
-    interpreted = implementation in pallas_kernels.PLATFORMS and jax.default_backend() != "gpu"
-    return {"implementation": implementation, **({"interpret": True} if interpreted else {})}
-
-
-def oracle(q, keys, values, first, *, scale, window=None, soft_cap=None, sinks=None):
-    """Attention in float64 of queries [C, Q, D] at positions first.. over keys and values [T, K, D]."""
-    q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
-    chunk, heads, _ = q.shape
-    length, kv_heads, _ = keys.shape
-    keys, values = (np.repeat(x, heads // kv_heads, axis=1) for x in (keys, values))
-    score = np.einsum("cqd,tqd->cqt", q, keys) * scale
-    if soft_cap is not None:
-        score = soft_cap * np.tanh(score / soft_cap)
-    distance = (first + np.arange(chunk))[:, None] - np.arange(length)[None]
-    seen = (distance >= 0) & (distance < (window or length + 1))
-    score = np.where(seen[:, None], score, -np.inf)
-    if sinks is not None:
-        sink = np.broadcast_to(np.asarray(sinks, np.float64)[None, :, None], (chunk, heads, 1))
-        score = np.concatenate([score, sink], axis=-1)
-    top = score.max(axis=-1, keepdims=True)
-    weight = np.exp(score - top)
-    total = weight.sum(axis=-1, keepdims=True)
-    mixed = np.einsum("cqt,tqd->cqd", (weight / total)[..., :length], values)
-    return mixed, (top + np.log(total))[..., 0]
-
-
-class Case:
-    """Rows of random K/V at random places of a pool that is NaN everywhere else.
-
-    A pool `stored` as int8, which has no NaN, or float8_e4m3fn has scales, unless `scaled` is False; they are NaN
-    everywhere else.
-    """
-
-    def __init__(
-        self, lengths, *, kv_heads=2, group=2, width=16, block_size=4, dtype="float32", layers=2, seed=0, stored=None,
-        scaled=True,
-    ):  # fmt: skip
-        rng = np.random.default_rng(seed)
-        self.lengths, self.group, self.layer, self.dtype = np.asarray(lengths), group, layers - 1, dtype
-        max_blocks = -(-max(1, *lengths) // block_size) + 1
-        num_blocks = len(lengths) * max_blocks + 3
-        shape = (num_blocks + 1, layers, 2, kv_heads, block_size, width)
-        pool = np.full(shape, -128.0 if stored == "int8" else np.nan, np.float32)
-        scales = np.full(shape[:5], np.nan, np.float32)
-        # What a table holds beyond its row's length: somebody else's block, or scratch.
-        self.tables = rng.integers(0, num_blocks + 1, (len(lengths), max_blocks)).astype(np.int32)
-        order = rng.permutation(num_blocks)
-        self.kv = []
-        for row, length in enumerate(lengths):
-            used = -(-length // block_size)
-            self.tables[row, :used], order = order[:used], order[used:]
-            kv, scale = rng.standard_normal((length, 2, kv_heads, width)), np.ones((length, 2, kv_heads), np.float32)
-            if stored:
-                scale = rng.uniform(0.01, 0.04, scale.shape).astype(np.float32)
-                kv = np.clip(kv / scale[..., None], -127, 127)
-            kv = np.asarray(jnp.asarray(kv, jnp.float32).astype(stored or dtype).astype(jnp.float32))
-            slot = np.arange(length)
-            place = self.tables[row, slot // block_size], self.layer, slice(None), slice(None), slot % block_size
-            pool[place], scales[place] = kv, scale
-            self.kv.append(kv * scale[..., None] if scaled else kv)
-        self.pool = jnp.asarray(pool, stored or dtype)
-        self.scales = jnp.asarray(scales) if stored and scaled else None
-        self.rng, self.heads, self.width = rng, kv_heads * group, width
-
-    def tables_for(self, window, counts=1):
-        """The block tables, without the blocks that even the first of a row's last tokens does not see."""
-        if window is None:
-            return jnp.asarray(self.tables)
-        left = np.maximum(self.lengths - counts - window + 1, 0) // self.pool.shape[4]
-        column = np.arange(self.tables.shape[1])
-        return jnp.asarray(np.where(column[None] < left[:, None], self.pool.shape[0] - 1, self.tables))
-
-    def queries(self, *shape):
-        return jnp.asarray(self.rng.standard_normal((*shape, self.heads, self.width)), self.dtype)
-
-    def expect(self, q, row, count, **options):
-        """The oracle's answer for the last `count` tokens of a row."""
-        kv = self.kv[row]
-        options.setdefault("scale", self.width**-0.5)
-        return oracle(q.astype(jnp.float32), kv[:, 0], kv[:, 1], len(kv) - count, **options)
-
-    def close(self, got, wanted):
-        np.testing.assert_allclose(
-            np.asarray(got, np.float64), wanted, rtol=TOLERANCE[self.dtype], atol=TOLERANCE[self.dtype]
-        )
-
-
-OPTIONS = {
-    "plain": {},
-    "window": {"window": 5},
-    "window_1": {"window": 1},
-    "soft_cap": {"soft_cap": 1.5},
-    "sinks": {"sinks": True},
-    "scale": {"scale": 0.7},
-    "all": {"window": 9, "soft_cap": 3.0, "sinks": True, "scale": 0.3},
-}
 # (kv heads, queries per kv head, head width, block size)
 SHAPES = [
     (2, 1, 16, 4), (1, 2, 32, 8), (2, 4, 64, 16), (3, 1, 80, 4), (1, 8, 128, 128), (2, 2, 128, 8), (1, 4, 96, 32),
     (1, 2, 256, 64),
 ]  # fmt: skip
-
-
-def options_for(case, name):
-    options = dict(OPTIONS[name])
-    if options.pop("sinks", False):
-        options["sinks"] = jnp.asarray(case.rng.standard_normal(case.heads), jnp.float32)
-    return options
-
-
-@functools.partial(jax.jit, static_argnames=("implementation", "scale", "window", "soft_cap"))
-def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, scales=None, **options):
-    return pallas_kernels.call(
-        "decode_attention", q, pool, layer, tables, lengths,
-        scale=scale, sinks=sinks, scales=scales, return_lse=True, **options, **how(implementation),
-    )  # fmt: skip
-
-
-@functools.partial(jax.jit, static_argnames=("implementation", "max_count", "scale", "window", "soft_cap"))
-def prefill(
-    q, pool, layer, tables, lengths, starts, counts, implementation, max_count, scale, sinks=None, scales=None,
-    **options,
-):  # fmt: skip
-    return pallas_kernels.call(
-        "prefill_attention", q, pool, layer, tables, lengths, starts, counts, max_count=max_count, scale=scale,
-        sinks=sinks, scales=scales, return_lse=True, **options, **how(implementation),
-    )  # fmt: skip
-
-
-def check_decode(case, implementation, **options):
-    q = case.queries(len(case.lengths))
-    options.setdefault("scale", case.width**-0.5)
-    out, lse = decode(
-        q, case.pool, case.layer, case.tables_for(options.get("window")), jnp.asarray(case.lengths, jnp.int32),
-        implementation, scales=case.scales, **options,
-    )  # fmt: skip
-    assert out.dtype == q.dtype and out.shape == q.shape
-    for row, length in enumerate(case.lengths):
-        if length == 0:
-            np.testing.assert_array_equal(out[row], 0)
-            continue
-        wanted, wanted_lse = case.expect(q[row][None], row, 1, **options)
-        case.close(out[row], wanted[0])
-        case.close(lse[row], wanted_lse[0])
-
-
-def check_prefill(case, implementation, counts, *, gaps=0, max_count=None, **options):
-    """Rows' last tokens packed one row after the other, with `gaps` tokens of padding after each."""
-    counts = np.asarray(counts)
-    starts = np.cumsum(counts + gaps) - counts - gaps
-    total = int(np.sum(counts + gaps)) + 3
-    q = case.queries(total)
-    options.setdefault("scale", case.width**-0.5)
-    out, lse = prefill(
-        q, case.pool, case.layer, case.tables_for(options.get("window"), counts),
-        jnp.asarray(case.lengths, jnp.int32), jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32),
-        implementation, max_count or int(max(counts)), scales=case.scales, **options,
-    )  # fmt: skip
-    padding = np.ones(total, bool)
-    for row, count in enumerate(counts):
-        span = slice(starts[row], starts[row] + count)
-        padding[span] = False
-        if count:
-            wanted, wanted_lse = case.expect(q[span], row, count, **options)
-            case.close(out[span], wanted)
-            case.close(lse[span], wanted_lse)
-    np.testing.assert_array_equal(np.asarray(out, np.float32)[padding], 0)
-
-
-@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "mosaic"])  # which test_mosaic.py simulates
-def implementation(request):
-    return request.param
-
-
 # No option, a window, and all at once; `long` adds each option once and every shape once, `slow` all with all.
 SOME = list(zip(SHAPES, OPTIONS, strict=False))
 QUICK = [(shape, name) for shape, name in SOME if name in ("plain", "window", "all")]
@@ -202,6 +29,11 @@ GRID = [
     )
     for shape, name in itertools.product(SHAPES, OPTIONS)
 ]  # fmt: skip
+
+
+@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "mosaic"])  # which test_mosaic.py simulates
+def implementation(request):
+    return request.param
 
 
 @pytest.mark.parametrize(("shape", "name"), GRID)
@@ -235,11 +67,13 @@ def test_quantised_pools(stored, dtype, name, implementation):
     check_prefill(case, implementation, [1, 0, 30, 90], **options_for(case, name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 def test_pools_of_bytes_without_scales(stored, implementation):
     check_decode(Case([37, 70], stored=stored, scaled=False), implementation, scale=0.005)
 
 
+@pytest.mark.long
 def test_wide_queries_over_a_narrow_pool(implementation):
     """What a softmax in float32 is for: the result is as exact as the K/V allow."""
     case = Case([1, 0, 37, 130], dtype="bfloat16", width=64)
@@ -270,10 +104,12 @@ def test_chunks_of_any_size_from_any_offset(name, implementation):
         np.testing.assert_array_equal(out[counts.sum() :], 0)
 
 
+@pytest.mark.long
 def test_gaps_between_rows_are_padding(implementation):
     check_prefill(Case([80, 3, 70], group=1), implementation, [70, 0, 65], gaps=5, max_count=128)
 
 
+@pytest.mark.long
 def test_one_row_and_one_block(implementation):
     check_decode(Case([1], kv_heads=1, group=1), implementation)
     check_prefill(Case([4], kv_heads=1, group=1), implementation, [4])

@@ -13,9 +13,10 @@ from tests.kernels import gpu_programs
 from tests.kernels.gpu_programs import BUDGETS, HELD, PROGRAMS, Budgets
 from tests.kernels.toolchain import needs_toolchain, results_of
 
+pytestmark = pytest.mark.long
 # CI has a block of steps, a layer of kernels, and the loop of the scheduler; the others a night.
 QUICK = ("block_16", "layer", "scheduled")
-ALL = [pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
+ALL = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
 BUFFERED = {name for name, (_, buffers, _) in PROGRAMS.items() if buffers} - {"loop_sharded"}
 
 

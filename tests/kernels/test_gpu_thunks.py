@@ -21,6 +21,7 @@ from tests.kernels import gpu_thunks
 from tests.kernels.gpu_thunks import Thunk, count
 from tests.kernels.toolchain import needs_toolchain, results_of
 
+pytestmark = pytest.mark.long
 MARGIN = ("one", "two", "three", "four", "five")  # a command buffer has five commands at least
 
 
@@ -125,7 +126,6 @@ NESTED = {
 
 
 @needs_toolchain
-@pytest.mark.long
 def test_kernels_are_found_where_they_run():
     assert results()["nested"]["paths"] == NESTED
     buffered = results()["nested_buffered"]["paths"]

@@ -20,7 +20,7 @@ from models.golden import read_golden
 from models.placement import partition_spec
 from tests.drive import output_of
 from tests.mesh import AUTO, EXPLICIT, collectives, mesh_of, sent_shapes
-from tests.models.test_models import GOLDENS
+from tests.models.families import GOLDENS
 
 HEADS = GOLDENS / "llama_heads"  # 4 kv heads
 
@@ -119,6 +119,7 @@ def test_generate_and_stream_with_reuse_and_eviction(shape, kind, dtype):
             assert output.tokens == golden.greedy[row % 3].tolist()
 
 
+@pytest.mark.long
 def test_only_the_parts_that_a_device_needs_are_read(monkeypatch):
     read, whole = [], loading._read
     monkeypatch.setattr(loading, "_read", lambda tensor, *args: read.append(whole(tensor, *args)) or read[-1])

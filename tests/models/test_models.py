@@ -16,32 +16,20 @@ import kvjax
 from kvjax.model import forward
 from models import Decoder, LayerConfig, ModelConfig, Rope, load, recall, save, train, verify
 from models.golden import read_golden
-from tests.drive import DATA
+from tests.models.families import FAMILIES, FULL, GEMMA4, GOLDENS, SLIDING, SMALL, config
 from tests.poison import poisoned
 
-GOLDENS = DATA / "goldens"
-FAMILIES = ("llama", "llama_heads", "mistral", "qwen3", "gemma3", "gemma3_options", "gemma4", "gemma4_options")
-SMALL = {
-    "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 GEMMA3 = {**SMALL, "model_type": "gemma3_text", "head_dim": 6, "query_pre_attn_scalar": 10, "sliding_window": 5}
-GEMMA4 = {
-    **SMALL, "model_type": "gemma4_text", "head_dim": 6, "global_head_dim": 8, "sliding_window": 5,
-    "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 32,
-}  # fmt: skip
-FULL, SLIDING = "full_attention", "sliding_attention"
+QUICK = ("llama", "qwen3", "gemma3", "gemma4")  # the others have more heads and options
 
 
-def config(**fields) -> ModelConfig:
-    return ModelConfig.from_hf({**SMALL, **fields})
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES]
+)
 def test_dense_logits_are_the_reference(family):
     model, _ = load(GOLDENS / family)
     golden = read_golden(GOLDENS / family, model.config.vocab_size)

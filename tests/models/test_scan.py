@@ -15,7 +15,7 @@ import kvjax
 from models import Decoder, LayerConfig, ModelConfig, load, save, scanned, train, unrolled, verify
 from models.golden import read_golden
 from models.scan import Run, Turn, longest_run
-from tests.models.test_models import FAMILIES, FULL, GEMMA4, GOLDENS, SLIDING, config
+from tests.models.families import FAMILIES, FULL, GEMMA4, GOLDENS, SLIDING, config
 from tests.poison import poisoned
 
 QUICK = ("qwen3", "gemma3")  # equal layers, a period; gemma4_options has reused K/V and inputs of each layer's own
@@ -160,6 +160,7 @@ def test_all_layers_are_one_scan():
         assert scans(decode.trace(*args).jaxpr.jaxpr) == wanted
 
 
+@pytest.mark.long
 def test_a_step_copies_no_pool_and_one_layers_weights_at_most():
     compiled = {}
     for scan in (False, True):

@@ -23,7 +23,7 @@ def generate_all(fail: bool, start: int):
     import kvjax
     from kvjax.pools import host
     from models import load
-    from tests.models.test_models import GOLDENS
+    from tests.models.families import GOLDENS
 
     # The heads of a layer are in different processes.
     devices = np.array(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))

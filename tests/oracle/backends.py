@@ -182,7 +182,7 @@ class LibraryBackend:
 
     def __init__(self, size: Size, k: int | None = None):
         self.k = None if k is None else min(k, size.block_size)
-        self.spec, self.groups, self.namespaces = _spec(size), size.groups, kvjax.Namespaces()
+        self.spec, self.groups, self.namespaces = spec_of(size), size.groups, kvjax.Namespaces()
         state = _with_host_blocks(_init()(self.spec, np.int32(size.num_blocks)), size.num_host_blocks)
         self.driver = drive.Driver(state, verified=False)  # large pools; the scenario says what to verify
 
@@ -297,7 +297,8 @@ BACKENDS = {"library": LibraryBackend, "oracle": OracleBackend}
 
 
 @functools.cache
-def _spec(size: Size) -> Any:
+def spec_of(size: Size) -> Any:
+    """What the library's cache is made with; scenarios of one spec share their programs."""
     layers = [kvjax.LayerSpec(1, 1, window) for window in size.windows] if size.windows != (None,) else []
     return kvjax.make_spec(
         layers,

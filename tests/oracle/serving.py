@@ -37,6 +37,14 @@ TENANTS = np.array([0, 1, 0], np.int32)  # the namespace of a prompt, by its fir
 LOG = 4_000
 MODEL = Chain(np.array([name_of(tenant, ()) for tenant in TENANTS.tolist()], np.int32), 2)
 
+OPTIONS = {
+    "known": Options(reserve="known", chunk=6, chunk_rows=2, k_waiting=2, patience=3, look=2),
+    "goal": Options(chunk=6, chunk_rows=3, k=3, k_waiting=3, chunks="equal", patience=4, coalesce=2),
+    "batch": Options(reserve="batch", chunk=20, chunk_rows=4, k=1, look=1, wait_for_prefix=False),
+    "tight": Options(reserve="known", chunk=3, chunk_rows=1, budget=6, k=4, watermark=1, patience=2),
+}
+COUNTS = (COLUMNS, COLUMNS + 3, BLOCKS)  # blocks: enough for one row, some more, plenty
+
 _submit = jax.jit(submit, static_argnames="scheduler")
 _cancel, _drain = jax.jit(cancel), jax.jit(drain)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import initialize
 
-from tests.oracle.test_machine import SIZE, CacheMachine
+from tests.oracle.machine import SIZE, CacheMachine
 from tests.unit.gpu.histories import FUSED, Both
 
 

@@ -9,21 +9,13 @@ import os
 import jax
 import pytest
 
-from kvjax.serving.scheduler import Scheduler
 from tests.oracle.bytes_machine import SIZE
-from tests.oracle.serving import BLOCKS, COLUMNS, Both, program
+from tests.oracle.serving import COUNTS, OPTIONS, Both, program
 
-OPTIONS = {
-    "known": Scheduler(reserve="known", chunk=6, chunk_rows=2, k_waiting=2, patience=3, look=2),
-    "goal": Scheduler(chunk=6, chunk_rows=3, k=3, k_waiting=3, chunks="equal", patience=4, coalesce=2),
-    "batch": Scheduler(reserve="batch", chunk=20, chunk_rows=4, k=1, look=1, wait_for_prefix=False),
-    "tight": Scheduler(reserve="known", chunk=3, chunk_rows=1, budget=6, k=4, watermark=1, patience=2),
-}
 LONG = [("goal", 3, "windows")]
 ALL = itertools.product(OPTIONS, (1, 3, SIZE), ("full", "windows"))
 BY_NIGHT = [case for case in ALL if case not in [("known", SIZE, "full"), *LONG]]
 NIGHTLY = 10_000  # steps of the machine, of all cases together
-COUNTS = (COLUMNS, COLUMNS + 3, BLOCKS)  # blocks: enough for one row, some more, plenty
 LENGTH = 60  # steps of a history; those that finish what it has begun come on top
 HAPPENS = (
     "admitted", "mixed", "sample", "cancelled", "stored", "removed", "copied", "finish STOP", "finish LENGTH",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis.stateful import initialize, invariant, rule
 
 from tests import drive
-from tests.oracle.test_machine import CONFIGS, CacheMachine, joined
+from tests.oracle.machine import CONFIGS, CacheMachine, joined
 
 pytestmark = pytest.mark.slow  # tests/unit/verbs/test_vmap.py runs before
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"

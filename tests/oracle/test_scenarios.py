@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every scenario file against the library and against the cache in plain Python, and the runner against itself."""
 
+import collections
+import functools
 import json
 
 import pytest
 
-from tests.oracle import scenarios
+from tests.oracle import backends, scenarios
 
 FILES = scenarios.scenario_files([scenarios.DATA])
 LARGE = {"trt_manager_beams"}  # for plain Python
 LARGER = {"vllm0_append_blocks_1"}  # in blocks of steps
-# Each is the only one of its shapes, or nearly: its programs take longest to compile.
-ALONE = {
-    "max_router_query", "max_tier_budget_one", "own_window_long_prompt", "own_window_one", "trt_event_stream",
-    "trt_extra_ids", "trt_extra_ids_lora", "trt_leaf_with_dependent_75", "trt_two_windows", "trt_window_equals_prompt",
-    "vllm0_append_blocks_1", "vllm1_image_features", "vllm1_window_release",
-}  # fmt: skip
+
+
+@functools.cache
+def class_of(path):
+    """Scenarios of one class share their programs."""
+    return backends.spec_of(scenarios.size_of(json.loads(path.read_text(encoding="utf-8"))))
+
+
+COMMON = dict(collections.Counter(map(class_of, FILES)).most_common(5))
+RARE = {path.stem for path in FILES if class_of(path) not in COMMON}
 
 
 def files(long=()):
@@ -29,7 +35,7 @@ def test_scenario_on_the_oracle(path):
     assert result == "pass", why
 
 
-@pytest.mark.parametrize("path", files(ALONE))
+@pytest.mark.parametrize("path", files(RARE))
 def test_scenario_on_the_library(path):
     result, why = scenarios.run_file(path, "library")
     assert result == "pass", why
@@ -93,7 +99,8 @@ def test_a_block_of_steps_that_stops_early_may_evict_in_vain(backend, tmp_path):
 
 def test_the_whole_set_is_here():
     assert len(FILES) == 103
-    assert {path.stem for path in FILES} >= LARGE | ALONE
+    assert {path.stem for path in FILES} >= LARGE | LARGER
+    assert sum(COMMON.values()) == len(FILES) - len(RARE) > 60
 
 
 def _steps(*steps, **config):

@@ -41,6 +41,8 @@ from benchmarks.memory import read_lengths
 from tests.oracle import static_sampling
 from tests.unit.research import cases
 
+pytestmark = pytest.mark.long
+
 
 def test_report_writes_what_was_measured_where(tmp_path, capsys):
     file = tmp_path / "new" / "result.json"
@@ -112,7 +114,7 @@ def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
     assert all(value > 0 for value in result["metrics"].values())
 
 
-@pytest.mark.parametrize("generates", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("generates", [False, True])
 def test_events_are_told_as_they_happened(tmp_path, monkeypatch, generates):
     """Also those of a generation, whose programs take long to compile."""
     file = tmp_path / "events.json"
@@ -128,7 +130,6 @@ def test_events_are_told_as_they_happened(tmp_path, monkeypatch, generates):
     assert all(value > 0 for value in metrics.values())
 
 
-@pytest.mark.long
 def test_offload_brings_back_what_it_took(tmp_path, monkeypatch):
     file = tmp_path / "offload.json"
     monkeypatch.setattr(sys, "argv", ["offload", "--quick", "--json", str(file)])
@@ -151,7 +152,6 @@ def test_scanned_steps_equal_the_unrolled_ones_and_copy_no_pool(tmp_path, monkey
     assert all(value > 0 for value in metrics.values())
 
 
-@pytest.mark.long
 def test_sampling_by_row_chooses_what_programs_for_one_way_choose(tmp_path, monkeypatch):
     file = tmp_path / "sampling.json"
     monkeypatch.setattr(sys, "argv", ["sampling", "--quick", "--json", str(file)])
@@ -329,7 +329,6 @@ def run_kernels(monkeypatch, file, *args):
     return json.loads(file.read_text())
 
 
-@pytest.mark.long
 def test_kernels_run_without_a_gpu_when_tiny(tmp_path, monkeypatch):
     sections = "decode_2x64_int8", "decode_ragged", "prefill", "append", "moves", "host"
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention is not strict
@@ -425,7 +424,6 @@ def test_attention_agrees_with_contiguous_attention():
     assert all(value > 0 for value in metrics.values())
 
 
-@pytest.mark.long
 def test_attention_on_a_mixed_line_agrees_with_that_of_its_parts():
     line = attention.Line(rows=2, chunks=2, chunk=8, length=64, heads=4, kv_heads=2, width=8)
     metrics = attention.measure_mixed(line, rounds=1)
@@ -457,7 +455,6 @@ def test_memory_counts_unused_slots(monkeypatch):
     assert 0 < metrics["unused_percent"] < 4
 
 
-@pytest.mark.long
 def test_the_decode_loop_updates_the_pools_in_place():
     metrics = memory.in_place()
     assert metrics["step_temporaries_percent_of_pool"] < 5

@@ -25,7 +25,7 @@ from models import Decoder, ModelConfig, __main__, commands, demo, generate, rou
 from models.speech import Speech
 from models.stopwatch import Stopwatch
 from tests.drive import output_of
-from tests.unit.interop.test_agent import Reader
+from tests.wire_kit import Reader
 
 
 def ends(pipe, keep_programs):

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tests/compiles.py` tells at the end of a run."""
+"""What `tests/compiles.py` tells at the end of a run, and which programs are kept for the next one."""
 
+import os
 import re
 import sys
+import time
 
 import pytest
 
+from tests.compiles import forget_old_programs
 from tests.drive import output_of
 
 CONFTEST = """
@@ -39,3 +42,13 @@ def test_the_programs_of_all_processes_are_told_without_those_from_the_cache(tmp
 
     assert told("2") == [("2", "test_2.py"), ("3", "test_3.py")]
     assert told("0") == []
+
+
+def test_programs_are_kept_for_as_long_as_somebody_reads_them(tmp_path):
+    now = time.time()
+    for name, read, written in (("read", 13, 90), ("forgotten", 15, 15)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now - read * 86_400, now - written * 86_400))
+    forget_old_programs(tmp_path)
+    forget_old_programs(tmp_path / "nothing")
+    assert [path.name for path in tmp_path.iterdir()] == ["read"]

@@ -134,6 +134,16 @@ def test_a_verbs_file_has_its_name():
         assert name == "control" or callable(getattr(kvjax, name, None) or getattr(kvjax.tiers, name))
 
 
+def test_tests_are_nobodys_library():
+    """What several test files need is a module of its own: `drive.py`, a kit, or one beside them."""
+    for path in (HOUSE.parent / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                named = [getattr(node, "module", None) or "", *(name.name for name in node.names)]
+                parts = {part for name in named for part in name.split(".")}
+                assert not {part for part in parts if part.startswith("test_")}, f"{path}:{node.lineno}"
+
+
 def lines_of_code(node, lines):
     """The lines of a module, class or function that hold code: no blank lines, comments and docstrings."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -106,6 +106,7 @@ def test_nothing_else_imports_the_wires():
         assert path.name == "_wires.py" or not WIRES & {name.split(".")[0] for name in found}, path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("room", "absent", "needs"),
     [
@@ -148,6 +149,7 @@ assert double._cache_size() == 1, "what was compiled before was compiled again"
 """
 
 
+@pytest.mark.long
 def test_kernels_are_imported_while_a_call_is_traced():
     output_of(sys.executable, "-c", IMPORTS_KERNELS)
 
@@ -209,6 +211,7 @@ if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo >"$3/p
 OLD_PYTHON = "exit 1"
 
 
+@pytest.mark.long
 def test_set_up_installs_once_and_again_when_what_is_needed_changes(tmp_path):
     tree, env = sandbox(tmp_path, python3=NEW_PYTHON)
     first = setup(tree, env)
@@ -234,6 +237,7 @@ def test_set_up_installs_once_and_again_when_what_is_needed_changes(tmp_path):
     assert "--editable .[test] jax==0.11.2" in calls.read_text()
 
 
+@pytest.mark.long
 def test_set_up_prefers_uv(tmp_path):
     uv = 'echo "uv $*" >>"$HOME/calls"; if [ "$1" = venv ]; then python3 -m venv .venv; fi'
     tree, env = sandbox(tmp_path, python3=NEW_PYTHON, uv=uv)
@@ -243,6 +247,7 @@ def test_set_up_prefers_uv(tmp_path):
     assert "pip install --quiet" not in calls
 
 
+@pytest.mark.long
 def test_set_up_with_an_old_python_asks_a_private_uv(tmp_path):
     """python3 is too old to run the project; it can still install uv, which finds a newer one."""
     found = tmp_path / "python-of-uv"
@@ -262,6 +267,7 @@ esac"""
     assert "uv pip install --python .venv/bin/python --editable .[test]" in (tmp_path / "calls").read_text()
 
 
+@pytest.mark.long
 def test_set_up_without_any_python_says_what_to_install(tmp_path):
     tree, env = sandbox(tmp_path, python3=OLD_PYTHON)
     ran = setup(tree, env)

@@ -22,12 +22,19 @@ from tests.drive import ROOT
 README = ROOT / "README.md"
 
 
-@pytest.mark.long
-def test_the_readmes_code_runs(capsys, tmp_path, monkeypatch):
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+GENERATES = 1 + next(number for number, block in enumerate(BLOCKS) if "kvjax.generate(" in block)
+
+
+FIRST = [block for block in BLOCKS[:GENERATES] if "cache.mixed(" not in block]
+
+
+@pytest.mark.parametrize("blocks", [FIRST, pytest.param(BLOCKS, marks=pytest.mark.long)], ids=["first", "all"])
+def test_the_readmes_code_runs(blocks, capsys, tmp_path, monkeypatch):
+    """By default to the first generation, but for what is computed without jit."""
     monkeypatch.chdir(tmp_path)  # it saves a cache, and loads a model
     (tmp_path / "models").symlink_to(ROOT / "models")
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S))
-    exec(compile(code, str(README), "exec"), {"__name__": "readme"})
+    exec(compile("\n".join(blocks), str(README), "exec"), {"__name__": "readme"})
     assert "cached" in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.testing import SMALL, Request, Trial, jitted_verbs, random_requests, requests
-from tests.unit.test_workload import SPECS, TIERS
+from tests.unit.trials import SPECS, TIERS
 
 VERBS = jitted_verbs()
 TEXT, ROWS = [1, 1, 1, 1, 2, 2, 2], SMALL.max_seqs

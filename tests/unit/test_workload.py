@@ -9,19 +9,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import LayerSpec
 from kvjax.testing import SMALL, Trial, jitted_verbs, requests
-from tests.drive import EXTRA
+from tests.unit.trials import SPECS, TIERS
 
-OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4}
-TIERS = kvjax.make_spec(num_host_blocks=4, **OPTIONS)
-SPECS = {
-    "extra ids": EXTRA,
-    "windows": kvjax.make_spec([LayerSpec(1, 1), LayerSpec(1, 1, 6, 1)], **OPTIONS),
-    "windows alone": kvjax.make_spec([LayerSpec(1, 1, 5)], **OPTIONS),
-    "tiers": TIERS,
-    "windows, tiers": kvjax.make_spec([LayerSpec(1, 1), LayerSpec(1, 1, 6)], num_host_blocks=3, **OPTIONS),
-}
 SOME = ("admit", "commit", "release", "offload", "onboard", "complete")
 
 

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches whose contents are known, for the tests that look at them."""
 
+import dataclasses
 import functools
 
+import jax.numpy as jnp
+import numpy as np
+
 import kvjax
+from kvjax.debug.plots import plot_blocks
 from tests.drive import PLAIN, TIERS, Driver
 
 
@@ -42,3 +47,39 @@ def tiers() -> Driver:
     story.do("swap_out", 3, complete=False)
     assert story.admit(1, [7, 7], namespace=3) == ["OK"]
     return story
+
+
+def changed(state, path, change):
+    """The state with one field replaced by `change(numpy copy of it)`, which may also write into it."""
+    name, *rest = path.split(".")
+    if isinstance(state, tuple) and not hasattr(state, "_fields"):
+        at, rest = (int(name), rest) if name.isdigit() else (0, path.split("."))
+        return (*state[:at], changed(state[at], ".".join(rest), change), *state[at + 1 :])
+    old = getattr(state, name)
+    if rest:
+        new = changed(old, ".".join(rest), change)
+    else:
+        copy = np.array(old)
+        result = change(copy)
+        new = jnp.asarray(copy if result is None else result)
+    return state._replace(**{name: new}) if hasattr(state, "_replace") else dataclasses.replace(state, **{name: new})
+
+
+def at(index, value):
+    def change(array):
+        array[index] = value
+
+    return change
+
+
+def pixels(state, path, **options):
+    from matplotlib.image import imread
+
+    plot_blocks(state, path, **options)
+    return imread(path)[..., :3]
+
+
+def has_colour(picture, colour) -> bool:
+    from matplotlib.colors import to_rgb
+
+    return bool((np.abs(picture - np.array(to_rgb(colour))).max(axis=-1) < 0.02).any())

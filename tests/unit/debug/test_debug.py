@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check` names every kind of damage and draws it; `index_of` and `snapshot` tell what is findable."""
 
-import dataclasses
 import functools
 import itertools
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.testing import Trial, random_requests
 from tests.drive import EXTRA, PLAIN, VERBS, Driver, output_of
+from tests.unit.debug.stories import at, changed
 
 
 @functools.cache
@@ -27,29 +26,6 @@ def story(spec=PLAIN):
     driver.do("release", 2)
     assert driver.admit(1, [1, 1, 1, 1, 6, 6]) == ["OK"]
     return driver
-
-
-def changed(state, path, change):
-    """The state with one field replaced by `change(numpy copy of it)`, which may also write into it."""
-    name, *rest = path.split(".")
-    if isinstance(state, tuple) and not hasattr(state, "_fields"):
-        at, rest = (int(name), rest) if name.isdigit() else (0, path.split("."))
-        return (*state[:at], changed(state[at], ".".join(rest), change), *state[at + 1 :])
-    old = getattr(state, name)
-    if rest:
-        new = changed(old, ".".join(rest), change)
-    else:
-        copy = np.array(old)
-        result = change(copy)
-        new = jnp.asarray(copy if result is None else result)
-    return state._replace(**{name: new}) if hasattr(state, "_replace") else dataclasses.replace(state, **{name: new})
-
-
-def at(index, value):
-    def change(array):
-        array[index] = value
-
-    return change
 
 
 def known(state):
@@ -182,6 +158,7 @@ def test_check_ends_where_links_do_not():
     assert [line.startswith("broken: ") and "link" in line for line in said.splitlines()] == [True] * 3
 
 
+@pytest.mark.long
 def test_extra_ids_tell_blocks_apart():
     state = story(EXTRA).state
     held = known(state)["held"]

@@ -14,8 +14,7 @@ from kvjax.events import Totals
 from kvjax.events.transfer import Transfer
 from tests.drive import TIERS, VERBS, Driver
 from tests.unit.debug import stories
-from tests.unit.debug.test_debug import at, changed
-from tests.unit.debug.test_show import has_colour, pixels
+from tests.unit.debug.stories import at, changed, has_colour, pixels
 
 pytestmark = pytest.mark.long
 

@@ -18,6 +18,7 @@ from kvjax.spec import make_spec
 from tests.drive import PLAIN as SPEC
 from tests.drive import TIERS, VERBS, Driver
 from tests.unit.debug import stories
+from tests.unit.debug.stories import has_colour, pixels
 
 
 @pytest.fixture(scope="module")
@@ -258,19 +259,6 @@ def test_broken_states_can_be_drawn(story):
     for state in (circle, dangling, wild):
         stats(state)
         plot_blocks(state)
-
-
-def pixels(state, path, **options):
-    from matplotlib.image import imread
-
-    plot_blocks(state, path, **options)
-    return imread(path)[..., :3]
-
-
-def has_colour(picture, colour) -> bool:
-    from matplotlib.colors import to_rgb
-
-    return bool((np.abs(picture - np.array(to_rgb(colour))).max(axis=-1) < 0.02).any())
 
 
 def test_plot_blocks_draws_every_condition(story, tmp_path):

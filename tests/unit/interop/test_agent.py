@@ -25,13 +25,21 @@ from kvjax.interop.agent.updates import MOST_NAMES
 from tests.drive import TIMEOUT
 from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, named, namespaces, spec_of
-from tests.unit.interop.test_nodes import removed, stored, updated
-from tests.unit.interop.test_wire import CHAIN, LONG, eventually
+from tests.wire_kit import (
+    CHAIN,
+    GPU,
+    LONG,
+    METHOD,
+    PACKAGE,
+    PLAIN,
+    Reader,
+    agent,
+    eventually,
+    removed,
+    stored,
+    updated,
+)
 
-PLAIN = spec_of("plain")
-PACKAGE = "max.serve.kvcache_agent.v1"
-METHOD = f"/{PACKAGE}.KVCacheAgentService/SubscribeToUpdates"
-ADDED, REMOVED, GPU, CPU = 1, 2, 1, 2
 # What MAX's clients are made from, after max/serve/kvcache_agent/kvcache_agent_service_v1.proto in the history of
 # Modular's public repository, of 2025: its versions agree in all that is here. The wheel of MAX 26.7 has no agent. The
 # port is that of `KVCacheAgentServerConfig` in kvcache_agent.py beside it.
@@ -83,94 +91,6 @@ def test_all_that_max_describes_is_here_under_the_same_numbers(described):
     )  # fmt: skip
     assert [len(fields) for fields in asked.values()] == [0, 3]
     assert all(set(fields) <= set(told[name]) for name, fields in asked.items())
-
-
-def agent(spec=PLAIN, **options):
-    return Agent(spec, **{"port": 0, "heartbeat": 0.1, **options})
-
-
-class Reader:
-    """Mirrors an agent, from when it is there, by the update class of a description.
-
-    An id that is added or removed twice is an error.
-
-    Attributes:
-      found: {(group, cache id): level}.
-      updates: how many it got.
-      fill: the last levels.
-      parents: {cache id: that of the prefix before}.
-      complete: whether the snapshot has ended.
-      error: how its stream ended.
-    """
-
-    def __init__(self, address, groups=(), update=messages.KVCacheStateUpdate, credentials=None):
-        self.found, self.parents, self.fill, self.updates = {}, {}, (), 0
-        self.complete, self.error, self.wrong = False, None, []
-        self.ours = update is messages.KVCacheStateUpdate
-        self._changed = threading.Condition()
-        soon = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100)]
-        self._channel = (
-            grpc.insecure_channel(address, soon)
-            if credentials is None
-            else grpc.secure_channel(address, credentials, soon)
-        )
-        call = self._channel.unary_stream(METHOD, response_deserializer=update.FromString)
-        self._updates = call(messages.SubscriptionRequest(groups=groups).SerializeToString(), wait_for_ready=True)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        try:
-            for update in self._updates:
-                with self._changed:
-                    self._take(update)
-                    self.updates += 1
-                    self._changed.notify_all()
-        except grpc.RpcError as error:
-            with self._changed:
-                self.error = error
-                self._changed.notify_all()
-
-    def _take(self, update):
-        group = update.group if self.ours else None
-        keys = [(group, name) for name in update.cache_ids]
-        if update.update_type == ADDED:
-            self.wrong += [key for key in keys if key in self.found]
-            self.found.update(dict.fromkeys(keys, update.memory_tier - GPU))
-        else:
-            self.wrong += [key for key in keys if self.found.get(key) != update.memory_tier - GPU]
-            for key in keys:
-                self.found.pop(key, None)
-        if self.ours:
-            self._check(update, keys)
-
-    def _check(self, update, keys):
-        late = update.in_snapshot and (self.complete or update.update_type != ADDED)
-        if late or update.sequence != self.updates:
-            self.wrong.append(update)
-        if update.update_type == ADDED:
-            self.parents.update(zip(update.cache_ids, update.parent_ids, strict=True))
-        self.complete |= update.snapshot_end
-        self.fill = tuple(update.fill) or self.fill
-
-    def wait(self, condition, timeout=LONG):
-        with self._changed:
-            return self._changed.wait_for(lambda: condition(self), timeout)
-
-    def agrees(self, wanted):
-        """Whether it comes to have these ids, each told once."""
-        if not self.ours:
-            wanted = {(None, name): level for (_, name), level in wanted.items()}
-        assert self.wait(lambda one: one.found == wanted), set(self.found.items()) ^ set(wanted.items())
-        return not self.wrong
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._updates.cancel()
-        self._thread.join()
-        self._channel.close()
 
 
 def mirror_of(*events):

@@ -9,7 +9,7 @@ from kvjax.interop.vllm import Encoder, Mirror, Publisher, Subscriber, decode
 from tests.drive import PLAIN
 from tests.unit.debug import stories
 from tests.unit.interop.forest import projected
-from tests.unit.interop.test_nodes import removed, stored
+from tests.wire_kit import removed, stored
 
 LONG = 20.0
 STORIES = pytest.mark.parametrize(

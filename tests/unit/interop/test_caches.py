@@ -12,8 +12,7 @@ from tests.drive import EXTRA, TIERS
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import CONFIGS
 from tests.unit.interop.forest import Lines, named, projected
-from tests.unit.interop.test_agent import Reader, agent
-from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
+from tests.wire_kit import Lossy, Reader, agent, agrees, hurried, publisher, subscriber
 
 __all__ = ["hurried"]  # peers need not wait here either
 STEPS = {"fast host": 400, "fast windows": 400, "windows, host, int8": 300, "windows alone, host": 300}

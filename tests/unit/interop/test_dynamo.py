@@ -16,8 +16,8 @@ import urllib.request
 
 import pytest
 
-from tests.unit.interop.forest import Forest, arrays_of, namespaces, spec_of
-from tests.unit.interop.test_wire import LONG, agrees, projected, publisher, subscriber, whole
+from tests.unit.interop.forest import Forest, arrays_of, namespaces, projected, spec_of
+from tests.wire_kit import LONG, agrees, publisher, subscriber, whole
 
 HERE = importlib.util.find_spec("dynamo") is not None and importlib.util.find_spec("dynamo.indexer") is not None
 PYTHON = os.environ.get("KVJAX_DYNAMO_PYTHON", sys.executable if HERE else "")

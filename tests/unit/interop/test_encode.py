@@ -11,7 +11,7 @@ import kvjax
 from kvjax import names
 from kvjax.interop.vllm import Encoder, Mirror, decode
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
-from tests.unit.interop.test_nodes import removed, stored, updated
+from tests.wire_kit import removed, stored, updated
 
 SPEC = spec_of("plain")
 NOW = 1.5

@@ -10,7 +10,7 @@ from kvjax.interop.vllm import Encoder, follow
 from kvjax.interop.vllm.follow import Follower
 from kvjax.interop.vllm.sockets import END
 from tests.unit.interop.forest import spec_of
-from tests.unit.interop.test_nodes import stored
+from tests.wire_kit import stored
 
 SPEC = spec_of("plain")
 EMPTY = msgspec.msgpack.encode([1.0, [], 0])

@@ -15,12 +15,11 @@ import kvjax
 from kvjax.interop import NodeMap
 from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted
-from tests.unit.interop.forest import Lines, named, projected
-from tests.unit.interop.test_agent import Reader, agent
-from tests.unit.interop.test_wire import Lossy, agrees, hurried, publisher, subscriber
-from tests.unit.serving.test_interrupts import (
+from tests.serving_kit import (
+    HOST,
     MODEL,
     OPTIONS,
+    WAYS,
     Calls,
     ctrl_c_is_heard,
     fail,
@@ -29,8 +28,9 @@ from tests.unit.serving.test_interrupts import (
     prompts_of,
     start,
     state_of,
-)
-from tests.unit.serving.test_listener import WAYS
+)  # fmt: skip
+from tests.unit.interop.forest import Lines, named, projected
+from tests.wire_kit import Lossy, Reader, agent, agrees, hurried, publisher, subscriber
 
 ENDS = {"length", "closed", "failing", "KeyboardInterrupt", "MemoryError", "EOFError", "failed moves"}
 __all__ = ["ctrl_c_is_heard", "hurried"]
@@ -103,7 +103,7 @@ class Runs:
 
 @pytest.mark.parametrize(("kind", "runs"), [("plain", 24), pytest.param("windows", 40, marks=pytest.mark.slow)])
 def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeypatch):
-    known, spec = kvjax.Namespaces(), make_spec(kind, host=True)
+    known, spec = kvjax.Namespaces(), make_spec(kind, host=HOST)
     known(salt="tenant a"), known(lora=3)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(publisher(spec, names=known, buffer_batches=5))
@@ -112,7 +112,7 @@ def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeyp
         served = stack.enter_context(agent(spec, names=known))
         readers = [stack.enter_context(Reader(served.address, groups)) for groups in ((), every)]
         lossy, nodes, mirror = Lossy(subs[1], 1), NodeMap(spec), kvjax.events.Mirror()
-        lines, lives = Lines(spec, known), Runs(start(kind, host=True), known, monkeypatch, 3, 0.1)
+        lines, lives = Lines(spec, known), Runs(start(kind, host=HOST), known, monkeypatch, 3, 0.1)
 
         def listener(events):
             nonlocal mirror
@@ -126,7 +126,7 @@ def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeyp
             lives.run(listener)
             state = state_of(lives.cache)
             kvjax.check(state)
-            assert np.count_nonzero(state.seqs.length) == 1  # the row that is nobody's here
+            assert np.count_nonzero(state.seqs.length) == 2  # the rows that are nobody's here
             assert mirror.index == nodes.index == kvjax.events.index_of(state)
             if number == runs // 2:
                 subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))

@@ -16,7 +16,7 @@ from kvjax.interop.log.__main__ import main
 from tests.drive import output_of
 from tests.unit.debug import stories
 from tests.unit.interop.forest import Forest, arrays_of, spec_of
-from tests.unit.interop.test_nodes import removed, stored, updated
+from tests.wire_kit import removed, stored, updated
 
 HITS = "Events do not tell hits on single blocks: what was looked up and reused is known of each admission as a whole"
 

@@ -18,7 +18,7 @@ from kvjax.interop.metrics.observed import Observed
 from kvjax.interop.vllm import Publisher
 from tests.drive import BOTH, PLAIN, ROOT, TIERS, TIMEOUT, Driver, padded
 from tests.unit.interop.forest import arrays_of
-from tests.unit.interop.test_nodes import removed, stored, updated
+from tests.wire_kit import removed, stored, updated
 
 
 class Watched(Driver):

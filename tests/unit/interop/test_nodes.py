@@ -9,22 +9,9 @@ import kvjax
 from kvjax.interop import NodeMap, together
 from kvjax.interop.batch import on_host, read
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, spec_of
+from tests.wire_kit import removed, stored, updated
 
 PLAIN = spec_of("plain")
-
-
-def stored(block, generation, parent, tokens, group=0, **more):
-    above = {"parent": None, "namespace": parent} if isinstance(parent, int) else {"parent": parent}
-    known = {"kind": "stored", "group": group, "block": block, "generation": generation, "level": 0, "priority": 35}
-    return {**known, **above, "tokens": tokens, **more}
-
-
-def removed(block, generation, group=0):
-    return {"kind": "removed", "group": group, "block": block, "generation": generation}
-
-
-def updated(block, generation, level, priority=35):
-    return {**removed(block, generation), "kind": "updated", "level": level, "priority": priority}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -13,7 +13,7 @@ import kvjax
 from kvjax.interop.vllm import Encoder, Publisher, __main__
 from tests.drive import ROOT, TIMEOUT
 from tests.unit.interop.forest import namespaces, spec_of
-from tests.unit.interop.test_nodes import removed, stored
+from tests.wire_kit import removed, stored
 
 SEVEN = (7).to_bytes(8, "big")
 

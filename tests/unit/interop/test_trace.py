@@ -13,11 +13,10 @@ import kvjax
 from kvjax.events import Transfer
 from kvjax.interop.trace import Trace
 from kvjax.serving import Output
+from tests.serving_kit import HOST, MODEL, OPTIONS, batched, make_spec, prompts_of, start, state_of
 from tests.unit.debug import stories
 from tests.unit.interop.forest import arrays_of, spec_of
-from tests.unit.interop.test_nodes import removed, stored, updated
-from tests.unit.serving.test_interrupts import MODEL, OPTIONS, make_spec, prompts_of, start, state_of
-from tests.unit.serving.test_listener import batched
+from tests.wire_kit import removed, stored, updated
 
 PLAIN = spec_of("plain")
 FIELDS = {
@@ -176,8 +175,8 @@ def test_prompts_have_tracks_by_hand():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", pytest.param("windows", marks=pytest.mark.slow)])
 def test_a_trace_of_a_stream(kind):
-    file, cache, new = io.StringIO(), start(kind, host=True), {}
-    with Trace(make_spec(kind, host=True), file) as trace:
+    file, cache, new = io.StringIO(), start(kind, host=HOST), {}
+    with Trace(make_spec(kind, host=HOST), file) as trace:
         trace.attach(state_of(cache))
         for progress in kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS, listener=trace.write):
             trace.show(progress)
@@ -202,7 +201,7 @@ def test_a_trace_of_a_batch_has_a_slice_for_each_loop():
         heard.append(type(events))
         trace.write(events)
 
-    with Trace(make_spec("plain", host=False), file) as trace:
+    with Trace(make_spec(), file) as trace:
         trace.attach(state_of(cache))
         _, cache, _ = batched(cache, prompts_of(0), listener=listen)
         assert trace.nodes.index == kvjax.events.index_of(state_of(cache))

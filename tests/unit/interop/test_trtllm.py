@@ -13,7 +13,7 @@ from kvjax import LayerSpec, names
 from kvjax.interop.trtllm import Block, Created, Diff, Event, Mirror, Prefix, Removed, Stored, Updated, Writer, parse
 from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, spec_of, written
-from tests.unit.interop.test_nodes import removed, stored, updated
+from tests.wire_kit import removed, stored, updated
 
 SPEC = spec_of("plain")
 ROOT = names.root()

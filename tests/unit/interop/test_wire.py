@@ -2,7 +2,6 @@
 """Publishers and subscribers over real sockets: the law, whatever is late, lost, restarted, foreign or slow."""
 
 import contextlib
-import random
 import threading
 import time
 
@@ -13,36 +12,27 @@ import pytest
 import zmq
 
 import kvjax
-from kvjax.interop.vllm import Curve, Publisher, Subscriber
+from kvjax.interop.vllm import Curve, Subscriber
 from kvjax.interop.vllm import replay as replays
 from kvjax.interop.vllm.sockets import END
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
-from tests.unit.interop.test_nodes import removed, stored
+from tests.wire_kit import (
+    ANY,
+    CHAIN,
+    LONG,
+    PLAIN,
+    Lossy,
+    agrees,
+    eventually,
+    hurried,
+    publisher,
+    removed,
+    stored,
+    subscriber,
+    whole,
+)
 
-PLAIN = spec_of("plain")
-ANY = "tcp://127.0.0.1:*"
-LONG = 20.0  # seconds, on a busy machine
-
-
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch):
-    """Peers need not wait for a second between replays."""
-    monkeypatch.setattr(replays, "INTERVAL", 0.01)
-
-
-def publisher(spec=PLAIN, **options):
-    return Publisher(spec, **{"bind": ANY, "replay": ANY, "heartbeat": 0.1, **options})
-
-
-def subscriber(source, **options):
-    return Subscriber(source.endpoint, source.replay_endpoint, **options)
-
-
-def agrees(sub, wanted, timeout=LONG):
-    """Whether a subscriber comes to have an index, and says that it is complete."""
-    if sub.wait(lambda one: one.complete and one.index == wanted, timeout):
-        return True
-    raise AssertionError((sub.counts, sub.complete, set(sub.index.items()) ^ set(wanted.items())))
+__all__ = ["hurried"]
 
 
 @contextlib.contextmanager
@@ -72,53 +62,11 @@ def answers(socket, timeout=LONG):
     raise AssertionError(f"the end does not come after {len(found)} answers")
 
 
-def eventually(condition):
-    """Whether something comes to hold."""
-    until = time.monotonic() + LONG
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.02)
-    return condition()
-
-
 def decoded(payload):
     return msgspec.msgpack.decode(payload)[1]
 
 
-CHAIN = [stored(0, 1, 0, [1, 2, 3, 4]), stored(1, 1, (0, 1), [5, 6, 7, 8])]
-
-
 # The law.
-
-
-class Lossy:
-    """Loses some of the messages that a subscriber is sent."""
-
-    def __init__(self, sub, seed, rate=0.3):
-        self.rng, self.rate, self.lost, take = random.Random(seed), rate, 0, sub._follower.live
-
-        def live(frames):
-            if self.rng.random() < self.rate:
-                self.lost += 1
-            else:
-                take(frames)
-
-        sub._follower.live = live
-
-
-def whole(forest):
-    """Events that store all that is cached."""
-    nodes = sorted(forest.mirror.nodes.items(), key=lambda item: (len(item[1][1]), item[0]))
-    size, extra = forest.spec.block_size, forest.spec.extra_ids
-    places = {(ns, path): node for node, (ns, path, *_) in nodes if node[0] == 0}
-    events = []
-    for node, (ns, path, level, priority) in nodes:
-        start = (len(path) - 1) // size * size
-        items = [*path[start:]]
-        text = {"tokens": [i[0] for i in items], "extra_ids": [i[1] for i in items]} if extra else {"tokens": items}
-        above = {"parent": places[ns, path[:start]][1:]} if start else {"parent": None, "namespace": ns}
-        event = {"kind": "stored", "group": node[0], "block": node[1], "generation": node[2]}
-        events.append({**event, **above, **text, "level": level, "priority": priority})
-    return events
 
 
 def law(shape, seed, rounds, **options):

@@ -19,7 +19,7 @@ from kvjax.pools.device import apply, init_pools, write
 from kvjax.pools.views import mixed, ragged, view
 from tests.mesh import AUTO, EXPLICIT, mesh_of
 from tests.poison import poisoned
-from tests.unit.pools.test_pool import COMMITTED, SPEC, TABLE, copied, hand_made_state, no_events
+from tests.unit.pools.hand_made import COMMITTED, SPEC, TABLE, copied, hand_made_state, no_events
 
 KV_HEADS, GROUP, WIDTH = SPEC.groups[0].pools[0].kv_heads, 2, 16
 FORMS = {  # the view, and how many tokens of each row it has
@@ -154,7 +154,8 @@ def layers_gradients():
     return jax.jit(jax.grad(lambda x: loss(layers, x, "unrolled")))(layers_inputs())
 
 
-@pytest.mark.parametrize("kind", [pytest.param("scan", marks=pytest.mark.long), "checkpoint"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["scan", "checkpoint"])
 def test_layers_may_be_scanned_and_checkpointed(kind):
     """With respect to the pools before them, too."""
     close(jax.jit(jax.grad(lambda x: loss(layers, x, kind)))(layers_inputs()), layers_gradients())
@@ -257,8 +258,9 @@ def test_rounding_has_no_derivative(dtype):
     assert np.all(np.isfinite(got)) and np.any(got[3] != 0) and not np.any(got[:3])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("implementation", ["triton", pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.parametrize("implementation", ["triton", None])
 def test_on_a_gpu_xla_computes_the_derivative_and_a_named_kernel_the_result(implementation):
     chip = AbstractDevice(device_kind="NVIDIA A100", num_cores=108, platform="gpu")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs())
@@ -279,6 +281,7 @@ def test_a_named_kernel_that_cannot_serve_here_does_not_fall_back():
         jax.jit(jax.grad(functools.partial(loss, paged, form="decode", options={}, implementation="triton")))(inputs())
 
 
+@pytest.mark.long
 def test_a_gradient_takes_no_copy_of_the_pool_per_layer():
     """Temporaries are two or three arrays of the pool's size, however many layers there are."""
     sizes = {"num_blocks": 256, "max_seqs": 1, "max_length": 32, "block_size": 16, "dtype": "float32"}

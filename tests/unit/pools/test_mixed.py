@@ -14,9 +14,9 @@ import pallas_kernels
 from kvjax import LayerSpec
 from kvjax.model import forward
 from kvjax.pools import mixed, ragged, view
-from tests.kernels.test_attention import how
+from tests.kernels.attention import how
 from tests.poison import poisoned
-from tests.unit.pools.test_pool import hand_made_state
+from tests.unit.pools.hand_made import hand_made_state
 
 
 def ints(*values):

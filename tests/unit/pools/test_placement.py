@@ -14,7 +14,7 @@ from kvjax import LayerSpec
 from kvjax.processes import agreed_time, failed_anywhere
 from tests.mesh import AUTO, EXPLICIT, collectives, mesh_of
 from tests.poison import poisoned
-from tests.unit.pools.test_pool import copied, no_events
+from tests.unit.pools.hand_made import copied, no_events
 
 LAYERS = [LayerSpec(4, 16), LayerSpec(4, 16)]
 WINDOWS = [LayerSpec(4, 16), LayerSpec(4, 16, window=6)]

@@ -2,6 +2,7 @@
 """Traces that the tests use: a cut of the conversation trace, the whole one where it is, small forests at random."""
 
 import functools
+import json
 
 import hypothesis.strategies as st
 import numpy as np
@@ -62,3 +63,31 @@ def forests(draw, most=12, longest=6, block_size=4):
     time = sorted(draw(st.lists(st.integers(0, 50), min_size=len(prompts), max_size=len(prompts))))
     answers = [draw(st.integers(0, 9)) for _ in prompts]
     return make_trace(time, lengths, answers, prompts, block_size)
+
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [7, 9]},
+    {"timestamp": 3000, "input_length": 1300, "output_length": 0, "hash_ids": [7, 9, 4]},
+]
+BAILIAN = [
+    {"chat_id": 5, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 20, "output_length": 3, "type": "text",
+     "turn": 1, "hash_ids": [1, 2]},
+    {"chat_id": 6, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 32, "output_length": 3, "type": "image",
+     "turn": 1, "hash_ids": [3, 2]},
+    {"chat_id": 8, "parent_chat_id": 5, "timestamp": 1.25, "input_length": 33, "output_length": 3, "type": "text",
+     "turn": 2, "hash_ids": [1, 2, 2]},
+    {"chat_id": 9, "parent_chat_id": 8, "timestamp": 2, "input_length": 1, "output_length": 3, "type": "text",
+     "turn": 3, "hash_ids": [1]},
+    {"chat_id": 12, "parent_chat_id": 4, "timestamp": 3, "input_length": 1, "output_length": 3, "type": "text",
+     "turn": 2, "hash_ids": [1]},
+]  # fmt: skip
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def text(path, lines):
+    path.write_text(lines)
+    return path

@@ -88,6 +88,7 @@ def test_a_counted_hazard_is_a_share_with_that_of_all_classes_beside_it():
     assert counted(counts, 7.0)[own, age] == pytest.approx(wanted)
 
 
+@pytest.mark.long
 def test_equal_arguments_learn_equal_policies():
     first, again = (learn_policy(cases.cut(200), rule="papers", seed=1) for _ in range(2))
     other = learn_policy(cases.cut(200), rule="papers", hazard="counted")

@@ -14,7 +14,7 @@ from kvjax.interop.log import Log
 from kvjax.interop.vllm import Encoder
 from kvjax.research import read_events, read_trace
 from tests.drive import PLAIN, Driver
-from tests.unit.research.test_readers import BAILIAN, MOONCAKE, jsonl, prompts, text
+from tests.unit.research.cases import BAILIAN, MOONCAKE, jsonl, prompts_of, text
 
 
 def stored(hashes, parent, size=2, **more):
@@ -41,7 +41,7 @@ IDS = [[0, 1, 2], [0, 3, 4], [5], [0, 1, 2, 6], [0, 3, 4], [7]]
 
 def test_vllms_batches_by_hand(tmp_path):
     trace = read_events(jsonl(tmp_path / "log", VLLM))
-    assert prompts(trace) == IDS and trace.block_size == 2
+    assert prompts_of(trace) == IDS and trace.block_size == 2
     assert trace.time.tolist() == [0, 20_000, 20_000, 30_000, 32_000, 33_000]
     assert trace.input_length.tolist() == [6, 6, 2, 8, 6, 2] and not trace.output_length.any()
     assert "Prompts that only hit stored nothing and are missing" in trace.notes[1]
@@ -63,7 +63,7 @@ def test_arrays_are_read_too(tmp_path):
         if number == 5:
             events[1] = [*events[1][:-1], None, "GPU", None, None, 1]
         rows.append([row["ts"], events, 0])
-    assert prompts(read_trace(jsonl(tmp_path / "log", rows))) == IDS
+    assert prompts_of(read_trace(jsonl(tmp_path / "log", rows))) == IDS
 
 
 def kvjax_log(time, *events, queried=0, cached=0):
@@ -88,7 +88,7 @@ def test_kvjaxs_lines_by_hand(tmp_path):
         kvjax_log(13.0, {"kind": "cleared", "group": 0}, event("stored", 1, 9, parent=(4, 0), tokens=[3, 4])),
     ]
     trace = read_events(jsonl(tmp_path / "log", rows))
-    assert prompts(trace) == [[0, 1, 2], [0, 1], [3], [4], [5]] and trace.block_size == 2
+    assert prompts_of(trace) == [[0, 1, 2], [0, 1], [3], [4], [5]] and trace.block_size == 2
     assert trace.input_length.tolist() == [5, 4, 2, 2, 2]
     assert trace.time.tolist() == [0, 8000, 9000, 10_000, 11_000]
     assert trace.notes[2:] == (
@@ -114,10 +114,10 @@ def test_a_caches_own_log_and_its_wire_give_the_requests(tmp_path):
         cache.start(seq, tokens)
         cache.do("release", seq)
     own = read_events(text(tmp_path / "own", file.getvalue()))
-    assert prompts(own) == [[0, 1, 2], [0, 3, 4]] and own.input_length.tolist() == [9, 9]  # with their last tokens
+    assert prompts_of(own) == [[0, 1, 2], [0, 3, 4]] and own.input_length.tolist() == [9, 9]  # with their last tokens
     lines = "\n".join(json.dumps(msgspec.msgpack.decode(payload), default=bytes.hex) for payload in payloads)
     wire = read_events(text(tmp_path / "wire", lines))
-    assert prompts(wire) == [[0, 1], [0, 2]] and wire.block_size == PLAIN.block_size
+    assert prompts_of(wire) == [[0, 1], [0, 2]] and wire.block_size == PLAIN.block_size
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,8 @@ import numpy as np
 import pytest
 
 from kvjax.research import Sessions, read_azure, read_bailian, read_burst, read_mooncake, read_trace
+from tests.unit.research.cases import BAILIAN, MOONCAKE, jsonl, prompts_of, text
 
-MOONCAKE = [
-    {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [7, 9]},
-    {"timestamp": 3000, "input_length": 1300, "output_length": 0, "hash_ids": [7, 9, 4]},
-]
-BAILIAN = [
-    {"chat_id": 5, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 20, "output_length": 3, "type": "text",
-     "turn": 1, "hash_ids": [1, 2]},
-    {"chat_id": 6, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 32, "output_length": 3, "type": "image",
-     "turn": 1, "hash_ids": [3, 2]},
-    {"chat_id": 8, "parent_chat_id": 5, "timestamp": 1.25, "input_length": 33, "output_length": 3, "type": "text",
-     "turn": 2, "hash_ids": [1, 2, 2]},
-    {"chat_id": 9, "parent_chat_id": 8, "timestamp": 2, "input_length": 1, "output_length": 3, "type": "text",
-     "turn": 3, "hash_ids": [1]},
-    {"chat_id": 12, "parent_chat_id": 4, "timestamp": 3, "input_length": 1, "output_length": 3, "type": "text",
-     "turn": 2, "hash_ids": [1]},
-]  # fmt: skip
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 23:59:59.6805900,374,44
 2023-11-17 00:00:00.9951690,400,109
@@ -40,25 +25,11 @@ SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response to
 """
 
 
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def text(path, lines):
-    path.write_text(lines)
-    return path
-
-
-def prompts(trace):
-    return [trace.blocks(number).tolist() for number in range(len(trace))]
-
-
 def test_mooncake_by_hand(tmp_path):
     trace = read_mooncake(jsonl(tmp_path / "trace", MOONCAKE))
     assert trace.time.tolist() == [0, 3000] and trace.block_size == 512
     assert trace.input_length.tolist() == [1000, 1300] and trace.output_length.tolist() == [5, 0]
-    assert prompts(trace) == [[0, 1], [0, 1, 2]] and trace.parent.tolist() == [-1, 0, 1]
+    assert prompts_of(trace) == [[0, 1], [0, 1, 2]] and trace.parent.tolist() == [-1, 0, 1]
     assert trace.kind is None and trace.session is None and not trace.notes
 
 
@@ -67,7 +38,7 @@ def test_mooncakes_ids_with_two_parents_are_refused_or_renamed(tmp_path):
     path = jsonl(tmp_path / "trace", rows)
     with pytest.raises(ValueError, match="trace:3: hash_ids: 4 follows another block"):
         read_mooncake(path)
-    assert prompts(read_mooncake(path, two_parents="rename")) == [[0, 1], [0, 1, 2], [0, 3]]
+    assert prompts_of(read_mooncake(path, two_parents="rename")) == [[0, 1], [0, 1, 2], [0, 3]]
 
 
 def test_bailian_by_hand(tmp_path):
@@ -75,7 +46,7 @@ def test_bailian_by_hand(tmp_path):
     path = jsonl(tmp_path / "trace", BAILIAN)
     trace = read_bailian(path)
     assert trace.time.tolist() == [500, 500, 1250, 2000, 3000] and trace.block_size == 16
-    assert prompts(trace) == [[0, 1], [2, 3], [0, 1, 4], [0], [0]]
+    assert prompts_of(trace) == [[0, 1], [2, 3], [0, 1, 4], [0], [0]]
     assert trace.kinds == ("text", "image") and trace.kind.tolist() == [0, 1, 0, 0, 0]
     assert trace.session.tolist() == [0, 1, 0, 0, 2]
     with pytest.raises(ValueError, match="trace:2: hash_ids: 2 follows another block"):
@@ -103,7 +74,7 @@ def test_sessions_that_burst_tells_are_taken_if_a_model_asks_for_reuse(tmp_path)
     assert apart.session.tolist() == together.session.tolist() == [0, 1, 0, 2]
     assert len(apart.ids) == apart.num_ids
     # 40 tokens are 2 full blocks of 16 and 8 tokens more.
-    assert prompts(together) == [[0, 1, 2], [3, 4, 5], [0, 1, 6, 7, 8], [9, 10, 11, 12, 13]]
+    assert prompts_of(together) == [[0, 1, 2], [3, 4, 5], [0, 1, 6, 7, 8], [9, 10, 11, 12, 13]]
     assert "assumed" in together.notes[0]
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_batch`: many prompts in one program, with and without a host tier."""
+"""`run_batch`: many prompts in one program, with and without a host tier.
+
+A number of prompts up to 8, or 16, and a set of options is a program for each spec of `serving_kit.py`.
+"""
 
 import dataclasses
 import functools
@@ -16,25 +19,12 @@ from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, batch
 from kvjax.serving.requests import Stage, init_serving
 from kvjax.serving.resting import swaps
-from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
+from tests.oracle.bytes_machine import SIZE, VOCAB
+from tests.serving_kit import HOST, MODEL, assert_chained, make_cache, state_of
 
 pytestmark = pytest.mark.long
-MODEL = Chain(np.full(VOCAB, name_of(0, ()), np.int32), 2)
 OPTIONS = Scheduler(reserve="known", chunk=8, chunk_rows=2)
 SWAP = dataclasses.replace(OPTIONS, preempt="swap", wait_for_prefix=False)
-
-
-def make_cache(num_blocks=16, host=0):
-    layers = [kvjax.LayerSpec(1, 2)] * 2
-    spec = kvjax.make_spec(
-        layers, num_blocks=16, num_host_blocks=host, max_seqs=3, max_length=32, block_size=SIZE, dtype="float32"
-    )
-    kind = kvjax.tiers.TieredCache if host else Cache
-    return kind.create(spec, num_blocks=np.int32(num_blocks))
-
-
-def state_of(cache):
-    return cache.state if isinstance(cache, Cache) else cache.cache.state
 
 
 def prompts_of(number, seed=0):
@@ -46,34 +36,25 @@ def prompts_of(number, seed=0):
     ]
 
 
-def assert_chained(prompts, outputs):
-    """Each token is what the model says after its prompt: no byte that it read was wrong."""
-    for prompt, output in zip(prompts, outputs, strict=True):
-        path = tuple(prompt)
-        for token in output.tokens:
-            assert token == name_of(0, path) % VOCAB
-            path += (token,)
-
-
-@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.slow), 12])
+@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.slow), HOST])
 def test_all_prompts_are_generated_for(host):
-    prompts, seen = prompts_of(20), []
+    prompts, seen = prompts_of(16), []
     outputs, cache, events = kvjax.run_batch(
-        MODEL, make_cache(9, host), prompts, max_new_tokens=[1 + i % 9 for i in range(20)], scheduler=OPTIONS, steps=25,
+        MODEL, make_cache(9, host), prompts, max_new_tokens=[1 + i % 9 for i in range(16)], scheduler=OPTIONS, steps=25,
         progress=lambda outputs: seen.append(sum(len(output.tokens) for output in outputs)),
     )  # fmt: skip
-    assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 1 + i % 9) for i in range(20)]
+    assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 1 + i % 9) for i in range(16)]
     assert_chained(prompts, outputs)
     assert seen == sorted(seen)
     assert len(seen) > 2
-    assert seen[-1] == sum(1 + i % 9 for i in range(20))
+    assert seen[-1] == sum(1 + i % 9 for i in range(16))
     assert any(output.cached_tokens for output in outputs)
     state = state_of(cache)
     kvjax.check(state)
     assert not np.asarray(state.seqs.length).any()
     assert kvjax.fold(events).index == kvjax.events.index_of(state)
-    again, cache, events = kvjax.run_batch(MODEL, cache, prompts[:3], max_new_tokens=1, scheduler=OPTIONS, steps=25)
-    assert [output.tokens for output in again] == [output.tokens[:1] for output in outputs[:3]]
+    again, cache, events = kvjax.run_batch(MODEL, cache, prompts[:9], max_new_tokens=1, scheduler=OPTIONS, steps=25)
+    assert [output.tokens for output in again] == [output.tokens[:1] for output in outputs[:9]]
     if host:
         assert any(event["kind"] == "updated" for event in events)  # from the host
 
@@ -85,9 +66,10 @@ def test_each_prompt_ends_for_its_own_reason():
         "length", "bad_request", "bad_request", "bad_request", "row_full", "no_blocks", "no_blocks",
     ]  # fmt: skip
     assert [len(output.tokens) for output in outputs] == [5, 0, 0, 0, 0, 0, 3]
-    outputs, _, _ = kvjax.run_batch(MODEL, make_cache(), [[2] * 30], max_new_tokens=5, scheduler=OPTIONS, steps=25)
-    assert [(output.finish, len(output.tokens)) for output in outputs] == [("row_full", 3)]
-    assert_chained([[2] * 30], outputs)
+    prompts = [[2] * 30, [1]]
+    outputs, _, _ = kvjax.run_batch(MODEL, make_cache(), prompts, max_new_tokens=5, scheduler=OPTIONS, steps=25)
+    assert [(output.finish, len(output.tokens)) for output in outputs] == [("row_full", 3), ("length", 5)]
+    assert_chained(prompts, outputs)
 
 
 @pytest.mark.slow
@@ -96,7 +78,7 @@ def test_an_error_between_loops_leaves_the_cache_whole():
         raise RuntimeError("enough")
 
     with pytest.raises(GenerationInterrupted, match="interrupted by RuntimeError: enough; go on") as caught:
-        kvjax.run_batch(MODEL, make_cache(9), prompts_of(20), scheduler=OPTIONS, steps=25, progress=fails)
+        kvjax.run_batch(MODEL, make_cache(9), prompts_of(16), scheduler=OPTIONS, steps=25, progress=fails)
     kvjax.check(caught.value.cache.state)
     assert not np.asarray(caught.value.cache.state.seqs.length).any()
     assert kvjax.fold(caught.value.events).index == kvjax.events.index_of(caught.value.cache.state)
@@ -120,11 +102,11 @@ def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
     assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
-@pytest.mark.parametrize("host", [12, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("host", [HOST, pytest.param(0, marks=pytest.mark.slow)])
 def test_python_can_call_each_step(host):
     """With the same tokens, and a return to the host behind each step."""
     prompts, turns = prompts_of(9, seed=4), []
-    options = dataclasses.replace(OPTIONS, preempt="swap" if host else "recompute")
+    options = SWAP if host else OPTIONS
     for loop in (True, False):
         turns.append(0)
 
@@ -147,7 +129,7 @@ def test_no_prompt_no_program():
     assert int(jnp.sum(cache.state.seqs.length)) == 0
 
 
-@pytest.mark.parametrize("host", [12, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("host", [HOST, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_rest_on_the_host_instead_of_being_preempted(host, monkeypatch):
     """With 12 blocks there the host has room for each row that has to rest; with 2 some are preempted after all."""
     moved = {"swap_out": [], "swap_in": []}
@@ -168,7 +150,7 @@ def test_rows_rest_on_the_host_instead_of_being_preempted(host, monkeypatch):
     assert {output.finish for output in outputs} == {"length"}
     assert_chained(prompts, outputs)
     preemptions = sum(output.preemptions for output in outputs)
-    if host == 12:
+    if host == HOST:
         assert preemptions == 0 and any(moved["swap_out"]) and sum(moved["swap_in"]) == sum(moved["swap_out"])
     else:
         assert preemptions > 0 and not all(moved["swap_out"])
@@ -183,7 +165,7 @@ def test_a_request_goes_on_where_the_host_can_empty_blocks(num_blocks, seed):
     prompts = [[i % VOCAB, *prompt] for i, prompt in enumerate(prompts_of(9, seed))]
     most, priorities = [int(rng.choice([1, 12])) for _ in prompts], rng.integers(-3, 6, 9).tolist()
     outputs, cache, _ = kvjax.run_batch(
-        MODEL, make_cache(num_blocks, 12), prompts, max_new_tokens=most, priorities=priorities, scheduler=SWAP
+        MODEL, make_cache(num_blocks, HOST), prompts, max_new_tokens=most, priorities=priorities, scheduler=SWAP
     )
     for prompt, output, new in zip(prompts, outputs, most, strict=True):
         fits = len(prompt) + new - 1 <= num_blocks * SIZE
@@ -195,7 +177,7 @@ def test_a_request_goes_on_where_the_host_can_empty_blocks(num_blocks, seed):
 def test_a_failed_move_costs_the_rows_beside_it_nothing(monkeypatch):
     """A prompt is to come back from the host while two others run, and the copy fails once."""
     prompts, copy, failed = prompts_of(9, seed=3), host_pool._copy, []
-    _, cache, _ = kvjax.run_batch(MODEL, make_cache(9, 12), prompts, max_new_tokens=1, scheduler=SWAP)
+    _, cache, _ = kvjax.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=1, scheduler=SWAP)
 
     def copy_or_fail(targets, sources, rows):
         if targets[0][0].sharding.memory_kind != "pinned_host" and not failed:
@@ -219,7 +201,7 @@ def test_a_row_that_stays_in_use_is_an_error(monkeypatch):
     monkeypatch.setattr(batch.Batch, "_drain", lambda self, requests: self._occupy())
     monkeypatch.setattr(batch.Batch, "_occupy", occupy_a_row, raising=False)
     with pytest.raises(GenerationInterrupted, match=r"rows \[2\] are in use, and no request has them") as caught:
-        kvjax.run_batch(MODEL, make_cache(9, 12), [[1, 2]], max_new_tokens=1, scheduler=SWAP)
+        kvjax.run_batch(MODEL, make_cache(9, HOST), [[1, 2]], max_new_tokens=1, scheduler=SWAP)
     assert not np.asarray(state_of(caught.value.cache).seqs.length).any()
 
 
@@ -242,7 +224,7 @@ def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
 
     monkeypatch.setattr(kvjax.tiers.TieredCache, "swap_in", refuse)
     prompts = [[i % VOCAB, *prompt] for i, prompt in enumerate(prompts_of(9, seed=4))]
-    outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9, 12), prompts, max_new_tokens=10, scheduler=SWAP)
+    outputs, cache, _ = kvjax.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=10, scheduler=SWAP)
     assert refusals and sum(output.preemptions for output in outputs)
     assert_chained(prompts, outputs)
     kvjax.check(state_of(cache))
@@ -280,7 +262,7 @@ def test_a_row_rests_until_the_chunks_of_the_others_fit(monkeypatch):
 @pytest.mark.parametrize(("parent", "back"), [(0, 0), (-1, -1)], ids=["sample", "another prompt"])
 def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
     """Whatever room there is: they wait for its prompt. Another prompt can go on, and the row waits for its blocks."""
-    cache, _ = make_cache(9, 12).admit(0, np.arange(8, dtype=np.int32) % VOCAB, 8)
+    cache, _ = make_cache(9, HOST).admit(0, np.arange(8, dtype=np.int32) % VOCAB, 8)
     cache, _ = cache.swap_out(0)
     serving = init_serving(cache.cache, [12, 12], capacity=64, width=32)
     running, slots = np.full(2, Stage.RUNNING, np.int32), np.array([0, 1, -1], np.int32)
@@ -394,9 +376,10 @@ def test_tenants_never_share_a_block():
     texts = [(tenant, path) for tenant, path, *_ in kvjax.fold(events).nodes.values()]
     assert len(texts) == len(set(texts)) and {tenant for tenant, _ in texts} == set(tenants)
     assert {path for tenant, path in texts if tenant == tenants[0]} == {path for _, path in texts}
-    (later,), _, _ = kvjax.run_batch(
-        MODEL, cache, prompts[:1], max_new_tokens=5, namespaces=[names("c")], names=names, scheduler=OPTIONS, steps=25
-    )
+    (later, _), _, _ = kvjax.run_batch(
+        MODEL, cache, prompts[:2], max_new_tokens=5, namespaces=[names("c")] * 2, names=names, scheduler=OPTIONS,
+        steps=25,
+    )  # fmt: skip
     assert later.cached_tokens == 0
 
 

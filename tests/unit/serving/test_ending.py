@@ -17,7 +17,7 @@ from kvjax.serving.requests import Stage
 from kvjax.serving.scheduler import decoding, prefilling
 from tests.oracle.bytes_machine import VOCAB
 from tests.oracle.serving import COLUMNS, SIZE, SLOTS, program
-from tests.unit.serving.test_scheduler import KNOWN, Story
+from tests.unit.serving.stories import KNOWN, Story
 
 pytestmark = pytest.mark.long
 PROMPT = [1, 2, 0, 1, 2, 2, 0, 0, 1, 2, 0, 1, 1, 0]  # three blocks and a half, computed in three chunks

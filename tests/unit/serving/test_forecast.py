@@ -16,8 +16,7 @@ from kvjax.serving.requests import Stage
 from kvjax.tiered import TieredCache
 from tests import drive
 from tests.oracle.bytes_machine import SIZE
-from tests.oracle.serving import AT_ONCE, COLUMNS, LINE, LOG, SLOTS, config
-from tests.oracle.test_machine_serving import COUNTS, OPTIONS
+from tests.oracle.serving import AT_ONCE, COLUMNS, COUNTS, LINE, LOG, OPTIONS, SLOTS, config
 
 SAID = (
     "stage", "finish", "known", "admitted", "cached", "first_token", "ended", "preemptions", "passed", "arrival",

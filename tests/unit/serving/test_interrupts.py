@@ -4,9 +4,6 @@
 Prompts of 13 tokens, one at a time, beside a row in use, so that all tests of a spec share the same few programs.
 """
 
-import functools
-import gc
-import itertools
 import signal
 import threading
 
@@ -17,143 +14,38 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from kvjax.serving import batch
-from tests.drive import VERBS, padded
+from tests.serving_kit import (
+    BEFORE,
+    HOST,
+    MODEL,
+    OPTIONS,
+    RELEASE,
+    VOCAB,
+    Calls,
+    assert_whole,
+    collect_in_a_trace,
+    ctrl_c_is_heard,
+    fail,
+    make_spec,
+    press,
+    prompts_of,
+    spread,
+    start,
+    state_of,
+    together,
+)
 
+__all__ = ["ctrl_c_is_heard"]
 pytestmark = pytest.mark.long
-VOCAB, BEFORE = 1000, 7
-LAYERS = {"plain": [None], "windows": [None, 6]}
-
-
-def prompts_of(number):
-    """Two prompts that no other number's share blocks with."""
-    return [[start, number, *range(start + 10, start + 21)] for start in (100, 200)]
-
-
-def successor(tokens, pools, view, *, last):
-    """A model that always says the next number, and stores nothing."""
-    del view
-    chosen = tokens if last is None else tokens[jnp.arange(tokens.shape[0]), last]
-    return jax.nn.one_hot((chosen + 1) % VOCAB, VOCAB), pools
-
-
-MODEL = jax.tree_util.Partial(successor)
-ADMIT = jax.jit(kvjax.Cache.admit, static_argnames="room", donate_argnums=0)
-RELEASE = jax.jit(kvjax.Cache.release, donate_argnums=0)
-OPTIONS = {"max_new_tokens": 6, "chunk": 8, "steps": 4}
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c_is_heard():
-    """A shell's background jobs begin with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@functools.cache
-def make_spec(kind, host):
-    layers = [kvjax.LayerSpec(1, 1, window) for window in LAYERS[kind]]
-    return kvjax.make_spec(
-        layers, num_blocks=10 if host else 20, num_host_blocks=20 if host else 0, max_seqs=2, max_length=32,
-        block_size=4, dtype="float32",
-    )  # fmt: skip
-
-
-def start(kind="plain", host=False):
-    """A cache with a row in use, which is not the generation's."""
-    cache = (kvjax.tiers.TieredCache if host else kvjax.Cache).create(make_spec(kind, host))
-    admit = kvjax.tiers.TieredCache.admit if host else ADMIT
-    request = np.asarray([1], np.int32), np.zeros((1, 16), np.int32), np.asarray([BEFORE], np.int32)
-    room = None if kind == "plain" else OPTIONS["chunk"]
-    return admit(cache, *request, namespace=np.zeros(1, np.int32), retention=None, room=room, now=np.int32(0))[0]
-
-
-def state_of(cache):
-    return cache.cache.state if isinstance(cache, kvjax.tiers.TieredCache) else cache.state
-
-
-def assert_whole(cache, events, prompts=(), outputs=()):
-    """The cache is sound, the generation's rows and no others are released, and what was computed is found."""
-    state = state_of(cache)
-    kvjax.check(state)
-    assert state.seqs.length.tolist() == [0, BEFORE]
-    assert kvjax.fold(events).index == kvjax.events.index_of(state)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.tokens == list(range(prompt[-1] + 1, prompt[-1] + 1 + len(output.tokens)))
-        if output.tokens:
-            text = [*prompt, *output.tokens]
-            found = VERBS["lookup"](state, padded(text, 32), np.int32(len(text)))
-            assert int(found.cached_tokens) == len(text) - 1  # the last token is chosen and not computed
-
-
-class Calls:
-    """The jitted calls of generations, of which one does something before it, or after."""
-
-    def __init__(self, monkeypatch, inner=False):
-        self.count, self.at, self.before, self.after = 0, 0, None, None
-        places = [(batch, "_submit"), (batch, "_serve"), (batch, "_has_row")]
-        places += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
-        if inner:
-            places += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
-        for where, name in places:
-            monkeypatch.setattr(where, name, self.wrap(getattr(where, name)))
-
-    def wrap(self, program):
-        def call(*args, **kwargs):
-            self.count += 1
-            here = self.count == self.at
-            if here and self.before:
-                self.before()
-            result = program(*args, **kwargs)
-            if here and self.after:
-                self.after()
-            return result
-
-        return functools.update_wrapper(call, program)  # with `lower`, which compiles and calls nothing
-
-    def each(self, before=None, after=None):
-        """The number of each call, one after the other, to be followed by a run, until a run does not reach it."""
-        self.before, self.after = before, after
-        for self.at in itertools.count(1):
-            self.count = 0
-            yield self.at
-            if self.count < self.at:
-                break
-        self.at = 0
-
-
-def press():
-    signal.raise_signal(signal.SIGINT)
-
-
-def fail():
-    raise MemoryError("no memory")
-
-
-def spread(cache, prompts, **options):
-    """`generate`, by `stream`."""
-    events, progress = [], None
-    try:
-        for progress in kvjax.stream(MODEL, cache, prompts, **OPTIONS, **options):
-            events += progress.events
-    except kvjax.serving.GenerationInterrupted as error:
-        error.events[:0] = events
-        raise
-    return progress.outputs, progress.cache, events
-
-
-def together(cache, prompts, **options):
-    return kvjax.generate(MODEL, cache, prompts, **OPTIONS, **options)
 
 
 @pytest.mark.parametrize(
     ("kind", "host"),
     [
-        ("plain", False),
-        pytest.param("plain", True, marks=pytest.mark.slow),
-        pytest.param("windows", False, marks=pytest.mark.slow),
-        pytest.param("windows", True, marks=pytest.mark.slow),
+        ("plain", 0),
+        pytest.param("plain", HOST, marks=pytest.mark.slow),
+        pytest.param("windows", 0, marks=pytest.mark.slow),
+        pytest.param("windows", HOST, marks=pytest.mark.slow),
     ],
 )
 def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
@@ -224,14 +116,14 @@ def test_a_call_that_dies_on_the_device_leaves_no_cache(monkeypatch):
     for use in (
         together,
         spread,
-        lambda cache, _: kvjax.step(MODEL, cache, np.zeros((2, 1), np.int32), np.zeros(2, np.int32)),
+        lambda cache, _: kvjax.step(MODEL, cache, np.zeros((3, 1), np.int32), np.zeros(3, np.int32)),
     ):
         with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call: go on with what that call ret"):
             use(cache, prompts_of(0))
 
 
 def test_an_error_while_compiling_what_follows_a_verb_loses_nothing(monkeypatch):
-    cache = kvjax.tiers.TieredCache.create(make_spec("plain", host=True))
+    cache = kvjax.tiers.TieredCache.create(make_spec(host=HOST))
     monkeypatch.setattr(kvjax.tiered, "_finish", jax.jit(lambda *_: fail(), donate_argnums=0))
     for _ in range(2):
         with pytest.raises(MemoryError, match="no memory"):
@@ -283,7 +175,7 @@ def test_other_threads_leave_signals_alone():
     assert [output.finish for output in results[0][0]] == ["length"] * 2
 
 
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [0, HOST])
 def test_a_stream_that_nobody_reads_on_releases_its_rows(host):
     cache, events = start(host=host), []
     for progress in kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS):
@@ -299,7 +191,7 @@ def test_a_stream_that_nobody_reads_on_releases_its_rows(host):
     stream.close()
     events += progress.events + progress.closing
     assert_whole(progress.cache, events, prompts_of(1), progress.outputs)
-    assert state_of(in_between).seqs.length.tolist() != [0, BEFORE]  # what the caller has is never donated
+    assert state_of(in_between).seqs.length.tolist() != [0, BEFORE, BEFORE]  # what the caller has is never donated
 
 
 def test_a_stream_leaves_a_cache_alone_that_the_caller_has_gone_on_with():
@@ -314,18 +206,6 @@ def test_a_stream_leaves_a_cache_alone_that_the_caller_has_gone_on_with():
     kvjax.check(cache.state)
 
 
-def collect_in_a_trace(streams):
-    """Drops the last reference to streams while a function is traced."""
-
-    @jax.jit
-    def traced(x):
-        streams.clear()
-        gc.collect()
-        return x + 1
-
-    assert int(traced(np.int32(1))) == 2
-
-
 def test_a_stream_may_be_collected_while_something_is_traced():
     cache, events = start(), []
     streams = [kvjax.stream(MODEL, cache, prompts_of(0), **OPTIONS)]
@@ -336,30 +216,38 @@ def test_a_stream_may_be_collected_while_something_is_traced():
 
 @pytest.mark.slow
 def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_children_on_the_host():
-    cache = start("windows", host=True)
+    cache = start("windows", host=HOST)
     for number in range(4):
         outputs, cache, _ = together(cache, prompts_of(number))
         assert [output.finish for output in outputs] == ["length"] * 2
 
 
+def successor(tokens, pools, view, *, last):
+    """A model that always says the next number, and stores nothing."""
+    del view
+    chosen = tokens if last is None else tokens[jnp.arange(tokens.shape[0]), last]
+    return jax.nn.one_hot((chosen + 1) % 30, 30), pools
+
+
 def test_a_cache_with_a_host_tier_steps():
-    cache, tokens = start(host=True), np.arange(14, dtype=np.int32).reshape(2, 7)
-    after, logits, events = cache.step(MODEL, tokens, np.asarray([0, 3], np.int32))
-    assert logits.shape == (2, VOCAB) and int(jnp.argmax(logits[1])) == 10
-    assert bool(events.ok) and after.cache.state.seqs.committed.tolist() == [0, 3]
-    after, logits, _ = kvjax.step(MODEL, after, tokens, np.asarray([0, 4], np.int32), logits="all")
-    assert logits.shape == (2, 7, VOCAB)
+    cache, tokens = start(host=HOST), np.arange(21, dtype=np.int32).reshape(3, 7)
+    model = jax.tree_util.Partial(successor)
+    after, logits, events = cache.step(model, tokens, np.asarray([0, 3, 0], np.int32))
+    assert logits.shape == (3, 30) and int(jnp.argmax(logits[1])) == 10
+    assert bool(events.ok) and after.cache.state.seqs.committed.tolist() == [0, 3, 0]
+    after, logits, _ = kvjax.step(model, after, tokens, np.asarray([0, 4, 0], np.int32), logits="all")
+    assert logits.shape == (3, 7, 30)
     kvjax.check(state_of(after))
     with pytest.raises(ValueError, match=r"^cache: was donated"):
-        cache.step(MODEL, tokens, np.asarray([0, 0], np.int32))
+        cache.step(model, tokens, np.zeros(3, np.int32))
     with pytest.raises(ValueError, match=r"^cache: was donated"):
         cache.watermark(1, most=1)
     with pytest.raises(ValueError, match=r"^model: got successor"):
-        after.step(successor, tokens, np.asarray([0, 0], np.int32))
+        after.step(successor, tokens, np.zeros(3, np.int32))
 
 
 def test_a_failed_move_is_tried_again_and_then_done_without(monkeypatch):
-    cache, copy, failed = start(host=True), host_pool._copy, []
+    cache, copy, failed = start(host=HOST), host_pool._copy, []
     outputs, cache, events = together(cache, prompts_of(0) + prompts_of(1))  # some are on the host now
 
     def copy_or_fail(targets, sources, rows):
@@ -381,7 +269,7 @@ def test_a_failed_move_is_tried_again_and_then_done_without(monkeypatch):
 
 def test_every_prompt_has_an_output_and_every_stream_a_last_progress():
     cache = start()
-    inadmissible = {(): "bad_request", (-1,): "bad_request", (3, VOCAB): "bad_request", tuple(range(40)): "row_full"}
+    inadmissible = {(): "bad_request", (-1,): "bad_request", (2, VOCAB): "bad_request", (1,) * 40: "row_full"}
     outputs, cache, events = together(cache, list(inadmissible))
     assert ([output.finish for output in outputs], events) == (list(inadmissible.values()), [])
     assert len(list(kvjax.stream(MODEL, cache, [[]]))) == 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A listener hears every event of a generation once and in order, however it ends; what it raises costs no cache.
 
-On the prompts and the programs of test_interrupts.py.
+On the prompts and the programs of `serving_kit.py`.
 """
 
 import functools
@@ -9,17 +9,19 @@ import itertools
 import signal
 import warnings
 
-import jax
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, Scheduler, batch
-from tests.unit.serving.test_interrupts import (
+from kvjax.serving import GenerationInterrupted, batch
+from tests.serving_kit import (
+    HOST,
     MODEL,
     OPTIONS,
     RELEASE,
+    WAYS,
+    Ear,
     assert_whole,
     collect_in_a_trace,
     ctrl_c_is_heard,
@@ -33,38 +35,6 @@ from tests.unit.serving.test_interrupts import (
 
 __all__ = ["ctrl_c_is_heard"]
 pytestmark = pytest.mark.long
-
-
-def batched(cache, prompts, **options):
-    options = {"max_new_tokens": OPTIONS["max_new_tokens"], "steps": OPTIONS["steps"], **options}
-    return kvjax.run_batch(MODEL, cache, prompts, scheduler=Scheduler(chunk=OPTIONS["chunk"]), **options)
-
-
-WAYS = (together, spread, batched)
-
-
-class Ear:
-    """A listener that does something at some of its calls, behind all else.
-
-    Attributes:
-      heard: all events, decoded.
-      totals: of all events.
-      calls: how often it was called.
-    """
-
-    def __init__(self, do=None, at=()):
-        self.do, self.at = do, at
-        self.heard, self.totals, self.calls = [], kvjax.events.Totals(), 0
-
-    def __call__(self, events):
-        assert not any(x.is_deleted() for x in jax.tree.leaves(events))
-        self.calls += 1
-        self.heard += kvjax.to_list(events)
-        self.totals = self.totals.add(events)
-        if self.calls in self.at:
-            self.do()
-
-
 ALWAYS = range(1, 1000)
 
 
@@ -82,7 +52,7 @@ def moves_fail(monkeypatch, to="device"):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("log_events", [True, False])
 def test_every_event_is_heard_once_and_in_order(way, log_events):
-    cache, heard = start(host=True), []
+    cache, heard = start(host=HOST), []
     for prompts in (prompts_of(0), prompts_of(1), prompts_of(0)):
         ear = Ear()
         outputs, cache, told = way(cache, prompts, listener=ear, log_events=log_events)
@@ -97,7 +67,7 @@ def test_every_event_is_heard_once_and_in_order(way, log_events):
 @pytest.mark.parametrize("moves", ["move", "fail"])
 def test_what_it_raises_ends_the_run_wherever_it_is_raised(moves, monkeypatch):
     """At each of its calls, one after the other; of both halves of a failed move too."""
-    cache = start(host=True)
+    cache = start(host=HOST)
     _, cache, heard = together(cache, prompts_of(0) + prompts_of(1))
     if moves == "fail":
         moves_fail(monkeypatch)
@@ -123,7 +93,7 @@ def test_what_it_raises_ends_the_run_wherever_it_is_raised(moves, monkeypatch):
 @pytest.mark.parametrize("raises", [False, True])
 def test_both_halves_of_a_failed_move_are_heard(raises, monkeypatch):
     """Also by a listener that raises at the first, at the second, and at the releases that follow."""
-    _, cache, heard = together(start(host=True), prompts_of(0) + prompts_of(1))
+    _, cache, heard = together(start(host=HOST), prompts_of(0) + prompts_of(1))
     moves_fail(monkeypatch, "host" if raises else "device")
     failures, told = [], kvjax.tiered.FailedTransfer.__init__
     ear = Ear(lambda: fail() if failures and raises else None, ALWAYS)
@@ -148,7 +118,7 @@ def test_both_halves_of_a_failed_move_are_heard(raises, monkeypatch):
 
 
 def test_a_warning_that_is_an_error_costs_neither_the_cache_nor_events(monkeypatch):
-    _, cache, heard = together(start(host=True), prompts_of(0) + prompts_of(1))
+    _, cache, heard = together(start(host=HOST), prompts_of(0) + prompts_of(1))
     moves_fail(monkeypatch)
     ear = Ear()
     with (

@@ -16,58 +16,13 @@ import pytest
 import kvjax
 from kvjax import Cache, Status
 from kvjax.events.log import init_log
-from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve, serve_step, submit, worst_step
+from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve, serve_step, worst_step
 from kvjax.serving.requests import Stage
-from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB
-from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, ROWS, SLOTS, config, program
-from tests.oracle.test_machine_serving import OPTIONS
+from tests.oracle.serving import LOG, MODEL, ROWS, SLOTS, program
+from tests.unit.serving.stories import KNOWN, ROOM, Story
 
 pytestmark = pytest.mark.long
-KNOWN = OPTIONS["known"]
-ROOM = COLUMNS * SIZE
-BY_DEFAULT = {"priority": 0, "sample_of": -1}
-_submit = jax.jit(submit, static_argnames="scheduler")
-
-
-class Story:
-    """A cache of `num_blocks` blocks, and its requests."""
-
-    def __init__(self, num_blocks=24, pins=0):
-        cache = Cache.create(config("full").spec(), num_blocks=np.int32(num_blocks))
-        if pins:
-            state, _ = kvjax.admit(cache.state, 0, np.arange(pins * SIZE, dtype=np.int32), pins * SIZE)
-            counts = np.array([pins * SIZE, 0, 0, 0], np.int32)
-            state, _ = kvjax.commit(state, np.tile(np.arange(pins * SIZE, dtype=np.int32), (ROWS, 1)), counts)
-            state, _ = kvjax.pin(state, state.groups[0].table[0, :pins])
-            cache = cache.replace(state=kvjax.release(state, 0)[0])
-        self.serving = init_serving(cache, [ROOM + 1] * SLOTS)
-
-    def submit(self, *prompts, new=4, **options):
-        """Statuses, slots and generations."""
-        prompts = [list(prompt) for prompt in prompts] + [[]] * (3 - len(prompts))
-        line = drive.padded([token for prompt in prompts for token in prompt], LINE)
-        lengths, new = np.array(list(map(len, prompts)), np.int32), np.full(3, new, np.int32)
-        priority, lead = (np.full(3, options.pop(name, none), np.int32) for name, none in BY_DEFAULT.items())
-        assert not options
-        self.serving, *answers = _submit(
-            self.serving, line, lengths, new, scheduler=KNOWN, priority=priority,
-            stop_tokens=np.full((3, 1), -1, np.int32), sample_of=lead,
-        )  # fmt: skip
-        return [np.asarray(answer).tolist() for answer in answers]
-
-    def step(self, number=1):
-        for _ in range(number):
-            self.serving, _, served = program(KNOWN)(MODEL, self.serving, init_log(LOG, SIZE))
-            kvjax.check(self.serving.cache.state)
-        return served
-
-    def until_done(self):
-        for _ in range(200):
-            if not bool(self.serving.busy):
-                return results(self.serving)
-            self.step()
-        raise AssertionError("requests do not end")
 
 
 def test_a_request_waits_while_its_prefix_is_computed():

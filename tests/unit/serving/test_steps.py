@@ -60,6 +60,18 @@ LOOPS = [
 ]
 GROUPS = ["windows", pytest.param("narrow", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow)]
 every_loop = pytest.mark.parametrize("loop", LOOPS)
+ONE, CI = ("full", "k=P"), [("windows", name) for name in ("k=P", "k=3, 11 steps", "fixed")]
+ALL = [(layers, name) for layers in ("full", "windows", "narrow") for name in ("k=P", *OTHERS)]
+one_by_default = pytest.mark.parametrize(
+    ("loop", "layers"),
+    [
+        pytest.param(
+            {"k=P": (SIZE, STEPS), **OTHERS}[name], layers, id=f"{name}-{layers}",
+            marks=() if (layers, name) == ONE else pytest.mark.long if (layers, name) in CI else pytest.mark.slow,
+        )
+        for layers, name in ALL
+    ],
+)  # fmt: skip
 few_loops = pytest.mark.parametrize(
     "loop", [LOOPS[0], *[pytest.param(loop, marks=pytest.mark.slow, id=name) for name, loop in OTHERS.items()]]
 )
@@ -139,8 +151,7 @@ def test_a_block_of_one_step_is_a_single_step_bit_for_bit(name, layers):
 SIZES = [*range(7, 21)]
 
 
-@pytest.mark.parametrize("layers", GROUPS)
-@every_loop
+@one_by_default
 @pytest.mark.parametrize(
     "num_blocks",
     [n if n in (8, 11, 14) else pytest.param(n, marks=pytest.mark.slow) for n in SIZES],
@@ -153,13 +164,13 @@ def test_a_pool_that_runs_out_ends_both_at_the_same_token(num_blocks, loop, laye
         assert blocks.steps == most_written(blocks)
 
 
-def test_pools_of_these_sizes_run_out_and_do_not():
-    ends = [alone("windows", EVICTS, n) for n in (SIZES[0], 11, SIZES[-1])]
+@pytest.mark.parametrize("layers", ["full", pytest.param("windows", marks=pytest.mark.long)])
+def test_pools_of_these_sizes_run_out_and_do_not(layers):
+    ends = [alone(layers, EVICTS, n) for n in (SIZES[0], 11, SIZES[-1])]
     assert [(end.evicts, end.out_of_blocks) for end in ends] == [(False, True), (True, True), (True, False)]
 
 
-@pytest.mark.parametrize("layers", GROUPS)
-@every_loop
+@one_by_default
 def test_a_log_too_small_for_a_block_makes_it_shorter(loop, layers):
     """A log for the events of a single step. Four rows share a block, and each would enter two in four steps."""
     spec = make_spec(layers)

@@ -20,8 +20,7 @@ from kvjax.serving.requests import Stage
 from tests import drive
 from tests.drive import PLAIN, TIERS, Driver
 from tests.oracle.bytes_machine import SIZE
-from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, ROWS, SLOTS, config, program
-from tests.oracle.test_machine_serving import OPTIONS
+from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, OPTIONS, ROWS, SLOTS, config, program
 
 VLLM = Scheduler(reserve="known", chunk=3, chunk_rows=2, budget=ROWS + 5, k=4, k_waiting=2, watermark=1)
 TRT = OPTIONS["goal"]

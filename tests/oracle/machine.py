@@ -1,0 +1,557 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A machine that asks the cache for whatever it likes, and the oracle for the same."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+from typing import Any
+
+import chex
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kvjax
+from kvjax.policies.ring import Ring
+from kvjax.serving.steps import num_steps
+from tests import drive
+from tests.drive import BOTH, VERBS
+from tests.oracle.cache import NO_BLOCK, Block, Oracle, Retention, Worth, lru
+
+ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
+# What a cache is made with: `layers` are (window, sink tokens); a dict less is a dozen programs less to compile.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "extra ids": {"extra_ids": True},
+    "whole blocks": {"policy": "fifo", "partial_reuse": False},
+    "by class": {"policy": "lfu", "num_host_blocks": 4},
+    "retention": {"policy": "priority", "retention": True},
+    "windows": {"layers": [(None, 0), (6, 3)]},
+    "windows, retention": {"policy": "priority", "retention": True, "layers": [(None, 0), (6, 3)]},
+    "windows alone": {"layers": [(5, 0), (9, 1)], "partial_reuse": False},
+    "host": {"num_host_blocks": 5},
+    "host, windows": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 3},
+    "host, retention": {
+        "policy": "priority", "retention": True, "num_host_blocks": 4, "offload_min_priority": 30,
+        "partial_reuse": False,
+    },
+}  # fmt: skip
+# Each costs twenty programs to compile: by default one, KVJAX_MACHINE names another; test_bytes.py has both tiers.
+DEFAULT = os.environ.get("KVJAX_MACHINE", "windows, retention")
+NAMES = sorted(CONFIGS) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else [DEFAULT]
+POLICIES = {
+    "lru": (kvjax.lru(), lru), "fifo": (kvjax.policies.fifo(), lambda block: block.stored),
+    "priority": (kvjax.policies.priority(), None),
+    "lfu": (kvjax.policies.lfu(), lambda block: (block.hits, block.queued)),
+}  # fmt: skip
+TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step", "offload", "onboard", "watermark",
+         "swap_out", "swap_in")  # fmt: skip
+NUM_STEPS = jax.jit(num_steps, static_argnames="most")
+
+
+def nearly_wrapped(state):
+    """An empty cache whose counters wrap soon."""
+    groups = []
+    for group in state.groups:
+        host, soon = group.host, np.iinfo(np.int32).max - 9
+
+        def turned(policy, soon=soon):
+            return policy._replace(head=policy.head + soon, tail=policy.tail + soon) if type(policy) is Ring else policy
+
+        if host is not None:
+            host = host.replace(num_moves=host.num_moves + soon, policy=turned(host.policy))
+        blocks = group.blocks.replace(clock=group.blocks.clock + soon)
+        groups.append(group.replace(blocks=blocks, host=host, policy=turned(group.policy)))
+    return state.replace(groups=tuple(groups))
+
+
+rows = st.integers(-1, ROWS)
+lists = functools.partial(st.lists, min_size=1)
+two = functools.partial(st.lists, min_size=2, max_size=2)
+prompts = lists(st.sampled_from((0, 0, 0, 1, 2)), max_size=WIDTH)
+pairs = st.tuples(st.sampled_from((0, 0, 1)), prompts)
+worths = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None, 0, 5)))
+# Where the first and the second range begin and end, what they are worth, and generated blocks.
+retentions = st.tuples(st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0, 1, 2))), worths, worths, worths)
+# Blocks of steps: their k, a row that is idle, tokens that rows want and after which they stop, the room of the log.
+per_row = functools.partial(lists, min_size=ROWS, max_size=ROWS)
+lines_of_steps = st.one_of(
+    per_row(lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE)), st.just([[0] * SIZE] * ROWS)
+)
+blocks_of_steps = lists(st.fixed_dictionaries({
+    "k": st.sampled_from((1, 3, SIZE, SIZE)), "idle": st.integers(0, 2 * ROWS), "left": per_row(st.integers(1, 9)),
+    "stops": per_row(st.sampled_from((9, 9, 1, 2, 3))), "tokens": lines_of_steps,
+    "log": st.sampled_from((99, 99, 99, 0, 6, 12, 18, 24)),
+}), max_size=3)  # fmt: skip
+
+
+def padded(tokens):
+    return drive.padded(tokens, WIDTH, 9)
+
+
+def joined(results):
+    """What one call reports that does what several do, one after the other."""
+    return results[0]._replace(
+        status=[s for r in results for s in r.status], events=[e for r in results for e in r.events],
+        queried=[q for r in results for q in r.queried], cached=[c for r in results for c in r.cached],
+        moves=[m for r in results for m in r.moves],
+    )  # fmt: skip
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Each rule runs one verb on both and compares what they report; the invariant compares what they hold."""
+
+    @initialize(config=st.sampled_from(NAMES), blocks=st.integers(1, 12))
+    def start(self, config, blocks):
+        options = dict(CONFIGS[config])
+        chosen, score = POLICIES[options.pop("policy", "lru")]
+        layers = [kvjax.LayerSpec(1, 1, *layer) for layer in options.pop("layers", [])]
+        spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, **options)
+        self.timed, self.extra, self.host = spec.retention, spec.extra_ids, spec.has_host
+        self.state = kvjax.init(spec, chosen, num_blocks=jnp.int32(blocks))
+        windows = [(group.window, group.sink_tokens, blocks) for group in spec.groups[1:]]
+        first = spec.groups[0].num_blocks if spec.bare else blocks
+        self.oracle = Oracle(
+            first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score or lru, windows,
+            options.get("num_host_blocks", 0), spec.offload_min_priority, spec.bare,
+        )  # fmt: skip
+        if self.timed:
+            self.oracle.score = self.oracle.priority
+        self.oracle.now = 2**31 - 20  # the library's time wraps soon
+        self.state = nearly_wrapped(self.state)
+        self.mirror, self.pins, self.moves = kvjax.events.Mirror(), [], []
+
+    @property
+    def used(self):
+        return any(row.length for row in self.oracle.rows)
+
+    @property
+    def ready(self):
+        """Rows that a decode loop could go on with."""
+        rows = enumerate(self.oracle.rows)
+        return [seq for seq, row in rows if 0 < row.length == len(row.tokens) and not row.swapped]
+
+    def both(self, verb, wanted, *args, **kwargs):
+        """Runs the library's verb and holds what it reports against the oracle's Result."""
+        before = self.state
+        self.state, events = VERBS[verb](before, *args, **self.timely(verb, kwargs))
+        self.compare(verb, wanted, before, events)
+
+    def timely(self, verb, kwargs):
+        """The options of a call with the time, if the verb takes it."""
+        return kwargs | ({"now": np.int32((self.oracle.now + 2**31) % 2**32 - 2**31)} if verb in TIMED else {})
+
+    def compare(self, verb, wanted, before, events):
+        """Holds the events of a verb, called on the state `before`, against the oracle's Result."""
+        known = self.mirror
+        assert events.status.tolist() == [int(s) for s in wanted.status]
+        if verb == "admit":
+            ok = events.status == 0
+            assert events.queried[ok].tolist() == list(wanted.queried)
+            assert events.cached[ok].tolist() == list(wanted.cached)
+        if not bool(events.ok) and len(wanted.status) == 1:
+            assert int(events.shortfall) == wanted.shortfall
+        if verb != "complete" and (not any(s == 0 for s in wanted.status) or (verb == "extend" and not wanted.ok)):
+            chex.assert_trees_all_equal(before, self.state)
+        if wanted.moves or (events.transfer is not None and np.any(np.asarray(events.transfer.block) >= 0)):
+            assert np.sum(np.asarray(events.transfer.block) >= 0) == len(wanted.moves)
+            self.moves.append((events.transfer, wanted.moves))
+        heard = kvjax.to_list(events)
+        self.mirror = kvjax.fold(heard, known)
+        assert self.named(heard, known) == collections.Counter(
+            (e.kind, (len(e.path) - 1) % SIZE + 1, e.group) if e.kind == "copied" else tuple(e) for e in wanted.events
+        )
+        if len(wanted.status) == 1:
+            kinds = ["removed", "updated", "stored", "copied", "cleared"]
+            passing = {e["block"] for e in heard if e["kind"] == "removed"}  # to the host, and out of it at once
+            order = [e["kind"] for e in heard if e["kind"] != "updated" or e["block"] not in passing]
+            assert order == sorted(order, key=kinds.index)
+
+    def named(self, heard, known):
+        """The library's events in the oracle's terms."""
+        nodes = {**known.nodes, **self.mirror.nodes}
+        for event in heard:  # nodes that were stored and removed within one transition
+            assert event["kind"] != "removed" or (event["group"], event["block"], event["generation"]) in nodes
+        terms = []
+        for event in heard:
+            if event["kind"] == "copied":
+                terms.append(("copied", event["num_tokens"], event["group"]))
+            elif event["kind"] == "cleared":
+                terms.append(("cleared", 0, (), event["group"]))
+            else:
+                namespace, path, *_ = nodes[event["group"], event["block"], event["generation"]]
+                terms.append((event["kind"], namespace, self.paired(path), event["group"]))
+        return collections.Counter(terms)
+
+    def paired(self, path):
+        return tuple(path) if self.extra else tuple((t, 0) for t in path)
+
+    def ids(self, tokens):
+        """Extra ids for tokens: for the oracle, and padded for the library."""
+        if not self.extra:
+            return None, None
+        mine = [1 if i % 3 == 2 and t else 0 for i, t in enumerate(tokens)]
+        return mine, padded(mine)
+
+    def retained(self, drawn):
+        """What a request says of its blocks: for the oracle, and for the library; nothing without `timed`."""
+        if not self.timed:
+            return Retention(), None
+        (first, second, end), *drawn = drawn
+        worth = [Worth(*each) for each in drawn]
+        ranges = [(first, second, worth[0]), (second, end, worth[1])]
+        stated = kvjax.Retention.of(
+            [(a, b, *w) for a, b, w in ranges], decode_priority=worth[2].priority, decode_ttl=worth[2].ttl
+        )
+        return Retention(ranges, worth[2]), stated
+
+    @rule(ms=st.sampled_from((1, 4, 5, 2**30)))
+    def wait(self, ms):
+        """Also for days, as long as it is less than 24 of them after the latest time that the library has heard of."""
+        time = self.state.groups[0].blocks.time
+        if time is None or self.oracle.now + ms - (int(time[0]) * 2**32 + int(time[1])) < 2**31:
+            self.oracle.now += ms
+
+    def tiers(self, wide):
+        """Arguments for the oracle and for the library."""
+        return {"tiers": wide and self.host}, {"tiers": BOTH} if wide and self.host else {}
+
+    @rule(
+        seq=rows, prompt=pairs, room=st.sampled_from((None, None, 5)), retention=retentions,
+        wide=st.sampled_from((True, True, False)),
+    )  # fmt: skip
+    def admit(self, seq, prompt, room, retention, wide):
+        namespace, tokens = prompt
+        there, here = self.tiers(wide)
+        (mine, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
+        wanted = self.oracle.admit(
+            seq, tokens, namespace=namespace, extra_ids=mine, room=room, retention=theirs, **there
+        )
+        self.both(
+            "admit", wanted, seq, padded(tokens), len(tokens), namespace=namespace, extra_ids=library, room=room,
+            retention=ours, **here,
+        )  # fmt: skip
+
+    @rule(
+        prompts=lists(pairs, max_size=3), retention=retentions, wide=st.sampled_from((True, True, False)),
+        end=st.sampled_from(("release", "release", "release", "swap_out", "stay", "decode", "decode")),
+        hurry=st.booleans(), blocks=blocks_of_steps,
+    )  # fmt: skip
+    def serve(self, prompts, retention, wide, end, hurry, blocks):
+        """Whole lives of sequences, so that there is something cached to work with."""
+        for prompt in prompts:
+            free = [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
+            if not free:
+                break
+            seq, (_, tokens) = free[0], prompt
+            self.admit(seq, prompt, None, retention, wide)
+            start = len(self.oracle.rows[seq].tokens)
+            if not self.oracle.rows[seq].length:
+                continue
+            lines = [tokens[start:] if row == seq else [] for row in range(ROWS)]
+            mine, library = (
+                [self.ids(tokens)[0][start:] if row == seq else [] for row in range(ROWS)] if self.extra else None,
+                None,
+            )
+            if self.extra:
+                library = np.stack([padded(line) for line in mine])
+            counts = [len(line) for line in lines]
+            wanted = self.oracle.commit(lines, counts, extra_ids=mine)
+            batch = np.stack([padded(line) for line in lines])
+            self.both("commit", wanted, batch, np.asarray(counts, np.int32), extra_ids=library)
+            if end == "release":
+                self.release(seq)
+            elif end == "swap_out" and self.host:
+                self.swap_out(seq)
+            if hurry:
+                self.complete(True, True)
+        if end == "decode" and self.used:
+            self.decode(blocks, hurry)
+
+    @rule(prompts=lists(pairs, min_size=ROWS, max_size=ROWS), same=st.booleans(), retention=retentions)
+    def admit_batch(self, prompts, same, retention):
+        prompts = prompts[:1] * ROWS if same else prompts
+        there, here = self.tiers(True)
+        ids, (theirs, ours) = [self.ids(tokens) for _, tokens in prompts], self.retained(retention)
+        requests = [
+            {"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": mine, "retention": theirs}
+            for seq, ((namespace, tokens), (mine, _)) in enumerate(zip(prompts, ids, strict=True))
+        ]
+        wanted = self.oracle.admit_batch(requests, **there)
+        self.both(
+            "admit", joined(wanted), np.arange(ROWS, dtype=np.int32),
+            np.stack([padded(tokens) for _, tokens in prompts]),
+            np.asarray([len(tokens) for _, tokens in prompts], np.int32),
+            namespace=np.asarray([namespace for namespace, _ in prompts], np.int32),
+            extra_ids=np.stack([library for _, library in ids]) if self.extra else None,
+            retention=jax.tree.map(lambda x: np.stack([x] * ROWS), ours), **here,
+        )  # fmt: skip
+
+    @rule(
+        active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), count=st.integers(0, MOST), one=st.booleans(),
+        wide=st.booleans(), seqs=st.one_of(st.none(), st.permutations(range(ROWS)), lists(rows, min_size=3)),
+    )  # fmt: skip
+    def extend(self, active, count, one, wide, seqs):
+        there, here = self.tiers(wide)
+        named = range(ROWS) if seqs is None else seqs[:3]
+        used = [seq for seq, row in enumerate(self.oracle.rows) if row.length]
+        active = [on and (seq in used or count == 5) for on, seq in zip(active, named, strict=False)]
+        counts = [1 if one else (count + i) % (MOST + 1) for i in range(len(named))]
+        wanted = self.oracle.extend(active, counts, seqs=named, **there)
+        mask, numbers = np.asarray(active), np.asarray(counts, np.int32)
+        if seqs is not None:
+            rows = np.asarray(named, np.int32)
+            self.both("extend", wanted, mask, numbers, seqs=rows, max_tokens=MOST, **here)
+        elif one:
+            self.both("extend", wanted, mask, **here)
+        else:
+            self.both("extend", wanted, mask, numbers, max_tokens=MOST, **here)
+
+    @rule(
+        tokens=lists(lists(st.integers(0, 2), min_size=WIDTH, max_size=WIDTH), min_size=ROWS, max_size=ROWS),
+        amount=st.sampled_from((0, 1, 3, 99, 99, 100, -1)), same=st.booleans(), negative=st.booleans(),
+    )  # fmt: skip
+    def commit(self, tokens, amount, same, negative):
+        room = [row.length - len(row.tokens) for row in self.oracle.rows]
+        counts = [min(amount, r) if amount < 100 else r + 1 for r in room]
+        if same:
+            tokens = [[0] * WIDTH] * ROWS
+        if negative:
+            tokens = [[-1, *tokens[0][1:]], *tokens[1:]]
+        self.write(tokens, counts)
+
+    def write(self, tokens, counts):
+        """Commits lines of `WIDTH` tokens."""
+        mine = [self.ids(line)[0] for line in tokens] if self.extra else None
+        wanted = self.oracle.commit(tokens, counts, extra_ids=mine)
+        library = np.asarray(mine, np.int32) if self.extra else None
+        self.both("commit", wanted, np.asarray(tokens, np.int32), np.asarray(counts, np.int32), extra_ids=library)
+
+    @precondition(lambda self: self.used)
+    @rule(src=two(rows), dst=two(rows))
+    def fork(self, src, dst):
+        wanted = [self.oracle.fork(*pair) for pair in zip(src, dst, strict=True)]
+        self.both("fork", joined(wanted), np.asarray(src, np.int32), np.asarray(dst, np.int32))
+
+    @precondition(lambda self: self.used)
+    @rule(
+        seqs=st.lists(st.integers(0, ROWS - 1), min_size=3, max_size=3, unique=True),
+        parents=lists(st.sampled_from((0, 0, 1, 2, 2, 3)), min_size=3, max_size=3), in_use=st.booleans(),
+    )  # fmt: skip
+    def beam_step(self, seqs, parents, in_use):
+        if in_use:
+            parents = [parent % 3 for parent in parents]
+        wanted = self.oracle.beam_step(seqs, parents)
+        self.both("beam_step", wanted, np.asarray(seqs, np.int32), np.asarray(parents, np.int32))
+
+    @precondition(lambda self: self.used)
+    @rule(seqs=two(rows), lengths=two(st.integers(0, WIDTH)))
+    def truncate(self, seqs, lengths):
+        wanted = [self.oracle.truncate(*pair) for pair in zip(seqs, lengths, strict=True)]
+        self.both("truncate", joined(wanted), np.asarray(seqs, np.int32), np.asarray(lengths, np.int32))
+
+    @precondition(lambda self: self.used)
+    @rule(active=lists(st.booleans(), min_size=ROWS, max_size=ROWS), most=st.sampled_from((None, SIZE)))
+    def trim(self, active, most):
+        self.both("trim", self.oracle.trim(active, most), np.asarray(active), max_tokens=most)
+
+    @precondition(lambda self: self.used)
+    @rule(blocks=blocks_of_steps, forked=st.booleans())
+    def decode(self, blocks, forked):
+        """Blocks of steps for the rows in use, once their prompts are written; perhaps two rows share theirs."""
+        room = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
+        self.write([[0] * WIDTH] * ROWS, room)
+        ready, free = self.ready, [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
+        if forked and ready and free:
+            self.fork([ready[0], ready[-1]], [free[0], free[-1]])
+        for block in blocks:
+            self.decode_block(**block)
+
+    def decode_block(self, k, idle, left, stops, tokens, log):
+        """A block of steps as `decode` of `serving/loops.py` does it; each row stops after so many tokens."""
+        active = [seq in self.ready and seq != idle for seq in range(ROWS)]
+        lengths = [row.length for row in self.oracle.rows]
+        want = [max(min(a, WIDTH - b, k), 1) * on for a, b, on in zip(left, lengths, active, strict=True)]
+        n = self.oracle.num_steps(want, k, log)
+        assert int(NUM_STEPS(self.state, np.asarray(want, np.int32), k, np.int32(log))) == n
+        for steps in sorted({n, 1}, reverse=True):  # as many as there are blocks for by counting, or else one
+            counts = [min(tokens, steps) for tokens in want]
+            wanted = self.oracle.extend(active, counts)
+            self.both("extend", wanted, np.asarray(active), np.asarray(counts, np.int32), max_tokens=MOST)
+            if wanted.ok:
+                break
+        written = [min(a, b) if wanted.ok else 0 for a, b in zip(counts, stops, strict=True)]
+        self.write([padded(line).tolist() for line in tokens], written)
+        begun = [on and wanted.ok for on in active]
+        self.both("trim", self.oracle.trim(begun, SIZE), np.asarray(begun), max_tokens=SIZE)
+        assert all(row.length == len(row.tokens) for row, on in zip(self.oracle.rows, begun, strict=True) if on)
+
+    @precondition(lambda self: self.used)
+    @rule(seq=rows)
+    def release(self, seq):
+        self.both("release", self.oracle.release(seq), seq)
+
+    @precondition(lambda self: self.used)
+    @rule(seqs=lists(rows, min_size=ROWS, max_size=ROWS))
+    def release_batch(self, seqs):
+        self.both("release", self.oracle.release(seqs), np.asarray(seqs, np.int32))
+
+    @rule(prompt=pairs, wide=st.booleans())
+    def lookup(self, prompt, wide):
+        namespace, tokens = prompt
+        mine, library = self.ids(tokens)
+        match = VERBS["lookup"](
+            self.state, padded(tokens), len(tokens), namespace=namespace, extra_ids=library,
+            tiers=BOTH if wide else BOTH[:1],
+        )  # fmt: skip
+        assert int(match.cached_tokens) == self.oracle.lookup(tokens, namespace=namespace, extra_ids=mine, tiers=wide)
+
+    @precondition(lambda self: self.used)
+    @rule(
+        seq=st.integers(0, ROWS - 1), which=st.sampled_from((0b11111, 0b11111, 0b00011, 0b00110, 0b11010)),
+        sound=st.booleans(), of=st.sampled_from((0, 0, 1, 2)),
+    )  # fmt: skip
+    def pin(self, seq, which, sound, of):
+        of = of % len(self.state.groups)
+        chosen, group = (which >> np.arange(BLOCKS_PER_ROW)) & 1 == 1, self.state.groups[of]
+        if sound:
+            chosen = chosen & np.asarray((group.table[seq] >= 0) & (group.blocks.fill[group.table[seq]] > 0))
+        theirs = [b for b, on in zip(self.oracle.tables(of)[seq], chosen, strict=False) if on]
+        ours = np.where(chosen, group.table[seq], kvjax.state.NO_BLOCK)
+        wanted = self.oracle.pin(theirs, of)
+        self.both("pin", wanted, ours, group=of)
+        if np.any(ours >= 0) and wanted.ok:
+            self.pins.append((ours, theirs, of))
+
+    @precondition(lambda self: self.used)
+    @rule(seq=st.integers(0, ROWS - 1))
+    def unpin_what_a_row_holds(self, seq):
+        theirs = self.oracle.tables()[seq]
+        if theirs and not self.pins:
+            self.both("unpin", self.oracle.unpin(theirs), np.asarray(self.state.groups[0].table[seq]))
+
+    @precondition(lambda self: self.oracle.index)
+    @rule(data=st.data(), of=st.integers(0, 2))
+    def pin_cached(self, data, of):
+        of = of % len(self.state.groups)
+        pairs = sorted(self.pairing(of).items())
+        if pairs:
+            ours, theirs = data.draw(st.sampled_from(pairs))
+            ours = np.asarray([ours] + [kvjax.state.NO_BLOCK] * (BLOCKS_PER_ROW - 1), np.int32)
+            wanted = self.oracle.pin([theirs], of)
+            self.both("pin", wanted, ours, group=of)
+            if wanted.ok:
+                self.pins.append((ours, [theirs], of))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data(), backwards=st.booleans())
+    def unpin(self, data, backwards):
+        if self.pins:
+            ours, theirs, of = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+            ours, theirs = (ours[::-1], theirs[::-1]) if backwards else (ours, theirs)
+            wanted = self.oracle.unpin(theirs, of)
+            self.both("unpin", wanted, ours, group=of)
+            if not wanted.ok:  # the prefix or anchor of a block that stays held; it can go later
+                self.pins.append((ours, theirs, of))
+
+    @precondition(lambda self: self.oracle.index)
+    @rule(data=st.data())
+    def evict(self, data):
+        pairs = sorted(self.pairing().items())
+        if pairs:
+            ours, theirs = data.draw(st.sampled_from(pairs))
+            self.both("evict", self.oracle.evict([theirs]), np.asarray([ours], np.int32))
+
+    @rule(chance=st.integers(0, 15))
+    def reset(self, chance):
+        if chance == 0:
+            self.both("reset", self.oracle.reset())
+
+    @precondition(lambda self: self.host and self.oracle.index)
+    @rule(data=st.data(), which=st.integers(0, 15), verb=st.sampled_from(("offload", "onboard")), of=st.integers(0, 1))
+    def shift(self, data, which, verb, of):
+        """Offloads or brings back blocks by name, mostly such as can be."""
+        of, far = of % len(self.state.groups), verb == "onboard"
+        group = self.state.groups[of]
+        pairs = [
+            pair for pair in sorted(self.pairing(of).items())
+            if not group.blocks.refcount[pair[0]] and (group.host.pool_row[pair[0]] >= len(group.empty)) == far
+        ]  # fmt: skip
+        chosen = [pair for i, pair in enumerate(pairs[:4]) if which >> i & 1] if which else pairs[:4]
+        ours = np.asarray([a for a, _ in chosen] + [kvjax.state.NO_BLOCK] * (4 - len(chosen)), np.int32)
+        wanted = getattr(self.oracle, verb)([b for _, b in chosen], of)
+        self.both(verb, wanted, ours, group=of)
+
+    @precondition(lambda self: self.host and self.oracle.index)
+    @rule(empty=st.integers(0, 8), of=st.integers(0, 1))
+    def watermark(self, empty, of):
+        of = of % len(self.state.groups)
+        self.both("watermark", self.oracle.watermark(empty, 6, of), empty, most=6, group=of)
+
+    @precondition(lambda self: self.host and self.used)
+    @rule(seq=rows)
+    def swap_out(self, seq):
+        self.both("swap_out", self.oracle.swap_out(seq), seq)
+
+    @precondition(lambda self: any(row.swapped for row in self.oracle.rows))
+    @rule(seq=rows)
+    def swap_in(self, seq):
+        self.both("swap_in", self.oracle.swap_in(seq), seq)
+
+    @precondition(lambda self: self.moves)
+    @rule(ok=st.sampled_from((True, True, True, False)), every=st.booleans())
+    def complete(self, ok, every):
+        while self.moves:
+            ours, theirs = self.moves.pop(0)
+            wanted = self.oracle.complete(theirs, ok)
+            self.both("complete", wanted, ours, ok)
+            if not every:
+                break
+
+    def pairing(self, number=0):
+        """{our block id: the oracle's} of a group, from what both hold and find; a contradiction is a failure."""
+        pairs, index = {kvjax.state.NO_BLOCK: NO_BLOCK}, self.oracle.groups[number].index
+        for ours, theirs in zip(np.asarray(self.state.groups[number].table), self.oracle.tables(number), strict=True):
+            for a, b in zip(ours.tolist(), [*theirs, *[NO_BLOCK] * (len(ours) - len(theirs))], strict=True):
+                assert pairs.setdefault(a, b) == b
+        del pairs[kvjax.state.NO_BLOCK]
+        ours = {
+            (ns, self.paired(path)): node[1] for node, (ns, path, *_) in self.mirror.nodes.items() if node[0] == number
+        }
+        assert ours.keys() == index.keys()
+        for node, block in ours.items():
+            assert pairs.setdefault(block, index[node]) == index[node]
+        assert len(set(pairs.values())) == len(pairs)
+        return pairs
+
+    @invariant()
+    def agree(self):
+        if not hasattr(self, "state"):
+            return
+        kvjax.check(self.state)
+        assert kvjax.events.index_of(self.state) == self.mirror.index
+        seqs = self.state.seqs
+        assert seqs.length.tolist() == [row.length for row in self.oracle.rows]
+        assert seqs.committed.tolist() == [len(row.tokens) for row in self.oracle.rows]
+        if seqs.swapped is not None:
+            assert seqs.swapped.tolist() == [row.swapped for row in self.oracle.rows]
+        for number, group in enumerate(self.state.groups):
+            counts = self.oracle.counts(number)
+            assert (int(group.num_empty), int(group.num_cached)) == (counts["empty"], counts["cached"])
+            for ours, theirs in self.pairing(number).items():
+                block: Block = self.oracle.groups[number].blocks[theirs]
+                assert (int(group.blocks.refcount[ours]), int(group.blocks.hits[ours]) if block.node else 0) == (
+                    block.refcount,
+                    block.hits if block.node else 0,
+                )
+                if group.host is not None:
+                    far, moving = group.host.pool_row[ours] >= len(group.empty), group.host.arriving[ours] != 0
+                    assert (bool(far), bool(moving)) == (block.host, block.move > 0)
+                if group.blocks.retention is not None:
+                    assert group.blocks.retention[ours].tolist() == [
+                        block.worth.priority, -1 if block.worth.ttl is None else block.worth.ttl
+                    ]  # fmt: skip

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of generation share: a model that reads what is cached, a spec for each kind of cache, and ways to run.
+
+Up to 8 prompts with `OPTIONS` are one program for each spec, whichever way they are run; it takes long to compile.
+"""
+
+import functools
+import gc
+import itertools
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.pools import host as host_pool
+from kvjax.serving import Scheduler, batch
+from tests.drive import VERBS, padded
+from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
+
+MODEL = Chain(np.full(VOCAB, name_of(0, ()), np.int32), 2)
+OPTIONS = {"max_new_tokens": 6, "chunk": 8, "steps": 4}
+LAYERS = {"plain": (None, None), "windows": (None, 6)}
+BLOCKS, HOST, ROWS, LENGTH, BEFORE = 16, 12, 3, 32, 7
+
+
+@functools.cache
+def make_spec(kind="plain", host=0):
+    """Three rows of 32 tokens; `host` blocks on the second tier."""
+    layers = [kvjax.LayerSpec(1, 2, window) for window in LAYERS[kind]]
+    return kvjax.make_spec(
+        layers, num_blocks=BLOCKS, num_host_blocks=host, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE,
+        dtype="float32",
+    )  # fmt: skip
+
+
+def make_cache(num_blocks=BLOCKS, host=0, kind="plain"):
+    """An empty cache; how many of its blocks are in use makes no other program."""
+    create = kvjax.tiers.TieredCache.create if host else kvjax.Cache.create
+    return create(make_spec(kind, host), num_blocks=np.int32(num_blocks))
+
+
+def start(kind="plain", host=0):
+    """A cache with two rows in use, which are not the generation's: its prompts come one at a time."""
+    cache = make_cache(BLOCKS - 4 if host else BLOCKS, host, kind)
+    admit = kvjax.tiers.TieredCache.admit if host else ADMIT
+    rows, tokens = np.array([1, 2], np.int32), np.zeros((2, 16), np.int32) + np.array([[1], [2]], np.int32)
+    return admit(
+        cache, rows, tokens, np.full(2, BEFORE, np.int32), namespace=np.zeros(2, np.int32), retention=None,
+        room=None if kind == "plain" else OPTIONS["chunk"], now=np.int32(0),
+    )[0]  # fmt: skip
+
+
+ADMIT = jax.jit(kvjax.Cache.admit, static_argnames="room", donate_argnums=0)
+RELEASE = jax.jit(kvjax.Cache.release, donate_argnums=0)
+
+
+def state_of(cache):
+    return cache.cache.state if isinstance(cache, kvjax.tiers.TieredCache) else cache.state
+
+
+def prompts_of(number):
+    """Two prompts of 13 tokens that no other number's share blocks with, up to 39."""
+    pair = (2 * number, 2 * number + 1)
+    return [[*(one // VOCAB**digit % VOCAB for digit in range(SIZE)), 1, 2, 0, 2, 1, 0, 0, 1, 2] for one in pair]
+
+
+def assert_chained(prompts, outputs):
+    """Each token is what the model says after its prompt: no byte that it read was wrong."""
+    for prompt, output in zip(prompts, outputs, strict=True):
+        path = tuple(prompt)
+        for token in output.tokens:
+            assert token == name_of(0, path) % VOCAB
+            path += (token,)
+
+
+def assert_whole(cache, events, prompts=(), outputs=()):
+    """The cache is sound, the generation's rows and no others are released, and what was computed is found."""
+    state = state_of(cache)
+    kvjax.check(state)
+    assert state.seqs.length.tolist() == [0, BEFORE, BEFORE]
+    assert kvjax.fold(events).index == kvjax.events.index_of(state)
+    assert_chained(prompts, outputs)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if output.tokens:
+            text = [*prompt, *output.tokens]
+            found = VERBS["lookup"](state, padded(text, LENGTH), np.int32(len(text)))
+            assert int(found.cached_tokens) == len(text) - 1  # the last token is chosen and not computed
+
+
+# Three ways to run prompts.
+
+
+def together(cache, prompts, **options):
+    return kvjax.generate(MODEL, cache, prompts, **OPTIONS, **options)
+
+
+def spread(cache, prompts, **options):
+    """`generate`, by `stream`."""
+    events, progress = [], None
+    try:
+        for progress in kvjax.stream(MODEL, cache, prompts, **OPTIONS, **options):
+            events += progress.events
+    except kvjax.serving.GenerationInterrupted as error:
+        error.events[:0] = events
+        raise
+    return progress.outputs, progress.cache, events
+
+
+def batched(cache, prompts, **options):
+    options = {"max_new_tokens": OPTIONS["max_new_tokens"], "steps": OPTIONS["steps"], **options}
+    return kvjax.run_batch(MODEL, cache, prompts, scheduler=Scheduler(chunk=OPTIONS["chunk"]), **options)
+
+
+WAYS = (together, spread, batched)
+
+
+# What happens meanwhile.
+
+
+def press():
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail():
+    raise MemoryError("no memory")
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """A shell's background jobs begin with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Calls:
+    """The jitted calls of generations, of which one does something before it, or after."""
+
+    def __init__(self, monkeypatch, inner=False):
+        self.count, self.at, self.before, self.after = 0, 0, None, None
+        places = [(batch, "_submit"), (batch, "_serve"), (batch, "_has_row")]
+        places += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
+        if inner:
+            places += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
+        for where, name in places:
+            monkeypatch.setattr(where, name, self.wrap(getattr(where, name)))
+
+    def wrap(self, program):
+        def call(*args, **kwargs):
+            self.count += 1
+            here = self.count == self.at
+            if here and self.before:
+                self.before()
+            result = program(*args, **kwargs)
+            if here and self.after:
+                self.after()
+            return result
+
+        return functools.update_wrapper(call, program)  # with `lower`, which compiles and calls nothing
+
+    def each(self, before=None, after=None):
+        """The number of each call, one after the other, to be followed by a run, until a run does not reach it."""
+        self.before, self.after = before, after
+        for self.at in itertools.count(1):
+            self.count = 0
+            yield self.at
+            if self.count < self.at:
+                break
+        self.at = 0
+
+
+class Ear:
+    """A listener that does something at some of its calls, behind all else.
+
+    Attributes:
+      heard: all events, decoded.
+      totals: of all events.
+      calls: how often it was called.
+    """
+
+    def __init__(self, do=None, at=()):
+        self.do, self.at = do, at
+        self.heard, self.totals, self.calls = [], kvjax.events.Totals(), 0
+
+    def __call__(self, events):
+        assert not any(x.is_deleted() for x in jax.tree.leaves(events))
+        self.calls += 1
+        self.heard += kvjax.to_list(events)
+        self.totals = self.totals.add(events)
+        if self.calls in self.at:
+            self.do()
+
+
+def collect_in_a_trace(streams):
+    """Drops the last reference to streams while a function is traced."""
+
+    @jax.jit
+    def traced(x):
+        streams.clear()
+        gc.collect()
+        return x + 1
+
+    assert int(traced(np.int32(1))) == 2

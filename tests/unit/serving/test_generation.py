@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One proof of each way to generate, in one program: `test_interrupts.py`, `test_listener.py` and others go on."""
+
+import pytest
+
+import kvjax
+from kvjax.serving import GenerationInterrupted
+from tests.serving_kit import (
+    MODEL,
+    OPTIONS,
+    WAYS,
+    Calls,
+    Ear,
+    assert_whole,
+    ctrl_c_is_heard,
+    fail,
+    press,
+    prompts_of,
+    start,
+    together,
+)
+
+__all__ = ["ctrl_c_is_heard"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_generates_and_its_listener_hears_every_event(way):
+    cache, heard = start(), []
+    for cached in (0, 12):  # the last token's logits are wanted
+        ear = Ear()
+        outputs, cache, events = way(cache, prompts_of(0), listener=ear)
+        assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 6)] * 2
+        assert [output.cached_tokens for output in outputs] == [cached] * 2
+        assert events == ear.heard and ear.totals.reused_tokens == 2 * cached
+        heard += events
+        assert_whole(cache, heard, prompts_of(0), outputs)
+
+
+def test_a_stream_hands_out_tokens_as_they_come():
+    seen = [[], []]
+    for progress in kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS):
+        for number, tokens in progress.new.items():
+            assert len(tokens) <= OPTIONS["steps"]
+            seen[number] += tokens
+        kvjax.check(progress.state)
+    assert seen == [output.tokens for output in progress.outputs]
+    assert [len(tokens) for tokens in seen] == [6, 6]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_leaves_a_cache_that_goes_on(way, monkeypatch):
+    calls, cache = Calls(monkeypatch), start()
+    calls.at, calls.after = 3, press
+    with pytest.raises(GenerationInterrupted, match="interrupted by KeyboardInterrupt; go on with") as caught:
+        way(cache, prompts_of(0))
+    error = caught.value
+    assert_whole(error.cache, error.events, prompts_of(0), error.outputs)
+    outputs, cache, events = way(error.cache, prompts_of(1))
+    assert_whole(cache, error.events + events, prompts_of(1), outputs)
+
+
+def test_what_a_listener_raises_leaves_a_cache_that_goes_on():
+    ear = Ear(fail, [1])
+    with pytest.raises(GenerationInterrupted, match="interrupted by MemoryError: no memory; go on with") as caught:
+        together(start(), prompts_of(0), listener=ear)
+    assert caught.value.events == ear.heard
+    assert_whole(caught.value.cache, ear.heard, prompts_of(0), caught.value.outputs)
