@@ -225,7 +225,7 @@ def print_functions(compiled: jax.stages.Compiled, top: int) -> None:
     lines = [line for line in itertools.chain.from_iterable(computations(text).values()) if "stack_frame_id" in line]
     first = {body: owner(line) for line, body in reversed([*bodies(text)])}
     for what, owners in (("instructions", map(owner, lines)), ("distinct fusions", first.values())):
-        print(f"{what} of serve")
+        print(f"{what} by function")
         for name, number in collections.Counter(owners).most_common(top):
             print(f"{number:>7,}  {name}")
 

@@ -62,3 +62,9 @@ ENTRY %main (x: s32[4]) -> (s32[], s32[], s32[]) {
 """
     found = [body for _, body in compiled.bodies(text)]
     assert len(found) == 3 and found[0] == found[1] != found[2]
+
+
+def test_fusions_are_told_by_the_functions_that_they_come_from(capsys):
+    _, program, _ = compiled.compile_program(compiled.programs()["fork"]())
+    compiled.print_functions(program, 30)
+    assert "distinct fusions" in (said := capsys.readouterr().out) and "  kvjax/verbs/fork.py fork" in said
