@@ -34,7 +34,7 @@ from kvjax.events import init_log
 from kvjax.serving import Scheduler, init_serving, serve, submit, worst_step
 
 ROWS, BLOCK = 8, 16
-SIZES = {"num_blocks": 96, "max_seqs": ROWS, "max_length": 512, "block_size": BLOCK}
+SIZES: dict[str, Any] = {"num_blocks": 96, "max_seqs": ROWS, "max_length": 512, "block_size": BLOCK}
 PROMPT, CHUNK, PROMPTS, STEPS = 64, 64, 8, 64
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 

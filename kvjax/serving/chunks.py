@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +22,8 @@ from kvjax.serving.scheduler import Scheduler, late_first, needs, places_of_rows
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, known_text
 from kvjax.verbs.commit import Written, pass_width, publish_spans, store, write, write_fused
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Chunks(Pytree):
@@ -181,11 +181,13 @@ def commit_step(
     end = pick(start, chunks.rows)
     span = Span(chunks.rows, end - chunks.count, end, width)
 
-    def plain(state: CacheState, decoded: Chunk, arrays: Any, now: jax.Array) -> Written:
+    def plain(state: CacheState, decoded: Chunk, arrays: Arrays, now: jax.Array) -> Written:
         spans = [Span(*arrays, width), decoded.span]
         return publish_spans(store(state, decoded), spans, pass_width(rows, k, size), now)
 
-    def kernel(state: CacheState, decoded: Chunk, arrays: Any, now: jax.Array, *, interpret: bool = False) -> Written:
+    def kernel(
+        state: CacheState, decoded: Chunk, arrays: Arrays, now: jax.Array, *, interpret: bool = False
+    ) -> Written:
         del arrays  # `_store_chunks` has published them
         return write_fused(state, decoded, now, spare=span.most_filled(size), interpret=interpret)
 

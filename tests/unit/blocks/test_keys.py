@@ -132,7 +132,8 @@ def test_after_a_restart_a_tenant_finds_nothing_of_another():
 @functools.partial(jax.jit, static_argnames="with_extra")
 def chain(namespace, tokens, extra_ids=None, fill=SIZE, *, with_extra=False):
     depth = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    return prefix_keys(root_key(namespace), Text(tokens, extra_ids if with_extra else None), fill, depth)
+    text = Text(tokens, extra_ids if with_extra else None)
+    return prefix_keys(root_key(namespace)[None], text, fill, depth, keys.chain)
 
 
 def key_of(tokens, namespace=0, extra_ids=None):
@@ -152,7 +153,7 @@ def test_a_key_follows_from_its_parents():
     at_once = chain(jnp.int32(3), tokens)
     key = root_key(jnp.int32(3))
     for depth in range(6):
-        key = prefix_keys(key, Text(tokens[depth][None], None), SIZE, jnp.array([depth], jnp.int32))[0]
+        key = prefix_keys(key, Text(tokens[depth], None), SIZE, jnp.int32(depth))
         np.testing.assert_array_equal(key, at_once[depth])
 
 
