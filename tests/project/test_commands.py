@@ -500,22 +500,16 @@ def test_compiling_prefill_and_decoding_are_told_apart():
     assert 5 <= int(decode.split()[1]) <= 20
 
 
-def test_compiled_programs_are_kept_in_the_users_cache_directory(monkeypatch, tmp_path):
-    settings = {}
+def test_commands_keep_compiled_programs_unless_told(monkeypatch):
+    settings, kept = {}, []
     monkeypatch.setattr(commands.jax.config, "update", settings.__setitem__)
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(commands.kvjax, "keep_programs", lambda: kept.append(True))
     parser = commands.Parser("demo", "")
     commands.add_outputs(parser)
     commands.prepare(parser, parser.parse_args([]))
-    assert settings.pop("jax_compilation_cache_dir") == str(tmp_path / "kvjax")
-    settings.clear()
+    assert kept == [True] and not settings
     commands.prepare(parser, parser.parse_args(["--no-compile-cache"]))
-    assert settings == {"jax_enable_compilation_cache": False}
-    settings.clear()
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
-    commands.prepare(parser, parser.parse_args([]))
-    assert (settings, commands.compile_cache()) == ({}, "elsewhere")
+    assert kept == [True] and settings == {"jax_enable_compilation_cache": False}
 
 
 @pytest.mark.parametrize("command", [demo, generate, router, train, verify])
