@@ -106,6 +106,10 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
             "--checkpoint ids --prompt 1 --prompt 1,2,3,4 --blocks 1 --block-size 4",
             "--prompt: got 4 tokens in prompt 2, wanted at most 3 (1 blocks of 4 tokens: --blocks)",
         ),
+        (
+            "--checkpoint ids --prompt 1,2 --max-new-tokens 8 --max-length 9",
+            "--max-length: got 9, wanted at least 10: a prompt with its answer",
+        ),
         ("--chat", "--checkpoint: got none, wanted the folder of a model"),
         ("--checkpoint ids --chat", "--chat: ids: wanted a checkpoint with a tokenizer.json"),
         ("--checkpoint ids --chat --prompt 1", "--chat: got a prompt too, wanted turns from standard input alone"),
@@ -332,6 +336,18 @@ def test_ports_that_are_taken_are_named(capsys, option, said):
         port = taken.getsockname()[1]
         wanting = ["--checkpoint", "ids", "--prompt", "1", option, str(port)]
         assert refused(capsys, *wanting) == said.format(port)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "line", "length"),
+    [(40, "", 256), (60, "", 256), (225, "", 512), (40, "--max-length 72", 72), (1, "--blocks 3", 48)],
+)
+def test_the_length_of_a_row_is_rounded_up(monkeypatch, prompt, line, length):
+    """So that prompts of other lengths find the programs."""
+    args = generate._parser().parse_args(line.split())
+    monkeypatch.setattr(session, "most_tokens", lambda args, model: args.blocks * args.block_size)
+    session.check_length(commands.Parser("generate", ""), args, None, [[1] * prompt, [1]])
+    assert args.max_length == length
 
 
 def logged(path):
