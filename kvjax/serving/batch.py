@@ -20,6 +20,7 @@ from kvjax.events.log import init_log
 from kvjax.events.records import Status
 from kvjax.model import Model, check_model, forward
 from kvjax.policies.retention import is_retention
+from kvjax.pools import mixed
 from kvjax.serving.admission import has_row
 from kvjax.serving.asked import Asked, bucket
 from kvjax.serving.ending import top_of
@@ -36,16 +37,16 @@ from kvjax.serving.submission import submit
 from kvjax.tiered import TieredCache
 
 
-def _of_a_line(model: Model, cache: Cache) -> jax.Array:
-    """The logits f32[S, V] of a line of tokens, as a step of the scheduler asks for them."""
-    rows = cache.state.spec.max_seqs
-    view = cache.mixed(np.zeros((rows,), np.bool_), np.full((1,), -1, np.int32), 0, size=1)
-    tokens, last = jnp.zeros((1, rows + 1), jnp.int32), jnp.zeros((rows,), jnp.int32)
-    # A jit in another, as in a loop: a model that changes as it is called fails before anything is donated.
-    return jax.jit(lambda: forward(model, tokens, cache.pools, view, last)[0])()
+def _of_a_line(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array:
+    """The logits f32[S, V] of a mixed step, with its shapes: `serve` finds the model traced."""
+    spec, size = cache.state.spec, scheduler.chunk_tokens(cache.state.spec)
+    none = jnp.full((min(scheduler.chunk_rows, spec.max_seqs),), -1, jnp.int32)
+    view = mixed(cache.state, jnp.zeros((spec.max_seqs,), jnp.bool_), none, jnp.zeros_like(none), size)
+    tokens, last = jnp.zeros((1, spec.max_seqs + size), jnp.int32), jnp.zeros((spec.max_seqs,), jnp.int32)
+    return forward(model, tokens, cache.pools, view, last)[0]
 
 
-_line = OutermostJit(_of_a_line)
+_line = OutermostJit(_of_a_line, static_argnames="scheduler")
 _init_log = OutermostJit(init_log, static_argnums=(0, 1, 2))
 _submit = OutermostJit(submit, static_argnames="scheduler", donate_argnums=0)
 _serve = OutermostJit(
@@ -136,7 +137,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
     def _admissible(self) -> list[int]:
         """The prompts that can be computed at all; the others end here."""
-        vocabulary = _line.eval_shape(self.model, self.cache).shape[-1]
+        vocabulary = _line.eval_shape(self.model, self.cache, scheduler=self.scheduler).shape[-1]
         if self.top_logprobs > vocabulary:
             raise ValueError(f"top_logprobs: got {self.top_logprobs}, wanted at most the vocabulary, {vocabulary}")
         found = []

@@ -9,7 +9,7 @@ from jax.tree_util import Partial
 
 import kvjax
 from kvjax._compile import OutermostJit
-from kvjax.serving import Sampling, batch
+from kvjax.serving import Sampling, Scheduler, batch
 from kvjax.serving.requests import Stage
 
 VOCAB = 13
@@ -32,6 +32,23 @@ def ended(model, serving, log, *, scheduler, steps, logits_fn, fixed_steps, now)
 
 def compiled():
     return [getattr(batch, name)._jitted._cache_size() for name in PROGRAMS]
+
+
+def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
+    """A mixed step's trace also tells the size of the vocabulary."""
+    shapes, serve = [], batch._serve
+
+    def noted(tokens, pools, view, *, last):
+        shapes.append(tokens.shape)
+        return successor(tokens, pools, view, last=last)
+
+    def traced(*args, **options):
+        serve.eval_shape(*args, **options)
+        return ended(*args, **options)
+
+    monkeypatch.setattr(batch, "_serve", traced)
+    kvjax.generate(Partial(noted), kvjax.Cache.create(SPEC), [[1, 2, 3]])
+    assert shapes == [(1, SPEC.max_seqs + Scheduler().chunk), (SPEC.max_seqs, 1)]
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.long)])
