@@ -154,11 +154,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
     def _most_tokens(self) -> int:
         """The most tokens of a request whose K/V fit, alone in the cache."""
         most = self.spec.max_length
-        for group, blocks in zip(
-            self.cache.state.groups, most_blocks(self.spec, self.scheduler, jnp.int32(most + 1)), strict=True
-        ):
-            if blocks > group.num_blocks:
-                most = min(most, int(group.num_blocks) * self.spec.block_size)
+        goal: Any = np.int32(most + 1)  # of the host, so that nothing is compiled
+        for group, blocks in zip(self.cache.state.groups, most_blocks(self.spec, self.scheduler, goal), strict=True):
+            if blocks > (there := int(group.num_blocks)):
+                most = min(most, there * self.spec.block_size)
         return most
 
     def turn(self) -> bool:

@@ -34,6 +34,7 @@ def compiled():
     return [getattr(batch, name)._jitted._cache_size() for name in PROGRAMS]
 
 
+@pytest.mark.long
 def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
     """A mixed step's trace also tells the size of the vocabulary."""
     shapes, serve = [], batch._serve
