@@ -11,6 +11,7 @@ from kvjax import sizing as sizing
 from kvjax import spec as spec
 from kvjax import state as state
 from kvjax import tiers as tiers
+from kvjax._compile import keep_programs
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.debug import check, show
@@ -79,6 +80,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "stream",
     "step",
     "Sampling",
+    "keep_programs",
     # looking inside
     "show",
     "check",

@@ -16,7 +16,7 @@ from kvjax._checks import integers
 from kvjax._methods import check_alive, face
 from kvjax.debug.text import one_line, page
 from kvjax.events.records import Events
-from kvjax.model import Model, forward
+from kvjax.model import Model, call
 from kvjax.pools.device import Pools, apply, init_pools
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.spec import CacheSpec
@@ -132,6 +132,6 @@ class Cache(Pytree):
         rows = (self.state.spec.max_seqs,) if seqs is None else seqs.shape
         tokens, count = integers("tokens", tokens, (*rows, "C")), integers("count", count, rows)
         last = jnp.maximum(count - 1, 0) if logits == "last" else None
-        computed, pools = forward(model, tokens, self.pools, self.view(count, tokens.shape[1], seqs), last)
+        computed, pools = call(model, tokens, self.pools, self.view(count, tokens.shape[1], seqs), last)
         after, events = Cache(self.state, pools).commit(tokens, count, seqs=seqs, now=now)
         return after, computed, events

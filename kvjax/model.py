@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, Protocol
 
@@ -14,6 +15,10 @@ from kvjax.pools.views import View
 
 # Flax's errors of layers that draw random numbers, count, or keep averages.
 _STATEFUL = ("InvalidRngError", "ModifyScopeVariableError", "TraceContextError")
+_TRAINING = (
+    "a layer that draws random numbers or keeps averages, such as Dropout, is in training mode: model.eval()? "
+    "(Linen: deterministic=True, use_running_average=True)"
+)
 
 
 class Model(Protocol):
@@ -61,9 +66,26 @@ def check_model(model: Any) -> None:
             ) from error
 
 
-def forward(
-    model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None
-) -> tuple[jax.Array, Pools]:
+def forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array) -> tuple[jax.Array, Pools]:
+    """`call`, traced once for all programs of the process that call an equal model with equal shapes.
+
+    Raises:
+      ValueError: also if the call changes the model: in a loop the change would be lost.
+    """
+    return _forward(model, tokens, pools, view, last)
+
+
+@functools.partial(jax.jit, inline=True)
+def _forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array) -> tuple[jax.Array, Pools]:
+    before, structure = jax.tree.flatten(model)
+    result = call(model, tokens, pools, view, last)
+    after, now = jax.tree.flatten(model)
+    if structure != now or any(a is not b for a, b in zip(before, after, strict=True)):
+        raise ValueError(f"model: got one that its call changes, wanted one that stays as it is; {_TRAINING}")
+    return result
+
+
+def call(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array | None) -> tuple[jax.Array, Pools]:
     """Calls the model with `last` as `Model` has it; returns its logits and pools.
 
     Raises:
@@ -75,10 +97,7 @@ def forward(
         if isinstance(error, TypeError):  # perhaps from inside the model
             _check_signature(model, error)
         if type(error).__name__ in _STATEFUL:
-            error.add_note(
-                "model: a layer that draws random numbers or keeps averages, such as Dropout, is in training mode: "
-                "model.eval()? (Linen: deterministic=True, use_running_average=True)"
-            )
+            error.add_note(f"model: {_TRAINING}")
         if last is None:
             raise ValueError(f'model: got {error!r} for last=None, wanted all logits (logits="all")') from error
         raise

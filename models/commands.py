@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -67,16 +66,8 @@ def add_outputs(parser: Parser) -> None:
 
 def add_compile_cache(parser: Parser) -> None:
     """The option that `keep_programs` is told."""
-    kept = compile_cache().replace("%", "%%")
-    parser.add_argument(
-        "--no-compile-cache", action="store_true", help=f"compile anew (compiled programs are kept in {kept})"
-    )
-
-
-def compile_cache() -> str:
-    """The folder of compiled programs: jax's own setting, else one in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or os.path.join(home, "kvjax")
+    kept = "in JAX_COMPILATION_CACHE_DIR, or ~/.cache/kvjax"
+    parser.add_argument("--no-compile-cache", action="store_true", help=f"compile anew (programs are kept {kept})")
 
 
 def prepare(parser: Parser, args: argparse.Namespace) -> None:
@@ -92,12 +83,10 @@ def prepare(parser: Parser, args: argparse.Namespace) -> None:
 
 def keep_programs(keep: bool) -> None:
     """Sets the compilation cache, or switches it off."""
-    if not keep:
+    if keep:
+        kvjax.keep_programs()
+    else:
         jax.config.update("jax_enable_compilation_cache", False)
-    elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", compile_cache())
-        # A generation also has dozens of small programs.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def check_extra(parser: Parser, extra: str, option: str = "") -> None:

@@ -60,7 +60,7 @@ def _answer(parser: commands.Parser, args: argparse.Namespace) -> int:
     prompts = _encode(parser, texts, tokenizer, model.config.vocab_size)
     session.check_length(parser, args, model, prompts)
     screen = (_Lines if args.json else _Screen)(texts, [Speech(tokenizer, prompt) for prompt in prompts])
-    with Session(parser, args, model, max(map(len, prompts)) + args.max_new_tokens, _note) as answering:
+    with Session(parser, args, model, _note) as answering:
         _, finished = answering.answer(prompts, screen, args.seed, args.stop or model.config.eos_token_ids)
         return _end(parser, args, answering, finished)
 
@@ -78,9 +78,9 @@ def _chat(parser: commands.Parser, args: argparse.Namespace) -> int:
     if template is not None and template.end is not None and not args.stop:
         stop += [end for end in [tokenizer.token_to_id(template.end)] if end is not None]
     positions = model.config.max_positions
-    most = min(positions, session.most_tokens(args, model) or positions)
+    most = args.max_length = min(positions, session.most_tokens(args, model) or positions, args.max_length or positions)
     talk = chat.Chat(tokenizer, template)
-    with Session(parser, args, model, most, _note) as answering:
+    with Session(parser, args, model, _note) as answering:
         for turn, text in enumerate(_turns(parser)):
             try:
                 prompt = talk.ask(text)
@@ -165,9 +165,10 @@ def _parser() -> commands.Parser:
         ("--host-blocks", "N", 0, "and on the host, where blocks go that have to leave (default: %(default)s)"),
         ("--block-size", "P", 1, "tokens a block (default: %(default)s)"),
         ("--rows", "S", 1, f"sequences at a time (default: {SIZES['rows']}, in a chat 1)"),
+        ("--max-length", "N", 1, "tokens of a prompt with its answer (default: as many, up to a power of two)"),
     )
     for option, name, least, what in sizes:
-        default = None if option == "--rows" else SIZES[option.removeprefix("--").replace("-", "_")]
+        default = None if option in ("--rows", "--max-length") else SIZES[option.removeprefix("--").replace("-", "_")]
         parser.add_argument(option, type=number(int, least, MOST), default=default, metavar=name, help=what)
     commands.add_scan(parser)
     commands.add_outputs(parser)

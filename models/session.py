@@ -24,6 +24,7 @@ from .stopwatch import Stopwatch
 STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
 # The options that size a cache, with their defaults.
 SIZES = {"blocks": 512, "host_blocks": 0, "block_size": 16, "rows": 8, "max_new_tokens": 32}
+LENGTH = 256  # tokens of a row, at least
 
 
 class Screen(Protocol):
@@ -38,7 +39,6 @@ class Session:
     """A model with its cache; the end of a `with` closes what the options opened.
 
     Args:
-      max_length: tokens of the longest prompt with its answer.
       note: is told what is worth a line.
 
     Attributes:
@@ -50,13 +50,12 @@ class Session:
         parser: commands.Parser,
         args: argparse.Namespace,
         model: Decoder,
-        max_length: int,
         note: Callable[[str], None],
     ):
         self._args, self._model, self._note = args, model, note
         try:
             spec = kvjax.make_spec(
-                model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=max_length,
+                model.layer_specs(), num_blocks=args.blocks, max_seqs=args.rows, max_length=args.max_length,
                 block_size=args.block_size, dtype=args.dtype, num_host_blocks=args.host_blocks,
             )  # fmt: skip
             self._sampling = kvjax.Sampling(args.temperature, args.top_k, args.top_p)
@@ -137,9 +136,17 @@ def most_tokens(args: argparse.Namespace, model: Decoder) -> int | None:
 
 
 def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]]) -> None:
-    """Refuses prompts and answers that are longer than the whole cache."""
+    """Refuses prompts and answers that are longer than the whole cache; sets the length of a row if none was given.
+
+    It is rounded up to a power of two, so that prompts of other lengths find the compiled programs.
+    """
     most, longest = most_tokens(args, model), max(map(len, prompts))
-    if most is None or longest + args.max_new_tokens <= most:
+    length = longest + args.max_new_tokens
+    if args.max_length is not None and args.max_length < length:
+        parser.error(f"--max-length: got {args.max_length}, wanted at least {length}: a prompt with its answer")
+    if most is None or length <= most:
+        wanted = args.max_length or max(LENGTH, 1 << (length - 1).bit_length())
+        args.max_length = min(wanted, most or wanted)
         return
     blocks = f"({args.blocks} blocks of {args.block_size} tokens: --blocks)"
     if longest >= most:

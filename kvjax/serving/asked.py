@@ -16,6 +16,8 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.policies.retention import UNSTATED, Retention
 from kvjax.serving.sampling import Sampling
 
+LINE = 4096  # tokens of prompts that are submitted together, at least: fewer compile no other program
+
 
 def prompt_ids(prompts: Any) -> list[np.ndarray]:
     """The ids of each prompt, [tokens]."""
@@ -81,7 +83,11 @@ def retentions(given: Any, prompts: int, possible: bool) -> Retention | None:
 
 
 def samplings(given: Any, prompts: int) -> Sampling | None:
-    """The prompts' samplings as one of numpy arrays [prompts]; None if all are greedy without `min_tokens`."""
+    """The prompts' samplings as one of numpy arrays [prompts]; None: all are greedy without `min_tokens`.
+
+    On a CPU those too have arrays: the program that samples is as fast for them, and no other one is compiled. On a GPU
+    it has more kernels.
+    """
     asked = given if isinstance(given, Sampling) else _stacked(given, prompts)
     leaves = {}
     for field in dataclasses.fields(Sampling):
@@ -90,7 +96,8 @@ def samplings(given: Any, prompts: int) -> Sampling | None:
             raise ValueError(f"sampling.{field.name}: got shape {list(leaf.shape)}, wanted [] or [{prompts}]")
         leaves[field.name] = np.broadcast_to(leaf, (prompts,))
     asked = Sampling(**leaves)  # checks what was a jax array
-    return asked if np.any((asked.temperature > 0) | (asked.min_tokens > 0)) else None
+    samples = np.any((asked.temperature > 0) | (asked.min_tokens > 0))
+    return asked if samples or jax.default_backend() == "cpu" else None
 
 
 def _stacked(given: Any, prompts: int) -> Sampling:
@@ -109,6 +116,12 @@ def _stacked(given: Any, prompts: int) -> Sampling:
     return jax.tree.map(lambda off, *leaves: np.array(leaves, off.dtype), off, *[one or off for one in each])
 
 
+def _stop_tokens(given: Any) -> np.ndarray:
+    """The stop tokens, and -1 up to the next of a few numbers of them."""
+    stop = host_integers("stop_tokens", given, np.int32, "a list of token ids")
+    return np.pad(stop, (0, bucket(len(stop), 4) - len(stop)), constant_values=-1)
+
+
 def bucket(size: int, smallest: int) -> int:
     """`size` rounded up to `smallest` times a power of two, so that few shapes are compiled."""
     return smallest << max(-(-size // smallest) - 1, 0).bit_length()
@@ -124,7 +137,7 @@ class Asked:
       max_new: tokens to generate, at most.
       sampling: arrays [outputs]; None: all greedy.
       seeds, namespaces, priorities: [outputs].
-      stop: i32[K].
+      stop: i32[K]; -1 is none.
       retention: arrays [outputs, ...], or None.
     """
 
@@ -177,7 +190,7 @@ class Asked:
             of_each("seeds", range(outputs) if seeds is None else seeds, outputs, np.uint32, "a number", whose),
             each(known_namespaces(namespaces, number, names)),
             each(of_each("priorities", [0] * number if urgency is None else urgency, number, np.int32, "a number")),
-            host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids"),
+            _stop_tokens(stop_tokens),
             each(retentions(retention, number, possible)),
         )  # fmt: skip
 
@@ -204,7 +217,7 @@ class Asked:
         leader = np.full((number,), -1, np.int32)
         leader[: len(behind)] = np.where(behind > 0, np.arange(len(behind)) - behind, -1)
         given = {
-            "tokens": np.pad(line, (0, bucket(len(line), 256) - len(line))), "lengths": padded(lengths),
+            "tokens": np.pad(line, (0, bucket(len(line), LINE) - len(line))), "lengths": padded(lengths),
             "max_new_tokens": padded(goals - lengths), "slots": np.arange(number, dtype=np.int32),
             "priority": each(self.priorities), "namespace": each(self.namespaces), "seed": each(self.seeds),
             "sampling": each(self.sampling), "stop_tokens": self.stop, "retention": each(self.retention),

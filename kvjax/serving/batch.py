@@ -20,6 +20,7 @@ from kvjax.events.log import init_log
 from kvjax.events.records import Status
 from kvjax.model import Model, check_model, forward
 from kvjax.policies.retention import is_retention
+from kvjax.pools import mixed
 from kvjax.serving.admission import has_row
 from kvjax.serving.asked import Asked, bucket
 from kvjax.serving.ending import top_of
@@ -36,16 +37,17 @@ from kvjax.serving.submission import submit
 from kvjax.tiered import TieredCache
 
 
-def _of_a_line(model: Model, cache: Cache) -> jax.Array:
-    """The logits f32[S, V] of a line of tokens, as a step of the scheduler asks for them."""
-    rows = cache.state.spec.max_seqs
-    view = cache.mixed(np.zeros((rows,), np.bool_), np.full((1,), -1, np.int32), 0, size=1)
-    tokens, last = jnp.zeros((1, rows + 1), jnp.int32), jnp.zeros((rows,), jnp.int32)
-    # A jit in another, as in a loop: a model that changes as it is called fails before anything is donated.
-    return jax.jit(lambda: forward(model, tokens, cache.pools, view, last)[0])()
+def _of_a_line(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array:
+    """The logits f32[S, V] of a mixed step, with its shapes: `serve` finds the model traced."""
+    spec, size = cache.state.spec, scheduler.chunk_tokens(cache.state.spec)
+    none = jnp.full((min(scheduler.chunk_rows, spec.max_seqs),), -1, jnp.int32)
+    view = mixed(cache.state, jnp.zeros((spec.max_seqs,), jnp.bool_), none, jnp.zeros_like(none), size)
+    tokens, last = jnp.zeros((1, spec.max_seqs + size), jnp.int32), jnp.zeros((spec.max_seqs,), jnp.int32)
+    return forward(model, tokens, cache.pools, view, last)[0]
 
 
-_line = OutermostJit(_of_a_line)
+_line = OutermostJit(_of_a_line, static_argnames="scheduler")
+_init_log = OutermostJit(init_log, static_argnums=(0, 1, 2))
 _submit = OutermostJit(submit, static_argnames="scheduler", donate_argnums=0)
 _serve = OutermostJit(
     serve, static_argnames=("scheduler", "logits_fn", "fixed_steps"), donate_argnames=("serving", "log")
@@ -56,6 +58,8 @@ _serve_step = OutermostJit(
 _has_row = OutermostJit(has_row, donate_argnums=0)
 _leave = OutermostJit(leave, donate_argnums=0)
 _swaps = OutermostJit(swaps, static_argnames="scheduler")
+SLOTS = 32
+MOST_SPARE = 2**18  # tokens: each has a few numbers of 4 bytes
 
 
 class Batch[C: (Cache, TieredCache)](Held[C]):
@@ -104,10 +108,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         # A loop ends behind the block of steps in which it reaches its limit. A turn has room for two blocks, so that
         # a limit of k - 1 steps less is not far below what was asked for.
         k = min(scheduler.most_steps(self.spec), (steps + 1) // 2)
-        budget = scheduler.budget
-        if budget is None:
-            budget = self.spec.max_seqs + scheduler.chunk * (1 if len(self.asked.prompts) == 1 else 2)
-        self.scheduler = dataclasses.replace(scheduler, k=k, budget=budget)
+        self.scheduler = dataclasses.replace(scheduler, k=k)
         self.steps, self.limit = steps, np.int32(steps - k + 1)
         self.static = {"scheduler": self.scheduler, "logits_fn": logits_fn, "fixed_steps": fixed_steps}
         self.loop = loop
@@ -136,7 +137,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
     def _admissible(self) -> list[int]:
         """The prompts that can be computed at all; the others end here."""
-        vocabulary = _line.eval_shape(self.model, self.cache).shape[-1]
+        vocabulary = _line.eval_shape(self.model, self.cache, scheduler=self.scheduler).shape[-1]
         if self.top_logprobs > vocabulary:
             raise ValueError(f"top_logprobs: got {self.top_logprobs}, wanted at most the vocabulary, {vocabulary}")
         found = []
@@ -153,11 +154,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
     def _most_tokens(self) -> int:
         """The most tokens of a request whose K/V fit, alone in the cache."""
         most = self.spec.max_length
-        for group, blocks in zip(
-            self.cache.state.groups, most_blocks(self.spec, self.scheduler, jnp.int32(most + 1)), strict=True
-        ):
-            if blocks > group.num_blocks:
-                most = min(most, int(group.num_blocks) * self.spec.block_size)
+        goal: Any = np.int32(most + 1)  # of the host, so that nothing is compiled
+        for group, blocks in zip(self.cache.state.groups, most_blocks(self.spec, self.scheduler, goal), strict=True):
+            if blocks > (there := int(group.num_blocks)):
+                most = min(most, there * self.spec.block_size)
         return most
 
     def turn(self) -> bool:
@@ -171,7 +171,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         if not self.submitted:
             self._submit()
         self._empty_blocks(self._room_to_grow)
-        log = init_log(self.log_size, self.spec.block_size, self.spec.extra_ids)
+        log = _init_log(self.log_size, self.spec.block_size, self.spec.extra_ids)
         given = {"now": self._next(), **self.static}
         if self.loop:
             self.serving, log = _serve(self.model, self.serving, log, steps=self.limit, **given)
@@ -207,16 +207,19 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
                 self.hear()
 
     def _empty_slots(self) -> Serving:
-        """A slot for each prompt, in arrays of few sizes, so that few programs are compiled."""
-        spec, size, number = self.spec, self.spec.block_size, bucket(max(len(self.slots), 1), 8)
-        least = number * min(spec.max_length + size, 1024)
+        """A slot for each prompt, in arrays of few sizes: most batches find the programs of the first one.
+
+        Slots and tokens are rounded up, at least to `SLOTS` and to what the rows hold.
+        """
+        spec, size, number = self.spec, self.spec.block_size, bucket(max(len(self.slots), 1), SLOTS)
+        least = min(spec.max_seqs * (spec.max_length + size), MOST_SPARE)
         longest = int(self.goals.max(initial=1)) - 1
-        retention, stop = self.asked.retention, self.asked.stop
+        retention = self.asked.retention
         return init_serving(
             self._cache, [*self.goals.tolist(), *[0] * (number - len(self.goals))],
             capacity=bucket(max(int(np.sum(self.goals + size)), least), size),
             width=min(bucket(max(longest, 1024), size), spec.max_length),
-            num_stop_tokens=bucket(len(stop), 4),
+            num_stop_tokens=len(self.asked.stop),
             num_ranges=jax.tree.map(lambda one: one.ranges.shape[1], retention, is_leaf=is_retention),
             greedy=self.asked.sampling is None, top_logprobs=self.top_logprobs,
         )  # fmt: skip

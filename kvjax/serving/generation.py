@@ -76,7 +76,7 @@ def generate[C: (Cache, TieredCache)](
     retention: Retention | Sequence[Retention | None] | None = None,
     clock: Callable[[], int] | None = None,
     logits_fn: LogitsFn | None = None,
-    chunk: int = 64,
+    chunk: int = 128,
     steps: int = 32,
     k: int | None = None,
     fixed_steps: bool = False,
@@ -113,8 +113,8 @@ def generate[C: (Cache, TieredCache)](
       clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`, an int; read at the start
         and before each jitted loop. None: the time is always 0, and no time to live ends.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
-      chunk: prompt tokens that one model call computes of a row, and twice that of all rows; beside them a token of
-        each row that decodes.
+      chunk: prompt tokens that one model call computes, of one row or of several; beside them a token of each row that
+        decodes.
       steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C heard.
       k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. Never more than half of
         `steps`. What is chosen does not depend on it.
@@ -162,7 +162,7 @@ def stream[C: (Cache, TieredCache)](
     retention: Retention | Sequence[Retention | None] | None = None,
     clock: Callable[[], int] | None = None,
     logits_fn: LogitsFn | None = None,
-    chunk: int = 64,
+    chunk: int = 128,
     steps: int = 8,
     k: int | None = None,
     fixed_steps: bool = False,

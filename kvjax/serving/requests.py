@@ -208,39 +208,39 @@ def init_serving(
       top_logprobs: T, for how many of the likeliest tokens to note log-probabilities, at each step.
     """
     size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(rooms)
-    room = np.array([-(-static_int("rooms", one, 0) // size) * size for one in rooms], np.int32)
-    starts, total = np.cumsum(room, dtype=np.int32) - room, int(room.sum())
+    room: Any = np.array([-(-static_int("rooms", one, 0) // size) * size for one in rooms], np.int32)
+    total, starts = int(room.sum()), np.cumsum(room, dtype=np.int32) - room
     if capacity is not None and (capacity < total or capacity % size):
         raise ValueError(f"capacity: got {capacity}, wanted a multiple of {size}, at least {total}")
     total = max(capacity or total, size)
 
-    def number(value: int = 0, dtype: Any = jnp.int32) -> jax.Array:
-        return jnp.full((num,), value, dtype)
+    def full(value: Any = 0, dtype: Any = np.int32, shape: tuple[int, ...] = (num,)) -> Any:
+        """An array of the host, each a new one: all are moved at once, without a program for each, and donated."""
+        return np.full(shape, value, dtype)
 
     top = None
     if static_int("top_logprobs", top_logprobs, 0):
-        top = jnp.zeros((total, top_logprobs), jnp.int32), jnp.zeros((total, top_logprobs), jnp.float32)
+        top = full(shape=(total, top_logprobs)), full(0, np.float32, (total, top_logprobs))
     retention = None
     if num_ranges is not None:
-        retention = Retention(jnp.zeros((num, num_ranges, 4), jnp.int32), jnp.zeros((num, 2), jnp.int32))
+        retention = Retention(full(shape=(num, num_ranges, 4)), full(shape=(num, 2)))
+    sampling = None if greedy else jax.tree.map(lambda leaf: full(leaf, leaf.dtype), Sampling())
     requests = Requests(
-        text=jnp.zeros((total,), jnp.int32), logprobs=jnp.zeros((total,), jnp.float32), top=top,
-        keys=jnp.zeros((total // size, 2), jnp.uint32), start=jnp.asarray(starts), room=jnp.asarray(room),
-        generation=number(), stage=number(int(Stage.EMPTY)), prompt=number(), known=number(), goal=number(),
-        priority=number(), arrival=number(), passed=number(), parent=number(-1), namespace=number(),
-        seed=number(dtype=jnp.uint32), sampling=None if greedy else Sampling().each_row(num),
-        stop=jnp.full((num, num_stop_tokens), -1, jnp.int32), retention=retention, onboard=number(True, jnp.bool_),
-        finish=number(), cached=number(), preemptions=number(), submitted=number(), admitted=number(-1),
-        first_token=number(-1), ended=number(-1),
+        text=full(shape=(total,)), logprobs=full(0, np.float32, (total,)), top=top,
+        keys=full(0, np.uint32, (total // size, 2)), start=starts, room=room,
+        generation=full(), stage=full(int(Stage.EMPTY)), prompt=full(), known=full(), goal=full(),
+        priority=full(), arrival=full(), passed=full(), parent=full(-1), namespace=full(),
+        seed=full(0, np.uint32), sampling=sampling, stop=full(-1, shape=(num, num_stop_tokens)),
+        retention=retention, onboard=full(True, np.bool_), finish=full(), cached=full(), preemptions=full(),
+        submitted=full(), admitted=full(-1), first_token=full(-1), ended=full(-1),
     )  # fmt: skip
+    each, one = {"shape": (rows,)}, {"shape": ()}
+    state = {
+        "requests": requests, "row": full(-1, **each), "leads": full(False, np.bool_, **each), "steps": full(**one),
+        "arrivals": full(**one), "fresh": full(False, np.bool_, **one), "starved": full(**each),
+        "stalled": full(False, np.bool_, **each), "refused": full(**one), "put_off": full(**one),
+        "onboards": full(-1, **one),
+    }  # fmt: skip
     largest = min(int(room.max(initial=1)), cache.state.spec.max_length)
-
-    def zeros(dtype: str, *shape: int) -> jax.Array:  # all separate arrays, so that they can be donated
-        return jnp.zeros(shape, dtype)
-
-    return Serving(
-        cache=cache, requests=requests, row=zeros("i4", rows) - 1, leads=zeros("?", rows), steps=zeros("i4"),
-        arrivals=zeros("i4"), fresh=zeros("?"), starved=zeros("i4", rows), stalled=zeros("?", rows),
-        refused=zeros("i4"), put_off=zeros("i4"),
-        onboards=zeros("i4") - 1, width=largest if width is None else static_int("width", width, 1),
-    )  # fmt: skip
+    width = largest if width is None else static_int("width", width, 1)
+    return Serving(cache=cache, width=width, **jax.device_put(state))

@@ -37,8 +37,7 @@ class Scheduler:
         running requests are preempted where blocks run out. "batch": as "goal", when no row runs.
       chunk: the most tokens of a row that a mixed step computes.
       chunk_rows: R, the most rows that have chunks in a mixed step.
-      budget: positions of a mixed step: one for each of the S rows, the others for chunks. None: S + `chunk`; in
-        `generate`, `stream` and `run_batch` S + 2 `chunk`, if there are several prompts.
+      budget: positions of a mixed step: one for each of the S rows, the others for chunks. None: S + `chunk`.
       chunks: who gets them: "fcfs", as many as they can use in their order; "equal", the same number each.
       k: the most decode steps of a block, 1 to P; None: P. `serve` returns behind whole blocks alone, so tokens come
         as many at a time.
@@ -65,7 +64,7 @@ class Scheduler:
     """
 
     reserve: Literal["goal", "known", "batch"] = "goal"
-    chunk: int = 64
+    chunk: int = 128
     chunk_rows: int = 4
     budget: int | None = None
     chunks: Literal["fcfs", "equal"] = "fcfs"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -43,10 +44,13 @@ def init(
     policy, sizes = known_policy(policy), [group.num_blocks for group in spec.groups]
     if num_blocks is not None:
         sizes = [*sizes[:1], *[num_blocks] * (len(sizes) - 1)] if spec.bare else [num_blocks] * len(sizes)
-    groups = [
-        init_group(spec, number, policy, _in_range(size, group.num_blocks), policy_state)
-        for number, (size, group) in enumerate(zip(sizes, spec.groups, strict=True))
-    ]
+    sizes = [_in_range(size, group.num_blocks) for size, group in zip(sizes, spec.groups, strict=True)]
+    return _init(spec, policy, sizes, policy_state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # one program, not one for each array
+def _init(spec: CacheSpec, policy: EvictionPolicy, sizes: list[jax.Array], policy_state: Any) -> CacheState:
+    groups = [init_group(spec, number, policy, size, policy_state) for number, size in enumerate(sizes)]
     seqs = Sequences(*(jnp.zeros((spec.max_seqs,), jnp.int32) for _ in range(3)))
     if spec.retention:
         seqs = seqs.replace(retention=jnp.zeros((spec.max_seqs, spec.max_blocks_per_seq + 1, 2), jnp.int32))

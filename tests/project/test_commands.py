@@ -106,6 +106,10 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
             "--checkpoint ids --prompt 1 --prompt 1,2,3,4 --blocks 1 --block-size 4",
             "--prompt: got 4 tokens in prompt 2, wanted at most 3 (1 blocks of 4 tokens: --blocks)",
         ),
+        (
+            "--checkpoint ids --prompt 1,2 --max-new-tokens 8 --max-length 9",
+            "--max-length: got 9, wanted at least 10: a prompt with its answer",
+        ),
         ("--chat", "--checkpoint: got none, wanted the folder of a model"),
         ("--checkpoint ids --chat", "--chat: ids: wanted a checkpoint with a tokenizer.json"),
         ("--checkpoint ids --chat --prompt 1", "--chat: got a prompt too, wanted turns from standard input alone"),
@@ -334,6 +338,18 @@ def test_ports_that_are_taken_are_named(capsys, option, said):
         assert refused(capsys, *wanting) == said.format(port)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "line", "length"),
+    [(40, "", 256), (60, "", 256), (225, "", 512), (40, "--max-length 72", 72), (1, "--blocks 3", 48)],
+)
+def test_the_length_of_a_row_is_rounded_up(monkeypatch, prompt, line, length):
+    """So that prompts of other lengths find the programs."""
+    args = generate._parser().parse_args(line.split())
+    monkeypatch.setattr(session, "most_tokens", lambda args, model: args.blocks * args.block_size)
+    session.check_length(commands.Parser("generate", ""), args, None, [[1] * prompt, [1]])
+    assert args.max_length == length
+
+
 def logged(path):
     """The events in a file of `--events`."""
     return [event for line in path.read_text().splitlines() for event in json.loads(line)["events"]]
@@ -500,22 +516,16 @@ def test_compiling_prefill_and_decoding_are_told_apart():
     assert 5 <= int(decode.split()[1]) <= 20
 
 
-def test_compiled_programs_are_kept_in_the_users_cache_directory(monkeypatch, tmp_path):
-    settings = {}
+def test_commands_keep_compiled_programs_unless_told(monkeypatch):
+    settings, kept = {}, []
     monkeypatch.setattr(commands.jax.config, "update", settings.__setitem__)
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(commands.kvjax, "keep_programs", lambda: kept.append(True))
     parser = commands.Parser("demo", "")
     commands.add_outputs(parser)
     commands.prepare(parser, parser.parse_args([]))
-    assert settings.pop("jax_compilation_cache_dir") == str(tmp_path / "kvjax")
-    settings.clear()
+    assert kept == [True] and not settings
     commands.prepare(parser, parser.parse_args(["--no-compile-cache"]))
-    assert settings == {"jax_enable_compilation_cache": False}
-    settings.clear()
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
-    commands.prepare(parser, parser.parse_args([]))
-    assert (settings, commands.compile_cache()) == ({}, "elsewhere")
+    assert kept == [True] and settings == {"jax_enable_compilation_cache": False}
 
 
 @pytest.mark.parametrize("command", [demo, generate, router, train, verify])

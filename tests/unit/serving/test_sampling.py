@@ -250,8 +250,17 @@ def test_samplings_of_prompts_are_one_of_arrays():
     assert [x.dtype.name for x in jax.tree.leaves(asked)] == ["float32", "int32", "float32", "int32"]
     one = samplings(Sampling(jnp.array([0.5, 0.25]), top_p=0.5), 2)
     assert [x.tolist() for x in jax.tree.leaves(one)] == [[0.5, 0.25], [0, 0], [0.5, 0.5], [0, 0]]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_greedy_prompts_have_a_sampling_only_on_a_cpu(monkeypatch, platform):
+    """On a GPU the program that samples has more kernels."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     for greedy in (None, Sampling(), Sampling(top_k=3), [None, Sampling()], []):
-        assert samplings(greedy, len(greedy) if isinstance(greedy, list) else 2) is None
+        found = samplings(greedy, len(greedy) if isinstance(greedy, list) else 2)
+        assert (found is None) == (platform == "gpu")
+        assert found is None or not (found.temperature.any() or found.min_tokens.any())
+    assert samplings(Sampling(0.5), 2) is not None
 
 
 @pytest.mark.parametrize(

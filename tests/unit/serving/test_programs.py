@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of other sizes, lengths and samplings find the programs of the first one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.tree_util import Partial
+
+import kvjax
+from kvjax._compile import OutermostJit
+from kvjax.serving import Sampling, Scheduler, batch
+from kvjax.serving.requests import Stage
+
+VOCAB = 13
+LAYERS = [kvjax.LayerSpec(1, 2)]
+SPEC = kvjax.make_spec(LAYERS, num_blocks=256, max_seqs=8, max_length=512, block_size=16, dtype="float32")
+PROGRAMS = ("_init_log", "_submit", "_serve")
+
+
+def successor(tokens, pools, view, *, last):
+    line = tokens[jnp.arange(tokens.shape[0]), last]
+    return jax.nn.one_hot((line + 1) % VOCAB, VOCAB), pools
+
+
+def ended(model, serving, log, *, scheduler, steps, logits_fn, fixed_steps, now):
+    """`serve` for the cache of programs, which sees arguments alone: all requests are over at once."""
+    stage = serving.requests.stage
+    over = jnp.where(stage == int(Stage.WAITING), int(Stage.DONE), stage)
+    return serving.replace(requests=serving.requests.replace(stage=over)), log
+
+
+def compiled():
+    return [getattr(batch, name)._jitted._cache_size() for name in PROGRAMS]
+
+
+@pytest.mark.long
+def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
+    """A mixed step's trace also tells the size of the vocabulary."""
+    shapes, serve = [], batch._serve
+
+    def noted(tokens, pools, view, *, last):
+        shapes.append(tokens.shape)
+        return successor(tokens, pools, view, last=last)
+
+    def traced(*args, **options):
+        serve.eval_shape(*args, **options)
+        return ended(*args, **options)
+
+    monkeypatch.setattr(batch, "_serve", traced)
+    kvjax.generate(Partial(noted), kvjax.Cache.create(SPEC), [[1, 2, 3]])
+    assert shapes == [(1, SPEC.max_seqs + Scheduler().chunk), (SPEC.max_seqs, 1)]
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_another_batch_compiles_nothing(monkeypatch, real):
+    if not real:
+        options = {"static_argnames": ("scheduler", "logits_fn", "fixed_steps"), "donate_argnames": ("serving", "log")}
+        monkeypatch.setattr(batch, "_serve", OutermostJit(ended, **options))
+    model, cache, rng, seen = Partial(successor), kvjax.Cache.create(SPEC), np.random.default_rng(0), []
+    before = compiled()
+    for number in (1, 3, 8, 12):
+        prompts = [rng.integers(0, VOCAB, length).tolist() for length in np.linspace(10, 300, number, dtype=int)]
+        for sampling in (None, Sampling(0.7, top_k=5), [Sampling(min_tokens=2)] * number):
+            stop = () if sampling is None else (1, 2)
+            outputs, cache, _ = kvjax.generate(
+                model, cache, prompts, max_new_tokens=3 * number, sampling=sampling, stop_tokens=stop
+            )
+            assert not real or {output.finish for output in outputs} <= {"length", "stop"}
+            seen.append([now - then for now, then in zip(compiled(), before, strict=True)])
+    assert seen == seen[:1] * 12 and seen[0][-1] == 1
