@@ -249,7 +249,7 @@ def test_a_row_rests_until_the_chunks_of_the_others_fit(monkeypatch):
         layers, num_blocks=11, num_host_blocks=12, max_seqs=2, max_length=64, block_size=SIZE, dtype="float32"
     )
     prompts = [[1, *[0, 1, 2] * 13, 1], [2, *[1, 0, 2] * 10]]
-    options = Scheduler(reserve="known", chunk=16, chunk_rows=2, preempt="swap", wait_for_prefix=False)
+    options = Scheduler(reserve="known", chunk=16, chunk_rows=2, budget=2 + 32, preempt="swap", wait_for_prefix=False)
     outputs, cache, _ = kvjax.run_batch(
         MODEL, kvjax.tiers.TieredCache.create(spec), prompts, max_new_tokens=3, scheduler=options
     )
