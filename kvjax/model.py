@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.pools.device import Pools
 from kvjax.pools.views import View
@@ -69,10 +70,13 @@ def check_model(model: Any) -> None:
 def forward(model: Model, tokens: jax.Array, pools: Pools, view: View, last: jax.Array) -> tuple[jax.Array, Pools]:
     """`call`, traced once for all programs of the process that call an equal model with equal shapes.
 
+    One that is no pytree of arrays, such as a function with weights in the caller's own program, is traced each time.
+
     Raises:
       ValueError: also if the call changes the model: in a loop the change would be lost.
     """
-    return _forward(model, tokens, pools, view, last)
+    arrays = all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in jax.tree.leaves(model))
+    return (_forward if arrays else call)(model, tokens, pools, view, last)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -31,8 +31,8 @@ def test_programs_are_kept_in_the_users_folder(monkeypatch, tmp_path):
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
     jax.config.update(SETTINGS[0], None)
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(pathlib.os.path, "expanduser", lambda path: path.replace("~", "/home"))
-    assert kvjax.keep_programs() == "/home/.cache/kvjax"
+    monkeypatch.setattr(pathlib.os.path, "expanduser", lambda path: path.replace("~", "users"))
+    assert kvjax.keep_programs() == "users/.cache/kvjax"
 
 
 @pytest.mark.usefixtures("no_folder")
