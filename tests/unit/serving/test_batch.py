@@ -46,7 +46,7 @@ def test_all_prompts_are_generated_for(host):
     assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 1 + i % 9) for i in range(16)]
     assert_chained(prompts, outputs)
     assert seen == sorted(seen)
-    assert len(seen) > 2
+    assert len(seen) > 1
     assert seen[-1] == sum(1 + i % 9 for i in range(16))
     assert any(output.cached_tokens for output in outputs)
     state = state_of(cache)
