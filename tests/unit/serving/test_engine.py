@@ -330,7 +330,7 @@ def test_wrong_arguments_are_named_before_anything_is_donated():
     [
         (lambda logits, pools: logits[:, 0], r"float32\[1, 61\]"),
         (lambda logits, pools: (logits[:, 0], pools), r"logits float32\[1, 61\]"),  # right for rows, not for a line
-        (lambda logits, pools: (logits, pools), r"logits float32\[1, 4, 61\]"),
+        (lambda logits, pools: (logits, pools), r"logits float32\[1, 131, 61\]"),
         (lambda logits, pools: (logits[0, 0], pools), r"logits float32\[61\]"),
         (lambda logits, pools: (pools, logits[:, 0]), r"\(Pools, float32\[1, 61\]\)"),
         (lambda logits, pools: None, "NoneType"),
