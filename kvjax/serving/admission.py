@@ -18,9 +18,8 @@ from kvjax.serving.loops import admission_events, note
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.scheduler import Scheduler, first, for_samples, most_blocks, places, reserved, running
 from kvjax.state import NO_BLOCK, Match
-from kvjax.verbs._admission import find
+from kvjax.verbs._admission import admit_row, find, let_go
 from kvjax.verbs._request import TIERS, known_text, prompt
-from kvjax.verbs.admit import admit_found
 
 
 class Admitted(Pytree):
@@ -124,17 +123,16 @@ def _admit(
     state, requests = serving.cache.state, serving.requests
     known, namespace = pick(requests.known, slot), pick(requests.namespace, slot)
     ask = prompt(known_text(state.spec, tokens, None), known, namespace, state.spec.block_size)
-    match = find(state, ask, ("device",))
+    match = find(state, ask, TIERS[0])
     serving, good = _can_be_admitted(serving, scheduler, slot, tokens, ask, match)
     row = jnp.argmax(serving.free).astype(jnp.int32)
     room = scheduler.chunk if len(serving.cache.state.groups) > 1 else None
 
     def try_it(carry):
         serving, log, _, _ = carry
-        state, events = admit_found(
-            serving.cache.state, row, ask, match, retention=_retention(serving.requests, slot), room=room, now=now
-        )
-        cache = Cache(state, apply(serving.cache.pools, events))
+        stated = _retention(serving.requests, slot)
+        state, events, sources = admit_row(serving.cache.state, row, ask, match, stated, now, room, TIERS[0])
+        cache = Cache(let_go(state, sources), apply(serving.cache.pools, events))
         serving = enter(serving.replace(cache=cache), slot, row, events.cached[0], events.ok)
         requests, done = fence(serving.requests, events.ok)  # as in a mixed step: nobody reads the text any more
         return serving.replace(requests=requests), note(log, events), done, events.cached[0]

@@ -89,8 +89,8 @@ def admit_row(
     """Admits one row, whose match is what `find` finds in this state, on these tiers.
 
     Also returns the blocks that it copies from, i32[G], NO_BLOCK if none. These sources stay held (`hold_source`) until
-    the caller lets go of them after the last row of the call: no later row evicts, moves, empties or overwrites them
-    before the copies are made.
+    the caller lets go of them (`let_go`) after the last row of the call: no later row evicts, moves, empties or
+    overwrites them before the copies are made.
     """
     spec, size = state.spec, state.spec.block_size
     state, plan = _decide(state, seq, ask, match, room)
@@ -124,6 +124,12 @@ def admit_row(
         cached=cached, shortfall=missing, moves=moved,
     )  # fmt: skip
     return after, events, sources
+
+
+def let_go(state: CacheState, sources: jax.Array) -> CacheState:
+    """Lets go of what rows copy from, i32[G] or i32[R, G]."""
+    held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)
+    return state.replace(groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
 
 
 def _decide(

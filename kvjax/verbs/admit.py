@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._checks import each_row, integers, on_state, static_int
-from kvjax.blocks.holders import let_go_of_sources
-from kvjax.blocks.rows import Prompt
 from kvjax.events.records import Events
 from kvjax.policies.retention import Retention
 from kvjax.state import CacheState, Match
-from kvjax.verbs._admission import admit_row, find
+from kvjax.verbs._admission import admit_row, find, let_go
 from kvjax.verbs._request import flatten_rows, known_text, known_tiers, prompt
 
 
@@ -77,28 +73,7 @@ def admit(
     integers("tokens", tokens, (*rows, "T"))
     requests = (seq, text, length, namespace, retention)
     state, (events, sources) = lax.scan(one, state, requests) if rows else one(state, requests)
-    return _let_go(state, sources), flatten_rows(events) if rows else events
-
-
-def admit_found(
-    state: CacheState,
-    seq: jax.Array,
-    ask: Prompt,
-    match: Match,
-    *,
-    retention: Retention | None,
-    now: jax.Array,
-    room: int | None,
-) -> tuple[CacheState, Events]:
-    """`admit` of one row on the device, by the match that the caller has found in this state."""
-    state, events, sources = admit_row(state, seq, ask, match, retention, now, room, ("device",))
-    return _let_go(state, sources), events
-
-
-def _let_go(state: CacheState, sources: jax.Array) -> CacheState:
-    """Lets go of what rows copied from, i32[G] or i32[R, G]."""
-    held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)
-    return state.replace(groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
+    return let_go(state, sources), flatten_rows(events) if rows else events
 
 
 @on_state
