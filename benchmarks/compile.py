@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What XLA compiles for the scheduler's loop and for each verb, counted, and how long a first answer waits for it.
 
-On a CPU XLA compiles equal fusions once. So the time goes by *distinct* fusions, two whose text differs in more than
-names: some 13 ms each, and a third of a millisecond for each operation beside. All counts are exact.
+On a CPU XLA compiles equal fusions once, so what costs is *distinct* fusions, whose texts differ in more than names,
+and large ones more than small ones. All counts are exact.
 
 `serve` is the program of a `generate` with the bundled model, 8 rows and 96 blocks. Seconds are CPU time of this
 process, without a cache of programs. Two processes of their own then generate for the first time: one without such a

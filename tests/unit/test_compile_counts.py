@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks import compile as compiled
 
-# The distinct fusions of each program, each some 13 ms of compiling. Lower a number with what it counts.
+# The distinct fusions of each program. Lower a number with what it counts.
 BUDGETS = {
     "serve": 840, "submit": 66, "lookup": 27, "admit": 124, "extend": 122, "commit": 117, "trim": 12, "release": 87,
     "fork": 8, "truncate": 69,
