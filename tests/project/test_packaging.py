@@ -140,7 +140,7 @@ double = jax.jit(lambda x: 2 * x)
 double(one)
 def prefill(*arguments):
     return pallas_kernels.call("prefill_attention", *arguments, max_count=1, scale=1.0)
-with jax.checking_leaks():
+with jax.checking_leaks(), pallas_kernels.lowering_for("cuda"):
     assert jax.eval_shape(prefill, *arguments).shape == q.shape
     assert {"pallas_kernels.mosaic", "pallas_kernels.triton"} <= set(sys.modules)
     assert jnp.all(prefill(*arguments) == 1)
