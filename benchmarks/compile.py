@@ -176,12 +176,17 @@ def bodies(text: str) -> Iterator[tuple[str, str]]:
             yield line, body(called[1])
 
 
+def operations(lowered: jax.stages.Lowered) -> int:
+    """How many operations a program has before XLA sees it."""
+    return len(re.findall(r"(?<![#\w])stablehlo\.(?!return)\w+", lowered.as_text()))
+
+
 def count(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Counts:
     """Counts a program."""
     text = compiled.as_text() or ""
     each = [body for _, body in bodies(text)]
     return Counts(
-        ops=len(re.findall(r"(?<![#\w])stablehlo\.(?!return)\w+", lowered.as_text())),
+        ops=operations(lowered),
         fusions=len(each),
         distinct=len(set(each)),
         scatters=len(re.findall(r" scatter\(", text)),

@@ -71,11 +71,11 @@ def shard(folder: pathlib.Path, num_files: int = 3) -> None:
     ("model_type", "fields"),
     [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("mistral", {"sliding_window": 5}),
-        ("qwen2", {"tie_word_embeddings": True}),
-        ("qwen3", {}),
-        ("gemma3_text", {"sliding_window_pattern": 2}),
-        ("gemma4_text", GEMMA4),
+        pytest.param("mistral", {"sliding_window": 5}, marks=pytest.mark.long),
+        pytest.param("qwen2", {"tie_word_embeddings": True}, marks=pytest.mark.long),
+        pytest.param("qwen3", {}, marks=pytest.mark.long),
+        pytest.param("gemma3_text", {"sliding_window_pattern": 2}, marks=pytest.mark.long),
+        pytest.param("gemma4_text", GEMMA4, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16])
@@ -113,8 +113,11 @@ def test_names_and_layout_are_hugging_faces(tmp_path, family):
     }
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."), ("model.language_model.", "")])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "prefixes",
+    [("language_model.model.", "language_model."), pytest.param(("model.language_model.", ""), marks=pytest.mark.long)],
+)
 def test_the_decoder_is_found_beside_towers(tmp_path, prefixes, tied):
     """Older and newer checkpoints with towers; layers that reuse K/V may have projections that nobody reads."""
     model = make("gemma4_text", tie_word_embeddings=tied, **GEMMA4)

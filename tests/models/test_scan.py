@@ -91,7 +91,7 @@ def test_verify_passes(family, capsys):
 @pytest.mark.parametrize(
     ("of", "dtype"),
     [
-        (config, jnp.float32),
+        pytest.param(config, jnp.float32, marks=pytest.mark.long),
         pytest.param(config, jnp.bfloat16, marks=pytest.mark.long),
         pytest.param(gemma4, jnp.float32, marks=pytest.mark.slow),
     ],

@@ -26,8 +26,7 @@ HAPPENS = (
 @pytest.mark.parametrize(
     ("name", "k", "layers"),
     [
-        ("known", SIZE, "full"),
-        *[pytest.param(*case, marks=pytest.mark.long) for case in LONG],
+        *[pytest.param(*case, marks=pytest.mark.long) for case in [("known", SIZE, "full"), *LONG]],
         *[pytest.param(*case, marks=pytest.mark.slow) for case in BY_NIGHT],
     ],
 )

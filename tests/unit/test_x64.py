@@ -13,6 +13,8 @@ import kvjax
 from kvjax import LayerSpec
 from tests import drive
 
+pytestmark = pytest.mark.long
+
 ROWS, WIDTH = 3, 16
 OPTIONS = {"num_blocks": 8, "max_seqs": ROWS, "max_length": WIDTH, "block_size": 4}
 LAYERS = [LayerSpec(2, 16), LayerSpec(1, 16, window=8, sink_tokens=2)]

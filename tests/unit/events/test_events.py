@@ -17,6 +17,7 @@ from kvjax.events.records import COLUMNS, EventKind, Events, Status, joined, rec
 from kvjax.events.totals import Totals
 from kvjax.serving.requests import Finish, Stage
 from kvjax.state import Text
+from tests.drive import PLAIN, VERBS
 
 SPEC = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=16, block_size=4)
 A = {"kind": "stored", "group": 0, "block": 2, "generation": 5, "parent": None, "namespace": 7,
@@ -197,15 +198,15 @@ def test_events_are_shown_in_one_line():
     assert repr(refused) == repr(jax.device_get(refused)) == f"Events({asked}; no events)"
     log = append(init_log(20, 4), SOME)
     assert repr(log) == f"EventLog(7 of 20; {kinds})"
-    match = kvjax.lookup(kvjax.init(SPEC), np.arange(8), 8)
+    match = VERBS["lookup"](kvjax.init(PLAIN), np.arange(8), 8)
     assert repr(match) == "Match(0 tokens cached, 0 of them on the host)"
     twice = jax.tree.map(lambda x: jnp.stack([x, x]), match)
     assert repr(twice) == "Match([0, 0] tokens cached, [0, 0] of them on the host)"
-    _, events = kvjax.admit(kvjax.init(SPEC), 0, np.arange(8), 8)
+    _, events = VERBS["admit"](kvjax.init(PLAIN), 0, np.arange(8), 8)
     assert repr(events).startswith("Events(rows: 1 OK; 0 of 8 tokens cached; ")
 
 
-@pytest.mark.parametrize("value", [SOME, init_log(20, 4), kvjax.lookup(kvjax.init(SPEC), np.arange(8), 8)])
+@pytest.mark.parametrize("value", [SOME, init_log(20, 4), VERBS["lookup"](kvjax.init(PLAIN), np.arange(8), 8)])
 def test_what_cannot_be_counted_is_shown_too(value):
     name, said = type(value).__name__, []
     jax.eval_shape(lambda value: said.append(repr(value)), value)

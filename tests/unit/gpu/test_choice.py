@@ -92,6 +92,7 @@ def test_under_vmap_there_is_no_kernel(axes):
         chex.assert_trees_all_equal(jax.tree.map(lambda x, number=number: x[number], got), alone(rows))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("verb", "args"), CALLS)
 def test_kernels_can_be_interpreted(verb, args):
     def jaxpr():

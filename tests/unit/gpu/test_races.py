@@ -12,6 +12,8 @@ from kvjax.gpu.memory import run
 from kvjax.serving.loops import note
 from tests.unit.gpu.races import barriers_of, kernels_of, races_of
 
+pytestmark = pytest.mark.long
+
 P = 4
 SPECS = {
     name: kvjax.make_spec(num_blocks=16, max_seqs=5, max_length=32, block_size=P, extra_ids=extra)

@@ -101,7 +101,7 @@ def test_equal_arguments_learn_equal_policies():
 @pytest.mark.parametrize(
     "prompts",
     [
-        pytest.param([[0], [0]], id="nothing is held out"),
+        pytest.param([[0], [0]], id="nothing is held out", marks=pytest.mark.long),
         pytest.param([[0], [1], [2], [2]], id="the first fit sees no use", marks=pytest.mark.long),
     ],
 )

@@ -34,7 +34,7 @@ from tests.unit.research.policies import (
 )
 
 
-@pytest.mark.parametrize("name", marked("lru", "lfu", "in one line"))
+@pytest.mark.parametrize("name", marked("lfu", "in one line", lru="long"))
 @given(st.data())
 def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
     trace, rule = data.draw(forests()), data.draw(st.sampled_from(list(RULES)))
