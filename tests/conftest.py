@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict jax, kept programs, and how hard Hypothesis tries. Warnings are errors by pyproject.toml."""
+"""Strict jax, kept programs, few garbage collections, and how hard Hypothesis tries. Warnings are errors."""
 
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -30,6 +31,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 # Programs run for microseconds here and take seconds to compile; a night's tests may be worth the optimiser's time.
 jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_PROFILE") != "nightly")
 
+
+# A trace makes many objects at a time and little garbage: to look for it after 700 takes a fifth of a trace.
+gc.set_threshold(100_000, 50, 100)
 
 # The files that take longest first, so that no process is left alone with one of them: of the default tests, then of
 # the long ones.

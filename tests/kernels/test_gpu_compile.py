@@ -22,8 +22,8 @@ CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
-STEPS = ("step", "step_scanned", "step_sharded")
-# By default each kernel once; `long` adds quantised ones and whole steps, `slow` further shapes and the other chip.
+STEPS = "step", *[pytest.param(case, marks=pytest.mark.slow) for case in ("step_scanned", "step_sharded")]
+# By default each kernel once; `long` adds quantised ones and a whole step, `slow` further shapes and the other chip.
 QUICK = {
     "bookkeeping_16", "decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
     "scatter",
@@ -31,7 +31,7 @@ QUICK = {
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
-    "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024",
+    "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024", "step_scanned", "step_sharded",
 }  # fmt: skip
 ALL = [
     pytest.param(
@@ -92,9 +92,7 @@ def test_kernels_are_emitted_as_expected(target, case):
     assert result_of(target, case)["emitted"] == (MOSAIC if mosaic else TRITON)
 
 
-@pytest.mark.parametrize(
-    "case", ["scatter", "bookkeeping_16", *(pytest.param(case, marks=pytest.mark.long) for case in STEPS)]
-)
+@pytest.mark.parametrize("case", ["scatter", "bookkeeping_16", *STEPS])
 def test_pools_are_updated_in_place(case):
     result = result_of("h200", case)
     assert result["pool_copies"] == 0
@@ -110,7 +108,7 @@ def test_bookkeeping_takes_few_kernels_and_never_stops_the_device(case):
     assert result["launches"] <= 12 and result["stops"] == 0 and result["large_copies"] == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_scanned_step_copies_one_layers_weights_at_most():
     scanned, unrolled = result_of("h200", "step_scanned"), result_of("h200", "step")
     assert 0 < scanned["layer"] == unrolled["layer"]
@@ -127,7 +125,7 @@ def test_the_whole_step_is_made_of_the_kernels(case):
     }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_four_gpus_talk_once_for_attention_and_once_for_the_mlp():
     """The metadata is worked out by each for itself, and nothing of a pool is sent."""
     sent = result_of("h200", "step_sharded")["collectives"]

@@ -50,7 +50,7 @@ def test_what_is_drawn_stays_within_the_columns(monkeypatch, width):
     assert asked == [width] * 2 and sum("where is beatrix ?" in line for line in lines) == demo.QUESTIONS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_demo_shows_what_the_cache_is_for():
     """In a pipe of 60 columns; the first token is several times sooner, even where others compute too."""
     lines = output_of(sys.executable, "-m", "models.demo", COLUMNS="60").splitlines()

@@ -77,7 +77,7 @@ def test_a_scanned_model_on_a_mesh():
             np.testing.assert_allclose(logits, golden.logits[row, : len(logits)], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("gemma3", AUTO), ("gemma4", EXPLICIT)])
 def test_goldens_with_windows_on_two_by_two_devices(family, kind):
     golden = read_golden(GOLDENS / family, 256)
@@ -239,7 +239,7 @@ def test_an_nnx_module_of_the_users_own_with_sinks(kind, shape):
     assert tokens == tokens_of(one_device(model), cache_of(LAYERS))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_linen_module_of_the_users_own():
     module = LinenModel()
     with mesh_of(2, 2) as mesh:

@@ -50,7 +50,7 @@ def test_verify_passes(family, capsys):
     assert "ok: largest logit error" in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_verify_fails_on_wrong_outputs_and_reports_bad_folders(tmp_path, capsys):
     folder = tmp_path / "other"
     write_golden(folder, lengths=[1, 20, 33], steps=[5, 0, 3])
@@ -99,12 +99,12 @@ def write_golden(folder: pathlib.Path, lengths: list[int], steps: list[int]) -> 
     ("family", "fields"),
     [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
-        pytest.param("mistral", {"sliding_window": 7}, marks=pytest.mark.long),
+        pytest.param("mistral", {"sliding_window": 7}, marks=pytest.mark.slow),
         pytest.param(
-            "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, marks=pytest.mark.long
+            "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, marks=pytest.mark.slow
         ),
-        pytest.param("qwen3", {"head_dim": 8}, marks=pytest.mark.long),
-        pytest.param("gemma3_text", {**GEMMA3, "sliding_window_pattern": 2}, marks=pytest.mark.long),
+        pytest.param("qwen3", {"head_dim": 8}, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", {**GEMMA3, "sliding_window_pattern": 2}, marks=pytest.mark.slow),
         pytest.param(
             "gemma4_text", {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1},
             marks=pytest.mark.long,
@@ -119,7 +119,7 @@ def test_paged_is_dense(family, fields):
     np.testing.assert_allclose(paged(model, tokens), jax.jit(Decoder.dense)(model, tokens), atol=atol)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_only_the_wanted_logits_in_bfloat16():
     model = Decoder(config(num_hidden_layers=2), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(32, size=(2, 12)).astype(np.int32)
@@ -164,8 +164,10 @@ def paged(model: Decoder, tokens: np.ndarray, **options) -> jax.Array:
     "fields",
     [
         {"num_hidden_layers": 2},
-        {**GEMMA3, "sliding_window_pattern": 2},
-        {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1},
+        pytest.param({**GEMMA3, "sliding_window_pattern": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {**GEMMA4, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_logits_of_any_positions_of_a_mixed_line(fields):
@@ -426,7 +428,7 @@ def test_the_bundled_model_answers():
         assert train.accuracy(model, num_facts, num_documents=16) >= 0.98
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_training_learns_and_leaves_the_first_layer_alone(monkeypatch):
     monkeypatch.setattr(train, "CURRICULUM", (train.Stage(2, 2, 8, 30),))
     monkeypatch.setattr(train, "WARMUP", 5)

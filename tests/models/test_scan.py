@@ -67,7 +67,7 @@ def view_of(spec) -> kvjax.pools.View:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES]
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 )
 def test_paged_logits_are_the_reference(family):
     model, _ = load(GOLDENS / family, scan=True)
@@ -91,8 +91,8 @@ def test_verify_passes(family, capsys):
 @pytest.mark.parametrize(
     ("of", "dtype"),
     [
-        pytest.param(config, jnp.float32, marks=pytest.mark.long),
-        pytest.param(config, jnp.bfloat16, marks=pytest.mark.long),
+        pytest.param(config, jnp.float32, marks=pytest.mark.slow),
+        pytest.param(config, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param(gemma4, jnp.float32, marks=pytest.mark.slow),
     ],
 )
@@ -160,7 +160,7 @@ def test_all_layers_are_one_scan():
         assert scans(decode.trace(*args).jaxpr.jaxpr) == wanted
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_step_copies_no_pool_and_one_layers_weights_at_most():
     compiled = {}
     for scan in (False, True):

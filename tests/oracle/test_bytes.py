@@ -133,7 +133,7 @@ def test_quantised_bytes_under_windows():
     assert_happened(live(CONFIGS["fast windows"], seed=0, steps=400).tally, "hit", "partial hit", "merged", "slid")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bytes_on_a_mesh():
     assert_happened(live(CONFIGS["fast mesh"], seed=3, steps=400).tally, *HAPPENS, *ON_HOSTS)
 

@@ -20,13 +20,16 @@ def class_of(path):
     return backends.spec_of(scenarios.size_of(json.loads(path.read_text(encoding="utf-8"))))
 
 
-COMMON = dict(collections.Counter(map(class_of, FILES)).most_common(5))
+CLASSES = collections.Counter(map(class_of, FILES))
+COMMON = dict(CLASSES.most_common(5))
 RARE = {path.stem for path in FILES if class_of(path) not in COMMON}
+ALONE = {path.stem for path in FILES if CLASSES[class_of(path)] == 1}
 
 
-def files(long=()):
+def files(long=(), slow=()):
     """All scenario files; those that take long are marked."""
-    return [pytest.param(path, marks=pytest.mark.long if path.stem in long else [], id=path.stem) for path in FILES]
+    marks = {**dict.fromkeys(long, pytest.mark.long), **dict.fromkeys(slow, pytest.mark.slow)}
+    return [pytest.param(path, marks=marks.get(path.stem, []), id=path.stem) for path in FILES]
 
 
 @pytest.mark.parametrize("path", files(LARGE))
@@ -35,7 +38,7 @@ def test_scenario_on_the_oracle(path):
     assert result == "pass", why
 
 
-@pytest.mark.parametrize("path", files(RARE))
+@pytest.mark.parametrize("path", files(RARE, ALONE))
 def test_scenario_on_the_library(path):
     result, why = scenarios.run_file(path, "library")
     assert result == "pass", why

@@ -41,7 +41,7 @@ from benchmarks.memory import read_lengths
 from tests.oracle import static_sampling
 from tests.unit.research import cases
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 
 def test_report_writes_what_was_measured_where(tmp_path, capsys):

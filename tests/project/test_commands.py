@@ -302,7 +302,7 @@ def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(capsys, scripted, monkeypatc
     assert bytes_tokenizer().decode(scripted.prompts[1]) == "one\n f\ntwo\n"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_chat_reuses_its_turns_and_gets_them_back_from_the_host(capsys, monkeypatch, tmp_path):
     """Seven blocks on the device; the second chat through them pushes the first one's out."""
     sizes = ["--blocks", "8", "--block-size", "8", "--host-blocks", "16", "--events", str(tmp_path / "events")]
@@ -548,7 +548,7 @@ def test_the_demo_is_a_command():
     assert "usage: python -m models.demo" in output_of(sys.executable, "-m", "models.demo", "--help")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_router_finds_what_is_cached():
     """Two processes under one that asks; it fails by itself where a mirror differs or in turn is as good."""
     out = output_of(sys.executable, "-m", "models.router", "--quick")

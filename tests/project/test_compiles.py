@@ -26,7 +26,7 @@ def test():
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_programs_of_all_processes_are_told_without_those_from_the_cache(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for count in (2, 3):

@@ -123,7 +123,7 @@ class Model(nn.Module):
         return embed.attend(x[jnp.arange(x.shape[0]), last]), pools
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_linen_module_generates_through_the_cache():
     layers = [kvjax.LayerSpec(kv_heads=2, head_dim=16)] * 2
     spec = kvjax.make_spec(layers, num_blocks=32, max_seqs=2, max_length=64, block_size=8, dtype="float32")

@@ -154,7 +154,7 @@ def test_what_is_findable_holds_its_tokens(seed, dangerous, monkeypatch):
     assert (life.failures > 0) == dangerous
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("host", "documents"), [(6, 2), pytest.param(24, 4, marks=pytest.mark.slow)])
 def test_evicted_documents_come_back(host, documents):
     cache = Fed(num_host_blocks=host)
@@ -168,7 +168,7 @@ def test_evicted_documents_come_back(host, documents):
     assert int(cache.cache.lookup(padded(texts[0], WIDTH), len(texts[0])).host_tokens) > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_after_a_watermark_a_loop_evicts_nothing():
     tiered = Fed()
     text = list(range(1, 9))
@@ -214,7 +214,7 @@ def test_a_sequence_goes_and_comes_back():
     assert cache.grow(0, 1, 0) == ["OK"] * ROWS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_block_on_the_move_cannot_be_found():
     cache, asked = Driver(kvjax.init(ONE)), [*range(1, 10)]
     cache.start(0, asked[:8])
@@ -299,7 +299,7 @@ def test_what_a_row_copies_from_is_held_until_the_call_ends():
     assert life.read(1) == [102] * 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_contents_computed_again_keep_their_children_on_the_host():
     """What a loop may evict is known after a commit has brought a block back from over its children."""
     life = Tenants(num_blocks=4)

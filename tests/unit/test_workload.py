@@ -25,7 +25,7 @@ def run(spec, asked, tally):
     tally.update(trial.tally)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_strategys_requests_are_carried_out_and_obey_the_law():
     tally = collections.Counter()
 

@@ -97,7 +97,7 @@ def test_a_row_holds_what_its_window_needs_and_no_more():
     kvjax.check(jax.device_get(state))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_blocks_leave_with_the_last_token_that_is_seen_and_stay_cached():
     story, held = Story(), []
     story.start(0, TEXT[:3])

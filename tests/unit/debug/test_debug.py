@@ -150,7 +150,7 @@ def print_what_check_says_of_endless_chains():
         print(str(caught.value).split("\n")[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_check_ends_where_links_do_not():
     """In a process of its own: compiled code that never ends cannot be interrupted."""
     code = f"import {__name__} as tests; tests.print_what_check_says_of_endless_chains()"

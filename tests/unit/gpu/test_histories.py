@@ -70,7 +70,7 @@ def fresh():
     jax.clear_caches()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_crowded_buckets(mask, monkeypatch, fresh):
     monkeypatch.setattr("kvjax.blocks.index.mix", lambda x: mix(x) & np.uint32(mask))
@@ -93,14 +93,14 @@ def colliding(monkeypatch, fresh):
     return verbs
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "reached"), [(1, ()), pytest.param(15, ("merged",), marks=pytest.mark.slow)])
 def test_equal_keys_of_other_contents(mask, reached, colliding):
     wanted = {"commit: stored", "collided", *reached}
     assert wanted <= History(PLAIN, 10, verbs=colliding(mask)).run(150).keys()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_equal_keys_in_one_call(colliding):
     """Rows 0 and 2 differ in nothing but the tenant; row 1 equals a cached block, but row 0 comes first."""
     verbs, seqs = colliding(0), np.arange(4, dtype=np.int32)
@@ -158,7 +158,7 @@ def events_of(empty, rng, size, log):
     return empty.replace(records=records, text=text, **asked)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [False, True])
 def test_more_rows_fill_a_block_than_one_pass_looks_at(same):
     rows, verbs = 40, Both(0)

@@ -208,7 +208,7 @@ def test_lfu_is_the_score_that_it_was(seed):
     assert classes.tally["removed"] > 50
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_score_with_a_state_conforms():
     policy, _ = POLICIES["with weights"]
     state = policy.init(PLAIN.groups[0].num_ids)._replace(own={"w": jnp.float32(2)})

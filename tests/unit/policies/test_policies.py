@@ -103,6 +103,7 @@ def test_whatever_the_score_there_are_victims(name):
     assert tally["removed"] > 10 and tally["NO_BLOCKS"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
@@ -111,7 +112,7 @@ def test_whatever_the_score_there_are_victims(name):
         pytest.param(kvjax.policies.lfu, marks=pytest.mark.slow),
         pytest.param(kvjax.policies.random, marks=pytest.mark.slow),
         pytest.param(kvjax.policies.cost_aware, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.trt_leaf, marks=pytest.mark.long),
+        pytest.param(kvjax.policies.trt_leaf, marks=pytest.mark.slow),
     ],
 )
 def test_the_librarys_policies_conform(policy):
@@ -292,7 +293,7 @@ def a_row_and_something_cached(state):
     return cache
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "verbs"),
     [
@@ -381,7 +382,7 @@ def test_a_touch_without_a_state_is_named():
         kvjax.by_score(lambda blocks: blocks.fill, touch=lambda pstate, *_: pstate)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_scores_with_a_state_conform():
     assert check_policy(most_often_released_last(), seed=5, steps=STEPS)["removed"] > 10
 
@@ -568,7 +569,7 @@ def random_prompt(rng, documents):
     return tokens, ranges, decode
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", [FreeQueue, PriorityQueues])
 def test_presets_evict_what_their_models_do(structure):
     """Random histories; block for block and in order, by what the blocks hold.

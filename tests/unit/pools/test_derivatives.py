@@ -187,7 +187,7 @@ def test_gradients_with_heads_on_two_devices(kind):
     close(got["pools"].arrays[0][0], wanted["pools"].arrays[0][0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gradients_through_a_decode_loop():
     """A prompt, a fork, and a scan whose steps make room, first by a copy on write, then write, attend and commit."""
     sizes = {"num_blocks": 12, "max_seqs": 2, "max_length": 12, "block_size": 4, "dtype": "float32"}

@@ -429,7 +429,7 @@ def test_steps_update_the_pools_in_place(loop, dtype):
             assert kind == "fusion" and ("scatter" in name or "dynamic-update-slice" in name), (name, sizes, kind)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["scan", "while", "layers"])
 def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
     """No read of a layer sees a later write, no write is lost; with copies between the steps."""

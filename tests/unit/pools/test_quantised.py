@@ -115,7 +115,7 @@ def test_an_index_finds_the_layers_scales():
     chex.assert_tree_all_finite(out)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", EACH)
 def test_recall_is_as_accurate_as_over_float32(dtype):
     assert abs(accuracy(dtype) - accuracy("float32")) <= 0.01

@@ -47,11 +47,9 @@ POLICIES = {
 }
 
 
-def marked(*names, lru=None):
-    """The policies to test: `lru` always or where its mark says, these names in CI, and the others at night."""
-    marks = {name: pytest.mark.long if name in names else pytest.mark.slow for name in POLICIES}
-    marks["lru"] = [] if lru is None else getattr(pytest.mark, lru)
-    return [pytest.param(name, marks=marks[name]) for name in POLICIES]
+def marked(lru=()):
+    """The policies to test: `lru` always or where its mark says, the others at night."""
+    return [pytest.param(name, marks=lru if name == "lru" else pytest.mark.slow) for name in POLICIES]
 
 
 @st.composite

@@ -83,7 +83,7 @@ def test_without_sizes_they_go_from_the_longest_request_to_the_whole_trace(file,
     assert saved["rule"] == "papers" and list(saved["rates"]) == ["Belady", "with bypass"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_policy_of_ones_own_runs_beside_kvjaxs(file, tmp_path, capsys):
     own, picture = f"{__name__}:LONGEST_FIRST", tmp_path / "rates.png"
     reads = f"{__name__}:SMALLEST_FIRST"

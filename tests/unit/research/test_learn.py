@@ -88,7 +88,7 @@ def test_a_counted_hazard_is_a_share_with_that_of_all_classes_beside_it():
     assert counted(counts, 7.0)[own, age] == pytest.approx(wanted)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_equal_arguments_learn_equal_policies():
     first, again = (learn_policy(cases.cut(200), rule="papers", seed=1) for _ in range(2))
     other = learn_policy(cases.cut(200), rule="papers", hazard="counted")
@@ -101,8 +101,8 @@ def test_equal_arguments_learn_equal_policies():
 @pytest.mark.parametrize(
     "prompts",
     [
-        pytest.param([[0], [0]], id="nothing is held out", marks=pytest.mark.long),
-        pytest.param([[0], [1], [2], [2]], id="the first fit sees no use", marks=pytest.mark.long),
+        pytest.param([[0], [0]], id="nothing is held out", marks=pytest.mark.slow),
+        pytest.param([[0], [1], [2], [2]], id="the first fit sees no use", marks=pytest.mark.slow),
     ],
 )
 def test_a_trace_may_say_little(prompts):
@@ -111,7 +111,7 @@ def test_a_trace_may_say_little(prompts):
     assert np.all(learned.table > 0)
 
 
-@pytest.mark.parametrize("hazard", ["counted", pytest.param("mlp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("hazard", ["counted", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_a_learned_policy_keeps_what_comes_back(hazard):
     """LRU finds nothing in the second half: a one-shot prompt is newer than every session."""
     trace, size = sessions_and_one_shots(), 40
@@ -173,7 +173,7 @@ def test_what_cannot_be_learned_is_refused():
         compare_learned(trace[:5], [400])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_caches_evict_what_plain_python_evicts():
     """Through the verbs, with two policies in one program."""
     trace, size = cases.cut(300), 600
@@ -185,7 +185,7 @@ def test_caches_evict_what_plain_python_evicts():
     assert wanted[0] != wanted[1] and sum(wanted[0]) > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_model_generates_with_a_learned_policy():
     """It has room for few of the prompts, whose tokens are those that the model says after the right bytes."""
     layers = [kvjax.LayerSpec(1, 2)] * 2

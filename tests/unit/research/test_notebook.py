@@ -12,7 +12,7 @@ from tests.drive import ROOT
 NOTEBOOK = ROOT / "docs/which_policy.ipynb"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_notebook_prints_what_it_shows(monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "agg")
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]

@@ -31,7 +31,7 @@ from tests.unit.research.policies import (
 )
 
 
-@pytest.mark.parametrize("name", marked("in one line"))
+@pytest.mark.parametrize("name", marked())
 @given(st.data())
 def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
     """A cache as long as the longest request serves it; one below refuses it, and forgets nothing for it."""
@@ -44,8 +44,8 @@ def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
         np.testing.assert_array_equal(hits.blocks, [lru_hits(trace, size, rule) for size in sizes])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", marked("in one line"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", marked())
 def test_requests_of_a_production_trace_find_what_they_find_in_plain_python(name):
     trace = cases.cut(500)
     policy, score = POLICIES[name]
@@ -72,7 +72,7 @@ def test_all_requests_of_a_production_trace_find_what_they_find_in_plain_python(
         np.testing.assert_array_equal(found, [lru_hits(trace, size, "full") for size in sizes])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["full", "kvjax"])
 def test_requests_that_overlap_find_what_they_find_in_plain_python(rule):
     """The smallest cache refuses many; those that it serves hold blocks that nobody else gets."""
@@ -85,7 +85,7 @@ def test_requests_that_overlap_find_what_they_find_in_plain_python(rule):
     assert hits.refused.tolist() == list(refused) and refused[0] > refused[-1] == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_request_that_gets_no_blocks_for_its_answer_holds_none():
     """The first request needs four blocks, of which there are three, and the third one finds the second one's."""
     trace = make_trace(
@@ -101,7 +101,7 @@ def test_the_conversation_trace_hits_less_where_requests_overlap():
     assert hits.rate.round(4).tolist() == [0.0618, 0.1304] and hits.refused.tolist() == [0, 0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_block_filled_in_part_is_held_and_not_cached():
     """Two blocks of room. By rule "kvjax" the second prompt's block stays, and the third one's evicts the first's."""
     prompts, tokens = [[0], [1], [2], [0, 3]], [BLOCK, BLOCK - 1, BLOCK, 2 * BLOCK]
@@ -117,7 +117,7 @@ def stored_at(blocks):
 OLDEST_FIRST, NEWEST_FIRST, MIXED = [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 0], [0] * 6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_weights_of_a_score_differ_from_cache_to_cache():
     policy = kvjax.by_score(lambda blocks, weight: weight * stored_at(blocks), init=lambda num_ids: jnp.int32(0))
     hits = replay(small_trace(), policy, [3, 3], policy_state=jnp.array([1, -1], jnp.int32))
@@ -126,7 +126,7 @@ def test_weights_of_a_score_differ_from_cache_to_cache():
         replay(small_trace(), policy, [3, 3], policy_state=jnp.zeros((2,), jnp.float32))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_policy_is_told_the_ms_since_the_first_request():
     """They may wrap: 2^31 ms later they are negative, and the newest leave first."""
     trace = dataclasses.replace(small_trace(), time=np.full(6, 7e11))
@@ -136,7 +136,7 @@ def test_a_policy_is_told_the_ms_since_the_first_request():
     assert replay(late, policy, [3]).blocks.tolist() == [MIXED]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_trace_without_requests_has_no_hits():
     hits = replay(small_trace()[:0], lru(), [3, 4])
     assert hits.blocks.shape == (2, 0) and hits.rate.tolist() == [0, 0]
@@ -169,12 +169,12 @@ def compiled(policy, most):
     return _serve.lower(spec, policy, sizes, None, asks_of(trace, "full"), ids).compile().as_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [lru(), lfu()], ids=str)
 def test_no_request_selects_or_copies_all_blocks(policy):
     assert lines_of_size(compiled(policy, 4099), 4099) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_score_selects_over_all_blocks_and_is_found():
     assert lines_of_size(compiled(fifo(), 4099), 4099)

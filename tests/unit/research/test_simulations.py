@@ -34,7 +34,7 @@ from tests.unit.research.policies import (
 )
 
 
-@pytest.mark.parametrize("name", marked("lfu", "in one line", lru="long"))
+@pytest.mark.parametrize("name", marked(pytest.mark.long))
 @given(st.data())
 def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
     trace, rule = data.draw(forests()), data.draw(st.sampled_from(list(RULES)))
@@ -46,8 +46,8 @@ def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
         np.testing.assert_array_equal(hits.blocks, [lru_hits(trace, size, rule) for size in sizes])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", marked("lfu", lru="slow"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", marked(pytest.mark.slow))
 def test_requests_of_a_production_trace_find_what_they_find_in_plain_python(name):
     """Prompts of 1 to 226 blocks, which are served in 16, 64 and 256 columns."""
     trace = cases.cut(400)
@@ -58,7 +58,7 @@ def test_requests_of_a_production_trace_find_what_they_find_in_plain_python(name
         assert hits.rate[-1] > hits.rate[0] > 0 and hits.refused[0] > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @given(st.data())
 def test_a_policy_by_class_finds_what_it_finds_on_the_verbs(data):
     trace, rule = data.draw(forests()), data.draw(st.sampled_from(["full", "kvjax"]))

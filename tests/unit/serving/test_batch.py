@@ -158,6 +158,7 @@ def test_rows_rest_on_the_host_instead_of_being_preempted(host, monkeypatch):
     assert not np.asarray(state_of(cache).seqs.length).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_blocks", "seed"), [(5, 25), (8, 32)])
 def test_a_request_goes_on_where_the_host_can_empty_blocks(num_blocks, seed):
     """A loop cannot evict cached blocks with children on the host: here others are missing."""
@@ -230,6 +231,7 @@ def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
     kvjax.check(state_of(cache))
 
 
+@pytest.mark.slow
 def test_a_row_rests_until_the_chunks_of_the_others_fit(monkeypatch):
     """Two prompts, of 11 and 8 blocks, in chunks of 4: with windows a prompt takes its blocks chunk by chunk.
 
@@ -259,6 +261,7 @@ def test_a_row_rests_until_the_chunks_of_the_others_fit(monkeypatch):
     kvjax.check(state_of(cache))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parent", "back"), [(0, 0), (-1, -1)], ids=["sample", "another prompt"])
 def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
     """Whatever room there is: they wait for its prompt. Another prompt can go on, and the row waits for its blocks."""

@@ -117,6 +117,7 @@ def test_a_stream_hands_out_no_more_than_the_tokens_of_its_steps():
     assert STEPS // 2 < max(lengths) <= STEPS
 
 
+@pytest.mark.slow
 def test_two_prompts_are_computed_in_one_step():
     """Each is half a chunk long; the second one does not wait for the first."""
     prompts = [list(range(first, first + 8)) for first in (0, 20, 40)]
@@ -193,6 +194,7 @@ def test_windows_take_no_more_blocks_than_their_rows_see(windows):
     assert kvjax.fold(events + more).index == kvjax.events.index_of(cache.state)
 
 
+@pytest.mark.slow
 def test_prompts_wait_for_the_blocks_of_their_windows():
     """One row at a time; of 16 blocks it holds at most 5 of the window group's."""
     windows = (WINDOW, None)
@@ -252,6 +254,7 @@ def test_each_prompt_is_sampled_in_its_own_way():
     assert stop not in together[2].tokens[:6] and len(together[2].tokens) >= 6
 
 
+@pytest.mark.slow
 def test_a_user_function_sees_the_logits():
     def only_even(logits, tokens, positions):
         assert logits.shape[1:] == (VOCAB,)

@@ -175,6 +175,7 @@ def test_other_threads_leave_signals_alone():
     assert [output.finish for output in results[0][0]] == ["length"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, HOST])
 def test_a_stream_that_nobody_reads_on_releases_its_rows(host):
     cache, events = start(host=host), []

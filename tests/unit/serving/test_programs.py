@@ -52,7 +52,7 @@ def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
     assert shapes == [(1, SPEC.max_seqs + Scheduler().chunk), (SPEC.max_seqs, 1)]
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_another_batch_compiles_nothing(monkeypatch, real):
     if not real:
         options = {"static_argnames": ("scheduler", "logits_fn", "fixed_steps"), "donate_argnames": ("serving", "log")}

@@ -108,6 +108,7 @@ def shortest_first(requests, state):
     return requests.prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_policy_of_ones_own_decides_who_is_first(jitted):
     """Who is admitted first, and whose prompt is computed first."""
@@ -170,6 +171,7 @@ def test_a_loop_ends_where_no_row_is_left_for_those_who_wait():
     assert bool(story.serving.busy)
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_noted_with_each_one_chosen():
     """All log-probabilities of a model that knows only the last token, in mixed steps and in blocks of steps."""
     table = np.random.default_rng(5).normal(size=(7, 7)).astype(np.float32)

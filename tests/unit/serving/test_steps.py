@@ -53,28 +53,24 @@ OTHERS = {
     "k=1": (1, STEPS), "k=3, 11 steps": (3, 11), "fixed": (SIZE, STEPS, ("fixed_steps", True)), "k=3": (3, STEPS),
     "a block a call": (SIZE, SIZE),
 }  # fmt: skip
-MARKS = {name: pytest.mark.long if name in ("k=3, 11 steps", "fixed") else pytest.mark.slow for name in OTHERS}
 LOOPS = [
     pytest.param((SIZE, STEPS), id="k=P"),
-    *[pytest.param(loop, marks=MARKS[name], id=name) for name, loop in OTHERS.items()],
+    *[pytest.param(loop, marks=pytest.mark.slow, id=name) for name, loop in OTHERS.items()],
 ]
 GROUPS = ["windows", pytest.param("narrow", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow)]
 every_loop = pytest.mark.parametrize("loop", LOOPS)
-ONE, CI = ("full", "k=P"), [("windows", name) for name in ("k=P", "k=3, 11 steps", "fixed")]
+ONE, CI = ("full", "k=P"), ("windows", "k=P")
 ALL = [(layers, name) for layers in ("full", "windows", "narrow") for name in ("k=P", *OTHERS)]
 one_by_default = pytest.mark.parametrize(
     ("loop", "layers"),
     [
         pytest.param(
             {"k=P": (SIZE, STEPS), **OTHERS}[name], layers, id=f"{name}-{layers}",
-            marks=() if (layers, name) == ONE else pytest.mark.long if (layers, name) in CI else pytest.mark.slow,
+            marks=() if (layers, name) == ONE else pytest.mark.long if (layers, name) == CI else pytest.mark.slow,
         )
         for layers, name in ALL
     ],
 )  # fmt: skip
-few_loops = pytest.mark.parametrize(
-    "loop", [LOOPS[0], *[pytest.param(loop, marks=pytest.mark.slow, id=name) for name, loop in OTHERS.items()]]
-)
 
 
 @functools.cache
@@ -201,7 +197,7 @@ def stuck(num_blocks):
 
 
 @pytest.mark.long
-@few_loops
+@every_loop
 @pytest.mark.parametrize(("num_blocks", "written"), [(4, 7), (5, 11), (6, 14)])
 def test_a_loop_whose_block_is_refused_goes_on_by_single_steps(num_blocks, written, loop):
     """To the last free slot, although a block of steps would be refused again and again."""
@@ -230,7 +226,7 @@ def kept(decode_ttl=None):
 
 
 @pytest.mark.long
-@few_loops
+@every_loop
 @pytest.mark.parametrize("num_blocks", [pytest.param(11, marks=pytest.mark.slow), 14, BLOCKS])
 def test_stated_priorities_and_times_to_live(num_blocks, loop):
     options = {"retention": kept(15), "now": np.int32(3)}
@@ -252,7 +248,7 @@ def test_stated_priorities_and_times_to_live(num_blocks, loop):
 
 @pytest.mark.long
 @pytest.mark.parametrize("layers", ["windows", pytest.param("narrow", marks=pytest.mark.slow)])
-@few_loops
+@every_loop
 def test_beams_between_calls(loop, layers):
     """Rows go on from the same one, each with a token of its own, and share its last block until they write."""
     ends = []
@@ -282,7 +278,7 @@ SAMPLINGS = kvjax.Sampling([1.3, 0, 0.8, 2.5], top_k=[9, 0, 0, 4], top_p=[1, 1, 
 
 
 @pytest.mark.slow
-@few_loops
+@every_loop
 def test_random_choices_and_a_users_function_do_not_depend_on_k(loop):
     options, how = {"logits_fn": no_token_twice}, {"sampling": SAMPLINGS}
     start = dataclasses.replace(STARTS["last blocks are shared"], stop=(2, 5, 7, 11))

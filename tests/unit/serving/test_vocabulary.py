@@ -146,6 +146,7 @@ A, B, C = [1, 2, 0, 1, 1, 2, 2, 0], [2, 0, 1, 1, 2, 2, 0, 0], [0, 0, 2, 1, 0, 1,
 # vLLM.
 
 
+@pytest.mark.slow
 @row("`add_request`")
 def test_a_request_waits_until_a_step_admits_it():
     desk = Desk(VLLM)
@@ -175,6 +176,7 @@ def test_an_aborted_request_gives_back_what_it_holds():
     assert desk.submit(C)[1:] == ([0], [1])  # the slot's next request has another generation
 
 
+@pytest.mark.slow
 @row("v0 waiting, running, swapped")
 def test_the_stages_of_a_request_and_a_row_that_rests():
     desk = Desk(VLLM)
@@ -343,6 +345,7 @@ def under_pressure(scheduler):
     return len(admitted(steps[0])), paused, [output.tokens for output in found]
 
 
+@pytest.mark.slow
 @row("CapacityScheduler, `GUARANTEED_NO_EVICT`")
 def test_an_admitted_request_is_never_preempted():
     assert TRT.reserve == "goal" and Scheduler().reserve == "goal"
@@ -357,6 +360,7 @@ def test_more_are_admitted_and_some_preempted():
     assert number == 3 and paused and tokens == under_pressure(TRT)[2]
 
 
+@pytest.mark.slow
 @row("CapacityScheduler, `STATIC_BATCH`")
 def test_a_batch_is_admitted_when_the_one_before_is_over():
     assert STATIC.reserve == "batch"
@@ -470,6 +474,7 @@ def test_several_tokens_of_each_row_are_reserved_and_computed_at_once():
     assert set(waiting) == {1, VLLM.k_waiting} == {1, 2}
 
 
+@pytest.mark.slow
 @row("`prefill_coalesce_min_pending`")
 def test_chunks_wait_for_others_or_for_so_many_blocks_of_steps():
     desk = Desk(TRT)

@@ -40,7 +40,7 @@ def test_unpinned_blocks_can_leave(order):
     assert_all_can_leave(driver)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [[2], [1, 2], [2, 1], [0, 1, 2], [1, 0, 2]], ids=str)
 def test_what_came_back_from_the_host_and_its_prefix_can_leave(named):
     driver, blocks = chain(HOST)

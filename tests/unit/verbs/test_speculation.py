@@ -102,7 +102,7 @@ def speculative(target, draft):
     return text[:NEW], right
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_output_is_that_of_plain_greedy_decoding():
     alone, target = Speaker(3, 32, seed=0), Speaker(3, 32, seed=0)
     (wanted, clear), (got, right) = plain(alone), speculative(target, Speaker(2, 32, seed=1, alike=target))
@@ -178,7 +178,7 @@ def check_tree(tree, text):
     assert {path for _, _, path in kvjax.events.index_of(state)} == whole
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_branches_leave_behind_what_plain_decoding_does():
     """Rounds of a text that is known: any branch may win, with none to all of its guesses."""
     rng = np.random.default_rng(0)
