@@ -39,9 +39,10 @@ router: ## two caches that publish their events, and a router that knows what ea
 	@$(SETUP)
 	@$(PYTHON) -m models.router $(ARGS)
 
+# Only tests that ARGS may ask for compile for GPUs.
 test: ## the default tests
 	@$(SETUP)
-	@$(TOOLCHAIN)
+	@$(if $(ARGS),$(TOOLCHAIN))
 	@$(PYTHON) $(PYTEST) $(ARGS)
 
 test-long: ## what takes longer; CI runs it together with the default tests
