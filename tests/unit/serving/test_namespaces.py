@@ -1,24 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation with the `Namespaces` that numbered its tenants: it refuses the numbers of any other."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import kvjax
+from tests.serving_kit import HOST, MODEL, make_cache, prompts_of, spread, together
 
-OPTIONS = {"num_blocks": 16, "max_seqs": 2, "max_length": 24, "block_size": 4, "dtype": "float32"}
-SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 4)], **OPTIONS)
-TIERED = kvjax.make_spec([kvjax.LayerSpec(1, 4)], num_host_blocks=4, **OPTIONS)
-PROMPT = list(range(11))
-
-
-def even(tokens, pools, view, *, last):
-    """Logits that depend on nothing."""
-    return jnp.zeros((*last.shape, 61)), pools
-
-
-MODEL = jax.tree_util.Partial(even)
+PROMPT = prompts_of(0)[0]
 
 
 def streamed(*args, **options):
@@ -26,9 +14,9 @@ def streamed(*args, **options):
 
 
 @pytest.mark.parametrize("use", [kvjax.generate, streamed])
-@pytest.mark.parametrize("create", [lambda: kvjax.Cache.create(SPEC), lambda: kvjax.tiers.TieredCache.create(TIERED)])
-def test_numbers_that_names_never_gave_out_are_refused_before_anything_is_donated(use, create):
-    cache, names = create(), kvjax.Namespaces()
+@pytest.mark.parametrize("host", [0, HOST])
+def test_numbers_that_names_never_gave_out_are_refused_before_anything_is_donated(use, host):
+    cache, names = make_cache(host=host), kvjax.Namespaces()
     names("tenant a")
     for namespaces, got in (([2], 2), ([-1], -1)):
         with pytest.raises(
@@ -44,14 +32,12 @@ def test_numbers_that_names_never_gave_out_are_refused_before_anything_is_donate
     assert "donated" not in repr(cache)
 
 
-@pytest.mark.long
 def test_tenants_find_their_own_prompts():
-    cache, names = kvjax.Cache.create(SPEC), kvjax.Namespaces()
+    cache, names = make_cache(), kvjax.Namespaces()
     spaces = [names("tenant a"), names("tenant b"), names("tenant a")]
     cached = []
     for space in spaces:
-        outputs, cache, _ = kvjax.generate(MODEL, cache, [PROMPT], max_new_tokens=1, namespaces=[space], names=names)
-        cached.append(outputs[0].cached_tokens)
-    *_, last = kvjax.stream(MODEL, cache, [PROMPT], max_new_tokens=1, names=names)
-    cached.append(last.outputs[0].cached_tokens)
-    assert cached == [0, 0, 10, 0]
+        (output,), cache, _ = together(cache, [PROMPT], namespaces=[space], names=names)
+        cached.append(output.cached_tokens)
+    (output,), *_ = spread(cache, [PROMPT], names=names)
+    assert [*cached, output.cached_tokens] == [0, 0, 12, 0]
