@@ -14,9 +14,10 @@ from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.policies.retention import Retention, is_retention
 from kvjax.pools.device import apply
-from kvjax.serving.loops import admission_events, note
+from kvjax.serving.capacity import admission_events, for_samples, most_blocks, reserved
+from kvjax.serving.loops import note
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
-from kvjax.serving.scheduler import Scheduler, first, for_samples, most_blocks, places, reserved, running
+from kvjax.serving.scheduler import Scheduler, first, places, running
 from kvjax.state import NO_BLOCK, Match
 from kvjax.verbs._admission import admit_row, find, let_go
 from kvjax.verbs._request import TIERS, known_text, prompt

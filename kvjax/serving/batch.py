@@ -23,15 +23,16 @@ from kvjax.policies.retention import is_retention
 from kvjax.pools import mixed
 from kvjax.serving.admission import has_row
 from kvjax.serving.asked import Asked, bucket
+from kvjax.serving.capacity import admission_events, most_blocks, worst_step
 from kvjax.serving.ending import top_of
 from kvjax.serving.held import Held, Listener
-from kvjax.serving.loops import admission_events, check_cache
+from kvjax.serving.loops import check_cache
 from kvjax.serving.output import Output
 from kvjax.serving.requests import Finish, Serving, Stage, init_serving
 from kvjax.serving.resting import swaps
 from kvjax.serving.retire import leave
-from kvjax.serving.scheduler import Scheduler, most_blocks
-from kvjax.serving.serve import serve, serve_step, worst_step
+from kvjax.serving.scheduler import Scheduler
+from kvjax.serving.serve import serve, serve_step
 from kvjax.serving.steps import LogitsFn
 from kvjax.serving.submission import submit
 from kvjax.tiered import TieredCache

@@ -16,9 +16,10 @@ from kvjax.events.records import Events, Records, Status
 from kvjax.gpu.choice import fused, serves
 from kvjax.model import Model, forward
 from kvjax.pools.views import mixed
+from kvjax.serving.capacity import needs
 from kvjax.serving.loops import note
 from kvjax.serving.requests import Serving
-from kvjax.serving.scheduler import Scheduler, late_first, needs, places_of_rows, prefilling, running, wanted
+from kvjax.serving.scheduler import Scheduler, late_first, places_of_rows, prefilling, running, wanted
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, known_text
 from kvjax.verbs.commit import Written, pass_width, publish_spans, store, write, write_fused

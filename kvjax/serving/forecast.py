@@ -13,10 +13,10 @@ from kvjax.cache import Cache
 from kvjax.events.log import init_log
 from kvjax.pools.device import Pools
 from kvjax.pools.views import View
-from kvjax.serving.loops import admission_events
+from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.requests import Requests, Serving
 from kvjax.serving.scheduler import Scheduler
-from kvjax.serving.serve import serve, worst_step
+from kvjax.serving.serve import serve
 
 
 class _NoModel(Pytree):

@@ -15,8 +15,9 @@ from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.records import Events
 from kvjax.gpu.choice import MAX_RECORDS, fused
 from kvjax.model import Model
+from kvjax.serving.capacity import num_steps, worst_events
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.steps import Chosen, LogitsFn, Rows, compute, most_events, num_steps, steps_of_a_block
+from kvjax.serving.steps import Chosen, LogitsFn, Rows, compute, steps_of_a_block
 from kvjax.spec import CacheSpec
 from kvjax.tiered import TieredCache
 
@@ -74,16 +75,6 @@ def decode_log(spec: CacheSpec, steps: int) -> EventLog:
     """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is nearly full."""
     usual = steps * spec.max_seqs * len(spec.groups) // 2
     return init_log(usual + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
-
-
-def worst_events(spec: CacheSpec, blocks: int) -> int:
-    """The most events of single steps while rows enter and fill so many blocks in each group."""
-    return most_events(spec, blocks, blocks, blocks)
-
-
-def admission_events(spec: CacheSpec, width: int) -> int:
-    """The most events of admitting a prompt of up to `width` tokens."""
-    return worst_events(spec, -(-width // spec.block_size) + 1)
 
 
 def note(log: EventLog, *events: Events) -> EventLog:

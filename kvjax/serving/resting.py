@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, count, pick, put
+from kvjax.serving.capacity import lacks_blocks, next_blocks
 from kvjax.serving.requests import Serving
-from kvjax.serving.retire import lacks_blocks, next_blocks, victim
+from kvjax.serving.retire import victim
 from kvjax.serving.scheduler import Scheduler, first, places_of_rows, prefilling, running
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +10,10 @@ import numpy as np
 from kvjax._arrays import Pytree, count, pick
 from kvjax.events.log import EventLog
 from kvjax.events.records import Events
+from kvjax.serving.capacity import lacks_blocks, num_steps
 from kvjax.serving.loops import note
 from kvjax.serving.requests import Finish, Serving, Stage
-from kvjax.serving.scheduler import Scheduler, decoding, last, needs, places_of_rows, running, wanted
-from kvjax.serving.steps import num_steps
+from kvjax.serving.scheduler import Scheduler, decoding, last, places_of_rows, running
 
 
 class Retired(Pytree):
@@ -61,27 +59,6 @@ def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array
     start = more(serving), serving, log, none
     _, serving, log, retired = jax.lax.while_loop(lambda carry: carry[0], let_go, start)
     return serving, log, retired
-
-
-def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Array | int] | None = None) -> jax.Array:
-    """bool[]; whether the next tokens of the rows that decode, and the chunks of those that stalled, do not fit.
-
-    `freed` are blocks of each group that come back before; None: none.
-    """
-    groups = serving.cache.state.groups
-    need = next_blocks(serving, scheduler, serving.stalled)
-    lacks = serving.refused == 1
-    for group, blocks, more in zip(groups, need, freed or [0] * len(groups), strict=True):
-        lacks = lacks | (blocks > group.available + more)
-    return lacks
-
-
-def next_blocks(serving: Serving, scheduler: Scheduler, chunks: jax.Array) -> list[jax.Array]:
-    """For each group i32[]: blocks for the next token of each row that decodes, and the next chunks where bool[S]."""
-    state, want = serving.cache.state, wanted(serving)
-    next_tokens = jnp.where(decoding(serving), 1, jnp.where(chunks, jnp.minimum(want, scheduler.chunk), 0))
-    need = needs(state, state.seqs.committed + next_tokens)
-    return [jnp.sum(blocks, dtype=jnp.int32) for blocks in need]
 
 
 def victim(serving: Serving, scheduler: Scheduler) -> jax.Array:

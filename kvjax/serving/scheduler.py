@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import count, pick
+from kvjax._arrays import pick
 from kvjax._checks import static_int
 from kvjax.serving.requests import Requests, Serving, Stage
-from kvjax.serving.steps import may_copy, steps_of_a_block
+from kvjax.serving.steps import steps_of_a_block
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -118,86 +118,6 @@ class Scheduler:
     def chunk_width(self, spec: CacheSpec) -> int:
         """The most tokens of one chunk."""
         return min(self.chunk, self.chunk_tokens(spec))
-
-
-def most_blocks(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array) -> list[jax.Array]:
-    """For each group i32[...]: the most blocks that a request with goal i32[...] holds at a time."""
-    size, ahead = spec.block_size, max(scheduler.chunk, scheduler.most_steps(spec))
-    whole = -(-(goal - 1) // size)
-    found = [whole]
-    for group in spec.groups[1:]:
-        assert group.window is not None
-        seen = -(-(group.window - 2 + ahead) // size) + 1 + -(-group.sink_tokens // size)  # from anywhere on
-        found.append(jnp.minimum(whole, seen))
-    return found
-
-
-def for_samples(
-    spec: CacheSpec, scheduler: Scheduler, goal: jax.Array, prompt: jax.Array, where: jax.Array
-) -> list[jax.Array]:
-    """For each group i32[...]: the most blocks that samples, where bool[..., K], add to the row that leads them.
-
-    They share the whole blocks of their prompt, i32[...] tokens, with it; in a group with a window each may let go of
-    them at another time than the others. All sharers of a last block are counted as copying it: one more than do.
-
-    Args:
-      spec: of the cache.
-      scheduler: static.
-      goal: i32[K]; of each possible sample.
-      prompt: i32[...].
-      where: as above.
-    """
-    shared, cut = prompt // spec.block_size, jnp.any(where, axis=-1) & (prompt % spec.block_size > 0)
-    found = []
-    for group, most in zip(spec.groups, most_blocks(spec, scheduler, goal), strict=True):
-        more = jnp.broadcast_to(most, where.shape)
-        more = jnp.maximum(more - shared[..., None], 0) if group.window is None else more
-        found.append(jnp.sum(jnp.where(where, more, 0), axis=-1, dtype=jnp.int32) + cut.astype(jnp.int32))
-    return found
-
-
-def needs(state: CacheState, end: jax.Array) -> list[jax.Array]:
-    """For each group i32[S]: blocks that the rows need for room up to end i32[S], copies of shared blocks included."""
-    size, length = state.spec.block_size, state.seqs.length
-    end = jnp.maximum(end, length)
-    new = -(-end // size) - -(-length // size)
-    return [new + (may_copy(state, group) & (end > length)).astype(jnp.int32) for group in state.groups]
-
-
-class Reserved(NamedTuple):
-    """What `reserve="goal"` counts of one group: a request fits if its blocks and `need` are at most `limit`.
-
-    Attributes:
-      need: i32[]; blocks for the rows that run.
-      limit: i32[].
-    """
-
-    need: jax.Array
-    limit: jax.Array
-
-
-def reserved(serving: Serving, scheduler: Scheduler) -> list[Reserved]:
-    """For each group what the running rows may come to need.
-
-    Rows of full attention keep what they share as long as they run, so that it counts once: they need what they do not
-    hold yet. Rows with a window let go of shared blocks one after the other, and each may then need as many as alone.
-    """
-    state, requests, row = serving.cache.state, serving.requests, serving.row
-    most = most_blocks(state.spec, scheduler, pick(requests.goal, row))
-    # A leader keeps a block for the copy of a sample, since the samples are counted without it.
-    leads = serving.leads & (pick(requests.prompt, row) % state.spec.block_size > 0)
-    found = []
-    for group, spec, each in zip(state.groups, state.spec.groups, most, strict=True):
-        copies = may_copy(state, group).astype(jnp.int32) + leads.astype(jnp.int32)
-        mine = (group.table >= 0) & running(serving)[:, None]
-        if spec.window is None:
-            need = jnp.maximum(each - jnp.sum(mine, axis=1, dtype=jnp.int32), 0) + copies
-            limit = group.available
-        else:
-            need = each + copies
-            limit = group.num_blocks - (jnp.sum(group.blocks.refcount, dtype=jnp.int32) - count(mine.reshape(-1)))
-        found.append(Reserved(jnp.sum(jnp.where(running(serving), need, 0), dtype=jnp.int32), limit))
-    return found
 
 
 def running(serving: Serving) -> jax.Array:

@@ -28,6 +28,7 @@ from kvjax.events.records import EventKind
 from kvjax.model import Model
 from kvjax.pools.device import Pools
 from kvjax.serving.admission import Admitted, admit
+from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.chunks import (
     Chunks,
     commit_step,
@@ -39,13 +40,12 @@ from kvjax.serving.chunks import (
     prefilled,
     prompts_of_samples,
 )
-from kvjax.serving.loops import admission_events, note, worst_events
+from kvjax.serving.loops import note
 from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.serving.resting import swaps
 from kvjax.serving.retire import Retired, grow, retire
 from kvjax.serving.scheduler import Scheduler, decoding, prefilling
 from kvjax.serving.steps import Chosen, LogitsFn, Rows, Written, choose, compute
-from kvjax.spec import CacheSpec
 
 
 class Served(Pytree):
@@ -281,10 +281,3 @@ def serve(
 
     _, serving, log = lax.while_loop(lambda carry: carry[0], step, (going(serving, log), serving, log))
     return serving, log
-
-
-def worst_step(spec: CacheSpec, scheduler: Scheduler) -> int:
-    """The most events of a step of the scheduler but for admissions, each of which looks for room in the log itself."""
-    rows, groups = spec.max_seqs, len(spec.groups)
-    chunk = min(scheduler.chunk_rows, rows) * (-(-scheduler.chunk // spec.block_size) + 1)
-    return 2 * worst_events(spec, rows) + worst_events(spec, chunk) + rows * groups

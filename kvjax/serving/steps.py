@@ -18,22 +18,19 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, count, pick
+from kvjax._arrays import Pytree
 from kvjax._checks import static_int
-from kvjax.blocks.rows import table_entry
 from kvjax.cache import Cache
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.serving.sampling import Choice, Sampling, sample
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState, Group
 
 LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -135,58 +132,6 @@ def steps_of_a_block(spec: CacheSpec, k: int | None) -> int:
     if k > spec.block_size:
         raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
     return k
-
-
-def may_copy(state: CacheState, group: Group) -> jax.Array:
-    """bool[S]; rows whose last block is partly filled, and shared or findable: who writes into it copies it."""
-    size, length = state.spec.block_size, state.seqs.length
-    last = table_entry(group, np.arange(length.shape[0], dtype=np.int32), length // size)
-    shared = (pick(group.blocks.refcount, last) > 1) | (pick(group.blocks.fill, last) > 0)
-    return shared & (length % size > 0)
-
-
-def num_steps(state: CacheState, want: jax.Array, most: int, log_room: jax.Array) -> jax.Array:
-    """The largest number of steps for which every group has the blocks, and a log the room; at least 1.
-
-    Sharers of a last block are counted as if each of them copied it, although its last holder may keep it. So the
-    answer 1 is no promise: a step may be refused, or may succeed where counting says that it cannot.
-
-    Args:
-      state: the cache.
-      want: i32[S]; tokens that each row can use, 0 for those that are not active.
-      most: static; k.
-      log_room: i32[]; events that the log still holds.
-
-    Returns:
-      i32[], from 1 to `most`.
-    """
-    size, length, committed = state.spec.block_size, state.seqs.length[None], state.seqs.committed[None]
-    steps = np.arange(1, most + 1, dtype=np.int32)[:, None]
-    end = committed + jnp.minimum(want[None], steps)  # i32[k, S]
-    room = jnp.maximum(end, length)  # a row may have room already, for what its prompt has left
-
-    def copies(group: Group) -> jax.Array:
-        """i32[k, S]; whether each row may have to copy its last block."""
-        return ((end > length) & may_copy(state, group)[None]).astype(jnp.int32)
-
-    new = (room + size - 1) // size - (length + size - 1) // size
-    counted = [new, end // size - committed // size, *map(copies, state.groups)]
-    new, filled, *copied = jnp.sum(jnp.stack(counted), axis=-1, dtype=jnp.int32)
-    most_copied = functools.reduce(jnp.maximum, copied)
-    fits = most_events(state.spec, new + most_copied, most_copied, filled) <= log_room
-    for group, copies_of_group in zip(state.groups, copied, strict=True):
-        fits = fits & (new + copies_of_group <= group.available)
-    return jnp.maximum(count(fits), 1)
-
-
-def most_events(spec: CacheSpec, entered: Any, copied: Any, filled: Any) -> Any:
-    """The most events of extending and committing rows that enter, copy and fill so many blocks in each group.
-
-    Each block that is entered may remove one, and those beside it if it is the first group's. With a host tier a block
-    that is stored may also replace one there.
-    """
-    groups, host_groups = len(spec.groups), len(spec.host_groups)
-    return entered * (2 * groups - 1) + copied * groups + filled * (groups + host_groups)
 
 
 def compute(

@@ -16,9 +16,10 @@ from kvjax._checks import each_row, integers
 from kvjax.blocks.keys import chain, prefix_keys, root_key
 from kvjax.events.records import Status
 from kvjax.policies.retention import UNSTATED, Retention, is_retention
+from kvjax.serving.capacity import for_samples, most_blocks
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.scheduler import Scheduler, for_samples, most_blocks
+from kvjax.serving.scheduler import Scheduler
 from kvjax.state import CacheState, Group, Text
 from kvjax.verbs._request import first_failure
 

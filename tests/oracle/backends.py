@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.serving.steps import num_steps
+from kvjax.serving.capacity import num_steps
 from tests import drive
 from tests.oracle.cache import NO_BLOCK, Oracle, Result, Retention, Worth
 

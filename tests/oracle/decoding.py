@@ -15,7 +15,8 @@ import numpy as np
 
 import kvjax
 from kvjax.serving import loops
-from kvjax.serving.steps import Rows, num_steps
+from kvjax.serving.capacity import num_steps
+from kvjax.serving.steps import Rows
 from tests import drive
 from tests.oracle import single_steps
 from tests.oracle.bytes_machine import PRIME, visible

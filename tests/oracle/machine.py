@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import kvjax
 from kvjax.policies.ring import Ring
-from kvjax.serving.steps import num_steps
+from kvjax.serving.capacity import num_steps
 from tests import drive
 from tests.drive import BOTH, VERBS
 from tests.oracle.cache import NO_BLOCK, Block, Oracle, Retention, Worth, lru

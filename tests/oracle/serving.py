@@ -19,10 +19,11 @@ import numpy as np
 import kvjax
 from kvjax import Cache, Status
 from kvjax.events.log import init_log
+from kvjax.serving.capacity import worst_step
 from kvjax.serving.ending import cancel, drain, results
 from kvjax.serving.requests import Stage, init_serving
 from kvjax.serving.scheduler import Scheduler as Options
-from kvjax.serving.serve import serve_step, worst_step
+from kvjax.serving.serve import serve_step
 from kvjax.serving.submission import submit
 from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, Config, Faults, Life, Row, name_of

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capacity: blocks that rows and requests need, now and at most, and events that a step may have.
+
+    now       may_copy, needs         blocks for the next tokens of each row
+              next_blocks             the same for the rows that decode, and for chunks
+              lacks_blocks            whether they are missing
+    at most   most_blocks             blocks that a request ever holds
+              for_samples             and those of its samples besides
+              reserved                and those that the running rows come to need
+    steps     num_steps               the longest block of steps for which there are blocks, and room in a log
+    events    most_events, worst_events, admission_events, worst_step
+
+Nothing here changes a state: who counts decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax._arrays import count, pick
+from kvjax.blocks.rows import table_entry
+from kvjax.serving.requests import Serving
+from kvjax.serving.scheduler import Scheduler, decoding, running, wanted
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState, Group
+
+
+def may_copy(state: CacheState, group: Group) -> jax.Array:
+    """bool[S]; rows whose last block is partly filled, and shared or findable: who writes into it copies it."""
+    size, length = state.spec.block_size, state.seqs.length
+    last = table_entry(group, np.arange(length.shape[0], dtype=np.int32), length // size)
+    shared = (pick(group.blocks.refcount, last) > 1) | (pick(group.blocks.fill, last) > 0)
+    return shared & (length % size > 0)
+
+
+def needs(state: CacheState, end: jax.Array) -> list[jax.Array]:
+    """For each group i32[S]: blocks that the rows need for room up to end i32[S], copies of shared blocks included."""
+    size, length = state.spec.block_size, state.seqs.length
+    end = jnp.maximum(end, length)
+    new = -(-end // size) - -(-length // size)
+    return [new + (may_copy(state, group) & (end > length)).astype(jnp.int32) for group in state.groups]
+
+
+def next_blocks(serving: Serving, scheduler: Scheduler, chunks: jax.Array) -> list[jax.Array]:
+    """For each group i32[]: blocks for the next token of each row that decodes, and the next chunks where bool[S]."""
+    state, want = serving.cache.state, wanted(serving)
+    next_tokens = jnp.where(decoding(serving), 1, jnp.where(chunks, jnp.minimum(want, scheduler.chunk), 0))
+    need = needs(state, state.seqs.committed + next_tokens)
+    return [jnp.sum(blocks, dtype=jnp.int32) for blocks in need]
+
+
+def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Array | int] | None = None) -> jax.Array:
+    """bool[]; whether the next tokens of the rows that decode, and the chunks of those that stalled, do not fit.
+
+    `freed` are blocks of each group that come back before; None: none.
+    """
+    groups = serving.cache.state.groups
+    need = next_blocks(serving, scheduler, serving.stalled)
+    lacks = serving.refused == 1
+    for group, blocks, more in zip(groups, need, freed or [0] * len(groups), strict=True):
+        lacks = lacks | (blocks > group.available + more)
+    return lacks
+
+
+def most_blocks(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array) -> list[jax.Array]:
+    """For each group i32[...]: the most blocks that a request with goal i32[...] holds at a time."""
+    size, ahead = spec.block_size, max(scheduler.chunk, scheduler.most_steps(spec))
+    whole = -(-(goal - 1) // size)
+    found = [whole]
+    for group in spec.groups[1:]:
+        assert group.window is not None
+        seen = -(-(group.window - 2 + ahead) // size) + 1 + -(-group.sink_tokens // size)  # from anywhere on
+        found.append(jnp.minimum(whole, seen))
+    return found
+
+
+def for_samples(
+    spec: CacheSpec, scheduler: Scheduler, goal: jax.Array, prompt: jax.Array, where: jax.Array
+) -> list[jax.Array]:
+    """For each group i32[...]: the most blocks that samples, where bool[..., K], add to the row that leads them.
+
+    They share the whole blocks of their prompt, i32[...] tokens, with it; in a group with a window each may let go of
+    them at another time than the others. All sharers of a last block are counted as copying it: one more than do.
+
+    Args:
+      spec: of the cache.
+      scheduler: static.
+      goal: i32[K]; of each possible sample.
+      prompt: i32[...].
+      where: as above.
+    """
+    shared, cut = prompt // spec.block_size, jnp.any(where, axis=-1) & (prompt % spec.block_size > 0)
+    found = []
+    for group, most in zip(spec.groups, most_blocks(spec, scheduler, goal), strict=True):
+        more = jnp.broadcast_to(most, where.shape)
+        more = jnp.maximum(more - shared[..., None], 0) if group.window is None else more
+        found.append(jnp.sum(jnp.where(where, more, 0), axis=-1, dtype=jnp.int32) + cut.astype(jnp.int32))
+    return found
+
+
+class Reserved(NamedTuple):
+    """What `reserve="goal"` counts of one group: a request fits if its blocks and `need` are at most `limit`.
+
+    Attributes:
+      need: i32[]; blocks for the rows that run.
+      limit: i32[].
+    """
+
+    need: jax.Array
+    limit: jax.Array
+
+
+def reserved(serving: Serving, scheduler: Scheduler) -> list[Reserved]:
+    """For each group what the running rows may come to need.
+
+    Rows of full attention keep what they share as long as they run, so that it counts once: they need what they do not
+    hold yet. Rows with a window let go of shared blocks one after the other, and each may then need as many as alone.
+    """
+    state, requests, row = serving.cache.state, serving.requests, serving.row
+    most = most_blocks(state.spec, scheduler, pick(requests.goal, row))
+    # A leader keeps a block for the copy of a sample, since the samples are counted without it.
+    leads = serving.leads & (pick(requests.prompt, row) % state.spec.block_size > 0)
+    found = []
+    for group, spec, each in zip(state.groups, state.spec.groups, most, strict=True):
+        copies = may_copy(state, group).astype(jnp.int32) + leads.astype(jnp.int32)
+        mine = (group.table >= 0) & running(serving)[:, None]
+        if spec.window is None:
+            need = jnp.maximum(each - jnp.sum(mine, axis=1, dtype=jnp.int32), 0) + copies
+            limit = group.available
+        else:
+            need = each + copies
+            limit = group.num_blocks - (jnp.sum(group.blocks.refcount, dtype=jnp.int32) - count(mine.reshape(-1)))
+        found.append(Reserved(jnp.sum(jnp.where(running(serving), need, 0), dtype=jnp.int32), limit))
+    return found
+
+
+def num_steps(state: CacheState, want: jax.Array, most: int, log_room: jax.Array) -> jax.Array:
+    """The largest number of steps for which every group has the blocks, and a log the room; at least 1.
+
+    Sharers of a last block are counted as if each of them copied it, although its last holder may keep it. So the
+    answer 1 is no promise: a step may be refused, or may succeed where counting says that it cannot.
+
+    Args:
+      state: the cache.
+      want: i32[S]; tokens that each row can use, 0 for those that are not active.
+      most: static; k.
+      log_room: i32[]; events that the log still holds.
+
+    Returns:
+      i32[], from 1 to `most`.
+    """
+    size, length, committed = state.spec.block_size, state.seqs.length[None], state.seqs.committed[None]
+    steps = np.arange(1, most + 1, dtype=np.int32)[:, None]
+    end = committed + jnp.minimum(want[None], steps)  # i32[k, S]
+    room = jnp.maximum(end, length)  # a row may have room already, for what its prompt has left
+
+    def copies(group: Group) -> jax.Array:
+        """i32[k, S]; whether each row may have to copy its last block."""
+        return ((end > length) & may_copy(state, group)[None]).astype(jnp.int32)
+
+    new = (room + size - 1) // size - (length + size - 1) // size
+    counted = [new, end // size - committed // size, *map(copies, state.groups)]
+    new, filled, *copied = jnp.sum(jnp.stack(counted), axis=-1, dtype=jnp.int32)
+    most_copied = functools.reduce(jnp.maximum, copied)
+    fits = most_events(state.spec, new + most_copied, most_copied, filled) <= log_room
+    for group, copies_of_group in zip(state.groups, copied, strict=True):
+        fits = fits & (new + copies_of_group <= group.available)
+    return jnp.maximum(count(fits), 1)
+
+
+def most_events(spec: CacheSpec, entered: Any, copied: Any, filled: Any) -> Any:
+    """The most events of extending and committing rows that enter, copy and fill so many blocks in each group.
+
+    Each block that is entered may remove one, and those beside it if it is the first group's. With a host tier a block
+    that is stored may also replace one there.
+    """
+    groups, host_groups = len(spec.groups), len(spec.host_groups)
+    return entered * (2 * groups - 1) + copied * groups + filled * (groups + host_groups)
+
+
+def worst_events(spec: CacheSpec, blocks: int) -> int:
+    """The most events of single steps while rows enter and fill so many blocks in each group."""
+    return most_events(spec, blocks, blocks, blocks)
+
+
+def admission_events(spec: CacheSpec, width: int) -> int:
+    """The most events of admitting a prompt of up to `width` tokens."""
+    return worst_events(spec, -(-width // spec.block_size) + 1)
+
+
+def worst_step(spec: CacheSpec, scheduler: Scheduler) -> int:
+    """The most events of a step of the scheduler but for admissions, each of which looks for room in the log itself."""
+    rows, groups = spec.max_seqs, len(spec.groups)
+    chunk = min(scheduler.chunk_rows, rows) * (-(-scheduler.chunk // spec.block_size) + 1)
+    return 2 * worst_events(spec, rows) + worst_events(spec, chunk) + rows * groups
