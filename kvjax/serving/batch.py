@@ -22,10 +22,10 @@ from kvjax.model import Model, check_model, forward
 from kvjax.policies.retention import is_retention
 from kvjax.pools import mixed
 from kvjax.serving.admission import has_row
-from kvjax.serving.asked import Asked, bucket
 from kvjax.serving.capacity import admission_events, most_blocks, worst_step
 from kvjax.serving.ending import top_of
 from kvjax.serving.held import Held, Listener
+from kvjax.serving.inputs import Inputs, bucket
 from kvjax.serving.loops import check_cache
 from kvjax.serving.output import Output
 from kvjax.serving.requests import Finish, Serving, Stage, init_serving
@@ -78,7 +78,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         self,
         model: Model,
         cache: C,
-        asked: functools.partial[Asked],
+        inputs: functools.partial[Inputs],
         scheduler: Scheduler,
         *,
         steps: int,
@@ -90,7 +90,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         top_logprobs: int = 0,
         loop: bool = True,
     ):
-        """`asked` gets whether the spec has retention; `steps` are the most steps of the model in a turn.
+        """`inputs` gets whether the spec has retention; `steps` are the most steps of the model in a turn.
 
         Without `loop` a turn is one step of the scheduler.
         """
@@ -101,10 +101,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         check_model(model)
         check_cache(cache)
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
-        check_on_host("generation", (model, cache.state, cache.pools, asked.args, asked.keywords), instead)
+        check_on_host("generation", (model, cache.state, cache.pools, inputs.args, inputs.keywords), instead)
         super().__init__(cache, clock, log_events, listener)
         scheduler.check(self.spec)
-        self.model, self.asked = model, asked(self.spec.retention)
+        self.model, self.inputs = model, inputs(self.spec.retention)
         self.top_logprobs = static_int("top_logprobs", top_logprobs, 0)
         # A loop ends behind the block of steps in which it reaches its limit. A turn has room for two blocks, so that
         # a limit of k - 1 steps less is not far below what was asked for.
@@ -115,10 +115,10 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         self.loop = loop
         self.new: dict[int, list[int]] = {}
         self.closing: list[dict[str, Any]] = []
-        self.outputs = [Output(len(prompt)) for prompt in self.asked.prompts]
+        self.outputs = [Output(len(prompt)) for prompt in self.inputs.prompts]
         self.slots = self._admissible()
-        lengths = np.array([len(self.asked.prompts[n]) for n in self.slots], np.int32)
-        self.wanted = lengths + self.asked.max_new[self.slots]
+        lengths = np.array([len(self.inputs.prompts[n]) for n in self.slots], np.int32)
+        self.wanted = lengths + self.inputs.max_new[self.slots]
         self.goals = np.maximum(np.minimum(self.wanted, self._most_tokens() + 1), lengths + 1)
         self.serving, self.submitted = self._empty_slots(), False
         worst = worst_step(self.spec, self.scheduler) + admission_events(self.spec, self.serving.width)
@@ -142,7 +142,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         if self.top_logprobs > vocabulary:
             raise ValueError(f"top_logprobs: got {self.top_logprobs}, wanted at most the vocabulary, {vocabulary}")
         found = []
-        for number, ids in enumerate(self.asked.prompts):
+        for number, ids in enumerate(self.inputs.prompts):
             fits = ids.size and ids.min() >= 0 and ids.max() < vocabulary
             if not fits or ids.size > self.spec.max_length:
                 self.outputs[number].finish = "row_full" if fits else "bad_request"
@@ -215,19 +215,19 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         spec, size, number = self.spec, self.spec.block_size, bucket(max(len(self.slots), 1), SLOTS)
         least = min(spec.max_seqs * (spec.max_length + size), MOST_SPARE)
         longest = int(self.goals.max(initial=1)) - 1
-        retention = self.asked.retention
+        retention = self.inputs.retention
         return init_serving(
             self._cache, [*self.goals.tolist(), *[0] * (number - len(self.goals))],
             capacity=bucket(max(int(np.sum(self.goals + size)), least), size),
             width=min(bucket(max(longest, 1024), size), spec.max_length),
-            num_stop_tokens=len(self.asked.stop),
+            num_stop_tokens=len(self.inputs.stop),
             num_ranges=jax.tree.map(lambda one: one.ranges.shape[1], retention, is_leaf=is_retention),
-            greedy=self.asked.sampling is None, top_logprobs=self.top_logprobs,
+            greedy=self.inputs.sampling is None, top_logprobs=self.top_logprobs,
         )  # fmt: skip
 
     def _submit(self) -> None:
         """Makes requests of the prompts."""
-        given, behind = self.asked.requests(self.slots, self.goals, self.serving.requests.size, int(self.own.sum()))
+        given, behind = self.inputs.requests(self.slots, self.goals, self.serving.requests.size, int(self.own.sum()))
         self.serving, status, _, _ = _submit(self.serving, scheduler=self.scheduler, **given)
         self.submitted = True
         reasons = np.asarray(status)[np.arange(len(behind)) - behind]  # of the first one of the party

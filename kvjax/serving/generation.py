@@ -17,9 +17,9 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
-from kvjax.serving.asked import Asked
 from kvjax.serving.batch import Batch
 from kvjax.serving.held import Listener
+from kvjax.serving.inputs import Inputs
 from kvjax.serving.output import Output
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.scheduler import Scheduler
@@ -138,11 +138,12 @@ def generate[C: (Cache, TieredCache)](
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with. Ctrl-C waits until a jitted loop
         is done; a second one does not, and may cost the cache.
     """
-    asked = functools.partial(
-        Asked.of, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, None
-    )
+    inputs = functools.partial(
+        Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
+        namespaces=namespaces, names=names, retention=retention,
+    )  # fmt: skip
     batch = Batch(
-        model, cache, asked, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
+        model, cache, inputs, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
         logits_fn=logits_fn, log_events=log_events, listener=listener,
     )  # fmt: skip
     return _run(batch)
@@ -182,11 +183,12 @@ def stream[C: (Cache, TieredCache)](
     Yields:
       A `Progress`; the last one has every output finished and every row released.
     """
-    asked = functools.partial(
-        Asked.of, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, None
-    )
+    inputs = functools.partial(
+        Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
+        namespaces=namespaces, names=names, retention=retention,
+    )  # fmt: skip
     batch = Batch(
-        model, cache, asked, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
+        model, cache, inputs, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
         logits_fn=logits_fn, log_events=log_events, listener=listener,
     )  # fmt: skip
     return _progress(batch)
@@ -274,12 +276,12 @@ def run_batch[C: (Cache, TieredCache)](
       ValueError: before anything is donated, as `generate` does, and for options of the scheduler that do not fit.
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with.
     """
-    asked = functools.partial(
-        Asked.of, prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, names, retention, priorities,
-        samples=samples,
+    inputs = functools.partial(
+        Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
+        namespaces=namespaces, names=names, retention=retention, priorities=priorities, samples=samples,
     )  # fmt: skip
     batch = Batch(
-        model, cache, asked, Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps,
+        model, cache, inputs, Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps,
         clock=clock, logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs,
         loop=loop,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from kvjax import Sampling
-from kvjax.serving.asked import samplings
+from kvjax.serving.inputs import samplings
 from kvjax.serving.sampling import restrict, sample
 from tests.oracle import static_sampling
 from tests.oracle.static_sampling import Static

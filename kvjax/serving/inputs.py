@@ -65,14 +65,14 @@ def known_namespaces(given: Any, prompts: int, names: Namespaces | None) -> np.n
     return numbers
 
 
-def retentions(given: Any, prompts: int, possible: bool) -> Retention | None:
+def retentions(given: Any, prompts: int, has_retention: bool) -> Retention | None:
     """The prompts' retentions as one: ranges [prompts, K, 4], decode [prompts, 2]; None if all are None."""
     given = [given] * prompts if given is None or isinstance(given, Retention) else list(given)
     if len(given) != prompts:
         raise ValueError(f"retention: got {len(given)}, wanted one for each of {prompts} prompts")
     if all(one is None for one in given):
         return None
-    if not possible:
+    if not has_retention:
         raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
     each = [Retention.of() if one is None else one for one in given]
     ranges = np.full((prompts, bucket(max(len(one.ranges) for one in each), 1), 4), UNSTATED, np.int32)
@@ -88,16 +88,16 @@ def samplings(given: Any, prompts: int) -> Sampling | None:
     On a CPU those too have arrays: the program that samples is as fast for them, and no other one is compiled. On a GPU
     it has more kernels.
     """
-    asked = given if isinstance(given, Sampling) else _stacked(given, prompts)
+    stacked = given if isinstance(given, Sampling) else _stacked(given, prompts)
     leaves = {}
     for field in dataclasses.fields(Sampling):
-        leaf = np.asarray(getattr(asked, field.name))
+        leaf = np.asarray(getattr(stacked, field.name))
         if leaf.shape not in ((), (prompts,)):
             raise ValueError(f"sampling.{field.name}: got shape {list(leaf.shape)}, wanted [] or [{prompts}]")
         leaves[field.name] = np.broadcast_to(leaf, (prompts,))
-    asked = Sampling(**leaves)  # checks what was a jax array
-    samples = np.any((asked.temperature > 0) | (asked.min_tokens > 0))
-    return asked if samples or jax.default_backend() == "cpu" else None
+    checked = Sampling(**leaves)  # checks what was a jax array
+    samples = np.any((checked.temperature > 0) | (checked.min_tokens > 0))
+    return checked if samples or jax.default_backend() == "cpu" else None
 
 
 def _stacked(given: Any, prompts: int) -> Sampling:
@@ -128,8 +128,8 @@ def bucket(size: int, smallest: int) -> int:
 
 
 @dataclasses.dataclass
-class Asked:
-    """What a generation is asked for, by output: each sample of each prompt; checked.
+class Inputs:
+    """The checked arguments of a generation, for each output: each sample of each prompt.
 
     Attributes:
       prompts: token ids.
@@ -155,6 +155,8 @@ class Asked:
     def of(
         cls,
         prompts: Sequence[Sequence[int]],
+        has_retention: bool,
+        *,
         max_new_tokens: int | Sequence[int],
         sampling: Sampling | Sequence[Sampling | None] | None,
         seeds: Sequence[int] | None,
@@ -162,11 +164,10 @@ class Asked:
         namespaces: Sequence[int] | None,
         names: Namespaces | None,
         retention: Retention | Sequence[Retention | None] | None,
-        urgency: Sequence[int] | None,
-        possible: bool,
+        priorities: Sequence[int] | None = None,
         samples: int | Sequence[int] = 1,
-    ) -> Asked:
-        """`urgency` are the priorities; `possible`: whether the spec has retention. Seeds are by output."""
+    ) -> Inputs:
+        """Checks the arguments of `run_batch`; `has_retention`: whether the spec has it."""
         ids = prompt_ids(prompts)
         number = len(ids)
         most = [max_new_tokens] * number if isinstance(max_new_tokens, int | np.integer) else max_new_tokens
@@ -179,6 +180,7 @@ class Asked:
             raise ValueError(f"samples: got {samples}, wanted at least 1")
         of_prompt = np.repeat(np.arange(number), copies)
         outputs = len(of_prompt)
+        priorities = [0] * number if priorities is None else priorities
         whose = "prompts" if outputs == number else f"outputs, or None ({number} prompts with samples={samples})"
 
         def each(values: Any) -> Any:
@@ -189,9 +191,9 @@ class Asked:
             each(samplings(sampling, number)),
             of_each("seeds", range(outputs) if seeds is None else seeds, outputs, np.uint32, "a number", whose),
             each(known_namespaces(namespaces, number, names)),
-            each(of_each("priorities", [0] * number if urgency is None else urgency, number, np.int32, "a number")),
+            each(of_each("priorities", priorities, number, np.int32, "a number")),
             _stop_tokens(stop_tokens),
-            each(retentions(retention, number, possible)),
+            each(retentions(retention, number, has_retention)),
         )  # fmt: skip
 
     def requests(
