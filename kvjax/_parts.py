@@ -52,7 +52,7 @@ class Links(Pytree):
 
 
 class Host(Pytree):
-    """Where the blocks of a group with a host tier are. A block keeps its number when it moves; its pool row changes.
+    """The tier of each block of a group with a host tier. A block keeps its number when it moves; its pool row changes.
 
     Attributes:
       pool_row: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How values read: enumerations, and policies, which pickle too."""
+"""The text of values: enumerations, and policies, which pickle too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shown(policy: Any) -> str:
 
 
 def reduced(policy: Any) -> tuple[Any, ...]:
-    """How a policy pickles: by its fields, so that its functions are imported again.
+    """A policy's pickle: its fields, so that its functions are imported again.
 
     Raises:
       pickle.PicklingError: naming the field that would not come back equal, such as a lambda.

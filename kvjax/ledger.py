@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of a cache go, line by line, and what fits into it."""
+"""The bytes of a cache, line by line, and what fits into it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """Where the bytes of a budget go. `print` it for a table.
+    """The bytes of a budget by purpose. `print` it for a table.
 
     Attributes:
       budget_bytes: bytes to spend on the device.

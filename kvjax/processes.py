@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What host code decides about a cache that several processes share: the same in all of them.
+"""Decisions of host code about a cache that several processes share: the same in all of them.
 
 Each process runs the same program on its own devices, with the same arguments: jax does not check that numbers passed
 by each process are equal, and would keep states that differ. So what a process sees alone has to be agreed on first.

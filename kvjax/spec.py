@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache is made of: static, hashable descriptions that `jit` can close over."""
+"""Descriptions of a cache: static and hashable, so that `jit` can close over them."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class CacheSpec:
         return self.max_blocks_per_seq * self.block_size
 
     def locate(self, layer: int | jax.Array) -> tuple[int, int, int]:
-        """Where a model's layer keeps its K/V: (group, pool in the group, index in the pool), from a static number.
+        """The place of a model's layer: (group, pool in the group, index in the pool), from a static number.
 
         A scan over the layers of one pool takes their indices as an array: `write` and `attend` have `index=`.
         """

@@ -42,7 +42,7 @@ COPYING = 1 << 20  # added to the refcount of a copy's source during the copy: m
 
 
 class Blocks(Pytree):
-    """What is known of each block.
+    """The metadata of each block.
 
     Attributes:
       refcount: i32[B]; rows and pins that hold the block; within a transition also copies in progress.
@@ -246,7 +246,7 @@ class Group(Pytree):
 
 
 class Sequences(Pytree):
-    """What is known of each row.
+    """The metadata of each row.
 
     Attributes:
       length: i32[S]; tokens that the row has room for, 0 for a free row.

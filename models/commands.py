@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command lines have in common: errors of one line, files to write, and the compilation cache."""
+"""Common parts of the command lines: errors of one line, files to write, and the compilation cache."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the decoder's weights lie on several devices: attention divided by heads, the MLP by its inner width.
+"""The decoder's weights on several devices: attention divided by heads, the MLP by its inner width.
 
 One device has whole heads, so it needs no other for attention. Each layer adds up its devices' results twice, after
 `o_proj` and after `down_proj`. The matrices of the vocabulary are divided by tokens.
@@ -29,7 +29,7 @@ VOCABULARY = ((r"^embed_tokens(_per_layer)?\.embedding$", 0), (r"^lm_head\.kerne
 
 
 def partition_spec(path: str, shape: tuple[int, ...], mesh: Mesh, heads: str) -> P:
-    """How a parameter is divided over an axis of a mesh.
+    """The partition of a parameter over an axis of a mesh.
 
     Args:
       path: where the decoder has it, such as layers.0.mlp.up_proj.kernel.

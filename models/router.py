@@ -38,7 +38,7 @@ ANY = "tcp://127.0.0.1:*"
 
 
 class Answer(NamedTuple):
-    """What a cache answers.
+    """The answer of a cache.
 
     Attributes:
       tokens: of the answer.
@@ -115,7 +115,7 @@ class Remote:
             self._pipe.send((verb, *args))
 
     def receive(self) -> Any:
-        """What the method returns.
+        """The result of the method.
 
         Raises:
           SystemExit: if the process ended, or takes too long.
@@ -141,7 +141,7 @@ class Remote:
 
 
 class Tally(NamedTuple):
-    """What became of the questions.
+    """Counts over the questions.
 
     Attributes:
       prompted, reused: tokens, for each cache.
@@ -212,7 +212,7 @@ def run(asked: Sequence[demo.Question], keep_programs: bool) -> dict[str, Tally]
 
 
 def table(tallies: Mapping[str, Tally], number: int) -> rich.table.Table:
-    """What was reused, a line for each way to deal the questions out."""
+    """A table of reused tokens, a line for each way to deal the questions out."""
     drawn = rich.table.Table(title=f"{number} questions, two caches")
     for name in ("", "prompted", "reused", "computed", *(f"reused by {name}" for name in NAMES), "right"):
         drawn.add_column(name, justify="left" if not name else "right")

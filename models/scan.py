@@ -54,7 +54,7 @@ class Run:
 
 
 class Turn(NamedTuple):
-    """Which layer of a phase is computed: `layers[number]`, where the number i32[] is traced."""
+    """The layer of a phase that is computed: `layers[number]`, where the number i32[] is traced."""
 
     layers: range
     number: jax.Array

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is told of the cache while text is generated, wires and files: the options, and what they open."""
+"""Wires and files that get a cache's events while text is generated: the options, and what they open."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check(parser: commands.Parser, args: argparse.Namespace) -> None:
 
 
 class Wires:
-    """What the options opened; the end of a `with` closes it.
+    """The wires that the options opened; the end of a `with` closes them.
 
     Attributes:
       listener: of the generation; None if nobody listens.

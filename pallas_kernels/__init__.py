@@ -32,7 +32,7 @@ _lowered_for = jax.make_user_context(None)  # a part of the keys of jax's caches
 
 
 def lowering_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """What is traced inside has the kernels of a platform that this process need not have: "cuda".
+    """A context whose traces have the kernels of a platform that this process need not have: "cuda".
 
     Without it a program has kernels only if the process has a device for them, so that a CPU does not pay for tracing
     them. `jax.export` for CUDA on a machine without it, for example, exports plain XLA outside of this context.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jax differentiates in place of any implementation: the same functions in plain XLA, without loops.
+"""The functions that jax differentiates in place of any implementation: plain XLA, without loops.
 
 jax cannot differentiate a Pallas kernel that writes in place, nor reverse a loop whose trip count is data. Shapes use
 the legend of `pallas_kernels.xla`. Attention takes time and memory for all slots of the block tables, and a derivative

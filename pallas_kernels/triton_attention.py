@@ -227,7 +227,7 @@ def _over_tiles(step, carry, first, begin, end, static: _Static):
 
 
 def _find(tables_ref, layer_ref, row, head, slot, first, end, static: _Static):
-    """Which of a tile's slots i32[tile] the piece may see, bool[tile], and the rows of kv_ref with their K."""
+    """The slots of a tile i32[tile] that the piece may see, bool[tile], and the rows of kv_ref with their K."""
     _, layers, _, kv_heads, size, _ = static.shape
     inside = slot < end
     if static.window is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation comes first, and tile sizes, by chip and shape, with the reasons.
+"""The choice of implementation, and tile sizes, by chip and shape, with the reasons.
 
 None of it was measured on a GPU yet. The figures come from what the compiler says of registers and shared memory, and
 from what others measured; `python -m benchmarks.kernels` measures them.

@@ -209,7 +209,7 @@ def _divide(
 
 
 class Dealt(Pytree):
-    """Which block has which pool row.
+    """The pool row of each block.
 
     Attributes:
       pool_row: i32[B]; as in `Host`.

@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What rows i32[R] write: text i32[R, T] at positions start..end-1 i32[R]; `done` bool[R]: nothing is wrong."""
+    """Writes of rows i32[R]: text i32[R, T] at positions start..end-1 i32[R]; `done` bool[R]: nothing is wrong."""
 
     rows: jax.Array
     start: jax.Array
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """Where it is."""
+        """The positions it covers, without the text."""
         return Span(self.rows, self.start, self.end, self.text.tokens.shape[1])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the blocks of a group are: on the device, on the host, or moving between the two."""
+"""The tiers of a group's blocks: on the device, on the host, or moving between the two."""
 
 from __future__ import annotations
 

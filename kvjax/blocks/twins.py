@@ -53,7 +53,7 @@ class Filled(NamedTuple):
 
 
 class Resolution(Pytree):
-    """What becomes of blocks that have just been filled, all [K].
+    """The outcome for blocks that have just been filled, all [K].
 
     Attributes:
       own: i32; the block that was filled.

@@ -14,7 +14,7 @@ from kvjax.state import Blocks, Group
 
 
 class Taken(Pytree):
-    """What `take` did.
+    """The result of `take`.
 
     Attributes:
       group: the group after `take`.

@@ -14,7 +14,7 @@ from kvjax.state import CacheState
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a state adds up to. `print` it for one line. Slots are token positions, `block_size` to a block.
+    """Totals of a state. `print` it for one line. Slots are token positions, `block_size` to a block.
 
     Attributes:
       block_size: P.
@@ -81,7 +81,7 @@ class Stats:
 
     @property
     def sharing(self) -> float:
-        """How many rows read the average written slot: 1.0 means that nothing is shared."""
+        """Rows that read the average written slot: 1.0 means that nothing is shared."""
         return self.row_tokens / self.written_slots if self.written_slots else 1.0
 
     @property

@@ -131,7 +131,7 @@ def _check_counts(state: CacheState, group: Any) -> list[str]:
 
 
 def _after(later: Any, earlier: Any) -> np.ndarray:
-    """How far one counter of 32 bits is after another; both may have wrapped."""
+    """The distance from one 32-bit counter to another; both may have wrapped."""
     by = np.asarray(later, np.int64) - np.asarray(earlier, np.int64)
     return (by + 2**31) % 2**32 - 2**31
 

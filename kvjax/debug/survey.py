@@ -91,11 +91,11 @@ def read_blocks(state: CacheState, group: int = 0) -> Survey:
     start = np.arange(table.shape[1]) * size
 
     def inside(tokens: np.ndarray) -> np.ndarray:
-        """How many of the rows' first `tokens` tokens are in each column of their tables."""
+        """The number of the rows' first `tokens` tokens in each column of their tables."""
         return np.clip(tokens[:, None] - start, 0, size)
 
     def reach(tokens: np.ndarray) -> np.ndarray:
-        """How many slots of each block the rows' first `tokens` tokens reach."""
+        """The number of slots of each block that the rows' first `tokens` tokens reach."""
         slots = np.zeros(len(ids), np.int32)
         np.maximum.at(slots, entries, inside(tokens)[known])
         return slots

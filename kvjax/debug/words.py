@@ -44,7 +44,7 @@ def seqs(numbers: Iterable[int]) -> str:
 
 
 def name_of(state: CacheState, number: int) -> str:
-    """What a drawing of several groups calls each; "" for the only one."""
+    """The name of each group in a drawing of several; "" for the only one."""
     group = state.spec.groups[number]
     if len(state.spec.groups) == 1:
         return ""

@@ -59,7 +59,7 @@ Entry = tuple[int, tuple, int, int]  # namespace, token path, level, priority
 
 @dataclasses.dataclass(frozen=True)
 class Mirror:
-    """What a reader knows from the events alone.
+    """The cache's index as a reader has it from the events alone.
 
     Attributes:
       nodes: {(group, block, generation): (namespace, token path, level, priority)}.
@@ -116,7 +116,7 @@ def node_of(event: dict[str, Any], nodes: Mapping[Node, Any], lacks: str) -> Nod
 
 
 def parent_of[E](event: dict[str, Any], nodes: Mapping[Node, E], lacks: str) -> E | None:
-    """What is known of the parent of a stored event; None at a root."""
+    """The parent of a stored event, as far as the events say; None at a root."""
     if event["parent"] is None:
         return None
     parent = (0, *event["parent"])  # the first group links prefixes for all groups

@@ -19,7 +19,7 @@ from kvjax.state import DEFAULT_PRIORITY, Text
 
 
 class EventKind(Named):
-    """What happened to a block. NONE marks padding."""
+    """The kind of change of a block. NONE marks padding."""
 
     NONE = 0
     CREATED = 1
@@ -46,7 +46,7 @@ COLUMNS = (
 
 
 class Records(Pytree):
-    """What happened to blocks, one record each.
+    """Changes of blocks, one record each.
 
     Attributes:
       records: i32[E, 9]; the columns below; records of kind NONE are padding.
@@ -135,7 +135,7 @@ def one_line(events: Any, begin: Callable[[Any], str]) -> str:
 
 
 def _tally(names: type[Named], values: Any) -> str:
-    """How often each value occurs, by name."""
+    """The number of occurrences of each value, by name."""
     known = {member.value: member.name for member in names}
     found = Counter(np.ravel(values).tolist())
     return ", ".join(f"{number:,} {known.get(value, value)}" for value, number in found.items())

@@ -14,14 +14,14 @@ from kvjax.events.records import EventKind, Events
 
 
 def counts(events: Events | EventLog) -> dict[str, jax.Array]:
-    """How many events of each kind, as i32[] scalars; works under `jit`."""
+    """The number of events of each kind, as i32[] scalars; works under `jit`."""
     kinds = events.kind
     return {k.name.lower(): jnp.sum(kinds == k.value, dtype=jnp.int32) for k in EventKind if k}
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What happened so far, added up on the host from the events of each transition.
+    """Totals of the events so far, added up on the host transition by transition.
 
     Attributes:
       queried_tokens: prompt tokens that were looked up.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version of a transition a program has: one kernel on a GPU where a kernel serves the cache, or plain jax."""
+"""The version of a transition in a program: one kernel on a GPU where a kernel serves the cache, or plain jax."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T
 
 
 def interpreted() -> contextlib.AbstractContextManager[None]:
-    """What is traced inside has the kernels, run as plain jax on any platform: for tests."""
+    """A context whose traces have the kernels, run as plain jax on any platform: for tests."""
     return _interpreted(True)

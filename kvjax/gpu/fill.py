@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `verbs/commit` does to a state as one kernel."""
+"""`verbs/commit` as one kernel."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fill_rows(
 
 
 def _rooms(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """What `lanes.exchange` needs for five values at once."""
+    """The memory that `lanes.exchange` needs for five values at once."""
     return {f"lane{number}": shape for number in range(5)}
 
 

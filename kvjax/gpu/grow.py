@@ -27,7 +27,7 @@ READ = ("parent", "generation", "empty", "length", "committed")
 
 
 class Grown(NamedTuple):
-    """What came of `grow_rows`: whether every row could grow, the records, and how many blocks are missing."""
+    """The result of `grow_rows`: whether every row could grow, the records, and how many blocks are missing."""
 
     ok: jax.Array
     removed: Records
@@ -79,7 +79,7 @@ def _grow(memory: Memory, *, size: np.int32, width: np.int32, lanes: int) -> Non
 
 
 class _Span(NamedTuple):
-    """What rows ask for, a lane for each column; worked out twice, since registers are few.
+    """The growth of each row, a lane for each column; worked out twice, since registers are few.
 
     Attributes:
       row: i32.

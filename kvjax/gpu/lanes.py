@@ -35,7 +35,7 @@ def rank(where: jax.Array) -> jax.Array:
 
 
 class Peers(NamedTuple):
-    """What a lane knows of those with its value, all i32[lanes], None where nobody asked.
+    """The lanes with the same value, as each lane sees them, all i32[lanes]; None where nobody asked.
 
     Attributes:
       first: the first of them, perhaps the lane itself.

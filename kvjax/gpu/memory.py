@@ -105,7 +105,7 @@ class Memory:
         return end
 
     def when[T](self, where: jax.Array, do: Callable[[], T], otherwise: T = None) -> T:
-        """What `do` returns if where bool[] holds, without which it is not called; else `otherwise`."""
+        """The result of `do` if where bool[] holds; else `otherwise`, and `do` is not called."""
         before = self._loaded.copy(), self._stored.copy()
         result = lax.cond(where, do, lambda: otherwise)
         self._since(before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `verbs/trim` does to a state as one kernel."""
+"""`verbs/trim` as one kernel."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Filled(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """What becomes of them, as `blocks/twins.Resolution`."""
+    """The outcome for them, as `blocks/twins.Resolution`."""
 
     target: jax.Array
     publish: jax.Array

@@ -38,7 +38,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it holds."""
+        """The number of bytes it holds."""
         return self.records.nbytes + self.text.nbytes
 
     def namespaces(self) -> set[int]:
@@ -100,7 +100,7 @@ def pieces(parts: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, i
 
 
 def _cuts(records: np.ndarray) -> list[int]:
-    """Where removed and stored records are cut, so that in each part all that is removed was there before it.
+    """The cuts between removed and stored records, so that all that a part removes was there before it.
 
     A block that is stored and later removed again needs a cut between the two.
     """
@@ -187,7 +187,7 @@ def read(events: Any, spec: CacheSpec) -> Batch:
 
 
 def parts_of(spec: CacheSpec) -> tuple[str, ...]:
-    """What the text of a block has."""
+    """The parts of a block's text."""
     return ("tokens", "extra_ids")[: 1 + spec.extra_ids]
 
 

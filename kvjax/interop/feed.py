@@ -27,7 +27,7 @@ log = logging.getLogger("kvjax.interop")
 
 
 class Feed[T: Teller, W](abc.ABC):
-    """What takes a cache's events for a wire; `W` is what the wire sends for a batch.
+    """The side of a wire that takes a cache's events; `W` is what the wire sends for a batch.
 
     Its owner makes what it needs to send, then calls `_start`.
     """
@@ -203,7 +203,7 @@ class Feed[T: Teller, W](abc.ABC):
             return self._busy or not self._closing
 
     def _follow(self, batch: Batch) -> W | None:
-        """What a batch tells; holds the map."""
+        """The messages of a batch; locks the map."""
         try:
             return self._take(batch)
         except Exception as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What wires call nodes and namespaces: names of 64 bits that are the same on every machine (`kvjax.names`)."""
+"""Names of nodes and namespaces on wires: 64 bits that are the same on every machine (`kvjax.names`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTHING = bytes(_BYTES)
 
 
 class Space(NamedTuple):
-    """What a wire says of a namespace.
+    """A namespace as a wire has it.
 
     Attributes:
       root: 16 bytes; the digest of the empty prefix.
@@ -46,7 +46,7 @@ class Space(NamedTuple):
 
 
 def wire_salt(salt: str | None, salts: str, key: bytes) -> str | None:
-    """What stands for a salt on a wire."""
+    """The text of a salt on a wire."""
     return salt if salt is None or salts == "plain" else digests.salt_digest(salt, key=key)
 
 
@@ -95,7 +95,7 @@ class Naming:
                 self._spaces[number] = self._space(*self._names.describe(number))
 
     def space(self, namespace: int) -> Space:
-        """What the wire says of a namespace."""
+        """A namespace as this wire has it."""
         return self._spaces.get(namespace, self._unknown)
 
     def _space(self, salt: str | None, lora: int | None) -> Space:
@@ -165,7 +165,7 @@ class Naming:
         return blocks
 
     def _before(self, nodes: NodeMap, rows: np.ndarray) -> list[int]:
-        """What is known of rows without their hashes: statuses; writes the digests of the prefixes before."""
+        """The statuses of rows, before they are hashed; writes the digests of the prefixes before."""
         size, first, parent = nodes.spec.block_size, nodes.groups[0].table, rows[:, col.PARENT]
         before = first[np.maximum(parent, 0)]
         lost = (before[:, col.FILL] == 0) | (before[:, col.GENERATION] != rows[:, col.PARENT_GENERATION])

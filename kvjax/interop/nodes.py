@@ -21,7 +21,7 @@ _LACKS = "wanted one that the map has: begin with `attach(state)`, and leave no 
 
 
 class NodeMap:
-    """What is cached where, by the events alone; memory is O(blocks).
+    """An index of the cached blocks, by the events alone; memory is O(blocks).
 
     After a ValueError for events that cannot have happened its contents are undefined, until `attach`.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What events tell readers who know nodes by names: which are stored and which removed, and on which level."""
+"""Events for readers who know nodes by names: which are stored and which removed, and on which level."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache does, on a time axis: Chrome's trace JSON, which Perfetto (https://ui.perfetto.dev) and Chrome open.
+"""A cache on a time axis: Chrome's trace JSON, which Perfetto (https://ui.perfetto.dev) and Chrome open.
 
     slices     admissions, jitted loops, moves, and other transitions: from the call of the listener before to this one
     instants   evictions, at the end of the slice that made them
@@ -204,7 +204,7 @@ def _records(events: Events | EventLog) -> np.ndarray:
 
 
 def _told(events: Events | EventLog, records: np.ndarray) -> dict[str, int]:
-    """What a slice says: events of each kind, tokens looked up and reused, moves and refusals; zeros are left out."""
+    """The text of a slice: events of each kind, tokens looked up and reused, moves and refusals; zeros are left out."""
     kinds = np.bincount(records[:, 0], minlength=len(EventKind)).tolist()
     told = {kind.name.lower(): kinds[kind] for kind in EventKind if kind}
     told |= {name: int(np.asarray(getattr(events, name)).sum()) for name in ("queried", "cached")}

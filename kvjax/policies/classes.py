@@ -77,7 +77,7 @@ def by_class(
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What `by_class` was asked for, as a value: closures over it would be equal to no others."""
+    """The arguments of `by_class` as a value: closures over them would be equal to no others."""
 
     fn: Callable[..., jax.Array]
     fn_parameters: tuple[tuple[str, Any], ...]
@@ -93,7 +93,7 @@ class _Asked:
         object.__setattr__(self, "types", types)
 
     def given(self, own: Any, now: jax.Array) -> list[Any]:
-        """What both functions take after their other arguments."""
+        """The arguments that both functions take after their others."""
         return [*([] if self.init is None else [own]), *([now] if self.timed else [])]
 
 
@@ -124,7 +124,7 @@ class _Push:
 
 
 class _Turn(NamedTuple):
-    """Where a choice of victims stands.
+    """The state of a choice of victims.
 
     Attributes:
       at: i32[C]; position of the entry that each class looks at next, -1 behind its last one.

@@ -44,7 +44,7 @@ class TokenRange(NamedTuple):
 
 
 class Retention(Pytree):
-    """What a request states of its blocks, as arrays; made by `Retention.of`.
+    """Priorities and times to live of a request's blocks, as arrays; made by `Retention.of`.
 
     Attributes:
       ranges: i32[K, 4]; start, end, priority, ttl of token ranges, padded with empty ranges.
@@ -134,7 +134,7 @@ def by_column(asked: Retention | None, length: jax.Array, size: int, num_columns
 
 
 def cut_off(stated: jax.Array | None, length: jax.Array, size: int) -> jax.Array | None:
-    """What is stated i32[M + 1, 2] of a row cut to length i32[]: blocks after the cut count as generated.
+    """Retention i32[M + 1, 2] of a row cut to length i32[]: blocks after the cut count as generated.
 
     None where the spec asks for no retention.
     """

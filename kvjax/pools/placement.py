@@ -72,7 +72,7 @@ class Placement:
         return mesh
 
     def partition(self, axis: int | None) -> P:
-        """How an array is divided that has the heads in this axis."""
+        """The partition of an array that has the heads in this axis."""
         return P() if axis is None else P(*[None] * axis, self.heads)
 
 
@@ -105,7 +105,7 @@ def placement_of(
 
 
 def num_shards(spec: CacheSpec, mesh: Mesh | AbstractMesh | None, heads: str | None) -> int:
-    """How many parts the axis `heads` of a mesh divides the kv heads into; ValueError if it cannot."""
+    """The number of parts into which the axis `heads` of a mesh divides the kv heads; ValueError if it cannot."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh: got {mesh!r}, wanted a jax.sharding.Mesh, such as jax.make_mesh makes")
     if heads not in mesh.axis_names:

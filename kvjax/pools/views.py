@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model step needs of the cache: where each token is written, and what it may read.
+"""The part of the cache that a model step needs: where each token is written, and what it may read.
 
 A view is for the next tokens of some rows, those after the committed ones, for which `admit` or `extend` has made
 room; in a block of steps, for those after the ones that earlier steps have written. It has one of three forms, and a
@@ -28,7 +28,7 @@ from kvjax.state import CacheState
 
 
 class View(Pytree, static=("decodes", "spec")):
-    """Where the tokens of one model step are.
+    """The places of the tokens of one model step.
 
     A mixed view is a ragged one of S + R rows, of which the first S have one position each: what does not heed
     `decodes` may treat it as ragged.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which policy, and how much memory, does a workload need? Answers from a trace. Nothing imports this package."""
+"""The policy and the memory that a workload needs, from a trace of it. Nothing imports this package."""
 
 from kvjax.research.bound import belady
 from kvjax.research.curves import lru_curve, reuse_distances

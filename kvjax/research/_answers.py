@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache would find if answers were stored: an estimate, since traces do not say which prompt has an answer."""
+"""The hits of a cache that stores answers: an estimate, since traces do not say which prompt has an answer."""
 
 from __future__ import annotations
 

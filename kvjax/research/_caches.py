@@ -59,7 +59,7 @@ class Known(Pytree):
 
 
 class Served(Pytree):
-    """What became of a request, beside the cache.
+    """The outcome of a request, beside the cache.
 
     Attributes:
       found: i32[]; blocks that it found.

@@ -29,7 +29,7 @@ def lines(path: str | pathlib.Path) -> Iterator[tuple[str, str]]:
 
 
 def entry(where: str, line: str) -> Any:
-    """What a line of JSON has."""
+    """An entry of a line of JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:

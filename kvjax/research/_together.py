@@ -34,7 +34,7 @@ def rows_of(overlap: Overlap) -> np.ndarray:
 
 
 def rows_and_ends(trace: Trace, overlap: Overlap) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """What `serve_together` wants to know beside the prompts.
+    """The arguments of `serve_together` beside the prompts.
 
     Returns:
       Of each request, i32[R]: its row, the blocks of its answer, and the ends from..to-1 that come before it begins and

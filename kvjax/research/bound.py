@@ -66,7 +66,7 @@ def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = Fa
 
 
 class _Steps(NamedTuple):
-    """What happens to the room of a cache, one after the other.
+    """The steps that take and free the room of a cache, in order.
 
     Attributes:
       since: i32[P]; the entry of the room that is taken: what has been free since then, or longer.

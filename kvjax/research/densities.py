@@ -36,7 +36,7 @@ _FORMAT = "kvjax densities 1"
 
 
 class Densities(NamedTuple):
-    """What is learned.
+    """Learned hit densities.
 
     Attributes:
       lengths: i32[NUM_LENGTHS - 1]; the least blocks of a prompt of each range of lengths but the first.
@@ -166,7 +166,7 @@ class Learned:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Learned:
-        """What `save` has written.
+        """The densities that `save` has written.
 
         Raises:
           ValueError: for a file that it has not written.

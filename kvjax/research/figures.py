@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trace is: how much there is, how much of it comes again, and what its figures leave out."""
+"""Figures of a trace: how much there is, how much of it comes again, and what they leave out."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def reuse_times(trace: Trace) -> np.ndarray:
 
 
 def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
-    """Where in their prompts blocks are found, and where they are asked for.
+    """The depth in their prompts at which blocks are found, and at which they are asked for.
 
     Args:
       hits: of one trace in caches of several sizes.
@@ -195,7 +195,7 @@ def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hits_by_age(hits: Hits, edges: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How long ago the blocks that are found were last used, and those that are asked for.
+    """The age of the blocks that are found, and of those that are asked for.
 
     Args:
       hits: of one trace in caches of several sizes.

@@ -16,7 +16,7 @@ KINDS = ("first", "later", "one-shot")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is drawn. Lengths and times are means of geometric and exponential distributions.
+    """Parameters of a workload. Lengths and times are means of geometric and exponential distributions.
 
     Attributes:
       system_prompts: how many there are. Of those, the k-th most popular one is drawn with a weight of 1/k.

@@ -55,7 +55,7 @@ def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_siz
 
 @dataclasses.dataclass
 class _Request:
-    """What is known of a request: where its first event is, its last block, and when that was stored."""
+    """A request in a log: where its first event is, its last block, and when that was stored."""
 
     place: str
     begun: float

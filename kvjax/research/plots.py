@@ -177,7 +177,7 @@ def _one_rule(curves: Mapping[str, Hits]) -> Rule:
 
 
 def _told(curves: Mapping[str, Hits]) -> str:
-    """What a picture's figures are worth."""
+    """The caption of a picture: what its figures are worth."""
     overlap = any(hits.unserved is not None for hits in curves.values())
     return f'Rule "{_one_rule(curves)}"; requests {"run at the same time" if overlap else "follow one another"}'
 

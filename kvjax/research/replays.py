@@ -80,7 +80,7 @@ def replay(
 
 
 def _caches(sizes: np.ndarray, trace: Trace, held: np.ndarray, rows: int) -> tuple[CacheSpec, np.ndarray]:
-    """What the caches are like, whose rows hold i32[R] blocks; and the ids, padded so that no slice is cut off."""
+    """The caches' description, whose rows hold i32[R] blocks; and the ids, padded so that no slice is cut off."""
     width = int(held.max(initial=1))
     spec = make_spec(num_blocks=int(sizes.max()), max_seqs=rows, max_length=width, block_size=1, partial_reuse=False)
     return spec, np.concatenate([trace.ids, np.zeros(width, np.int32)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of released blocks: how old they are when they are used again, by class; and what that promises."""
+"""Reuse of released blocks: their age when they are used again, by class; and what that promises."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Releases(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What was seen of each class at each age.
+    """Counts of each class at each age.
 
     Attributes:
       used: f64[NUM_CLASSES, NUM_AGES]; blocks that were used again at that age.
@@ -74,7 +74,7 @@ def releases(trace: Trace, rule: Rule) -> Releases:
 
 
 def count(known: Releases, first: int, last: int) -> Counts:
-    """What requests first..last-1 released, seen until the last of them is over."""
+    """Counts of what requests first..last-1 released, until the last of them is over."""
     some = (known.request >= first) & (known.request < last)
     end = known.start[last]
     again = known.again[some] & (known.used[some] < end)

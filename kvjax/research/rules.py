@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as a hit, stated once; and the hits of every request, with the rates that follow from them."""
+"""Rules for what counts as a hit; and the hits of every request, with the rates that follow from them."""
 
 from __future__ import annotations
 

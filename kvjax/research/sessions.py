@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks are equal, drawn at random, for traces that say nothing about the contents of prompts."""
+"""Equal blocks, drawn at random, for traces that say nothing about the contents of prompts."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _WINDOW, _DRAWS = 300, 2000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Comparison:
-    """What policies find in parts of a trace; `str` gives it as text.
+    """The hits of policies in parts of a trace; `str` gives them as text.
 
     Attributes:
       rule: what counts as a hit.

@@ -24,7 +24,7 @@ from kvjax.verbs._request import TIERS, known_text, prompt
 
 
 class Admitted(Pytree):
-    """What was admitted in a step, in order, all i32[S], -1 for none.
+    """The requests admitted in a step, in order, all i32[S], -1 for none.
 
     Attributes:
       slots: the requests.
@@ -38,7 +38,7 @@ class Admitted(Pytree):
 
 
 class _Search(Pytree):
-    """Where the loop over candidates stands.
+    """The state of the loop over candidates.
 
     Attributes:
       goes_on: bool[]; whether there is a next candidate.
@@ -206,7 +206,7 @@ def _hold_rows(serving: Serving, samples: jax.Array) -> Serving:
 
 
 def _retention(requests: Requests, slot: jax.Array) -> Retention | None:
-    """What request slot i32[] states of its blocks; those with generated tokens are no prompt's, if it comes back."""
+    """The retention of request slot i32[]; blocks with generated tokens are no prompt's, if it comes back."""
     prompt = pick(requests.prompt, slot)
 
     def stated(one: Retention) -> Retention:

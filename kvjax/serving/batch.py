@@ -126,7 +126,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
     @property
     def cache(self) -> Cache:
-        """What `Held` holds: the cache as it is now, on the device."""
+        """The cache as it is now, on the device."""
         return self.serving.cache if "serving" in vars(self) else self._cache
 
     @cache.setter
@@ -236,7 +236,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
                 self.outputs[n].finish = Status(code).name.lower()
 
     def _read(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
-        """What the host decides by, as numpy arrays: `requests`, `row`, `onboards` and `refused` of `Serving`."""
+        """The arrays by which the host decides: `requests`, `row`, `onboards` and `refused` of `Serving`, as numpy."""
         serving = self.serving
         return jax.device_get((serving.requests, serving.row, serving.onboards, serving.refused))
 

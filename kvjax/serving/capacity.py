@@ -105,7 +105,7 @@ def for_samples(
 
 
 class Reserved(NamedTuple):
-    """What `reserve="goal"` counts of one group: a request fits if its blocks and `need` are at most `limit`.
+    """The count of `reserve="goal"` in one group: a request fits if its blocks and `need` are at most `limit`.
 
     Attributes:
       need: i32[]; blocks for the rows that run.

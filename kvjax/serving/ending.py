@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests go: `cancel` and `drain`; and what came of them, `results` on the host."""
+"""Requests go: `cancel` and `drain`; and their outputs on the host, `results`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.NO_BLOCKS: "no_b
 
 
 def results(serving: Serving) -> dict[tuple[int, int], Output]:
-    """What has come of each request so far, by (slot, generation), on the host."""
+    """The output of each request so far, by (slot, generation), on the host."""
     requests: Any = jax.device_get(serving.requests)
     found = {}
     for slot in np.flatnonzero(requests.stage != Stage.EMPTY).tolist():

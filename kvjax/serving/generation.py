@@ -30,7 +30,7 @@ from kvjax.tiered import TieredCache
 
 @dataclasses.dataclass(frozen=True)
 class Progress[C: (Cache, TieredCache)]:
-    """Where a generation stands after a jitted loop.
+    """The state of a generation after a jitted loop.
 
     Attributes:
       outputs: one per prompt, so far; the same objects every time.

@@ -23,7 +23,7 @@ from kvjax.tiered import TieredCache
 
 
 class Decoded(NamedTuple):
-    """What a jitted loop chose: tokens i32[S, steps] (-1: none), logprobs f32[S, steps], and whether blocks ran out."""
+    """Choices of a jitted loop: tokens i32[S, steps] (-1: none), logprobs f32[S, steps], and whether blocks ran out."""
 
     tokens: jax.Array
     logprobs: jax.Array

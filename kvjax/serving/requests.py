@@ -32,7 +32,7 @@ from kvjax.serving.sampling import Sampling
 
 
 class Stage(Named):
-    """Where a request stands; EMPTY: the slot is free."""
+    """The stage of a request; EMPTY: the slot is free."""
 
     EMPTY = 0
     WAITING = 1

@@ -20,7 +20,7 @@ from kvjax.serving.scheduler import Scheduler, first, places_of_rows, prefilling
 
 
 class Swaps(Pytree):
-    """What the host is to do before the loop goes on; both -1 if nothing.
+    """Moves that the host is to make before the loop goes on; both -1 if none.
 
     Attributes:
       out: i32[]; the row that is to rest.
@@ -37,7 +37,7 @@ class Swaps(Pytree):
 
 
 def swaps(serving: Serving, scheduler: Scheduler) -> Swaps:
-    """Which row is to rest now, and which can go on."""
+    """The row that is to rest now, and the one that can go on."""
     if scheduler.preempt != "swap":
         return Swaps(jnp.int32(-1), jnp.int32(-1))
     return Swaps(_out(serving, scheduler), _back(serving, scheduler))

@@ -17,7 +17,7 @@ from kvjax.serving.scheduler import Scheduler, decoding, last, places_of_rows, r
 
 
 class Retired(Pytree):
-    """What left the rows in a step.
+    """Requests that left their rows in a step.
 
     Attributes:
       released: bool[S]; rows that were released.

@@ -22,9 +22,10 @@ _DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "m
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How to choose; the default is greedy. A pytree: each leaf is a number for all rows, or an array of one for each.
+    """Options of choosing a token; the default is greedy.
 
-    Numbers, lists and numpy arrays are checked and become numpy arrays. A jax array is taken as it is, traced or not.
+    A pytree: each leaf is a number for all rows, or an array of one for each. Numbers, lists and numpy arrays are
+    checked and become numpy arrays. A jax array is taken as it is, traced or not.
 
     Attributes:
       temperature: f32; divides the logits; 0 takes the likeliest token.
@@ -97,7 +98,7 @@ def _host_numbers(given: Any, dtype: Any) -> np.ndarray | None:
 
 
 class Choice(NamedTuple):
-    """What was chosen for each row.
+    """The token chosen for each row.
 
     Attributes:
       tokens: i32[R].

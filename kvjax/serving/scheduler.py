@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How requests are scheduled: the options, the order of the requests, and what counting says of blocks."""
+"""The scheduler's options, the order of the requests, and what each row wants to compute."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from kvjax.serving.steps import Chosen, LogitsFn, Rows, Written, choose, compute
 
 
 class Served(Pytree):
-    """What a step of the scheduler did.
+    """The result of a step of the scheduler.
 
     Attributes:
       retired: which rows were released, and which requests preempted.
@@ -163,7 +163,7 @@ def mixed_step(
     logits_fn: LogitsFn | None,
     now: jax.Array,
 ) -> tuple[Serving, EventLog, Chunks, Chosen]:
-    """Where bool[] holds: computes chunks and one token of the rows that decode bool[S], and lets rows choose.
+    """Computes chunks and one token of the rows that decode bool[S], and lets rows choose, if where bool[] holds.
 
     Returns:
       The requests and the log; the chunks, stored; and what was chosen, k columns.

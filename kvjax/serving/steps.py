@@ -86,7 +86,7 @@ class Chosen(Pytree):
 
     @classmethod
     def of(cls, choice: Choice) -> Chosen:
-        """What was chosen for each of S rows."""
+        """The choices of one step, for each of S rows."""
         bits = [choice.tokens, _bits(choice.logprobs)]
         if choice.top_tokens is not None and choice.top_logprobs is not None:
             bits += [*choice.top_tokens.T, *_bits(choice.top_logprobs).T]
@@ -111,7 +111,7 @@ def _nothing(number: int) -> np.ndarray:
 
 
 class Written(Pytree):
-    """What a block of steps has computed.
+    """The result of a block of steps.
 
     Attributes:
       count: i32[S]; tokens of each row whose K/V were written.

@@ -168,7 +168,7 @@ def _pinned(group: Group) -> jax.Array:
 
 
 class _Asked(Pytree):
-    """What speaks for and against each entry, all [R].
+    """The checks of each entry, all [R].
 
     Attributes:
       parent: i32; the entry that it is a sample of, or -1.

@@ -83,7 +83,7 @@ def _pool_rows_in_use(group: Any) -> np.ndarray:
 def _starts(
     old: Mapping[int, Row], row: Row, seq: int = -1, before: CacheState | None = None, after: CacheState | None = None
 ) -> Iterator[int]:
-    """How many tokens of a text rows had before: the row itself, or those that it may be a fork of."""
+    """The tokens of a text that rows had before: the row itself, or those that it may be a fork of."""
     own = old.get(seq)
     if own and own.namespace == row.namespace:
         common = _common(own.items, row.items)
@@ -147,7 +147,7 @@ def _pins(known: Known, state: CacheState) -> list[np.ndarray]:
 
 
 def differing(cache: Mapping[Any, Any], events: Mapping[Any, Any]) -> str:
-    """What two indexes do not have in common, in words."""
+    """The differences of two indexes, in words."""
     parts = []
     for where, entries in (("in the cache alone", cache.items() - events.items()),
                            ("by the events alone", events.items() - cache.items())):  # fmt: skip

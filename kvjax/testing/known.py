@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trial knows of its cache, in plain Python: the text of each row, the pins, and what every slot holds."""
+"""A trial's model of its cache, in plain Python: the text of each row, the pins, and what every slot holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Item = tuple[int, int]  # a token and its extra id
 
 @dataclasses.dataclass
 class Row:
-    """What a sequence should hold: `items` are written, and there is room for `length`.
+    """The contents that a sequence should have: `items` are written, and there is room for `length`.
 
     A resting row is on the host; a lost row has lost K/V to a failed move, and can only be released.
     """
@@ -38,7 +38,7 @@ class Row:
 
 
 class Known:
-    """What a cache should be like after the requests that were done.
+    """The cache as it should be after the requests that were done.
 
     K/V depend on all tokens up to their own, so a slot's contents are named by (namespace, path).
 
@@ -63,7 +63,7 @@ class Known:
         return seq in self.rows and self.rows[seq].lost
 
     def written(self, request: Fields) -> list[list[Item]]:
-        """What each row writes: the rest of its prompt, then the request's tokens, as far as there is room."""
+        """The tokens that each row writes: the rest of its prompt, then the request's, as far as there is room."""
         new: list[list[Item]] = [[] for _ in range(self.spec.max_seqs)]
         for seq, row in self.rows.items():
             if row.rests or row.lost:

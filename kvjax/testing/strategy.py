@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to ask of a cache on trial (`Trial`): a Hypothesis strategy."""
+"""Requests to a cache on trial (`Trial`): a Hypothesis strategy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to ask of a cache on trial (`Trial`): random requests without end."""
+"""Requests to a cache on trial (`Trial`): random ones without end."""
 
 from __future__ import annotations
 

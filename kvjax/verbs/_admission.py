@@ -28,7 +28,7 @@ from kvjax.verbs._request import all_or_nothing, assemble, first_failure
 
 
 class Found(Pytree):
-    """What one group has of a prompt.
+    """The blocks of a prompt in one group.
 
     Attributes:
       blocks: i32[F]; its blocks of the cached prefix.
@@ -50,7 +50,7 @@ class Found(Pytree):
 
 
 class Decision(Pytree):
-    """What becomes of a request, before anything is taken.
+    """The decision on a request, before anything is taken.
 
     Attributes:
       status: i32[].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every verb does at its edges: checks arguments against the spec, and assembles its events."""
+"""The edges of every verb: arguments are checked against the spec, and events assembled."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ _BATCH = 32  # blocks: about what 256 rows fill in a step with blocks of 16, mea
 
 
 def pass_width(total: int, max_tokens: int, size: int) -> int:
-    """How many blocks `publish_filled` looks at in one pass: as many as so many tokens of each row usually fill."""
+    """The number of blocks in a pass of `publish_filled`: as many as so many tokens of each row usually fill."""
     return min(max(_BATCH, -(-total * max_tokens // size)), total * -(-max_tokens // size))
 
 

@@ -103,7 +103,7 @@ class Growth(Pytree):
 
 
 def _known(state: CacheState, rows: jax.Array | None) -> Sequences:
-    """What is known of rows i32[R]; None: of all."""
+    """The metadata of rows i32[R]; None: of all."""
     return state.seqs if rows is None else pick(state.seqs, rows)
 
 

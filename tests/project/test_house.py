@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things live: what each room may import, and what `kvjax` itself exports."""
+"""Where things live: what each room may import, what `kvjax` itself exports, and how docstrings begin."""
 
 import ast
 import graphlib
@@ -142,6 +142,21 @@ def test_tests_are_nobodys_library():
                 named = [getattr(node, "module", None) or "", *(name.name for name in node.names)]
                 parts = {part for name in named for part in name.split(".")}
                 assert not {part for part in parts if part.startswith("test_")}, f"{path}:{node.lineno}"
+
+
+QUESTIONS = ("What", "How", "Which", "Who", "Whose", "Where")
+
+
+@pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels"])
+def test_docstrings_begin_with_a_noun_or_a_verb(folder):
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [
+        f"{path}: {text}"
+        for path in sorted((HOUSE.parent / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node) or "").split(" ")[0] in QUESTIONS
+    ]
+    assert found == []
 
 
 def lines_of_code(node, lines):

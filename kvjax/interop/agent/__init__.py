@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cache holds, served over gRPC in the manner of MAX's KV cache agent.
+"""A gRPC service of a cache's contents, in the manner of MAX's KV cache agent.
 
 The service is described in `agent.proto` beside this file; `messages` and `services` are what gRPC makes of it.
 """

@@ -249,7 +249,7 @@ class Agent(Feed[Updates, None]):
         ).SerializeToString()  # fmt: skip
 
     def _fill_of(self, number: int) -> Iterator[Any]:
-        """How full each tier of a group is, if it has any blocks."""
+        """The fill of each tier of a group, if it has any blocks."""
         table, spec = self._encoder.nodes.groups[number].table, self._encoder.nodes.spec.groups[number]
         cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(TIERS)).tolist()
         said = self._said.get(number)

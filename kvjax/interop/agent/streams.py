@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What subscribers have been told, and the streams in which they are told more."""
+"""The state that was sent to each subscriber, and the streams of what follows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Stream:
 
 
 class Board:
-    """What each subscriber has been told, or will be when it has read its stream. Its owner locks it.
+    """The state that each subscriber has once it has read its stream. Its owner locks it.
 
     Attributes:
       told: for each group {name: entry}.

@@ -20,7 +20,7 @@ TIERS = (messages.MEMORY_TIER_GPU, messages.MEMORY_TIER_CPU)  # by level
 
 
 class Entry(NamedTuple):
-    """What is told of a block beside its name.
+    """The fields of a block that are sent beside its name.
 
     Attributes:
       level: where it is.

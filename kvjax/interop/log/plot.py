@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file of events tells, drawn."""
+"""Plots of a file of events."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _draw_blocks(ax: Axes, report: Report, end: float) -> None:
 
 
 def _draw_lengths(ax: Axes, report: Report, lengths: Sequence[float], title: str, colour: str) -> None:
-    """How often which length of time occurred, on a logarithmic axis."""
+    """A histogram of lengths of time, on a logarithmic axis."""
     ax.set_title(title)
     if not lengths:
         return _nothing(ax, "none")

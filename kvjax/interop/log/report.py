@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file of events tells: counts, reuse, lifetimes, and what was stored again after it had been evicted.
+"""A report of a file of events: counts, reuse, lifetimes, and what was stored again after it had been evicted.
 
 Blocks are told apart by what they hold: a digest of the whole prefix, so that memory does not grow with its length.
 """
@@ -38,7 +38,7 @@ class _Cached:
 
 @dataclasses.dataclass
 class Report:
-    """What a file tells. Times are in seconds since the first line, or numbers of events in files that have no times.
+    """Figures of a file. Times are in seconds since the first line, or numbers of events in files that have no times.
 
     Attributes:
       unit: "s" or "events".
@@ -109,7 +109,7 @@ class Report:
 
 
 def report(lines: Iterable[str]) -> Report:
-    """What lines tell: those of `Log`, or bare events, one a line, as older versions wrote them.
+    """The report of lines: those of `Log`, or bare events, one a line, as older versions wrote them.
 
     What is no entry is counted as refused, and the first such line is named.
     """

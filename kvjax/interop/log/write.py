@@ -49,7 +49,7 @@ class Log:
 
 
 def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]:
-    """What the line of a transition has, or that of a jitted loop.
+    """The fields of a line, of a transition or of a jitted loop.
 
     Args:
       events: of the transition.

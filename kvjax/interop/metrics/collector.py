@@ -44,7 +44,7 @@ assert _TOTALS.keys() == {field.name for field in dataclasses.fields(Totals)}
 
 
 class Reading(NamedTuple):
-    """What a state had when it was set.
+    """The figures of a state when it was set.
 
     Attributes:
       moment: when.
@@ -147,11 +147,11 @@ class Metrics:
         self.close()
 
     def describe(self) -> Iterator[Any]:
-        """What a registry asks, to refuse a second cache."""
+        """The metrics' names, by which a registry refuses a second cache."""
         return self.collect()
 
     def collect(self) -> Iterator[Any]:
-        """What a scrape gets."""
+        """The metrics of a scrape."""
         with self._lock:
             families = [*self._of_events(), *self._of_state()]
         return itertools.chain(families, self._of_wires())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the events of a cache add up to: totals, bytes that moved, hits by tier, lifetimes."""
+"""Sums over the events of a cache: totals, bytes that moved, hits by tier, lifetimes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIERS = ("device", "host")  # by level
 
 
 class Lifetimes:
-    """How long the blocks of a group were findable.
+    """The times for which the blocks of a group were findable.
 
     Attributes:
       counts: i64[14]; how many lasted up to each of `BOUNDS`, but longer than up to the one before; then the others.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader of TensorRT-LLM's event JSON knows to be cached. Hashes are opaque."""
+"""The cache as a reader of TensorRT-LLM's event JSON has it. Hashes are opaque."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Group:
 
 
 class Mirror:
-    """What is cached by the lines so far.
+    """The cached blocks by the lines so far.
 
     Attributes:
       max_blocks: the most blocks that it takes.

@@ -220,7 +220,7 @@ class Writer(Teller[str]):
         return _BLOCK % ",".join([token] * fill)
 
     def _make_space(self, namespace: int) -> str:
-        """What an event tells of a namespace."""
+        """The fields of a namespace in an event."""
         space = self.naming.space(namespace)
         told = {"cache_salt": space.salt, "lora_name": space.lora}
         return "".join(f',"{name}":{json.dumps(value)}' for name, value in told.items() if value is not None)
@@ -232,7 +232,7 @@ class Writer(Teller[str]):
 
 
 def window_size(spec: CacheSpec, number: int) -> int:
-    """What a group's events call its window.
+    """The window of a group in its events.
 
     Full attention has the largest one, since NVIDIA Dynamo keeps the events of the largest window and drops all others.
     """

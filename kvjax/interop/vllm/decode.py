@@ -57,7 +57,7 @@ class Cleared(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a payload tells: seconds since 1970, events in their order, data-parallel rank."""
+    """The contents of a payload: seconds since 1970, events in their order, data-parallel rank."""
 
     time: float
     events: list[Stored | Removed | Cleared]

@@ -113,7 +113,7 @@ class Form:
 
 
 class What(NamedTuple):
-    """What blocks that are stored by one event have in common.
+    """The fields that the blocks stored by one event have in common.
 
     Attributes:
       group, window: the group's number and its window, None for full attention.

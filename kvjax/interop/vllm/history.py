@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a publisher sent last, and the index as it was before: a replay that has no holes.
+"""The last messages of a publisher, and the index before them: a replay that has no holes.
 
     base        the nodes before the oldest batch that is kept
     batches     (number of the first message, payloads, what the batch left in the blocks that it touched)
@@ -24,7 +24,7 @@ _OVERHEAD = 512  # bytes of a batch beside its payloads and arrays, about
 
 
 class Image(NamedTuple):
-    """What a batch left in the blocks of a group that it touched: blocks i32[n], perhaps repeated, rows i32[n, W]."""
+    """The state of the blocks of a group that a batch touched: blocks i32[n], perhaps repeated, rows i32[n, W]."""
 
     group: int
     blocks: np.ndarray
@@ -40,13 +40,13 @@ class Sent(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it holds."""
+        """The number of bytes it holds."""
         arrays = sum(image.rows.nbytes + image.blocks.nbytes for image in self.images)
         return _OVERHEAD + sum(map(len, self.payloads)) + arrays
 
 
 def images_of(batch: Batch, nodes: NodeMap) -> list[Image]:
-    """What a batch that was followed has left."""
+    """The images of a batch that was followed."""
     images, numbers = [], batch.records[:, 1]
     for number in sorted(set(numbers.tolist())):
         records, table = batch.records[numbers == number], nodes.groups[number].table
@@ -57,7 +57,7 @@ def images_of(batch: Batch, nodes: NodeMap) -> list[Image]:
 
 
 class History:
-    """What was sent last. One thread appends; any may ask."""
+    """The last messages. One thread appends; any may ask."""
 
     def __init__(self, nodes: NodeMap, most_batches: int, most_bytes: int):
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class History:
                     self._base.groups[number].table[blocks] = rows
 
     def since(self, start: int) -> tuple[NodeMap | None, int, list[tuple[int, bytes]]]:
-        """What a reader is sent who asks for the messages from `start` on.
+        """The reply to a reader who asks for the messages from `start` on.
 
         Returns:
           The index before the oldest message kept, or None if the reader has it; the number of that message; and the

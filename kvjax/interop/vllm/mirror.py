@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader of vLLM's wire knows to be cached. Hashes are opaque: prefixes are found by their tokens."""
+"""The cache as a reader of vLLM's wire has it. Hashes are opaque: prefixes are found by their tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Prefix(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What of a prompt is cached: tokens in whole blocks, and how many of them each medium has."""
+    """The cached prefix of a prompt: tokens in whole blocks, and how many of them each medium has."""
 
     tokens: int
     media: dict[str, int]
@@ -62,7 +62,7 @@ class _Group:
 
 
 class Mirror:
-    """What is cached by the events so far.
+    """The cached blocks by the events so far.
 
     Attributes:
       max_blocks: the most blocks that it takes.

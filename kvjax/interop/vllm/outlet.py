@@ -91,7 +91,7 @@ class Outlet:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often what happened."""
+        """Counters."""
         return self._counts | ({} if self._replayer is None else self._replayer.counts)
 
     def close(self, seconds: float) -> None:

@@ -120,7 +120,7 @@ class Subscriber:
         *,
         extra_keys: Sequence[Sequence[Key]] | None = None,
     ) -> Found:
-        """How much of a prompt is cached.
+        """The cached prefix of a prompt.
 
         Args:
           tokens: of the prompt.
