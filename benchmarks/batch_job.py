@@ -37,7 +37,7 @@ class Size(NamedTuple):
     lengths: tuple[int, int] = (33, 95)
     rows: int = 32
     num_blocks: int = 512
-    scheduler: Scheduler = Scheduler(look=32, chunk=64, chunk_rows=8, budget=32 + 64)
+    scheduler: Scheduler = Scheduler(max_skips=32, chunk=64, chunk_rows=8, budget=32 + 64)
     rounds: int = 5
 
     @property

@@ -80,7 +80,7 @@ def admit(
         at = count(search.admitted.slots >= 0)[None]
         values = Admitted(slot[None], row[None], cached[None])
         admitted = put(search.admitted, at, values, done[None])
-        over = late | (number >= scheduler.look) | (serving.onboards >= 0) | (log.room < log_room)
+        over = late | (number >= scheduler.max_skips) | (serving.onboard_slot >= 0) | (log.room < log_room)
         goes_on = ~over & jnp.any(serving.free) & jnp.any(_waits(serving.requests) & ~skipped)
         return serving, log, _Search(goes_on, skipped, number, admitted)
 
@@ -88,8 +88,8 @@ def admit(
     skipped = jnp.zeros(serving.requests.stage.shape, jnp.bool_)
     search = _Search(tried & (log.room >= log_room), skipped, jnp.int32(0), Admitted(none, none, none))
     serving, log, search = lax.while_loop(lambda carry: carry[2].goes_on, attempt, (serving, log, search))
-    full = (log.room < log_room) | (serving.onboards >= 0)
-    serving = serving.replace(fresh=serving.fresh & (~tried | full))
+    full = (log.room < log_room) | (serving.onboard_slot >= 0)
+    serving = serving.replace(dirty=serving.dirty & (~tried | full))
     return once(tried & ~full, lambda serving: _give_up(serving, scheduler), serving), log, search.admitted
 
 
@@ -113,7 +113,7 @@ def _give_up(serving: Serving, scheduler: Scheduler) -> Serving:
     requests = requests.at(
         slot[None], where[None], stage=int(Stage.DONE), finish=int(Finish.NO_BLOCKS), ended=serving.steps
     ).without_parent(slot, where)
-    return serving.replace(requests=requests, fresh=serving.fresh | where)
+    return serving.replace(requests=requests, dirty=serving.dirty | where)
 
 
 def _admit(
@@ -155,7 +155,7 @@ def _can_be_admitted(
         there = find(state, ask, TIERS[1]).host_tokens
         enough = there >= scheduler.min_onboard * state.spec.block_size
         brings = good & (enough | evicts) & pick(requests.onboard, slot)
-        serving, good = serving.replace(onboards=jnp.where(brings, slot, serving.onboards)), good & ~brings
+        serving, good = serving.replace(onboard_slot=jnp.where(brings, slot, serving.onboard_slot)), good & ~brings
     return serving, good
 
 
@@ -187,7 +187,7 @@ def has_row(serving: Serving, placed: jax.Array, cached: jax.Array, done: jax.Ar
     """
     slot, row = placed[0], placed[1]
     requests = serving.requests.at(slot[None], ~done[None], onboard=False)
-    serving = serving.replace(requests=requests, onboards=jnp.int32(-1), fresh=jnp.bool_(True))
+    serving = serving.replace(requests=requests, onboard_slot=jnp.int32(-1), dirty=jnp.bool_(True))
     return enter(serving, slot, row, cached, done)
 
 

@@ -180,12 +180,12 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             self.serving, log, _ = _serve_step(self.model, self.serving, log, **given)
         self.unheard.append(log)
         self.hear(but=1)  # what the turns before left, while the device works
-        requests, row, onboards, refused = self._read()
+        requests, row, onboard_slot, refused = self._read()
         self._drain(requests)
         if refused == 1:
             self._empty_refused()
-        if onboards >= 0:
-            self._onboard(requests, int(onboards), int(np.argmax(self.own & (row < 0))))
+        if onboard_slot >= 0:
+            self._onboard(requests, int(onboard_slot), int(np.argmax(self.own & (row < 0))))
         while self.scheduler.preempt == "swap" and self._swap():
             pass
         more = bool(np.any(row >= 0) or np.any(requests.stage == Stage.WAITING))
@@ -236,9 +236,9 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
                 self.outputs[n].finish = Status(code).name.lower()
 
     def _read(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
-        """The arrays by which the host decides: `requests`, `row`, `onboards` and `refused` of `Serving`, as numpy."""
+        """`requests`, `row`, `onboard_slot` and `refused` of `Serving` as numpy arrays, by which the host decides."""
         serving = self.serving
-        return jax.device_get((serving.requests, serving.row, serving.onboards, serving.refused))
+        return jax.device_get((serving.requests, serving.row, serving.onboard_slot, serving.refused))
 
     def _drain(self, requests: Any) -> None:
         """Notes how far each request is."""

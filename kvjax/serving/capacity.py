@@ -56,12 +56,12 @@ def next_blocks(serving: Serving, scheduler: Scheduler, chunks: jax.Array) -> li
 
 
 def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Array | int] | None = None) -> jax.Array:
-    """bool[]; whether the next tokens of the rows that decode, and the chunks of those that stalled, do not fit.
+    """bool[]; whether the next tokens of the rows that decode, and chunks of those that found no blocks, do not fit.
 
     `freed` are blocks of each group that come back before; None: none.
     """
     groups = serving.cache.state.groups
-    need = next_blocks(serving, scheduler, serving.stalled)
+    need = next_blocks(serving, scheduler, serving.out_of_blocks)
     lacks = serving.refused == 1
     for group, blocks, more in zip(groups, need, freed or [0] * len(groups), strict=True):
         lacks = lacks | (blocks > group.available + more)

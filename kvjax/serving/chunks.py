@@ -45,7 +45,7 @@ def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Ch
     Rows that got none too often come before the others, the earliest request first.
     """
     want, prefill = wanted(serving), prefilling(serving)
-    place = late_first(serving.starved >= scheduler.patience, *places_of_rows(serving, scheduler))
+    place = late_first(serving.skipped_steps >= scheduler.patience, *places_of_rows(serving, scheduler))
     rows = jnp.lexsort((*reversed(place), ~prefill)).astype(jnp.int32)[: scheduler.chunk_rows]  # the last key decides
     real = pick(prefill, rows)
     ask = jnp.where(real, jnp.minimum(pick(want, rows), scheduler.chunk), 0)
@@ -57,8 +57,8 @@ def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Ch
     before = sum_before(ask)
     chunks = Chunks(jnp.where(real, rows, -1), jnp.clip(size - before, 0, ask))
     dealt = put(jnp.zeros_like(prefill), rows, True, chunks.count > 0)
-    starved = jnp.where(prefill & ~dealt, serving.starved + 1, 0)
-    return serving.replace(starved=starved), chunks
+    skipped_steps = jnp.where(prefill & ~dealt, serving.skipped_steps + 1, 0)
+    return serving.replace(skipped_steps=skipped_steps), chunks
 
 
 def make_room(
@@ -66,7 +66,7 @@ def make_room(
 ) -> tuple[Serving, EventLog, Chunks]:
     """Extends the rows so that they have room for their chunks, where a prompt has no room as a whole: with windows.
 
-    In order, as long as blocks suffice; the others are stalled.
+    In order, as long as blocks suffice; the others compute nothing in this step.
     """
     state = serving.cache.state
     if len(state.groups) == 1:
@@ -82,9 +82,13 @@ def make_room(
     more = jnp.where(count > 0, more, 0)
     cache, events = serving.cache.extend(more > 0, more, seqs=rows, max_tokens=scheduler.chunk, now=now)
     count = jnp.where(events.ok, count, 0)
-    stalled = put(jnp.zeros_like(serving.stalled), rows, count == 0, (rows >= 0) & (chunks.count > 0))
+    out_of_blocks = put(jnp.zeros_like(serving.out_of_blocks), rows, count == 0, (rows >= 0) & (chunks.count > 0))
     refused = jnp.where(events.ok, serving.refused, 1)
-    return serving.replace(cache=cache, stalled=stalled, refused=refused), note(log, events), Chunks(rows, count)
+    return (
+        serving.replace(cache=cache, out_of_blocks=out_of_blocks, refused=refused),
+        note(log, events),
+        Chunks(rows, count),
+    )
 
 
 def compute_line(

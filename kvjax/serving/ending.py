@@ -41,7 +41,7 @@ def cancel(serving: Serving, slots: ArrayLike, generations: ArrayLike) -> tuple[
         ended=jnp.where(gone, serving.steps, requests.ended),
         parent=jnp.where(orphans & (requests.stage == Stage.WAITING), -1, requests.parent),
     )
-    serving = serving.replace(requests=requests, fresh=serving.fresh | jnp.any(gone))
+    serving = serving.replace(requests=requests, dirty=serving.dirty | jnp.any(gone))
     return serving, jnp.where(there, int(Status.OK), int(Status.BAD_REQUEST))
 
 

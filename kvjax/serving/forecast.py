@@ -49,7 +49,7 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     # No blocks come from the host or go there.
     scheduler = dataclasses.replace(scheduler, preempt="recompute")
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
-    serving = serving.replace(cache=Cache(state, pools), requests=requests, onboards=jnp.int32(-1))
+    serving = serving.replace(cache=Cache(state, pools), requests=requests, onboard_slot=jnp.int32(-1))
     capacity = 4 * worst_step(spec, scheduler) + admission_events(spec, serving.width)
     end = serving.steps + steps
 

@@ -147,13 +147,13 @@ class Serving(Pytree, static=("width",)):
       leads: bool[S]; rows for whose prompts samples wait in other rows.
       steps: i32[]; steps of the model so far.
       arrivals: i32[]; requests so far.
-      fresh: bool[]; whether something has happened since nobody more could be admitted.
-      starved: i32[S]; mixed steps in which each row wanted a chunk and got none, since it last got one.
-      stalled: bool[S]; rows that found no block for their chunk in the last mixed step.
+      dirty: bool[]; whether something has happened since nobody more could be admitted.
+      skipped_steps: i32[S]; mixed steps in which each row wanted a chunk and got none, since it last got one.
+      out_of_blocks: bool[S]; rows that found no block for their chunk in the last mixed step.
       refused: i32[]; the number of steps for which blocks could not be had in the last step, though counted, 1 for a
         chunk; or 0.
-      put_off: i32[]; blocks of steps for which chunks have waited for others.
-      onboards: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
+      chunks_deferred: i32[]; blocks of steps for which chunks have waited for others.
+      onboard_slot: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
       width: static; the most tokens that a request has when it is admitted.
     """
 
@@ -163,12 +163,12 @@ class Serving(Pytree, static=("width",)):
     leads: jax.Array
     steps: jax.Array
     arrivals: jax.Array
-    fresh: jax.Array
-    starved: jax.Array
-    stalled: jax.Array
+    dirty: jax.Array
+    skipped_steps: jax.Array
+    out_of_blocks: jax.Array
     refused: jax.Array
-    put_off: jax.Array
-    onboards: jax.Array
+    chunks_deferred: jax.Array
+    onboard_slot: jax.Array
     width: int
 
     @property
@@ -237,9 +237,9 @@ def init_serving(
     each, one = {"shape": (rows,)}, {"shape": ()}
     state = {
         "requests": requests, "row": full(-1, **each), "leads": full(False, np.bool_, **each), "steps": full(**one),
-        "arrivals": full(**one), "fresh": full(False, np.bool_, **one), "starved": full(**each),
-        "stalled": full(False, np.bool_, **each), "refused": full(**one), "put_off": full(**one),
-        "onboards": full(-1, **one),
+        "arrivals": full(**one), "dirty": full(False, np.bool_, **one), "skipped_steps": full(**each),
+        "out_of_blocks": full(False, np.bool_, **each), "refused": full(**one), "chunks_deferred": full(**one),
+        "onboard_slot": full(-1, **one),
     }  # fmt: skip
     largest = min(int(room.max(initial=1)), cache.state.spec.max_length)
     width = largest if width is None else static_int("width", width, 1)

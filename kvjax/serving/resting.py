@@ -61,8 +61,8 @@ def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
 def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
     """The first resting row in order, if there is room for it and for what all rows need next, or if none runs.
 
-    A block for each row at the least, and the next chunk of each row that prefills: a row that stalled behind the
-    return would put one to rest again. -1 if the row's blocks could not be had: the loop preempts then.
+    At least a block for each row, and the next chunk of each row that prefills: one that found no blocks for its chunk
+    behind the return would put a row to rest again. -1 if the row's blocks could not be had: the loop preempts then.
     """
     state = serving.cache.state
     resting = running(serving) & state.seqs.rests

@@ -101,10 +101,10 @@ def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
         requests=requests,
         row=jnp.where(free, -1, serving.row),
         leads=serving.leads & ~free,
-        starved=jnp.where(free, 0, serving.starved),
-        stalled=serving.stalled & ~free,
+        skipped_steps=jnp.where(free, 0, serving.skipped_steps),
+        out_of_blocks=serving.out_of_blocks & ~free,
         refused=jnp.zeros_like(serving.refused),
-        fresh=jnp.bool_(True),
+        dirty=jnp.bool_(True),
     )
 
 

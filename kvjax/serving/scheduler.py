@@ -51,7 +51,7 @@ class Scheduler:
         wait on the host, if it has computed at least `min_swap` of them: as many as cost more to compute than to move.
         Where the host has no room for them, it waits as by "recompute".
       min_swap: as above.
-      look: at how many requests that cannot be admitted one step looks.
+      max_skips: the most requests that one step passes over since they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
       min_onboard: blocks that a request has to have on the host, so that they are brought back. That is done between
         loops: a loop ends for it.
@@ -74,14 +74,23 @@ class Scheduler:
     preempt: Literal["recompute", "swap"] = "recompute"
     min_swap: int = 1
     patience: int = 64
-    look: int = 4
+    max_skips: int = 4
     wait_for_prefix: bool = True
     min_onboard: int = 1
     coalesce: int = 1
     order: Order = by_priority
 
     def __post_init__(self):
-        for name in ("chunk", "chunk_rows", "k_waiting", "patience", "look", "min_onboard", "min_swap", "coalesce"):
+        for name in (
+            "chunk",
+            "chunk_rows",
+            "k_waiting",
+            "patience",
+            "max_skips",
+            "min_onboard",
+            "min_swap",
+            "coalesce",
+        ):
             static_int(name, getattr(self, name), 1)
         static_int("watermark", self.watermark, 0)
         for name in ("budget", "k"):

@@ -125,10 +125,10 @@ def serve_step(
     cache = Cache(state, pools)
     if k > 1:
         cache, _ = cache.trim(decode, max_tokens=k)
-    serving = serving.replace(cache=cache, fresh=serving.fresh | mixed)
+    serving = serving.replace(cache=cache, dirty=serving.dirty | mixed)
     if scheduler.coalesce > 1:
-        put_off = jnp.where(mixed | ~jnp.any(prefilling(serving)), 0, serving.put_off + 1)
-        serving = serving.replace(put_off=put_off)
+        chunks_deferred = jnp.where(mixed | ~jnp.any(prefilling(serving)), 0, serving.chunks_deferred + 1)
+        serving = serving.replace(chunks_deferred=chunks_deferred)
     serving = record(serving, chosen, jnp.where(mixed, 1, jnp.max(wrote)))
     extended = extended.replace(records=jnp.where(single, int(EventKind.NONE), extended.records))
     return serving, note(log, extended, committed), Served(retired, admitted, n, mixed, chunks, chosen)
@@ -137,7 +137,7 @@ def serve_step(
 def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Array:
     """bool[]; whether to look for requests to admit: where somebody waits for whom there may be room."""
     waits = jnp.any((serving.requests.stage == Stage.WAITING) & (serving.requests.parent < 0))
-    tries = serving.fresh & waits & jnp.any(serving.free) & (retired.preempted[0] < 0)
+    tries = serving.dirty & waits & jnp.any(serving.free) & (retired.preempted[0] < 0)
     tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.rests)
     return tries & ~jnp.any(serving.row >= 0) if scheduler.reserve == "batch" else tries
 
@@ -147,7 +147,11 @@ def _has_chunks(serving: Serving, scheduler: Scheduler) -> jax.Array:
     rows = prefilling(serving)
     if scheduler.coalesce == 1:
         return jnp.any(rows)
-    enough = (count(rows) >= scheduler.coalesce) | (serving.put_off >= scheduler.coalesce) | ~jnp.any(decoding(serving))
+    enough = (
+        (count(rows) >= scheduler.coalesce)
+        | (serving.chunks_deferred >= scheduler.coalesce)
+        | ~jnp.any(decoding(serving))
+    )
     return jnp.any(rows) & enough
 
 
@@ -230,7 +234,7 @@ def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
             row, over, stage=int(Stage.DONE), ended=serving.steps + new,
             finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH)),
         )  # fmt: skip
-        return serving.replace(requests=requests, fresh=serving.fresh | jnp.any(begins))
+        return serving.replace(requests=requests, dirty=serving.dirty | jnp.any(begins))
 
     serving = once(jnp.any(begins | over), mark, serving)
     return serving.replace(steps=serving.steps + steps)
@@ -249,7 +253,7 @@ def serve(
 ) -> tuple[Serving, EventLog]:
     """Steps until all requests are over, the model has run so often, or the log may not hold another step's events.
 
-    With a host tier also until a request could have blocks that are on the host, `serving.onboards` names it; until
+    With a host tier also until a request could have blocks that are on the host, `serving.onboard_slot` names it; until
     a row is to rest, or can go on (`resting.swaps`); or until blocks are refused though there are as many
     (`serving.refused` is 1): a loop does not evict those with children on the host. Empty some (`watermark`) and set it
     to 0, or the next step preempts.
@@ -269,7 +273,7 @@ def serve(
     worst, one_admission = worst_step(spec, scheduler), admission_events(spec, serving.width)
 
     def going(serving: Serving, log: EventLog) -> jax.Array:
-        more = serving.busy & (serving.onboards < 0) & ~swaps(serving, scheduler).any
+        more = serving.busy & (serving.onboard_slot < 0) & ~swaps(serving, scheduler).any
         return more & (serving.steps < end) & (log.room >= worst + one_admission)
 
     def step(carry):

@@ -99,7 +99,7 @@ def submit(
         raise ValueError("sampling: got one, wanted None (init_serving was asked for greedy=True)")
     requests = _state_retention(requests, slots, good, retention)
     serving = serving.replace(
-        requests=requests, arrivals=serving.arrivals + count(good), fresh=serving.fresh | jnp.any(good)
+        requests=requests, arrivals=serving.arrivals + count(good), dirty=serving.dirty | jnp.any(good)
     )
     return serving, status, jnp.where(good, slots, -1), jnp.where(good, pick(requests.generation, slots), -1)
 

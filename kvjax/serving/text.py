@@ -77,9 +77,9 @@ def _in_rows(serving: Serving, requests: Any) -> Iterator[_Line]:
     """One line for each row in use."""
     seqs = serving.cache.state.seqs
     found: Any = jax.device_get(
-        (serving.row, seqs.length, seqs.committed, wanted(serving), serving.leads, serving.stalled)
+        (serving.row, seqs.length, seqs.committed, wanted(serving), serving.leads, serving.out_of_blocks)
     )
-    for row, (slot, length, committed, want, leads, stalled) in enumerate(zip(*found, strict=True)):
+    for row, (slot, length, committed, want, leads, out_of_blocks) in enumerate(zip(*found, strict=True)):
         if slot < 0:
             if length > 0:
                 yield _Line(f"row {row}", -1, f"{length:,} tokens, of no request here")
@@ -91,7 +91,7 @@ def _in_rows(serving: Serving, requests: Any) -> Iterator[_Line]:
             says += f"waits for the prompt of request {requests.parent[slot]}"
         else:
             says += "decodes" if want == 1 and not leads else f"wants {want:,}"
-        says += f"{', leads samples' if leads else ''}{', stalled' if stalled else ''}"
+        says += f"{', leads samples' if leads else ''}{', out of blocks' if out_of_blocks else ''}"
         yield _Line(f"row {row}", int(slot), says, int(committed))
 
 

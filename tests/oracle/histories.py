@@ -134,7 +134,7 @@ class Watch:
             self._verify_row(request, row, start, report)
         self._verify_blocks()
         self.over += scheduler.drain()
-        for what in ("preempted", "mixed", "stalled"):
+        for what in ("preempted", "mixed", "out_of_blocks"):
             self.happened[what] += bool(getattr(report, what))
         self.happened["forked"] += any(parent and not r.parent and r in scheduler.rows for r, parent in parents.items())
         self.happened["block of steps"] += report.n > 1 and not report.mixed
@@ -167,9 +167,9 @@ class Watch:
             assert not chunks and set(decoded) == set(report.chosen)
             assert steps == max((len(tokens) for tokens in report.chosen.values()), default=0) <= max(report.n, 1)
             self.computed += sum(len(tokens) for tokens in report.chosen.values())
-        assert not (set(chunks) | set(report.stalled)) & set(decoded)
+        assert not (set(chunks) | set(report.out_of_blocks)) & set(decoded)
         for row, request in enumerate(self.scheduler.rows):
-            marked = row in self.scheduler.stalled | self.scheduler.leads or self.scheduler.passed[row] > 0
+            marked = row in self.scheduler.out_of_blocks | self.scheduler.leads or self.scheduler.passed[row] > 0
             assert not marked or (request and (row in self.scheduler.prefilling() or request.over))
 
     def _verify_row(self, request: Request, row: int, start: int, report: Report) -> None:

@@ -119,7 +119,7 @@ class Options:
       k_waiting: the same while a request waits.
       watermark: blocks that "known" leaves, unless no row runs.
       patience: how often later requests may be admitted before one.
-      look: how many requests that cannot be admitted one step looks at.
+      max_skips: the most requests that one step passes over since they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
       coalesce: how many rows want chunks, or for how many blocks of steps they have waited, before a step is mixed.
       order: who is first, the smallest; then who arrived first. Preempted is the last.
@@ -134,7 +134,7 @@ class Options:
     k_waiting: int = 4
     watermark: int = 0
     patience: int = 64
-    look: int = 4
+    max_skips: int = 4
     wait_for_prefix: bool = True
     coalesce: int = 1
     order: Callable[[Request, Any], Any] = by_priority
@@ -151,7 +151,7 @@ class Report:
       n: for how many decode steps there was room; 0: blocks were refused.
       mixed: whether it was a mixed step.
       chunks: {row: tokens of its chunk}, in order.
-      stalled: rows that found no block for their chunk.
+      out_of_blocks: rows that found no block for their chunk.
       decoded: rows that computed one token, or one in each step of a block.
       chosen: {row: tokens that it chose}.
     """
@@ -162,6 +162,6 @@ class Report:
     n: int = 0
     mixed: bool = False
     chunks: dict[int, int] = dataclasses.field(default_factory=dict)
-    stalled: list[int] = dataclasses.field(default_factory=list)
+    out_of_blocks: list[int] = dataclasses.field(default_factory=list)
     decoded: list[int] = dataclasses.field(default_factory=list)
     chosen: dict[int, list[int]] = dataclasses.field(default_factory=dict)

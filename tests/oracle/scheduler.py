@@ -36,10 +36,10 @@ class Scheduler:
       rows: the request of each row, or None.
       leads: rows for whose prompts samples hold rows.
       passed: for each row, mixed steps in which it wanted a chunk and got none, since it last got one.
-      stalled: rows that found no block for their chunk in the last mixed step.
+      out_of_blocks: rows that found no block for their chunk in the last mixed step.
       refused: the number of steps for which blocks could not be had in the last step, though counted; or 0.
       changed: whether something has happened since nobody more could be admitted.
-      put_off: blocks of steps for which chunks have waited for others.
+      chunks_deferred: blocks of steps for which chunks have waited for others.
       steps: of the model so far.
       events: of the cache in the last step.
     """
@@ -56,9 +56,9 @@ class Scheduler:
         self.rows: list[Request | None] = [None] * len(cache.rows)
         self.passed = [0] * len(cache.rows)
         self.leads: set[int] = set()
-        self.stalled: set[int] = set()
+        self.out_of_blocks: set[int] = set()
         self.changed = False
-        self.refused = self.put_off = self.steps = self.arrivals = 0
+        self.refused = self.chunks_deferred = self.steps = self.arrivals = 0
         self.events: list[Event] = []
 
     # Requests come and go.
@@ -170,11 +170,13 @@ class Scheduler:
             self._leave(row, report)
 
     def _lacks_blocks(self) -> bool:
-        """Whether the next tokens of the rows that decode, and the chunks of those that stalled, do not fit."""
+        """Whether the next tokens of the rows that decode, and the chunks of those that found no blocks, do not fit."""
         if self.refused == 1:
             return True
         wanted = dict.fromkeys(self.decoding(), 1)
-        wanted |= {row: min(self.want(row), self.options.chunk) for row in self.prefilling() if row in self.stalled}
+        wanted |= {
+            row: min(self.want(row), self.options.chunk) for row in self.prefilling() if row in self.out_of_blocks
+        }
         return any(
             sum(self._needs(group, row, count) for row, count in wanted.items()) > self._available(group)
             for group in self.cache.groups
@@ -190,7 +192,7 @@ class Scheduler:
         if request.over:
             self._orphan(request)
         self.leads.discard(row)
-        self.stalled.discard(row)
+        self.out_of_blocks.discard(row)
         self.passed[row] = 0
         if self.cache.rows[row].length:
             assert self._heard(self.cache.release(row)).ok
@@ -234,7 +236,7 @@ class Scheduler:
         Where no row runs and nobody can be admitted, the first one is over: no block will ever become free for it.
         """
         options, skipped = self.options, []
-        while self._free_rows() and len(skipped) < options.look and (request := self._next(skipped)):
+        while self._free_rows() and len(skipped) < options.max_skips and (request := self._next(skipped)):
             if self._waits_for_prefix(request) or not self._fits(request) or not self._start(request, report):
                 skipped.append(request)
             else:
@@ -325,17 +327,22 @@ class Scheduler:
     def mixes(self) -> bool:
         """Whether to compute chunks: enough rows want them, or have waited long enough, or nobody decodes."""
         rows, coalesce = self.prefilling(), self.options.coalesce
-        return bool(rows) and (len(rows) >= coalesce or self.put_off >= coalesce or not self.decoding())
+        return bool(rows) and (len(rows) >= coalesce or self.chunks_deferred >= coalesce or not self.decoding())
 
     def compute_mixed(self, report: Report) -> None:
         """One token of each row that decodes, and chunks; rows that know no more tokens then choose one."""
         decode = [row for row in self.decoding() if self._room(row)]
         chunks = self._make_room(self._deal())
-        report.mixed, report.decoded, report.chunks, report.stalled = True, decode, chunks, sorted(self.stalled)
+        report.mixed, report.decoded, report.chunks, report.out_of_blocks = (
+            True,
+            decode,
+            chunks,
+            sorted(self.out_of_blocks),
+        )
         self._commit({**chunks, **dict.fromkeys(decode, 1)})
         computed = [row for row in chunks if not self.want(row)]
         forked = self._fork(computed)
-        self.steps, self.put_off, self.changed = self.steps + 1, 0, True
+        self.steps, self.chunks_deferred, self.changed = self.steps + 1, 0, True
         for row in sorted([*decode, *computed, *forked]):
             self._choose(row, self.steps, report)
 
@@ -365,7 +372,7 @@ class Scheduler:
 
     def _make_room(self, chunks: Mapping[int, int]) -> dict[int, int]:
         """Room for chunks, in order as long as blocks suffice, where prompts have no room as a whole."""
-        self.stalled = set()
+        self.out_of_blocks = set()
         if len(self.cache.groups) == 1:
             return dict(chunks)
         needed, having = [0] * len(self.cache.groups), {}
@@ -377,7 +384,7 @@ class Scheduler:
         more = [max(0, having.get(row, 0) - self._room(row)) for row in range(len(self.rows))]
         if not self._heard(self.cache.extend([count > 0 for count in more], more)).ok:
             having = {}
-        self.stalled = set(chunks) - set(having)
+        self.out_of_blocks = set(chunks) - set(having)
         return having
 
     def _fork(self, ready: Sequence[int]) -> list[int]:
@@ -404,7 +411,7 @@ class Scheduler:
         self._commit(written)
         assert self._heard(self.cache.trim([row in written for row in range(len(self.rows))])).ok
         self.steps += max(written.values(), default=0)
-        self.put_off = self.put_off + 1 if self.prefilling() else 0
+        self.chunks_deferred = self.chunks_deferred + 1 if self.prefilling() else 0
 
     def _choose(self, row: int, step: int, report: Report) -> None:
         """Chooses the next token of a row, in this step of the model."""

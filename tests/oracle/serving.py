@@ -39,9 +39,9 @@ LOG = 4_000
 MODEL = Chain(np.array([name_of(tenant, ()) for tenant in TENANTS.tolist()], np.int32), 2)
 
 OPTIONS = {
-    "known": Options(reserve="known", chunk=6, chunk_rows=2, k_waiting=2, patience=3, look=2),
+    "known": Options(reserve="known", chunk=6, chunk_rows=2, k_waiting=2, patience=3, max_skips=2),
     "goal": Options(chunk=6, chunk_rows=3, k=3, k_waiting=3, chunks="equal", patience=4, coalesce=2),
-    "batch": Options(reserve="batch", chunk=20, chunk_rows=4, k=1, look=1, wait_for_prefix=False),
+    "batch": Options(reserve="batch", chunk=20, chunk_rows=4, k=1, max_skips=1, wait_for_prefix=False),
     "tight": Options(reserve="known", chunk=3, chunk_rows=1, budget=6, k=4, watermark=1, patience=2),
 }
 COUNTS = (COLUMNS, COLUMNS + 3, BLOCKS)  # blocks: enough for one row, some more, plenty
@@ -204,7 +204,7 @@ class Both:
         assert kinds == collections.Counter(event.kind for event in self.oracle.events)
         self.tally.update(kinds)
         self.tally.update(admitted=len(admitted), preempted=len(wanted.preempted), mixed=wanted.mixed)
-        self.tally.update(stalled=len(wanted.stalled), refused=wanted.n == 0)
+        self.tally.update(out_of_blocks=len(wanted.out_of_blocks), refused=wanted.n == 0)
         self.tally[f"n={wanted.n}"] += 1
 
     def agree(self) -> None:
@@ -219,10 +219,10 @@ class Both:
         assert int(serving.steps) == oracle.steps
         assert serving.row.tolist() == [-1 if request is None else request.slot for request in oracle.rows]
         assert np.flatnonzero(serving.leads).tolist() == sorted(oracle.leads)
-        assert np.flatnonzero(serving.stalled).tolist() == sorted(oracle.stalled)
-        assert serving.starved.tolist() == oracle.passed
-        assert (int(serving.refused), int(serving.put_off)) == (oracle.refused, oracle.put_off)
-        assert bool(serving.fresh) == oracle.changed
+        assert np.flatnonzero(serving.out_of_blocks).tolist() == sorted(oracle.out_of_blocks)
+        assert serving.skipped_steps.tolist() == oracle.passed
+        assert (int(serving.refused), int(serving.chunks_deferred)) == (oracle.refused, oracle.chunks_deferred)
+        assert bool(serving.dirty) == oracle.changed
         for slot, request in enumerate(oracle.requests):
             assert (requests.stage[slot], requests.generation[slot]) == (request.stage, request.generation)
             if request.stage == Stage.EMPTY:

@@ -244,8 +244,8 @@ def test_batch_admits_when_no_row_runs():
 
 def test_look_limits_how_many_are_passed_over():
     big, small = Ask(text(20, 50), 22), Ask([1], 3)
-    for look, number in ((1, 1), (2, 1), (3, 2)):
-        watched = watch(num_blocks=7, rows=4, options=Options(k=1, look=look))
+    for max_skips, number in ((1, 1), (2, 1), (3, 2)):
+        watched = watch(num_blocks=7, rows=4, options=Options(k=1, max_skips=max_skips))
         watched.submit(Ask([2], 6), big, big, small)  # 2 blocks, 6, 6 and 1
         assert len(watched.step().admitted) == number
         watched.run()
@@ -286,7 +286,7 @@ def test_documents_that_many_ask_about_are_computed_once(chunk):
     asks = [Ask([*document, 500 + number, 7], 22) for number in range(6) for document in documents]
     computed = {}
     for waits in (True, False):
-        watched = watch(200, rows=8, slots=18, options=Options(k=4, chunk=chunk, look=18, wait_for_prefix=waits))
+        watched = watch(200, rows=8, slots=18, options=Options(k=4, chunk=chunk, max_skips=18, wait_for_prefix=waits))
         watched.submit(*asks)
         watched.run()
         computed[waits] = watched.computed
@@ -299,7 +299,7 @@ def test_documents_that_many_ask_about_are_computed_once(chunk):
 @pytest.mark.parametrize("why", ["priority", "size", "prefix"])
 def test_nobody_starves(reserve, patience, why):
     """At every step some come who are more important, or smaller, or need not wait for a prefix."""
-    options = Options(reserve, 1, 1, k=1, patience=patience, look=2, watermark=1)
+    options = Options(reserve, 1, 1, k=1, patience=patience, max_skips=2, watermark=1)
     watched = watch(num_blocks=7 if why == "size" else 12, rows=4, slots=12, options=options)
     victim, bound = None, 80 + 40 * patience
     for number in range(bound):
@@ -332,7 +332,7 @@ def test_nobody_starves_in_a_row():
 
 def test_nobody_starves_by_being_preempted():
     """More important ones never end to come; some run all the time, and fill the cache."""
-    options = Options("known", 4, k=1, patience=4, look=2)
+    options = Options("known", 4, k=1, patience=4, max_skips=2)
     for blocks in (6, 7, 8, 9):
         watched = watch(blocks, rows=4, options=options)
         victim = None
@@ -481,7 +481,7 @@ def test_a_chunk_without_blocks_stalls_and_then_others_are_preempted():
     reports = []
     while not watched.idle:
         reports.append(watched.step())
-    stalls = [number for number, report in enumerate(reports) if report.stalled]
+    stalls = [number for number, report in enumerate(reports) if report.out_of_blocks]
     assert stalls and reports[stalls[0] + 1].preempted
     assert first.preemptions == 0 and sum(other.preemptions for other in others)
     watched.run()
@@ -588,7 +588,7 @@ def test_the_cached_tokens_of_prompts_that_arrive_at_once():
     prompts = [[*text(16, 100 * (number % 4)), 900 + number] for number in range(16)]
     outputs = [[number] * 4 for number in range(16)]
     for waits, wanted in ((True, 12 * 16), (False, 8 * 16)):  # the first four compute theirs, or the first eight
-        options = Options(k=4, wait_for_prefix=waits, look=16)
+        options = Options(k=4, wait_for_prefix=waits, max_skips=16)
         assert cached_tokens(Oracle(200, 4, 8, 6), options, prompts, outputs) == wanted
 
 
@@ -660,7 +660,7 @@ def history(seed, reserve, waits, tight=False):
     if not pins and not watched.others and not isinstance(watched.cache, Refusing):
         assert not ends["NO_BLOCKS"]
         if reserve != "known":
-            assert not any(watched.happened[what] for what in ("preempted", "refused", "stalled"))
+            assert not any(watched.happened[what] for what in ("preempted", "refused", "out_of_blocks"))
     return watched.happened + ends
 
 
@@ -671,7 +671,7 @@ def test_histories(seeds, reserve, waits):
     """Each accepted request ends once, in bounded time, with the tokens that it has alone, and nothing is held."""
     happened = sum((history(seed, reserve, waits) for seed in seeds), collections.Counter())
     expected = {"mixed", "block of steps", "forked", "STOP", "LENGTH", "CANCELLED", "NO_BLOCKS", "submit NO_BLOCKS"}
-    assert expected | ({"preempted", "stalled", "refused"} if reserve == "known" else set()) <= set(+happened)
+    assert expected | ({"preempted", "out_of_blocks", "refused"} if reserve == "known" else set()) <= set(+happened)
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.long)], ids=["", "more"])
@@ -696,7 +696,7 @@ class Single(Scheduler):
         for row in report.decoded:
             self._choose(row, self.steps, report)
         self._commit(dict.fromkeys(report.decoded, 1))
-        self.put_off = self.put_off + 1 if self.prefilling() else 0
+        self.chunks_deferred = self.chunks_deferred + 1 if self.prefilling() else 0
 
 
 def told(kind, *args, monkeypatch):

@@ -61,7 +61,7 @@ def assert_nothing_is_held(serving):
     assert holders(serving) == ([], [], [])
     assert (np.asarray(serving.requests.stage) == Stage.EMPTY).all()
     assert int(serving.cache.state.groups[0].available) == BLOCKS
-    for name in ("leads", "stalled", "starved", "refused", "put_off"):
+    for name in ("leads", "out_of_blocks", "skipped_steps", "refused", "chunks_deferred"):
         assert not np.asarray(getattr(serving, name)).any(), name
     assert not bool(serving.busy)
     assert results(serving) == {}

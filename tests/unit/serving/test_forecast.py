@@ -112,7 +112,7 @@ def test_what_if_finds_nothing_on_the_host():
     said = jax.jit(functools.partial(what_if, scheduler=scheduler, steps=50))(serving)
     run = jax.jit(functools.partial(serve, model, scheduler=scheduler, steps=50))
     asks, _ = run(serving, init_log(LOG, SIZE))
-    assert (int(asks.onboards), int(asks.steps)) == (0, 0)  # the loop ends for the first one
+    assert (int(asks.onboard_slot), int(asks.steps)) == (0, 0)  # the loop ends for the first one
     alone = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
     done, _ = run(serving.replace(requests=alone), init_log(LOG, SIZE))
     for field in SAID:

@@ -64,7 +64,7 @@ def test_so_is_one_that_only_run_batch_takes(options, message):
     refused(kvjax.run_batch, message, **options)
 
 
-INTS = ("chunk", "chunk_rows", "k_waiting", "patience", "look", "min_onboard", "min_swap", "coalesce", "watermark")
+INTS = ("chunk", "chunk_rows", "k_waiting", "patience", "max_skips", "min_onboard", "min_swap", "coalesce", "watermark")
 
 
 @pytest.mark.parametrize("name", [*INTS, "budget", "k", "reserve", "chunks", "preempt", "wait_for_prefix", "order"])

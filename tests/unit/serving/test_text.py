@@ -26,14 +26,14 @@ def ints(*values):
     return jnp.array(values, jnp.int32)
 
 
-def serving(spec=PLAIN, rows=(-1,) * 4, committed=(0,) * 4, stalled=(False,) * 4, leads=(False,) * 4, **values):
+def serving(spec=PLAIN, rows=(-1,) * 4, committed=(0,) * 4, out_of_blocks=(False,) * 4, leads=(False,) * 4, **values):
     """Requests with these values, in the rows given; the cache knows no more than how many tokens a row has."""
     found = init_serving(kvjax.Cache.create(spec), [24] * 7, greedy=True)
     seqs = found.cache.state.seqs.replace(length=ints(*committed), committed=ints(*committed))
     cache = found.cache.replace(state=found.cache.state.replace(seqs=seqs))
     requests = found.requests.replace(**{name: ints(*numbers) for name, numbers in values.items()})
     return found.replace(
-        cache=cache, requests=requests, row=ints(*rows), stalled=jnp.array(stalled), leads=jnp.array(leads),
+        cache=cache, requests=requests, row=ints(*rows), out_of_blocks=jnp.array(out_of_blocks), leads=jnp.array(leads),
         steps=jnp.int32(9),
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ def test_rows_of_others_and_rows_that_stall():
     six = [0] * 6
     drawn = show_requests(
         serving(
-            rows=(-1, 0, -1, -1), committed=(5, 6, 0, 0), stalled=(False, True, False, False), stage=(R, *six),
+            rows=(-1, 0, -1, -1), committed=(5, 6, 0, 0), out_of_blocks=(False, True, False, False), stage=(R, *six),
             prompt=(9, *six), known=(9, *six), goal=(15, *six),
         )
     )  # fmt: skip
@@ -79,7 +79,7 @@ def test_rows_of_others_and_rows_that_stall():
         {NO_BLOCKS}2 of 4 rows in use
         {LEGEND}
         row 0             5 tokens, of no request here
-        row 1  request 0  known 9 of 15: wants 3, stalled  PPPP PPpp p... ...
+        row 1  request 0  known 9 of 15: wants 3, out of blocks  PPPP PPpp p... ...
     """)
 
 
