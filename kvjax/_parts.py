@@ -56,22 +56,22 @@ class Host(Pytree):
 
     Attributes:
       pool_row: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
-      below: i32[B]; findable children on the host; `Blocks.children` counts those on the device.
-      arriving: i32[B]; number of the move that brings the K/V to the block's pool row, or 0. While it is not 0
+      num_host_children: i32[B]; findable children on the host; `Blocks.children` counts those on the device.
+      pending_transfer: i32[B]; number of the move that brings the K/V to the block's pool row, or 0. While it is not 0
         the block cannot be found. If the move fails it stays until the block is empty: lost K/V are never stored.
       num_moves: i32[]; the number of the last transition that moved something.
-      stuck: bool[B]; as of the last move: device blocks that cannot be evicted inside a loop, because a descendant
-        is on the host or moving.
+      unevictable: bool[B]; as of the last move: device blocks that a loop cannot evict: a descendant is on the host or
+        moving.
       empty: i32[H]; stack of empty blocks on the host.
       num_empty: i32[]; height of that stack.
       policy: the eviction policy's state for blocks on the host.
     """
 
     pool_row: jax.Array
-    below: jax.Array
-    arriving: jax.Array
+    num_host_children: jax.Array
+    pending_transfer: jax.Array
     num_moves: jax.Array
-    stuck: jax.Array
+    unevictable: jax.Array
     empty: jax.Array
     num_empty: jax.Array
     policy: Any

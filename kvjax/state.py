@@ -168,8 +168,8 @@ class Group(Pytree):
       num_blocks: i32[]; blocks in use, 1..N; 0 if made with a number out of range.
       table: i32[S, M]; block tables, NO_BLOCK beyond each row's blocks.
       policy: the eviction policy's own state.
-      anchor: i32[B]; in a window group, the block of the first group with the same prefix; None in the first group.
-      shadow: i32[B of the first group]; the inverse: this group's block with the same prefix, or NO_BLOCK; likewise.
+      group0_block: i32[B]; in a window group, the first group's block with the same prefix; None in the first group.
+      window_block: i32[B of the first group]; the inverse: this group's block, or NO_BLOCK; likewise.
       host: which blocks are on the host; None without a host tier.
     """
 
@@ -181,8 +181,8 @@ class Group(Pytree):
     num_blocks: jax.Array
     table: jax.Array
     policy: Any
-    anchor: jax.Array | None = None
-    shadow: jax.Array | None = None
+    group0_block: jax.Array | None = None
+    window_block: jax.Array | None = None
     host: Host | None = None
 
     @property
@@ -214,7 +214,7 @@ class Group(Pytree):
 
     def arrival(self, ids: jax.Array) -> jax.Array:
         """i32[...]; numbers of the moves that bring the K/V of blocks ids i32[...] to their pool rows, or 0."""
-        return self._on_host("arriving", ids, np.int32(0))
+        return self._on_host("pending_transfer", ids, np.int32(0))
 
     def arrived(self, ids: jax.Array) -> jax.Array:
         """bool[...]; whether the K/V of blocks ids i32[...] are in their pool rows."""
@@ -229,20 +229,20 @@ class Group(Pytree):
         return self.arrived(ids) if "host" in tiers else self.arrived(ids) & self.on_device(ids)
 
     def evictable(self, ids: jax.Array) -> jax.Array:
-        """bool[...]; whether a loop can evict the cached blocks ids i32[...]; see `Host.stuck`."""
-        return self.arrived(ids) & self.on_device(ids) & ~self._on_host("stuck", ids, np.bool_(False))
+        """bool[...]; whether a loop can evict the cached blocks ids i32[...]; see `Host.unevictable`."""
+        return self.arrived(ids) & self.on_device(ids) & ~self._on_host("unevictable", ids, np.bool_(False))
 
     def childless(self, ids: jax.Array) -> jax.Array:
         """bool[...]; whether the findable blocks ids i32[...] have no findable child on either tier."""
-        return (pick(self.blocks.children, ids) == 0) & (self._on_host("below", ids, np.int32(0)) == 0)
+        return (pick(self.blocks.children, ids) == 0) & (self._on_host("num_host_children", ids, np.int32(0)) == 0)
 
-    def beside(self, ids: jax.Array) -> jax.Array:
+    def in_this_group(self, ids: jax.Array) -> jax.Array:
         """i32[...]; the blocks with the same prefixes as blocks ids i32[...] of the first group, or NO_BLOCK."""
-        return ids if self.shadow is None else jnp.where(ids >= 0, pick(self.shadow, ids), NO_BLOCK)
+        return ids if self.window_block is None else jnp.where(ids >= 0, pick(self.window_block, ids), NO_BLOCK)
 
-    def anchors(self, ids: jax.Array) -> jax.Array:
+    def group0_blocks(self, ids: jax.Array) -> jax.Array:
         """i32[...]; the inverse of `beside`: the first group's blocks with the same prefixes as blocks ids i32[...]."""
-        return ids if self.anchor is None else pick(self.anchor, ids)
+        return ids if self.group0_block is None else pick(self.group0_block, ids)
 
 
 class Sequences(Pytree):

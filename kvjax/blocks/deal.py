@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, add, compact, count, either, pick, put, rank
 from kvjax.blocks.publish import children_first, descendants, leave_index
-from kvjax.blocks.tiers import find_stuck, host_of, next_move, with_ancestors
+from kvjax.blocks.tiers import find_unevictable, host_of, next_move, with_ancestors
 from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import EventKind, Records, joined, record
 from kvjax.events.transfer import orders
@@ -62,7 +62,7 @@ def take_over_tiers(
     popped = jnp.minimum(need + count(back >= 0), group.num_empty)
     wanted = jnp.where(total <= group.available, total - popped, 0)
 
-    moving = with_ancestors(group, host.arriving != 0, host.pool_row < device_rows)
+    moving = with_ancestors(group, host.pending_transfer != 0, host.pool_row < device_rows)
 
     def eligible(ids: jax.Array) -> jax.Array:
         settled = (ids >= 0) & (pick(host.pool_row, ids) < device_rows) & ~pick(moving, ids)
@@ -142,10 +142,11 @@ def deal(
     on_host = (index >= dealt.num_on_device) & (index < dealt.num_free)
     pstate = policy.forgot(group.policy, jnp.where(leaving.where, leaving.ids, NO_BLOCK))
     host_pstate = policy.forgot(host.policy, jnp.concatenate([back, removed]))
+    host_children = add(host.num_host_children, parent, -1, has_parent, unique=False)
     host = host.replace(
         pool_row=dealt.pool_row,
-        below=put(add(host.below, parent, -1, has_parent, unique=False), removed, 0, removed >= 0),
-        arriving=put(host.arriving, moved, next_move(host), moved >= 0),
+        num_host_children=put(host_children, removed, 0, removed >= 0),
+        pending_transfer=put(host.pending_transfer, moved, next_move(host), moved >= 0),
         num_moves=jnp.where(jnp.any(moved >= 0), next_move(host), host.num_moves),
         empty=put(host.empty, host.num_empty - dealt.num_popped + rank(on_host), free, on_host),
         num_empty=host.num_empty - dealt.num_popped + count(on_host),
@@ -160,7 +161,7 @@ def deal(
     )
     group, gone = leave_index(group, number, removed, removed >= 0, counted=False)
     pstate = policy.touched(pstate, group.blocks, jnp.where(idle, back, NO_BLOCK), now)
-    group = find_stuck(group.replace(policy=pstate))
+    group = find_unevictable(group.replace(policy=pstate))
     ids = jnp.where(index < need, free, NO_BLOCK)
     return Taken(group, ids, ok, joined(passed, gone), updated, ordered)
 
@@ -186,15 +187,15 @@ def _divide(
     blocks, size, num_ids = group.blocks, leaving.ids.shape[0], group.blocks.fill.shape[0]
     offloaded, parent = leaving.where & leaving.to_host, pick(blocks.parent, leaving.ids)[:, 0]
     stored = (pick(blocks.fill, leaving.ids) > 0) & (parent >= 0)
-    host = host.replace(below=add(host.below, parent, 1, offloaded & stored, unique=False))
+    host = host.replace(num_host_children=add(host.num_host_children, parent, 1, offloaded & stored, unique=False))
 
     # All descendants of a removed block go with it. They are on the host, since the device loses leaves first.
     removed = leaving.where & ~leaving.to_host
     doomed = descendants(
-        blocks, _mark(num_ids, leaving.ids, removed), jnp.any(removed & (pick(host.below, leaving.ids) > 0))
+        blocks, _mark(num_ids, leaving.ids, removed), jnp.any(removed & (pick(host.num_host_children, leaving.ids) > 0))
     )
     is_leaving = _mark(num_ids, leaving.ids, leaving.where)
-    ok = ~jnp.any(doomed & ~is_leaving & ((blocks.refcount > 0) | (host.arriving != 0)))
+    ok = ~jnp.any(doomed & ~is_leaving & ((blocks.refcount > 0) | (host.pending_transfer != 0)))
     orphans = _packed(doomed & ~is_leaving, size)
     ok = ok & (count(doomed & ~is_leaving) <= size)
 
@@ -271,8 +272,8 @@ def _host_victims(
     exempt = _mark(num_ids, back, back >= 0) | doomed
     refcount = put(blocks.refcount, leaving.ids, 0, lasting & (not leaving.held))
     # The policy sees a block's children on the host as its only children.
-    seen = blocks.replace(refcount=refcount, children=host.below)
-    moving = with_ancestors(group, host.arriving != 0, (host.pool_row < group.empty.shape[0]) & ~coming)
+    seen = blocks.replace(refcount=refcount, children=host.num_host_children)
+    moving = with_ancestors(group, host.pending_transfer != 0, (host.pool_row < group.empty.shape[0]) & ~coming)
     pstate = policy.touched(host.policy, seen, jnp.where(lasting & (not leaving.held), leaving.ids, NO_BLOCK), now)
 
     def eligible(ids: jax.Array) -> jax.Array:
@@ -282,7 +283,7 @@ def _host_victims(
 
     ids, pstate = policy.chosen(pstate, seen, eligible, overflow, now, size)
     seen, claimed = claim(seen, ids, (jnp.arange(size, dtype=jnp.int32) < overflow) & eligible(ids))
-    return jnp.where(claimed, ids, NO_BLOCK), host.replace(below=seen.children, policy=pstate)
+    return jnp.where(claimed, ids, NO_BLOCK), host.replace(num_host_children=seen.children, policy=pstate)
 
 
 def _mark(size: int, ids: jax.Array, where: jax.Array) -> jax.Array:

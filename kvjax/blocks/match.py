@@ -58,7 +58,7 @@ def longest_match(
         return index.longest_child(
             blocks, group.links, link(blocks, last, namespace), pick(text, whole), rest,
             usable=lambda block: functools.reduce(
-                jnp.logical_and, [each.reachable(each.beside(block), tiers) for each in state.groups]
+                jnp.logical_and, [each.reachable(each.in_this_group(block), tiers) for each in state.groups]
             ),
         )  # fmt: skip
 
@@ -90,7 +90,7 @@ def longest_match(
 
 
 def _on_host(group: Group, ids: jax.Array) -> jax.Array:
-    own = group.beside(ids)
+    own = group.in_this_group(ids)
     return (own >= 0) & ~group.on_device(own)
 
 
@@ -100,7 +100,7 @@ def _copies_wanted(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tie
     0 if it has all at once; less than P if copying moves the window off a block that the group lacks; else P.
     """
     assert spec.window is not None
-    lacks = jnp.cumsum(~group.reachable(group.beside(ids), tiers), dtype=jnp.int32)
+    lacks = jnp.cumsum(~group.reachable(group.in_this_group(ids), tiers), dtype=jnp.int32)
     lacks = jnp.concatenate([jnp.zeros((1,), jnp.int32), lacks])  # among the first 0..F blocks
     end = jnp.arange(lacks.shape[0], dtype=jnp.int32)
     start = spec.first_place(end * size, size)

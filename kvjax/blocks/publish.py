@@ -78,7 +78,7 @@ def leave_index(
     removed = record(EventKind.REMOVED, where, group=number, block=ids, generation=generation)
     group = group.replace(blocks=blocks.replace(fill=put(blocks.fill, ids, 0, where), generation=generations))
     if number > 0:
-        return windows.clear_shadows(group, ids, where), removed
+        return windows.clear_window_blocks(group, ids, where), removed
     if counted:
         group = tiers.count_children(group, pick(blocks.parent, ids)[:, 0], -1, where, on_device)
     return group.replace(links=index.remove(group.links, group.blocks.fill, ids, where)), removed
@@ -96,8 +96,8 @@ def remove(
 
 
 def forget(group: Group, number: int, removed: Records) -> tuple[Group, Records]:
-    """Removes a window group's blocks whose anchors are in `removed`; also returns as many records, removed."""
-    own = group.beside(removed.block)
+    """Removes a window group's blocks whose `group0_block` is in `removed`; also returns as many records, removed."""
+    own = group.in_this_group(removed.block)
     return remove(group, number, windows.POLICY, own, (removed.kind == EventKind.REMOVED) & (own >= 0))
 
 

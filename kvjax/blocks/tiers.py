@@ -28,29 +28,29 @@ def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax
     return loop(lambda m: jnp.any(up(m) & ~m), up, marked)
 
 
-def find_stuck(group: Group) -> Group:
-    """The group with `Host.stuck` up to date; a pass over all blocks for each level of the longest chain."""
+def find_unevictable(group: Group) -> Group:
+    """The group with `Host.unevictable` up to date; a pass over all blocks for each level of the longest chain."""
 
     def find(host: Host) -> Host:
         on_device = host.pool_row < group.empty.shape[0]
-        marked = (host.arriving != 0) | (on_device & (host.below > 0))
-        return host.replace(stuck=with_ancestors(group, marked, on_device))
+        marked = (host.pending_transfer != 0) | (on_device & (host.num_host_children > 0))
+        return host.replace(unevictable=with_ancestors(group, marked, on_device))
 
     return with_host(group, find)
 
 
-def _mark_stuck(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
-    """bool[B]; `Host.stuck` with device blocks ids i32[K], where bool[K], and all their ancestors marked too.
+def _mark_unevictable(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
+    """bool[B]; `Host.unevictable` with device blocks ids i32[K], where bool[K], and all their ancestors marked too.
 
     Costs a step for each ancestor to mark.
     """
 
     def step(carry):
-        stuck, ids, where = carry
-        stuck, above = put(stuck, ids, True, where, unique=False), pick(parent, ids)
-        return stuck, above, where & (above >= 0) & ~pick(stuck, above)
+        unevictable, ids, where = carry
+        unevictable, above = put(unevictable, ids, True, where, unique=False), pick(parent, ids)
+        return unevictable, above, where & (above >= 0) & ~pick(unevictable, above)
 
-    return loop(lambda carry: jnp.any(carry[2]), step, (host.stuck, ids, where))[0]
+    return loop(lambda carry: jnp.any(carry[2]), step, (host.unevictable, ids, where))[0]
 
 
 def take_over(
@@ -75,17 +75,21 @@ def take_over(
         EventKind.UPDATED, where, group=number, block=target, generation=pick(blocks.generation, target),
         priority=blocks.stated_priority(target),
     )  # fmt: skip
-    (pool_row, arriving), device_row, host_row, idle, updated = fence(
-        (host.pool_row, host.arriving), device_row, host_row, idle, updated
+    (pool_row, pending_transfer), device_row, host_row, idle, updated = fence(
+        (host.pool_row, host.pending_transfer), device_row, host_row, idle, updated
     )
     has_parent = where & (parent >= 0)
     host = host.replace(
         pool_row=put(put(pool_row, own, host_row, where), target, device_row, where),
-        arriving=put(arriving, target, 0, where),
-        below=add(host.below, parent, -1, has_parent, unique=False),
+        pending_transfer=put(pending_transfer, target, 0, where),
+        num_host_children=add(host.num_host_children, parent, -1, has_parent, unique=False),
         policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
     )
-    host = host.replace(stuck=_mark_stuck(host, blocks.parent[:, 0], target, where & (pick(host.below, target) > 0)))
+    host = host.replace(
+        unevictable=_mark_unevictable(
+            host, blocks.parent[:, 0], target, where & (pick(host.num_host_children, target) > 0)
+        )
+    )
     blocks = blocks.replace(children=add(blocks.children, parent, 1, has_parent, unique=False))
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
@@ -111,8 +115,8 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
         return host.replace(
             empty=put(stack, host.num_empty + rank(emptied), block, emptied),
             num_empty=host.num_empty + count(emptied),
-            arriving=put(host.arriving, block, 0, leaves),  # K/V that still arrive belong to no block
-            stuck=put(host.stuck, block, False, leaves),
+            pending_transfer=put(host.pending_transfer, block, 0, leaves),  # K/V that still arrive belong to no block
+            unevictable=put(host.unevictable, block, False, leaves),
             policy=policy.forgot(pstate, jnp.where(emptied, block, NO_BLOCK)),
         )
 
@@ -124,7 +128,7 @@ def push_empty(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.
 
 
 def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("device", "host")) -> list[Any]:
-    """For each group i32[B], the priorities of its blocks at `now`; in a window group, those of their anchors.
+    """For each group i32[B], the priorities of its blocks at `now`; in a window group, those of `group0_blocks`.
 
     None where blocks stay on their tier: the group has only one, or `tiers` names only one.
     """
@@ -132,7 +136,7 @@ def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("dev
         return [None] * len(state.groups)
     blocks, ids = state.groups[0].blocks, state.groups[0].ids
     known = priority_at(blocks, now) if state.spec.retention else blocks.stated_priority(ids)
-    return [pick(known, group.anchors(group.ids)) if group.tiered else None for group in state.groups]
+    return [pick(known, group.group0_blocks(group.ids)) if group.tiered else None for group in state.groups]
 
 
 def with_host(group: Group, change: Callable[[Host], Host]) -> Group:
@@ -160,9 +164,9 @@ def order_copy(
         target=group.pool_row(block),
     )  # fmt: skip
     host = host.replace(
-        arriving=put(host.arriving, block, move, where[None]),
+        pending_transfer=put(host.pending_transfer, block, move, where[None]),
         num_moves=jnp.where(where, move, host.num_moves),
-        stuck=put(host.stuck, prefix, True, (prefix >= 0) & where),
+        unevictable=put(host.unevictable, prefix, True, (prefix >= 0) & where),
     )
     return group.replace(host=host), ordered
 
@@ -178,6 +182,6 @@ def count_children(group: Group, parent: jax.Array, by: int, where: jax.Array, o
     blocks = blocks.replace(children=add(blocks.children, parent, by, where & on_device, unique=False))
 
     def below(host: Host) -> Host:
-        return host.replace(below=add(host.below, parent, by, where & ~on_device, unique=False))
+        return host.replace(num_host_children=add(host.num_host_children, parent, by, where & ~on_device, unique=False))
 
     return with_host(group.replace(blocks=blocks), below)

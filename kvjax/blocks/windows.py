@@ -2,14 +2,14 @@
 """Window groups: blocks that layers with a sliding attention window share.
 
 The first group holds all blocks of every sequence: it compares contents, links prefixes and finds them, once for all
-groups. A window group has blocks of its own for the positions that its layers can still see. Each is *anchored* to
-the block of the first group with the same prefix:
+groups. A window group has blocks of its own for the positions that its layers can still see. Each is linked to
+the block of the first group with the same prefix, its `group0_block`:
 
     first group   table 2 0 3 7    root <- 2 <- 0 <- 3       7 being filled
-    window group  table - - 5 1    anchor of 5: 3            1 being filled
+    window group  table - - 5 1    group0_block of 5: 3            1 being filled
 
-A block is found through its anchor and leaves the index with the anchor, so hits are exact here too. Victims are
-chosen by age alone: the front of a sequence leaves before its end, since no block depends on another.
+A block is found through that block, and leaves the index with it, so hits are exact here too. Victims are chosen by age
+alone: the front of a sequence leaves before its end, since no block depends on another.
 
 Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hybrid cache coordinator.
 """
@@ -38,10 +38,10 @@ def policy_of(number: int, policy: EvictionPolicy) -> EvictionPolicy:
     return policy if number == 0 else POLICY
 
 
-def anchor_blocks(
+def link_blocks(
     group: Group, number: int, tree: Blocks, own: jax.Array, target: jax.Array, where: jax.Array, fill: jax.Array | int
 ) -> tuple[Group, Records]:
-    """Anchors blocks own i32[K] to blocks target i32[K] of the first group, all different: they become findable.
+    """Links blocks own i32[K] to blocks target i32[K] of the first group, all different: they become findable.
 
     Args:
       group: the window group.
@@ -49,13 +49,13 @@ def anchor_blocks(
       tree: the blocks of the first group.
       own: blocks not findable yet.
       target: findable blocks, without a block in this group yet.
-      where: bool[K]; those to anchor.
+      where: bool[K]; those to link.
       fill: i32[] or i32[K]; tokens that each holds.
 
     Returns:
       The group and K records, stored.
     """
-    (anchor, shadow), blocks = _anchor_and_shadow(group), group.blocks
+    (group0_block, window_block), blocks = _group0_and_window_blocks(group), group.blocks
     generation, parent = add(blocks.generation, own, 1, where), pick(tree.parent, target)
     stored = record(
         EventKind.STORED, where, group=number, block=own, generation=pick(generation, own), source=parent[:, 0],
@@ -65,8 +65,8 @@ def anchor_blocks(
         blocks=blocks.replace(
             generation=generation, fill=put(blocks.fill, own, fill, where), hits=put(blocks.hits, own, 0, where)
         ),
-        anchor=put(anchor, own, target, where),
-        shadow=put(shadow, target, own, where),
+        group0_block=put(group0_block, own, target, where),
+        window_block=put(window_block, target, own, where),
     )
     return group, stored
 
@@ -82,10 +82,10 @@ def follow(
     where = (filled.row, filled.column)
     own = group.table.at[where].get(mode="clip", wrap_negative_indices=False)
     good = (news.publish | news.merge) & group.arrived(own)
-    missing = good & news.first & (group.beside(news.target) < 0)
+    missing = good & news.first & (group.in_this_group(news.target) < 0)
     group, own, missing, good = fence(group, own, missing, good)
-    group, stored = anchor_blocks(group, number, tree, own, news.target, missing, tree.tokens.shape[1])
-    twin = group.beside(news.target)
+    group, stored = link_blocks(group, number, tree, own, news.target, missing, tree.tokens.shape[1])
+    twin = group.in_this_group(news.target)
     swap = good & (twin >= 0) & (twin != own)
     group, twin, swap = fence(group, twin, swap)
     group, updated = take_over(group, number, POLICY, own, twin, swap & news.first)
@@ -94,16 +94,16 @@ def follow(
     return group.replace(table=table), stored, updated
 
 
-def clear_shadows(group: Group, ids: jax.Array, where: jax.Array) -> Group:
-    """Clears the shadows of the anchors of blocks ids i32[K], where bool[K]."""
-    anchor, shadow = _anchor_and_shadow(group)
-    return group.replace(shadow=put(shadow, pick(anchor, ids), NO_BLOCK, where))
+def clear_window_blocks(group: Group, ids: jax.Array, where: jax.Array) -> Group:
+    """Clears `window_block` of the first group's blocks with the prefixes of blocks ids i32[K], where bool[K]."""
+    group0_block, window_block = _group0_and_window_blocks(group)
+    return group.replace(window_block=put(window_block, pick(group0_block, ids), NO_BLOCK, where))
 
 
-def _anchor_and_shadow(group: Group) -> tuple[jax.Array, jax.Array]:
-    """The anchors of a window group, and their inverse."""
-    assert group.anchor is not None and group.shadow is not None
-    return group.anchor, group.shadow
+def _group0_and_window_blocks(group: Group) -> tuple[jax.Array, jax.Array]:
+    """`group0_block` of a window group, and its inverse, `window_block`."""
+    assert group.group0_block is not None and group.window_block is not None
+    return group.group0_block, group.window_block
 
 
 def slide(
@@ -145,7 +145,8 @@ def regain(
       Whether it was done; the window groups; and the tables of all groups.
     """
     own = [
-        jnp.where(columns, group.beside(tables[0]), NO_BLOCK) for group, columns in zip(groups, lacking, strict=True)
+        jnp.where(columns, group.in_this_group(tables[0]), NO_BLOCK)
+        for group, columns in zip(groups, lacking, strict=True)
     ]
     for group, columns, blocks in zip(groups, lacking, own, strict=True):
         ok = ok & ~jnp.any(columns & ~group.reachable(blocks, ("device",)))

@@ -62,7 +62,7 @@ def check(state: CacheState, *, rows: Collection[int] | None = None) -> None:
     used = set(np.flatnonzero(host.seqs.length).tolist())
     left = sorted(used - set(used if rows is None else rows))
     broken = [f"{seqs(left)} in use, wanted none but {sorted(rows or ())}"] if left else []
-    own_rules = [_check_prefixes, *[_check_anchors] * (len(host.groups) - 1)]
+    own_rules = [_check_prefixes, *[_check_group0_blocks] * (len(host.groups) - 1)]
     for number, (group, check_own) in enumerate(zip(host.groups, own_rules, strict=True)):
         found = ["num_blocks out of range"] if group.num_blocks == 0 else []
         found += _check_rows(host, number) + _check_counts(host, group)
@@ -149,10 +149,10 @@ def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, 
         "every_pool_row_belongs_to_one_block": sorted(host.pool_row.tolist()) == ids.tolist(),
         "blocks_out_of_use_keep_their_pool_rows": host.pool_row[unused] == ids[unused],
         "the_stack_of_the_host_is_its_empty_blocks": _is_stack(host.empty, host.num_empty, empty),
-        "children_on_the_host_are_counted": host.below == below,
+        "children_on_the_host_are_counted": host.num_host_children == below,
         "a_device_block_has_its_parent_on_the_device": on_host[child] | ~on_host[parent[child]],
-        "only_blocks_with_contents_are_on_the_move": (host.arriving == 0) | findable | (blocks.refcount > 0),
-        "moves_were_ordered": (host.arriving == 0) | (_after(host.num_moves, host.arriving) >= 0),
+        "only_blocks_with_contents_are_on_the_move": (host.pending_transfer == 0) | findable | (blocks.refcount > 0),
+        "moves_were_ordered": (host.pending_transfer == 0) | (_after(host.num_moves, host.pending_transfer) >= 0),
     }
 
 
@@ -182,18 +182,19 @@ def _check_tree(group: Any) -> list[str]:
     )
 
 
-def _check_anchors(state: CacheState, group: Any) -> list[str]:
+def _check_group0_blocks(state: CacheState, group: Any) -> list[str]:
     tree, blocks = _numpy(state.groups[0]), group.blocks
     findable, own = np.flatnonzero(blocks.fill > 0), _inside(group.table, blocks.fill)
-    anchors = _inside(group.anchor[findable], tree.blocks.fill)
+    group0_blocks = _inside(group.group0_block[findable], tree.blocks.fill)
     rows = (group.table >= 0) & (tree.table >= 0) & (blocks.fill[own] > 0)
     return _failures(
-        anchors_are_blocks=anchors == group.anchor[findable],
-        anchors_hold_as_many_tokens=tree.blocks.fill[anchors] == blocks.fill[findable],
-        shadows_are_the_way_back_from_anchors=group.shadow[anchors] == findable,
-        every_shadow_is_findable=np.sum(group.shadow >= 0) == len(findable),
-        a_held_block_has_a_held_anchor=(blocks.refcount[findable] == 0) | (tree.blocks.refcount[anchors] > 0),
-        rows_hold_blocks_beside_each_other=(group.anchor[own] == tree.table) | ~rows,
+        group0_blocks_are_blocks=group0_blocks == group.group0_block[findable],
+        group0_blocks_hold_as_many_tokens=tree.blocks.fill[group0_blocks] == blocks.fill[findable],
+        window_blocks_are_the_way_back_from_group0_blocks=group.window_block[group0_blocks] == findable,
+        every_window_block_is_findable=np.sum(group.window_block >= 0) == len(findable),
+        a_held_block_has_a_held_group0_block=(blocks.refcount[findable] == 0)
+        | (tree.blocks.refcount[group0_blocks] > 0),
+        rows_hold_blocks_beside_each_other=(group.group0_block[own] == tree.table) | ~rows,
     )
 
 

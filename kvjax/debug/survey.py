@@ -128,8 +128,8 @@ def read_blocks(state: CacheState, group: int = 0) -> Survey:
 
 
 def _beside(group: Any, tree: Any, known: np.ndarray) -> np.ndarray:
-    """i32[B]; the first group's blocks beside a group's: their anchors, or those in the same columns of the rows."""
-    beside = np.asarray(group.anchors(np.arange(len(group.blocks.fill), dtype=np.int32)))
+    """i32[B]; the first group's blocks beside a group's: `group0_block`, or those in the same columns of the rows."""
+    beside = np.asarray(group.group0_blocks(np.arange(len(group.blocks.fill), dtype=np.int32)))
     beside = np.where(group.blocks.fill > 0, beside, 0)
     beside[group.table[known]] = tree.table[known]
     return np.clip(beside, 0, len(tree.blocks.fill) - 1)

@@ -143,16 +143,16 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
     for number, group in enumerate(state.groups):
         events.append({"kind": "created", "group": number})
         ids, blocks = group.ids, jax.device_get(group.blocks)
-        known = group.anchors(ids), group.on_device(ids), group.blocks.stated_priority(ids)
-        anchors, on_device, priority = jax.device_get(known)
+        known = group.group0_blocks(ids), group.on_device(ids), group.blocks.stated_priority(ids)
+        group0_blocks, on_device, priority = jax.device_get(known)
         findable = np.flatnonzero(blocks.fill > 0)
         age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
         for block in findable[np.argsort(-age, kind="stable")].tolist():
-            anchor, size = anchors[block], blocks.fill[block]
-            parent, second = tree.parent[anchor].tolist()
+            group0_block, size = group0_blocks[block], blocks.fill[block]
+            parent, second = tree.parent[group0_block].tolist()
             event = {"kind": "stored", "group": number, "block": block, "generation": int(blocks.generation[block])}
             event |= {"parent": None, "namespace": second} if parent < 0 else {"parent": (parent, second)}
-            event |= {name: x[anchor, :size].tolist() for name, x in tree.text.parts().items()}
+            event |= {name: x[group0_block, :size].tolist() for name, x in tree.text.parts().items()}
             events.append(event | {"level": int(not on_device[block]), "priority": int(priority[block])})
     return events
 

@@ -101,7 +101,7 @@ def width_of(spec: CacheSpec) -> int:
 
 @on_state
 def tables_of(state: CacheState, spec: CacheSpec) -> list[np.ndarray]:
-    """The tables of a cache of this spec; a window group's block has the prefix of its anchor."""
+    """The tables of a cache of this spec; a window group's block has the prefix of its block in the first group."""
     if state.spec != spec:
         raise ValueError(f"state: got a cache of {state.spec}, wanted one of {spec}")
     tree, size = jax.device_get(state.groups[0].blocks), spec.block_size
@@ -109,16 +109,24 @@ def tables_of(state: CacheState, spec: CacheSpec) -> list[np.ndarray]:
     tables = []
     for group in state.groups:
         blocks, ids = group.blocks, group.ids
-        asked = blocks.fill, blocks.generation, blocks.stated_priority(ids), group.on_device(ids), group.anchors(ids)
-        fill, generation, priority, on_device, anchors = jax.device_get(asked)
+        asked = (
+            blocks.fill,
+            blocks.generation,
+            blocks.stated_priority(ids),
+            group.on_device(ids),
+            group.group0_blocks(ids),
+        )
+        fill, generation, priority, on_device, group0_blocks = jax.device_get(asked)
         table = empty_table(spec, len(fill))
         table[:, col.GENERATION], table[:, col.FILL], table[:, col.PRIORITY] = generation, fill, priority
         table[:, col.LEVEL] = ~on_device
-        anchors = np.where(fill > 0, anchors, 0)
-        table[:, col.PARENT : col.PARENT + 2] = tree.parent[anchors]
-        table[:, col.NAMESPACE], table[:, col.DEPTH] = roots[anchors], tree.depth[anchors]
+        group0_blocks = np.where(fill > 0, group0_blocks, 0)
+        table[:, col.PARENT : col.PARENT + 2] = tree.parent[group0_blocks]
+        table[:, col.NAMESPACE], table[:, col.DEPTH] = roots[group0_blocks], tree.depth[group0_blocks]
         parts = list(tree.text.parts().values())
-        table[:, col.TEXT :] = np.concatenate([part[anchors] for part in parts], axis=1).reshape(-1, len(parts) * size)
+        table[:, col.TEXT :] = np.concatenate([part[group0_blocks] for part in parts], axis=1).reshape(
+            -1, len(parts) * size
+        )
         tables.append(table)
     return tables
 

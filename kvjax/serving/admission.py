@@ -234,7 +234,7 @@ def _fits(
     counted = reserved(serving, scheduler)
     good, evicts = jnp.bool_(True), jnp.bool_(False)
     for number, (group, group_spec) in enumerate(zip(state.groups, spec.groups, strict=True)):
-        ids = group.beside(match.blocks)
+        ids = group.in_this_group(match.blocks)
         found = (ids >= 0) & group_spec.keeps(positions, cached, size)
         held = found & (pick(group.blocks.refcount, ids) > 0)
         if scheduler.reserve == "known":

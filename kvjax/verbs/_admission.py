@@ -234,7 +234,7 @@ def _place_copy(
 
 def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
     """Finds the blocks beside ids i32[F] and source i32[] of the first group, for a row of `cached` i32[] tokens."""
-    blocks, source = group.beside(ids), group.beside(source)
+    blocks, source = group.in_this_group(ids), group.in_this_group(source)
     hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0], dtype=np.int32), cached, size)
     refcount, on_host = pick(group.blocks.refcount, blocks), hits & ~group.on_device(blocks)
     idle = (source >= 0) & group.on_device(source) & (pick(group.blocks.refcount, source) == 0)

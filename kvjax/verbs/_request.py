@@ -94,7 +94,7 @@ def assemble(
     """Joins a transition's records in their order; `stored`, one list a group, with the contents of its blocks."""
     status = jnp.atleast_1d(status)
     before, after = [*removed, *updated], [*copied, *other]
-    ids = [group.anchors(records.block) for records, group in zip(stored, state.groups, strict=False)]
+    ids = [group.group0_blocks(records.block) for records, group in zip(stored, state.groups, strict=False)]
 
     def contents(known: jax.Array) -> jax.Array:
         heights = [sum(part.block.size for part in parts) for parts in (before, after)]

@@ -11,7 +11,7 @@ from kvjax._arrays import fence, pick, put
 from kvjax._checks import on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
-from kvjax.blocks.tiers import find_stuck, host_of
+from kvjax.blocks.tiers import find_unevictable, host_of
 from kvjax.events.records import Events, Records, Status
 from kvjax.events.transfer import Transfer
 from kvjax.state import LOST, NO_BLOCK, CacheState, EvictionPolicy, Group
@@ -44,16 +44,16 @@ def complete(
     for number in state.spec.host_groups:
         group, host = state.groups[number], host_of(state.groups[number])
         ids = jnp.where(transfer.group == number, transfer.block, NO_BLOCK)
-        current = (ids >= 0) & (transfer.number == pick(host.arriving, ids))
-        arriving, current = fence(host.arriving, current)
+        current = (ids >= 0) & (transfer.number == pick(host.pending_transfer, ids))
+        pending_transfer, current = fence(host.pending_transfer, current)
         # A block whose move has failed stays on the move until it is empty, so that its row's writes are not stored.
-        host = host.replace(arriving=put(arriving, ids, 0, current & ok, unique=False))
+        host = host.replace(pending_transfer=put(pending_transfer, ids, 0, current & ok, unique=False))
         lost = put(jnp.zeros(group.blocks.fill.shape, jnp.bool_), ids, True, current & ~ok, unique=False)
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
         policy = windows.policy_of(number, state.policy)
         group, gone = _lose(group.replace(host=host), number, policy, lost, most)
-        group = find_stuck(group)
+        group = find_unevictable(group)
         after, records = forget_all(replace_group(state, number, group), number, gone)
         state = _mark_lost(state, after)
         removed += records

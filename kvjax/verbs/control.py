@@ -12,7 +12,7 @@ from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
-from kvjax.blocks.tiers import find_stuck, keep_host_policy
+from kvjax.blocks.tiers import find_unevictable, keep_host_policy
 from kvjax.events.records import EventKind, Events, Status, record
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
@@ -27,7 +27,7 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
       state: the cache.
       blocks: i32[K]; different findable blocks, such as the filled ones of a row; NO_BLOCK is padding. The prefix of
         each must be pinned too, or among them. Costs a pass over all blocks.
-      group: static; number of their group. In a window group only their anchors must be pinned.
+      group: static; number of their group. In a window group only their blocks in the first group must be pinned.
 
     Returns:
       The cache; and no events. Status BAD_REQUEST if a block is unknown, not findable (a block that a row is still
@@ -65,7 +65,7 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
 
     Returns:
       The cache; and no events. Status BAD_REQUEST if one of them is not pinned or is named twice, or is the prefix or
-      anchor of a block that stays pinned.
+      first-group block of a block that stays pinned.
     """
     chosen_group, ids, now = chosen(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
     named = ids != NO_BLOCK
@@ -90,7 +90,7 @@ def _pins(group: Group) -> jax.Array:
 
 
 def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
-    """bool[]; whether, with these pins i32[B] of each group, every pinned block's parent or anchor is pinned too.
+    """bool[]; whether, with these pins i32[B] of each group, each pinned block's parent, or `group0_block`, is pinned.
 
     Eviction relies on it. Rows hold whole prefixes too, so a held block always has a held parent: parents are released
     after their children, and the oldest cached block is a leaf.
@@ -98,7 +98,7 @@ def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
     parent = state.groups[0].blocks.parent[:, 0]
     alone = jnp.any((pins[0] > 0) & (parent >= 0) & (pick(pins[0], parent) <= 0))
     for group, group_pins in zip(state.groups[1:], pins[1:], strict=True):
-        alone = alone | jnp.any((group_pins > 0) & (pick(pins[0], group.anchors(group.ids)) <= 0))
+        alone = alone | jnp.any((group_pins > 0) & (pick(pins[0], group.group0_blocks(group.ids)) <= 0))
     return ~alone
 
 
@@ -133,7 +133,7 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
     order = children_first(known, group.ids, doomed)[:most]
     group, removed = remove(group, 0, state.policy, order, pick(doomed, order) & (status == Status.OK))
-    state, gone = forget_all(replace_group(state, 0, find_stuck(group)), 0, removed)
+    state, gone = forget_all(replace_group(state, 0, find_unevictable(group)), 0, removed)
     return state, assemble(state, status, removed=gone, shortfall=over)
 
 

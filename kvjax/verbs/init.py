@@ -79,7 +79,7 @@ def init_group(
     else:  # the first group has the contents and the index for all groups
         blocks = _init_blocks(num_ids, dataclasses.replace(spec, retention=False)).replace(text=None, key=None)
         policy, policy_state = windows.POLICY, None
-        own = dict[str, Any](links=None, anchor=_none(num_ids), shadow=_none(spec.groups[0].num_ids))
+        own = dict[str, Any](links=None, group0_block=_none(num_ids), window_block=_none(spec.groups[0].num_ids))
     return Group(
         blocks=blocks,
         empty=num_blocks - 1 - jnp.arange(group.num_blocks, dtype=jnp.int32),
@@ -131,10 +131,10 @@ def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any) -> H
     ids = jnp.arange(group.num_ids, dtype=jnp.int32)
     return Host(
         pool_row=ids,
-        below=jnp.zeros_like(ids),
-        arriving=jnp.zeros_like(ids),
+        num_host_children=jnp.zeros_like(ids),
+        pending_transfer=jnp.zeros_like(ids),
         num_moves=jnp.int32(0),
-        stuck=jnp.zeros(ids.shape, jnp.bool_),
+        unevictable=jnp.zeros(ids.shape, jnp.bool_),
         empty=ids[::-1][: group.num_host_blocks],
         num_empty=jnp.int32(group.num_host_blocks),
         policy=_init_policy(policy, group.num_ids, policy_state),

@@ -80,7 +80,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     others = state.groups[1:]
 
     def everywhere(block: jax.Array) -> jax.Array:
-        return functools.reduce(jnp.logical_and, [other.beside(block) >= 0 for other in others], block >= 0)
+        return functools.reduce(jnp.logical_and, [other.in_this_group(block) >= 0 for other in others], block >= 0)
 
     _, covered = index.longest_child(blocks, group.links, parent, text, fill, everywhere)
     twin = index.find(blocks, group.links, key)[0]
@@ -95,7 +95,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     groups, records = [group], [stored]
     for number, other in enumerate(others, 1):
         last = pick(row.tables[number], whole)
-        other, where = fence(other, follows & other.arrived(last) & (other.beside(target) < 0))
-        other, stored = windows.anchor_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
+        other, where = fence(other, follows & other.arrived(last) & (other.in_this_group(target) < 0))
+        other, stored = windows.link_blocks(other, number, group.blocks, last[None], target[None], where[None], fill)
         groups, records = [*groups, other], [*records, stored]
     return state.replace(groups=tuple(groups)), records

@@ -90,7 +90,7 @@ class Block:
     expiry: int | None = None  # ms when its time to live is over, if it has one and nobody holds it
     host: bool = False  # where it is, if it is not empty
     move: int = 0  # number of the move that brings it where it is, if that has not been completed
-    stuck: bool = False  # on the device, when blocks last moved, with something after it on the host or on the move
+    unevictable: bool = False  # on the device, when blocks last moved, with a descendant on the host or moving
     queued: int = 0  # turn when it began to wait for its eviction in its tier
 
 

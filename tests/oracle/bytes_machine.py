@@ -716,8 +716,8 @@ class Life:
         idle = (group.blocks.fill > 0) & (group.blocks.refcount == 0)
         if host is not None:
             idle &= (group.host.pool_row >= n) == host
-        depth = (group.blocks if group.anchor is None else self.state.groups[0].blocks).depth
-        depth = depth if group.anchor is None else depth[group.anchor]
+        depth = (group.blocks if group.group0_block is None else self.state.groups[0].blocks).depth
+        depth = depth if group.group0_block is None else depth[group.group0_block]
         return sorted(np.flatnonzero(idle).tolist(), key=lambda b: -depth[b])
 
     def tier_of(self, request: Request) -> int:

@@ -182,7 +182,7 @@ class Oracle(Tiers):
                 if lender.host:
                     moves.append(self._move(group, row.tables[group.number][len(whole)]))
                     for block in found[group.number]:
-                        group.blocks[block].stuck = group.blocks[block].stuck or block != NO_BLOCK
+                        group.blocks[block].unevictable = group.blocks[block].unevictable or block != NO_BLOCK
                 else:
                     events.append(Event("copied", namespace, tuple(prompt[:cached]), group.number))
         return Result([Status.OK], events, [len(prompt)], [cached], moves=moves)
@@ -447,7 +447,7 @@ class Oracle(Tiers):
         return held - collections.Counter(block for row in self.rows for block in row.tables[group.number])
 
     def _prefixes_pinned(self, changed: int, change: collections.Counter[int]) -> bool:
-        """Whether after this change of one group's pins every pinned block has a pinned parent, or anchor."""
+        """Whether after this change of one group's pins every pinned block has a pinned parent, or `group0_block`."""
         nodes = []
         for group in self.groups:
             pins, more = self._pins(group), change if group.number == changed else collections.Counter()
@@ -477,7 +477,7 @@ class Oracle(Tiers):
         for group in self.groups:
             group.index.clear()
             for block in group.blocks:
-                block.node, block.children, block.host, block.stuck = None, 0, False, False
+                block.node, block.children, block.host, block.unevictable = None, 0, False, False
         return Result([Status.OK], [Event("cleared", group=group.number) for group in self.groups])
 
     # Blocks of steps.
@@ -609,7 +609,7 @@ class Oracle(Tiers):
                 self.blocks[block.parent].children -= 1
             block.node = None
             if not block.refcount:
-                block.host, block.move, block.stuck = False, 0, False
+                block.host, block.move, block.unevictable = False, 0, False
         return [Event("removed", *node, group.number) for group in groups]
 
     # Blocks.
@@ -638,7 +638,7 @@ class Oracle(Tiers):
         while len(victims) < missing:
             leaves = [b for b in candidates if not children[b]]
             if not tiers:  # what has descendants on the host must stay
-                leaves = [b for b in leaves if not blocks[b].stuck]
+                leaves = [b for b in leaves if not blocks[b].unevictable]
             if not leaves:
                 return None
             victim = min(leaves, key=lambda b: (score(blocks[b]), blocks[b].released))
@@ -683,7 +683,7 @@ class Oracle(Tiers):
             self.clock, self.turn = self.clock + 1, self.turn + 1
             mine.expiry = None if mine.worth.ttl is None else self.now + mine.worth.ttl
         elif not mine.refcount:
-            mine.host, mine.move, mine.stuck = False, 0, False
+            mine.host, mine.move, mine.unevictable = False, 0, False
 
     def _slide(self, row: Row, before: int) -> None:
         """Lets go of blocks that have left the windows since `before` tokens were written."""

@@ -455,7 +455,7 @@ class CacheMachine(RuleBasedStateMachine):
             ours, theirs = (ours[::-1], theirs[::-1]) if backwards else (ours, theirs)
             wanted = self.oracle.unpin(theirs, of)
             self.both("unpin", wanted, ours, group=of)
-            if not wanted.ok:  # the prefix or anchor of a block that stays held; it can go later
+            if not wanted.ok:  # the prefix or first-group block of a block that stays held; it can go later
                 self.pins.append((ours, theirs, of))
 
     @precondition(lambda self: self.oracle.index)
@@ -549,7 +549,7 @@ class CacheMachine(RuleBasedStateMachine):
                     block.hits if block.node else 0,
                 )
                 if group.host is not None:
-                    far, moving = group.host.pool_row[ours] >= len(group.empty), group.host.arriving[ours] != 0
+                    far, moving = group.host.pool_row[ours] >= len(group.empty), group.host.pending_transfer[ours] != 0
                     assert (bool(far), bool(moving)) == (block.host, block.move > 0)
                 if group.blocks.retention is not None:
                     assert group.blocks.retention[ours].tolist() == [

@@ -240,18 +240,18 @@ class Tiers:
         if not group.num_host_blocks:
             return
         for block in group.blocks:
-            block.stuck = block.move > 0
+            block.unevictable = block.move > 0
         for node in sorted(group.index, key=lambda node: -len(node[1])) if not group.number else ():
             block, above = group.blocks[group.index[node]], self._parent(node)
-            if above[1] and not group.blocks[group.index[above]].host and (block.host or block.stuck):
-                group.blocks[group.index[above]].stuck = True
+            if above[1] and not group.blocks[group.index[above]].host and (block.host or block.unevictable):
+                group.blocks[group.index[above]].unevictable = True
 
     def _stick(self, group: Group, node: Node) -> None:
         """Notes the same of a block that has just come to the device by itself, with what follows it on the host."""
         if group.number or all(not group.blocks[group.index[n]].host for n in group.index if self._parent(n) == node):
             return
         while node[1]:
-            group.blocks[group.index[node]].stuck = True
+            group.blocks[group.index[node]].unevictable = True
             node = self._parent(node)
 
     def _move(self, group: Group, block: int) -> Move:

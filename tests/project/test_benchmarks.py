@@ -293,9 +293,9 @@ def test_curves_and_bounds_are_those_of_plain_python():
 
 def test_other_hits_than_in_plain_python_end_the_benchmark():
     one, other = (lambda found: (tuple, lambda _: found))(np.array([[1, 2]])), (tuple, lambda _: [[1, 3]])
-    assert min(simulators.beside("toy", one, one, 1)) > 0
+    assert min(simulators.in_this_group("toy", one, one, 1)) > 0
     with pytest.raises(SystemExit, match="toy: other hits than in plain Python"):
-        simulators.beside("toy", one, other, 1)
+        simulators.in_this_group("toy", one, other, 1)
 
 
 def test_gains_are_means_of_the_splits(monkeypatch):

@@ -71,14 +71,14 @@ def test_optional_parts_of_a_group_are_named_where_they_live():
     homes = {"blocks/tiers.py", "blocks/windows.py"}
     for folder in ("blocks", "events", "policies", "verbs"):
         for path in sorted((HOUSE / folder).glob("*.py")):
-            named = re.findall(r"\.(?:anchor|shadow|host)\b", path.read_text())
+            named = re.findall(r"\.(?:group0_block|window_block|host)\b", path.read_text())
             assert not named or str(path.relative_to(HOUSE)) in homes, path
 
 
 # What a cache may lack, as its arrays or tiers are called (None where they are not there), and as one asks for them.
 ABSENT = {
-    "anchor", "expiry", "extra", "extra_id", "extra_ids", "host", "known", "priorities", "retention", "scales",
-    "shadow", "stated", "swapped", "time", "transfer", "worth",
+    "group0_block", "expiry", "extra", "extra_id", "extra_ids", "host", "known", "priorities", "retention", "scales",
+    "window_block", "stated", "swapped", "time", "transfer", "worth",
 }  # fmt: skip
 FLAGS = {"bare", "extra_ids", "has_host", "num_host_blocks", "retention", "tiered", "windowed", "windows"}
 NUMBERS = {"g", "number"}  # the first group differs from the others

@@ -46,9 +46,9 @@ def assert_true_bytes(tiered, texts):
     host = jax.device_get(state)
     tree = host.groups[0]
     for g, group in enumerate(host.groups):
-        for block in np.flatnonzero((group.blocks.fill > 0) & (group.host.arriving == 0)):
-            anchor = block if group.anchor is None else group.anchor[block]
-            tokens = tree.blocks.tokens[anchor, : group.blocks.fill[block]].tolist()
+        for block in np.flatnonzero((group.blocks.fill > 0) & (group.host.pending_transfer == 0)):
+            group0_block = block if group.group0_block is None else group.group0_block[block]
+            tokens = tree.blocks.tokens[group0_block, : group.blocks.fill[block]].tolist()
             assert holds(tiered, g, group.host.pool_row[block], tokens), f"group {g}, block {block}"
         for seq, text in texts.items():
             written = text[: host.seqs.committed[seq]]

@@ -98,7 +98,9 @@ def test_groups_and_tiers_are_compared():
     assert "seq 2  new, 19 tokens, swapped out  gains 6 9 10" in text
     assert "empty, on the host -> 1 holder, on its way to the host                18" in text
     assert not any(line.startswith("empty, on the host -> empty") for line in text)  # they only changed their pool rows
-    group = state.groups[1].replace(host=state.groups[1].host.replace(arriving=state.groups[1].host.arriving * 0))
+    group = state.groups[1].replace(
+        host=state.groups[1].host.replace(pending_transfer=state.groups[1].host.pending_transfer * 0)
+    )
     arrived = kvjax.show(state.replace(groups=(state.groups[0], group)), since=state).splitlines()
     assert arrived[0].startswith("group 1, ") and arrived[-1].endswith("-> 1 holder, on the host                16")
     seqs = state.seqs.replace(swapped=state.seqs.swapped.at[2].set(False))

@@ -80,9 +80,9 @@ DAMAGE = {
         (1, "groups.1.host.pool_row", lambda b: at(b[1, "far"], -1)),
     ],
     "children on the host are counted": [
-        (0, "groups.0.host.below", lambda b: at(b[0, "resting"], 2)),
-        (0, "groups.0.host.below", lambda b: at(b[0, "last"], 1)),
-        (1, "groups.1.host.below", lambda b: at(b[1, "first"], 1)),
+        (0, "groups.0.host.num_host_children", lambda b: at(b[0, "resting"], 2)),
+        (0, "groups.0.host.num_host_children", lambda b: at(b[0, "last"], 1)),
+        (1, "groups.1.host.num_host_children", lambda b: at(b[1, "first"], 1)),
     ],
     "children are counted": [(0, "groups.0.blocks.children", lambda b: at(b[0, "resting"], 1))],
     "a device block has its parent on the device": [
@@ -90,12 +90,12 @@ DAMAGE = {
         (0, "groups.0.host.pool_row", lambda b: swap(b[0, "second"], b[0, "resting"])),
     ],
     "only blocks with contents are on the move": [
-        (0, "groups.0.host.arriving", lambda b: at(b[0, "empty"], 1)),
-        (1, "groups.1.host.arriving", lambda b: at(b[1, "empty far"], 1)),
+        (0, "groups.0.host.pending_transfer", lambda b: at(b[0, "empty"], 1)),
+        (1, "groups.1.host.pending_transfer", lambda b: at(b[1, "empty far"], 1)),
     ],
     "moves were ordered": [
-        (0, "groups.0.host.arriving", lambda b: at(b[0, "moving"], 4)),
-        (1, "groups.1.host.arriving", lambda b: at(b[1, "moving"], 2**31 - 1)),
+        (0, "groups.0.host.pending_transfer", lambda b: at(b[0, "moving"], 4)),
+        (1, "groups.1.host.pending_transfer", lambda b: at(b[1, "moving"], 2**31 - 1)),
         (1, "groups.1.host.num_moves", lambda b: lambda x: x * 0),
     ],
     "every cached block waits in the ring of its tier once": [
@@ -105,23 +105,23 @@ DAMAGE = {
         (1, "groups.1.host.policy.head", lambda b: lambda x: x + 1),
     ],
     "the ring holds at most its size": [(1, "groups.1.host.policy.tail", lambda b: lambda x: x + 64)],
-    "anchors are blocks": [
-        (1, "groups.1.anchor", lambda b: at(b[1, "first"], 22)),
-        (1, "groups.1.anchor", lambda b: at(b[1, "near"], -1)),
+    "group0 blocks are blocks": [
+        (1, "groups.1.group0_block", lambda b: at(b[1, "first"], 22)),
+        (1, "groups.1.group0_block", lambda b: at(b[1, "near"], -1)),
     ],
-    "anchors hold as many tokens": [
+    "group0 blocks hold as many tokens": [
         (1, "groups.1.blocks.fill", lambda b: at(b[1, "near"], 1)),
         (1, "groups.0.blocks.fill", lambda b: at(b[0, "near"], 2)),
     ],
-    "shadows are the way back from anchors": [
-        (1, "groups.1.shadow", lambda b: at(b[0, "first"], b[1, "near"])),
-        (1, "groups.1.anchor", lambda b: at(b[1, "first"], b[0, "second"])),
+    "window blocks are the way back from group0 blocks": [
+        (1, "groups.1.window_block", lambda b: at(b[0, "first"], b[1, "near"])),
+        (1, "groups.1.group0_block", lambda b: at(b[1, "first"], b[0, "second"])),
     ],
-    "every shadow is findable": [
-        (1, "groups.1.shadow", lambda b: at(b[0, "empty"], 0)),
-        (1, "groups.1.shadow", lambda b: at(b[0, "first"], -1)),
+    "every window block is findable": [
+        (1, "groups.1.window_block", lambda b: at(b[0, "empty"], 0)),
+        (1, "groups.1.window_block", lambda b: at(b[0, "first"], -1)),
     ],
-    "a held block has a held anchor": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "far"], 1))],
+    "a held block has a held group0 block": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "far"], 1))],
     "rows hold blocks beside each other": [(1, "groups.0.table", lambda b: lambda x: x[:, [1, 0, 2, 3, 4, 5]])],
 }
 CASES = [
@@ -153,7 +153,9 @@ def test_the_number_of_moves_may_have_wrapped(state):
     """The latest is number -2**31 now, and what is on its way was ordered just before it."""
     for number in range(2):
         state = changed(state, f"groups.{number}.host.num_moves", lambda x: np.full_like(x, -(2**31)))
-        state = changed(state, f"groups.{number}.host.arriving", lambda x: np.where(x > 0, np.int32(2**31 - 1), x))
+        state = changed(
+            state, f"groups.{number}.host.pending_transfer", lambda x: np.where(x > 0, np.int32(2**31 - 1), x)
+        )
     kvjax.check(state)
 
 
@@ -166,12 +168,12 @@ def test_blocks_out_of_use_keep_their_pool_rows():
 
 
 @pytest.mark.parametrize(
-    "path", ["anchor", "shadow", "table", "host.pool_row", "blocks.fill", "blocks.parent", "host.empty"]
+    "path", ["group0_block", "window_block", "table", "host.pool_row", "blocks.fill", "blocks.parent", "host.empty"]
 )
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("value", [-5, 99])
 def test_any_numbers_can_be_checked_and_drawn(state, path, number, value):
-    if number == 0 and path in ("anchor", "shadow"):
+    if number == 0 and path in ("group0_block", "window_block"):
         return
     broken = changed(state, f"groups.{number}.{path}", lambda x: np.full_like(x, value))
     if path != "blocks.parent" or number == 0:  # a window group's blocks have none
@@ -235,7 +237,7 @@ def test_a_window_groups_blocks_hold_what_those_beside_them_do(state):
     names = known(state)
     for name in ("first", "last", "resting", "swapped end", "moving", "near", "far"):
         block = names[1, name]
-        beside = names[0, name] if name != "near" else int(state.groups[1].anchor[block])
+        beside = names[0, name] if name != "near" else int(state.groups[1].group0_block[block])
         n = int(window.written[block])
         assert window.tokens[block, :n].tolist() == first.tokens[beside, :n].tolist() and n > 0
 
@@ -303,7 +305,7 @@ def test_show_draws_groups_and_tiers(state):
 
 
 def test_show_draws_what_comes_back(state):
-    coming = changed(state, "groups.0.host.arriving", at([2, 3, 5], 1))
+    coming = changed(state, "groups.0.host.pending_transfer", at([2, 3, 5], 1))
     text = kvjax.show(coming, max_lines=40)
     assert "2 [19 20 21 22]  1 holder, on its way to the device" in text
     assert "5 [77 77 77 .]  cached, on its way to the device" in text

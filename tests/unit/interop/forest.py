@@ -40,7 +40,7 @@ def namespaces() -> kvjax.Namespaces:
 
 
 class Forest:
-    """Draws events that keep the cache's rules: children are removed first, windows' blocks beside their anchors.
+    """Draws events that keep the cache's rules: children are removed first, windows' blocks with the first group's.
 
     Attributes:
       mirror: what is cached, by `fold`.
