@@ -12,8 +12,8 @@ from jax import lax
 
 from kvjax._arrays import count, leading, pick
 from kvjax.blocks import index
+from kvjax.blocks.dedup import link, same_content
 from kvjax.blocks.keys import chain, prefix_keys, root_key
-from kvjax.blocks.twins import link, same_content
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, CacheState, Group, Match, Text
 

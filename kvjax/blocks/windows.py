@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax._arrays import add, fence, pick, put, runs
+from kvjax.blocks.dedup import Dedup, Filled
 from kvjax.blocks.holders import give_back_shared, hold, merge
 from kvjax.blocks.tiers import take_over
-from kvjax.blocks.twins import Filled, Resolution
 from kvjax.events.records import EventKind, Records, record
 from kvjax.policies.ring import lru
 from kvjax.spec import GroupSpec
@@ -72,25 +72,25 @@ def link_blocks(
 
 
 def follow(
-    group: Group, number: int, tree: Blocks, news: Resolution, filled: Filled, now: jax.Array
+    group: Group, number: int, tree: Blocks, dedup: Dedup, filled: Filled, now: jax.Array
 ) -> tuple[Group, Records, Records]:
-    """Publishes or merges the blocks beside the filled ones [K], as the first group just did with its own by news [K].
+    """Publishes or merges the blocks beside the filled ones [K], as `dedup` [K] of the first group says.
 
     Returns:
       The group; K records, stored; and records, updated.
     """
     where = (filled.row, filled.column)
     own = group.table.at[where].get(mode="clip", wrap_negative_indices=False)
-    good = (news.publish | news.merge) & group.arrived(own)
-    missing = good & news.first & (group.in_this_group(news.target) < 0)
+    good = (dedup.publish | dedup.merge) & group.arrived(own)
+    missing = good & dedup.first & (group.in_this_group(dedup.target) < 0)
     group, own, missing, good = fence(group, own, missing, good)
-    group, stored = link_blocks(group, number, tree, own, news.target, missing, tree.tokens.shape[1])
-    twin = group.in_this_group(news.target)
-    swap = good & (twin >= 0) & (twin != own)
-    group, twin, swap = fence(group, twin, swap)
-    group, updated = take_over(group, number, POLICY, own, twin, swap & news.first)
-    group = merge(group, POLICY, own, twin, swap, news.first, now)
-    table = put(group.table, where, twin, swap)
+    group, stored = link_blocks(group, number, tree, own, dedup.target, missing, tree.tokens.shape[1])
+    duplicate = group.in_this_group(dedup.target)
+    swap = good & (duplicate >= 0) & (duplicate != own)
+    group, duplicate, swap = fence(group, duplicate, swap)
+    group, updated = take_over(group, number, POLICY, own, duplicate, swap & dedup.first)
+    group = merge(group, POLICY, own, duplicate, swap, dedup.first, now)
+    table = put(group.table, where, duplicate, swap)
     return group.replace(table=table), stored, updated
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: what a transition did, as data: orders that move bytes, and news for everybody else.
+"""Events: what a transition did, as data: orders that move bytes, and what everybody else is to know.
 
 Inside `jit` events are arrays of a fixed size with padding between; on the host they are a list of dicts. Their law:
 `fold(events)` gives exactly the index of the state that came with them, from any snapshot, for any interleaving.

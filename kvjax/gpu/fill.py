@@ -12,11 +12,11 @@ from jax import lax
 
 from kvjax.blocks.rows import Chunk
 from kvjax.events.records import COLUMNS, EventKind, Records
+from kvjax.gpu.dedup import Dedup, Filled, resolve
 from kvjax.gpu.lanes import count, lanes_of, numbered, rank
 from kvjax.gpu.memory import Memory, run
 from kvjax.gpu.publish import merge, publish
 from kvjax.gpu.state import TEXT, arrays_of, with_arrays
-from kvjax.gpu.twins import Filled, Resolution, resolve
 from kvjax.state import DEFAULT_PRIORITY, CacheState
 
 CHANGED = (
@@ -65,10 +65,10 @@ def _fill(memory: Memory, *, lanes: int, batch: int, size: np.int32) -> None:
 
     def step(done: jax.Array) -> jax.Array:
         filled = Filled.of(memory, done, number, batch, size)
-        news = resolve(memory, filled, size)
-        memory.when(count(news.publish) > 0, lambda: publish(memory, filled, news, size))
-        memory.when(count(news.merge) > 0, lambda: merge(memory, filled, news))
-        _record(memory, done, filled, news, size)
+        dedup = resolve(memory, filled, size)
+        memory.when(count(dedup.publish) > 0, lambda: publish(memory, filled, dedup, size))
+        memory.when(count(dedup.merge) > 0, lambda: merge(memory, filled, dedup))
+        _record(memory, done, filled, dedup, size)
         return done + batch
 
     memory.loop(lambda done: done < number, step, jnp.int32(0))
@@ -116,11 +116,11 @@ def _write(memory: Memory, lanes: int, size: np.int32) -> jax.Array:
     return count(fills)
 
 
-def _record(memory: Memory, done: jax.Array, filled: Filled, news: Resolution, size: np.int32) -> None:
+def _record(memory: Memory, done: jax.Array, filled: Filled, dedup: Dedup, size: np.int32) -> None:
     """The records of a pass, stored; those of kind NONE say what plain jax says there."""
     lane, column = numbered(filled.own.shape[0]), numbered(16)[None]
     values = {
-        "kind": jnp.where(news.publish, int(EventKind.STORED), 0), "block": filled.own,
+        "kind": jnp.where(dedup.publish, int(EventKind.STORED), 0), "block": filled.own,
         "generation": memory.pick("generation", jnp.maximum(filled.own, 0)), "source": filled.before,
         "source_generation": filled.link(memory), "num_tokens": jnp.full_like(lane, size),
         "priority": jnp.full_like(lane, DEFAULT_PRIORITY),

@@ -9,16 +9,16 @@ import numpy as np
 
 from kvjax.blocks import index
 from kvjax.blocks.keys import token_words
+from kvjax.gpu.dedup import Dedup, Filled, key_bucket, table_sizes
 from kvjax.gpu.lanes import add, count, exchange, peers, rank
 from kvjax.gpu.memory import Memory
 from kvjax.gpu.state import TEXT
-from kvjax.gpu.twins import Filled, Resolution, key_bucket, table_sizes
 from kvjax.state import Text
 
 
-def publish(memory: Memory, filled: Filled, news: Resolution, size: np.int32) -> None:
+def publish(memory: Memory, filled: Filled, dedup: Dedup, size: np.int32) -> None:
     """Makes the blocks findable that are to be published."""
-    own, before, where = filled.own, filled.before, news.publish
+    own, before, where = filled.own, filled.before, dedup.publish
     memory.put("generation", own, memory.pick("generation", own, where) + 1, where)
     values = {"fill": size, "depth": filled.column, "hits": 0}
     for name, value in values.items():
@@ -26,12 +26,12 @@ def publish(memory: Memory, filled: Filled, news: Resolution, size: np.int32) ->
     clock = memory.number("clock")
     memory.put("stored", own, clock + rank(where), where)
     memory.set_number("clock", clock + count(where))
-    pairs = {"key": news.key, "parent": (before, filled.link(memory))}
+    pairs = {"key": dedup.key, "parent": (before, filled.link(memory))}
     for name, pair in pairs.items():
         for number, value in enumerate(pair):
             memory.put(name, (own, number), value, where)
     add(memory, ("children",), before, 1, where & (before >= 0))
-    _insert(memory, own, key_bucket(memory, news.key), 0, where)
+    _insert(memory, own, key_bucket(memory, dedup.key), 0, where)
     _insert(memory, own, _child_bucket(memory, filled, where), memory.shape("fill")[0], where)
 
 
@@ -62,10 +62,10 @@ def _child_bucket(memory: Memory, filled: Filled, where: jax.Array) -> jax.Array
     return handles + buckets + (mixed & np.uint32(buckets - 1)).astype(jnp.int32)
 
 
-def merge(memory: Memory, filled: Filled, news: Resolution) -> None:
+def merge(memory: Memory, filled: Filled, dedup: Dedup) -> None:
     """Moves rows from their own blocks to equal ones; their own, which nobody else holds, become empty."""
-    own, target, where = filled.own, news.target, news.merge
-    unheld = count(where & news.first & (memory.pick("refcount", target, where) == 0))
+    own, target, where = filled.own, dedup.target, dedup.merge
+    unheld = count(where & dedup.first & (memory.pick("refcount", target, where) == 0))
     memory.set_number("num_cached", memory.number("num_cached") - unheld)
     add(memory, ("refcount", "hits"), target, 1, where)
     memory.put("refcount", own, 0, where)

@@ -14,11 +14,11 @@ from jax.typing import ArrayLike
 from kvjax._arrays import count, fence, loop, pick, put, rank, repeated
 from kvjax._checks import integers, on_state
 from kvjax.blocks import windows
+from kvjax.blocks.dedup import Filled, resolve
 from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
 from kvjax.blocks.rows import Chunk, Span, write_text
 from kvjax.blocks.tiers import take_over
-from kvjax.blocks.twins import Filled, resolve
 from kvjax.events.records import COLUMNS, Events, Records, Status
 from kvjax.gpu.choice import fused, serves
 from kvjax.state import CacheState
@@ -155,17 +155,17 @@ def publish_filled(
         done, (group, *others), records = carry
         ours = pick(filled, lax.dynamic_slice(order, (done,), (width,)))
         ours = ours._replace(where=done + np.arange(width, dtype=np.int32) < number)
-        blocks, news = fence(group.blocks, resolve(group, state.seqs, ours, several=several))
+        blocks, dedup = fence(group.blocks, resolve(group, state.seqs, ours, several=several))
         group = group.replace(blocks=blocks)
         group, stored = publish(
-            group, news.own, news.publish, news.key, news.parent, ours.column, group.blocks.tokens.shape[1]
+            group, dedup.own, dedup.publish, dedup.key, dedup.parent, ours.column, group.blocks.tokens.shape[1]
         )
-        group, updated = take_over(group, 0, state.policy, news.own, news.target, news.merge & news.first)
-        group = merge(group, state.policy, news.own, news.target, news.merge, news.first, now)
-        table = put(group.table, (ours.row, ours.column), news.target, news.merge)
+        group, updated = take_over(group, 0, state.policy, dedup.own, dedup.target, dedup.merge & dedup.first)
+        group = merge(group, state.policy, dedup.own, dedup.target, dedup.merge, dedup.first, now)
+        table = put(group.table, (ours.row, ours.column), dedup.target, dedup.merge)
         groups, new, moved = [group.replace(table=table)], [stored], [updated]
         for at, other in enumerate(others, 1):
-            other, stored, updated = windows.follow(other, at, group.blocks, news, ours, now)
+            other, stored, updated = windows.follow(other, at, group.blocks, dedup, ours, now)
             groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
         records = [
             lax.dynamic_update_slice(r, n.records, (done, np.int32(0)))

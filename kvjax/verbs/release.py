@@ -12,11 +12,11 @@ from jax.typing import ArrayLike
 from kvjax._arrays import fence, pick
 from kvjax._checks import integers, on_state, one_or_more
 from kvjax.blocks import index, windows
+from kvjax.blocks.dedup import link, same_content
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.blocks.publish import publish
 from kvjax.blocks.rows import Row, read_row, write_row
-from kvjax.blocks.twins import link, same_content
 from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.verbs._request import assemble, first_failure, one_after_the_other
@@ -83,13 +83,13 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
         return functools.reduce(jnp.logical_and, [other.in_this_group(block) >= 0 for other in others], block >= 0)
 
     _, covered = index.longest_child(blocks, group.links, parent, text, fill, everywhere)
-    twin = index.find(blocks, group.links, key)[0]
+    duplicate = index.find(blocks, group.links, key)[0]
     good = where & (fill > 0) & intact & private & (covered < fill)
-    target, follows = tail, good & (twin < 0)
+    target, follows = tail, good & (duplicate < 0)
     if others:
-        same = same_content(blocks, twin, text, fill) & jnp.all(pick(blocks.parent, twin) == parent)
-        target, follows = jnp.where(same, twin, tail), good & (same | (twin < 0))
-    (group, others), good, target, follows = fence((group, others), good & (twin < 0), target, follows)
+        same = same_content(blocks, duplicate, text, fill) & jnp.all(pick(blocks.parent, duplicate) == parent)
+        target, follows = jnp.where(same, duplicate, tail), good & (same | (duplicate < 0))
+    (group, others), good, target, follows = fence((group, others), good & (duplicate < 0), target, follows)
     above = jnp.stack([before, row.namespace])[None]
     group, stored = publish(group, tail[None], good[None], key, above, whole[None], fill)
     groups, records = [group], [stored]

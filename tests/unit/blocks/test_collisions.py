@@ -22,7 +22,7 @@ def verbs(request, monkeypatch):
     def colliding(*args):
         return prefix_keys(*args) & mask
 
-    for module in (kvjax.blocks.match, kvjax.blocks.twins, kvjax.verbs.release):
+    for module in (kvjax.blocks.match, kvjax.blocks.dedup, kvjax.verbs.release):
         monkeypatch.setattr(module, "prefix_keys", colliding)
     # Functions of their own: jit would find programs traced with good keys.
     return drive.Verbs(lambda name: lambda *args, **options: drive.verb(name)(*args, **options))

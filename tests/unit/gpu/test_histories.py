@@ -8,10 +8,10 @@ import pytest
 
 import kvjax
 from kvjax._arrays import mix
-from kvjax.blocks import twins
+from kvjax.blocks import dedup
 from kvjax.events.records import COLUMNS
 from kvjax.gpu import choice
-from kvjax.gpu import twins as gpu_twins
+from kvjax.gpu import dedup as gpu_dedup
 from kvjax.serving.loops import note
 from tests import drive
 from tests.drive import EXTRA, PLAIN
@@ -82,12 +82,12 @@ def test_crowded_buckets(mask, monkeypatch, fresh):
 @pytest.fixture
 def colliding(monkeypatch, fresh):
     """A function that leaves keys only some of their bits, and makes verbs with such keys."""
-    plain_keys, kernel_keys = twins.prefix_keys, gpu_twins.key_of
+    plain_keys, kernel_keys = dedup.prefix_keys, gpu_dedup.key_of
 
     def verbs(mask):
-        for module in ("kvjax.blocks.twins", "kvjax.blocks.match", "kvjax.verbs.release"):
+        for module in ("kvjax.blocks.dedup", "kvjax.blocks.match", "kvjax.verbs.release"):
             monkeypatch.setattr(f"{module}.prefix_keys", lambda *args: plain_keys(*args) & np.uint32(mask))
-        monkeypatch.setattr(gpu_twins, "key_of", lambda *args: [key & np.uint32(mask) for key in kernel_keys(*args)])
+        monkeypatch.setattr(gpu_dedup, "key_of", lambda *args: [key & np.uint32(mask) for key in kernel_keys(*args)])
         return Both(0, drive.Verbs(interpreted), drive.Verbs(functions))
 
     return verbs

@@ -52,7 +52,7 @@ class Filled(NamedTuple):
         return cls(row, column, first, column < end)
 
 
-class Resolution(Pytree):
+class Dedup(Pytree):
     """The outcome for blocks that have just been filled, all [K].
 
     Attributes:
@@ -74,7 +74,7 @@ class Resolution(Pytree):
     parent: jax.Array
 
 
-def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> Resolution:
+def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> Dedup:
     """Decides for each filled block whether to publish it or to merge it with an equal one, cached or filled just now.
 
     Among equal blocks filled in one call, the first one is published. A key that already belongs to other contents
@@ -123,9 +123,9 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
     findable_parent = (parent < 0) | (pick(blocks.fill, parent) > 0)
     same_parent = jnp.all(pick(blocks.parent, found) == link(blocks, parent, namespace), axis=-1)
     as_found = same_content(blocks, found, text) & findable_parent & same_parent
-    twin = jnp.all(key == pick(key, earliest), axis=-1) & jnp.all(text.equals(pick(text, earliest)), axis=-1)
-    twin = twin & (parent == pick(parent, earliest)) & (namespace == pick(namespace, earliest))
-    broken = in_row(where & ~jnp.where(found >= 0, as_found, twin))
+    duplicate = jnp.all(key == pick(key, earliest), axis=-1) & jnp.all(text.equals(pick(text, earliest)), axis=-1)
+    duplicate = duplicate & (parent == pick(parent, earliest)) & (namespace == pick(namespace, earliest))
+    broken = in_row(where & ~jnp.where(found >= 0, as_found, duplicate))
 
     def depends(broken: jax.Array) -> jax.Array:
         """bool[K]; whether a block equals one of bool[K], or follows such a block in its row."""
@@ -133,7 +133,7 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
 
     broken = lax.while_loop(lambda b: jnp.any(~b & depends(b)), lambda b: b | depends(b), broken)
     good = where & ~broken
-    return Resolution(
+    return Dedup(
         own=own,
         target=target,
         publish=good & (found < 0) & is_first,

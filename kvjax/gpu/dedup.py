@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`blocks/twins.py` in a kernel: which of the blocks that have just been filled equal others. Each row filled one."""
+"""`blocks/dedup.py` in a kernel: which of the blocks that have just been filled equal others. Each row filled one."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Filled(NamedTuple):
         return jnp.where(self.before >= 0, memory.pick("generation", self.before, self.before >= 0), self.namespace)
 
 
-class Resolution(NamedTuple):
-    """The outcome for them, as `blocks/twins.Resolution`."""
+class Dedup(NamedTuple):
+    """The outcome for them, as `blocks/dedup.Dedup`."""
 
     target: jax.Array
     publish: jax.Array
@@ -72,8 +72,8 @@ class Resolution(NamedTuple):
     key: Key
 
 
-def resolve(memory: Memory, filled: Filled, size: np.int32) -> Resolution:
-    """`twins.resolve`: to publish each block, or to merge it with an equal one, cached or filled just now."""
+def resolve(memory: Memory, filled: Filled, size: np.int32) -> Dedup:
+    """`dedup.resolve`: to publish each block, or to merge it with an equal one, cached or filled just now."""
     own, before, namespace, where = filled.own, filled.before, filled.namespace, filled.where
     key = key_of(memory, filled, size)
     found = _find(memory, key, where)
@@ -81,7 +81,7 @@ def resolve(memory: Memory, filled: Filled, size: np.int32) -> Resolution:
     lane = numbered(own.shape[0])
     earliest = jnp.where(where, peers(memory, digest, where, "first").first, lane)
     equal, link = [_signed(part) for part in key], filled.link(memory)
-    twin, *others = exchange(memory, earliest, own, *equal, before, namespace)
+    duplicate, *others = exchange(memory, earliest, own, *equal, before, namespace)
 
     # So far equal keys counted as equal contents; now compare.
     known = where & (found >= 0)
@@ -91,12 +91,12 @@ def resolve(memory: Memory, filled: Filled, size: np.int32) -> Resolution:
     as_twin = where & ~known
     for mine, its in zip((*equal, before, namespace), others, strict=True):
         as_twin &= mine == its
-    other = jnp.where(known, found, twin)
+    other = jnp.where(known, found, duplicate)
     broken = where & ~((as_found | as_twin) & _same_text(memory, own, other, as_found | as_twin, size))
     (of_twin,) = exchange(memory, earliest, broken.astype(jnp.int32))
     good = where & ~broken & (of_twin == 0)  # a block that depends on a broken one is broken
     first = earliest == lane
-    return Resolution(other, good & ~known & first, good & (other != own), first, key)
+    return Dedup(other, good & ~known & first, good & (other != own), first, key)
 
 
 def key_of(memory: Memory, filled: Filled, size: np.int32) -> Key:
