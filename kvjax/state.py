@@ -263,8 +263,8 @@ class Sequences(Pytree):
     swapped: jax.Array | None = None
 
     @property
-    def rests(self) -> jax.Array:
-        """bool[S]; which rows rest: all or some of their blocks are on the host."""
+    def swapped_out(self) -> jax.Array:
+        """bool[S]; rows that are swapped out: all or some of their blocks are on the host."""
         return jnp.zeros(self.length.shape, jnp.bool_) if self.swapped is None else self.swapped
 
 

@@ -66,7 +66,7 @@ class Row(Pytree):
     length = property(lambda self: self.known.length)
     committed = property(lambda self: self.known.committed)
     namespace = property(lambda self: self.known.namespace)
-    rests = property(lambda self: self.known.rests)
+    swapped_out = property(lambda self: self.known.swapped_out)
 
 
 def read_row(state: CacheState, seq: jax.Array) -> Row:

@@ -30,7 +30,7 @@ class Stats:
       reserved_slots: slots of active blocks that some row has room for and that are not yet written.
       cached_slots: slots of cached blocks that hold contents.
       host_blocks: H: active + cached + empty; the slots above are those of the device alone.
-      host_active_blocks: blocks on the host that resting rows or pins hold.
+      host_active_blocks: blocks on the host that swapped-out rows or pins hold.
       host_cached_blocks: blocks on the host whose contents can be reused.
       host_empty_blocks: blocks on the host without contents.
       in_transit_blocks: blocks on the move, counted on the tier that they move to.

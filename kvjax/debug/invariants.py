@@ -85,7 +85,7 @@ def _check_rows(state: CacheState, number: int) -> list[str]:
     columns = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
     inside = (columns[None] < held[:, None]) & np.asarray(keeps(columns[None], seqs.committed[:, None], size))
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
-    resting = np.asarray(seqs.rests)
+    swapped_out = np.asarray(seqs.swapped_out)
     on_device = (group.table < 0) | _on_device(group)[_inside(group.table, group.blocks.fill)]
     return _failures(
         committed_lies_within_length=(seqs.committed >= 0) & (seqs.committed <= seqs.length),
@@ -93,8 +93,8 @@ def _check_rows(state: CacheState, number: int) -> list[str]:
         tables_hold_blocks_for_their_length=np.where(inside, group.table >= 0, group.table == NO_BLOCK),
         table_entries_are_blocks=group.table < group.blocks.refcount.shape[0],
         entries_of_a_row_differ=not any(repeats),
-        only_rows_in_use_are_swapped_out=~resting | (seqs.length > 0),
-        rows_that_are_not_swapped_out_are_on_the_device=on_device | resting[:, None],
+        only_rows_in_use_are_swapped_out=~swapped_out | (seqs.length > 0),
+        rows_that_are_not_swapped_out_are_on_the_device=on_device | swapped_out[:, None],
     )
 
 

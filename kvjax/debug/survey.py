@@ -16,7 +16,7 @@ from kvjax.state import NO_BLOCK, CacheState
 class Condition(enum.IntEnum):
     """The condition of a block. UNUSED blocks lie beyond the capacity that the state was made with.
 
-    The last three are the same on the host; resting rows and pins hold ON_HOST_ACTIVE blocks.
+    The last three are the same on the host; swapped-out rows and pins hold ON_HOST_ACTIVE blocks.
     """
 
     UNUSED = 0
@@ -45,7 +45,7 @@ class Survey:
       table: i32[S, M].
       length, committed: i32[S].
       held: i32[S]; written tokens of each row that are in its blocks on the device; fewer with a window.
-      swapped: bool[S]; rows that rest.
+      swapped: bool[S]; rows that are swapped out.
     """
 
     condition: np.ndarray
@@ -123,7 +123,7 @@ def read_blocks(state: CacheState, group: int = 0) -> Survey:
         length=seqs.length,
         committed=seqs.committed,
         held=np.sum(np.where(counted, inside(seqs.committed), 0), axis=1),
-        swapped=np.asarray(seqs.rests),
+        swapped=np.asarray(seqs.swapped_out),
     )
 
 

@@ -127,8 +127,8 @@ def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
     for seq in used[:max_lines]:
         length, committed = int(seen.length[seq]), int(seen.committed[seq])
         written = "" if committed == length else f" ({committed:,} written)"
-        resting = ", swapped out" if seen.swapped[seq] else ""
-        head = f"seq {seq:>{digits}}  {length:,} tokens{written}{resting}  blocks "
+        swapped_out = ", swapped out" if seen.swapped[seq] else ""
+        head = f"seq {seq:>{digits}}  {length:,} tokens{written}{swapped_out}  blocks "
         table = seen.table[seq]
         last = np.flatnonzero(table != NO_BLOCK)
         yield head + fit(runs(table[: last[-1] + 1] if len(last) else table[:0]), width - len(head))

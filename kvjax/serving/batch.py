@@ -29,12 +29,12 @@ from kvjax.serving.inputs import Inputs, bucket
 from kvjax.serving.loops import check_cache
 from kvjax.serving.output import Output
 from kvjax.serving.requests import Finish, Serving, Stage, init_serving
-from kvjax.serving.resting import swaps
 from kvjax.serving.retire import leave
 from kvjax.serving.scheduler import Scheduler
 from kvjax.serving.serve import serve, serve_step
 from kvjax.serving.steps import LogitsFn
 from kvjax.serving.submission import submit
+from kvjax.serving.swap import swaps
 from kvjax.tiered import TieredCache
 
 
@@ -317,7 +317,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         self.serving = _has_row(self.serving, np.array([slot, row], np.int32), events.cached[0], events.ok)
 
     def _swap(self) -> bool:
-        """Puts the row to rest that is to rest, or brings one back; whether there was one.
+        """Swaps a row out or in, if one is to be; whether there was one.
 
         If that cannot be done, the next step preempts.
         """

@@ -64,17 +64,17 @@ def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array
 def victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
     """i32[]; the row to preempt, or to end if it is the only one; -1 if there is none.
 
-    The last one in order; one that rests only if a single other one runs, or if blocks could not be had.
+    The last one in order; one that is swapped out only if a single other one runs, or if blocks could not be had.
     """
-    having, rests = running(serving) & (serving.cache.state.seqs.length > 0), serving.cache.state.seqs.rests
-    give_up = jnp.any(having & rests) & ((count(having & ~rests) <= 1) | (serving.refused == 1))
-    return last(places_of_rows(serving, scheduler), having & (rests == give_up))
+    having, swapped_out = running(serving) & (serving.cache.state.seqs.length > 0), serving.cache.state.seqs.swapped_out
+    give_up = jnp.any(having & swapped_out) & ((count(having & ~swapped_out) <= 1) | (serving.refused == 1))
+    return last(places_of_rows(serving, scheduler), having & (swapped_out == give_up))
 
 
 def _let_go(serving: Serving, log: EventLog, row: jax.Array, now: jax.Array) -> tuple[Serving, EventLog]:
     """Releases row i32[]; a request that runs waits again, or ends if it is alone."""
     seqs = serving.cache.state.seqs
-    alone = (count(running(serving) & (seqs.length > 0)) == 1) & ~pick(seqs.rests, row)
+    alone = (count(running(serving) & (seqs.length > 0)) == 1) & ~pick(seqs.swapped_out, row)
     serving = leave(serving, row, alone)
     cache, events = serving.cache.release(row, now=now)
     return serving.replace(cache=cache), note(log, events)

@@ -137,10 +137,10 @@ def running(serving: Serving) -> jax.Array:
 def wanted(serving: Serving) -> jax.Array:
     """i32[S]; tokens that each row wants to compute: 1 is decode, more is prefill.
 
-    0 where it waits for its parent, or rests.
+    0 where it waits for its parent, or is swapped out.
     """
     requests, row, seqs = serving.requests, serving.row, serving.cache.state.seqs
-    own = running(serving) & (pick(requests.parent, row) < 0) & ~seqs.rests
+    own = running(serving) & (pick(requests.parent, row) < 0) & ~seqs.swapped_out
     return jnp.where(own, pick(requests.known, row) - seqs.committed, 0)
 
 

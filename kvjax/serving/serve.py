@@ -42,10 +42,10 @@ from kvjax.serving.chunks import (
 )
 from kvjax.serving.loops import note
 from kvjax.serving.requests import Finish, Serving, Stage
-from kvjax.serving.resting import swaps
 from kvjax.serving.retire import Retired, grow, retire
 from kvjax.serving.scheduler import Scheduler, decoding, prefilling
 from kvjax.serving.steps import Chosen, LogitsFn, Rows, Written, choose, compute
+from kvjax.serving.swap import swaps
 
 
 class Served(Pytree):
@@ -138,7 +138,7 @@ def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Arra
     """bool[]; whether to look for requests to admit: where somebody waits for whom there may be room."""
     waits = jnp.any((serving.requests.stage == Stage.WAITING) & (serving.requests.parent < 0))
     tries = serving.dirty & waits & jnp.any(serving.free) & (retired.preempted[0] < 0)
-    tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.rests)
+    tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.swapped_out)
     return tries & ~jnp.any(serving.row >= 0) if scheduler.reserve == "batch" else tries
 
 
@@ -254,7 +254,7 @@ def serve(
     """Steps until all requests are over, the model has run so often, or the log may not hold another step's events.
 
     With a host tier also until a request could have blocks that are on the host, `serving.onboard_slot` names it; until
-    a row is to rest, or can go on (`resting.swaps`); or until blocks are refused though there are as many
+    a row is to be swapped out or in (`swap.swaps`); or until blocks are refused though there are as many
     (`serving.refused` is 1): a loop does not evict those with children on the host. Empty some (`watermark`) and set it
     to 0, or the next step preempts.
 

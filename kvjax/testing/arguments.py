@@ -73,7 +73,7 @@ def _text(spec: CacheSpec, tokens: np.ndarray, extra_ids: np.ndarray) -> dict[st
 
 
 def _extend(request: Fields, known: Known) -> dict[str, Any] | None:
-    grows = [seq for seq, row in known.rows.items() if not row.rests and not row.lost]
+    grows = [seq for seq, row in known.rows.items() if not row.swapped_out and not row.lost]
     counts = np.array([n if seq in grows else 0 for seq, n in enumerate(request["num_tokens"])], np.int32)
     if not counts.any():
         return None

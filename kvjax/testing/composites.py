@@ -122,7 +122,10 @@ def _rows(known: Known, state: CacheState) -> Iterator[tuple[int, Row]]:
         own = known.rows.get(seq, Row(namespace, [], [], 0))
         prompt = own.prompt[:length] if _common(own.prompt, items) == min(len(own.prompt), committed) else items
         lost = own.lost or any(_has_lost(group, seq) for group in state.groups)
-        yield seq, Row(namespace, prompt, items, length, rests=bool(np.asarray(state.seqs.rests)[seq]), lost=lost)
+        yield (
+            seq,
+            Row(namespace, prompt, items, length, swapped_out=bool(np.asarray(state.seqs.swapped_out)[seq]), lost=lost),
+        )
 
 
 def _has_lost(group: Any, seq: int) -> bool:

@@ -26,14 +26,14 @@ Item = tuple[int, int]  # a token and its extra id
 class Row:
     """The contents that a sequence should have: `items` are written, and there is room for `length`.
 
-    A resting row is on the host; a lost row has lost K/V to a failed move, and can only be released.
+    A swapped-out row is on the host; a lost row has lost K/V to a failed move, and can only be released.
     """
 
     namespace: int
     prompt: list[Item]
     items: list[Item]
     length: int
-    rests: bool = False
+    swapped_out: bool = False
     lost: bool = False
 
 
@@ -66,7 +66,7 @@ class Known:
         """The tokens that each row writes: the rest of its prompt, then the request's, as far as there is room."""
         new: list[list[Item]] = [[] for _ in range(self.spec.max_seqs)]
         for seq, row in self.rows.items():
-            if row.rests or row.lost:
+            if row.swapped_out or row.lost:
                 continue
             extra = request["extra_ids"][seq] if self.spec.extra_ids else itertools.repeat(0)
             rest = row.prompt[len(row.items) :] + list(zip(request["tokens"][seq], extra, strict=False))
@@ -114,7 +114,7 @@ class Known:
             case "unpin":
                 self.pins.pop(request["which"] % len(self.pins))
             case "swap_out" | "swap_in" as verb:
-                self.rows[seq].rests = verb == "swap_out"
+                self.rows[seq].swapped_out = verb == "swap_out"
             case "complete":
                 self._fail(arguments, events, before)
         self.move(events)

@@ -69,7 +69,7 @@ def commit(
     steps = np.arange(most, dtype=np.int32)[None]
     bad = (~exists & (asked > 0)) | (asked < 0) | (asked > jnp.minimum(length - start, most))
     bad = bad | jnp.any((steps < asked[:, None]) & (tokens < 0), axis=1)
-    bad = bad | ((asked > 0) & pick(state.seqs.rests, rows))
+    bad = bad | ((asked > 0) & pick(state.seqs.swapped_out, rows))
     end = start + jnp.where(bad, 0, asked)
     chunk, served = Chunk(rows, start, end, exists & ~bad, text), serves(state, rows.shape[0], most)
     state, stored, updated = fused(write_fused, write, state, chunk, now) if served else write(state, chunk, now)

@@ -73,11 +73,11 @@ def extend(
         bad = bad | (active & ((rows < 0) | (rows >= spec.max_seqs) | repeated(rows)))
     grown = length + jnp.where(active & ~bad, asked, 0)
     full = active & (-(-grown // size) > spec.max_blocks_per_seq)
-    rests = active & known.rests
-    fine = ~jnp.any(bad | rests | full)
+    held = active & known.swapped_out
+    fine = ~jnp.any(bad | held | full)
     state, grew = _grown(state, rows, jnp.where(fine, grown, length), max_tokens, now, known_tiers(tiers))
     status = first_failure(
-        (bad, Status.BAD_REQUEST), (rests, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
+        (bad, Status.BAD_REQUEST), (held, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
     )
     ok = fine & grew.ok
     if rows is None:

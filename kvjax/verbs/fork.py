@@ -38,7 +38,7 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
     if dst.ndim > 0:
         return one_after_the_other(fork, state, src, dst)
     old, new = read_row(state, src), read_row(state, dst)
-    bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst) | old.rests
+    bad = ~old.exists | ~new.exists | (old.length == 0) | (old.length != old.committed) | (src == dst) | old.swapped_out
     status = first_failure((bad, Status.BAD_REQUEST), (new.length > 0, Status.HELD))
     ok = status == Status.OK
     groups = []
@@ -76,7 +76,7 @@ def beam_step(
     known = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
     length = pick(old.length, seqs)
     bad = ~known | (length == 0) | (length != pick(old.committed, seqs))
-    bad = jnp.any(bad | pick(old.rests, seqs) | (parents < 0) | (parents >= seqs.shape[0]))
+    bad = jnp.any(bad | pick(old.swapped_out, seqs) | (parents < 0) | (parents >= seqs.shape[0]))
     ok = jnp.broadcast_to(~bad, seqs.shape)
     heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0], dtype=np.int32)[:, None], axis=1, dtype=jnp.int32)
 

@@ -143,9 +143,9 @@ def watermark(
 
 @on_state
 def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Moves the blocks that only this row holds to the host, to make room; the row rests until `swap_in`.
+    """Moves the blocks that only this row holds to the host, to make room, until `swap_in`.
 
-    Blocks that others hold stay on the device, and so do those with children that stay. A resting row can only be
+    Blocks that others hold stay on the device, and so do those with children that stay. A swapped-out row can only be
     released or swapped in.
 
     Args:
@@ -161,7 +161,7 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
     """
     seq, now = integers("seq", seq, ()), integers("now", now, ())
     row = read_row(state, seq)
-    bad, moving = ~row.exists | (row.length == 0) | row.rests, _moving(state, row)
+    bad, moving = ~row.exists | (row.length == 0) | row.swapped_out, _moving(state, row)
 
     def leave(after: CacheState, number: int) -> Taken:
         group, ids = after.groups[number], row.tables[number][::-1]
@@ -178,11 +178,11 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
 
 @on_state
 def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Brings all blocks of a resting row back to the device; all or nothing.
+    """Brings all blocks of a swapped-out row back to the device; all or nothing.
 
     Args:
       state: the cache.
-      seq: i32[]; a row that `swap_out` has put to rest.
+      seq: i32[]; a row that `swap_out` has swapped out.
       now: i32[] ms.
 
     Returns:
@@ -193,7 +193,7 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
     """
     seq, now = integers("seq", seq, ()), integers("now", now, ())
     row = read_row(state, seq)
-    bad, moving = ~row.exists | ~row.rests, _moving(state, row)
+    bad, moving = ~row.exists | ~row.swapped_out, _moving(state, row)
 
     def come(after: CacheState, number: int) -> Taken:
         group, table = after.groups[number], row.tables[number]
@@ -263,7 +263,7 @@ def _report(
 def _swap(
     state: CacheState, seq: jax.Array, do: Callable[[CacheState, int], Taken], out: bool, *causes: Any
 ) -> tuple[CacheState, Events]:
-    """The state after `do` in every group with a host tier, the row marked as resting or not; all or nothing."""
+    """The state after `do` in every group with a host tier, the row marked as swapped out or not; all or nothing."""
     if not state.spec.has_host:
         raise ValueError("state: got a cache without a host tier, wanted num_host_blocks above 0")
     after, reports = state, []
@@ -271,6 +271,6 @@ def _swap(
         after, report = _put(after, number, do(after, number))
         reports.append(report)
     room = functools.reduce(jnp.logical_and, [new.ok for _, new in reports])
-    swapped = put(after.seqs.rests, seq[None], out, jnp.ones((1,), jnp.bool_))
+    swapped = put(after.seqs.swapped_out, seq[None], out, jnp.ones((1,), jnp.bool_))
     after = after.replace(seqs=after.seqs.replace(swapped=swapped))
     return _report(state, after, reports, first_failure(*causes, (~room, Status.NO_BLOCKS)))

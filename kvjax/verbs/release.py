@@ -60,7 +60,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     """Publishes the written part of a row's partly filled last block, where bool[], in every group.
 
     Skips a block that others hold (their release decides), that is findable already, whose K/V have not arrived, that a
-    findable block present in every group covers, or whose row rests on the host. Where the first group has an equal
+    findable block present in every group covers, or whose row is swapped out. Where the first group has an equal
     block, the groups that lack one publish theirs.
 
     Returns:
@@ -76,7 +76,9 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     start = jnp.where(before >= 0, pick(blocks.key, before), root_key(row.namespace))
     key = prefix_keys(start, text, fill, whole)[None]
     intact = (before < 0) | (pick(blocks.fill, before) > 0)
-    private = (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.rests
+    private = (
+        (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.swapped_out
+    )
     others = state.groups[1:]
 
     def everywhere(block: jax.Array) -> jax.Array:

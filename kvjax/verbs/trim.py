@@ -42,7 +42,7 @@ def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None)
     active = row_mask("active", active, spec.max_seqs)
     most = spec.max_length if max_tokens is None else static_int("max_tokens", max_tokens, 1)
     bad = active & ((seqs.committed == 0) | (seqs.length - seqs.committed > most))
-    status = first_failure((bad, Status.BAD_REQUEST), (active & seqs.rests, Status.HELD))
+    status = first_failure((bad, Status.BAD_REQUEST), (active & seqs.swapped_out, Status.HELD))
     length = jnp.where(active & (status == Status.OK), seqs.committed, seqs.length)
     return _shortened(state, length, most), assemble(state, status)
 

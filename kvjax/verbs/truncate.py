@@ -46,7 +46,7 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
     if seq.ndim > 0:
         return one_after_the_other(functools.partial(truncate, now=now), state, seq, length)
     row = read_row(state, seq)
-    bad = ~row.exists | (length < 1) | (length > row.length) | row.rests
+    bad = ~row.exists | (length < 1) | (length > row.length) | row.swapped_out
     state, removed, ok = rewind(state, row, seq, length, ~bad, now)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), removed=removed)
 

@@ -18,7 +18,7 @@ from kvjax import Cache
 from kvjax.pools import host as host_pool
 from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, batch
 from kvjax.serving.requests import Stage, init_serving
-from kvjax.serving.resting import swaps
+from kvjax.serving.swap import swaps
 from tests.oracle.bytes_machine import SIZE, VOCAB
 from tests.serving_kit import HOST, MODEL, assert_chained, make_cache, state_of
 

@@ -186,7 +186,7 @@ def test_the_stages_of_a_request_and_a_row_that_rests():
     driver = Driver(kvjax.init(TIERS))
     driver.start(0, A)
     driver.do("swap_out", 0)
-    assert np.asarray(driver.state.seqs.rests).tolist() == [True, False, False, False]
+    assert np.asarray(driver.state.seqs.swapped_out).tolist() == [True, False, False, False]
     assert driver.grow(1, 0, 0, 0) == ["HELD", "OK", "OK", "OK"]
     driver.do("swap_in", 0)
     assert driver.grow(1, 0, 0, 0) == ["OK"] * 4
@@ -281,7 +281,7 @@ def test_a_row_goes_to_the_host_and_comes_back_as_a_whole():
     assert driver.status("swap_in", 0) == ["NO_BLOCKS"]  # 1 block of 3 is free: none moves
     driver.do("release", 1)
     driver.do("swap_in", 0)
-    assert not np.asarray(driver.state.seqs.rests).any()
+    assert not np.asarray(driver.state.seqs.swapped_out).any()
     assert driver.grow(1, 0, 0, 0) == ["OK"] * 4
 
 

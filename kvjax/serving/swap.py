@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that rest: their blocks wait on the host until there is room again (`Scheduler(preempt="swap")`).
+"""Rows that are swapped out: their blocks wait on the host until there is room again (`Scheduler(preempt="swap")`).
 
-A loop moves no blocks between the tiers. It ends where a row is to rest or can go on; the host moves the blocks, and
-enters it again. Nobody is admitted while a row rests.
+A loop moves no blocks between the tiers. It ends where a row is to be swapped out or in; the host moves the blocks, and
+enters it again. Nobody is admitted while a row is swapped out.
 
 Source: vLLM v0, whose swapped requests come before those that wait.
 """
@@ -23,8 +23,8 @@ class Swaps(Pytree):
     """Moves that the host is to make before the loop goes on; both -1 if none.
 
     Attributes:
-      out: i32[]; the row that is to rest.
-      back: i32[]; the resting row that can go on.
+      out: i32[]; the row to swap out.
+      back: i32[]; the row to swap in.
     """
 
     out: jax.Array
@@ -37,7 +37,7 @@ class Swaps(Pytree):
 
 
 def swaps(serving: Serving, scheduler: Scheduler) -> Swaps:
-    """The row that is to rest now, and the one that can go on."""
+    """The row to swap out now, and the one to swap in."""
     if scheduler.preempt != "swap":
         return Swaps(jnp.int32(-1), jnp.int32(-1))
     return Swaps(_out(serving, scheduler), _back(serving, scheduler))
@@ -45,30 +45,30 @@ def swaps(serving: Serving, scheduler: Scheduler) -> Swaps:
 
 def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
     """The row that would be preempted, if its tokens cost more to compute than to move; or -1."""
-    state, rests = serving.cache.state, serving.cache.state.seqs.rests
+    state, swapped_out = serving.cache.state, serving.cache.state.seqs.swapped_out
     over = (serving.row >= 0) & ~running(serving)  # they leave their rows before anybody is preempted
     freed = [
         count(over[:, None] & (group.table >= 0) & (pick(group.blocks.refcount, group.table) == 1))
         for group in state.groups
     ]
     row = jnp.where(lacks_blocks(serving, scheduler, freed), victim(serving, scheduler), -1)
-    others = count(running(serving) & (state.seqs.length > 0) & ~rests) > 1
+    others = count(running(serving) & (state.seqs.length > 0) & ~swapped_out) > 1
     blocks = pick(state.seqs.committed, row) // state.spec.block_size
-    rest = (row >= 0) & ~pick(rests, row) & others & (blocks >= scheduler.min_swap) & (serving.refused != 1)
-    return jnp.where(rest, row, -1)
+    leaves = (row >= 0) & ~pick(swapped_out, row) & others & (blocks >= scheduler.min_swap) & (serving.refused != 1)
+    return jnp.where(leaves, row, -1)
 
 
 def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """The first resting row in order, if there is room for it and for what all rows need next, or if none runs.
+    """The first swapped-out row in order, if there is room for it and for what all rows need next, or if none runs.
 
     At least a block for each row, and the next chunk of each row that prefills: one that found no blocks for its chunk
-    behind the return would put a row to rest again. -1 if the row's blocks could not be had: the loop preempts then.
+    behind the return would swap a row out again. -1 if the row's blocks could not be had: the loop preempts then.
     """
     state = serving.cache.state
-    resting = running(serving) & state.seqs.rests
-    row = first(places_of_rows(serving, scheduler), resting)
+    swapped_out = running(serving) & state.seqs.swapped_out
+    row = first(places_of_rows(serving, scheduler), swapped_out)
     samples = running(serving) & (pick(serving.requests.parent, serving.row) >= 0)  # they wait for their parent
-    awake = (serving.row >= 0) & ~state.seqs.rests
+    awake = (serving.row >= 0) & ~state.seqs.swapped_out
     after = _awake(serving, row)
     fits = jnp.bool_(True)
     for group, blocks in zip(state.groups, next_blocks(after, scheduler, prefilling(after)), strict=True):
@@ -79,8 +79,8 @@ def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
 
 
 def _awake(serving: Serving, row: jax.Array) -> Serving:
-    """The requests as if row i32[] did not rest."""
+    """The requests as if row i32[] were not swapped out."""
     state = serving.cache.state
-    swapped = put(state.seqs.rests, row[None], False, row[None] >= 0)
+    swapped = put(state.seqs.swapped_out, row[None], False, row[None] >= 0)
     state = state.replace(seqs=state.seqs.replace(swapped=swapped))
     return serving.replace(cache=serving.cache.replace(state=state))
