@@ -22,8 +22,8 @@ CASES = {
     "h200": list(gpu_compile.CASES),
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
-STEPS = "step", *[pytest.param(case, marks=pytest.mark.slow) for case in ("step_scanned", "step_sharded")]
-# By default each kernel once; `long` adds quantised ones and a whole step, `slow` further shapes and the other chip.
+STEPS = [pytest.param(case, marks=pytest.mark.slow) for case in ("step", "step_scanned", "step_sharded")]
+# By default each kernel once; `long` adds quantised ones, `slow` whole steps, further shapes and the other chip.
 QUICK = {
     "bookkeeping_16", "decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
     "scatter",
@@ -31,7 +31,8 @@ QUICK = {
 SLOW = {
     "decode_64", "decode_width_80", "prefill_8", "prefill_128_width_256", "triton_prefill_width_256", "decode_f32",
     "triton_prefill_f32_width_256", "mosaic_decode_128_width_256", "decode_fp8", "triton_prefill_fp8",
-    "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024", "step_scanned", "step_sharded",
+    "triton_prefill_int8", "wide_decode_512", "wide_decode_1024", "wide_prefill_1024", "step", "step_scanned",
+    "step_sharded",
 }  # fmt: skip
 ALL = [
     pytest.param(

@@ -14,7 +14,7 @@ from tests.oracle.serving import COUNTS, OPTIONS, Both, program
 
 LONG = [("goal", 3, "windows")]
 ALL = itertools.product(OPTIONS, (1, 3, SIZE), ("full", "windows"))
-BY_NIGHT = [case for case in ALL if case not in [("known", SIZE, "full"), *LONG]]
+BY_NIGHT = [case for case in ALL if case not in LONG]
 NIGHTLY = 10_000  # steps of the machine, of all cases together
 LENGTH = 60  # steps of a history; those that finish what it has begun come on top
 HAPPENS = (
@@ -26,7 +26,7 @@ HAPPENS = (
 @pytest.mark.parametrize(
     ("name", "k", "layers"),
     [
-        *[pytest.param(*case, marks=pytest.mark.long) for case in [("known", SIZE, "full"), *LONG]],
+        *[pytest.param(*case, marks=pytest.mark.long) for case in LONG],
         *[pytest.param(*case, marks=pytest.mark.slow) for case in BY_NIGHT],
     ],
 )
@@ -35,7 +35,7 @@ def test_both_schedulers_do_the_same(name, k, layers):
     options, tally = dataclasses.replace(OPTIONS[name], k=k), collections.Counter()
     seeds = 2
     if os.environ.get("HYPOTHESIS_PROFILE") == "nightly":
-        seeds = -(-NIGHTLY // ((len(LONG) + len(BY_NIGHT) + 1) * len(COUNTS) * LENGTH))
+        seeds = -(-NIGHTLY // ((len(LONG) + len(BY_NIGHT)) * len(COUNTS) * LENGTH))
     for num_blocks in COUNTS:
         for seed in range(seeds):
             both = Both(options, layers, num_blocks, seed)

@@ -102,7 +102,7 @@ def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
     assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
-@pytest.mark.parametrize("host", [HOST, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("host", [0, pytest.param(HOST, marks=pytest.mark.slow)])
 def test_python_can_call_each_step(host):
     """With the same tokens, and a return to the host behind each step."""
     prompts, turns = prompts_of(9, seed=4), []

@@ -247,6 +247,7 @@ def test_a_cache_with_a_host_tier_steps():
         after.step(successor, tokens, np.zeros(3, np.int32))
 
 
+@pytest.mark.slow
 def test_a_failed_move_is_tried_again_and_then_done_without(monkeypatch):
     cache, copy, failed = start(host=HOST), host_pool._copy, []
     outputs, cache, events = together(cache, prompts_of(0) + prompts_of(1))  # some are on the host now

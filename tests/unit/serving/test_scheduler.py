@@ -73,6 +73,7 @@ def test_a_late_cancel_hits_nobody_and_a_cancelled_row_is_free_after_the_next_st
     assert story.serving.requests.stage[second] == Stage.WAITING
 
 
+@pytest.mark.slow
 def test_what_can_never_fit_is_refused_when_it_is_submitted():
     story = Story(num_blocks=6, pins=2)
     status, slots, _ = story.submit([1] * 10, [1] * 10, [1] * 3, new=7)

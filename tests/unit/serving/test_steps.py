@@ -57,16 +57,16 @@ LOOPS = [
     pytest.param((SIZE, STEPS), id="k=P"),
     *[pytest.param(loop, marks=pytest.mark.slow, id=name) for name, loop in OTHERS.items()],
 ]
-GROUPS = ["windows", pytest.param("narrow", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow)]
+GROUPS = ["full", *[pytest.param(name, marks=pytest.mark.slow) for name in ("windows", "narrow")]]
 every_loop = pytest.mark.parametrize("loop", LOOPS)
-ONE, CI = ("full", "k=P"), ("windows", "k=P")
+ONE = "full", "k=P"
 ALL = [(layers, name) for layers in ("full", "windows", "narrow") for name in ("k=P", *OTHERS)]
 one_by_default = pytest.mark.parametrize(
     ("loop", "layers"),
     [
         pytest.param(
             {"k=P": (SIZE, STEPS), **OTHERS}[name], layers, id=f"{name}-{layers}",
-            marks=() if (layers, name) == ONE else pytest.mark.long if (layers, name) == CI else pytest.mark.slow,
+            marks=() if (layers, name) == ONE else pytest.mark.slow,
         )
         for layers, name in ALL
     ],

@@ -269,6 +269,7 @@ def test_a_view_has_the_block_tables():
     assert (np.asarray(tables[1:]) == 12).all()
 
 
+@pytest.mark.slow
 @row("v0 `swap_out`, `swap_in`")
 def test_a_row_goes_to_the_host_and_comes_back_as_a_whole():
     driver = Driver(kvjax.init(TIERS, num_blocks=np.int32(3)))
