@@ -72,16 +72,13 @@ def forget_programs():
         jax.clear_caches()
 
 
-# "default": the same examples every time, so that a red run stays red; CI tries more of them.
+# "default": the same examples every time, so that a red run stays red.
 # "nightly": 10,000 steps of a state machine, new ones every night; a failure prints how to repeat it.
 _ALWAYS = {
     "deadline": None,  # the first example of a shape compiles
     "print_blob": True,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 }
-EXAMPLES = 20 if os.environ.get("CI") else 10
-hypothesis.settings.register_profile(
-    "default", derandomize=True, max_examples=EXAMPLES, stateful_step_count=30, **_ALWAYS
-)
+hypothesis.settings.register_profile("default", derandomize=True, max_examples=20, stateful_step_count=30, **_ALWAYS)
 hypothesis.settings.register_profile("nightly", max_examples=200, stateful_step_count=50, **_ALWAYS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -141,7 +141,6 @@ def deal(
     on_stack = (index >= need) & (index < dealt.num_on_device)
     on_host = (index >= dealt.num_on_device) & (index < dealt.num_free)
     pstate = policy.forgot(group.policy, jnp.where(leaving.where, leaving.ids, NO_BLOCK))
-    host_pstate = policy.forgot(host.policy, jnp.concatenate([back, removed]))
     host_children = add(host.num_host_children, parent, -1, has_parent, unique=False)
     host = host.replace(
         pool_row=dealt.pool_row,
@@ -150,7 +149,7 @@ def deal(
         num_moves=jnp.where(jnp.any(moved >= 0), next_move(host), host.num_moves),
         empty=put(host.empty, host.num_empty - dealt.num_popped + rank(on_host), free, on_host),
         num_empty=host.num_empty - dealt.num_popped + count(on_host),
-        policy=host_pstate,
+        policy=policy.forgot(host.policy, jnp.concatenate([back, removed])),
     )
     group = group.replace(
         blocks=blocks,

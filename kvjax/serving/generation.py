@@ -278,7 +278,7 @@ def run_batch[C: (Cache, TieredCache)](
     """
     inputs = functools.partial(
         Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
-        namespaces=namespaces, names=names, retention=retention, priorities=priorities, samples=samples,
+        namespaces=namespaces, names=names, retention=retention, priority=priorities, samples=samples,
     )  # fmt: skip
     batch = Batch(
         model, cache, inputs, Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps,

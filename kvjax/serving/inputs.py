@@ -164,7 +164,7 @@ class Inputs:
         namespaces: Sequence[int] | None,
         names: Namespaces | None,
         retention: Retention | Sequence[Retention | None] | None,
-        priorities: Sequence[int] | None = None,
+        priority: Sequence[int] | None = None,
         samples: int | Sequence[int] = 1,
     ) -> Inputs:
         """Checks the arguments of `run_batch`; `has_retention`: whether the spec has it."""
@@ -180,7 +180,7 @@ class Inputs:
             raise ValueError(f"samples: got {samples}, wanted at least 1")
         of_prompt = np.repeat(np.arange(number), copies)
         outputs = len(of_prompt)
-        priorities = [0] * number if priorities is None else priorities
+        priority = [0] * number if priority is None else priority
         whose = "prompts" if outputs == number else f"outputs, or None ({number} prompts with samples={samples})"
 
         def each(values: Any) -> Any:
@@ -191,7 +191,7 @@ class Inputs:
             each(samplings(sampling, number)),
             of_each("seeds", range(outputs) if seeds is None else seeds, outputs, np.uint32, "a number", whose),
             each(known_namespaces(namespaces, number, names)),
-            each(of_each("priorities", priorities, number, np.int32, "a number")),
+            each(of_each("priorities", priority, number, np.int32, "a number")),
             _stop_tokens(stop_tokens),
             each(retentions(retention, number, has_retention)),
         )  # fmt: skip
