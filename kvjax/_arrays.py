@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 _FEW = 32  # entries, for which sums before each are one kernel; at 64 that takes as long as a cumulative sum
-_SMALL = 4096  # elements of an array, of which one is written by a pass over all
+_SMALL, _ENTRIES = 4096, 1024  # elements, and entries of the first axis, of an array that one pass may write
 
 
 def pick[T](x: T, index: Any) -> T:
@@ -169,8 +169,11 @@ def runs(first: jax.Array, width: int) -> jax.Array:
 
 
 def _is_lone(x: jax.Array, where: jax.Array) -> bool:
-    """Whether a single entry is written into a small array: a select is one kernel, a scatter three."""
-    return where.size == 1 and x.size <= _SMALL
+    """Whether a single entry is written into a small array: a select is one kernel, a scatter three.
+
+    With 2,048 entries a select is the slower one when caches are vmapped, by a fifth of an admission.
+    """
+    return where.size == 1 and x.size <= _SMALL and x.shape[0] <= _ENTRIES
 
 
 def _at(x: jax.Array, index: Any, where: jax.Array) -> jax.Array:
