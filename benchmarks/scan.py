@@ -22,7 +22,7 @@ import kvjax
 from benchmarks import common
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
-from models.scan import scanned
+from models.decoder import scanned
 
 MAX_COMPILE_RATIO, TOLERANCE = 1.5, 1e-3
 

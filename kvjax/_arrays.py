@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers and scatters that treat NO_BLOCK as "nothing here"; the only file that knows index modes."""
+"""Gathers and scatters that treat NO_BLOCK as "nothing here", the only file that knows index modes; and pytrees."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 _FEW = 32  # entries, for which sums before each are one kernel; at 64 that takes as long as a cumulative sum
 _SMALL, _ENTRIES = 4096, 1024  # elements, and entries of the first axis, of an array that one pass may write
@@ -150,6 +151,11 @@ def repeated(ids: jax.Array) -> jax.Array:
     return put(jnp.zeros(ids.shape, jnp.bool_), order, True, same)
 
 
+def marked(size: int, ids: jax.Array, where: jax.Array) -> jax.Array:
+    """bool[size]; which numbers are among ids i32[K], where bool[K]; an id may occur several times."""
+    return put(jnp.zeros((size,), jnp.bool_), ids, True, where, unique=False)
+
+
 def fence(tree, *reads):
     """Returns its arguments, with `reads` done before anything is written into the arrays of `tree`.
 
@@ -217,6 +223,26 @@ def mix(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
+
+
+def alive(tree: Any) -> bool:
+    """Whether no array of the tree has been donated."""
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, Tracer))
+    return not any(x.is_deleted() for x in arrays)
+
+
+def unreadable(tree: Any) -> str:
+    """Why the arrays of a tree cannot be read; "" if they can."""
+    leaves = jax.tree.leaves(tree)
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return "traced"
+    if not leaves or not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        return "shapes alone"
+    if not alive(leaves):
+        return "donated"
+    if not all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array)):
+        return "on several hosts"
+    return ""
 
 
 @typing.dataclass_transform(frozen_default=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -11,8 +12,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from kvjax._methods import check_alive
+from kvjax._arrays import alive
 from kvjax.state import CacheState
 
 
@@ -34,6 +36,18 @@ def on_state[F: Callable[..., Any]](verb: F) -> F:
         raise ValueError(f"state: got a {kind}, wanted {wanted}")
 
     return cast(F, call)
+
+
+def check_alive(*trees: Any, name: str = "cache") -> None:
+    """Raises a ValueError if an array of a cache, or of another argument, has been donated."""
+    if not alive(trees):
+        raise ValueError(f"{name}: was donated to an earlier call: go on with what that call returned")
+
+
+def check_on_host(name: str, given: Any, instead: str) -> None:
+    """Raises a ValueError while a program is traced: under `vmap` only what is given shows it."""
+    if any(isinstance(leaf, Tracer) for leaf in [jnp.empty(()), *jax.tree.leaves(given)]):
+        raise ValueError(f"{name}: got a call inside a program (jit, vmap, shard_map), wanted host code: {instead}")
 
 
 def _array(name: str, value: Any, wanted: str) -> jax.Array:
@@ -108,3 +122,17 @@ def row_mask(name: str, value: Any, rows: int) -> jax.Array:
     if array.dtype != jnp.bool_ or array.shape != (rows,):
         raise ValueError(f"{name}: got {array.dtype}{list(array.shape)}, wanted bool[{rows}]")
     return array
+
+
+def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **given: Any) -> Any:
+    """Gives a method the name, the docstring and the parameters of the verb that it calls with `given`."""
+    signature = inspect.signature(functools.partial(verb, **given))
+    (name, state), *rest = signature.parameters.items()
+    assert name == "state"
+    returns = signature.return_annotation.replace("CacheState", owner)
+    method = functools.update_wrapper(method, verb)
+    vars(method)["__signature__"] = signature.replace(
+        parameters=[state.replace(name="self", annotation=state.empty), *(parameter for _, parameter in rest)],
+        return_annotation=returns,
+    )
+    return method

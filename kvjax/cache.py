@@ -12,15 +12,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
-from kvjax._checks import integers
-from kvjax._methods import check_alive, face
-from kvjax.debug.text import one_line, page
+from kvjax._checks import check_alive, face, integers
+from kvjax.debug.text import page
 from kvjax.events.records import Events
+from kvjax.ledger import human, pool_bytes
 from kvjax.model import Model, call
 from kvjax.pools.device import Pools, apply, init_pools
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState, EvictionPolicy
+from kvjax.state import CacheState, EvictionPolicy, one_line
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
 from kvjax.verbs.control import evict, pin, reset, unpin
@@ -109,7 +109,7 @@ class Cache(Pytree):
     mixed = _reader(mixed)
 
     def __repr__(self) -> str:
-        return one_line(self)
+        return one_line(self, self.state, f"{human(pool_bytes(self.state.spec)[0])} of K/V")
 
     def _repr_html_(self) -> str:
         return page(self)

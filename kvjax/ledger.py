@@ -86,7 +86,7 @@ class Ledger:
 
     def _what_fits(self) -> list[str]:
         spec = self.spec
-        groups = [(group, sum(pool.block_bytes(spec.block_size) for pool in group.pools)) for group in spec.groups]
+        groups = [(group, group.block_bytes(spec.block_size)) for group in spec.groups]
         each = sum(num_bytes for _, num_bytes in groups) // spec.block_size
         kept = sum(num_bytes for group, num_bytes in groups if group.window is None) // spec.block_size
         fits = f"holds {self.num_tokens:,} tokens" + (f" of {each:,} K/V bytes each" if each else "")
@@ -120,7 +120,7 @@ def make_ledger(
     """The ledger of a cache."""
     entries = [Entry("model", model_bytes)] if model_bytes else []
     entries += _pools(spec, [group.num_blocks for group in spec.groups])
-    scratch = sum(pool.block_bytes(spec.block_size) for group in spec.groups for pool in group.pools)
+    scratch = sum(group.block_bytes(spec.block_size) for group in spec.groups)
     entries += [Entry("scratch row" if len(spec.groups) == 1 else "scratch rows", scratch)] if scratch else []
     entries.append(Entry("metadata", _metadata_bytes(spec, policy)))
     host = _pools(spec, [group.num_host_blocks for group in spec.groups])
@@ -147,6 +147,13 @@ def _metadata_bytes(spec: CacheSpec, policy: EvictionPolicy | None) -> int:
     """Bytes of the state itself, asked of `init` without running it."""
     state = jax.eval_shape(lambda: init(spec, policy))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def pool_bytes(spec: CacheSpec) -> tuple[int, int]:
+    """Bytes of the pools, scratch rows included, and of the host pools."""
+    sizes = [(group, group.block_bytes(spec.block_size)) for group in spec.groups]
+    on_device = sum((group.num_blocks + 1) * size for group, size in sizes)
+    return on_device, sum(group.num_host_blocks * size for group, size in sizes)
 
 
 def _inset(entries: Sequence[Entry]) -> list[Entry]:

@@ -134,7 +134,7 @@ def _of_one_device(
 def _prices(spec: CacheSpec) -> tuple[list[_Window], list[int]]:
     """The windows that share a budget, and what a block of each takes of it: K/V bytes, or 1 where there are none."""
     windows = list(dict.fromkeys(group.window for group in spec.groups[spec.bare :]))
-    prices = [sum(pool.block_bytes(spec.block_size) for pool in _pools(spec, window)) for window in windows]
+    prices = [sum(g.block_bytes(spec.block_size) for g in spec.groups if g.window == w) for w in windows]
     return windows, [price or 1 for price in prices]
 
 
@@ -152,11 +152,7 @@ def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[
             for group in spec.groups
         }
         return [
-            sum(
-                tokens * sum(pool.block_bytes(spec.block_size) for pool in group.pools)
-                for group, tokens in kept.items()
-                if group.window == window
-            )
+            sum(tokens * group.block_bytes(spec.block_size) for group, tokens in kept.items() if group.window == window)
             or 1
             for window in windows
         ]

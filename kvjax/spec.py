@@ -87,6 +87,10 @@ class GroupSpec:
         """N + H: device blocks are 0..N-1, host blocks N..N+H-1."""
         return self.num_blocks + self.num_host_blocks
 
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block in all pools, on either tier."""
+        return sum(pool.block_bytes(block_size) for pool in self.pools)
+
     def first_place(self, written: jax.Array, size: int) -> jax.Array:
         """i32[...]; the first column of a block table that the token after `written` i32[...] ones still sees."""
         return jnp.zeros_like(written) if self.window is None else jnp.maximum(written - self.window + 1, 0) // size
@@ -156,6 +160,16 @@ class CacheSpec:
     def max_length(self) -> int:
         """Tokens that one row can hold."""
         return self.max_blocks_per_seq * self.block_size
+
+    def group_name(self, number: int) -> str:
+        """The beginning of a line about one of several groups; "" for the only one."""
+        group = self.groups[number]
+        if len(self.groups) == 1:
+            return ""
+        if group.window is None:
+            return f"group {number}, full attention{', without K/V' if self.bare else ''}: "
+        sinks = f" and the first {group.sink_tokens:,}" if group.sink_tokens else ""
+        return f"group {number}, window of {group.window:,}{sinks}: "
 
     def locate(self, layer: int | jax.Array) -> tuple[int, int, int]:
         """The place of a model's layer: (group, pool in the group, index in the pool), from a static number.

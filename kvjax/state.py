@@ -22,6 +22,11 @@ heads, D head dim, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import operator
+import pickle
+import reprlib
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -29,16 +34,75 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import Pytree, either, pick
-from kvjax._parts import Host, Links, Text
-from kvjax._parts import Match as Match
-from kvjax._values import reduced, shown
+from kvjax._arrays import Pytree, either, pick, unreadable
 from kvjax.spec import CacheSpec
 
 DEFAULT_PRIORITY = 35
 NO_BLOCK = -1
 LOST = -1  # `Blocks.hits` of a held block that has left the index because a move failed, until it is published again
 COPYING = 1 << 20  # added to the refcount of a copy's source during the copy: more than there are holders
+
+
+class Text(Pytree):
+    """Tokens with their extra ids.
+
+    Attributes:
+      tokens: i32[..., P].
+      extra_ids: i32[..., P], or None where the spec asks for none.
+    """
+
+    tokens: jax.Array
+    extra_ids: jax.Array | None
+
+    def equals(self, other: Text) -> jax.Array:
+        """bool[..., P]; which tokens are equal, extra ids included."""
+        same = jax.tree.map(operator.eq, self, other)
+        return functools.reduce(operator.and_, jax.tree.leaves(same))
+
+    def parts(self) -> dict[str, jax.Array]:
+        """The arrays by name, without None."""
+        return {name: array for name, array in vars(self).items() if array is not None}
+
+
+class Links(Pytree):
+    """The prefix index and the child index: chained hash tables over one pair of link arrays (`blocks/index.py`).
+
+    Block b has two handles: b is linked by its key, B + b by (parent, first token, first extra id). Entries from 2B
+    on are the buckets of the first table, then those of the second.
+
+    Attributes:
+      next: i32[2B + 2 * buckets]; the handle that follows, -1 at the end of a chain.
+      prev: i32[2B]; the handle or bucket before.
+    """
+
+    next: jax.Array
+    prev: jax.Array
+
+
+class Host(Pytree):
+    """The tier of each block of a group with a host tier. A block keeps its number when it moves; its pool row changes.
+
+    Attributes:
+      pool_row: i32[B]; each block's pool row, all different: 0..N-1 on the device, N..N+H-1 on the host.
+      num_host_children: i32[B]; findable children on the host; `Blocks.children` counts those on the device.
+      pending_transfer: i32[B]; number of the move that brings the K/V to the block's pool row, or 0. While it is not 0
+        the block cannot be found. If the move fails it stays until the block is empty: lost K/V are never stored.
+      num_moves: i32[]; the number of the last transition that moved something.
+      unevictable: bool[B]; as of the last move: device blocks that a loop cannot evict: a descendant is on the host or
+        moving.
+      empty: i32[H]; stack of empty blocks on the host.
+      num_empty: i32[]; height of that stack.
+      policy: the eviction policy's state for blocks on the host.
+    """
+
+    pool_row: jax.Array
+    num_host_children: jax.Array
+    pending_transfer: jax.Array
+    num_moves: jax.Array
+    unevictable: jax.Array
+    empty: jax.Array
+    num_empty: jax.Array
+    policy: Any
 
 
 class Blocks(Pytree):
@@ -144,10 +208,27 @@ class EvictionPolicy(NamedTuple):
         return new if self.idle else either(asked(), new, old)
 
     def __repr__(self) -> str:
-        return shown(self)
+        """A call, `cost_aware(balance=24576)`; all fields of a policy without a name."""
+        parts = self.parameters if self.name else self._asdict().items()
+        return f"{self.name or type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in parts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return reduced(self)
+        """The fields, so that the functions are imported again.
+
+        Raises:
+          pickle.PicklingError: naming the field that would not come back equal, such as a lambda.
+        """
+        for field, value in self._asdict().items():
+            try:
+                why = "" if pickle.loads(pickle.dumps(value)) == value else f"{value!r} comes back as another"
+            except Exception as error:  # whatever the classes of its parts raise
+                why = str(error) or repr(error)
+            if why:
+                raise pickle.PicklingError(
+                    f"policy: got {self}, whose {field} cannot be pickled ({why}), wanted functions that can be "
+                    "imported: define them by def at the top of a module"
+                )
+        return type(self), tuple(self)
 
     def __copy__(self) -> Self:  # as of a function: a copy by pickle would not be allowed to a lambda
         return self
@@ -268,6 +349,40 @@ class Sequences(Pytree):
         return jnp.zeros(self.length.shape, jnp.bool_) if self.swapped is None else self.swapped
 
 
+class Match(Pytree):
+    """The longest cached prefix of a prompt.
+
+    Attributes:
+      blocks: i32[ceil(T / P)]; the whole blocks that match, NO_BLOCK after them.
+      num_blocks: i32[]; how many match.
+      num_uncopied: i32[]; how many match if nothing can be copied; fewer only with windows.
+      source: i32[]; a block that shares further tokens and would be copied, or NO_BLOCK.
+      shared: i32[]; how many tokens it shares.
+      device_tokens: i32[]; matched tokens whose K/V are on the device, in every group.
+      host_tokens: i32[]; matched tokens whose K/V are on the host, in some group.
+    """
+
+    blocks: jax.Array
+    num_blocks: jax.Array
+    num_uncopied: jax.Array
+    source: jax.Array
+    shared: jax.Array
+    device_tokens: jax.Array
+    host_tokens: jax.Array
+
+    @property
+    def cached_tokens(self) -> jax.Array:
+        """i32[]; tokens that need no computation; never all of the prompt, whose last token's logits are wanted."""
+        return self.device_tokens + self.host_tokens
+
+    def __repr__(self) -> str:
+        if why := unreadable(self):
+            return f"Match({why})"
+        host = jax.device_get(self)
+        tokens, on_host = (reprlib.repr(np.asarray(one).tolist()) for one in (host.cached_tokens, host.host_tokens))
+        return f"Match({tokens} tokens cached, {on_host} of them on the host)"
+
+
 class CacheState(Pytree, static=("spec", "policy")):
     """The whole cache but its bytes. Valid only beside the pools made with it (`Cache` pairs the two).
 
@@ -284,11 +399,77 @@ class CacheState(Pytree, static=("spec", "policy")):
     policy: EvictionPolicy
 
     def __repr__(self) -> str:
-        from kvjax.debug.text import one_line  # late: it imports this file
+        return one_line(self, self)
 
-        return one_line(self)
 
-    def _repr_html_(self) -> str:
-        from kvjax.debug.text import page
+def one_line(owner: Any, state: CacheState, *sizes: str) -> str:
+    """One line for a state or for its owner, traced or donated too: shapes, sizes, and counts if it has any."""
+    spec, why = state.spec, uncounted(owner, state)
+    line = f"blocks of {spec.block_size:,} tokens, {spec.max_seqs:,} rows of up to {spec.max_blocks_per_seq:,} blocks"
+    line = ", ".join([line, *sizes])
+    for number, group in enumerate(spec.groups):
+        host = f" and {group.num_host_blocks:,} on the host" if group.num_host_blocks else ""
+        counts = f"{group.num_blocks:,} blocks{host}" if why else _counted(state, number)
+        line += f"; {spec.group_name(number)}{counts}"
+    return f"{type(owner).__name__}({line}{f'; {why}' if why else ''})"
 
-        return page(self)
+
+def uncounted(owner: Any, state: CacheState) -> str:
+    """Why the blocks of an owner's state cannot be counted; "" if they can."""
+    if why := unreadable((state, getattr(owner, "pools", None), getattr(owner, "host", None))):
+        return why
+    shapes = [state.seqs.length.shape, *(group.blocks.refcount.shape for group in state.groups)]
+    if shapes == [(state.spec.max_seqs,), *((group.num_ids,) for group in state.spec.groups)]:
+        return ""
+    return f"batched, {list(shapes[0][:-1])}" if shapes[0][:-1] else "of other shapes"
+
+
+def _counted(state: CacheState, number: int) -> str:
+    """The counts of a group as `kvjax.debug.stats` has them, without a view of each block; of broken contents too."""
+    group, seqs = jax.device_get((state.groups[number], state.seqs))
+    blocks, ids = group.blocks, np.arange(len(group.blocks.fill), dtype=np.int32)
+    on_device, active = np.asarray(group.on_device(ids)), blocks.refcount > 0
+    cached = ~active & (blocks.fill > 0)
+    unused = on_device & ~active & ~cached & (ids >= group.num_blocks) & (ids < len(group.empty))
+    written = np.maximum(slots_reached(group.table, seqs.committed, len(ids), state.spec.block_size), blocks.fill)
+    counts: dict[str, Any] = {
+        f"{tier}{kind}blocks": int(np.sum(where & there))
+        for tier, there in (("", on_device & ~unused), ("host_", ~on_device))
+        for kind, where in (("", True), ("active_", active), ("cached_", cached), ("empty_", ~active & ~cached))
+    }
+    return "; ".join(
+        count_lines(
+            types.SimpleNamespace(
+                num_blocks=counts["blocks"], total_slots=counts["blocks"] * state.spec.block_size,
+                filled_slots=int(np.sum(np.where(active | cached, written, 0)[on_device])),
+                active_rows=int(np.sum(seqs.length > 0)), num_rows=state.spec.max_seqs,
+                in_transit_blocks=int(np.sum(group.moving(ids))), **counts,
+            )
+        )
+    )  # fmt: skip
+
+
+def slots_reached(table: np.ndarray, num_tokens: np.ndarray, num_ids: int, size: int) -> np.ndarray:
+    """i32[B]; slots from each block's start that the first num_tokens i32[S] tokens of rows with this table reach."""
+    inside = np.clip(num_tokens[:, None] - np.arange(table.shape[1]) * size, 0, size)
+    in_range, slots = (table >= 0) & (table < num_ids), np.zeros(num_ids, np.int32)
+    np.maximum.at(slots, table[in_range], inside[in_range])
+    return slots
+
+
+def count_lines(stats: Any) -> list[str]:
+    """Counts in words, of the device and of the host if there is one; stats has the fields of `kvjax.debug.Stats`."""
+    if not stats.num_blocks:
+        return ["num_blocks out of range: no block is in use"]
+    lines = [
+        f"{stats.num_blocks:,} blocks: {stats.active_blocks:,} active, {stats.cached_blocks:,} cached, "
+        f"{stats.empty_blocks:,} empty; {stats.filled_slots:,} of {stats.total_slots:,} slots filled; "
+        f"{stats.active_rows:,} of {stats.num_rows:,} rows in use"
+    ]
+    if stats.host_blocks:
+        lines.append(
+            f"on the host {stats.host_blocks:,} blocks: {stats.host_active_blocks:,} active, "
+            f"{stats.host_cached_blocks:,} cached, {stats.host_empty_blocks:,} empty; "
+            f"{stats.in_transit_blocks:,} on the move"
+        )
+    return lines

@@ -13,18 +13,19 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
+from kvjax._checks import check_alive, check_on_host, face
 from kvjax._compile import OutermostJit
-from kvjax._methods import check_alive, check_on_host, face
 from kvjax.cache import Cache
-from kvjax.debug.text import one_line, page
+from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
+from kvjax.ledger import human, pool_bytes
 from kvjax.model import Model, check_model
 from kvjax.pools.device import Pools, apply
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.processes import failed_anywhere
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState, EvictionPolicy
+from kvjax.state import CacheState, EvictionPolicy, one_line
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
 from kvjax.verbs.complete import complete
@@ -188,7 +189,8 @@ class TieredCache:
     mixed = _tiered_reader(mixed)
 
     def __repr__(self) -> str:
-        return one_line(self)
+        on_device, on_host = map(human, pool_bytes(self.state.spec))
+        return one_line(self, self.state, f"{on_device} of K/V", f"{on_host} on the host")
 
     def _repr_html_(self) -> str:
         return page(self)

@@ -3,10 +3,9 @@
 
 try:
     from .config import LayerConfig, ModelConfig
-    from .decoder import Decoder
+    from .decoder import Decoder, scanned, unrolled
     from .loading import load, save
     from .rope import Rope
-    from .scan import scanned, unrolled
 except ModuleNotFoundError as error:
     raise ImportError(f'{__name__} needs {error.name}: pip install "kvjax[models]"') from error
 

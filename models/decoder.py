@@ -7,7 +7,7 @@ of `kvjax.state`, with R rows of C tokens in a call and E the width of the resid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from .config import ModelConfig
 from .norm import RMSNorm
 from .placement import under_auto_axes
 from .rope import rotate
-from .scan import longest_run, over_layers, stacked
+from .scan import Run, longest_run, over_layers, parted, stacked
 
 # (cache, q [R, C, Q, D], k and v [R, C, K, D] or None) -> (mixed values [R, C, Q, D], cache), of one layer
 Mix = Callable[[Any, jax.Array, tuple[jax.Array, jax.Array] | None], tuple[jax.Array, Any]]
@@ -254,6 +254,36 @@ class Decoder(nnx.Module):
             logits = jax.lax.dot_general(self.norm(x), matrix, axes, preferred_element_type=jnp.float32)
             cap = self.config.logit_soft_cap
             return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def scanned(model: Decoder) -> Decoder:
+    """The same model with its longest run of equal layer patterns scanned; itself if no pattern repeats.
+
+    It compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack. Logits are
+    equal but for rounding, and `save` writes the same file. The run's weights are copied: as long as both models live,
+    there are two of each.
+    """
+    run = longest_run(model.config.layers)
+    if model.run is not None or run is None:
+        return model
+    return _with_layers(model, stacked([*model.layers], run), run)
+
+
+def unrolled(model: Decoder) -> Decoder:
+    """The inverse of `scanned`: one module for each layer, named as in Hugging Face checkpoints."""
+    run = model.run
+    if run is None:
+        return model
+    before, phases, after = parted(model.layers, run)
+    each = [jax.tree.map(lambda x, i=i: x[i], phase) for i in range(run.repeats) for phase in phases]
+    return _with_layers(model, [*before, *each, *after], None)
+
+
+def _with_layers(model: Decoder, layers: Sequence[Layer], run: Run | None) -> Decoder:
+    """The model with these layers, as modules of its own over the same arrays."""
+    model, layers = jax.tree.map(lambda x: x, (model, layers))
+    model.layers, model.run = nnx.List(layers), run
+    return model
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .fields import count, either, flag, ids, listed, number, only, token
 from .layer_config import LayerConfig
 from .rope import Rope
-
-if TYPE_CHECKING:
-    from .config import ModelConfig
 
 _FULL, _SLIDING = _TYPES = ("full_attention", "sliding_attention")
 _BOTH = {
@@ -85,8 +82,8 @@ def read(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a config.json that `read` turns into this config."""
+def write(config: Any) -> dict[str, Any]:
+    """The fields of a config.json that `read` turns into this `ModelConfig`."""
     first, kind = config.layers[0], config.model_type
     types = [_TYPES[layer.window is not None] for layer in config.layers]
     ropes = dict(zip(types, (layer.rope.to_hf() for layer in config.layers), strict=True))

@@ -20,9 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from .config import ModelConfig, num_layers
-from .decoder import Decoder
+from .decoder import Decoder, scanned, unrolled
 from .placement import check_axis, placed
-from .scan import scanned, unrolled
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jax.numpy.bfloat16}  # a weight's dtypes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,6 @@ from jax import lax
 import kvjax
 
 from .layer_config import LayerConfig
-
-if TYPE_CHECKING:
-    from .decoder import Decoder, Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,29 +92,6 @@ def stacked[L: nnx.Module](layers: Sequence[L], run: Run | None) -> list[L]:
     return [*layers[: run.first], *phases, *layers[run.end :]]
 
 
-def scanned(model: Decoder) -> Decoder:
-    """The same model with its longest run of equal layer patterns scanned; itself if no pattern repeats.
-
-    It compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack. Logits are
-    equal but for rounding, and `save` writes the same file. The run's weights are copied: as long as both models live,
-    there are two of each.
-    """
-    run = longest_run(model.config.layers)
-    if model.run is not None or run is None:
-        return model
-    return _with_layers(model, stacked([*model.layers], run), run)
-
-
-def unrolled(model: Decoder) -> Decoder:
-    """The inverse of `scanned`: one module for each layer, named as in Hugging Face checkpoints."""
-    run = model.run
-    if run is None:
-        return model
-    before, phases, after = _parts(model.layers, run)
-    each = [jax.tree.map(lambda x, i=i: x[i], phase) for i in range(run.repeats) for phase in phases]
-    return _with_layers(model, [*before, *each, *after], None)
-
-
 def over_layers(
     step: Callable[..., Any], carry: Any, layers: Iterable[nnx.Module], own: Sequence[jax.Array | None], run: Run | None
 ) -> Any:
@@ -134,7 +108,7 @@ def over_layers(
     Returns:
       The carry after the last layer.
     """
-    before, phases, after = _parts(layers, run)
+    before, phases, after = parted(layers, run)
     for number, layer in enumerate(before):
         carry = step(carry, layer, number, own[number], None)
     if run is None:
@@ -153,7 +127,7 @@ def over_layers(
     return carry
 
 
-def _parts[L: nnx.Module](layers: Iterable[L], run: Run | None) -> tuple[list[L], ...]:
+def parted[L: nnx.Module](layers: Iterable[L], run: Run | None) -> tuple[list[L], ...]:
     """The modules before the run, one for each of its phases, and those after it."""
     layers = [*layers]
     if run is None:
@@ -165,10 +139,3 @@ def _parts[L: nnx.Module](layers: Iterable[L], run: Run | None) -> tuple[list[L]
 def _stack(trees: Sequence[Any]) -> Any:
     """Equal pytrees as one, whose leaves [repeats, ...] have one more axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def _with_layers(model: Decoder, layers: Sequence[Layer], run: Run | None) -> Decoder:
-    """The model with these layers, as modules of its own over the same arrays."""
-    model, layers = jax.tree.map(lambda x: x, (model, layers))
-    model.layers, model.run = nnx.List(layers), run
-    return model

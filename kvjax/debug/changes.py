@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.debug.counts import Stats, tally
 from kvjax.debug.survey import Condition, Survey, read_blocks
-from kvjax.debug.words import fit, name_of, runs
+from kvjax.debug.words import fit, runs
 from kvjax.state import NO_BLOCK, CacheState
 
 
@@ -30,7 +30,8 @@ def changes(before: Any, after: CacheState, width: int, max_lines: int) -> str:
         if counts[0] == counts[1] and not any(parts):
             continue
         first, *others = _counts(*counts)
-        lines = [words for line in (name_of(after, number) + first, *others) for words in textwrap.wrap(line, width)]
+        first = after.spec.group_name(number) + first
+        lines = [words for line in (first, *others) for words in textwrap.wrap(line, width)]
         for part in parts:
             lines += ["", *part] if part else []
         drawn.append("\n".join(line[:width].rstrip() for line in lines))

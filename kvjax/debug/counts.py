@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax._checks import on_state
 from kvjax.debug.survey import Condition, Survey, read_blocks
-from kvjax.state import CacheState
+from kvjax.state import CacheState, count_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,20 +87,7 @@ class Stats:
     @property
     def lines(self) -> list[str]:
         """Counts in words, of the device and of the host if there is one."""
-        if not self.num_blocks:
-            return ["num_blocks out of range: no block is in use"]
-        lines = [
-            f"{self.num_blocks:,} blocks: {self.active_blocks:,} active, {self.cached_blocks:,} cached, "
-            f"{self.empty_blocks:,} empty; {self.filled_slots:,} of {self.total_slots:,} slots filled; "
-            f"{self.active_rows:,} of {self.num_rows:,} rows in use"
-        ]
-        if self.host_blocks:
-            lines.append(
-                f"on the host {self.host_blocks:,} blocks: {self.host_active_blocks:,} active, "
-                f"{self.host_cached_blocks:,} cached, {self.host_empty_blocks:,} empty; "
-                f"{self.in_transit_blocks:,} on the move"
-            )
-        return lines
+        return count_lines(self)
 
     def __str__(self) -> str:
         """One line of counts."""

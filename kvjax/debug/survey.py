@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax.state import NO_BLOCK, CacheState
+from kvjax.state import NO_BLOCK, CacheState, slots_reached
 
 
 class Condition(enum.IntEnum):
@@ -87,19 +88,8 @@ def read_blocks(state: CacheState, group: int = 0) -> Survey:
     ids = np.arange(blocks.refcount.shape[0], dtype=np.int32)
     table = chosen_group.table
     known = (table >= 0) & (table < len(ids))
-    entries = table[known]
     start = np.arange(table.shape[1]) * size
-
-    def inside(tokens: np.ndarray) -> np.ndarray:
-        """The number of the rows' first `tokens` tokens in each column of their tables."""
-        return np.clip(tokens[:, None] - start, 0, size)
-
-    def reach(tokens: np.ndarray) -> np.ndarray:
-        """The number of slots of each block that the rows' first `tokens` tokens reach."""
-        slots = np.zeros(len(ids), np.int32)
-        np.maximum.at(slots, entries, inside(tokens)[known])
-        return slots
-
+    reach = functools.partial(slots_reached, table, num_ids=len(ids), size=size)
     on_device = np.asarray(chosen_group.on_device(ids))
     condition = np.where(
         blocks.refcount > 0, Condition.ACTIVE, np.where(blocks.fill > 0, Condition.CACHED, Condition.EMPTY)
@@ -122,7 +112,7 @@ def read_blocks(state: CacheState, group: int = 0) -> Survey:
         table=table,
         length=seqs.length,
         committed=seqs.committed,
-        held=np.sum(np.where(counted, inside(seqs.committed), 0), axis=1),
+        held=np.sum(np.where(counted, np.clip(seqs.committed[:, None] - start, 0, size), 0), axis=1),
         swapped=np.asarray(seqs.swapped_out),
     )
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks, for each group.
-
-And in one line, for `repr`, of whatever jax makes of a cache: traced, donated, batched, shapes alone.
-"""
+"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks, for each group."""
 
 from __future__ import annotations
 
@@ -14,15 +11,12 @@ from typing import Any
 import numpy as np
 
 from kvjax._checks import on_state
-from kvjax._methods import unreadable
 from kvjax.debug.changes import changes
-from kvjax.debug.counts import stats, tally
+from kvjax.debug.counts import tally
 from kvjax.debug.sharing import shared
 from kvjax.debug.survey import Condition, Survey, read_blocks
-from kvjax.debug.words import fit, name_of, runs
-from kvjax.ledger import human
-from kvjax.spec import CacheSpec
-from kvjax.state import NO_BLOCK, CacheState
+from kvjax.debug.words import fit, runs
+from kvjax.state import NO_BLOCK, CacheState, uncounted
 
 _MANY = 9  # holders that one digit can tell
 _SIGNS = {
@@ -62,7 +56,7 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
     for number, group in enumerate(state.spec.groups):
         seen = read_blocks(state, number)
         shape = f"blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks"
-        for line in (name_of(state, number) + shape, *tally(state, seen).lines):
+        for line in (state.spec.group_name(number) + shape, *tally(state, seen).lines):
             lines += textwrap.wrap(line, width)
         parts = [_rows(seen, width, max_lines)]
         if group.window is None:
@@ -74,50 +68,15 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
     return "\n".join(line[:width].rstrip() for line in lines[:-1])
 
 
-def one_line(cache: Any) -> str:
-    """One line for a `CacheState`, a `Cache` or a `TieredCache`: its shapes, and its counts or why there are none."""
-    state, spec = _state(cache), _state(cache).spec
-    parts = [
-        f"blocks of {spec.block_size:,} tokens, {spec.max_seqs:,} rows of up to {spec.max_blocks_per_seq:,} blocks"
-    ]
-    if cache is not state:
-        parts.append(f"{_bytes(spec, 'num_blocks', 1)} of K/V")
-    if hasattr(cache, "host"):
-        parts.append(f"{_bytes(spec, 'num_host_blocks', 0)} on the host")
-    shapes, unreadable = ", ".join(parts), _unreadable(cache)
-    for number, group in enumerate(spec.groups):
-        host = f" and {group.num_host_blocks:,} on the host" if group.num_host_blocks else ""
-        counts = f"{group.num_blocks:,} blocks{host}" if unreadable else str(stats(state, number))
-        shapes += f"; {name_of(state, number)}{counts}"
-    return f"{type(cache).__name__}({shapes}{f'; {unreadable}' if unreadable else ''})"
-
-
 def page(cache: Any) -> str:
-    """That line for a notebook, with a drawing where there are counts."""
-    drawing = "" if _unreadable(cache) else "\n\n" + show(_state(cache))
-    return f"<pre>{html.escape(one_line(cache) + drawing)}</pre>"
+    """The line of a state, or of its owner, for a notebook; with a drawing where there are counts."""
+    state, drawing = (cache if isinstance(cache, CacheState) else cache.state), ""
+    if not uncounted(cache, state):
+        drawing = "\n\n" + show(state)
+    return f"<pre>{html.escape(repr(cache) + drawing)}</pre>"
 
 
-def _state(cache: Any) -> CacheState:
-    return cache if isinstance(cache, CacheState) else cache.state
-
-
-def _bytes(spec: CacheSpec, size_name: str, scratch: int) -> str:
-    """Bytes of the pools, with so many scratch rows each."""
-    pools = [(getattr(group, size_name) + scratch, pool) for group in spec.groups for pool in group.pools]
-    return human(sum(num_rows * pool.block_bytes(spec.block_size) for num_rows, pool in pools))
-
-
-def _unreadable(cache: Any) -> str:
-    """Why a cache cannot be counted; "" if it can."""
-    state = _state(cache)
-    why = unreadable((state, getattr(cache, "pools", None), getattr(cache, "host", None)))
-    if why:
-        return why
-    shapes = [state.seqs.length.shape, *(group.blocks.refcount.shape for group in state.groups)]
-    if shapes == [(state.spec.max_seqs,), *((group.num_ids,) for group in state.spec.groups)]:
-        return ""
-    return f"batched, {list(shapes[0][:-1])}" if shapes[0][:-1] else "of other shapes"
+setattr(CacheState, "_repr_html_", page)  # noqa: B010 (a state has it from here, since it imports nothing of this room)
 
 
 def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:

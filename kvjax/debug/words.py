@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvjax.state import NO_BLOCK, CacheState
+from kvjax.state import NO_BLOCK
 
 
 def runs(ids: Iterable[int]) -> list[str]:
@@ -41,14 +41,3 @@ def seqs(numbers: Iterable[int]) -> str:
     """Rows by number: seq 2, seqs 0 1 3."""
     numbers = list(numbers)
     return f"seq{'s' if len(numbers) > 1 else ''} {' '.join(runs(numbers))}"
-
-
-def name_of(state: CacheState, number: int) -> str:
-    """The name of each group in a drawing of several; "" for the only one."""
-    group = state.spec.groups[number]
-    if len(state.spec.groups) == 1:
-        return ""
-    if group.window is None:
-        return f"group {number}, full attention{', without K/V' if state.spec.bare else ''}: "
-    sinks = f" and the first {group.sink_tokens:,}" if group.sink_tokens else ""
-    return f"group {number}, window of {group.window:,}{sinks}: "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
@@ -11,11 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._arrays import Pytree
-from kvjax._methods import unreadable
-from kvjax._values import Named
+from kvjax._arrays import Pytree, unreadable
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.state import DEFAULT_PRIORITY, Text
+
+
+class Named(enum.IntEnum):
+    """Numbers that print as their names, also in messages: `assert events.ok, Status(...)`."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
 
 
 class EventKind(Named):

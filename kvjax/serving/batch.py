@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax._checks import check_functions, static_int
+from kvjax._arrays import alive
+from kvjax._checks import check_functions, check_on_host, static_int
 from kvjax._compile import OutermostJit
-from kvjax._methods import alive, check_on_host
 from kvjax.cache import Cache
 from kvjax.events.log import init_log
 from kvjax.events.records import Status

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax._checks import check_functions
-from kvjax._methods import check_alive
+from kvjax._checks import check_alive, check_functions
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model

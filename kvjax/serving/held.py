@@ -10,9 +10,9 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from kvjax._checks import check_functions
+from kvjax._arrays import alive
+from kvjax._checks import check_alive, check_functions
 from kvjax._compile import OutermostJit
-from kvjax._methods import alive, check_alive
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.events.mirror import to_list
