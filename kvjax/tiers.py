@@ -4,8 +4,8 @@
 from kvjax.events.transfer import Transfer
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.tiered import FailedTransfer, TieredCache
-from kvjax.verbs.complete import complete
-from kvjax.verbs.offload import offload, onboard, swap_in, swap_out, watermark
+from kvjax.verbs.offload import complete, offload, onboard, watermark
+from kvjax.verbs.swap import swap_in, swap_out
 
 __all__ = [
     "FailedTransfer",

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import count, either, fence, pick, put
-from kvjax.blocks.deal import take_over_tiers
 from kvjax.blocks.publish import leave_index
+from kvjax.blocks.transfers import take_over_tiers
 from kvjax.blocks.victims import Taken, claim, unclaim
 from kvjax.events.records import no_records
 from kvjax.events.transfer import no_moves
@@ -27,12 +27,12 @@ def take(
     *,
     priorities: jax.Array | None = None,
     min_priority: int = 0,
-    back: jax.Array | None = None,
+    onboarded: jax.Array | None = None,
     extra: jax.Array | int = 0,
 ) -> Taken:
     """Takes `need` blocks for one holder each, all or none: empty ones, then victims of the policy.
 
-    With `priorities`, between loops, it offloads victims to the host and brings blocks back from the host (`deal.py`).
+    With `priorities`, between loops, it offloads victims to the host and brings blocks back from it (`transfers.py`).
     Without, it never touches the host, and a device block with descendants on the host is not evicted.
 
     Args:
@@ -40,17 +40,17 @@ def take(
       number: its number.
       policy: chooses the victims.
       need: i32[], at most `size`.
-      size: static; the most blocks that need, back and extra may be together.
+      size: static; the most blocks that need, onboarded and extra may be together.
       now: i32[] ms.
       priorities: i32[B]; each block's priority, or None; see `tiers.priorities`.
       min_priority: blocks of lower priority are removed, not offloaded.
-      back: i32[size]; different findable blocks on the host to bring to the device, packed; NO_BLOCK is padding;
+      onboarded: i32[size]; different findable blocks on the host to bring to the device, packed; NO_BLOCK is padding;
         None for none.
       extra: i32[]; further blocks to empty.
     """
     if priorities is not None:
-        back = jnp.full((size,), NO_BLOCK, jnp.int32) if back is None else back
-        return take_over_tiers(group, number, policy, need, size, now, priorities, min_priority, back, extra)
+        onboarded = jnp.full((size,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded
+        return take_over_tiers(group, number, policy, need, size, now, priorities, min_priority, onboarded, extra)
     index = np.arange(size, dtype=np.int32)
     from_stack = jnp.minimum(need, group.num_empty)
     wanted = jnp.where(need <= group.available, need - from_stack, 0)
@@ -79,5 +79,5 @@ def take(
         policy=either(ok, pstate, group.policy),
     )
     return Taken(
-        group, jnp.where(ok & (index < need), ids, NO_BLOCK), ok, removed, updated=no_records(), moves=no_moves()
+        group, jnp.where(ok & (index < need), ids, NO_BLOCK), ok, removed, updated=no_records(), orders=no_moves()
     )  # fmt: skip

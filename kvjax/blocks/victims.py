@@ -22,7 +22,7 @@ class Taken(Pytree):
       ok: bool[]; whether all were taken; if not, nothing has changed.
       removed: records of blocks that are no longer findable.
       updated: records of blocks that changed tier.
-      moves: the moves between tiers.
+      orders: the moves between tiers.
     """
 
     group: Group
@@ -30,7 +30,7 @@ class Taken(Pytree):
     ok: jax.Array
     removed: Records
     updated: Records
-    moves: Transfer
+    orders: Transfer
 
 
 def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:

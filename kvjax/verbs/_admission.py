@@ -101,7 +101,7 @@ def admit_row(
     sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
     index = jnp.arange(ask.text.tokens.shape[0], dtype=jnp.int32) - plan.whole  # of the row's blocks, into `Taken.ids`
     fresh = (index >= 0) & (index < need)
-    copied, moved, tables = [], [new.moves for new in taken], []
+    copied, moved, tables = [], [new.orders for new in taken], []
     for number, (found, new) in enumerate(zip(plan.found, taken, strict=True)):
         group, by_copy, by_move = _place_copy(
             groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, block_priorities[number]
@@ -192,10 +192,10 @@ def _take(
         group = hold(group, found.blocks, found.hits & good)
         source = jnp.where(good, found.source, NO_BLOCK)
         group = hold_source(group, source)
-        back, _ = compact(jnp.where(found.on_host & good, found.blocks, NO_BLOCK))
+        onboarded, _ = compact(jnp.where(found.on_host & good, found.blocks, NO_BLOCK))
         new = take(
             group, number, policy, need, found.blocks.shape[0], now, priorities=block_priorities[number],
-            min_priority=state.spec.offload_min_priority, back=back,
+            min_priority=state.spec.offload_min_priority, onboarded=onboarded,
         )  # fmt: skip
         group = hold(new.group, found.blocks, found.hits & good & ~new.ok, by=-1)
         groups.append(let_go_of_sources(group, jnp.where(new.ok, NO_BLOCK, source)[None]))

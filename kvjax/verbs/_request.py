@@ -12,7 +12,9 @@ from jax import lax
 
 from kvjax._arrays import either, pick
 from kvjax._checks import integers
+from kvjax.blocks.publish import forget_all
 from kvjax.blocks.rows import Prompt
+from kvjax.blocks.victims import Taken
 from kvjax.events.records import Events, Records, Status, joined, no_records
 from kvjax.events.transfer import Transfer
 from kvjax.policies.ring import lru
@@ -134,6 +136,26 @@ def all_or_nothing(
     if not before.spec.has_host or len(before.groups) == 1:
         return after, *reports
     return either(ok, after, before), *([part.only(ok) for part in parts] for parts in reports)
+
+
+def put_taken(state: CacheState, number: int, taken: Taken) -> tuple[CacheState, list[Records]]:
+    """The state after blocks of a group were taken; and records, removed, of all groups."""
+    return forget_all(replace_group(state, number, taken.group), number, taken.removed)
+
+
+def conclude(
+    before: CacheState, after: CacheState, status: jax.Array, taken: Sequence[Taken], removed: Sequence[Records]
+) -> tuple[CacheState, Events]:
+    """The state after, if status i32[] is OK, with the events of what was taken; else the state before."""
+    ok = status == Status.OK
+    state = either(ok, after, before)
+    return state, assemble(
+        state,
+        status,
+        removed=[records.only(ok) for records in removed],
+        updated=[one.updated.only(ok) for one in taken],
+        moves=[one.orders.only(ok) for one in taken],
+    )
 
 
 def chosen(state: CacheState, group: int) -> Group:

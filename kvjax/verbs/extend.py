@@ -184,6 +184,6 @@ def grow(
     shortfall = jnp.where(ok, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
     state, removed, updated, moves = all_or_nothing(
         state, state.replace(groups=tuple(groups)), ok, removed, [new.updated for new in taken],
-        [new.moves for new in taken],
+        [new.orders for new in taken],
     )  # fmt: skip
     return state, Growth(ok, removed, copied, shortfall, updated, moves)

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers: blocks change tier, in one group.
+
+A block keeps its id when it moves, so that no table, link or index changes: only its pool row does. A call sorts
+blocks into parts, by where they come from and where they end:
+
+                  device             host                nowhere
+    offloaded     3, 4  ---------->  3, 4                          found there from then on
+    evicted       5, 6  ------------------------------>  5, 6      6 would be offloaded, but is the host's own victim
+    dropped                          7, 8  ----------->  7, 8      7 is a descendant of 5, 8 a victim for lack of space
+    onboarded     9     <----------  9
+
+Their pool rows are assigned anew, in one go: device rows to onboarded blocks, host rows to offloaded blocks, and what
+is left to the blocks that are empty now. So an evicted block may become an empty block of the host, where a transfer
+needs its device row.
+
+Nothing here runs inside a jitted loop, so that passes over all blocks are allowed; loops use `take` of `take.py`.
+
+Source: TensorRT-LLM's offloading and onboarding, which swap the memory slots of two block objects.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kvjax._arrays import Pytree, add, compact, count, either, marked, pick, put, rank
+from kvjax.blocks.publish import children_first, descendants, leave_index
+from kvjax.blocks.tiers import find_unevictable, host_of, next_move, with_ancestors
+from kvjax.blocks.victims import Taken, claim
+from kvjax.events.records import EventKind, Records, joined, record
+from kvjax.events.transfer import orders
+from kvjax.policies.retention import tell_time
+from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy, Group, Host
+
+
+class Outgoing(Pytree, static=("held",)):
+    """Device blocks that have to leave their pool rows, all [A].
+
+    Attributes:
+      ids: i32; children before parents, subtracted from the parents' `children` already.
+      where: bool; the entries that count.
+      to_host: bool; goes to the host; the others are evicted.
+      held: static; whether rows hold the blocks and keep them (a swap), or nobody does.
+    """
+
+    ids: jax.Array
+    where: jax.Array
+    to_host: jax.Array
+    held: bool = False
+
+
+class Transfers(Pytree):
+    """The parts of a call; see the drawing at the top.
+
+    Attributes:
+      offloaded: bool[A]; those of `Outgoing.ids` that end on the host.
+      through_host: bool[A]; evicted ones that were to be offloaded: their events say so, too.
+      dropped: i32[2A]; host blocks that leave the index: descendants of evicted blocks, then the host's victims.
+      removed: i32[3A]; evicted and dropped blocks, children before parents; then NO_BLOCK.
+      onboarded: i32[C].
+      host_tier: after the choice of its victims, before any block has moved.
+      ok: bool[]; whether it can be done.
+    """
+
+    offloaded: jax.Array
+    through_host: jax.Array
+    dropped: jax.Array
+    removed: jax.Array
+    onboarded: jax.Array
+    host_tier: Host
+    ok: jax.Array
+
+
+class Rows(Pytree):
+    """The pool row of each block after a call.
+
+    Attributes:
+      pool_row: i32[B]; as in `Host`.
+      free: i32[.]; blocks without holders and contents, packed: first those with pool rows on the device.
+      num_on_device: i32[]; how many free blocks have pool rows on the device.
+      num_free: i32[]; how many blocks are free.
+      num_popped: i32[]; how many free blocks were on the host's stack.
+    """
+
+    pool_row: jax.Array
+    free: jax.Array
+    num_on_device: jax.Array
+    num_free: jax.Array
+    num_popped: jax.Array
+
+
+def take_over_tiers(
+    group: Group,
+    number: int,
+    policy: EvictionPolicy,
+    need: jax.Array,
+    size: int,
+    now: jax.Array,
+    priorities: jax.Array,
+    min_priority: int,
+    onboarded: jax.Array,
+    extra: jax.Array | int,
+) -> Taken:
+    """Takes `need` blocks for one holder each and brings blocks back, offloading the policy's victims; see `take`."""
+    host, before = host_of(group), group.blocks
+    device_rows = group.empty.shape[0]
+    total = need + count(onboarded >= 0) + extra
+    popped = jnp.minimum(need + count(onboarded >= 0), group.num_empty)
+    num_victims = jnp.where(total <= group.available, total - popped, 0)
+
+    moving = with_ancestors(group, host.pending_transfer != 0, host.pool_row < device_rows)
+
+    def eligible(ids: jax.Array) -> jax.Array:
+        settled = (ids >= 0) & (pick(host.pool_row, ids) < device_rows) & ~pick(moving, ids)
+        return settled & (pick(before.refcount, ids) == 0) & (pick(before.fill, ids) > 0)
+
+    ids, pstate = policy.chosen(group.policy, before, eligible, num_victims, now, size)
+    where = (jnp.arange(size, dtype=jnp.int32) < num_victims) & eligible(ids)
+    blocks, claimed = claim(before, ids, where)
+    fits = (total <= group.available) & (count(claimed) == num_victims)
+    outgoing = Outgoing(ids, claimed, claimed & (pick(priorities, ids) >= min_priority))
+    group_after_claim = group.replace(blocks=blocks, policy=pstate)
+    taken = transfer(group_after_claim, number, policy, outgoing, now, onboarded=onboarded, need=need, popped=popped)
+    ok = fits & taken.ok
+    return Taken(
+        group=either(ok, taken.group, group),
+        ids=jnp.where(ok, taken.ids, NO_BLOCK)[:size],
+        ok=ok,
+        removed=taken.removed.only(ok),
+        updated=taken.updated.only(ok),
+        orders=taken.orders.only(ok),
+    )
+
+
+def transfer(
+    group: Group,
+    number: int,
+    policy: EvictionPolicy,
+    outgoing: Outgoing,
+    now: jax.Array,
+    *,
+    onboarded: jax.Array | None = None,
+    need: jax.Array | None = None,
+    popped: jax.Array | None = None,
+) -> Taken:
+    """Lets blocks leave the device, brings others back, and takes `need` of the blocks that are empty then.
+
+    Args:
+      group: the group after `claim` of the outgoing blocks.
+      number: its number.
+      policy: chooses the host's victims.
+      outgoing: blocks that leave the device.
+      now: i32[] ms.
+      onboarded: i32[C]; blocks that come to the device; None: no block does.
+      need: i32[]; blocks for new holders; None: 0.
+      popped: i32[]; empty device blocks to use; None: 0.
+
+    Returns:
+      What was taken, valid only if `ok`. Removed and updated have records for all that can happen.
+    """
+    onboarded = jnp.full((1,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded
+    need, popped = (jnp.int32(0) if blocks is None else blocks for blocks in (need, popped))
+    transfers = plan_transfers(group, policy, outgoing, onboarded, now)
+    rows = assign_rows(group, outgoing, transfers, popped)
+    return apply_transfers(group, number, policy, outgoing, transfers, rows, need, popped, now)
+
+
+def plan_transfers(
+    group: Group, policy: EvictionPolicy, outgoing: Outgoing, onboarded: jax.Array, now: jax.Array
+) -> Transfers:
+    """Decides which of the outgoing blocks end on the host, and which blocks of the host leave the index for that."""
+    blocks, host, ids, num_ids = group.blocks, host_of(group), outgoing.ids, group.blocks.fill.shape[0]
+    size, to_host, parent = ids.shape[0], outgoing.where & outgoing.to_host, pick(blocks.parent, ids)[:, 0]
+    has_parent = (pick(blocks.fill, ids) > 0) & (parent >= 0)
+    host = host.replace(num_host_children=add(host.num_host_children, parent, 1, to_host & has_parent, unique=False))
+
+    # All descendants of an evicted block go with it. They are on the host, since the device loses leaves first.
+    evicted = outgoing.where & ~outgoing.to_host
+    doomed = descendants(
+        blocks, marked(num_ids, ids, evicted), jnp.any(evicted & (pick(host.num_host_children, ids) > 0))
+    )
+    is_outgoing = marked(num_ids, ids, outgoing.where)
+    ok = ~jnp.any(doomed & ~is_outgoing & ((blocks.refcount > 0) | (host.pending_transfer != 0)))
+    pulled_down = jnp.nonzero(doomed & ~is_outgoing, size=size, fill_value=NO_BLOCK)[0].astype(jnp.int32)
+    ok = ok & (count(doomed & ~is_outgoing) <= size)
+
+    # The host's victims are chosen as if all blocks had arrived, so that these may be among them.
+    offloaded = to_host & ~pick(doomed, ids)
+    capacity = host.num_empty + count(pulled_down >= 0) + count(onboarded >= 0)
+    overflow = jnp.maximum(count(offloaded) - capacity, 0)
+    victims, host = _host_victims(group, host, policy, outgoing, offloaded, doomed, onboarded, overflow, now)
+    ok = ok & (count(victims >= 0) == overflow)
+    offloaded = offloaded & ~pick(marked(num_ids, victims, victims >= 0), ids)
+    dropped = jnp.concatenate([pulled_down, jnp.where(pick(is_outgoing, victims), NO_BLOCK, victims)])
+
+    removed = jnp.concatenate([jnp.where(outgoing.where & ~offloaded, ids, NO_BLOCK), dropped])
+    removed = children_first(blocks, removed, removed >= 0)
+    return Transfers(offloaded, to_host & ~offloaded, dropped, removed, onboarded, host, ok)
+
+
+def _host_victims(
+    group: Group,
+    host: Host,
+    policy: EvictionPolicy,
+    outgoing: Outgoing,
+    offloaded: jax.Array,
+    doomed: jax.Array,
+    onboarded: jax.Array,
+    overflow: jax.Array,
+    now: jax.Array,
+) -> tuple[jax.Array, Host]:
+    """The host's victims i32[A], `overflow` of them if there are so many; and the host without them."""
+    blocks, size, num_ids = group.blocks, outgoing.ids.shape[0], group.blocks.fill.shape[0]
+    arriving = marked(num_ids, outgoing.ids, offloaded & (not outgoing.held))
+    exempt = marked(num_ids, onboarded, onboarded >= 0) | doomed
+    refcount = put(blocks.refcount, outgoing.ids, 0, offloaded & (not outgoing.held))
+    # The policy sees a block's children on the host as its only children.
+    seen = blocks.replace(refcount=refcount, children=host.num_host_children)
+    moving = with_ancestors(group, host.pending_transfer != 0, (host.pool_row < group.empty.shape[0]) & ~arriving)
+    pstate = policy.touched(host.policy, seen, jnp.where(offloaded & (not outgoing.held), outgoing.ids, NO_BLOCK), now)
+
+    def eligible(ids: jax.Array) -> jax.Array:
+        on_host = (ids >= 0) & ((pick(host.pool_row, ids) >= group.empty.shape[0]) | pick(arriving, ids))
+        on_host = on_host & ~pick(moving, ids) & ~pick(exempt, ids)
+        return on_host & (pick(refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
+
+    ids, pstate = policy.chosen(pstate, seen, eligible, overflow, now, size)
+    seen, claimed = claim(seen, ids, (jnp.arange(size, dtype=jnp.int32) < overflow) & eligible(ids))
+    return jnp.where(claimed, ids, NO_BLOCK), host.replace(num_host_children=seen.children, policy=pstate)
+
+
+def assign_rows(group: Group, outgoing: Outgoing, transfers: Transfers, popped: jax.Array) -> Rows:
+    """Assigns the pool rows of all blocks that leave a tier, and of `popped` i32[] empty device blocks.
+
+    Device rows go to onboarded blocks, then to free ones; host rows to offloaded blocks, then to free ones.
+    """
+    host, onboarded, offloaded, dropped = (
+        transfers.host_tier, transfers.onboarded, transfers.offloaded, transfers.dropped
+    )  # fmt: skip
+    pool_row, size = host.pool_row, max(outgoing.ids.shape[0], onboarded.shape[0])
+    num_onboarded, num_offloaded = count(onboarded >= 0), count(offloaded)
+    index = jnp.arange(size, dtype=jnp.int32)
+    num_popped = jnp.maximum(num_offloaded - num_onboarded - count(dropped >= 0), 0)
+    from_stack = jnp.where(index < popped, pick(group.empty, group.num_empty - 1 - index), NO_BLOCK)
+    from_host = jnp.where(index < num_popped, pick(host.empty, host.num_empty - 1 - index), NO_BLOCK)
+    left_device = jnp.where(outgoing.where, outgoing.ids, NO_BLOCK)
+    device_rows = pick(pool_row, compact(from_stack, left_device)[0])
+    host_rows = pick(pool_row, compact(onboarded, dropped, from_host)[0])
+    free, num_free = compact(from_stack, jnp.where(offloaded, NO_BLOCK, left_device), dropped, from_host)
+    index = jnp.arange(free.shape[0], dtype=jnp.int32)
+    num_on_device = popped + count(outgoing.where) - num_onboarded
+    rows = jnp.where(
+        index < num_on_device,
+        pick(device_rows, num_onboarded + index),
+        pick(host_rows, num_offloaded + index - num_on_device),
+    )
+    pool_row = put(pool_row, free, rows, index < num_free)
+    pool_row = put(pool_row, outgoing.ids, pick(host_rows, rank(offloaded)), offloaded)
+    pool_row = put(pool_row, onboarded, pick(device_rows, rank(onboarded >= 0)), onboarded >= 0)
+    return Rows(pool_row, free, num_on_device, num_free, num_popped)
+
+
+def apply_transfers(
+    group: Group,
+    number: int,
+    policy: EvictionPolicy,
+    outgoing: Outgoing,
+    transfers: Transfers,
+    rows: Rows,
+    need: jax.Array,
+    popped: jax.Array,
+    now: jax.Array,
+) -> Taken:
+    """Moves the blocks to their rows, orders the moves of their bytes and takes `need` free ones; see `transfer`."""
+    blocks, host, onboarded, offloaded = group.blocks, transfers.host_tier, transfers.onboarded, transfers.offloaded
+    free, index = rows.free, jnp.arange(rows.free.shape[0], dtype=jnp.int32)
+    moved = jnp.concatenate([jnp.where(offloaded, outgoing.ids, NO_BLOCK), onboarded])
+    level = (jnp.arange(moved.shape[0], dtype=jnp.int32) < offloaded.shape[0]).astype(jnp.int32)
+    updated = _updated(blocks, number, moved, (moved >= 0) & (pick(blocks.fill, moved) > 0), level)
+    through_host = _updated(blocks, number, outgoing.ids, transfers.through_host, 1)
+    ordered = orders(
+        moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.pool_row, moved),
+        target=pick(rows.pool_row, moved),
+    )  # fmt: skip
+
+    removed, parent = transfers.removed, pick(blocks.parent, onboarded)[:, 0]
+    idle = (onboarded >= 0) & (pick(blocks.refcount, onboarded) == 0)
+    has_parent = (onboarded >= 0) & (pick(blocks.fill, onboarded) > 0) & (parent >= 0)
+    refcount = put(blocks.refcount, removed, 0, removed >= 0)
+    refcount = put(refcount, outgoing.ids, 1 if outgoing.held else 0, offloaded)
+    blocks = blocks.replace(
+        refcount=put(refcount, free, 1, index < need),
+        children=put(add(blocks.children, parent, 1, has_parent, unique=False), removed, 0, removed >= 0),
+    )
+    blocks = tell_time(blocks, now, (need > 0) | jnp.any(moved >= 0))
+    on_stack = (index >= need) & (index < rows.num_on_device)
+    on_host = (index >= rows.num_on_device) & (index < rows.num_free)
+    pstate = policy.forgot(group.policy, jnp.where(outgoing.where, outgoing.ids, NO_BLOCK))
+    host_children = add(host.num_host_children, parent, -1, has_parent, unique=False)
+    host = host.replace(
+        pool_row=rows.pool_row,
+        num_host_children=put(host_children, removed, 0, removed >= 0),
+        pending_transfer=put(host.pending_transfer, moved, next_move(host), moved >= 0),
+        num_moves=jnp.where(jnp.any(moved >= 0), next_move(host), host.num_moves),
+        empty=put(host.empty, host.num_empty - rows.num_popped + rank(on_host), free, on_host),
+        num_empty=host.num_empty - rows.num_popped + count(on_host),
+        policy=policy.forgot(host.policy, jnp.concatenate([onboarded, removed])),
+    )
+    group = group.replace(
+        blocks=blocks,
+        host=host,
+        empty=put(group.empty, group.num_empty - popped + rank(on_stack), free, on_stack),
+        num_empty=group.num_empty - popped + count(on_stack),
+        num_cached=group.num_cached - (0 if outgoing.held else count(outgoing.where)) + count(idle),
+    )
+    group, left_index = leave_index(group, number, removed, removed >= 0, counted=False)
+    pstate = policy.touched(pstate, group.blocks, jnp.where(idle, onboarded, NO_BLOCK), now)
+    group = find_unevictable(group.replace(policy=pstate))
+    ids = jnp.where(index < need, free, NO_BLOCK)
+    return Taken(group, ids, transfers.ok, joined(through_host, left_index), updated, ordered)
+
+
+def _updated(blocks: Blocks, number: int, ids: jax.Array, where: jax.Array, level: jax.Array | int) -> Records:
+    """Records of blocks ids i32[K] of group `number` that come to a level (0 device, 1 host), where bool[K]."""
+    return record(
+        EventKind.UPDATED, where, group=number, block=ids, generation=pick(blocks.generation, ids),
+        priority=blocks.stated_priority(ids), level=level,
+    )  # fmt: skip

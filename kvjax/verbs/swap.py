@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`swap_out` and `swap_in`: a row leaves the device, and comes back. They order moves as `offload` does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from kvjax._arrays import compact, pick, put
+from kvjax._checks import integers, on_state
+from kvjax.blocks import windows
+from kvjax.blocks.rows import Row, read_row
+from kvjax.blocks.take import take
+from kvjax.blocks.tiers import priorities
+from kvjax.blocks.transfers import Outgoing, transfer
+from kvjax.blocks.victims import Taken, claim
+from kvjax.events.records import Events, Records, Status
+from kvjax.state import NO_BLOCK, CacheState
+from kvjax.verbs._request import conclude, first_failure, put_taken
+
+
+@on_state
+def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
+    """Moves the blocks that only this row holds to the host, to make room, until `swap_in`.
+
+    Blocks that others hold stay on the device, and so do those with children that stay. A swapped-out row can only be
+    released or swapped in.
+
+    Args:
+      state: the cache.
+      seq: i32[]; a row in use.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = 5 M a group: removed (from a full host), updated; with `transfer`. Status BAD_REQUEST,
+      HELD (blocks of the row are still on the move) or NO_BLOCKS if the host has too little room.
+
+    Source: vLLM's swap_out of a preempted sequence group.
+    """
+    seq, now = integers("seq", seq, ()), integers("now", now, ())
+    row, moving = _read(state, seq)
+    bad = ~row.exists | (row.length == 0) | row.swapped_out
+    after, taken, removed = state, [], []
+    for number in state.spec.host_groups:
+        group, ids = after.groups[number], row.tables[number][::-1]
+        private = ~bad & ~moving & (ids >= 0) & (pick(group.blocks.refcount, ids) == 1)
+        findable = pick(group.blocks.fill, ids) > 0
+        blocks, claimed = claim(group.blocks, ids, private & findable)
+        leaves = claimed | (private & ~findable)
+        blocks = blocks.replace(refcount=put(blocks.refcount, ids, 1, private))  # also of blocks that stay
+        taken.append(
+            transfer(
+                group.replace(blocks=blocks), number, windows.policy_of(number, state.policy),
+                Outgoing(ids, leaves, leaves, held=True), now,
+            )
+        )  # fmt: skip
+        after, records = put_taken(after, number, taken[-1])
+        removed += records
+    return _finish(state, after, seq, True, taken, removed, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
+
+
+@on_state
+def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
+    """Brings all blocks of a swapped-out row back to the device; all or nothing.
+
+    Args:
+      state: the cache.
+      seq: i32[]; a row that `swap_out` has swapped out.
+      now: i32[] ms.
+
+    Returns:
+      The cache; and events, E = 5 M a group: removed, updated (also of blocks that leave the device for it); with
+      `transfer`. Status BAD_REQUEST, HELD (blocks of the row are still on the move) or NO_BLOCKS.
+
+    Source: vLLM's swap_in.
+    """
+    seq, now = integers("seq", seq, ()), integers("now", now, ())
+    row, moving = _read(state, seq)
+    bad = ~row.exists | ~row.swapped_out
+    after, taken, removed = state, [], []
+    for number in state.spec.host_groups:
+        group, table = after.groups[number], row.tables[number]
+        on_host = ~bad & ~moving & (table >= 0) & ~group.on_device(table)
+        onboarded, _ = compact(jnp.where(on_host, table, NO_BLOCK))
+        taken.append(
+            take(
+                group, number, windows.policy_of(number, state.policy), jnp.int32(0), table.shape[0], now,
+                priorities=priorities(after, now)[number], min_priority=state.spec.offload_min_priority,
+                onboarded=onboarded,
+            )
+        )  # fmt: skip
+        after, records = put_taken(after, number, taken[-1])
+        removed += records
+    return _finish(state, after, seq, False, taken, removed, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
+
+
+def _read(state: CacheState, seq: jax.Array) -> tuple[Row, jax.Array]:
+    """The row; and bool[], whether a block of it is on the move."""
+    if not state.spec.has_host:
+        raise ValueError("state: got a cache without a host tier, wanted num_host_blocks above 0")
+    row = read_row(state, seq)
+    moving = [jnp.any(group.moving(table)) for group, table in zip(state.groups, row.tables, strict=True)]
+    return row, functools.reduce(jnp.logical_or, moving, jnp.bool_(False))
+
+
+def _finish(
+    before: CacheState,
+    after: CacheState,
+    seq: jax.Array,
+    out: bool,
+    taken: Sequence[Taken],
+    removed: Sequence[Records],
+    *causes: tuple[jax.Array, Status],
+) -> tuple[CacheState, Events]:
+    """The state after, its row marked as swapped out or not, unless a cause or a lack of blocks refuses it."""
+    enough = functools.reduce(jnp.logical_and, [one.ok for one in taken])
+    swapped = put(after.seqs.swapped_out, seq[None], out, jnp.ones((1,), jnp.bool_))
+    after = after.replace(seqs=after.seqs.replace(swapped=swapped))
+    return conclude(before, after, first_failure(*causes, (~enough, Status.NO_BLOCKS)), taken, removed)
