@@ -100,7 +100,7 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
     longest = int(lengths.sum(axis=1).max())
     spec = kvjax.make_spec(num_blocks=NUM_BLOCKS, max_seqs=ROWS, max_length=longest, block_size=BLOCK_SIZE)
     state = kvjax.init(spec)
-    admit = jax.jit(functools.partial(kvjax.admit, room=CHUNK), donate_argnums=0)
+    admit = jax.jit(functools.partial(kvjax.admit, reserve_tokens=CHUNK), donate_argnums=0)
     release = jax.jit(kvjax.release, donate_argnums=0)
     prompt_room = -(-int(lengths[:, 0].max()) // BLOCK_SIZE) * BLOCK_SIZE
     work = Work(*(np.zeros(ROWS, np.int32) for _ in range(3)))

@@ -21,8 +21,7 @@ from flax import nnx
 import kvjax
 from benchmarks import common
 from models.config import LayerConfig, ModelConfig
-from models.decoder import Decoder
-from models.decoder import scanned
+from models.decoder import Decoder, scanned
 
 MAX_COMPILE_RATIO, TOLERANCE = 1.5, 1e-3
 

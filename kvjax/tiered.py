@@ -166,7 +166,7 @@ class TieredCache:
         """The device's K/V."""
         return self.cache.pools
 
-    admit = _tiered_method(admit, "room", "tiers", tiers=("device", "host"))
+    admit = _tiered_method(admit, "reserve_tokens", "tiers", tiers=("device", "host"))
     extend = _tiered_method(extend, "max_tokens", "tiers", tiers=("device", "host"))
     commit = _resting_method(commit)
     fork = _resting_method(fork)

@@ -83,7 +83,7 @@ class Tally:
 @partial(jax.jit, donate_argnames="cache")
 def admit(cache: kvjax.Cache, seq: jax.Array, tokens: jax.Array, length: jax.Array):
     """`Cache.admit` with room for a chunk, and the tokens found and the blocks evicted."""
-    cache, events = cache.admit(seq, tokens, length, room=CHUNK)
+    cache, events = cache.admit(seq, tokens, length, reserve_tokens=CHUNK)
     return cache, events.ok, jnp.sum(events.cached), _num_evicted(events)
 
 

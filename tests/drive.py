@@ -35,7 +35,7 @@ BOTH = ("device", "host")
 MOST = 6  # tokens that `Driver.grow` asks for, per row
 
 STATIC: dict[str, tuple[str, ...]] = {
-    "admit": ("room", "tiers"), "extend": ("max_tokens", "tiers"), "lookup": ("tiers",), "pin": ("group",),
+    "admit": ("reserve_tokens", "tiers"), "extend": ("max_tokens", "tiers"), "lookup": ("tiers",), "pin": ("group",),
     "unpin": ("group",), "offload": ("group",), "onboard": ("group",), "watermark": ("group", "most"),
     "evict": ("max_removed",), "trim": ("max_tokens",),
 }  # fmt: skip

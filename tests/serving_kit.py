@@ -48,11 +48,11 @@ def start(kind="plain", host=0):
     rows, tokens = np.array([1, 2], np.int32), np.zeros((2, 16), np.int32) + np.array([[1], [2]], np.int32)
     return admit(
         cache, rows, tokens, np.full(2, BEFORE, np.int32), namespace=np.zeros(2, np.int32), retention=None,
-        room=None if kind == "plain" else OPTIONS["chunk"], now=np.int32(0),
+        reserve_tokens=None if kind == "plain" else OPTIONS["chunk"], now=np.int32(0),
     )[0]  # fmt: skip
 
 
-ADMIT = jax.jit(kvjax.Cache.admit, static_argnames="room", donate_argnums=0)
+ADMIT = jax.jit(kvjax.Cache.admit, static_argnames="reserve_tokens", donate_argnums=0)
 RELEASE = jax.jit(kvjax.Cache.release, donate_argnums=0)
 
 

@@ -307,7 +307,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         room = self.scheduler.chunk if len(self.spec.groups) > 1 else None
         admit = functools.partial(
             self._tiered, TieredCache.admit, np.array([row], np.int32), tokens, np.array([known], np.int32),
-            namespace=requests.namespace[slot][None], retention=stated, room=room,
+            namespace=requests.namespace[slot][None], retention=stated, reserve_tokens=room,
         )  # fmt: skip
         events, lost = admit()
         while row in lost:

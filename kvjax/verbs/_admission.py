@@ -83,7 +83,7 @@ def admit_row(
     match: Match,
     retention: Retention | None,
     now: jax.Array,
-    room: int | None,
+    reserve_tokens: int | None,
     tiers: tuple[str, ...],
 ) -> tuple[CacheState, Events, jax.Array]:
     """Admits one row, whose match is what `find` finds in this state, on these tiers.
@@ -93,7 +93,7 @@ def admit_row(
     overwrites them before the copies are made.
     """
     spec, size = state.spec, state.spec.block_size
-    state, plan = _decide(state, seq, ask, match, room)
+    state, plan = _decide(state, seq, ask, match, reserve_tokens)
     block_priorities = priorities(state, now, tiers)
     groups, taken, sources, status, need = _take(state, plan, block_priorities, now)
     ok = status == Status.OK
@@ -133,7 +133,7 @@ def let_go(state: CacheState, sources: jax.Array) -> CacheState:
 
 
 def _decide(
-    state: CacheState, seq: jax.Array, ask: Prompt, match: Match, room: int | None
+    state: CacheState, seq: jax.Array, ask: Prompt, match: Match, reserve_tokens: int | None
 ) -> tuple[CacheState, Decision]:
     """Decides by reading alone; returns the state behind a `fence`, so that later writes come after these reads."""
     spec, size = state.spec, state.spec.block_size
@@ -141,7 +141,7 @@ def _decide(
 
     def plan(whole: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array, list[Found]]:
         cached, blocks = whole * size + shared, jnp.where(column < whole, match.blocks, NO_BLOCK)
-        target = ask.length if room is None else jnp.minimum(ask.length, cached + room)
+        target = ask.length if reserve_tokens is None else jnp.minimum(ask.length, cached + reserve_tokens)
         source = jnp.where(shared > 0, match.source, NO_BLOCK)
         pairs = zip(state.groups, spec.groups, strict=True)
         found = [_find(group, group_spec, blocks, source, cached, size) for group, group_spec in pairs]

@@ -25,7 +25,7 @@ def admit(
     extra_ids: ArrayLike | None = None,
     retention: Retention | None = None,
     now: ArrayLike = 0,
-    room: int | None = None,
+    reserve_tokens: int | None = None,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
     """Gives a free row a prompt: finds its longest cached prefix, holds it, and reserves blocks for the rest.
@@ -45,7 +45,8 @@ def admit(
       retention: priorities and times to live of the row's blocks, where the spec has it (with R rows its arrays have
         that axis too); found blocks in its ranges get the new priority, an updated event if it differs.
       now: i32[] ms.
-      room: static; reserve blocks for only this many tokens beyond the cached ones (chunked prefill), None for all.
+      reserve_tokens: static; reserve blocks for only this many tokens beyond the cached ones (chunked prefill); None:
+        for all.
       tiers: static; ("device", "host") between loops: then blocks on the host are found too and brought back, and
         blocks that have to leave the device are offloaded, as `events.transfer` says.
 
@@ -58,12 +59,15 @@ def admit(
     """
     seq, tokens = integers("seq", seq), integers("tokens", tokens)
     text, now = known_text(state.spec, tokens, extra_ids), integers("now", now, ())
-    room, tiers = None if room is None else static_int("room", room, 1), known_tiers(tiers)
+    tiers = known_tiers(tiers)
+    if reserve_tokens is not None:
+        reserve_tokens = static_int("reserve_tokens", reserve_tokens, 1)
 
     def one(state, request):
         seq, text, length, namespace, retention = request
         ask = prompt(text, length, namespace, state.spec.block_size)
-        state, events, sources = admit_row(state, seq, ask, find(state, ask, tiers), retention, now, room, tiers)
+        match = find(state, ask, tiers)
+        state, events, sources = admit_row(state, seq, ask, match, retention, now, reserve_tokens, tiers)
         return state, (events, sources)
 
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape

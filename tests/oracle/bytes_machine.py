@@ -270,7 +270,7 @@ class Config:
       host: H of each group.
       dtype: of the pools.
       methods: whether moves are made by `TieredCache`, or by verb, `move`, `apply` and `complete`.
-      room: of admit, for prompts that are computed in pieces.
+      reserve_tokens: of admit, for prompts that are computed in pieces.
       heads: kv heads; if more than one, a mesh of as many devices divides them.
       generate: whether `generate` takes its turn.
       kernels: whether the transitions of a decode step are kernels, interpreted.
@@ -287,7 +287,7 @@ class Config:
     host: int = 0
     dtype: str = "float32"
     methods: bool = False
-    room: int | None = None
+    reserve_tokens: int | None = None
     heads: int = 1
     generate: bool = True
     kernels: bool = False
@@ -542,7 +542,7 @@ class Life:
         prompts, spaces = request["prompts"], request["namespaces"]
         tokens = np.stack([padded(p) for p in prompts])
         lengths = np.array([len(p) for p in prompts], np.int32)
-        asked = {"namespace": np.array(spaces, np.int32), "room": self.config.room}
+        asked = {"namespace": np.array(spaces, np.int32), "reserve_tokens": self.config.reserve_tokens}
         if self.extra:
             asked["extra_ids"] = np.stack([padded(extras(p)) for p in prompts])
         seqs, lost = np.array(request["seqs"], np.int32), []
@@ -1034,12 +1034,12 @@ CONFIGS = {
     "host, int8, methods": Config(host=5, dtype="int8", methods=True),
     "by class, host": Config(host=5, policy=lfu()),
     "whole blocks, host": Config(host=4, options={"partial_reuse": False}),
-    "windows, int8": Config((FULL, (6, 1)), room=5, dtype="int8"),
+    "windows, int8": Config((FULL, (6, 1)), reserve_tokens=5, dtype="int8"),
     "windows alone, host": Config(((5, 0), (9, 2)), host=4),
     "windows, host, int8": Config((FULL, (6, 1)), host=4, dtype="int8"),
     "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
     "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", methods=True, heads=2),
-    "windows, host, methods": Config((FULL, (6, 0), (9, 1)), host=4, room=5, methods=True),
+    "windows, host, methods": Config((FULL, (6, 0), (9, 1)), host=4, reserve_tokens=5, methods=True),
 }
 
 

@@ -115,14 +115,16 @@ class Oracle(Tiers):
 
     # The verbs.
 
-    def admit(self, seq, tokens, *, namespace=0, extra_ids=None, room=None, retention=RETENTION, tiers=False) -> Result:
-        """Starts free row `seq` with what is cached of a prompt and blocks for the rest, or for `room` tokens of it.
+    def admit(
+        self, seq, tokens, *, namespace=0, extra_ids=None, reserve_tokens=None, retention=RETENTION, tiers=False
+    ) -> Result:
+        """Starts free row `seq` with what is cached of a prompt and blocks for the rest, or for so many of it.
 
         With `tiers` it finds what is on the host too, and what has to leave the device goes there.
         """
         return self.admit_batch(
             [{"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": extra_ids, "retention": retention}],
-            room=room, tiers=tiers,
+            reserve_tokens=reserve_tokens, tiers=tiers,
         )[0]  # fmt: skip
 
     def admit_batch(self, requests: Sequence[dict[str, Any]], **options) -> list[Result]:
@@ -133,8 +135,10 @@ class Oracle(Tiers):
                 block.refcount, block.copies = block.refcount - block.copies, 0
         return results
 
-    def _admit(self, seq, tokens, *, namespace=0, extra_ids=None, room=None, retention=RETENTION, tiers=False):
-        if not 0 <= seq < len(self.rows) or not tokens or min(tokens) < 0 or namespace < 0 or (room or 1) < 1:
+    def _admit(
+        self, seq, tokens, *, namespace=0, extra_ids=None, reserve_tokens=None, retention=RETENTION, tiers=False
+    ):
+        if not 0 <= seq < len(self.rows) or not tokens or min(tokens) < 0 or namespace < 0 or (reserve_tokens or 1) < 1:
             return Result([Status.BAD_REQUEST])
         if self.rows[seq].length:
             return Result([Status.HELD])
@@ -146,7 +150,7 @@ class Oracle(Tiers):
             found = [[self._beside(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups]
             pairs = list(zip(self.groups, found, strict=True))
             back = [{b for b in mine if b != NO_BLOCK and g.blocks[b].host} for g, mine in pairs]
-            length = len(prompt) if room is None else min(len(prompt), cached + room)
+            length = len(prompt) if reserve_tokens is None else min(len(prompt), cached + reserve_tokens)
             if self._blocks_for(length) > self.max_blocks_per_seq:
                 return Result([Status.ROW_FULL])
             needed = self._blocks_for(length) - len(whole)

@@ -221,19 +221,19 @@ class CacheMachine(RuleBasedStateMachine):
         return {"tiers": wide and self.host}, {"tiers": BOTH} if wide and self.host else {}
 
     @rule(
-        seq=rows, prompt=pairs, room=st.sampled_from((None, None, 5)), retention=retentions,
+        seq=rows, prompt=pairs, reserve_tokens=st.sampled_from((None, None, 5)), retention=retentions,
         wide=st.sampled_from((True, True, False)),
     )  # fmt: skip
-    def admit(self, seq, prompt, room, retention, wide):
+    def admit(self, seq, prompt, reserve_tokens, retention, wide):
         namespace, tokens = prompt
         there, here = self.tiers(wide)
         (mine, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
         wanted = self.oracle.admit(
-            seq, tokens, namespace=namespace, extra_ids=mine, room=room, retention=theirs, **there
+            seq, tokens, namespace=namespace, extra_ids=mine, reserve_tokens=reserve_tokens, retention=theirs, **there
         )
         self.both(
-            "admit", wanted, seq, padded(tokens), len(tokens), namespace=namespace, extra_ids=library, room=room,
-            retention=ours, **here,
+            "admit", wanted, seq, padded(tokens), len(tokens), namespace=namespace, extra_ids=library,
+            reserve_tokens=reserve_tokens, retention=ours, **here,
         )  # fmt: skip
 
     @rule(

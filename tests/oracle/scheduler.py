@@ -261,7 +261,7 @@ class Scheduler:
         row, *others = self._free_rows()
         result = self.cache.admit(
             row, request.tokens, namespace=request.namespace, retention=_stated(request),
-            room=self.options.chunk if len(self.cache.groups) > 1 else None,
+            reserve_tokens=self.options.chunk if len(self.cache.groups) > 1 else None,
         )  # fmt: skip
         if not self._heard(result).ok:
             return False

@@ -163,7 +163,7 @@ def test_blocks_of_steps_are_long_again_once_nobody_more_can_be_admitted():
 
 def test_num_steps_counts_from_the_room_that_rows_have():
     cache = Oracle(2, 4, 2, 2)
-    assert cache.admit(0, text(8), room=None).ok and cache.rows[0].length == 8
+    assert cache.admit(0, text(8), reserve_tokens=None).ok and cache.rows[0].length == 8
     assert cache.num_steps([4, 0], 4, 100) == 4  # nothing to take
     cache = Oracle(1, 4, 2, 2)
     assert cache.admit(0, text(4)).ok

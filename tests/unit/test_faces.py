@@ -49,7 +49,7 @@ def test_every_name_of_a_cache_is_there_on_a_tiered_one():
 
 TOKENS = np.arange(8, dtype=np.int32)
 STORY = [
-    ("admit", (ints(0, 1), np.stack([TOKENS] * 2), ints(7, 8)), {"room": 8}),
+    ("admit", (ints(0, 1), np.stack([TOKENS] * 2), ints(7, 8)), {"reserve_tokens": 8}),
     ("commit", (np.stack([TOKENS] * 2), ints(7, 8)), {"seqs": ints(0, 1)}),
     ("truncate", (ints(1), ints(6)), {}),
     ("fork", (ints(1), ints(2)), {}),

@@ -60,7 +60,7 @@ def long_row(spec):
     """A row of 4,096 tokens, the first 2,048 in chunks of 64; blocks held in each group, before and after commits."""
     chunk, length = 64, 2048
     tokens = (jnp.arange(2 * length, dtype=jnp.int32) * 7919 + 1) % 50_021
-    state, admitted = kvjax.admit(kvjax.init(spec), 0, tokens[:length], length, room=chunk)
+    state, admitted = kvjax.admit(kvjax.init(spec), 0, tokens[:length], length, reserve_tokens=chunk)
 
     def held(state):
         return jnp.stack([jnp.sum(group.table >= 0, dtype=jnp.int32) for group in state.groups])

@@ -54,7 +54,7 @@ BAD = {
     "admit": {
         "seq": (1.5, True, ints(2, 2)),
         "tokens": (floats(8), ints(2, 8), ints(0), np.int32(3), np.ones(8, bool), "hi", ["hi"], [[1], [2, 3]]),
-        "length": SCALAR, "namespace": (*SCALAR, "tenant", None), "now": SCALAR, "room": (0, -1, 2.5),
+        "length": SCALAR, "namespace": (*SCALAR, "tenant", None), "now": SCALAR, "reserve_tokens": (0, -1, 2.5),
         "extra_ids": (ints(8),),
     },
     "admit batch": {
@@ -417,7 +417,7 @@ def test_a_full_row():
 def test_a_prompt_that_fits_only_in_part_goes_in_with_less_room():
     cache = cache_of(12)
     assert cache.admit(0, [1] * WIDTH) == ["ROW_FULL"]
-    assert cache.admit(0, [1] * WIDTH, room=5) == ["OK"] and int(cache.state.seqs.length[0]) == 5
+    assert cache.admit(0, [1] * WIDTH, reserve_tokens=5) == ["OK"] and int(cache.state.seqs.length[0]) == 5
 
 
 @pytest.mark.parametrize("seq", [-1, 4, 2**31 - 1, -(2**31)])

@@ -36,7 +36,7 @@ OPTIONS = {
     "max_tokens": ("int | None", None),
     "max_removed": ("int | None", None),
     "now": ("ArrayLike", 0),
-    "room": ("int | None", None),
+    "reserve_tokens": ("int | None", None),
     "group": ("int", 0),
     "tiers": ("tuple[str, ...]", ("device",)),
 }
@@ -116,7 +116,7 @@ ID, IDS, BOTH = np.int32(1), np.arange(2), ("device", "host")
 LINE, LINES, ACTIVE = np.ones(WIDTH, int), np.ones((2, WIDTH), int), np.ones(ROWS, bool)
 CALLS = {
     "admit": ((ID, LINE, ID), {}),
-    "admit several": ((IDS, LINES, IDS), {"room": 4}),
+    "admit several": ((IDS, LINES, IDS), {"reserve_tokens": 4}),
     "extend": ((ACTIVE,), {}),
     "extend by numbers": ((ACTIVE, np.arange(ROWS)), {"max_tokens": 5}),
     "extend some": ((ACTIVE[:2], IDS), {"seqs": IDS, "max_tokens": 5}),
