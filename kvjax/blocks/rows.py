@@ -103,9 +103,9 @@ def table_entry(group: Group, rows, column: jax.Array) -> jax.Array:
     return jnp.where(column >= 0, ids, NO_BLOCK)
 
 
-def write_prompt(group: Group, block: jax.Array, where: jax.Array, ask: Prompt, index: jax.Array) -> Group:
+def write_prompt(group: Group, block: jax.Array, where: jax.Array, prompt: Prompt, index: jax.Array) -> Group:
     """Stores in `block` i32[1], where bool[1], the text of the prompt's block `index` i32[]."""
-    text = put(group.blocks.text, block, pick(ask.text, index[None]), where)
+    text = put(group.blocks.text, block, pick(prompt.text, index[None]), where)
     return group.replace(blocks=group.blocks.replace(text=text))
 
 

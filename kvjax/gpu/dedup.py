@@ -14,8 +14,7 @@ from kvjax._arrays import mix
 from kvjax.blocks import index
 from kvjax.blocks.keys import LANES, block_words, content_words, token_words
 from kvjax.gpu.lanes import count, exchange, lanes_of, numbered, peers
-from kvjax.gpu.memory import Memory
-from kvjax.gpu.state import TEXT
+from kvjax.gpu.memory import TEXT, Memory
 from kvjax.state import NO_BLOCK, Text
 
 Key = tuple[jax.Array, jax.Array]  # u32[lanes] each

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from kvjax.events.log import EventLog, asked
 from kvjax.events.records import EventKind, Events
 from kvjax.gpu.lanes import count, lanes_of, numbered, rank
-from kvjax.gpu.memory import Memory, run
-from kvjax.gpu.state import TEXT
+from kvjax.gpu.memory import TEXT, Memory, run
 from kvjax.state import Text
 
 

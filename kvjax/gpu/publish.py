@@ -11,8 +11,7 @@ from kvjax.blocks import index
 from kvjax.blocks.keys import token_words
 from kvjax.gpu.dedup import Dedup, Filled, key_bucket, table_sizes
 from kvjax.gpu.lanes import add, count, exchange, peers, rank
-from kvjax.gpu.memory import Memory
-from kvjax.gpu.state import TEXT
+from kvjax.gpu.memory import TEXT, Memory
 from kvjax.state import Text
 
 

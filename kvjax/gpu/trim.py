@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.gpu.lanes import count, lanes_of, numbered, rank
-from kvjax.gpu.memory import Memory, run
-from kvjax.gpu.state import arrays_of, with_arrays
+from kvjax.gpu.memory import Memory, arrays_of, run, with_arrays
 from kvjax.state import NO_BLOCK, CacheState
 
 

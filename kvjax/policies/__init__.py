@@ -7,10 +7,10 @@ A policy in one line (the lowest score leaves first; see `state.Blocks` for what
 """
 
 from kvjax.policies.classes import by_class, lfu
+from kvjax.policies.priorities import priority, trt_leaf
 from kvjax.policies.retention import Retention, TokenRange
 from kvjax.policies.ring import lru, vllm_v1
 from kvjax.policies.scores import by_score, cost_aware, fifo, random
-from kvjax.policies.worth import priority, trt_leaf
 
 __all__ = [
     "Retention",

@@ -18,7 +18,7 @@ from kvjax.research.rules import Hits, Rule, check_rule
 from kvjax.research.traces import Trace
 from kvjax.spec import CacheSpec, make_spec
 from kvjax.state import CacheState, EvictionPolicy
-from kvjax.verbs._request import known_policy
+from kvjax.verbs._request import checked_policy
 from kvjax.verbs.admit import admit
 from kvjax.verbs.commit import commit
 from kvjax.verbs.init import init
@@ -65,7 +65,7 @@ def replay(
     if rule == "papers":
         raise ValueError('rule: got "papers", wanted "kvjax" or "full" (admit never takes the last block of a prompt)')
     blocks = numbers_of_blocks(sizes)
-    policy = in_blocks(known_policy(policy), trace.block_size)
+    policy = in_blocks(checked_policy(policy), trace.block_size)
     asks = asks_of(trace, rule)
     if overlap is None:
         spec, ids = _caches(blocks, trace, trace.lengths, 1)

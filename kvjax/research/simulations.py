@@ -20,7 +20,7 @@ from kvjax.research.rules import Hits, Rule, check_rule
 from kvjax.research.traces import Trace
 from kvjax.spec import CacheSpec, make_spec
 from kvjax.state import NO_BLOCK, EvictionPolicy
-from kvjax.verbs._request import known_policy
+from kvjax.verbs._request import checked_policy
 from kvjax.verbs.init import init
 
 _TOLD = frozenset(
@@ -78,7 +78,7 @@ def _arguments(
     """Those of `_serve_all`."""
     check_rule(rule)
     blocks = numbers_of_blocks(sizes)
-    policy = in_blocks(known_policy(policy), trace.block_size)
+    policy = in_blocks(checked_policy(policy), trace.block_size)
     spec = make_spec(num_blocks=int(blocks.max()), max_seqs=1, max_length=1, block_size=1, partial_reuse=False)
     missing = not_told(policy, spec.groups[0].num_blocks)
     if missing:

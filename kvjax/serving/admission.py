@@ -19,8 +19,8 @@ from kvjax.serving.loops import note
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.scheduler import Scheduler, first, places, running
 from kvjax.state import NO_BLOCK, Match
-from kvjax.verbs._admission import admit_row, find, let_go
-from kvjax.verbs._request import TIERS, known_text, prompt
+from kvjax.verbs._request import TIERS, checked_prompt, checked_text
+from kvjax.verbs.admit import admit_row, find, let_go
 
 
 class Admitted(Pytree):
@@ -123,7 +123,7 @@ def _admit(
     tokens = serving.requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
     state, requests = serving.cache.state, serving.requests
     known, namespace = pick(requests.known, slot), pick(requests.namespace, slot)
-    ask = prompt(known_text(state.spec, tokens, None), known, namespace, state.spec.block_size)
+    ask = checked_prompt(checked_text(state.spec, tokens, None), known, namespace, state.spec.block_size)
     match = find(state, ask, TIERS[0])
     serving, good = _can_be_admitted(serving, scheduler, slot, tokens, ask, match)
     row = jnp.argmax(serving.free).astype(jnp.int32)

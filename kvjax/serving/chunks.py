@@ -21,7 +21,7 @@ from kvjax.serving.loops import note
 from kvjax.serving.requests import Serving
 from kvjax.serving.scheduler import Scheduler, late_first, places_of_rows, prefilling, running, wanted
 from kvjax.state import CacheState
-from kvjax.verbs._request import assemble, known_text
+from kvjax.verbs._request import assemble, checked_text
 from kvjax.verbs.commit import Written, pass_width, publish_spans, store, write, write_fused
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -132,7 +132,7 @@ def compute_line(
     ends = decode.shape[0] + starts + chunks.count - 1
     last = put(jnp.arange(decode.shape[0], dtype=jnp.int32), rows, ends, chunks.count > 0)
     logits, pools = forward(model, line, cache.pools, view, last)
-    chunk = Chunk(rows, first, first + chunks.count, chunks.count > 0, known_text(cache.state.spec, tokens, None))
+    chunk = Chunk(rows, first, first + chunks.count, chunks.count > 0, checked_text(cache.state.spec, tokens, None))
     state, log = _store_chunks(cache.state, log, chunk, k, now)
     return serving.replace(cache=Cache(state, pools)), log, logits
 
@@ -182,7 +182,7 @@ def commit_step(
     """
     size, (rows, k), start = state.spec.block_size, tokens.shape, state.seqs.committed
     every = jnp.arange(rows, dtype=jnp.int32)
-    decoded = Chunk(every, start, start + count, count > 0, known_text(state.spec, tokens, None))
+    decoded = Chunk(every, start, start + count, count > 0, checked_text(state.spec, tokens, None))
     end = pick(start, chunks.rows)
     span = Span(chunks.rows, end - chunks.count, end, width)
 

@@ -22,7 +22,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy, Group, Text
 
 
-def known_policy(policy: EvictionPolicy | None) -> EvictionPolicy:
+def checked_policy(policy: EvictionPolicy | None) -> EvictionPolicy:
     """The policy, `lru()` for None."""
     if policy is None or isinstance(policy, EvictionPolicy):
         return lru() if policy is None else policy
@@ -37,14 +37,14 @@ def known_policy(policy: EvictionPolicy | None) -> EvictionPolicy:
 TIERS = (("device",), ("device", "host"))
 
 
-def known_tiers(tiers: Any) -> tuple[str, ...]:
+def checked_tiers(tiers: Any) -> tuple[str, ...]:
     """`tiers` as one of the tuples that a verb can take."""
     if tiers not in TIERS:
         raise ValueError(f"tiers: got {tiers!r}, wanted one of {TIERS}")
     return tiers
 
 
-def known_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:
+def checked_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:
     """The tokens, with extra ids exactly where the spec asks for them: those given, or zeros."""
     if not spec.extra_ids and extra_ids is not None:
         raise ValueError("extra_ids: got an array, wanted None (the spec was made with extra_ids=False)")
@@ -54,7 +54,7 @@ def known_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:
     return Text(tokens, extra_ids)
 
 
-def prompt(text: Text, length: Any, namespace: Any, size: int) -> Prompt:
+def checked_prompt(text: Text, length: Any, namespace: Any, size: int) -> Prompt:
     """Checks one prompt i32[T] and cuts it into blocks of `size` tokens."""
     tokens, width = text.tokens, text.tokens.shape[0]
     if width == 0:

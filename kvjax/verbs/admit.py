@@ -1,17 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`admit` gives a row a prompt and its cached prefix; `lookup` only looks."""
+"""`admit` gives a row a prompt and its cached prefix; `lookup` only looks.
+
+A row is admitted in four parts: decide by reading alone, take the blocks, place the copy, fill the tables.
+"""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from kvjax._arrays import Pytree, compact, count, fence, pick
 from kvjax._checks import each_row, integers, on_state, static_int
-from kvjax.events.records import Events
-from kvjax.policies.retention import Retention
-from kvjax.state import CacheState, Match
-from kvjax.verbs._admission import admit_row, find, let_go
-from kvjax.verbs._request import flatten_rows, known_text, known_tiers, prompt
+from kvjax.blocks import windows
+from kvjax.blocks.holders import hold, hold_source, let_go_of_sources
+from kvjax.blocks.match import longest_match
+from kvjax.blocks.publish import forget
+from kvjax.blocks.rows import Prompt, fit, read_row, write_prompt, write_row
+from kvjax.blocks.take import take
+from kvjax.blocks.tiers import order_copy, priorities
+from kvjax.blocks.victims import Taken
+from kvjax.events.records import EventKind, Events, Records, Status, joined, record
+from kvjax.events.transfer import Transfer, no_moves
+from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_column
+from kvjax.spec import GroupSpec
+from kvjax.state import COPYING, NO_BLOCK, CacheState, Group, Match
+from kvjax.verbs._request import (
+    all_or_nothing,
+    assemble,
+    checked_prompt,
+    checked_text,
+    checked_tiers,
+    first_failure,
+    flatten_rows,
+)
 
 
 @on_state
@@ -58,16 +85,16 @@ def admit(
     Source: vLLM's KVCacheManager (get_computed_blocks, allocate_slots); partial blocks as in TensorRT-LLM.
     """
     seq, tokens = integers("seq", seq), integers("tokens", tokens)
-    text, now = known_text(state.spec, tokens, extra_ids), integers("now", now, ())
-    tiers = known_tiers(tiers)
+    text, now = checked_text(state.spec, tokens, extra_ids), integers("now", now, ())
+    tiers = checked_tiers(tiers)
     if reserve_tokens is not None:
         reserve_tokens = static_int("reserve_tokens", reserve_tokens, 1)
 
     def one(state, request):
         seq, text, length, namespace, retention = request
-        ask = prompt(text, length, namespace, state.spec.block_size)
-        match = find(state, ask, tiers)
-        state, events, sources = admit_row(state, seq, ask, match, retention, now, reserve_tokens, tiers)
+        prompt = checked_prompt(text, length, namespace, state.spec.block_size)
+        match = find(state, prompt, tiers)
+        state, events, sources = admit_row(state, seq, prompt, match, retention, now, reserve_tokens, tiers)
         return state, (events, sources)
 
     rows = seq.shape if seq.ndim == 0 else integers("seq", seq, ("R",)).shape
@@ -104,5 +131,241 @@ def lookup(
       A `Match`; `match.cached_tokens` is the sum over the tiers.
     """
     tokens = integers("tokens", tokens, ("T",))
-    ask = prompt(known_text(state.spec, tokens, extra_ids), length, namespace, state.spec.block_size)
-    return find(state, ask, known_tiers(tiers))
+    prompt = checked_prompt(checked_text(state.spec, tokens, extra_ids), length, namespace, state.spec.block_size)
+    return find(state, prompt, checked_tiers(tiers))
+
+
+class Found(Pytree):
+    """The blocks of a prompt in one group.
+
+    Attributes:
+      blocks: i32[F]; its blocks of the cached prefix.
+      hits: bool[F]; those that the next token sees.
+      on_host: bool[F]; hits that are on the host.
+      source: i32[]; the block to copy further tokens from, or NO_BLOCK.
+      idle: bool[]; whether the source is on the device and nobody holds it.
+      free: i32[]; available blocks less the cached hits and the hits that have to come from the host.
+      fixed: bool[]; whether a hit on the host cannot move, since an earlier row of the call copies from it.
+    """
+
+    blocks: jax.Array
+    hits: jax.Array
+    on_host: jax.Array
+    source: jax.Array
+    idle: jax.Array
+    free: jax.Array
+    fixed: jax.Array
+
+
+class Decision(Pytree):
+    """The decision on a request, before anything is taken.
+
+    Attributes:
+      status: i32[].
+      whole: i32[]; whole blocks of the prompt that are cached.
+      shared: i32[]; tokens after them that are copied.
+      target: i32[]; tokens that the row gets room for.
+      need: i32[]; new blocks in each group, 0 unless the status is OK.
+      missing: i32[]; blocks missing in the group that misses most.
+      found: what each group has of the prompt.
+    """
+
+    status: jax.Array
+    whole: jax.Array
+    shared: jax.Array
+    target: jax.Array
+    need: jax.Array
+    missing: jax.Array
+    found: list[Found]
+
+
+def find(state: CacheState, prompt: Prompt, tiers: tuple[str, ...]) -> Match:
+    """The longest cached prefix of a prompt; nothing of one that is not valid."""
+    return longest_match(state, prompt.text, jnp.where(prompt.valid, prompt.length, 1), prompt.namespace, tiers)
+
+
+def admit_row(
+    state: CacheState,
+    seq: jax.Array,
+    prompt: Prompt,
+    match: Match,
+    retention: Retention | None,
+    now: jax.Array,
+    reserve_tokens: int | None,
+    tiers: tuple[str, ...],
+) -> tuple[CacheState, Events, jax.Array]:
+    """Admits one row, whose match is what `find` finds in this state, on these tiers.
+
+    Also returns the blocks that it copies from, i32[G], NO_BLOCK if none. These sources stay held (`hold_source`) until
+    the caller lets go of them (`let_go`) after the last row of the call: no later row evicts, moves, empties or
+    overwrites them before the copies are made.
+    """
+    spec, size = state.spec, state.spec.block_size
+    state, plan = _decide(state, seq, prompt, match, reserve_tokens)
+    block_priorities = priorities(state, now, tiers)
+    groups, taken, sources, status, need = _take(state, plan, block_priorities, now)
+    ok = status == Status.OK
+    copies, cached = ok & (plan.shared > 0), jnp.where(ok, plan.whole * size + plan.shared, 0)
+    sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
+    index = (
+        jnp.arange(prompt.text.tokens.shape[0], dtype=jnp.int32) - plan.whole
+    )  # of the row's blocks, into `Taken.ids`
+    fresh = (index >= 0) & (index < need)
+    copied, moved, tables = [], [new.orders for new in taken], []
+    for number, (found, new) in enumerate(zip(plan.found, taken, strict=True)):
+        group, by_copy, by_move = _place_copy(
+            groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, block_priorities[number]
+        )
+        groups[number], copied, moved = group, [*copied, by_copy], [*moved, by_move]
+        tables.append(jnp.where(found.hits & ok, found.blocks, jnp.where(fresh, pick(new.ids, index), NO_BLOCK)))
+    groups[0] = write_prompt(groups[0], taken[0].ids[:1], copies[None], prompt, plan.whole)
+    row, updated = read_row(state, seq).known, [new.updated for new in taken]
+    if spec.retention:
+        stated = by_column(retention, prompt.length, size, spec.max_blocks_per_seq + 1)
+        groups[0], changed = _retain(groups[0], tables[0], stated, plan.found[0].hits & ok, fresh & ok)
+        row, updated = row.replace(retention=stated), [*updated, changed]
+    row = row.replace(length=plan.target, committed=cached, namespace=prompt.namespace)
+    after = write_row(state.replace(groups=tuple(groups)), seq, ok, row, tables)
+    removed = [new.removed for new in reversed(taken)]
+    after, removed, updated, moved = all_or_nothing(state, after, ok, removed, updated, moved)
+    missing = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan.missing, 1), 0)
+    events = assemble(
+        after, status, removed=removed, updated=updated, copied=copied, queried=jnp.where(ok, prompt.length, 0),
+        cached=cached, shortfall=missing, moves=moved,
+    )  # fmt: skip
+    return after, events, sources
+
+
+def let_go(state: CacheState, sources: jax.Array) -> CacheState:
+    """Lets go of what rows copy from, i32[G] or i32[R, G]."""
+    held = zip(state.groups, jnp.atleast_2d(sources).T, strict=True)
+    return state.replace(groups=tuple(let_go_of_sources(group, ids) for group, ids in held))
+
+
+def _decide(
+    state: CacheState, seq: jax.Array, prompt: Prompt, match: Match, reserve_tokens: int | None
+) -> tuple[CacheState, Decision]:
+    """Decides by reading alone; returns the state behind a `fence`, so that later writes come after these reads."""
+    spec, size = state.spec, state.spec.block_size
+    column = np.arange(match.blocks.shape[0], dtype=np.int32)
+
+    def plan(whole: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array, list[Found]]:
+        cached, blocks = whole * size + shared, jnp.where(column < whole, match.blocks, NO_BLOCK)
+        target = prompt.length if reserve_tokens is None else jnp.minimum(prompt.length, cached + reserve_tokens)
+        source = jnp.where(shared > 0, match.source, NO_BLOCK)
+        pairs = zip(state.groups, spec.groups, strict=True)
+        found = [_find(group, group_spec, blocks, source, cached, size) for group, group_spec in pairs]
+        return target, -(-target // size) - whole, found
+
+    # The source of a copy is evicted last: only if its space is needed, and then only whole blocks are reused.
+    _, need, found = plan(match.num_blocks, match.shared)
+    fits = [need + each.idle.astype(jnp.int32) <= each.free for each in found]
+    spared = functools.reduce(jnp.logical_and, fits)
+    whole, shared = jnp.where(spared, match.num_blocks, match.num_uncopied), jnp.where(spared, match.shared, 0)
+    target, need, found = plan(whole, shared)
+    min_free = functools.reduce(jnp.minimum, [each.free for each in found])
+    fixed = functools.reduce(jnp.logical_or, [each.fixed for each in found])
+    row = read_row(state, seq)
+    status = first_failure(
+        (~row.exists | ~prompt.valid, Status.BAD_REQUEST),
+        (row.length > 0, Status.HELD),
+        (whole + need > spec.max_blocks_per_seq, Status.ROW_FULL),
+        ((need > min_free) | fixed, Status.NO_BLOCKS),
+    )
+    refcounts = [group.blocks.refcount for group in state.groups]
+    decision = Decision(status, whole, shared, target, need, need - min_free, found)
+    refcounts, decision = fence(refcounts, decision)
+    groups = [
+        group.replace(blocks=group.blocks.replace(refcount=refcount))
+        for group, refcount in zip(state.groups, refcounts, strict=True)
+    ]
+    need = jnp.where(decision.status == Status.OK, decision.need, 0)
+    return state.replace(groups=tuple(groups)), decision.replace(need=need)
+
+
+def _take(
+    state: CacheState, plan: Decision, block_priorities: list[Any], now: jax.Array
+) -> tuple[list[Group], list[Taken], list[jax.Array], jax.Array, jax.Array]:
+    """Holds the hits and takes new blocks, group by group.
+
+    Returns:
+      The groups; what was taken of each; the sources that are held, i32[] each; the status, which may be NO_BLOCKS now;
+      and i32[], the number of blocks taken in each group.
+    """
+    status, need, groups, taken, sources = plan.status, plan.need, [], [], []
+    for number, (group, found) in enumerate(zip(state.groups, plan.found, strict=True)):
+        forgotten = []
+        if number > 0:  # blocks that left the first group's index leave the others' too
+            group, gone = forget(group, number, taken[0].removed)
+            forgotten.append(gone)
+        good, policy = status == Status.OK, windows.policy_of(number, state.policy)
+        group = hold(group, found.blocks, found.hits & good)
+        source = jnp.where(good, found.source, NO_BLOCK)
+        group = hold_source(group, source)
+        onboarded, _ = compact(jnp.where(found.on_host & good, found.blocks, NO_BLOCK))
+        new = take(
+            group, number, policy, need, found.blocks.shape[0], now, priorities=block_priorities[number],
+            min_priority=state.spec.offload_min_priority, onboarded=onboarded,
+        )  # fmt: skip
+        group = hold(new.group, found.blocks, found.hits & good & ~new.ok, by=-1)
+        groups.append(let_go_of_sources(group, jnp.where(new.ok, NO_BLOCK, source)[None]))
+        sources.append(jnp.where(new.ok, source, NO_BLOCK))
+        taken.append(new.replace(removed=joined(*forgotten, new.removed)))
+        status, need = jnp.where(new.ok, status, Status.NO_BLOCKS), jnp.where(new.ok, need, 0)
+    return groups, taken, sources, status, need
+
+
+def _place_copy(
+    group: Group,
+    number: int,
+    found: Found,
+    block: jax.Array,
+    source: jax.Array,
+    copies: jax.Array,
+    num_tokens: jax.Array,
+    priorities: jax.Array | None,
+) -> tuple[Group, Records, Transfer]:
+    """Orders the copy of `num_tokens` i32[] tokens from source i32[] to block i32[1], where copies bool[].
+
+    Returns:
+      The group; a record, copied; and the moves instead, where the source is on the host.
+    """
+    on_device = copies & group.on_device(source)
+    copied = record(
+        EventKind.COPIED, on_device[None], group=number, block=group.pool_row(block), source=group.pool_row(source),
+        num_tokens=num_tokens,
+    )  # fmt: skip
+    if priorities is None:
+        return group, copied, no_moves()
+    prefix = jnp.where(found.hits, found.blocks, NO_BLOCK)
+    group, moved = order_copy(group, number, source, block, copies & ~on_device, prefix)
+    return group, copied, moved
+
+
+def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
+    """Finds the blocks beside ids i32[F] and source i32[] of the first group, for a row of `cached` i32[] tokens."""
+    blocks, source = group.in_this_group(ids), group.in_this_group(source)
+    hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0], dtype=np.int32), cached, size)
+    refcount, on_host = pick(group.blocks.refcount, blocks), hits & ~group.on_device(blocks)
+    idle = (source >= 0) & group.on_device(source) & (pick(group.blocks.refcount, source) == 0)
+    free = group.available - count(hits & (on_host | (refcount == 0)))
+    return Found(blocks, hits, on_host, source, idle, free, jnp.any(on_host & (refcount >= COPYING)))
+
+
+def _retain(
+    group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, fresh: jax.Array
+) -> tuple[Group, Records]:
+    """Gives a new row's blocks table i32[F] their stated retention i32[M, 2]; hits without one keep their own.
+
+    Returns:
+      The group and F records, updated.
+    """
+    blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
+    restated, before = hit & (stated[:, 0] >= 0), blocks.stated_priority(table)
+    retention, before = fence(blocks.retention, before)
+    blocks = apply_retention(blocks.replace(retention=retention), table, stated, restated | fresh)
+    changed = restated & (before != stated[:, 0])
+    updated = record(
+        EventKind.UPDATED, changed, block=table, generation=pick(blocks.generation, table), priority=stated[:, 0]
+    )
+    return group.replace(blocks=blocks), updated

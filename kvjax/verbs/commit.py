@@ -22,7 +22,7 @@ from kvjax.blocks.tiers import take_over
 from kvjax.events.records import COLUMNS, Events, Records, Status
 from kvjax.gpu.choice import fused, serves
 from kvjax.state import CacheState
-from kvjax.verbs._request import assemble, first_failure, known_text
+from kvjax.verbs._request import assemble, checked_text, first_failure
 
 
 @on_state
@@ -59,7 +59,7 @@ def commit(
     rows = integers("seqs", np.arange(spec.max_seqs) if seqs is None else seqs, ("R",))
     tokens = integers("tokens", tokens, (rows.shape[0], "T"))
     asked, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
-    text = known_text(spec, tokens, extra_ids)
+    text = checked_text(spec, tokens, extra_ids)
     exists = (rows >= 0) & (rows < spec.max_seqs)
     length, start = state.seqs.length, state.seqs.committed
     if seqs is not None:
@@ -81,7 +81,7 @@ Written = tuple[CacheState, list[Records], list[Records]]  # the cache; for each
 
 def write_fused(state: CacheState, chunk: Chunk, now: jax.Array, *, spare: int = 0, interpret: bool = False) -> Written:
     """`write` as one kernel, for a state that `choice.serves`; with so many records more, of kind NONE."""
-    from kvjax.gpu.fill import fill_rows  # late: to import Triton takes a tenth of a second
+    from kvjax.gpu.commit import fill_rows  # late: to import Triton takes a tenth of a second
 
     del now  # only retention asks for the time
     total, most = chunk.text.tokens.shape

@@ -23,7 +23,7 @@ from kvjax.events.transfer import Transfer, no_moves
 from kvjax.gpu.choice import fused, serves
 from kvjax.policies.retention import apply_retention
 from kvjax.state import CacheState, Sequences
-from kvjax.verbs._request import all_or_nothing, assemble, first_failure, known_tiers
+from kvjax.verbs._request import all_or_nothing, assemble, checked_tiers, first_failure
 
 
 @on_state
@@ -75,7 +75,7 @@ def extend(
     full = active & (-(-grown // size) > spec.max_blocks_per_seq)
     held = active & known.swapped_out
     fine = ~jnp.any(bad | held | full)
-    state, grew = _grown(state, rows, jnp.where(fine, grown, length), max_tokens, now, known_tiers(tiers))
+    state, grew = _grown(state, rows, jnp.where(fine, grown, length), max_tokens, now, checked_tiers(tiers))
     status = first_failure(
         (bad, Status.BAD_REQUEST), (held, Status.HELD), (full, Status.ROW_FULL), (active & ~grew.ok, Status.NO_BLOCKS)
     )
@@ -113,7 +113,7 @@ def _grown(
     """`grow`, as one kernel where there is one."""
 
     def kernel(state: CacheState, grown: jax.Array, now: jax.Array, *, interpret: bool = False):
-        from kvjax.gpu.grow import grow_rows  # late: to import Triton takes a tenth of a second
+        from kvjax.gpu.extend import grow_rows  # late: to import Triton takes a tenth of a second
 
         del now  # only retention asks for the time
         state, grew = grow_rows(state, grown, max_tokens, interpret)

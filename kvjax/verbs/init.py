@@ -16,7 +16,7 @@ from kvjax._checks import integers
 from kvjax.blocks import index, windows
 from kvjax.spec import CacheSpec, GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host, Sequences, Text
-from kvjax.verbs._request import known_policy
+from kvjax.verbs._request import checked_policy
 
 
 def init(
@@ -41,7 +41,7 @@ def init(
       ValueError: if `num_blocks` is a number outside 1..N, `policy` is not a policy, or `policy_state` does not have
         the structure, shapes and dtypes of what the policy's `init` makes.
     """
-    policy, sizes = known_policy(policy), [group.num_blocks for group in spec.groups]
+    policy, sizes = checked_policy(policy), [group.num_blocks for group in spec.groups]
     if num_blocks is not None:
         sizes = [*sizes[:1], *[num_blocks] * (len(sizes) - 1)] if spec.bare else [num_blocks] * len(sizes)
     sizes = [_in_range(size, group.num_blocks) for size, group in zip(sizes, spec.groups, strict=True)]

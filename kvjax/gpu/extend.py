@@ -14,8 +14,7 @@ from jax import lax
 from kvjax.events.records import EventKind, Records, record
 from kvjax.gpu import ring
 from kvjax.gpu.lanes import count, lanes_of, numbered, peers, rank
-from kvjax.gpu.memory import Memory, run
-from kvjax.gpu.state import TEXT, arrays_of, with_arrays
+from kvjax.gpu.memory import TEXT, Memory, arrays_of, run, with_arrays
 from kvjax.gpu.take import take
 from kvjax.state import CacheState
 

@@ -14,9 +14,8 @@ from kvjax.blocks.rows import Chunk
 from kvjax.events.records import COLUMNS, EventKind, Records
 from kvjax.gpu.dedup import Dedup, Filled, resolve
 from kvjax.gpu.lanes import count, lanes_of, numbered, rank
-from kvjax.gpu.memory import Memory, run
+from kvjax.gpu.memory import TEXT, Memory, arrays_of, run, with_arrays
 from kvjax.gpu.publish import merge, publish
-from kvjax.gpu.state import TEXT, arrays_of, with_arrays
 from kvjax.state import DEFAULT_PRIORITY, CacheState
 
 CHANGED = (
