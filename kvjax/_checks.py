@@ -44,9 +44,9 @@ def check_alive(*trees: Any, name: str = "cache") -> None:
         raise ValueError(f"{name}: was donated to an earlier call: go on with what that call returned")
 
 
-def check_on_host(name: str, given: Any, instead: str) -> None:
-    """Raises a ValueError while a program is traced: under `vmap` only what is given shows it."""
-    if any(isinstance(leaf, Tracer) for leaf in [jnp.empty(()), *jax.tree.leaves(given)]):
+def check_on_host(name: str, arguments: Any, instead: str) -> None:
+    """Raises a ValueError while a program is traced: under `vmap` only the arguments show it."""
+    if any(isinstance(leaf, Tracer) for leaf in [jnp.empty(()), *jax.tree.leaves(arguments)]):
         raise ValueError(f"{name}: got a call inside a program (jit, vmap, shard_map), wanted host code: {instead}")
 
 
@@ -77,16 +77,16 @@ def integers(name: str, value: Any, shape: tuple[int | str, ...] | None = None) 
     return array.astype(jnp.int32)
 
 
-def host_integers(name: str, given: Any, dtype: Any, wanted: str) -> np.ndarray:
-    """`given` as a numpy array [K] of a dtype, which must hold the numbers, or a ValueError that names it."""
+def host_integers(name: str, value: Any, dtype: Any, wanted: str) -> np.ndarray:
+    """`value` as a numpy array [K] of a dtype, which must hold the numbers, or a ValueError that names it."""
     try:
-        numbers = np.asarray(list(given) if isinstance(given, Iterable) else given)
+        numbers = np.asarray(list(value) if isinstance(value, Iterable) else value)
     except ValueError as error:  # lists of different lengths
-        raise ValueError(f"{name}: got {reprlib.repr(given)}, wanted {wanted}") from error
+        raise ValueError(f"{name}: got {reprlib.repr(value)}, wanted {wanted}") from error
     info = np.iinfo(dtype)
     fits = numbers.ndim == 1 and (not numbers.size or numbers.dtype.kind in "iu")
     if not fits or np.any((numbers < info.min) | (numbers > info.max)):
-        raise ValueError(f"{name}: got {reprlib.repr(given)}, wanted {wanted}")
+        raise ValueError(f"{name}: got {reprlib.repr(value)}, wanted {wanted}")
     return numbers.astype(dtype)
 
 
@@ -109,9 +109,9 @@ def static_int(name: str, value: Any, minimum: int) -> int:
     return int(value)
 
 
-def check_functions(**given: Any) -> None:
+def check_functions(**functions: Any) -> None:
     """Raises a ValueError if one of these is neither None nor can be called."""
-    for name, value in given.items():
+    for name, value in functions.items():
         if value is not None and not callable(value):
             raise ValueError(f"{name}: got {value!r:.80}, wanted a function or None")
 
@@ -124,9 +124,9 @@ def row_mask(name: str, value: Any, rows: int) -> jax.Array:
     return array
 
 
-def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **given: Any) -> Any:
-    """Gives a method the name, the docstring and the parameters of the verb that it calls with `given`."""
-    signature = inspect.signature(functools.partial(verb, **given))
+def face(method: Callable[..., Any], verb: Callable[..., Any], owner: str, **options: Any) -> Any:
+    """Gives a method the name, the docstring and the parameters of the verb that it calls with these options."""
+    signature = inspect.signature(functools.partial(verb, **options))
     (name, state), *rest = signature.parameters.items()
     assert name == "state"
     returns = signature.return_annotation.replace("CacheState", owner)

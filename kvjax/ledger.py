@@ -78,19 +78,19 @@ class Ledger:
         """A table: one line per entry, then what fits."""
         lines = [Entry("budget", self.budget_bytes), *_inset(self.entries), Entry("left over", self.left_bytes)]
         if self.host_entries:
-            given = self.host_budget_bytes
-            lines.append(Entry("host", self.host_used_bytes) if given is None else Entry("host budget", given))
+            budget = self.host_budget_bytes
+            lines.append(Entry("host", self.host_used_bytes) if budget is None else Entry("host budget", budget))
             lines += _inset(self.host_entries)
-            lines += [] if given is None else [Entry("left over", given - self.host_used_bytes)]
+            lines += [] if budget is None else [Entry("left over", budget - self.host_used_bytes)]
         return "\n".join([*table(lines), *self._what_fits()])
 
     def _what_fits(self) -> list[str]:
         spec = self.spec
         groups = [(group, group.block_bytes(spec.block_size)) for group in spec.groups]
         each = sum(num_bytes for _, num_bytes in groups) // spec.block_size
-        kept = sum(num_bytes for group, num_bytes in groups if group.window is None) // spec.block_size
+        full_attention = sum(num_bytes for group, num_bytes in groups if group.window is None) // spec.block_size
         fits = f"holds {self.num_tokens:,} tokens" + (f" of {each:,} K/V bytes each" if each else "")
-        notes = [fits + (f", {kept:,} once they have left every window" if kept < each else "")]
+        notes = [fits + (f", {full_attention:,} once they have left every window" if full_attention < each else "")]
         if self.num_full_seqs < spec.max_seqs:
             notes.append(
                 f"note: {self.num_full_seqs:,} of {spec.max_seqs:,} sequences can be {spec.max_length:,} tokens long "

@@ -34,11 +34,11 @@ class Model(Protocol):
         """The logits, and the pools with these tokens' K/V.
 
         Args:
-          tokens: i32[R, C]; i32[1, T] with a view on one line, ragged or mixed. Ids in 0..V-1, also where the view
+          tokens: i32[R, C]; i32[1, T] with a flat view, ragged or mixed. Ids in 0..V-1, also where the view
             has padding.
           pools: the K/V written so far.
           view: where these tokens are, and what they see.
-          last: i32[R]; the one position in 0..C-1 of each row whose logits are wanted. On one line i32[n], any n
+          last: i32[R]; the one position in 0..C-1 of each row whose logits are wanted. With a flat view i32[n], any n
             positions of it. `x[jnp.arange(x.shape[0]), last]` of x [R, C, E] is right for both. None: all of them;
             only `step(..., logits="all")` asks for that.
 

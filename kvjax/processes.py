@@ -43,7 +43,7 @@ def _of_each_device(state: CacheState, number: int) -> np.ndarray:
     if devices[0].process_index == devices[-1].process_index:
         return np.array([number], np.int32)
     mesh = Mesh(np.array(devices), ("devices",))
-    given = jax.make_array_from_callback(
+    numbers = jax.make_array_from_callback(
         (len(devices),), NamedSharding(mesh, P("devices")), lambda _: np.array([number], np.int32)
     )
-    return np.asarray(jax.jit(jnp.copy, out_shardings=NamedSharding(mesh, P()))(given))
+    return np.asarray(jax.jit(jnp.copy, out_shardings=NamedSharding(mesh, P()))(numbers))

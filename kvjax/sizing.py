@@ -147,12 +147,16 @@ def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[
     if shares == "equal":
         return [1] * len(windows)
     if shares == "bytes":
-        kept = {
+        lengths = {
             group: min(spec.max_length, spec.max_length if group.window is None else group.window + group.sink_tokens)
             for group in spec.groups
         }
         return [
-            sum(tokens * group.block_bytes(spec.block_size) for group, tokens in kept.items() if group.window == window)
+            sum(
+                tokens * group.block_bytes(spec.block_size)
+                for group, tokens in lengths.items()
+                if group.window == window
+            )
             or 1
             for window in windows
         ]

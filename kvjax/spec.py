@@ -91,13 +91,13 @@ class GroupSpec:
         """Bytes of one block in all pools, on either tier."""
         return sum(pool.block_bytes(block_size) for pool in self.pools)
 
-    def first_place(self, written: jax.Array, size: int) -> jax.Array:
+    def first_column(self, written: jax.Array, size: int) -> jax.Array:
         """i32[...]; the first column of a block table that the token after `written` i32[...] ones still sees."""
         return jnp.zeros_like(written) if self.window is None else jnp.maximum(written - self.window + 1, 0) // size
 
-    def keeps(self, place: jax.Array | np.ndarray, written: jax.Array, size: int) -> jax.Array:
-        """bool[...]; whether a row with `written` tokens holds its block in column `place`; always without a window."""
-        return (jnp.asarray(place) * size < self.sink_tokens) | (place >= self.first_place(written, size))
+    def keeps(self, column: jax.Array | np.ndarray, written: jax.Array, size: int) -> jax.Array:
+        """bool[...]; whether a row with `written` tokens holds its block in `column`; always without a window."""
+        return (jnp.asarray(column) * size < self.sink_tokens) | (column >= self.first_column(written, size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ class CacheSpec:
         return f"group {number}, window of {group.window:,}{sinks}: "
 
     def locate(self, layer: int | jax.Array) -> tuple[int, int, int]:
-        """The place of a model's layer: (group, pool in the group, index in the pool), from a static number.
+        """The location of a model's layer: (group, pool in the group, index in the pool), from a static number.
 
         A scan over the layers of one pool takes their indices as an array: `write` and `attend` have `index=`.
         """
@@ -287,12 +287,12 @@ def _shapes(layers: Sequence[LayerSpec]) -> dict[tuple[int | None, int], dict[tu
     return shapes
 
 
-def _of_window(argument: str, given: int | Mapping[int | None, int], window: int | None) -> int:
-    if not isinstance(given, Mapping):
-        return given
-    if window not in given:
-        raise ValueError(f"{argument}: got {dict(given)}, wanted a number for window {window}")
-    return given[window]
+def _of_window(argument: str, numbers: int | Mapping[int | None, int], window: int | None) -> int:
+    if not isinstance(numbers, Mapping):
+        return numbers
+    if window not in numbers:
+        raise ValueError(f"{argument}: got {dict(numbers)}, wanted a number for window {window}")
+    return numbers[window]
 
 
 def _pools(shapes: Mapping[tuple[int, int], list[int]], dtype: str) -> tuple[PoolSpec, ...]:

@@ -204,8 +204,8 @@ class EvictionPolicy(NamedTuple):
         new = pstate if self.forget is None else self.forget(pstate, ids)
         return self._where(lambda: jnp.any(ids >= 0), new, pstate)
 
-    def _where(self, asked: Callable[[], jax.Array], new: Any, old: Any) -> Any:
-        return new if self.idle else either(asked(), new, old)
+    def _where(self, is_requested: Callable[[], jax.Array], new: Any, old: Any) -> Any:
+        return new if self.idle else either(is_requested(), new, old)
 
     def __repr__(self) -> str:
         """A call, `cost_aware(balance=24576)`; all fields of a policy without a name."""
@@ -241,7 +241,7 @@ class Group(Pytree):
     """The blocks of one attention window, with everything that finds, frees and orders them.
 
     Attributes:
-      blocks: what is known of each block.
+      blocks: the metadata of each block.
       links: the prefix index and the child index; None in a window group.
       empty: i32[N]; stack of empty blocks on the device.
       num_empty: i32[]; height of that stack.

@@ -66,15 +66,15 @@ class FailedTransfer(RuntimeError):
 
 
 def _tiered_method[**P](
-    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str, **given: Any
+    verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str, **options: Any
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that also makes the moves and copies that it orders."""
-    jitted = OutermostJit(functools.partial(verb, **given), donate_argnums=0, static_argnames=static)
+    jitted = OutermostJit(functools.partial(verb, **options), donate_argnums=0, static_argnames=static)
     compiled: set[Any] = set()  # shapes
 
     def method(self: TieredCache, *args: Any, **kwargs: Any) -> tuple[TieredCache, Events]:
-        name, given = f"TieredCache.{verb.__name__}", (self.cache, self.host, args, kwargs)
-        check_on_host(name, given, "it moves blocks; inside one use the verbs of its `cache`")
+        name, arguments = f"TieredCache.{verb.__name__}", (self.cache, self.host, args, kwargs)
+        check_on_host(name, arguments, "it moves blocks; inside one use the verbs of its `cache`")
         check_alive(self.cache, self.host)
         shapes = jax.tree.structure((self.cache, args, kwargs)), *map(np.shape, jax.tree.leaves((args, kwargs)))
         if shapes not in compiled:
@@ -85,7 +85,7 @@ def _tiered_method[**P](
         state, events = jitted(self.state, *args, **kwargs)
         return self._settle(state, events), events
 
-    return face(method, verb, "TieredCache", **given)
+    return face(method, verb, "TieredCache", **options)
 
 
 def _resting_method[**P](

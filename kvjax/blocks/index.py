@@ -55,7 +55,7 @@ def longest_child(
     """The findable child of `parent` that shares the longest prefix, of at least one token, with `text`.
 
     Args:
-      blocks: what is known of each block.
+      blocks: their metadata.
       links: the child index.
       parent: i32[2]; (block, generation), or (NO_BLOCK, namespace).
       text: i32[P]; the text to match.

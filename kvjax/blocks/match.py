@@ -103,7 +103,7 @@ def _copies_wanted(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tie
     lacks = jnp.cumsum(~group.reachable(group.in_this_group(ids), tiers), dtype=jnp.int32)
     lacks = jnp.concatenate([jnp.zeros((1,), jnp.int32), lacks])  # among the first 0..F blocks
     end = jnp.arange(lacks.shape[0], dtype=jnp.int32)
-    start = spec.first_place(end * size, size)
+    start = spec.first_column(end * size, size)
     moved = (start + 1) * size + spec.window - 1 - end * size  # tokens after which the window starts a block later
 
     def complete(start: jax.Array) -> jax.Array:

@@ -55,40 +55,40 @@ class Row(Pytree):
 
     Attributes:
       exists: bool[]; whether the row's number is in range.
-      known: what `Sequences` knows of the row, without the axis S.
+      metadata: the row's part of `Sequences`, without the axis S.
       tables: i32[M]; the row's blocks, for each group.
     """
 
     exists: jax.Array
-    known: Sequences
+    metadata: Sequences
     tables: tuple[jax.Array, ...]
 
-    length = property(lambda self: self.known.length)
-    committed = property(lambda self: self.known.committed)
-    namespace = property(lambda self: self.known.namespace)
-    swapped_out = property(lambda self: self.known.swapped_out)
+    length = property(lambda self: self.metadata.length)
+    committed = property(lambda self: self.metadata.committed)
+    namespace = property(lambda self: self.metadata.namespace)
+    swapped_out = property(lambda self: self.metadata.swapped_out)
 
 
 def read_row(state: CacheState, seq: jax.Array) -> Row:
     """Row `seq` i32[]; some row with `exists` False if seq is out of range."""
     return Row(
         exists=(seq >= 0) & (seq < state.spec.max_seqs),
-        known=pick(state.seqs, seq),
+        metadata=pick(state.seqs, seq),
         tables=tuple(pick(group.table, seq) for group in state.groups),
     )
 
 
 def write_row(
-    state: CacheState, seq: jax.Array, ok: jax.Array, known: Sequences, tables: Sequence[jax.Array]
+    state: CacheState, seq: jax.Array, ok: jax.Array, metadata: Sequences, tables: Sequence[jax.Array]
 ) -> CacheState:
     """Writes row `seq` where `ok` bool[]; tables i32[...], one for each group, are cut or padded to M."""
     seq, ok, width = jnp.atleast_1d(seq), jnp.atleast_1d(ok), state.spec.max_blocks_per_seq
-    known = jax.tree.map(lambda x: jnp.asarray(x)[None], known)
+    metadata = jax.tree.map(lambda x: jnp.asarray(x)[None], metadata)
     groups = [
         group.replace(table=put(group.table, seq, fit(table, width, NO_BLOCK)[None], ok))
         for group, table in zip(state.groups, tables, strict=True)
     ]
-    return state.replace(groups=tuple(groups), seqs=put(state.seqs, seq, known, ok))
+    return state.replace(groups=tuple(groups), seqs=put(state.seqs, seq, metadata, ok))
 
 
 def fit(x: jax.Array, size: int, fill: int) -> jax.Array:

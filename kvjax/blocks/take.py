@@ -13,7 +13,7 @@ from kvjax.blocks.transfers import take_over_tiers
 from kvjax.blocks.victims import Taken, claim, unclaim
 from kvjax.events.records import no_records
 from kvjax.events.transfer import no_moves
-from kvjax.policies.retention import tell_time
+from kvjax.policies.retention import advance_time
 from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
 
@@ -72,7 +72,7 @@ def take(
     ids = jnp.where(from_empty, stacked, pick(victims, index - from_stack))
     blocks = group.blocks.replace(refcount=put(group.blocks.refcount, ids, 1, from_empty))
     group = group.replace(
-        blocks=tell_time(blocks, now, ok & (need > 0)),
+        blocks=advance_time(blocks, now, ok & (need > 0)),
         empty=empty,
         num_empty=group.num_empty - jnp.where(ok, from_stack, 0),
         num_cached=group.num_cached - jnp.where(ok, wanted, 0),

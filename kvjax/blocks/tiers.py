@@ -94,9 +94,9 @@ def take_over(
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 
 
-def keep_host_policy(fresh: Group, group: Group, policy: EvictionPolicy) -> Group:
-    """The fresh group with the host policy's state of `group`, after `forget` of all blocks."""
-    return with_host(fresh, lambda host: host.replace(policy=policy.forgot(host_of(group).policy, group.ids)))
+def keep_host_policy(empty: Group, group: Group, policy: EvictionPolicy) -> Group:
+    """The empty group with the host policy's state of `group`, after `forget` of all blocks."""
+    return with_host(empty, lambda host: host.replace(policy=policy.forgot(host_of(group).policy, group.ids)))
 
 
 def touch_host(group: Group, policy: EvictionPolicy, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
@@ -135,8 +135,8 @@ def priorities(state: CacheState, now: jax.Array, tiers: tuple[str, ...] = ("dev
     if "host" not in tiers:
         return [None] * len(state.groups)
     blocks, ids = state.groups[0].blocks, state.groups[0].ids
-    known = priority_at(blocks, now) if state.spec.retention else blocks.stated_priority(ids)
-    return [pick(known, group.group0_blocks(group.ids)) if group.tiered else None for group in state.groups]
+    of_group0 = priority_at(blocks, now) if state.spec.retention else blocks.stated_priority(ids)
+    return [pick(of_group0, group.group0_blocks(group.ids)) if group.tiered else None for group in state.groups]
 
 
 def with_host(group: Group, change: Callable[[Host], Host]) -> Group:
@@ -181,7 +181,7 @@ def count_children(group: Group, parent: jax.Array, by: int, where: jax.Array, o
     blocks, where = group.blocks, where & (parent >= 0)
     blocks = blocks.replace(children=add(blocks.children, parent, by, where & on_device, unique=False))
 
-    def below(host: Host) -> Host:
+    def on_host(host: Host) -> Host:
         return host.replace(num_host_children=add(host.num_host_children, parent, by, where & ~on_device, unique=False))
 
-    return with_host(group.replace(blocks=blocks), below)
+    return with_host(group.replace(blocks=blocks), on_host)

@@ -30,7 +30,7 @@ from kvjax.blocks.tiers import find_unevictable, host_of, next_move, with_ancest
 from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import EventKind, Records, joined, record
 from kvjax.events.transfer import orders
-from kvjax.policies.retention import tell_time
+from kvjax.policies.retention import advance_time
 from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy, Group, Host
 
 
@@ -293,7 +293,7 @@ def apply_transfers(
         refcount=put(refcount, free, 1, index < need),
         children=put(add(blocks.children, parent, 1, has_parent, unique=False), removed, 0, removed >= 0),
     )
-    blocks = tell_time(blocks, now, (need > 0) | jnp.any(moved >= 0))
+    blocks = advance_time(blocks, now, (need > 0) | jnp.any(moved >= 0))
     on_stack = (index >= need) & (index < rows.num_on_device)
     on_host = (index >= rows.num_on_device) & (index < rows.num_free)
     pstate = policy.forgot(group.policy, jnp.where(outgoing.where, outgoing.ids, NO_BLOCK))

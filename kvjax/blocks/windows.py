@@ -121,7 +121,7 @@ def slide(
       size: P.
       now: i32[] ms.
     """
-    columns = runs(spec.first_place(start, size), -(-max_tokens // size))
+    columns = runs(spec.first_column(start, size), -(-max_tokens // size))
     where = (jnp.broadcast_to(rows[:, None], columns.shape), columns)
     ids = group.table.at[where].get(mode="clip", wrap_negative_indices=False)
     leave = (ids >= 0) & ~spec.keeps(columns, end[:, None], size)

@@ -70,11 +70,11 @@ def append(log: EventLog, *events: Events) -> EventLog:
         records=put(log.records, index, records.records, where),
         text=put(log.text, index, text, where),
         size=jnp.minimum(log.size + count(real), log.records.shape[0]),
-        **asked(log, events),
+        **lookups(log, events),
     )
 
 
-def asked(log: EventLog, events: Iterable[Events]) -> dict[str, jax.Array]:
+def lookups(log: EventLog, events: Iterable[Events]) -> dict[str, jax.Array]:
     """The log's `queried` and `cached` with those of transitions.
 
     Verbs that admit nobody have zeros, constants that XLA folds away: no kernel is added for them.

@@ -143,8 +143,8 @@ def snapshot(state: CacheState) -> list[dict[str, Any]]:
     for number, group in enumerate(state.groups):
         events.append({"kind": "created", "group": number})
         ids, blocks = group.ids, jax.device_get(group.blocks)
-        known = group.group0_blocks(ids), group.on_device(ids), group.blocks.stated_priority(ids)
-        group0_blocks, on_device, priority = jax.device_get(known)
+        columns = group.group0_blocks(ids), group.on_device(ids), group.blocks.stated_priority(ids)
+        group0_blocks, on_device, priority = jax.device_get(columns)
         findable = np.flatnonzero(blocks.fill > 0)
         age = (blocks.clock - blocks.stored)[findable].astype(np.int64)
         for block in findable[np.argsort(-age, kind="stable")].tolist():

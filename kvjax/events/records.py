@@ -131,23 +131,23 @@ class Events(Records):
 
 def one_line(events: Any, begin: Callable[[Any], str]) -> str:
     """One line for `Events` or an `EventLog`, whose own beginning is `begin`; or why there are no counts."""
-    said, shape = unreadable(events), np.shape(events.records)
-    if not said and shape[1:] != (len(COLUMNS),):
-        said = f"batched, {list(shape[:-2])}" if shape[2:] else "of other shapes"
-    if not said:
+    text, shape = unreadable(events), np.shape(events.records)
+    if not text and shape[1:] != (len(COLUMNS),):
+        text = f"batched, {list(shape[:-2])}" if shape[2:] else "of other shapes"
+    if not text:
         host = jax.device_get(events)
         queried, cached = np.sum(host.queried), np.sum(host.cached)
         parts = [begin(host), f"{cached:,} of {queried:,} tokens cached" if queried else ""]
         parts.append(_tally(EventKind, host.kind[host.kind != EventKind.NONE]).lower() or "no events")
-        said = "; ".join(filter(None, parts))
-    return f"{type(events).__name__}({said})"
+        text = "; ".join(filter(None, parts))
+    return f"{type(events).__name__}({text})"
 
 
 def _tally(names: type[Named], values: Any) -> str:
     """The number of occurrences of each value, by name."""
-    known = {member.value: member.name for member in names}
+    labels = {member.value: member.name for member in names}
     found = Counter(np.ravel(values).tolist())
-    return ", ".join(f"{number:,} {known.get(value, value)}" for value, number in found.items())
+    return ", ".join(f"{number:,} {labels.get(value, value)}" for value, number in found.items())
 
 
 def record(kind: EventKind, where: jax.Array, **columns: jax.Array | int) -> Records:

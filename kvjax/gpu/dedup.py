@@ -47,9 +47,9 @@ class Filled(NamedTuple):
         lane, (rows, columns) = numbered(lanes_of(batch)), memory.shape("table")
         inside = lane < batch
         queued = inside & (done + lane < number)
-        asked = memory.pick("queue", done + lane, queued)
-        row = jnp.clip(memory.pick("rows", asked), 0, rows - 1)
-        column = lax.div(memory.pick("start", asked), size)
+        entry = memory.pick("queue", done + lane, queued)
+        row = jnp.clip(memory.pick("rows", entry), 0, rows - 1)
+        column = lax.div(memory.pick("start", entry), size)
         own = memory.pick("table", (row, jnp.minimum(column, columns - 1)))
         before = memory.pick("table", (row, jnp.minimum(column, columns) - 1), column > 0)
         before = jnp.where(column > 0, before, NO_BLOCK)
@@ -83,19 +83,19 @@ def resolve(memory: Memory, filled: Filled, size: np.int32) -> Dedup:
     duplicate, *others = exchange(memory, earliest, own, *equal, before, namespace)
 
     # So far equal keys counted as equal contents; now compare.
-    known = where & (found >= 0)
-    as_found = known & (memory.pick("fill", found, known) == size)
+    is_cached = where & (found >= 0)
+    as_found = is_cached & (memory.pick("fill", found, is_cached) == size)
     for number, its in enumerate((before, link)):
-        as_found &= memory.pick("parent", (found, number), known) == its
-    as_twin = where & ~known
-    for mine, its in zip((*equal, before, namespace), others, strict=True):
-        as_twin &= mine == its
-    other = jnp.where(known, found, duplicate)
-    broken = where & ~((as_found | as_twin) & _same_text(memory, own, other, as_found | as_twin, size))
-    (of_twin,) = exchange(memory, earliest, broken.astype(jnp.int32))
-    good = where & ~broken & (of_twin == 0)  # a block that depends on a broken one is broken
+        as_found &= memory.pick("parent", (found, number), is_cached) == its
+    as_duplicate = where & ~is_cached
+    for value, its in zip((*equal, before, namespace), others, strict=True):
+        as_duplicate &= value == its
+    other = jnp.where(is_cached, found, duplicate)
+    broken = where & ~((as_found | as_duplicate) & _same_text(memory, own, other, as_found | as_duplicate, size))
+    (of_duplicate,) = exchange(memory, earliest, broken.astype(jnp.int32))
+    good = where & ~broken & (of_duplicate == 0)  # a block that depends on a broken one is broken
     first = earliest == lane
-    return Dedup(other, good & ~known & first, good & (other != own), first, key)
+    return Dedup(other, good & ~is_cached & first, good & (other != own), first, key)
 
 
 def key_of(memory: Memory, filled: Filled, size: np.int32) -> Key:
@@ -115,12 +115,13 @@ def key_of(memory: Memory, filled: Filled, size: np.int32) -> Key:
 
     none = jnp.zeros(own.shape[:1], jnp.uint32)
     contents = lax.fori_loop(np.int32(0), np.int32(-(-int(size) // width)), step, (none, none))
-    below, place = filled.where & (filled.before >= 0), block_words(filled.column, jnp.full_like(filled.column, size))
+    has_before = filled.where & (filled.before >= 0)
+    position_words = block_words(filled.column, jnp.full_like(filled.column, size))
     keys = []
     for number, (content, lane) in enumerate(zip(contents, LANES, strict=True)):
         root = mix(filled.namespace.astype(jnp.uint32) + lane)
-        start = jnp.where(below, memory.pick("key", (filled.before, number), below), root)
-        keys.append(start + mix(content ^ mix(place + lane)))
+        start = jnp.where(has_before, memory.pick("key", (filled.before, number), has_before), root)
+        keys.append(start + mix(content ^ mix(position_words + lane)))
     return keys[0], keys[1]
 
 

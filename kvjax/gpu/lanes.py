@@ -35,7 +35,7 @@ def rank(where: jax.Array) -> jax.Array:
 
 
 class Peers(NamedTuple):
-    """The lanes with the same value, as each lane sees them, all i32[lanes]; None where nobody asked.
+    """The lanes with the same value, as each lane sees them, all i32[lanes]; None where it was not asked for.
 
     Attributes:
       first: the first of them, perhaps the lane itself.
@@ -55,7 +55,7 @@ class Peers(NamedTuple):
         return self.after == self.after.shape[0]
 
 
-def peers(memory: Memory, value: jax.Array, where: jax.Array, *asked: str) -> Peers:
+def peers(memory: Memory, value: jax.Array, where: jax.Array, *fields: str) -> Peers:
     """Finds the peers of each lane by its value i32[lanes], at least 0, among the lanes where bool[lanes].
 
     Each lane compares its value with a row of others at a time, so that nothing depends on who comes first. Says
@@ -65,7 +65,7 @@ def peers(memory: Memory, value: jax.Array, where: jax.Array, *asked: str) -> Pe
       memory: the kernel's; with an array `peers` of a number for each lane.
       value: as above.
       where: as above.
-      *asked: fields of `Peers`.
+      *fields: names of fields of `Peers`.
     """
     lanes = value.shape[0]
     lane, width = numbered(lanes), min(memory.tile(lanes), lanes)
@@ -74,7 +74,7 @@ def peers(memory: Memory, value: jax.Array, where: jax.Array, *asked: str) -> Pe
     end = jnp.max(jnp.where(where, lane + 1, 0))
 
     def compare(i: jax.Array, found: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        other, mine = (i * width + numbered(width))[None], lane[:, None]
+        other, this = (i * width + numbered(width))[None], lane[:, None]
         equal = value[:, None] == memory.pick("peers", other)
 
         def least(where: jax.Array, name: str) -> jax.Array:
@@ -83,15 +83,15 @@ def peers(memory: Memory, value: jax.Array, where: jax.Array, *asked: str) -> Pe
         finds = {
             "first": lambda: least(equal, "first"),
             "before": lambda: jnp.maximum(
-                found["before"], jnp.max(jnp.where(equal & (other < mine), other, -1), axis=1)
+                found["before"], jnp.max(jnp.where(equal & (other < this), other, -1), axis=1)
             ),
-            "after": lambda: least(equal & (other > mine), "after"),
+            "after": lambda: least(equal & (other > this), "after"),
             "number": lambda: found["number"] + jnp.sum(equal.astype(jnp.int32), axis=1, dtype=jnp.int32),
         }
-        return {name: finds[name]() for name in asked}
+        return {name: finds[name]() for name in fields}
 
     none = {"first": lanes, "before": -1, "after": lanes, "number": 0}
-    start = {name: jnp.full((lanes,), none[name], jnp.int32) for name in asked}
+    start = {name: jnp.full((lanes,), none[name], jnp.int32) for name in fields}
     return Peers(**lax.fori_loop(np.int32(0), (end + width - 1) // width, compare, start))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kvjax.events.log import EventLog, asked
+from kvjax.events.log import EventLog, lookups
 from kvjax.events.records import EventKind, Events
 from kvjax.gpu.lanes import count, lanes_of, numbered, rank
 from kvjax.gpu.memory import TEXT, Memory, run
@@ -34,7 +34,7 @@ def append_events(log: EventLog, events: Sequence[Events], interpret: bool = Fal
         interpret=interpret,
     )
     text = Text(done["tokens"], done.get("extra_ids"))
-    return EventLog(done["records"], text, done["size"], **asked(log, events))
+    return EventLog(done["records"], text, done["size"], **lookups(log, events))
 
 
 def _append(memory: Memory, *, lanes: Sequence[int]) -> None:

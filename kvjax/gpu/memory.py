@@ -194,15 +194,15 @@ def with_arrays(state: CacheState, arrays: Mapping[str, jax.Array]) -> CacheStat
     """The state with those of its arrays replaced that are among these; the inverse of `arrays_of`."""
     (group,), blocks = state.groups, state.groups[0].blocks
 
-    def known(home: Mapping[str, object] | Sequence[str]) -> dict[str, jax.Array]:
+    def changed(home: Mapping[str, object] | Sequence[str]) -> dict[str, jax.Array]:
         return {name: arrays[name] for name in home if name in arrays}
 
-    text = Text(**{"extra_ids": None, **blocks.text.parts(), **known(TEXT)})
-    blocks = blocks.replace(text=text, **known(vars(blocks)))
+    text = Text(**{"extra_ids": None, **blocks.text.parts(), **changed(TEXT)})
+    blocks = blocks.replace(text=text, **changed(vars(blocks)))
     group = group.replace(
         blocks=blocks,
-        links=group.links.replace(**known(_LINKS)),
-        policy=group.policy._replace(**known(_RING)),
-        **known(_GROUP),
+        links=group.links.replace(**changed(_LINKS)),
+        policy=group.policy._replace(**changed(_RING)),
+        **changed(_GROUP),
     )
-    return state.replace(groups=(group,), seqs=state.seqs.replace(**known(_SEQS)))
+    return state.replace(groups=(group,), seqs=state.seqs.replace(**changed(_SEQS)))

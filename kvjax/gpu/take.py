@@ -65,18 +65,18 @@ def _claim(memory: Memory, victim: jax.Array, parent: jax.Array, named: jax.Arra
 
     Subtracts those from the `children` of parent i32[lanes]. Leaves a mark in the refcount of each that is named.
     """
-    mark, below = -1 - numbered(victim.shape[0]), parent >= 0
+    mark, has_parent = -1 - numbered(victim.shape[0]), parent >= 0
     memory.put("refcount", victim, mark, named)
-    above = memory.pick("refcount", parent, named & below)  # a parent among the victims has a mark of its own
+    above = memory.pick("refcount", parent, named & has_parent)  # a parent among the victims has a mark of its own
     claimed = named & ((above >= 0) | (above < mark))
-    add(memory, ("children",), parent, -1, claimed & below)
+    add(memory, ("children",), parent, -1, claimed & has_parent)
 
     def refused(claimed: jax.Array) -> jax.Array:
         return claimed & (memory.pick("children", victim, claimed) != 0)
 
     def refuse(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         claimed, bad = carry
-        add(memory, ("children",), parent, 1, bad & below)
+        add(memory, ("children",), parent, 1, bad & has_parent)
         claimed = claimed & ~bad
         return claimed, refused(claimed)
 

@@ -75,11 +75,11 @@ def by_class(
         if not is_hashable(function):
             raise ValueError(f"{argument}: got {function!r}, which has no hash, wanted a function")
     (fn, named), (score, scored) = parts["fn"], parts["score"]
-    asked = _Asked(fn, named, score, scored, classes, timed, init)
+    options = _Options(fn, named, score, scored, classes, timed, init)
     return EvictionPolicy(
-        _Init(asked),
-        _Push(asked),
-        _Pop(asked),
+        _Init(options),
+        _Push(options),
+        _Pop(options),
         _drop,
         idle=True,
         name=name or getattr(fn, "__qualname__", type(fn).__qualname__),
@@ -88,7 +88,7 @@ def by_class(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _Options:
     """The arguments of `by_class` as a value: closures over them would be equal to no others."""
 
     fn: Callable[..., jax.Array]
@@ -104,34 +104,34 @@ class _Asked:
         types = tuple(type(value) for _, value in (*self.fn_parameters, *self.score_parameters))
         object.__setattr__(self, "types", types)
 
-    def given(self, own: Any, now: jax.Array) -> list[Any]:
+    def extra_arguments(self, own: Any, now: jax.Array) -> list[Any]:
         """The arguments that both functions take after their others."""
         return [*([] if self.init is None else [own]), *([now] if self.timed else [])]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Init:
-    asked: _Asked
+    options: _Options
 
     def __call__(self, num_ids: int) -> Chains:
         """See `EvictionPolicy.init`."""
-        own = () if self.asked.init is None else self.asked.init(num_ids)
-        return _init_chains(num_ids, self.asked.classes, own)
+        own = () if self.options.init is None else self.options.init(num_ids)
+        return _init_chains(num_ids, self.options.classes, own)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Push:
-    asked: _Asked
+    options: _Options
 
     def __call__(self, chains: Chains, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Chains:
         """See `EvictionPolicy.touch`."""
-        given = self.asked.given(chains.own, now)
-        label = self.asked.fn(blocks, ids, *given, **dict(self.asked.fn_parameters))
+        extra = self.options.extra_arguments(chains.own, now)
+        label = self.options.fn(blocks, ids, *extra, **dict(self.options.fn_parameters))
         if label.shape != ids.shape or not jnp.issubdtype(label.dtype, jnp.integer):
             raise ValueError(
                 f"by_class: fn returns {label.dtype}{list(label.shape)}, wanted integers of shape {list(ids.shape)}"
             )
-        label = jnp.clip(label.astype(jnp.int32), 0, self.asked.classes - 1)
+        label = jnp.clip(label.astype(jnp.int32), 0, self.options.classes - 1)
         return _append(_make_space(chains, blocks, count(ids >= 0)), ids, label, ids >= 0)
 
 
@@ -163,7 +163,7 @@ class _Turn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Pop:
-    asked: _Asked
+    options: _Options
 
     def __call__(
         self, chains: Chains, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
@@ -194,7 +194,7 @@ class _Pop:
         self, chains: Chains, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, turn: _Turn
     ) -> _Turn:
         """Names a victim, or some of the lowest class, or passes an entry over."""
-        index = np.arange(_CHUNK if self.asked.score is None else 1, dtype=np.int32)
+        index = np.arange(_CHUNK if self.options.score is None else 1, dtype=np.int32)
         on, own = _going(turn, wanted), self.lowest(chains, blocks, turn, now)
         apart, at = turn.exposed >= 0, pick(turn.at, own)
         position = jnp.where(apart, pick(chains.stamp, turn.exposed), at) + index
@@ -202,14 +202,14 @@ class _Pop:
         after, parent = pick(chains.follows, position), pick(blocks.parent, block)[:, 0]
         # The entries up to the first one that is not next in its class, or that may not be named. Where entries are
         # parked, a victim may expose one: then one at a time.
-        near = jnp.concatenate([jnp.ones((1,), bool), (after[:-1] == position[1:]) & ~apart & ~turn.parked])
+        adjacent = jnp.concatenate([jnp.ones((1,), bool), (after[:-1] == position[1:]) & ~apart & ~turn.parked])
         # Neither a child that is named counts, nor is a block that is named a leaf: a second look meets it again.
         named = (turn.above[None] == block[:, None]) | (turn.ids[None] == block[:, None])
         gone = jnp.sum(named, axis=1, dtype=jnp.int32)
         earlier = (index[None] < index[:, None]) & live[None] & (parent[None] == block[:, None])
         leaf = pick(blocks.children, block) == gone + jnp.sum(earlier, axis=1, dtype=jnp.int32)
         free = live & leaf & eligible(block)
-        passes = jnp.cumprod(near & (free | ~live) & (turn.found + rank(live) < wanted), dtype=jnp.int32) > 0
+        passes = jnp.cumprod(adjacent & (free | ~live) & (turn.found + rank(live) < wanted), dtype=jnp.int32) > 0
         taken = passes & live & on
         target = turn.found + rank(taken)
         ids, above = (put(x, target, y, taken) for x, y in ((turn.ids, block), (turn.above, parent)))
@@ -235,19 +235,19 @@ class _Pop:
 
     def head(self, chains: Chains, blocks: Blocks, at: jax.Array) -> jax.Array:
         """i32[...]; the blocks at positions at i32[...], as in `_Turn.heads`; nobody asks if there is no score."""
-        if self.asked.score is None:
+        if self.options.score is None:
             return at
         block, live = _read(chains, blocks, at)
         return jnp.where(live, block, jnp.where(at < 0, NO_BLOCK, _DEAD))
 
     def lowest(self, chains: Chains, blocks: Blocks, turn: _Turn, now: jax.Array) -> jax.Array:
         """i32[]; the class whose head is looked at: one with a dead head, else one of the lowest score."""
-        classes = np.arange(self.asked.classes, dtype=np.int32)
+        classes = np.arange(self.options.classes, dtype=np.int32)
         least = turn.at >= 0
-        if self.asked.score is not None:
+        if self.options.score is not None:
             heads = jnp.where(turn.heads == _DEAD, NO_BLOCK, turn.heads)
-            given = self.asked.given(chains.own, now)
-            score = self.asked.score(blocks, heads, *given, **dict(self.asked.score_parameters))
+            extra = self.options.extra_arguments(chains.own, now)
+            score = self.options.score(blocks, heads, *extra, **dict(self.options.score_parameters))
             if score.shape != classes.shape:
                 raise ValueError(f"by_class: the score has shape {score.shape}, wanted one per class {classes.shape}")
             score = jnp.where(turn.heads == _DEAD, -jnp.inf, jnp.where(turn.at < 0, jnp.inf, ordered(score)))

@@ -77,8 +77,8 @@ class Retention(Pytree):
             outside 0..100 or a negative time.
         """
         checked: list[tuple[int, int, int, int]] = []
-        for i, given in enumerate(ranges):
-            start, end, priority, ttl = TokenRange._make([*given, None][:4])
+        for i, entry in enumerate(ranges):
+            start, end, priority, ttl = TokenRange._make([*entry, None][:4])
             name, before = f"ranges[{i}]", checked[-1][1] if checked else 0
             if end is None and i + 1 < len(ranges):
                 raise ValueError(f"{name}: got an open range, which only the last may be")
@@ -88,10 +88,10 @@ class Retention(Pytree):
             if end <= start:
                 raise ValueError(f"{name}.end: got {end}, wanted more than its start {start}")
             checked.append((start, end, _priority(f"{name}.priority", priority), _time(f"{name}.ttl", ttl)))
-        room = len(checked) if max_ranges is None else max_ranges
-        if len(checked) > room:
-            raise ValueError(f"ranges: got {len(checked)}, wanted at most max_ranges={room}")
-        filled = [*checked, *[(0, 0, UNSTATED, UNSTATED)] * (room - len(checked))]
+        size = len(checked) if max_ranges is None else max_ranges
+        if len(checked) > size:
+            raise ValueError(f"ranges: got {len(checked)}, wanted at most max_ranges={size}")
+        filled = [*checked, *[(0, 0, UNSTATED, UNSTATED)] * (size - len(checked))]
         decode = _priority("decode_priority", decode_priority), _time("decode_ttl", decode_ttl)
         return Retention(np.array(filled, np.int32).reshape(-1, 4), np.array(decode, np.int32))
 
@@ -113,24 +113,24 @@ def _time(name: str, value: int | None) -> int:
     return UNSTATED if value is None else value
 
 
-def by_column(asked: Retention | None, length: jax.Array, size: int, num_columns: int) -> jax.Array:
+def by_column(request: Retention | None, length: jax.Array, size: int, num_columns: int) -> jax.Array:
     """i32[num_columns, 2]; priority and ttl of a row's blocks; UNSTATED for a prompt's blocks outside every range.
 
     Args:
-      asked: None if nothing is stated.
+      request: None if nothing is stated.
       length: i32[]; tokens of the prompt.
       size: P.
       num_columns: how many blocks.
     """
-    if asked is None:
-        asked = Retention.of()
+    if request is None:
+        request = Retention.of()
     first = np.arange(num_columns, dtype=np.int32) * size
-    ranges = jnp.asarray(asked.ranges, jnp.int32)
+    ranges = jnp.asarray(request.ranges, jnp.int32)
     stated = jnp.full((num_columns, 2), UNSTATED, jnp.int32)
     if ranges.shape[0]:
         inside = (first[:, None] >= ranges[None, :, 0]) & (first[:, None] < ranges[None, :, 1])
         stated = jnp.where(jnp.any(inside, axis=1)[:, None], pick(ranges, jnp.argmax(inside, axis=1))[:, 2:], stated)
-    return jnp.where((first < length)[:, None], stated, jnp.asarray(asked.decode, jnp.int32)[None])
+    return jnp.where((first < length)[:, None], stated, jnp.asarray(request.decode, jnp.int32)[None])
 
 
 def cut_off(stated: jax.Array | None, length: jax.Array, size: int) -> jax.Array | None:
@@ -140,8 +140,8 @@ def cut_off(stated: jax.Array | None, length: jax.Array, size: int) -> jax.Array
     """
 
     def cut(stated: jax.Array) -> jax.Array:
-        kept = np.arange(stated.shape[0], dtype=np.int32) * size < length
-        return jnp.where(kept[:, None], stated, stated[-1:])
+        is_left = np.arange(stated.shape[0], dtype=np.int32) * size < length
+        return jnp.where(is_left[:, None], stated, stated[-1:])
 
     return jax.tree.map(cut, stated)
 
@@ -170,7 +170,7 @@ def priority_at(blocks: Blocks, now: jax.Array) -> jax.Array:
 
 
 def time_at(latest: jax.Array, now: jax.Array) -> jax.Array:
-    """i32[2]; `now` i32[] in 64 bits: the time nearest to the latest known time i32[2]."""
+    """i32[2]; `now` i32[] in 64 bits: the time nearest to the latest time i32[2]."""
     return later(latest, now - latest[1])
 
 
@@ -189,13 +189,13 @@ def set_expiry(blocks: Blocks, ids: jax.Array, where: jax.Array, now: jax.Array)
         return put(expiry, ids, later(time_at(time, now), pick(retention, ids)[:, 1]), where)
 
     expiry = jax.tree.map(begin, blocks.expiry, blocks.retention, blocks.time)
-    return tell_time(blocks.replace(expiry=expiry), now, jnp.any(where))
+    return advance_time(blocks.replace(expiry=expiry), now, jnp.any(where))
 
 
-def tell_time(blocks: Blocks, now: jax.Array, where: jax.Array) -> Blocks:
+def advance_time(blocks: Blocks, now: jax.Array, where: jax.Array) -> Blocks:
     """Advances `Blocks.time` to `now` where bool[]; a time before the latest one changes nothing."""
 
-    def tell(time: jax.Array) -> jax.Array:
+    def advance(time: jax.Array) -> jax.Array:
         return jnp.where(where & (now - time[1] > 0), time_at(time, now), time)
 
-    return blocks.replace(time=jax.tree.map(tell, blocks.time))
+    return blocks.replace(time=jax.tree.map(advance, blocks.time))

@@ -126,8 +126,8 @@ class _Lowest:
         """See `EvictionPolicy.victims`."""
 
         def choose():
-            given = [*([pstate] if self.has_state else []), *([now] if self.timed else [])]
-            score = self.fn(blocks, *given, **dict(self.parameters))
+            extra = [*([pstate] if self.has_state else []), *([now] if self.timed else [])]
+            score = self.fn(blocks, *extra, **dict(self.parameters))
             if score.shape != blocks.fill.shape:
                 raise ValueError(
                     f"by_score: the score has shape {score.shape}, wanted one per block {blocks.fill.shape}"

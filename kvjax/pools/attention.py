@@ -39,7 +39,7 @@ def attend(
     block tables, and the result too unless a kernel is named.
 
     Args:
-      q: [R, C, Q, D]; [1, T, Q, D] for a view on one line, ragged or mixed. Query heads g * Q / K to
+      q: [R, C, Q, D]; [1, T, Q, D] for a flat view, ragged or mixed. Query heads g * Q / K to
         (g + 1) * Q / K - 1 share kv head g.
       pools: the K/V, those of the view's tokens written.
       layer: the model's layer number. It may be traced, i32[], where the spec has exactly one pool.
@@ -98,7 +98,7 @@ def attend(
 
 
 def _starts(starts: jax.Array | None, rows: int, count: int) -> jax.Array:
-    """i32[R]; where each row's tokens start on one line."""
+    """i32[R]; where each row's tokens start on the flat axis."""
     return jnp.arange(rows, dtype=jnp.int32) * count if starts is None else starts
 
 

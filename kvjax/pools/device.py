@@ -69,8 +69,8 @@ class Pools(Pytree, static=("spec", "placement")):
                 "for the position in it"
             )
         layers = pools[0].layers
-        known, last = {number: i for i, number in enumerate(layers)}, len(layers) - 1
-        table = np.array([known.get(number, last) for number in range(max(layers) + 2)], np.int32)
+        index_of, last = {number: i for i, number in enumerate(layers)}, len(layers) - 1
+        table = np.array([index_of.get(number, last) for number in range(max(layers) + 2)], np.int32)
         return layers[0], jnp.asarray(table).at[_scalar("layer", layer)].get(mode="clip", wrap_negative_indices=False)
 
     def scales_of(self, group: int, pool: int) -> jax.Array | None:
@@ -117,9 +117,9 @@ def _difference(got: Any, wanted: Any, name: str = "") -> str:
         parts = [(f"{name}.{part}".lstrip("."), getattr(got, part), getattr(wanted, part)) for part in names]
     elif isinstance(wanted, tuple) and len(got) == len(wanted):
         parts = [(f"{name}[{i}]", *both) for i, both in enumerate(zip(got, wanted, strict=True))]
-    for part, mine, other in parts:
-        if mine != other:
-            return _difference(mine, other, part)
+    for part, one, other in parts:
+        if one != other:
+            return _difference(one, other, part)
     return f"{name}={reprlib.repr(got)}, wanted {reprlib.repr(wanted)}"
 
 

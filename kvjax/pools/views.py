@@ -42,7 +42,7 @@ class View(Pytree, static=("decodes", "spec")):
         row for padding.
       num_tokens: i32[R]; tokens of each row in this view.
       starts: i32[R]; if ragged, where each row's tokens start; None if padded.
-      decodes: static; S if mixed, else 0. Row i of the first S has position i of the line.
+      decodes: static; S if mixed, else 0. Row i of the first S has position i of the flat batch.
       spec: static; of the cache. `write` and `attend` refuse the pools of another spec. None, as in a view made by
         hand: they compare nothing.
     """
@@ -66,7 +66,7 @@ def view(
     *,
     written: ArrayLike = 0,
 ) -> View:
-    """A view in padded form: one line of C tokens for each row.
+    """A view in padded form: C tokens for each row.
 
     Args:
       state: the cache, with room for the tokens.
@@ -92,7 +92,7 @@ def view(
 def ragged(
     state: CacheState, num_tokens: ArrayLike, size: int, seqs: ArrayLike | None = None, *, written: ArrayLike = 0
 ) -> View:
-    """A view in ragged form: all rows' tokens on one line of T, one row after the other.
+    """A view in ragged form: all rows' tokens on one axis of T, one row after the other.
 
     For batches that mix long chunks with single tokens, which the padded form would pad to the longest.
 
@@ -109,16 +109,16 @@ def ragged(
     """
     size = static_int("size", size, 1)
     tables, start, count = _rows(state, num_tokens, seqs, written)
-    starts, count, owner, offset = _line(count, size)
+    starts, count, owner, offset = _packed(count, size)
     return _view(state, tables, start, count, owner, offset, starts)
 
 
 @on_state
 def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: ArrayLike, size: int) -> View:
-    """A view in mixed form: one token of each row that decodes, then chunks of other rows, all on one line.
+    """A view in mixed form: one token of each row that decodes, then chunks of other rows, all on one axis.
 
-    The line has S + `size` positions: i is row i's, and after these S the chunks are as in `ragged`. A model computes
-    the line at once; `attend` serves the two parts as decode and as prefill.
+    The flat batch has S + `size` positions: i is row i's, and after these S the chunks are as in `ragged`. A model
+    computes it at once; `attend` serves the two parts as decode and as prefill.
 
     Args:
       state: the cache, with room for the tokens.
@@ -136,11 +136,11 @@ def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: Arr
     """
     size, most = static_int("size", size, 1), state.spec.max_seqs
     decode, seqs = row_mask("decode", decode, most), integers("seqs", seqs, ("R",))
-    asked = jnp.where(pick(decode, seqs), 0, each_row("num_tokens", num_tokens, seqs.shape))
+    chunks = jnp.where(pick(decode, seqs), 0, each_row("num_tokens", num_tokens, seqs.shape))
     row = np.arange(most, dtype=np.int32)
-    counts = jnp.concatenate([decode.astype(jnp.int32), asked])
+    counts = jnp.concatenate([decode.astype(jnp.int32), chunks])
     tables, start, count = _rows(state, counts, jnp.concatenate([row, seqs]), 0)
-    starts, chunks, owner, offset = _line(count[most:], size)
+    starts, chunks, owner, offset = _packed(count[most:], size)
     return _view(
         state, tables, start,
         count=jnp.concatenate([count[:most], chunks]),
@@ -170,12 +170,12 @@ def _rows(state: CacheState, num_tokens, seqs, written):
         tables.append(jnp.where(on_device, pool_row, spec.num_blocks))
     written = jnp.maximum(each_row("written", written, seqs.shape), 0)  # committed tokens are never written again
     start = jnp.where(real, pick(state.seqs.committed, seqs) + written, 0)
-    room = jnp.where(real, pick(state.seqs.length, seqs), 0) - start
-    return tuple(tables), start, jnp.clip(num_tokens.astype(jnp.int32), 0, jnp.maximum(room, 0))
+    num_pending = jnp.where(real, pick(state.seqs.length, seqs), 0) - start
+    return tuple(tables), start, jnp.clip(num_tokens.astype(jnp.int32), 0, jnp.maximum(num_pending, 0))
 
 
-def _line(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows of count i32[R] tokens on a line of `size` positions, one after the other.
+def _packed(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Rows of count i32[R] tokens on one axis of `size` positions, one after the other.
 
     Returns:
       i32[R], where each row starts; i32[R], how many of its tokens fit; i32[1, size], whose each position is; and

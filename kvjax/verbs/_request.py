@@ -49,8 +49,7 @@ def checked_text(spec: CacheSpec, tokens: jax.Array, extra_ids: Any) -> Text:
     if not spec.extra_ids and extra_ids is not None:
         raise ValueError("extra_ids: got an array, wanted None (the spec was made with extra_ids=False)")
     if spec.extra_ids:
-        given = jnp.zeros_like(tokens) if extra_ids is None else extra_ids
-        extra_ids = integers("extra_ids", given, tokens.shape)
+        extra_ids = jnp.zeros_like(tokens) if extra_ids is None else integers("extra_ids", extra_ids, tokens.shape)
     return Text(tokens, extra_ids)
 
 
@@ -98,10 +97,10 @@ def assemble(
     before, after = [*removed, *updated], [*copied, *other]
     ids = [group.group0_blocks(records.block) for records, group in zip(stored, state.groups, strict=False)]
 
-    def contents(known: jax.Array) -> jax.Array:
+    def contents(array: jax.Array) -> jax.Array:
         heights = [sum(part.block.size for part in parts) for parts in (before, after)]
-        above, below = (jnp.zeros((height, state.spec.block_size), jnp.int32) for height in heights)
-        return jnp.concatenate([above, *(pick(known, blocks) for blocks in ids), below])
+        head, tail = (jnp.zeros((height, state.spec.block_size), jnp.int32) for height in heights)
+        return jnp.concatenate([head, *(pick(array, blocks) for blocks in ids), tail])
 
     return Events(
         records=joined(no_records(), *before, *stored, *after).records,

@@ -210,19 +210,19 @@ def admit_row(
     index = (
         jnp.arange(prompt.text.tokens.shape[0], dtype=jnp.int32) - plan.whole
     )  # of the row's blocks, into `Taken.ids`
-    fresh = (index >= 0) & (index < need)
+    is_new = (index >= 0) & (index < need)
     copied, moved, tables = [], [new.orders for new in taken], []
     for number, (found, new) in enumerate(zip(plan.found, taken, strict=True)):
         group, by_copy, by_move = _place_copy(
             groups[number], number, found, new.ids[:1], sources[number], copies, plan.shared, block_priorities[number]
         )
         groups[number], copied, moved = group, [*copied, by_copy], [*moved, by_move]
-        tables.append(jnp.where(found.hits & ok, found.blocks, jnp.where(fresh, pick(new.ids, index), NO_BLOCK)))
+        tables.append(jnp.where(found.hits & ok, found.blocks, jnp.where(is_new, pick(new.ids, index), NO_BLOCK)))
     groups[0] = write_prompt(groups[0], taken[0].ids[:1], copies[None], prompt, plan.whole)
-    row, updated = read_row(state, seq).known, [new.updated for new in taken]
+    row, updated = read_row(state, seq).metadata, [new.updated for new in taken]
     if spec.retention:
         stated = by_column(retention, prompt.length, size, spec.max_blocks_per_seq + 1)
-        groups[0], changed = _retain(groups[0], tables[0], stated, plan.found[0].hits & ok, fresh & ok)
+        groups[0], changed = _retain(groups[0], tables[0], stated, plan.found[0].hits & ok, is_new & ok)
         row, updated = row.replace(retention=stated), [*updated, changed]
     row = row.replace(length=plan.target, committed=cached, namespace=prompt.namespace)
     after = write_row(state.replace(groups=tuple(groups)), seq, ok, row, tables)
@@ -353,7 +353,7 @@ def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cach
 
 
 def _retain(
-    group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, fresh: jax.Array
+    group: Group, table: jax.Array, stated: jax.Array, hit: jax.Array, is_new: jax.Array
 ) -> tuple[Group, Records]:
     """Gives a new row's blocks table i32[F] their stated retention i32[M, 2]; hits without one keep their own.
 
@@ -363,7 +363,7 @@ def _retain(
     blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
     restated, before = hit & (stated[:, 0] >= 0), blocks.stated_priority(table)
     retention, before = fence(blocks.retention, before)
-    blocks = apply_retention(blocks.replace(retention=retention), table, stated, restated | fresh)
+    blocks = apply_retention(blocks.replace(retention=retention), table, stated, restated | is_new)
     changed = restated & (before != stated[:, 0])
     updated = record(
         EventKind.UPDATED, changed, block=table, generation=pick(blocks.generation, table), priority=stated[:, 0]

@@ -58,19 +58,19 @@ def commit(
     spec = state.spec
     rows = integers("seqs", np.arange(spec.max_seqs) if seqs is None else seqs, ("R",))
     tokens = integers("tokens", tokens, (rows.shape[0], "T"))
-    asked, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
+    num_tokens, now = integers("num_tokens", num_tokens, rows.shape), integers("now", now, ())
     text = checked_text(spec, tokens, extra_ids)
     exists = (rows >= 0) & (rows < spec.max_seqs)
     length, start = state.seqs.length, state.seqs.committed
     if seqs is not None:
-        exists = exists & ~(repeated(rows) & (asked != 0))
+        exists = exists & ~(repeated(rows) & (num_tokens != 0))
         length, start = pick(length, rows), pick(start, rows)
     most = tokens.shape[1]
     steps = np.arange(most, dtype=np.int32)[None]
-    bad = (~exists & (asked > 0)) | (asked < 0) | (asked > jnp.minimum(length - start, most))
-    bad = bad | jnp.any((steps < asked[:, None]) & (tokens < 0), axis=1)
-    bad = bad | ((asked > 0) & pick(state.seqs.swapped_out, rows))
-    end = start + jnp.where(bad, 0, asked)
+    bad = (~exists & (num_tokens > 0)) | (num_tokens < 0) | (num_tokens > jnp.minimum(length - start, most))
+    bad = bad | jnp.any((steps < num_tokens[:, None]) & (tokens < 0), axis=1)
+    bad = bad | ((num_tokens > 0) & pick(state.seqs.swapped_out, rows))
+    end = start + jnp.where(bad, 0, num_tokens)
     chunk, served = Chunk(rows, start, end, exists & ~bad, text), serves(state, rows.shape[0], most)
     state, stored, updated = fused(write_fused, write, state, chunk, now) if served else write(state, chunk, now)
     return state, assemble(state, first_failure((bad, Status.BAD_REQUEST)), updated=updated, stored=stored)

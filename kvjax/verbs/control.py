@@ -36,17 +36,17 @@ def pin(state: CacheState, blocks: ArrayLike, *, group: int = 0) -> tuple[CacheS
     Source: TensorRT-LLM's pinBlocks, for blocks that were stored for reuse.
     """
     chosen_group, ids = chosen(state, group), integers("blocks", blocks, ("K",))
-    known = chosen_group.blocks
+    metadata = chosen_group.blocks
     named = ids != NO_BLOCK
-    refcount = pick(known.refcount, ids)
-    findable = (ids >= 0) & (ids < known.refcount.shape[0]) & (pick(known.fill, ids) > 0)
+    refcount = pick(metadata.refcount, ids)
+    findable = (ids >= 0) & (ids < metadata.refcount.shape[0]) & (pick(metadata.fill, ids) > 0)
     ok = ~jnp.any(named & (~findable | repeated(ids)))
     pins = [_pins(each) for each in state.groups]
     pins[group] = add(pins[group], ids, 1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
     named = named & ok
     chosen_group = chosen_group.replace(
-        blocks=known.replace(refcount=add(known.refcount, ids, 1, named)),
+        blocks=metadata.replace(refcount=add(metadata.refcount, ids, 1, named)),
         num_cached=chosen_group.num_cached - count(named & (refcount == 0) & chosen_group.on_device(ids)),
     )
     state = replace_group(state, group, chosen_group)
@@ -75,8 +75,8 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
     pins[group] = add(pins[group], ids, -1, named & ok)
     ok = ok & _prefixes_are_pinned(state, pins)
     # As a row's blocks: the last one first, but whatever the order of the list, children before their parents.
-    known = chosen_group.blocks
-    order = children_first(known, ids[::-1], (named & ok & (pick(known.fill, ids) > 0))[::-1])
+    metadata = chosen_group.blocks
+    order = children_first(metadata, ids[::-1], (named & ok & (pick(metadata.fill, ids) > 0))[::-1])
     policy = windows.policy_of(group, state.policy)
     chosen_group = give_back(chosen_group, policy, order, ok & (order != NO_BLOCK), now)
     state = replace_group(state, group, chosen_group)
@@ -120,18 +120,18 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
       many more).
     """
     group, ids = state.groups[0], integers("blocks", blocks, ("K",))
-    known, num_ids = group.blocks, group.blocks.refcount.shape[0]
+    metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
     most = num_ids if max_removed is None else min(static_int("max_removed", max_removed, 1), num_ids)
     named = ids != NO_BLOCK
     unknown = jnp.any(named & ((ids < 0) | (ids >= num_ids)))
-    doomed = marked(num_ids, ids, named & ~unknown) & (known.fill > 0)
-    doomed = descendants(known, doomed)
+    doomed = marked(num_ids, ids, named & ~unknown) & (metadata.fill > 0)
+    doomed = descendants(metadata, doomed)
     total = count(doomed)
     over = jnp.maximum(total - most, 0)
-    held = jnp.any(doomed & (known.refcount > 0)) | jnp.any(named & (pick(known.refcount, ids) > 0))
+    held = jnp.any(doomed & (metadata.refcount > 0)) | jnp.any(named & (pick(metadata.refcount, ids) > 0))
     held = held | jnp.any(doomed & group.moving(group.ids))
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
-    order = children_first(known, group.ids, doomed)[:most]
+    order = children_first(metadata, group.ids, doomed)[:most]
     group, removed = remove(group, 0, state.policy, order, pick(doomed, order) & (status == Status.OK))
     state, gone = forget_all(replace_group(state, 0, find_unevictable(group)), 0, removed)
     return state, assemble(state, status, removed=gone, shortfall=over)
@@ -157,11 +157,10 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
     groups, cleared = [], []
     for number, group in enumerate(state.groups):
         policy = windows.policy_of(number, state.policy)
-        fresh, known = init_group(state.spec, number, policy, group.num_blocks), group.blocks
-        kept = fresh.blocks.replace(generation=known.generation, clock=known.clock, time=known.time)
-        fresh = fresh.replace(blocks=kept, policy=policy.forgot(group.policy, group.ids))
-        fresh = keep_host_policy(fresh, group, policy)
-        groups.append(either(held, group, fresh))
+        empty, old = init_group(state.spec, number, policy, group.num_blocks), group.blocks
+        blocks = empty.blocks.replace(generation=old.generation, clock=old.clock, time=old.time)
+        empty = empty.replace(blocks=blocks, policy=policy.forgot(group.policy, group.ids))
+        groups.append(either(held, group, keep_host_policy(empty, group, policy)))
         cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
     state = state.replace(groups=tuple(groups))
     return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)

@@ -61,19 +61,19 @@ def extend(
     """
     spec, size = state.spec, state.spec.block_size
     rows = None if seqs is None else integers("seqs", seqs, ("R",))
-    known = _known(state, rows)
-    length = known.length
+    metadata = _metadata(state, rows)
+    length = metadata.length
     active, now = row_mask("active", active, length.shape[0]), integers("now", now, ())
     if max_tokens is None:
         max_tokens = static_int("num_tokens", num_tokens, 1)
-    asked = each_row("num_tokens", num_tokens, active.shape)
+    num_tokens = each_row("num_tokens", num_tokens, active.shape)
     max_tokens = static_int("max_tokens", max_tokens, 1)
-    bad = active & ((length == 0) | (asked < 0) | (asked > max_tokens))
+    bad = active & ((length == 0) | (num_tokens < 0) | (num_tokens > max_tokens))
     if rows is not None:
         bad = bad | (active & ((rows < 0) | (rows >= spec.max_seqs) | repeated(rows)))
-    grown = length + jnp.where(active & ~bad, asked, 0)
+    grown = length + jnp.where(active & ~bad, num_tokens, 0)
     full = active & (-(-grown // size) > spec.max_blocks_per_seq)
-    held = active & known.swapped_out
+    held = active & metadata.swapped_out
     fine = ~jnp.any(bad | held | full)
     state, grew = _grown(state, rows, jnp.where(fine, grown, length), max_tokens, now, checked_tiers(tiers))
     status = first_failure(
@@ -81,7 +81,7 @@ def extend(
     )
     ok = fine & grew.ok
     if rows is None:
-        after = known.replace(length=jnp.where(ok, grown, length))
+        after = metadata.replace(length=jnp.where(ok, grown, length))
     else:
         after = state.seqs.replace(length=put(state.seqs.length, rows, grown, active & ok))
     state = state.replace(seqs=after)
@@ -102,7 +102,7 @@ class Growth(Pytree):
     moves: list[Transfer]
 
 
-def _known(state: CacheState, rows: jax.Array | None) -> Sequences:
+def _metadata(state: CacheState, rows: jax.Array | None) -> Sequences:
     """The metadata of rows i32[R]; None: of all."""
     return state.seqs if rows is None else pick(state.seqs, rows)
 
@@ -139,20 +139,20 @@ def grow(
       now: i32[] ms.
       tiers: static.
     """
-    spec, known, size = state.spec, _known(state, rows), state.spec.block_size
+    spec, metadata, size = state.spec, _metadata(state, rows), state.spec.block_size
     seqs = np.arange(spec.max_seqs, dtype=np.int32) if rows is None else rows
-    first = known.length // size
-    inside = (grown > known.length) & (known.length % size > 0)
+    first = metadata.length // size
+    inside = (grown > metadata.length) & (metadata.length % size > 0)
     columns = runs(first, (max_tokens + size - 2) // size + 1)
-    beyond = (columns * size < grown[:, None]) & (columns * size >= known.length[:, None])
-    written = jnp.maximum(known.committed - first * size, 0)  # tokens of the row's last block
+    beyond = (columns * size < grown[:, None]) & (columns * size >= metadata.length[:, None])
+    written = jnp.maximum(metadata.committed - first * size, 0)  # tokens of the row's last block
 
     shared = [unshare(group, table_entry(group, seqs, first), inside) for group in state.groups]
     new = [beyond.at[:, 0].set(beyond[:, 0] | writers.copies) for _, writers in shared]
     lacks = [count(n) - group.available for n, (group, _) in zip(new, shared, strict=True)]
     ok = functools.reduce(jnp.logical_and, [lack <= 0 for lack in lacks])
     block_priorities = priorities(state, now, tiers)
-    groups, removed, copied, taken, fresh = [], [], [], [], []
+    groups, removed, copied, taken, new_blocks = [], [], [], [], []
     for number, (group_spec, (group, writers), wanted) in enumerate(zip(spec.groups, shared, new, strict=True)):
         policy = windows.policy_of(number, state.policy)
         if taken:  # blocks that left the first group's index leave the others' too
@@ -171,13 +171,13 @@ def grow(
         copies = writers.copies & ok & (written > 0)
         group = group.replace(table=table)
         groups.append(group)
-        fresh.append((ids, writers.block, copies, wanted & ok))
+        new_blocks.append((ids, writers.block, copies, wanted & ok))
         removed.append(new.removed)
         copied.append(
             record(EventKind.COPIED, copies, group=number, block=group.pool_row(ids[:, 0]),
                    source=group.pool_row(writers.block), num_tokens=written)
         )  # fmt: skip
-    ids, block, copies, wanted = fresh[0]
+    ids, block, copies, wanted = new_blocks[0]
     group = copy_text(groups[0], ids[:, 0], block, copies)
     stated = pick(state.seqs.retention, (seqs[:, None], columns))
     groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted))

@@ -46,7 +46,7 @@ def fork(state: CacheState, src: ArrayLike, dst: ArrayLike) -> tuple[CacheState,
         refcount = add(group.blocks.refcount, table, 1, ok & (table >= 0))
         groups.append(group.replace(blocks=group.blocks.replace(refcount=refcount)))
     state = state.replace(groups=tuple(groups))
-    state = write_row(state, dst, ok, old.known, old.tables)
+    state = write_row(state, dst, ok, old.metadata, old.tables)
     return state, assemble(state, status)
 
 
@@ -73,9 +73,9 @@ def beam_step(
     seqs = integers("seqs", seqs, ("W",))
     parents, now = integers("parents", parents, seqs.shape), integers("now", now, ())
     old = state.seqs
-    known = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
+    is_valid = (seqs >= 0) & (seqs < state.spec.max_seqs) & ~repeated(seqs)
     length = pick(old.length, seqs)
-    bad = ~known | (length == 0) | (length != pick(old.committed, seqs))
+    bad = ~is_valid | (length == 0) | (length != pick(old.committed, seqs))
     bad = jnp.any(bad | pick(old.swapped_out, seqs) | (parents < 0) | (parents >= seqs.shape[0]))
     ok = jnp.broadcast_to(~bad, seqs.shape)
     heirs = jnp.sum(parents[None, :] == np.arange(seqs.shape[0], dtype=np.int32)[:, None], axis=1, dtype=jnp.int32)

@@ -61,12 +61,12 @@ def _init(spec: CacheSpec, policy: EvictionPolicy, sizes: list[jax.Array], polic
 
 def _in_range(num_blocks: Any, most: int) -> jax.Array:
     """i32[]; num_blocks, or 0 for a traced number outside 1..most."""
-    given = integers("num_blocks", num_blocks, ())
+    size = integers("num_blocks", num_blocks, ())
     if isinstance(num_blocks, Tracer):
-        return jnp.where((given >= 1) & (given <= most), given, 0)
+        return jnp.where((size >= 1) & (size <= most), size, 0)
     if not 1 <= int(num_blocks) <= most:
         raise ValueError(f"num_blocks: got {num_blocks}, wanted 1..{most}")
-    return given
+    return size
 
 
 def init_group(
@@ -104,27 +104,26 @@ def _init_blocks(num_ids: int, spec: CacheSpec) -> Blocks:
         return jnp.zeros((num_ids, *shape), dtype)
 
     text = Text(zeros(spec.block_size), zeros(spec.block_size) if spec.extra_ids else None)
-    kept = {"retention": zeros(2), "expiry": zeros(2), "time": jnp.zeros((2,), jnp.int32)} if spec.retention else {}
+    optional = {"retention": zeros(2), "expiry": zeros(2), "time": jnp.zeros((2,), jnp.int32)} if spec.retention else {}
     return Blocks(
         refcount=zeros(), text=text, fill=zeros(),
         key=zeros(2, dtype=jnp.uint32), generation=zeros(), parent=_none(num_ids, 2), children=zeros(),
-        depth=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0), **kept,
+        depth=zeros(), hits=zeros(), stored=zeros(), released=zeros(), clock=jnp.int32(0), **optional,
     )  # fmt: skip
 
 
-def _init_policy(policy: EvictionPolicy, num_ids: int, given: Any) -> Any:
-    """The policy's own state: a copy of the given one, since no two fields of a cache may share an array."""
-    if given is None:
+def _init_policy(policy: EvictionPolicy, num_ids: int, policy_state: Any) -> Any:
+    """The policy's own state: a copy of `policy_state`, since no two fields of a cache may share an array."""
+    if policy_state is None:
         return policy.init(num_ids)
-
-    given = jax.tree.map(jnp.array, given)
+    policy_state = jax.tree.map(jnp.array, policy_state)
     got, wanted = (
         jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-        for tree in (given, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, policy.init(num_ids))))
+        for tree in (policy_state, jax.eval_shape(lambda: jax.tree.map(jnp.asarray, policy.init(num_ids))))
     )
     if jax.tree.structure(got) != jax.tree.structure(wanted) or jax.tree.leaves(got) != jax.tree.leaves(wanted):
         raise ValueError(f"policy_state: got {got}, wanted {wanted}, as the policy's init makes it")
-    return given
+    return policy_state
 
 
 def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any) -> Host:

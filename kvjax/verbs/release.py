@@ -51,7 +51,7 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
         for number, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))
     ]
     state = state.replace(groups=tuple(groups))
-    free = jax.tree.map(jnp.zeros_like, row.known)
+    free = jax.tree.map(jnp.zeros_like, row.metadata)
     state = write_row(state, seq, ok, free, [jnp.full_like(table, NO_BLOCK) for table in row.tables])
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)), stored=stored)
 

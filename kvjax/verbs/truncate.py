@@ -75,5 +75,6 @@ def rewind(
     alone = (pick(group.blocks.fill, block) > 0) & (pick(group.blocks.refcount, block) == 1) & group.childless(block)
     groups[0], gone = leave_index(group, 0, block, ok & (length % size > 0) & alone)
     state, removed = forget_all(state.replace(groups=tuple(groups)), 0, gone)
-    known = row.known.replace(length=length, committed=committed, retention=cut_off(row.known.retention, length, size))
-    return write_row(state, seq, ok, known, tables), removed, ok
+    retention = cut_off(row.metadata.retention, length, size)
+    metadata = row.metadata.replace(length=length, committed=committed, retention=retention)
+    return write_row(state, seq, ok, metadata, tables), removed, ok
