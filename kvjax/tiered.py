@@ -88,7 +88,7 @@ def _tiered_method[**P](
     return face(method, verb, "TieredCache", **options)
 
 
-def _resting_method[**P](
+def _still_method[**P](
     verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that orders neither moves nor copies."""
@@ -168,16 +168,16 @@ class TieredCache:
 
     admit = _tiered_method(admit, "reserve_tokens", "tiers", tiers=("device", "host"))
     extend = _tiered_method(extend, "max_tokens", "tiers", tiers=("device", "host"))
-    commit = _resting_method(commit)
-    fork = _resting_method(fork)
-    truncate = _resting_method(truncate)
-    trim = _resting_method(trim, "max_tokens")
-    release = _resting_method(release)
-    beam_step = _resting_method(beam_step)
-    evict = _resting_method(evict, "max_removed")
-    pin = _resting_method(pin, "group")
-    unpin = _resting_method(unpin, "group")
-    reset = _resting_method(reset)
+    commit = _still_method(commit)
+    fork = _still_method(fork)
+    truncate = _still_method(truncate)
+    trim = _still_method(trim, "max_tokens")
+    release = _still_method(release)
+    beam_step = _still_method(beam_step)
+    evict = _still_method(evict, "max_removed")
+    pin = _still_method(pin, "group")
+    unpin = _still_method(unpin, "group")
+    reset = _still_method(reset)
     offload = _tiered_method(offload, "group")
     onboard = _tiered_method(onboard, "group")
     watermark = _tiered_method(watermark, "most", "group")

@@ -12,22 +12,14 @@ from kvjax.state import NO_BLOCK, EvictionPolicy, Group
 
 
 class Writers(Pytree):
-    """Rows that want to write into a block that is not theirs alone, all [R].
+    """Rows that want to write into a block that is not theirs alone, all [R]."""
 
-    Attributes:
-      block: i32; the block that each row is in.
-      shared: bool; it has other holders, or it is findable and must keep its contents.
-      holders: i32; the block's refcount.
-      remaining: i32; the block's holders if every such row releases it.
-      last: bool; the row is the last of those that leave a block without holders.
-      copies: bool; the row takes a private copy. The last holder of a block that is not findable keeps it instead.
-    """
-
-    block: jax.Array
-    shared: jax.Array
-    holders: jax.Array
-    remaining: jax.Array
-    last: jax.Array
+    block: jax.Array  # i32; the block that each row is in
+    shared: jax.Array  # bool; it has other holders, or it is findable and must keep its contents
+    holders: jax.Array  # i32; the block's refcount
+    remaining: jax.Array  # i32; the block's holders if every such row releases it
+    last: jax.Array  # bool; the row is the last of those that leave a block without holders
+    # bool; the row takes a private copy. The last holder of a block that is not findable keeps it instead
     copies: jax.Array
 
 

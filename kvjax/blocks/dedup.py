@@ -30,19 +30,12 @@ def same_content(blocks: Blocks, ids: jax.Array, text: Text, fill: jax.Array | N
 
 
 class Filled(NamedTuple):
-    """Blocks that rows may just have filled, all [K]; those of a row follow one another.
+    """Blocks that rows may just have filled, all [K]; those of a row follow one another."""
 
-    Attributes:
-      row: i32; the row of the table.
-      column: i32; its column there.
-      first: i32; the first such column of the row.
-      where: bool; whether it was filled.
-    """
-
-    row: jax.Array
-    column: jax.Array
-    first: jax.Array
-    where: jax.Array
+    row: jax.Array  # i32; the row of the table
+    column: jax.Array  # i32; its column there
+    first: jax.Array  # i32; the first such column of the row
+    where: jax.Array  # bool; whether it was filled
 
     @classmethod
     def of(cls, rows: jax.Array, first: jax.Array, end: jax.Array, most: int) -> Filled:
@@ -53,25 +46,15 @@ class Filled(NamedTuple):
 
 
 class Dedup(Pytree):
-    """The outcome for blocks that have just been filled, all [K].
+    """The outcome for blocks that have just been filled, all [K]."""
 
-    Attributes:
-      own: i32; the block that was filled.
-      target: i32; the block that the row holds from now on: its own, or an equal one.
-      publish: bool; own becomes findable.
-      merge: bool; own is given back for the target.
-      first: bool; no earlier entry has the same key (so a count of these counts each block once).
-      key: u32[K, 2].
-      parent: i32[K, 2]; (block, namespace) as `publish` wants it.
-    """
-
-    own: jax.Array
-    target: jax.Array
-    publish: jax.Array
-    merge: jax.Array
-    first: jax.Array
-    key: jax.Array
-    parent: jax.Array
+    own: jax.Array  # i32; the block that was filled
+    target: jax.Array  # i32; the block that the row holds from now on: its own, or an equal one
+    publish: jax.Array  # bool; own becomes findable
+    merge: jax.Array  # bool; own is given back for the target
+    first: jax.Array  # bool; no earlier entry has the same key (so a count of these counts each block once)
+    key: jax.Array  # u32[K, 2]
+    parent: jax.Array  # i32[K, 2]; (block, namespace) as `publish` wants it
 
 
 def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> Dedup:

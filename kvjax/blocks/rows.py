@@ -51,17 +51,11 @@ class Span(NamedTuple):
 
 
 class Row(Pytree):
-    """One row of the block tables.
+    """One row of the block tables."""
 
-    Attributes:
-      exists: bool[]; whether the row's number is in range.
-      metadata: the row's part of `Sequences`, without the axis S.
-      tables: i32[M]; the row's blocks, for each group.
-    """
-
-    exists: jax.Array
-    metadata: Sequences
-    tables: tuple[jax.Array, ...]
+    exists: jax.Array  # bool[]; whether the row's number is in range
+    metadata: Sequences  # the row's part of `Sequences`, without the axis S
+    tables: tuple[jax.Array, ...]  # i32[M]; the row's blocks, for each group
 
     length = property(lambda self: self.metadata.length)
     committed = property(lambda self: self.metadata.committed)

@@ -35,59 +35,35 @@ from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy, Group, Host
 
 
 class Outgoing(Pytree, static=("held",)):
-    """Device blocks that have to leave their pool rows, all [A].
+    """Device blocks that have to leave their pool rows, all [A]."""
 
-    Attributes:
-      ids: i32; children before parents, subtracted from the parents' `children` already.
-      where: bool; the entries that count.
-      to_host: bool; goes to the host; the others are evicted.
-      held: static; whether rows hold the blocks and keep them (a swap), or nobody does.
-    """
-
-    ids: jax.Array
-    where: jax.Array
-    to_host: jax.Array
-    held: bool = False
+    ids: jax.Array  # i32; children before parents, subtracted from the parents' `children` already
+    where: jax.Array  # bool; the entries that count
+    to_host: jax.Array  # bool; goes to the host; the others are evicted
+    held: bool = False  # static; whether rows hold the blocks and keep them (a swap), or nobody does
 
 
 class Transfers(Pytree):
-    """The parts of a call; see the drawing at the top.
+    """The parts of a call; see the drawing at the top."""
 
-    Attributes:
-      offloaded: bool[A]; those of `Outgoing.ids` that end on the host.
-      through_host: bool[A]; evicted ones that were to be offloaded: their events say so, too.
-      dropped: i32[2A]; host blocks that leave the index: descendants of evicted blocks, then the host's victims.
-      removed: i32[3A]; evicted and dropped blocks, children before parents; then NO_BLOCK.
-      onboarded: i32[C].
-      host_tier: after the choice of its victims, before any block has moved.
-      ok: bool[]; whether it can be done.
-    """
-
-    offloaded: jax.Array
-    through_host: jax.Array
+    offloaded: jax.Array  # bool[A]; those of `Outgoing.ids` that end on the host
+    through_host: jax.Array  # bool[A]; evicted ones that were to be offloaded: their events say so, too
+    # i32[2A]; host blocks that leave the index: descendants of evicted blocks, then the host's victims
     dropped: jax.Array
-    removed: jax.Array
-    onboarded: jax.Array
-    host_tier: Host
-    ok: jax.Array
+    removed: jax.Array  # i32[3A]; evicted and dropped blocks, children before parents; then NO_BLOCK
+    onboarded: jax.Array  # i32[C]
+    host_tier: Host  # after the choice of its victims, before any block has moved
+    ok: jax.Array  # bool[]; whether it can be done
 
 
 class Rows(Pytree):
-    """The pool row of each block after a call.
+    """The pool row of each block after a call."""
 
-    Attributes:
-      pool_row: i32[B]; as in `Host`.
-      free: i32[.]; blocks without holders and contents, packed: first those with pool rows on the device.
-      num_on_device: i32[]; how many free blocks have pool rows on the device.
-      num_free: i32[]; how many blocks are free.
-      num_popped: i32[]; how many free blocks were on the host's stack.
-    """
-
-    pool_row: jax.Array
-    free: jax.Array
-    num_on_device: jax.Array
-    num_free: jax.Array
-    num_popped: jax.Array
+    pool_row: jax.Array  # i32[B]; as in `Host`
+    free: jax.Array  # i32[.]; blocks without holders and contents, packed: first those with pool rows on the device
+    num_on_device: jax.Array  # i32[]; how many free blocks have pool rows on the device
+    num_free: jax.Array  # i32[]; how many blocks are free
+    num_popped: jax.Array  # i32[]; how many free blocks were on the host's stack
 
 
 def take_over_tiers(

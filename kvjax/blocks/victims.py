@@ -14,23 +14,14 @@ from kvjax.state import Blocks, Group
 
 
 class Taken(Pytree):
-    """The result of `take`.
+    """The result of `take`."""
 
-    Attributes:
-      group: the group after `take`.
-      ids: i32[.]; the taken blocks, NO_BLOCK after them.
-      ok: bool[]; whether all were taken; if not, nothing has changed.
-      removed: records of blocks that are no longer findable.
-      updated: records of blocks that changed tier.
-      orders: the moves between tiers.
-    """
-
-    group: Group
-    ids: jax.Array
-    ok: jax.Array
-    removed: Records
-    updated: Records
-    orders: Transfer
+    group: Group  # the group after `take`
+    ids: jax.Array  # i32[.]; the taken blocks, NO_BLOCK after them
+    ok: jax.Array  # bool[]; whether all were taken; if not, nothing has changed
+    removed: Records  # records of blocks that are no longer findable
+    updated: Records  # records of blocks that changed tier
+    orders: Transfer  # the moves between tiers
 
 
 def claim(blocks: Blocks, ids: jax.Array, where: jax.Array) -> tuple[Blocks, jax.Array]:

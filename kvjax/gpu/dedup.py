@@ -21,25 +21,15 @@ Key = tuple[jax.Array, jax.Array]  # u32[lanes] each
 
 
 class Filled(NamedTuple):
-    """Blocks that a pass looks at, a lane each; other lanes say of row 0 what plain jax says of its padding.
+    """Blocks that a pass looks at, a lane each; other lanes say of row 0 what plain jax says of its padding."""
 
-    Attributes:
-      inside: bool; the lane belongs to the pass.
-      row: i32; the block's row, one that exists.
-      column: i32; its column there.
-      own: i32; the block.
-      before: i32; the block before it, or NO_BLOCK.
-      namespace: i32; of the row.
-      where: bool; the block was filled, and can become findable.
-    """
-
-    inside: jax.Array
-    row: jax.Array
-    column: jax.Array
-    own: jax.Array
-    before: jax.Array
-    namespace: jax.Array
-    where: jax.Array
+    inside: jax.Array  # bool; the lane belongs to the pass
+    row: jax.Array  # i32; the block's row, one that exists
+    column: jax.Array  # i32; its column there
+    own: jax.Array  # i32; the block
+    before: jax.Array  # i32; the block before it, or NO_BLOCK
+    namespace: jax.Array  # i32; of the row
+    where: jax.Array  # bool; the block was filled, and can become findable
 
     @classmethod
     def of(cls, memory: Memory, done: jax.Array, number: jax.Array, batch: int, size: np.int32) -> Filled:

@@ -25,20 +25,16 @@ CHANGED = (
 READ = ("parent", "generation", "empty", "length", "committed")
 
 
-class Grown(NamedTuple):
-    """The result of `grow_rows`: whether every row could grow, the records, and how many blocks are missing."""
-
-    ok: jax.Array
-    removed: Records
-    copied: Records
-    shortfall: jax.Array
-
-
 @functools.partial(jax.jit, static_argnames=("max_tokens", "interpret"))
 def grow_rows(
     state: CacheState, grown: jax.Array, max_tokens: int, interpret: bool = False
-) -> tuple[CacheState, Grown]:
-    """As `verbs/extend.grow`, for a state that `choice.serves`: all rows or none, exactly the same."""
+) -> tuple[CacheState, jax.Array, Records, Records, jax.Array]:
+    """As `verbs/extend.grow`, for a state that `choice.serves`: all rows or none, exactly the same.
+
+    Returns:
+      The cache; bool[], whether every row could grow; records, removed and copied; and i32[], how many blocks are
+      missing.
+    """
     spec = state.spec
     width = (max_tokens + spec.block_size - 2) // spec.block_size + 1
     rows, most = spec.max_seqs, min(spec.max_seqs * width, spec.groups[0].num_blocks)
@@ -60,7 +56,7 @@ def grow_rows(
     copied = record(
         EventKind.COPIED, done["copies"] > 0, block=done["ids"], source=done["source"], num_tokens=done["written"]
     )
-    return with_arrays(state, done), Grown(done["ok"][0] > 0, removed, copied, done["shortfall"][0])
+    return with_arrays(state, done), done["ok"][0] > 0, removed, copied, done["shortfall"][0]
 
 
 def _grow(memory: Memory, *, size: np.int32, width: np.int32, lanes: int) -> None:
@@ -78,25 +74,15 @@ def _grow(memory: Memory, *, size: np.int32, width: np.int32, lanes: int) -> Non
 
 
 class _Span(NamedTuple):
-    """The growth of each row, a lane for each column; worked out twice, since registers are few.
+    """The growth of each row, a lane for each column; worked out twice, since registers are few."""
 
-    Attributes:
-      row: i32.
-      begins: bool; the lane of a row's first column.
-      length: i32; tokens that the row has room for.
-      grown: i32; and those that it asks for.
-      first: i32; the row's first column, the one that it is in.
-      column: i32.
-      beyond: bool; the column needs a block that the row does not have.
-    """
-
-    row: jax.Array
-    begins: jax.Array
-    length: jax.Array
-    grown: jax.Array
-    first: jax.Array
-    column: jax.Array
-    beyond: jax.Array
+    row: jax.Array  # i32
+    begins: jax.Array  # bool; the lane of a row's first column
+    length: jax.Array  # i32; tokens that the row has room for
+    grown: jax.Array  # i32; and those that it asks for
+    first: jax.Array  # i32; the row's first column, the one that it is in
+    column: jax.Array  # i32
+    beyond: jax.Array  # bool; the column needs a block that the row does not have
 
     @classmethod
     def of(cls, memory: Memory, size: np.int32, width: np.int32, lanes: int) -> _Span:

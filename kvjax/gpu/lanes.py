@@ -35,19 +35,12 @@ def rank(where: jax.Array) -> jax.Array:
 
 
 class Peers(NamedTuple):
-    """The lanes with the same value, as each lane sees them, all i32[lanes]; None where it was not asked for.
+    """The lanes with the same value, as each lane sees them, all i32[lanes]; None where it was not asked for."""
 
-    Attributes:
-      first: the first of them, perhaps the lane itself.
-      before: the last one before the lane, or -1.
-      after: the first one after the lane, or the number of lanes.
-      number: how many there are.
-    """
-
-    first: Any = None
-    before: Any = None
-    after: Any = None
-    number: Any = None
+    first: Any = None  # the first of them, perhaps the lane itself
+    before: Any = None  # the last one before the lane, or -1
+    after: Any = None  # the first one after the lane, or the number of lanes
+    number: Any = None  # how many there are
 
     @property
     def last(self) -> jax.Array:

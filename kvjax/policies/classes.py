@@ -136,29 +136,18 @@ class _Push:
 
 
 class _Turn(NamedTuple):
-    """The state of a choice of victims.
+    """The state of a choice of victims."""
 
-    Attributes:
-      at: i32[C]; position of the entry that each class looks at next, -1 behind its last one.
-      first: i32[C]; as in `Chains`: where `at` is, unless a leaf was passed over that may not be named now.
-      heads: i32[C]; the block at `at`: NO_BLOCK behind the last one, _DEAD for an entry that is not live.
-      ids: i32[size]; the victims so far.
-      above: i32[size]; the parent of each.
-      found: i32[]; how many there are.
-      left: i32[]; classes that have entries to look at.
-      exposed: i32[]; a block that was passed over and has lost its last child just now, or NO_BLOCK. It is next.
-      parked: bool[]; as in `Chains`; leaves that were passed over count, too.
-    """
-
-    at: jax.Array
-    first: jax.Array
-    heads: jax.Array
-    ids: jax.Array
-    above: jax.Array
-    found: jax.Array
-    left: jax.Array
+    at: jax.Array  # i32[C]; position of the entry that each class looks at next, -1 behind its last one
+    first: jax.Array  # i32[C]; as in `Chains`: where `at` is, unless a leaf was passed over that may not be named now
+    heads: jax.Array  # i32[C]; the block at `at`: NO_BLOCK behind the last one, _DEAD for an entry that is not live
+    ids: jax.Array  # i32[size]; the victims so far
+    above: jax.Array  # i32[size]; the parent of each
+    found: jax.Array  # i32[]; how many there are
+    left: jax.Array  # i32[]; classes that have entries to look at
+    # i32[]; a block that was passed over and has lost its last child just now, or NO_BLOCK. It is next
     exposed: jax.Array
-    parked: jax.Array
+    parked: jax.Array  # bool[]; as in `Chains`; leaves that were passed over count, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,33 +280,19 @@ def _hits(blocks: Blocks, ids: jax.Array) -> jax.Array:
 
 
 class Chains(NamedTuple):
-    """The log and the classes in it. An entry is live while its block is cached and was not released since.
+    """The log and the classes in it. An entry is live while its block is cached and was not released since."""
 
-    Attributes:
-      order: i32[2B]; the block of each entry, in order of release.
-      follows: i32[2B]; position of the next entry of the same class, -1 after the last one.
-      stamp: i32[B]; position of each block's newest entry, -1 if it has gone to another tier.
-      label: i32[B]; the class of that entry.
-      begin: i32[C]; position of each class's oldest entry, -1 if it has none.
-      first: i32[C]; position of its first entry that is not parked and may be live, -1 if there is none.
-      last: i32[C]; position of its last entry, if it has any.
-      end: i32[]; length of the log.
-      exposed: i32[]; a parked block whose last child left in the last call, or NO_BLOCK. It is next.
-      parked: bool[]; whether any entry was ever parked.
-      own: a state of the policy's functions.
-    """
-
-    order: jax.Array
-    follows: jax.Array
-    stamp: jax.Array
-    label: jax.Array
-    begin: jax.Array
-    first: jax.Array
-    last: jax.Array
-    end: jax.Array
-    exposed: jax.Array
-    parked: jax.Array
-    own: Any
+    order: jax.Array  # i32[2B]; the block of each entry, in order of release
+    follows: jax.Array  # i32[2B]; position of the next entry of the same class, -1 after the last one
+    stamp: jax.Array  # i32[B]; position of each block's newest entry, -1 if it has gone to another tier
+    label: jax.Array  # i32[B]; the class of that entry
+    begin: jax.Array  # i32[C]; position of each class's oldest entry, -1 if it has none
+    first: jax.Array  # i32[C]; position of its first entry that is not parked and may be live, -1 if there is none
+    last: jax.Array  # i32[C]; position of its last entry, if it has any
+    end: jax.Array  # i32[]; length of the log
+    exposed: jax.Array  # i32[]; a parked block whose last child left in the last call, or NO_BLOCK. It is next
+    parked: jax.Array  # bool[]; whether any entry was ever parked
+    own: Any  # a state of the policy's functions
 
 
 def _init_chains(num_ids: int, classes: int, own: Any) -> Chains:

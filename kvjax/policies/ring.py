@@ -16,18 +16,12 @@ from kvjax.state import COPYING, Blocks, Eligible, EvictionPolicy
 
 
 class Ring(NamedTuple):
-    """Cached blocks in order of release. An entry is live while its block is cached and was not released since.
+    """Cached blocks in order of release. An entry is live while its block is cached and was not released since."""
 
-    Attributes:
-      order: i32[R]; block ids, R a power of two of at least 2B; position p is kept at p mod R.
-      stamp: i32[B]; position of each block's newest entry.
-      head, tail: i32[]; the entries are at head..tail-1, compared by difference so that they may wrap.
-    """
-
-    order: jax.Array
-    stamp: jax.Array
-    head: jax.Array
-    tail: jax.Array
+    order: jax.Array  # i32[R]; block ids, R a power of two of at least 2B; position p is kept at p mod R
+    stamp: jax.Array  # i32[B]; position of each block's newest entry
+    head: jax.Array  # i32[]; the entries are at head..tail-1, compared by difference so that they may wrap
+    tail: jax.Array  # i32[]; likewise, the position after the newest entry
 
 
 @functools.cache

@@ -104,21 +104,13 @@ def is_hashable(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Lowest:
-    """`victims` by score, as a value: a closure would be equal to no other closure over the same function.
+    """`victims` by score, as a value: a closure would be equal to no other closure over the same function."""
 
-    Attributes:
-      fn: the score.
-      parameters: what it takes by name.
-      types: of the parameters; 1, 1.0 and True are equal, but may give different programs.
-      timed: whether fn takes the time.
-      has_state: whether fn takes the policy's state.
-    """
-
-    fn: Callable[..., jax.Array]
-    parameters: tuple[tuple[str, Any], ...]
-    types: tuple[type, ...]
-    timed: bool
-    has_state: bool
+    fn: Callable[..., jax.Array]  # the score
+    parameters: tuple[tuple[str, Any], ...]  # what it takes by name
+    types: tuple[type, ...]  # of the parameters; 1, 1.0 and True are equal, but may give different programs
+    timed: bool  # whether fn takes the time
+    has_state: bool  # whether fn takes the policy's state
 
     def __call__(
         self, pstate: Any, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int

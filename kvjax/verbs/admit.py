@@ -136,47 +136,27 @@ def lookup(
 
 
 class Found(Pytree):
-    """The blocks of a prompt in one group.
+    """The blocks of a prompt in one group."""
 
-    Attributes:
-      blocks: i32[F]; its blocks of the cached prefix.
-      hits: bool[F]; those that the next token sees.
-      on_host: bool[F]; hits that are on the host.
-      source: i32[]; the block to copy further tokens from, or NO_BLOCK.
-      idle: bool[]; whether the source is on the device and nobody holds it.
-      free: i32[]; available blocks less the cached hits and the hits that have to come from the host.
-      fixed: bool[]; whether a hit on the host cannot move, since an earlier row of the call copies from it.
-    """
-
-    blocks: jax.Array
-    hits: jax.Array
-    on_host: jax.Array
-    source: jax.Array
-    idle: jax.Array
-    free: jax.Array
-    fixed: jax.Array
+    blocks: jax.Array  # i32[F]; its blocks of the cached prefix
+    hits: jax.Array  # bool[F]; those that the next token sees
+    on_host: jax.Array  # bool[F]; hits that are on the host
+    source: jax.Array  # i32[]; the block to copy further tokens from, or NO_BLOCK
+    idle: jax.Array  # bool[]; whether the source is on the device and nobody holds it
+    free: jax.Array  # i32[]; available blocks less the cached hits and the hits that have to come from the host
+    fixed: jax.Array  # bool[]; whether a hit on the host cannot move, since an earlier row of the call copies from it
 
 
 class Decision(Pytree):
-    """The decision on a request, before anything is taken.
+    """The decision on a request, before anything is taken."""
 
-    Attributes:
-      status: i32[].
-      whole: i32[]; whole blocks of the prompt that are cached.
-      shared: i32[]; tokens after them that are copied.
-      target: i32[]; tokens that the row gets room for.
-      need: i32[]; new blocks in each group, 0 unless the status is OK.
-      missing: i32[]; blocks missing in the group that misses most.
-      found: what each group has of the prompt.
-    """
-
-    status: jax.Array
-    whole: jax.Array
-    shared: jax.Array
-    target: jax.Array
-    need: jax.Array
-    missing: jax.Array
-    found: list[Found]
+    status: jax.Array  # i32[]
+    whole: jax.Array  # i32[]; whole blocks of the prompt that are cached
+    shared: jax.Array  # i32[]; tokens after them that are copied
+    target: jax.Array  # i32[]; tokens that the row gets room for
+    need: jax.Array  # i32[]; new blocks in each group, 0 unless the status is OK
+    missing: jax.Array  # i32[]; blocks missing in the group that misses most
+    found: list[Found]  # what each group has of the prompt
 
 
 def find(state: CacheState, prompt: Prompt, tiers: tuple[str, ...]) -> Match:

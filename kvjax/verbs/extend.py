@@ -87,7 +87,7 @@ def extend(
     state = state.replace(seqs=after)
     return state, assemble(
         state, status, removed=grew.removed, updated=grew.updated, copied=grew.copied, shortfall=grew.shortfall,
-        moves=grew.moves,
+        moves=grew.orders,
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ class Growth(Pytree):
     copied: list[Records]
     shortfall: jax.Array
     updated: list[Records]
-    moves: list[Transfer]
+    orders: list[Transfer]
 
 
 def _metadata(state: CacheState, rows: jax.Array | None) -> Sequences:
@@ -116,8 +116,8 @@ def _grown(
         from kvjax.gpu.extend import grow_rows  # late: to import Triton takes a tenth of a second
 
         del now  # only retention asks for the time
-        state, grew = grow_rows(state, grown, max_tokens, interpret)
-        return state, Growth(grew.ok, [grew.removed], [grew.copied], grew.shortfall, [no_records()], [no_moves()])
+        state, ok, removed, copied, shortfall = grow_rows(state, grown, max_tokens, interpret)
+        return state, Growth(ok, [removed], [copied], shortfall, [no_records()], [no_moves()])
 
     def plain(state: CacheState, grown: jax.Array, now: jax.Array) -> tuple[CacheState, Growth]:
         return grow(state, rows, grown, max_tokens, now, tiers)
@@ -182,8 +182,8 @@ def grow(
     stated = pick(state.seqs.retention, (seqs[:, None], columns))
     groups[0] = group.replace(blocks=apply_retention(group.blocks, ids, stated, wanted))
     shortfall = jnp.where(ok, 0, jnp.maximum(jnp.max(jnp.stack(lacks)), 1))
-    state, removed, updated, moves = all_or_nothing(
+    state, removed, updated, orders = all_or_nothing(
         state, state.replace(groups=tuple(groups)), ok, removed, [new.updated for new in taken],
         [new.orders for new in taken],
     )  # fmt: skip
-    return state, Growth(ok, removed, copied, shortfall, updated, moves)
+    return state, Growth(ok, removed, copied, shortfall, updated, orders)
