@@ -90,16 +90,11 @@ def loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -
 
 
 def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Finds the last occurrence of each id, where an id may occur several times.
+    """Finds the last occurrence of each of ids i32[K], where bool[K]; an id may occur several times.
 
-    Each occurrence writes its own negative number into the counts by minimum, the last one the smallest. The
-    occurrence that reads itself back is the last.
-
-    Args:
-      counts: i32[B]; none negative at the ids.
-      ids: i32[K].
-      where: bool[K]; the entries that count.
-      below: static; marks begin so far below -1: lower than those of calls between this one and the overwriting.
+    Each occurrence writes its own negative number into the counts i32[B], not negative so far, by minimum: the last one
+    the smallest. The occurrence that reads itself back is the last. `below`, static, keeps clear of the marks of calls
+    between this one and the overwriting.
 
     Returns:
       The counts with marks, -1 - below - k of entry k, which the caller overwrites; and bool[K], the last entry of each
@@ -151,7 +146,7 @@ def repeated(ids: jax.Array) -> jax.Array:
     return put(jnp.zeros(ids.shape, jnp.bool_), order, True, same)
 
 
-def marked(size: int, ids: jax.Array, where: jax.Array) -> jax.Array:
+def is_among(size: int, ids: jax.Array, where: jax.Array) -> jax.Array:
     """bool[size]; which numbers are among ids i32[K], where bool[K]; an id may occur several times."""
     return put(jnp.zeros((size,), jnp.bool_), ids, True, where, unique=False)
 

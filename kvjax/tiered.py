@@ -65,7 +65,7 @@ class FailedTransfer(RuntimeError):
         self.tiered, self.lost, self.events, self.removed = tiered, lost, events, removed
 
 
-def _tiered_method[**P](
+def _moving_method[**P](
     verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str, **options: Any
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that also makes the moves and copies that it orders."""
@@ -88,7 +88,7 @@ def _tiered_method[**P](
     return face(method, verb, "TieredCache", **options)
 
 
-def _still_method[**P](
+def _method[**P](
     verb: Callable[Concatenate[CacheState, P], tuple[CacheState, Events]], *static: str
 ) -> Callable[Concatenate[TieredCache, P], tuple[TieredCache, Events]]:
     """A verb on states as a method, jitted, that orders neither moves nor copies."""
@@ -102,7 +102,7 @@ def _still_method[**P](
     return face(method, verb, "TieredCache")
 
 
-def _tiered_reader[**P, R](
+def _reader[**P, R](
     verb: Callable[Concatenate[CacheState, P], R], called: Callable[..., R] | None = None
 ) -> Callable[Concatenate[TieredCache, P], R]:
     """A question about a state as a method; `called` is the same, jitted."""
@@ -166,27 +166,27 @@ class TieredCache:
         """The device's K/V."""
         return self.cache.pools
 
-    admit = _tiered_method(admit, "reserve_tokens", "tiers", tiers=("device", "host"))
-    extend = _tiered_method(extend, "max_tokens", "tiers", tiers=("device", "host"))
-    commit = _still_method(commit)
-    fork = _still_method(fork)
-    truncate = _still_method(truncate)
-    trim = _still_method(trim, "max_tokens")
-    release = _still_method(release)
-    beam_step = _still_method(beam_step)
-    evict = _still_method(evict, "max_removed")
-    pin = _still_method(pin, "group")
-    unpin = _still_method(unpin, "group")
-    reset = _still_method(reset)
-    offload = _tiered_method(offload, "group")
-    onboard = _tiered_method(onboard, "group")
-    watermark = _tiered_method(watermark, "most", "group")
-    swap_out = _tiered_method(swap_out)
-    swap_in = _tiered_method(swap_in)
-    lookup = _tiered_reader(lookup, OutermostJit(lookup, static_argnames="tiers"))
-    view = _tiered_reader(view)
-    ragged = _tiered_reader(ragged)
-    mixed = _tiered_reader(mixed)
+    admit = _moving_method(admit, "reserve_tokens", "tiers", tiers=("device", "host"))
+    extend = _moving_method(extend, "max_tokens", "tiers", tiers=("device", "host"))
+    commit = _method(commit)
+    fork = _method(fork)
+    truncate = _method(truncate)
+    trim = _method(trim, "max_tokens")
+    release = _method(release)
+    beam_step = _method(beam_step)
+    evict = _method(evict, "max_removed")
+    pin = _method(pin, "group")
+    unpin = _method(unpin, "group")
+    reset = _method(reset)
+    offload = _moving_method(offload, "group")
+    onboard = _moving_method(onboard, "group")
+    watermark = _moving_method(watermark, "most", "group")
+    swap_out = _moving_method(swap_out)
+    swap_in = _moving_method(swap_in)
+    lookup = _reader(lookup, OutermostJit(lookup, static_argnames="tiers"))
+    view = _reader(view)
+    ragged = _reader(ragged)
+    mixed = _reader(mixed)
 
     def __repr__(self) -> str:
         on_device, on_host = map(human, pool_bytes(self.state.spec))

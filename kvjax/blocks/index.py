@@ -52,18 +52,10 @@ def longest_child(
     limit: jax.Array,
     usable: Callable[[jax.Array], jax.Array] = lambda block: block >= 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The findable child of `parent` that shares the longest prefix, of at least one token, with `text`.
+    """The findable child of `parent` i32[2] that shares the longest prefix with text i32[P], and how many tokens of it.
 
-    Args:
-      blocks: their metadata.
-      links: the child index.
-      parent: i32[2]; (block, generation), or (NO_BLOCK, namespace).
-      text: i32[P]; the text to match.
-      limit: i32[]; tokens that count.
-      usable: (block i32[]) -> bool[]; whether it may be chosen.
-
-    Returns:
-      i32[] block, NO_BLOCK if none shares a token; and i32[] the tokens shared.
+    Only `limit` i32[] tokens count, and only children for which `usable(block)` holds. A parent is (block, generation),
+    or (NO_BLOCK, namespace). The child is NO_BLOCK if none shares a token.
     """
     num_ids, size = blocks.tokens.shape
     first = pick(links.next, child_bucket(links, parent, pick(text, 0)))

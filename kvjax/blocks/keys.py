@@ -50,17 +50,14 @@ def prefix_keys(
     depth: jax.Array,
     so_far: Callable[[jax.Array], jax.Array] = lambda blocks: blocks,
 ) -> jax.Array:
-    """The key of the prefix that ends in each block.
+    """u32[..., 2]; the key of the prefix that ends in each block of text i32[..., P], of which `fill` tokens count.
 
     Args:
       start: u32[..., 2]; key of the prefix before the block, or before the first of those that `so_far` adds up.
-      text: i32[..., P]; contents.
-      fill: i32 or i32[...]; tokens that count; the rest of a block is ignored.
+      text: contents.
+      fill: i32 or i32[...].
       depth: i32[...]; blocks before each in its sequence.
       so_far: sums what blocks add, u32[..., 2], up to each one, such as `chain` of consecutive blocks.
-
-    Returns:
-      u32[..., 2].
     """
     size, ndim = text.tokens.shape[-1], text.tokens.ndim
     position = np.arange(size, dtype=np.uint32)[:, None]

@@ -25,17 +25,10 @@ def longest_match(
     namespace: jax.Array,
     tiers: tuple[str, ...],
 ) -> Match:
-    """Finds the longest cached prefix: whole blocks all at once, then tokens of their best child.
+    """Finds the longest cached prefix of a prompt in blocks i32[F, P]: whole blocks, then tokens of their best child.
 
     With windows, every group must also have all that the next token can see. Each copied token may move a window on,
-    so a prefix may be valid only together with a copy.
-
-    Args:
-      state: where to look; not changed.
-      text: i32[F, P]; the prompt in blocks.
-      length: i32[]; tokens of the prompt.
-      namespace: i32[].
-      tiers: static; "device", "host" or both.
+    so a prefix may be valid only together with a copy. `tiers`, static, says where to look.
 
     Source: TensorRT-LLM's reuse tree, which compares tokens; here the tree is flat arrays and the walk one gather.
     """

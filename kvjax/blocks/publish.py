@@ -21,16 +21,11 @@ def publish(
     depth: jax.Array,
     fill: jax.Array | int,
 ) -> tuple[Group, Records]:
-    """Makes blocks findable by their `blocks.text`; a parent may be among them.
+    """Makes blocks ids i32[K], where bool[K], findable by their `blocks.text`: all different, none findable yet.
 
-    Args:
-      group: the group.
-      ids: i32[K]; all different, none findable.
-      where: bool[K]; those to publish.
-      key: u32[K, 2]; not the key of any findable block.
-      parent: i32[K, 2]; (block, namespace); the namespace counts where the block is NO_BLOCK.
-      depth: i32[K]; blocks before each.
-      fill: i32[] or i32[K]; tokens that each holds.
+    Their keys u32[K, 2] are not those of any findable block. A parent i32[K, 2] is (block, namespace), where the
+    namespace counts if the block is NO_BLOCK; it may be among them. `depth` i32[K] blocks come before each, and each
+    holds `fill` tokens, i32[] or i32[K].
 
     Returns:
       The group and K records, stored.
@@ -61,14 +56,10 @@ def publish(
 def leave_index(
     group: Group, number: int, ids: jax.Array, where: jax.Array, *, counted: bool = True
 ) -> tuple[Group, Records]:
-    """Takes findable blocks out of the index, each without findable children or together with all of them.
+    """Takes findable blocks ids i32[K], all different, where bool[K], out of the index of group `number`.
 
-    Args:
-      group: the group.
-      number: its number.
-      ids: i32[K]; all different.
-      where: bool[K]; those that leave.
-      counted: whether parents still count them as children; False after `claim`.
+    Each of them has no findable children, or all of them leave too. `counted` is False after `claim`: then parents
+    count them as children no longer.
 
     Returns:
       The group and K records, removed.

@@ -24,7 +24,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import Pytree, add, compact, count, either, marked, pick, put, rank
+from kvjax._arrays import Pytree, add, compact, count, either, is_among, pick, put, rank
 from kvjax.blocks.publish import children_first, descendants, leave_index
 from kvjax.blocks.tiers import find_unevictable, host_of, next_move, with_ancestors
 from kvjax.blocks.victims import Taken, claim
@@ -154,9 +154,9 @@ def plan_transfers(
     # All descendants of an evicted block go with it. They are on the host, since the device loses leaves first.
     evicted = outgoing.where & ~outgoing.to_host
     doomed = descendants(
-        blocks, marked(num_ids, ids, evicted), jnp.any(evicted & (pick(host.num_host_children, ids) > 0))
+        blocks, is_among(num_ids, ids, evicted), jnp.any(evicted & (pick(host.num_host_children, ids) > 0))
     )
-    is_outgoing = marked(num_ids, ids, outgoing.where)
+    is_outgoing = is_among(num_ids, ids, outgoing.where)
     ok = ~jnp.any(doomed & ~is_outgoing & ((blocks.refcount > 0) | (host.pending_transfer != 0)))
     pulled_down = jnp.nonzero(doomed & ~is_outgoing, size=size, fill_value=NO_BLOCK)[0].astype(jnp.int32)
     ok = ok & (count(doomed & ~is_outgoing) <= size)
@@ -167,7 +167,7 @@ def plan_transfers(
     overflow = jnp.maximum(count(offloaded) - capacity, 0)
     victims, host = _host_victims(group, host, policy, outgoing, offloaded, doomed, onboarded, overflow, now)
     ok = ok & (count(victims >= 0) == overflow)
-    offloaded = offloaded & ~pick(marked(num_ids, victims, victims >= 0), ids)
+    offloaded = offloaded & ~pick(is_among(num_ids, victims, victims >= 0), ids)
     dropped = jnp.concatenate([pulled_down, jnp.where(pick(is_outgoing, victims), NO_BLOCK, victims)])
 
     removed = jnp.concatenate([jnp.where(outgoing.where & ~offloaded, ids, NO_BLOCK), dropped])
@@ -188,8 +188,8 @@ def _host_victims(
 ) -> tuple[jax.Array, Host]:
     """The host's victims i32[A], `overflow` of them if there are so many; and the host without them."""
     blocks, size, num_ids = group.blocks, outgoing.ids.shape[0], group.blocks.fill.shape[0]
-    arriving = marked(num_ids, outgoing.ids, offloaded & (not outgoing.held))
-    exempt = marked(num_ids, onboarded, onboarded >= 0) | doomed
+    arriving = is_among(num_ids, outgoing.ids, offloaded & (not outgoing.held))
+    exempt = is_among(num_ids, onboarded, onboarded >= 0) | doomed
     refcount = put(blocks.refcount, outgoing.ids, 0, offloaded & (not outgoing.held))
     # The policy sees a block's children on the host as its only children.
     seen = blocks.replace(refcount=refcount, children=host.num_host_children)

@@ -41,16 +41,10 @@ def policy_of(number: int, policy: EvictionPolicy) -> EvictionPolicy:
 def link_blocks(
     group: Group, number: int, tree: Blocks, own: jax.Array, target: jax.Array, where: jax.Array, fill: jax.Array | int
 ) -> tuple[Group, Records]:
-    """Links blocks own i32[K] to blocks target i32[K] of the first group, all different: they become findable.
+    """Links blocks own i32[K] to blocks target i32[K] of the first group, where bool[K]: they become findable.
 
-    Args:
-      group: the window group.
-      number: its number.
-      tree: the blocks of the first group.
-      own: blocks not findable yet.
-      target: findable blocks, without a block in this group yet.
-      where: bool[K]; those to link.
-      fill: i32[] or i32[K]; tokens that each holds.
+    All are different. Own ones are not findable yet, and hold `fill` tokens; targets are findable, and without a block
+    in this group, whose number is `number`. `tree` has the blocks of the first group.
 
     Returns:
       The group and K records, stored.
@@ -109,17 +103,9 @@ def _group0_and_window_blocks(group: Group) -> tuple[jax.Array, jax.Array]:
 def slide(
     group: Group, spec: GroupSpec, rows: jax.Array, start: jax.Array, end: jax.Array, max_tokens: int, size: int, now
 ) -> Group:
-    """Releases rows' blocks that leave the window when written tokens grow from start to end i32[R].
+    """Releases blocks of different rows i32[R] that leave the window when written tokens grow from start to end i32[R].
 
-    Args:
-      group: the window group.
-      spec: its window.
-      rows: i32[R]; all different.
-      start: i32[R].
-      end: i32[R].
-      max_tokens: static; the most tokens by which a row can have grown.
-      size: P.
-      now: i32[] ms.
+    A row can have grown by at most `max_tokens`, which is static.
     """
     columns = runs(spec.first_column(start, size), -(-max_tokens // size))
     where = (jnp.broadcast_to(rows[:, None], columns.shape), columns)
@@ -133,13 +119,9 @@ def slide(
 def regain(
     groups: Sequence[Group], tables: Sequence[jax.Array], lacking: Sequence[jax.Array], ok: jax.Array
 ) -> tuple[jax.Array, list[Group], list[jax.Array]]:
-    """Holds again the blocks that a row's windows lack, if all of them are on the device; else none.
+    """Holds again the blocks that a row's windows lack, where ok bool[], if all of them are on the device; else none.
 
-    Args:
-      groups: the window groups.
-      tables: i32[M]; the row's blocks in the first group, then in each of `groups`.
-      lacking: bool[M]; for each of `groups`, the columns that the row lacks.
-      ok: bool[]; whether to do it.
+    The tables i32[M] are the row's in all groups; for each window group `lacking` bool[M] has the columns to fill.
 
     Returns:
       Whether it was done; the window groups; and the tables of all groups.

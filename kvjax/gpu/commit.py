@@ -30,12 +30,8 @@ def fill_rows(
 ) -> tuple[CacheState, Records]:
     """As `verbs/commit.write`, for a state that `choice.serves`, exactly the same; also returns R records, stored.
 
-    Args:
-      state: the cache.
-      chunk: what the rows have written, at most a block's tokens each.
-      batch: static; how many blocks that were filled the kernel looks at in one pass, as plain jax does.
-      spare: static; how many records more to return, of kind NONE.
-      interpret: static; see `choice.interpreted`.
+    A chunk has at most a block's tokens of each row. The kernel looks at `batch` filled blocks in a pass, as plain jax
+    does, and returns `spare` records more, of kind NONE.
     """
     rows, start, end, done, text = chunk
     total, size = rows.shape[0], np.int32(state.spec.block_size)

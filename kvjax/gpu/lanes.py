@@ -51,14 +51,9 @@ class Peers(NamedTuple):
 def peers(memory: Memory, value: jax.Array, where: jax.Array, *fields: str) -> Peers:
     """Finds the peers of each lane by its value i32[lanes], at least 0, among the lanes where bool[lanes].
 
-    Each lane compares its value with a row of others at a time, so that nothing depends on who comes first. Says
-    nothing of a lane that does not hold.
-
-    Args:
-      memory: the kernel's; with an array `peers` of a number for each lane.
-      value: as above.
-      where: as above.
-      *fields: names of fields of `Peers`.
+    Each lane compares its value with a row of others at a time, so that nothing depends on who comes first. A lane
+    that does not hold finds anything. `fields` are names of those of `Peers`; `memory` has an array `peers` of the
+    lanes' size.
     """
     lanes = value.shape[0]
     lane, width = numbered(lanes), min(memory.tile(lanes), lanes)

@@ -30,9 +30,12 @@ def by_score(
 ) -> EvictionPolicy:
     """Evicts the leaf of the lowest score, again and again; NaN leaves last.
 
-    Costs one pass over all blocks in a call that evicts. Made again of the same functions it is an equal policy, which
-    reuses compiled programs: what else the functions read must not change. Functions that can be imported let it
-    pickle. A score may have a state of its own, here how often each block was released:
+    Costs one pass over all blocks in a call that evicts. There are two cliffs. Only `lru()` has GPU kernels: with any
+    other policy, a decode step on a GPU runs as many small kernels. And window groups always use `lru`.
+
+    Made again of the same functions it is an equal policy, which reuses compiled programs: what else the functions read
+    must not change. Functions that can be imported let it pickle. A score may have a state of its own, here how often
+    each block was released:
 
         often = by_score(
             lambda blocks, seen: seen,

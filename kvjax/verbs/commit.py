@@ -131,16 +131,10 @@ def pass_width(total: int, max_tokens: int, size: int) -> int:
 def publish_filled(
     state: CacheState, filled: Filled, width: int, now: jax.Array, *, several: bool
 ) -> tuple[CacheState, list[Records], list[Records]]:
-    """Publishes the blocks that rows have just filled, or merges them with equal ones, in every group.
+    """Publishes blocks [K] that rows have just filled, or merges them with equal ones, in every group.
 
-    Goes in passes over a packed list of them, so that the cost follows their number alone.
-
-    Args:
-      state: the cache, the first group's `blocks.text` up to date.
-      filled: the blocks [K].
-      width: static; how many blocks a pass has.
-      now: i32[] ms.
-      several: static; whether a row can have filled more than one.
+    Goes in passes of `width` over a packed list of them, so that the cost follows their number alone. The first group's
+    `blocks.text` is up to date. `several` says whether a row can have filled more than one; it is static, as the width.
 
     Returns:
       The cache; for each group K records, stored, and for each with a host tier as many, updated.

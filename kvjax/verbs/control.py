@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvjax._arrays import add, count, either, marked, pick, repeated
+from kvjax._arrays import add, count, either, is_among, pick, repeated
 from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
@@ -124,7 +124,7 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     most = num_ids if max_removed is None else min(static_int("max_removed", max_removed, 1), num_ids)
     named = ids != NO_BLOCK
     unknown = jnp.any(named & ((ids < 0) | (ids >= num_ids)))
-    doomed = marked(num_ids, ids, named & ~unknown) & (metadata.fill > 0)
+    doomed = is_among(num_ids, ids, named & ~unknown) & (metadata.fill > 0)
     doomed = descendants(metadata, doomed)
     total = count(doomed)
     over = jnp.maximum(total - most, 0)

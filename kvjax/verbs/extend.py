@@ -129,15 +129,10 @@ def _grown(
 def grow(
     state: CacheState, rows: jax.Array | None, grown: jax.Array, max_tokens: int, now: jax.Array, tiers: tuple[str, ...]
 ) -> tuple[CacheState, Growth]:
-    """Gives rows blocks for `grown` tokens, at most max_tokens more than they have; all rows or none.
+    """Gives rows i32[R] blocks for grown i32[R] tokens, at most max_tokens more than they have; all rows or none.
 
-    Args:
-      state: the cache; the rows' lengths stay as they are.
-      rows: i32[R]; those that grow are all different. None: all S.
-      grown: i32[R]; a row that does not grow has its length here, whichever row it names.
-      max_tokens: static.
-      now: i32[] ms.
-      tiers: static.
+    Rows that grow are all different; one that does not has its own length in `grown`, whichever row it names. The
+    lengths in the state stay as they are.
     """
     spec, metadata, size = state.spec, _metadata(state, rows), state.spec.block_size
     seqs = np.arange(spec.max_seqs, dtype=np.int32) if rows is None else rows

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from kvjax._arrays import count, fence, marked, pick, put, repeated
+from kvjax._arrays import count, fence, is_among, pick, put, repeated
 from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
@@ -90,7 +90,7 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     before, named, num_ids = chosen_group.blocks, ids != NO_BLOCK, chosen_group.blocks.fill.shape[0]
     on_host = (ids >= 0) & (ids < num_ids) & (pick(before.fill, ids) > 0) & ~chosen_group.on_device(ids)
     parent = pick(before.parent, ids)[:, 0]
-    coming = marked(num_ids, ids, named & on_host)
+    coming = is_among(num_ids, ids, named & on_host)
     has_parent = (parent < 0) | (chosen_group.on_device(parent) & chosen_group.arrived(parent)) | pick(coming, parent)
     bad = jnp.any(named & (~on_host | repeated(ids) | ~has_parent))
     held = jnp.any(named & on_host & ((pick(before.refcount, ids) > 0) | chosen_group.moving(ids)))
@@ -175,7 +175,7 @@ def complete(
         pending_transfer, current = fence(host.pending_transfer, current)
         # A block whose move has failed stays on the move until it is empty, so that its row's writes are not stored.
         host = host.replace(pending_transfer=put(pending_transfer, ids, 0, current & ok, unique=False))
-        lost = marked(group.blocks.fill.shape[0], ids, current & ~ok)
+        lost = is_among(group.blocks.fill.shape[0], ids, current & ~ok)
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
         policy = windows.policy_of(number, state.policy)
