@@ -36,19 +36,15 @@ def keep_programs(folder: str | os.PathLike[str] | None = None) -> str:
     """
     if not isinstance(folder, str | os.PathLike | None) or folder == "":
         raise ValueError(f"folder: got {folder!r:.80}, wanted a path or None")
-    kept = jax.config.jax_compilation_cache_dir
-    wanted = os.fspath(folder) if folder is not None else kept or _default_folder()
-    if wanted != kept:
+    present = jax.config.jax_compilation_cache_dir
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    wanted = os.fspath(folder) if folder is not None else present or os.path.join(home, "kvjax")
+    if wanted != present:
         jax.config.update("jax_compilation_cache_dir", wanted)
         reset_cache()  # jax would go on with the folder of the first program that it kept
     least = min(jax.config.jax_persistent_cache_min_compile_time_secs, KEPT_SECONDS)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     return wanted
-
-
-def _default_folder() -> str:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(home, "kvjax")
 
 
 def compiler_options(platform: str | None = None) -> dict[str, str]:

@@ -122,7 +122,8 @@ def make_ledger(
     entries += _pools(spec, [group.num_blocks for group in spec.groups])
     scratch = sum(group.block_bytes(spec.block_size) for group in spec.groups)
     entries += [Entry("scratch row" if len(spec.groups) == 1 else "scratch rows", scratch)] if scratch else []
-    entries.append(Entry("metadata", _metadata_bytes(spec, policy)))
+    state = jax.eval_shape(lambda: init(spec, policy))
+    entries.append(Entry("metadata", sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))))
     host = _pools(spec, [group.num_host_blocks for group in spec.groups])
     return Ledger(budget_bytes, tuple(entries), spec, host_budget_bytes, tuple(host))
 
@@ -141,12 +142,6 @@ def _pools(spec: CacheSpec, num_blocks: Sequence[int]) -> list[Entry]:
 def _window(group: GroupSpec) -> str:
     sinks = f" and {_plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
     return "" if group.window is None else f", window {group.window:,}{sinks}"
-
-
-def _metadata_bytes(spec: CacheSpec, policy: EvictionPolicy | None) -> int:
-    """Bytes of the state itself, asked of `init` without running it."""
-    state = jax.eval_shape(lambda: init(spec, policy))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def pool_bytes(spec: CacheSpec) -> tuple[int, int]:

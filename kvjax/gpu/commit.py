@@ -35,7 +35,8 @@ def fill_rows(
     """
     rows, start, end, done, text = chunk
     total, size = rows.shape[0], np.int32(state.spec.block_size)
-    lanes, room = lanes_of(total), (lanes_of(batch),)
+    lanes, per_block = lanes_of(total), (lanes_of(batch),)
+    exchanged = {f"lane{number}": per_block for number in range(5)}  # `lanes.exchange` has five values at once
     reads = {"rows": rows, "start": start, "end": end, "done": done.astype(jnp.int32)}
     result = run(
         functools.partial(_fill, lanes=lanes, batch=batch, size=size),
@@ -43,15 +44,10 @@ def fill_rows(
         lanes=lanes,
         reads=reads | arrays_of(state, ("namespace",)) | {f"new_{name}": part for name, part in text.parts().items()},
         changes=arrays_of(state, CHANGED),
-        makes={"records": (total + spare, len(COLUMNS)), "queue": (total,), "peers": room, **_rooms(room)},
+        makes={"records": (total + spare, len(COLUMNS)), "queue": (total,), "peers": per_block, **exchanged},
         interpret=interpret,
     )
     return with_arrays(state, result), Records(result["records"])
-
-
-def _rooms(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The memory that `lanes.exchange` needs for five values at once."""
-    return {f"lane{number}": shape for number in range(5)}
 
 
 def _fill(memory: Memory, *, lanes: int, batch: int, size: np.int32) -> None:

@@ -153,7 +153,9 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
 
     Source: vLLM's reset_prefix_cache.
     """
-    held = jnp.any(jnp.array([_is_held(group) for group in state.groups]))
+    held = jnp.any(
+        jnp.array([jnp.any(each.moving(each.ids)) | jnp.any(each.blocks.refcount > 0) for each in state.groups])
+    )
     groups, cleared = [], []
     for number, group in enumerate(state.groups):
         policy = windows.policy_of(number, state.policy)
@@ -164,8 +166,3 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
         cleared.append(record(EventKind.CLEARED, jnp.atleast_1d(~held), group=number))
     state = state.replace(groups=tuple(groups))
     return state, assemble(state, first_failure((held, Status.HELD)), other=cleared)
-
-
-def _is_held(group: Group) -> jax.Array:
-    """bool[]; whether a row, a pin or a move holds a block of the group."""
-    return jnp.any(group.moving(group.ids)) | jnp.any(group.blocks.refcount > 0)

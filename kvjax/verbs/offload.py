@@ -30,9 +30,9 @@ from kvjax.blocks.take import take
 from kvjax.blocks.tiers import find_unevictable, host_of, priorities, with_ancestors
 from kvjax.blocks.transfers import Outgoing, transfer
 from kvjax.blocks.victims import Taken, claim
-from kvjax.events.records import Events, Records, Status
+from kvjax.events.records import Events, Status
 from kvjax.events.transfer import Transfer
-from kvjax.state import LOST, NO_BLOCK, CacheState, EvictionPolicy, Group
+from kvjax.state import LOST, NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import assemble, chosen, conclude, first_failure, put_taken, replace_group
 
 
@@ -179,9 +179,11 @@ def complete(
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
         policy = windows.policy_of(number, state.policy)
-        group, gone = _lose(group.replace(host=host), number, policy, lost, most)
-        group = find_unevictable(group)
-        after, records = forget_all(replace_group(state, number, group), number, gone)
+        # The findable ones of the lost blocks leave the index with all their descendants.
+        doomed = descendants(group.blocks, lost & (group.blocks.fill > 0))
+        order = children_first(group.blocks, group.ids, doomed)[:most]
+        group, gone = remove(group.replace(host=host), number, policy, order, pick(doomed, order))
+        after, records = forget_all(replace_group(state, number, find_unevictable(group)), number, gone)
         state = _mark_lost(state, after)
         removed += records
     return state, assemble(state, jnp.where(hurt, Status.HELD, Status.OK).astype(jnp.int32), removed=removed)
@@ -210,11 +212,3 @@ def _mark_lost(before: CacheState, after: CacheState) -> CacheState:
         blocks = new.blocks.replace(hits=jnp.where(lost, LOST, new.blocks.hits))
         after = replace_group(after, number, new.replace(blocks=blocks))
     return after
-
-
-def _lose(group: Group, number: int, policy: EvictionPolicy, lost: jax.Array, most: int) -> tuple[Group, Records]:
-    """Removes the findable ones of lost bool[B] and their descendants from the index; `most` records, removed."""
-    blocks = group.blocks
-    doomed = descendants(blocks, lost & (blocks.fill > 0))
-    order = children_first(blocks, group.ids, doomed)[:most]
-    return remove(group, number, policy, order, pick(doomed, order))
