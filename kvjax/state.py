@@ -441,7 +441,7 @@ def _counted(state: CacheState, number: int) -> str:
         count_lines(
             types.SimpleNamespace(
                 num_blocks=counts["blocks"], total_slots=counts["blocks"] * state.spec.block_size,
-                filled_slots=int(np.sum(np.where(active | cached, written, 0)[on_device])),
+                filled_slots=int(np.sum(np.where(active, written, np.where(cached, blocks.fill, 0))[on_device])),
                 active_rows=int(np.sum(seqs.length > 0)), num_rows=state.spec.max_seqs,
                 in_transit_blocks=int(np.sum(group.moving(ids))), **counts,
             )

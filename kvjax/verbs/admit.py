@@ -187,9 +187,7 @@ def admit_row(
     ok = status == Status.OK
     copies, cached = ok & (plan.shared > 0), jnp.where(ok, plan.whole * size + plan.shared, 0)
     sources = jnp.where(ok, jnp.stack(sources), NO_BLOCK)
-    index = (
-        jnp.arange(prompt.text.tokens.shape[0], dtype=jnp.int32) - plan.whole
-    )  # of the row's blocks, into `Taken.ids`
+    index = jnp.arange(prompt.text.tokens.shape[0], dtype=jnp.int32) - plan.whole  # of the row's blocks, in `Taken.ids`
     is_new = (index >= 0) & (index < need)
     copied, moved, tables = [], [new.orders for new in taken], []
     for number, (found, new) in enumerate(zip(plan.found, taken, strict=True)):
