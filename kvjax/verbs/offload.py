@@ -52,13 +52,13 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
       held or on the move, NO_BLOCKS if the host has too little room, else BAD_REQUEST.
     """
     chosen_group, ids, now = _tiered_group(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
-    blocks, named = chosen_group.blocks, ids != NO_BLOCK
-    on_device = (ids >= 0) & (ids < blocks.fill.shape[0]) & (pick(blocks.fill, ids) > 0) & chosen_group.on_device(ids)
+    before, named = chosen_group.blocks, ids != NO_BLOCK
+    on_device = (ids >= 0) & (ids < before.fill.shape[0]) & (pick(before.fill, ids) > 0) & chosen_group.on_device(ids)
     bad = jnp.any(named & (~on_device | repeated(ids)))
-    held = jnp.any(named & on_device & ((pick(blocks.refcount, ids) > 0) | chosen_group.moving(ids)))
+    held = jnp.any(named & on_device & ((pick(before.refcount, ids) > 0) | chosen_group.moving(ids)))
     good = ~bad & ~held
-    ids = children_first(blocks, ids, named & on_device)
-    claimed_blocks, claimed = claim(blocks, ids, good & (ids >= 0))
+    ids = children_first(before, ids, named & on_device)
+    claimed_blocks, claimed = claim(before, ids, good & (ids >= 0))
     all_claimed = good & (count(claimed) == count(named))
     taken = transfer(
         chosen_group.replace(blocks=claimed_blocks), group, windows.policy_of(group, state.policy),
