@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events as they happen, in a file of JSON lines, and what such a file tells.
+"""Events as they happen, in a file of JSON lines, and reports of such files.
 
-`python -m kvjax.interop.log FILE [--plot out.png]` tells it.
+`python -m kvjax.interop.log FILE [--plot out.png]` prints one.
 """
 
 from kvjax.interop.log.plot import plot

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what a file of events has: counts, reuse, lifetimes, and what was stored again after it had been evicted.
+"""Prints a report of a file of events: counts, reuse, lifetimes, and what was stored again after it had been evicted.
 
 python -m kvjax.interop.log events.jsonl --plot events.png
 """
@@ -19,13 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvjax.interop.log", description=__doc__)
     parser.add_argument("file", metavar="FILE", type=pathlib.Path, help="what Log or models.generate --events wrote")
     parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        with asked.file.open(errors="replace") as lines:
+        with args.file.open(errors="replace") as lines:
             found = report(lines)
         print(found)
-        if asked.plot is not None:
-            plot(found, asked.plot)
+        if args.plot is not None:
+            plot(found, args.plot)
     except (OSError, ValueError, ImportError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 

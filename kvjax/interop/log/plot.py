@@ -77,15 +77,15 @@ def _draw_reuse(ax: Axes, report: Report, end: float) -> None:
     ax.bar(edges[:-1], queried - cached, width, bottom=cached, align="edge", color=_COMPUTED, label="computed")
     ax.set_xlim(0, end)
     finish(ax, _unit(report), "tokens")
-    line = ax.twinx()
+    share_ax = ax.twinx()
     total, reused = np.cumsum(looked_up, axis=1)
     some = total > 0
     so_far = reused[some] / total[some]
-    line.plot(np.array(report.times)[some], so_far, color=INK, linewidth=1.2, drawstyle="steps-post")
-    line.set_ylim(0, 1.02)
-    finish(line, "", "reused so far, %", percent=True)
-    line.spines["left"].set_visible(False)
-    line.spines["right"].set_visible(True)
+    share_ax.plot(np.array(report.times)[some], so_far, color=INK, linewidth=1.2, drawstyle="steps-post")
+    share_ax.set_ylim(0, 1.02)
+    finish(share_ax, "", "reused so far, %", percent=True)
+    share_ax.spines["left"].set_visible(False)
+    share_ax.spines["right"].set_visible(True)
 
 
 def _draw_blocks(ax: Axes, report: Report, end: float) -> None:
@@ -105,11 +105,11 @@ def _draw_lengths(ax: Axes, report: Report, lengths: Sequence[float], title: str
     ax.set_title(title)
     if not lengths:
         return _nothing(ax, "none")
-    known = np.array(lengths)
-    least = max(float(known[known > 0].min(initial=1.0)), float(known.max()) / 1e6, 1e-6)
-    most = max(float(known.max()), 2 * least)
-    ax.hist(np.clip(known, least, most), np.geomspace(least, most, 31).tolist(), color=colour)
-    middle = float(np.median(known))
+    values = np.array(lengths)
+    least = max(float(values[values > 0].min(initial=1.0)), float(values.max()) / 1e6, 1e-6)
+    most = max(float(values.max()), 2 * least)
+    ax.hist(np.clip(values, least, most), np.geomspace(least, most, 31).tolist(), color=colour)
+    middle = float(np.median(values))
     ax.axvline(max(middle, least), color=INK, linewidth=1.0, linestyle="--")
     ax.set_xscale("log")
     round_ticks(ax)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A report of a file of events: counts, reuse, lifetimes, and what was stored again after it had been evicted.
 
-Blocks are told apart by what they hold: a digest of the whole prefix, so that memory does not grow with its length.
+A digest of its whole prefix identifies the content of a block, so that memory does not grow with the prefix's length.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ NO_HITS = (
 
 @dataclasses.dataclass
 class _Cached:
-    """A block that is cached: its content, its level, its number of tokens, and since when."""
+    """A block that is cached: the digest of its prefix, its level, and since when."""
 
     digest: bytes
     level: int
-    tokens: int
     since: float
 
 
@@ -71,7 +70,7 @@ class Report:
 
     @property
     def share(self) -> float | None:
-        """Share of the queried tokens that were found; None if none were looked up, as far as the file tells."""
+        """Share of the queried tokens that were found; None if the file has none that were looked up."""
         return sum(self.cached) / sum(self.queried) if sum(self.queried) else None
 
     def __str__(self) -> str:
@@ -117,18 +116,18 @@ def report(lines: Iterable[str]) -> Report:
     for number, line in enumerate(lines, 1):
         if line.strip():
             reader.read(number, line)
-    return reader.found
+    return reader.report
 
 
 class _Reader:
     """Follows a file.
 
     Attributes:
-      found: what it tells so far.
+      report: of the lines so far.
     """
 
     def __init__(self):
-        self.found = Report()
+        self.report = Report()
         self._nodes: dict[Node, _Cached] = {}
         self._gone: dict[tuple[int, bytes], float] = {}  # when content left a group
         self._levels = [0, 0]
@@ -136,31 +135,31 @@ class _Reader:
 
     def read(self, number: int, line: str) -> None:
         """Follows a line; `number` is its number in the file."""
-        found = self.found
+        report = self.report
         try:
             events, queried, cached, now = _parsed(line)
         except (ValueError, RecursionError) as error:
-            found.refused += 1
-            found.first_refused = found.first_refused or f"line {number}: {error}"
+            report.refused += 1
+            report.first_refused = report.first_refused or f"line {number}: {error}"
             return
-        old = now is None
+        bare = now is None
         if now is not None:
-            found.unit, self._first = "s", now if self._first is None else self._first
-            now = max(now - self._first, found.times[-1] if found.times else 0.0)  # clocks are set back
-        found.transitions += not old
+            report.unit, self._first = "s", now if self._first is None else self._first
+            now = max(now - self._first, report.times[-1] if report.times else 0.0)  # clocks are set back
+        report.transitions += not bare
         for event in events:
-            found.kinds[event["kind"]] += 1
-            self._follow(event, float(found.kinds.total()) if now is None else now)
-        found.times.append(float(found.kinds.total()) if now is None else now)
-        found.queried.append(queried)
-        found.cached.append(cached)
-        found.blocks.append((self._levels[0], self._levels[1]))
+            report.kinds[event["kind"]] += 1
+            self._follow(event, float(report.kinds.total()) if now is None else now)
+        report.times.append(float(report.kinds.total()) if now is None else now)
+        report.queried.append(queried)
+        report.cached.append(cached)
+        report.blocks.append((self._levels[0], self._levels[1]))
 
     def _follow(self, event: dict[str, Any], now: float) -> None:
         kind, group = event["kind"], event["group"]
         if kind in ("created", "cleared"):
             for node in [node for node in self._nodes if node[0] == group]:
-                self._remove(node, now, told=kind == "cleared")
+                self._remove(node, now, ends_life=kind == "cleared")
             return
         if kind == "copied":
             return
@@ -168,7 +167,7 @@ class _Reader:
         if kind == "stored":
             self._store(node, event, now)
         elif node not in self._nodes:
-            self.found.unknown += 1
+            self.report.unknown += 1
         elif kind == "removed":
             self._remove(node, now)
         else:
@@ -178,29 +177,28 @@ class _Reader:
 
     def _store(self, node: Node, event: dict[str, Any], now: float) -> None:
         if node in self._nodes:
-            self._remove(node, now, told=False)
-        parent = event["parent"]
+            self._remove(node, now, ends_life=False)
+        parent, tokens = event.get("parent"), event["tokens"]
         before = None if parent is None else self._nodes.get((0, *parent))
         if before is not None:
-            above = before.digest
+            prefix = before.digest
         else:  # a root, or a parent that the file has not stored
-            above = names.root(salt=str(event["namespace"] if parent is None else parent))
-            self.found.unknown += parent is not None
-        tokens = event["tokens"]
-        digest = names.block(above, tokens, event.get("extra_ids"))
-        self._nodes[node] = _Cached(digest, event["level"], len(tokens), now)
+            prefix = names.root(salt=str(event["namespace"] if parent is None else parent))
+            self.report.unknown += parent is not None
+        digest = names.block(prefix, tokens, event.get("extra_ids"))
+        self._nodes[node] = _Cached(digest, event["level"], now)
         self._levels[event["level"]] += 1
         left = self._gone.pop((node[0], digest), None)
         if left is not None:
-            self.found.again.append(now - left)
-            self.found.again_tokens += len(tokens)
+            self.report.again.append(now - left)
+            self.report.again_tokens += len(tokens)
 
-    def _remove(self, node: Node, now: float, told: bool = True) -> None:
-        """Forgets a block; `told` says whether it was removed, or a file goes on with another cache."""
+    def _remove(self, node: Node, now: float, ends_life: bool = True) -> None:
+        """Forgets a block that was removed, or whose end is not in the file: it goes on with another cache."""
         block = self._nodes.pop(node)
         self._levels[block.level] -= 1
-        if told:
-            self.found.lifetimes.append(now - block.since)
+        if ends_life:
+            self.report.lifetimes.append(now - block.since)
             self._gone[node[0], block.digest] = now
 
 
@@ -222,34 +220,31 @@ def _parsed(line: str) -> tuple[list[dict[str, Any]], int, int, float | None]:
 
 
 def _checked(events: list[Any]) -> list[dict[str, Any]]:
-    """Events that have what is read of them."""
+    """Events that have all that is read of them."""
     for event in events:
         if not isinstance(event, dict) or event.get("kind") not in _KINDS:
             raise ValueError(f"events: got {event!r:.80}, wanted an event as to_list makes it")
         kind = event["kind"]
-        names = ["group"]
-        if kind in ("stored", "removed", "updated"):
-            names += ["block", "generation"]
-        if kind == "stored" and event.get("parent") is None:
-            names.append("namespace")
-        for name in names:
+        for name in ("group", "block", "generation") if kind in ("stored", "removed", "updated") else ("group",):
             _integer(name, event.get(name), -_WORD, _WORD)
         if kind in ("stored", "updated"):
             _integer("level", event.get("level"), 0, 2)
         if kind == "stored":
-            _check_text(event)
+            _check_stored(event)
     return events
 
 
-def _check_text(event: dict[str, Any]) -> None:
-    """Checks what a stored event has beside numbers: its parent, and its tokens with their extra ids."""
+def _check_stored(event: dict[str, Any]) -> None:
+    """Checks the prefix of a stored event, and its tokens with their extra ids."""
     parent, tokens = event.get("parent"), _list("tokens", event.get("tokens"))
-    extra = _list("extra_ids", event.get("extra_ids", tokens))
-    if not tokens or len(extra) != len(tokens):
-        raise ValueError(f"tokens: got {len(tokens)} with {len(extra)} extra ids, wanted at least one, and one id each")
+    extra_ids = _list("extra_ids", event.get("extra_ids", tokens))
+    if not tokens or len(extra_ids) != len(tokens):
+        wanted = "wanted at least one, and one id each"
+        raise ValueError(f"tokens: got {len(tokens)} with {len(extra_ids)} extra ids, {wanted}")
     if parent is not None and len(_list("parent", parent)) != 2:
         raise ValueError(f"parent: got {parent!r:.80}, wanted a block and its generation")
-    for name, values in (("tokens", tokens), ("extra_ids", extra), ("parent", parent or ())):
+    prefix = {"namespace": [event.get("namespace")]} if parent is None else {"parent": parent}
+    for name, values in {"tokens": tokens, "extra_ids": extra_ids, **prefix}.items():
         for value in values:
             _integer(name, value, -_WORD, _WORD)
 

@@ -59,5 +59,5 @@ def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]
       ValueError: for anything but `Events` and an `EventLog`.
     """
     events = on_host(events)
-    asked = {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
-    return {"ts": time.time() if now is None else now, "events": to_list(events), **asked}
+    sums = {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
+    return {"ts": time.time() if now is None else now, "events": to_list(events), **sums}

@@ -103,6 +103,11 @@ def test_contents_are_told_apart_by_namespace_prefix_and_extra_ids():
     assert report([line(0, *twice), line(1, *twice)]).again == [1]
 
 
+def test_a_stored_event_without_a_parent_is_at_a_root():
+    bare = {name: value for name, value in A.items() if name != "parent"}
+    assert report([line(0, bare, removed(1, 1)), line(1, A)]).again == [1]
+
+
 def test_a_file_that_begins_in_the_middle_says_so():
     found = report([line(0, removed(1, 1), updated(2, 1, 1), stored(3, 1, (2, 1), [7])), line(1, removed(3, 1))])
     assert found.unknown == 3 and found.lifetimes == [1]
