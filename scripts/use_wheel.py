@@ -30,7 +30,7 @@ except ImportError as error:
 assert "kvjax[plot]" in message, message or "plot_blocks worked without matplotlib"
 state, events = kvjax.admit(state, 0, list(range(8)), 8)
 lines = trtllm.Writer(spec).lines(events)
-assert len(trtllm.parse(lines)) == 1, lines
+assert len(lines) == 1 and json.loads(lines[0])["data"]["type"] == "created", lines
 assert log.entry(events)["queried"] == 8
 found = io.StringIO()
 with trace.Trace(spec, found) as traced:
@@ -42,7 +42,7 @@ try:
 except ImportError as error:
     message = str(error)
 assert "kvjax[plot]" in message, message or "the plot of a log worked without matplotlib"
-for room, extra in (("vllm", "wires"), ("agent", "agent"), ("metrics", "metrics")):
+for room, extra in (("vllm", "wires"), ("readers.trtllm", "wires"), ("agent", "agent"), ("metrics", "metrics")):
     message = ""
     try:
         importlib.import_module(f"kvjax.interop.{room}")

@@ -8,7 +8,7 @@ import grpc
 import prometheus_client
 
 import kvjax
-from kvjax.interop import agent, metrics, vllm
+from kvjax.interop import agent, metrics, trtllm, vllm
 
 assert "site-packages" in pathlib.Path(vllm.__file__).parts, vllm.__file__
 spec = kvjax.make_spec(num_blocks=4, max_seqs=2, max_length=16, block_size=4)
@@ -20,11 +20,13 @@ with (
 ):
     publisher.publish(events)
     assert subscriber.wait(lambda one: one.lookup(range(9)).tokens == 8, 20), subscriber.counts
+assert len(trtllm.parse(trtllm.Writer(spec).lines(events))) > 1
 with agent.Agent(spec, port=0) as served, grpc.insecure_channel(served.address) as channel:
     served.publish(events)
     assert served.flush(20)
     stub = agent.services.KVCacheAgentServiceStub(channel)
     assert len(next(stub.SubscribeToUpdates(agent.messages.SubscriptionRequest())).cache_ids) == 2
+assert metrics.dashboard()["panels"]
 with metrics.Metrics(prometheus_client.CollectorRegistry(), spec) as exported:
     exported.observe(events)
     with urllib.request.urlopen(exported.serve(0), timeout=20) as page:

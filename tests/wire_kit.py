@@ -71,15 +71,15 @@ class Lossy:
     """Loses some of the messages that a subscriber is sent."""
 
     def __init__(self, sub, seed, rate=0.3):
-        self.rng, self.rate, self.lost, take = random.Random(seed), rate, 0, sub._follower.live
+        self.rng, self.rate, self.lost, take = random.Random(seed), rate, 0, sub._follower.receive
 
-        def live(frames):
+        def receive(frames):
             if self.rng.random() < self.rate:
                 self.lost += 1
             else:
                 take(frames)
 
-        sub._follower.live = live
+        sub._follower.receive = receive
 
 
 def whole(forest):

@@ -106,16 +106,22 @@ def test_nothing_else_imports_the_wires():
         assert path.name == "_wires.py" or not WIRES & {name.split(".")[0] for name in found}, path
 
 
+WIRES_NEED = 'kvjax.interop: needs msgspec and pyzmq for vllm, and to read trtllm (pip install "kvjax[wires]")'
+METRICS_NEED = 'kvjax.interop.metrics: needs prometheus-client (pip install "kvjax[metrics]")'
+AGENT_NEEDS = 'kvjax.interop.agent: needs grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("room", "absent", "needs"),
     [
-        ("vllm", "msgspec", 'msgspec and pyzmq (pip install "kvjax[wires]")'),
-        ("vllm", "zmq", 'msgspec and pyzmq (pip install "kvjax[wires]")'),
-        ("agent", "grpc", 'grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'),
-        ("agent", "grpc_tools", 'grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'),
-        ("agent", "google.protobuf", 'grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'),
-        ("metrics", "prometheus_client", 'prometheus-client (pip install "kvjax[metrics]")'),
+        ("vllm", "msgspec", WIRES_NEED),
+        ("vllm", "zmq", WIRES_NEED),
+        ("readers.trtllm", "msgspec", WIRES_NEED),
+        ("agent", "grpc", AGENT_NEEDS),
+        ("agent", "grpc_tools", AGENT_NEEDS),
+        ("agent", "google.protobuf", AGENT_NEEDS),
+        ("metrics", "prometheus_client", METRICS_NEED),
     ],
 )
 def test_wires_without_their_packages_name_the_extra(room, absent, needs):
@@ -128,7 +134,22 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert output_of(sys.executable, "-c", code) == f"kvjax.interop.{room}: needs {needs}\n"
+    assert output_of(sys.executable, "-c", code) == f"{needs}\n"
+
+
+@pytest.mark.long
+def test_trtllms_lines_are_written_without_the_extra_that_reads_them():
+    code = """
+import sys
+sys.modules["msgspec"] = None
+from kvjax.interop import trtllm
+print(trtllm.Writer.__name__)
+try:
+    trtllm.parse
+except ImportError as error:
+    print(error)
+"""
+    assert output_of(sys.executable, "-c", code) == f"Writer\n{WIRES_NEED}\n"
 
 
 IMPORTS_KERNELS = """

@@ -4,12 +4,11 @@
 `python -m kvjax.interop.vllm ENDPOINT` prints any engine's stream, a line an event.
 """
 
-from kvjax.interop.vllm.decode import Batch, Cleared, Removed, Stored, decode
+from kvjax.interop.readers.subscriber import Subscriber
+from kvjax.interop.readers.vllm import Batch, Cleared, Found, Mirror, Prefix, Removed, Stored, decode
+from kvjax.interop.sockets import Curve
 from kvjax.interop.vllm.encode import Encoder
-from kvjax.interop.vllm.mirror import Found, Mirror, Prefix
 from kvjax.interop.vllm.publisher import Publisher
-from kvjax.interop.vllm.sockets import Curve
-from kvjax.interop.vllm.subscriber import Subscriber
 
 __all__ = [
     "Batch",

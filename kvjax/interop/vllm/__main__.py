@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import array
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from kvjax.interop.vllm._wires import zmq
-from kvjax.interop.vllm.decode import Cleared, Removed, Stored, decode
-from kvjax.interop.vllm.sockets import attach_socket, open_socket, receive
+from kvjax.interop._wires import zmq
+from kvjax.interop.readers.vllm import Cleared, Removed, Stored, decode
+from kvjax.interop.sockets import attach_socket, open_socket, receive
 
-_SHOWN = 8  # tokens and names
+_SHOWN = 8  # tokens and hashes
 
 
 def lines(frames: Sequence[bytes]) -> Iterator[str]:
@@ -38,26 +39,27 @@ def lines(frames: Sequence[bytes]) -> Iterator[str]:
 def _text(event: Stored | Removed | Cleared) -> str:
     if isinstance(event, Cleared):
         return "cleared"
-    names = _some([name.hex() if isinstance(name, bytes) else f"{name:016x}" for name in event.hashes])
+    hashes = _some(map(_hex, event.hashes))
     if isinstance(event, Removed):
-        return f"removed {event.medium} group {event.group}: {names}"
-    after = "" if event.parent is None else f" after {_some([_name(event.parent)])}"
+        return f"removed {event.medium} group {event.group}: {hashes}"
+    after = "" if event.parent is None else f" after {_hex(event.parent)}"
     tenant = "".join(
-        f" {what} {value!r}"
-        for what, value in (("lora", event.lora), ("salt", event.salt), ("keys", event.keys or None))
+        f" {name} {value!r}"
+        for name, value in (("lora", event.lora), ("salt", event.salt), ("keys", event.keys or None))
         if value is not None
     )
-    text = _some([str(token) for token in array.array("q", event.tokens)])
-    return f"stored {event.medium} group {event.group}: {names}{after} of {event.size} tokens{tenant}: {text}"
+    tokens = _some(map(str, array.array("q", event.tokens)))
+    return f"stored {event.medium} group {event.group}: {hashes}{after} of {event.size} tokens{tenant}: {tokens}"
 
 
-def _name(name: int | bytes) -> str:
-    return name.hex() if isinstance(name, bytes) else f"{name:016x}"
+def _hex(block_hash: Any) -> str:
+    return block_hash.hex() if isinstance(block_hash, bytes) else f"{block_hash:016x}"
 
 
-def _some(parts: Sequence[str]) -> str:
-    more = len(parts) - _SHOWN
-    return " ".join(parts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _some(parts: Iterable[str]) -> str:
+    shown = list(parts)
+    more = len(shown) - _SHOWN
+    return " ".join(shown[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,11 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("endpoint", metavar="ENDPOINT", help="where the engine publishes, such as tcp://127.0.0.1:5557")
     parser.add_argument("--topic", default="", help="print messages whose topic begins so")
     parser.add_argument("--bind", action="store_true", help="bind the endpoint, for engines that connect")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     with zmq.Context() as context, open_socket(context, zmq.SUB, None, 64 << 20, 100_000) as socket:
-        socket.subscribe(asked.topic.encode())
+        socket.subscribe(args.topic.encode())
         try:
-            attach_socket(socket, "ENDPOINT", asked.endpoint, bind=asked.bind)
+            attach_socket(socket, "ENDPOINT", args.endpoint, bind=args.bind)
             while True:
                 socket.poll()
                 for line in lines(receive(socket, 3) or []):

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.interop.vllm._wires import msgspec
+from kvjax.interop._wires import msgspec
+from kvjax.interop.readers.vllm import MEDIA, SALT_PREFIX
 
 FORMS = ("map", "array", "array-0.11")
-MEDIA = ("GPU", "CPU")  # by level
-SALT_PREFIX = "dynamo-cache-salt:"  # tells a salt from other keys in `extra_keys`, which have no names there
 HASH_BYTES = 9
 _ALWAYS = frozenset({"lora_id", "lora_name"})  # nil if there is none; other fields are left out
 _NIL = b"\xc0"

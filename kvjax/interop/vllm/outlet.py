@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from kvjax.interop._wires import zmq
 from kvjax.interop.nodes import NodeMap
-from kvjax.interop.vllm._wires import zmq
+from kvjax.interop.sockets import LOOPBACK, Curve, attach_socket, default_topic, open_socket
 from kvjax.interop.vllm.history import History, Image, Sent
 from kvjax.interop.vllm.replay import REQUEST_BYTES, Replayer
-from kvjax.interop.vllm.sockets import LOOPBACK, Curve, attach_socket, default_topic, open_socket
 
 _SUBSCRIPTION_BYTES = 1024  # the most of a subscription's frame
 _QUEUED = 1000  # messages queued for a subscriber that reads slowly; it asks for what is dropped beyond

@@ -15,10 +15,10 @@ from typing import Any
 from kvjax.interop.batch import Batch
 from kvjax.interop.feed import Feed
 from kvjax.interop.nodes import NodeMap
+from kvjax.interop.sockets import Curve
 from kvjax.interop.vllm.encode import Encoder
 from kvjax.interop.vllm.history import Image, images_of
 from kvjax.interop.vllm.outlet import Outlet
-from kvjax.interop.vllm.sockets import Curve
 from kvjax.spec import CacheSpec
 
 

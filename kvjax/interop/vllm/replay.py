@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvjax.interop.vllm._wires import zmq
+from kvjax.interop._wires import zmq
+from kvjax.interop.sockets import END, receive
 from kvjax.interop.vllm.history import History
-from kvjax.interop.vllm.sockets import END, receive
 
 IN_FLIGHT, WAITING, WAITING_OF_PEER, INTERVAL = 4, 64, 8, 1.0
 REQUEST_BYTES = 64  # the most of a request's frame

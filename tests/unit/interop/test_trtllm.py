@@ -125,7 +125,7 @@ def test_long_chains_are_several_events():
     found = lines(chain, spec=spec)
     events = parse(found)
     assert [len(event.data.blocks) for event in events] == [4096, 904] and max(map(len, found)) < 6_000_000
-    assert events[1].data.parent == events[0].data.blocks[-1].name
+    assert events[1].data.parent == events[0].data.blocks[-1].block_hash
 
 
 # Files, and caches that are not empty.
@@ -268,6 +268,23 @@ def test_what_is_malformed_is_refused_and_counted(line):
     before = mirror.index
     mirror.follow([line])
     assert mirror.index == before != {} and mirror.counts["refused"] == 1 and not mirror.complete
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (changed(event_id=-1), "Expected `int` >= 0 - at `$.event_id`"),
+        (told(priority=None), "Expected `int`, got `null` - at `$.data.blocks[0].priority`"),
+        (told(tokens=[{"token_id": "1"}]), "at `$[0].token_id` - at `$.data.blocks[0].tokens`"),
+        (data(parent_hash=1 << 64), "parent_hash: got 18446744073709551616, wanted an int of 64 bits"),
+        (changed(data={"type": "removed", "block_hashes": [1, 1]}), "block_hashes: got 1 twice"),
+    ],
+)
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_a_refusal_names_line_and_field(form, line, complaint):
+    with pytest.raises(ValueError, match=r"^lines: got no event in line 2: ") as caught:
+        parse([V1, form(line)])
+    assert complaint in str(caught.value)
 
 
 @hypothesis.given(st.data())

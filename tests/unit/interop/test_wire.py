@@ -12,9 +12,9 @@ import pytest
 import zmq
 
 import kvjax
+from kvjax.interop.sockets import END
 from kvjax.interop.vllm import Curve, Subscriber
 from kvjax.interop.vllm import replay as replays
-from kvjax.interop.vllm.sockets import END
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
 from tests.wire_kit import (
     ANY,

@@ -5,6 +5,7 @@ try:
     import msgspec
     import zmq
 except ImportError as error:
-    raise ImportError('kvjax.interop.vllm: needs msgspec and pyzmq (pip install "kvjax[wires]")') from error
+    wanted = 'needs msgspec and pyzmq for vllm, and to read trtllm (pip install "kvjax[wires]")'
+    raise ImportError(f"kvjax.interop: {wanted}") from error
 
 __all__ = ["msgspec", "zmq"]

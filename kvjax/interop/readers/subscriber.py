@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from kvjax.interop._wires import zmq
 from kvjax.interop.naming import SALTS, wire_salt
-from kvjax.interop.vllm._wires import zmq
-from kvjax.interop.vllm.decode import Key
-from kvjax.interop.vllm.follow import Follower
-from kvjax.interop.vllm.mirror import Found, Prefix
-from kvjax.interop.vllm.sockets import Curve, attach_socket, open_socket, receive
+from kvjax.interop.readers.follower import Follower
+from kvjax.interop.readers.vllm import Found, Key, Prefix
+from kvjax.interop.sockets import Curve, attach_socket, open_socket, receive
 
 _QUEUED = 100_000  # messages that wait for the thread
 _AT_ONCE = 256  # messages that it takes before others may look
@@ -23,10 +22,10 @@ _POLL = 50  # milliseconds
 
 
 class Subscriber:
-    """Mirrors one publisher: what is cached, on which medium, found by tokens.
+    """Mirrors one publisher: the cached blocks and their media, found by tokens.
 
-    It asks for what it missed where it knows whom. Messages that are truncated, too large, foreign or of another kind
-    are refused and counted, and leave the mirror as it is.
+    It requests what it missed where the publisher answers. Messages that are truncated, too large, foreign or of
+    another kind are refused and counted, and leave the mirror as it is.
     """
 
     def __init__(
@@ -47,13 +46,13 @@ class Subscriber:
 
         Args:
           endpoint: where it publishes.
-          replay_endpoint: where it answers; None: what is missed stays missing.
+          replay_endpoint: where it answers; None: messages that are missed stay missing.
           bind: whether to bind the endpoint, for publishers that connect.
           topic: messages of other topics are not taken.
           salts: "digest" or "plain", as the publisher has it; other engines publish plain ones.
           key: the publisher's secret.
-          replay_timeout: seconds within which something of a replay has to come; then it goes on without, and asks
-            again after as long.
+          replay_timeout: seconds within which something of a replay has to come; then it goes on without, and
+            requests it again after as long.
           max_message: the most bytes of a frame.
           max_blocks: the most blocks that are mirrored.
           curve: keys, with the server's.
@@ -68,7 +67,7 @@ class Subscriber:
         self._salts, self._key, self._curve, self._max_message = salts, key, curve, max_message
         self._replay_endpoint, self._timeout = replay_endpoint or "", replay_timeout
         self._follower = Follower(replay_endpoint is not None, max_blocks)
-        self._asked, self._deadline, self._failed = 0, 0.0, False  # the request that was sent, and until when it counts
+        self._num_sent, self._deadline, self._failed = 0, 0.0, False  # requests, and until when the last one counts
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._context = zmq.Context()
         self._dealer: Any = None
@@ -86,9 +85,9 @@ class Subscriber:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing, as far as is known: no gap, and known from its beginning on."""
+        """Whether nothing is missing, by all messages so far: no gap, and mirrored from its beginning on."""
         with self._changed:
-            return self._follower.complete and self._follower.asking is None
+            return self._follower.complete and self._follower.replay_from is None
 
     @property
     def last(self) -> int | None:
@@ -130,8 +129,8 @@ class Subscriber:
 
         Returns:
           The tokens of the longest prefix of whole blocks that are cached somewhere, and how many of these each medium
-          has: {"GPU": 32, "CPU": 16}. Groups of full attention alone are asked: a block that has left a window is not
-          missed.
+          has: {"GPU": 32, "CPU": 16}. Groups of full attention alone are searched: a block that has left a window is
+          not missed.
         """
         with self._changed:
             return self._follower.mirror.lookup(tokens, wire_salt(salt, self._salts, self._key), lora, extra_keys)
@@ -142,7 +141,7 @@ class Subscriber:
             return self._changed.wait_for(lambda: condition(self), timeout)
 
     def close(self) -> None:
-        """Ends; what is mirrored stays."""
+        """Ends; the mirror stays."""
         if not self._stop.is_set():
             self._stop.set()
             self._thread.join()
@@ -165,38 +164,36 @@ class Subscriber:
         while not self._stop.is_set():
             zmq.select([socket for socket in (self._socket, self._dealer) if socket], [], [], _POLL / 1000)
             with self._changed:
-                heard = self._take(self._socket, 3, self._follower.live)
+                received = self._receive(self._socket, 3, self._follower.receive)
                 if self._dealer is not None:
-                    heard += self._ask(self._take(self._dealer, 4, self._follower.answer))
-                if heard:
+                    replayed = self._receive(self._dealer, 4, self._follower.receive_replay)
+                    self._request(replayed > 0)
+                    received += replayed
+                if received:
                     self._changed.notify_all()
 
-    def _ask(self, answers: int) -> int:
-        """Sends the request that is wanted, and gives up one that nothing has come of for too long."""
+    def _request(self, replayed: bool) -> None:
+        """Sends the request of a replay, and gives up one that nothing has come of for too long."""
         follower, now = self._follower, time.monotonic()
-        if answers:
+        if replayed:
             self._deadline = now + self._timeout
         late = now > self._deadline
-        if follower.asking is not None and follower.asks == self._asked and late:
-            follower.fail()
+        if follower.replay_from is not None and follower.num_requests == self._num_sent and late:
+            follower.fail_replay()
             self._open_dealer()
             self._deadline, self._failed = now + self._timeout, True
-        elif follower.asking is None and self._failed and late:
-            follower.ask(0)
-        if follower.asking is not None and follower.asks != self._asked:
-            self._asked, self._deadline, self._failed = follower.asks, now + self._timeout, False
-            self._request(follower.asking)
-        return answers
-
-    def _request(self, start: int) -> None:
-        with contextlib.suppress(zmq.Again):  # nobody is there: the replay will not come
-            self._dealer.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+        elif follower.replay_from is None and self._failed and late:
+            follower.request_replay(0)
+        if follower.replay_from is not None and follower.num_requests != self._num_sent:
+            self._num_sent, self._deadline, self._failed = follower.num_requests, now + self._timeout, False
+            with contextlib.suppress(zmq.Again):  # nobody is there: the replay will not come
+                self._dealer.send_multipart([b"", follower.replay_from.to_bytes(8, "big")], zmq.NOBLOCK)
 
     @staticmethod
-    def _take(socket: Any, most: int, take: Callable[[list[bytes]], None]) -> int:
-        """Takes the messages that are there; how many."""
+    def _receive(socket: Any, max_frames: int, take: Callable[[list[bytes]], None]) -> int:
+        """Takes the messages that are there, and counts them."""
         for number in range(_AT_ONCE):
-            frames = receive(socket, most)
+            frames = receive(socket, max_frames)
             if frames is None:
                 return number
             take(frames)

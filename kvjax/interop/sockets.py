@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets with limits, on loopback unless told otherwise."""
+"""Sockets of ZMQ with limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import socket as network
 from typing import Any, NamedTuple
 
-from kvjax.interop.vllm._wires import zmq
+from kvjax.interop._wires import zmq
 
 END = (-1).to_bytes(8, "big", signed=True)  # the sequence number that ends a replay
 _HANDSHAKE = 1024  # bytes of what CURVE sends of itself, more than it adds to a message
@@ -80,8 +80,8 @@ def receive(socket: Any, most: int) -> list[bytes] | None:
 
 def default_topic(endpoint: str, model: str | None, *, bound: bool) -> bytes:
     """`kv@<host>:<port>@<model>`, as llm-d wants it; a publisher that connects is called by its process."""
-    place = re.sub("^(tcp|ipc)://", "", endpoint) if bound else ""
-    host, _, port = place.rpartition(":") if endpoint.startswith("tcp") else ("", "", place)
+    address = re.sub("^(tcp|ipc)://", "", endpoint) if bound else ""
+    host, _, port = address.rpartition(":") if endpoint.startswith("tcp") else ("", "", address)
     if not bound:
         host, port = "", str(os.getpid())
     if host in ("", "*", "0.0.0.0", "[::]"):

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of other engines' events; `kvjax.interop.vllm` and `kvjax.interop.trtllm` export them.
+
+vllm.py, trtllm.py   a format: its events, decoded with limits on everything, and a mirror that follows them
+tree.py              the blocks that a mirror has cached
+follower.py          gaps, restarts and replays of a stream of vLLM's, without sockets
+subscriber.py        the same over ZMQ, on a thread of its own
+"""

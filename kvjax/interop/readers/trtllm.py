@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorRT-LLM's event JSON, of any engine: lines, decoded with limits on everything, and a mirror of the cache.
+
+Source: TensorRT-LLM's `_utils.py`, `KVCacheEventSerializer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, NamedTuple
+
+from kvjax.interop._wires import msgspec
+from kvjax.interop.readers.tree import Group, Hash, Node, Root, Tree
+
+Struct, Meta, field = msgspec.Struct, msgspec.Meta, msgspec.field
+_LONGEST_LINE, _LONGEST_TEXT = 64 << 20, 4096  # characters
+_BLOCK, _GROUPS = 1 << 16, 1 << 10  # the most tokens of a block, and the most groups
+
+_Number = Annotated[int, Meta(ge=0)]
+_Text = Annotated[str, Meta(max_length=_LONGEST_TEXT)]
+_Hash = int | _Text  # 64 bits, or the hexadecimal digits of newer hashes
+
+
+class Diff(Struct, frozen=True):
+    """A number that changed."""
+
+    new: _Number = field(name="new_value")
+    old: _Number = field(name="old_value")
+
+
+class Created(Struct, frozen=True, tag="created"):
+    """A group begins, empty: its blocks on each level."""
+
+    num_blocks: tuple[_Number, ...] = field(name="num_blocks_per_cache_level")
+
+
+class Tokens(tuple[tuple[int, int], ...]):
+    """(token id, extra id) of each token of a block."""
+
+
+class Block(Struct, frozen=True):
+    """A block that is cached."""
+
+    block_hash: _Hash
+    tokens: Tokens
+    level: _Number = field(name="cache_level")
+    priority: _Number
+
+
+class Stored(Struct, frozen=True, tag="stored"):
+    """Blocks that follow each other are cached; `parent` is the prefix before them, None at a root."""
+
+    parent: _Hash | None = field(name="parent_hash")
+    blocks: tuple[Block, ...]
+    salt: _Text | None = field(name="cache_salt", default=None)
+    lora: _Text | None = field(name="lora_name", default=None)
+
+
+class Removed(Struct, frozen=True, tag="removed"):
+    """Blocks are no longer cached."""
+
+    block_hashes: tuple[_Hash, ...]
+
+
+class Updated(Struct, frozen=True, tag="updated"):
+    """A block has another level or priority."""
+
+    block_hash: _Hash
+    level: Diff | None = field(name="cache_level", default=None)
+    priority: Diff | None = None
+
+
+class Event(Struct, frozen=True):
+    """A line; without a `group`, the window alone identifies a group."""
+
+    number: _Number = field(name="event_id")
+    data: Created | Stored | Removed | Updated
+    window: _Number = field(name="window_size")
+    group: Annotated[int, Meta(ge=0, lt=_GROUPS)] | None = field(name="layer_group_id", default=None)
+    rank: _Number | None = field(name="attention_dp_rank", default=None)
+
+
+class _Token(Struct, gc=False):
+    token_id: _Number
+    token_extra_id: _Number = 0
+
+
+_UniqueTokens = Annotated[list[_Token], Meta(min_length=1, max_length=_BLOCK)]
+
+
+def _tokens(kind: type, value: Any) -> Tokens:
+    """The hook that decodes `Tokens`."""
+    try:
+        return Tokens((token.token_id, token.token_extra_id) for token in msgspec.convert(value, _UniqueTokens))
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error  # msgspec adds the path of the tokens
+
+
+_decode = msgspec.json.Decoder(Event, dec_hook=_tokens).decode
+
+
+def parse(lines: str | bytes | Iterable[str | bytes | dict[str, Any]]) -> list[Event]:
+    """Reads events.
+
+    Args:
+      lines: a text of lines, such as a file's; or lines, or dicts.
+
+    Raises:
+      ValueError: if one of them is no event, with its number and the path of the field.
+    """
+    if isinstance(lines, str | bytes):
+        lines = [line for line in lines.splitlines() if line.strip()]
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(_parse_line(line))
+        except ValueError as error:
+            raise ValueError(f"lines: got no event in line {number}: {error}") from error
+    return found
+
+
+def _parse_line(line: str | bytes | dict[str, Any]) -> Event:
+    if isinstance(line, str | bytes):
+        if len(line) > _LONGEST_LINE:
+            raise ValueError(f"got {len(line)} characters, wanted at most {_LONGEST_LINE}")
+        event = _decode(line)
+    else:
+        event = msgspec.convert(line, Event, dec_hook=_tokens)
+    match event.data:
+        case Stored(parent, blocks):
+            _check_hashes("parent_hash", [] if parent is None else [parent])
+            _check_hashes("block_hash", [block.block_hash for block in blocks])
+        case Removed(hashes):
+            _check_hashes("block_hashes", hashes)
+        case Updated(block_hash):
+            _check_hashes("block_hash", [block_hash])
+    return event
+
+
+def _check_hashes(name: str, hashes: Iterable[Hash]) -> None:
+    """Checks what their type does not say: integers have 64 bits, and each is there once."""
+    seen = set()
+    for one in hashes:
+        if isinstance(one, int) and not -(1 << 63) <= one < 1 << 64:
+            raise ValueError(f"{name}: got {one!r:.80}, wanted an int of 64 bits or a short text")
+        if one in seen:
+            raise ValueError(f"{name}: got {one!r:.80} twice, wanted each once")
+        seen.add(one)
+
+
+class Prefix(NamedTuple):
+    """A cached prefix.
+
+    Attributes:
+      window, group: of the layers, as on the line; the group is None where lines have none.
+      lora, salt: likewise.
+      tokens: all tokens (token id, extra id), or those behind `after`.
+      after: the hash of the prefix before, where no line has stored it; else None.
+    """
+
+    window: int
+    group: int | None
+    lora: str | None
+    salt: str | None
+    tokens: tuple[tuple[int, int], ...]
+    after: Hash | None = None
+
+
+class _Group(Group):
+    """The blocks of a group; whether it was followed from its beginning, with no event missing since."""
+
+    def __init__(self, complete: bool = False):
+        super().__init__()
+        self.complete = complete
+
+
+class Mirror(Tree[tuple[int, int | None], _Group]):
+    """The cached blocks by the lines so far.
+
+    Attributes:
+      max_blocks: the most blocks that it takes.
+      last: event_id of the last event that counts, None before the first.
+      counts: events followed; lines refused and duplicates, which change nothing; gaps in the numbers; events of other
+        ranks.
+    """
+
+    def __init__(self, max_blocks: int = 1 << 22, rank: int | None = None):
+        """Begins with nothing; `rank`: the one to follow where a stream has events of several, None: all."""
+        super().__init__(max_blocks)
+        self.rank, self.last = rank, None
+        self.counts = dict.fromkeys(("events", "refused", "gaps", "duplicates", "others"), 0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether each group has been followed from its beginning (created), with no event missing since."""
+        return bool(self._groups) and all(group.complete for group in self._groups.values())
+
+    def follow(self, lines: Iterable[str | bytes | dict[str, Any]]) -> None:
+        """Follows lines or dicts; what is refused is counted and changes nothing."""
+        for line in lines:
+            try:
+                self.apply(_parse_line(line))
+            except ValueError:
+                self.counts["refused"] += 1
+                self._miss()
+
+    def apply(self, event: Event) -> None:
+        """Follows an event.
+
+        Raises:
+          ValueError: if there would be too many blocks or groups; then nothing has changed.
+        """
+        if self.rank is not None and event.rank != self.rank:
+            self.counts["others"] += 1
+            return
+        if event.number == self.last:
+            self.counts["duplicates"] += 1
+            return
+        self._check(event)
+        self._count(event.number)
+        key = event.window, event.group
+        if isinstance(event.data, Created):
+            self._groups[key] = _Group(complete=True)
+            return
+        nodes = self._groups.setdefault(key, _Group()).nodes
+        match event.data:
+            case Stored(parent, blocks, salt, lora):
+                parent = Root(lora, salt) if parent is None else parent
+                for block in blocks:
+                    where = block.level, block.priority
+                    nodes[block.block_hash] = Node(parent, block.tokens, (), lora, salt, where)
+                    parent = block.block_hash
+            case Removed(hashes):
+                for block_hash in hashes:
+                    nodes.pop(block_hash, None)
+            case Updated(block_hash, level, priority) if block_hash in nodes:
+                node = nodes[block_hash]
+                level, priority = (
+                    was if diff is None else diff.new for was, diff in zip(node.where, (level, priority), strict=True)
+                )
+                node.where = level, priority
+
+    @property
+    def index(self) -> dict[Prefix, tuple[int, int]]:
+        """{prefix: (level, priority)} of everything that is cached; for looking at and for tests."""
+        found = {}
+        for key, path, after in self._paths():
+            tokens = tuple(token for node in path for token in node.tokens)
+            found[Prefix(*key, path[-1].lora, path[-1].salt, tokens, after)] = path[-1].where
+        return found
+
+    def _check(self, event: Event) -> None:
+        num_blocks = len(self) + (len(event.data.blocks) if isinstance(event.data, Stored) else 0)
+        if num_blocks > self.max_blocks or len(self._groups) > _GROUPS:
+            raise ValueError(f"lines: got {num_blocks} blocks, wanted at most {self.max_blocks}")
+
+    def _count(self, number: int) -> None:
+        """Notes the number of an event; one that is lower than the last is another process's."""
+        self.counts["events"] += 1
+        if self.last is not None and number < self.last:
+            self._groups.clear()
+        elif number != (0 if self.last is None else self.last + 1):
+            self.counts["gaps"] += 1
+            self._miss()
+        self.last = number
+
+    def _miss(self) -> None:
+        """Notes that an event is missing."""
+        for group in self._groups.values():
+            group.complete = False
