@@ -105,7 +105,7 @@ def decoding(size: Size) -> Serving:
     submitted = jax.jit(functools.partial(submit, scheduler=scheduler(1)), donate_argnums=0)
     serving, status, *_ = submitted(serving, line, lengths, LENGTH - lengths)
     common.require(not np.any(status), "a prompt was refused")
-    while not np.all(serving.requests.known > serving.requests.prompt):
+    while not np.all(serving.requests.num_tokens > serving.requests.prompt):
         serving, _ = steps_of(1, size)(serving, np.int32(size.steps))
     common.require(bool(np.all(serving.requests.ended < 0)), "a request is over before all have begun")
     return serving

@@ -21,19 +21,19 @@ from kvjax.events.records import Status
 from kvjax.model import Model, check_model, forward
 from kvjax.policies.retention import is_retention
 from kvjax.pools import mixed
-from kvjax.serving.admission import has_row
+from kvjax.serving.admit import has_row
 from kvjax.serving.capacity import admission_events, most_blocks, worst_step
+from kvjax.serving.decode import LogitsFn
 from kvjax.serving.ending import top_of
 from kvjax.serving.held import Held, Listener
 from kvjax.serving.inputs import Inputs, bucket
 from kvjax.serving.loops import check_cache
+from kvjax.serving.options import Scheduler
 from kvjax.serving.output import Output
+from kvjax.serving.preempt import leave
 from kvjax.serving.requests import Finish, Serving, Stage, init_serving
-from kvjax.serving.retire import leave
-from kvjax.serving.scheduler import Scheduler
 from kvjax.serving.serve import serve, serve_step
-from kvjax.serving.steps import LogitsFn
-from kvjax.serving.submission import submit
+from kvjax.serving.submit import submit
 from kvjax.serving.swap import swaps
 from kvjax.tiered import TieredCache
 
@@ -247,7 +247,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             if output.finish is not None or stage == Stage.EMPTY:
                 continue
             begin = int(requests.start[slot]) + output.prompt_tokens
-            new = slice(begin + len(output.tokens), begin + int(requests.known[slot]) - output.prompt_tokens)
+            new = slice(begin + len(output.tokens), begin + int(requests.num_tokens[slot]) - output.prompt_tokens)
             if new.start < new.stop:
                 self.new[n] = requests.text[new].tolist()
                 output.tokens += self.new[n]
@@ -257,8 +257,8 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
             output.preemptions = int(requests.preemptions[slot])
             if stage == Stage.DONE:
                 output.finish = Finish(int(requests.finish[slot])).name.lower()
-                if output.finish == "length" and requests.known[slot] < self.wanted[slot]:
-                    full = requests.known[slot] > self.spec.max_length
+                if output.finish == "length" and requests.num_tokens[slot] < self.wanted[slot]:
+                    full = requests.num_tokens[slot] > self.spec.max_length
                     output.finish = "row_full" if full else "no_blocks"
 
     # The host tier.
@@ -269,7 +269,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
         A request that is admitted where blocks have to be evicted for it comes back to `_onboard`.
         """
         requests, row, _, _ = self._read()
-        known, goal = (values[row[row >= 0]] for values in (requests.known, requests.goal))
+        known, goal = (values[row[row >= 0]] for values in (requests.num_tokens, requests.max_tokens))
         need = np.sum(self._blocks(np.minimum(goal - known, self.steps)) + 1)
         most = self.spec.max_seqs * (self._blocks(self.steps) + 1)
         if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
@@ -300,7 +300,7 @@ class Batch[C: (Cache, TieredCache)](Held[C]):
 
         A move that fails takes its blocks out of the index, so that the request is tried again without them.
         """
-        known = int(requests.known[slot])
+        known = int(requests.num_tokens[slot])
         tokens = np.zeros((1, self.serving.width), np.int32)
         tokens[0, :known] = requests.text[requests.start[slot] :][:known]
         stated = jax.tree.map(lambda x: x[slot][None], requests.retention)

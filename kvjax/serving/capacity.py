@@ -5,19 +5,19 @@
               next_blocks             the same for the rows that decode, and for chunks
               lacks_blocks            whether they are missing
     at most   most_blocks             blocks that a request ever holds
-              for_samples             and those of its samples besides
+              sample_blocks           and those of its samples besides
               reserved                and those that the running rows come to need
-    steps     num_steps               the longest block of steps for which there are blocks, and room in a log
+    steps     num_steps               the longest block of steps for which there are blocks, and a log has room
     events    most_events, worst_events, admission_events, worst_step
 
-Nothing here changes a state: who counts decides.
+Nothing here changes a state: the caller decides.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,14 @@ import numpy as np
 
 from kvjax._arrays import count, pick
 from kvjax.blocks.rows import table_entry
+from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Serving
-from kvjax.serving.scheduler import Scheduler, decoding, running, wanted
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, Group
 
 
 def may_copy(state: CacheState, group: Group) -> jax.Array:
-    """bool[S]; rows whose last block is partly filled, and shared or findable: who writes into it copies it."""
+    """bool[S]; rows whose last block is partly filled, and shared or findable: a write into it copies it first."""
     size, length = state.spec.block_size, state.seqs.length
     last = table_entry(group, np.arange(length.shape[0], dtype=np.int32), length // size)
     shared = (pick(group.blocks.refcount, last) > 1) | (pick(group.blocks.fill, last) > 0)
@@ -40,7 +40,7 @@ def may_copy(state: CacheState, group: Group) -> jax.Array:
 
 
 def needs(state: CacheState, end: jax.Array) -> list[jax.Array]:
-    """For each group i32[S]: blocks that the rows need for room up to end i32[S], copies of shared blocks included."""
+    """For each group i32[S]: blocks that the rows need up to token end i32[S], copies of shared blocks included."""
     size, length = state.spec.block_size, state.seqs.length
     end = jnp.maximum(end, length)
     new = -(-end // size) - -(-length // size)
@@ -49,8 +49,8 @@ def needs(state: CacheState, end: jax.Array) -> list[jax.Array]:
 
 def next_blocks(serving: Serving, scheduler: Scheduler, chunks: jax.Array) -> list[jax.Array]:
     """For each group i32[]: blocks for the next token of each row that decodes, and the next chunks where bool[S]."""
-    state, want = serving.cache.state, wanted(serving)
-    next_tokens = jnp.where(decoding(serving), 1, jnp.where(chunks, jnp.minimum(want, scheduler.chunk), 0))
+    state, pending = serving.cache.state, serving.num_pending
+    next_tokens = jnp.where(serving.decoding, 1, jnp.where(chunks, jnp.minimum(pending, scheduler.chunk), 0))
     need = needs(state, state.seqs.committed + next_tokens)
     return [jnp.sum(blocks, dtype=jnp.int32) for blocks in need]
 
@@ -68,10 +68,10 @@ def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Arr
     return lacks
 
 
-def most_blocks(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array) -> list[jax.Array]:
-    """For each group i32[...]: the most blocks that a request with goal i32[...] holds at a time."""
+def most_blocks(spec: CacheSpec, scheduler: Scheduler, max_tokens: jax.Array) -> list[jax.Array]:
+    """For each group i32[...]: the most blocks that a request of up to max_tokens i32[...] holds at a time."""
     size, ahead = spec.block_size, max(scheduler.chunk, scheduler.most_steps(spec))
-    whole = -(-(goal - 1) // size)
+    whole = -(-(max_tokens - 1) // size)
     found = [whole]
     for group in spec.groups[1:]:
         assert group.window is not None
@@ -80,97 +80,77 @@ def most_blocks(spec: CacheSpec, scheduler: Scheduler, goal: jax.Array) -> list[
     return found
 
 
-def for_samples(
-    spec: CacheSpec, scheduler: Scheduler, goal: jax.Array, prompt: jax.Array, where: jax.Array
+def sample_blocks(
+    spec: CacheSpec, scheduler: Scheduler, max_tokens: jax.Array, prompt: jax.Array, samples: jax.Array
 ) -> list[jax.Array]:
-    """For each group i32[...]: the most blocks that samples, where bool[..., K], add to the row that leads them.
+    """For each group i32[...]: the most blocks that samples bool[..., K] add to the row that leads them.
 
-    They share the whole blocks of their prompt, i32[...] tokens, with it; in a group with a window each may let go of
-    them at another time than the others. All sharers of a last block are counted as copying it: one more than do.
-
-    Args:
-      spec: of the cache.
-      scheduler: static.
-      goal: i32[K]; of each possible sample.
-      prompt: i32[...].
-      where: as above.
+    They share the whole blocks of their prompt, i32[...] tokens, with it. In a window group each may release them at
+    another time than the others. All sharers of a last block are counted as copying it: one more than do. max_tokens
+    i32[K] are those of each possible sample.
     """
-    shared, cut = prompt // spec.block_size, jnp.any(where, axis=-1) & (prompt % spec.block_size > 0)
+    shared, cut = prompt // spec.block_size, jnp.any(samples, axis=-1) & (prompt % spec.block_size > 0)
     found = []
-    for group, most in zip(spec.groups, most_blocks(spec, scheduler, goal), strict=True):
-        more = jnp.broadcast_to(most, where.shape)
+    for group, most in zip(spec.groups, most_blocks(spec, scheduler, max_tokens), strict=True):
+        more = jnp.broadcast_to(most, samples.shape)
         more = jnp.maximum(more - shared[..., None], 0) if group.window is None else more
-        found.append(jnp.sum(jnp.where(where, more, 0), axis=-1, dtype=jnp.int32) + cut.astype(jnp.int32))
+        found.append(jnp.sum(jnp.where(samples, more, 0), axis=-1, dtype=jnp.int32) + cut.astype(jnp.int32))
     return found
 
 
-class Reserved(NamedTuple):
-    """The count of `reserve="goal"` in one group: a request fits if its blocks and `need` are at most `limit`.
+def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, jax.Array]]:
+    """For each group, i32[] each: blocks that the running rows may come to need, and their limit.
 
-    Attributes:
-      need: i32[]; blocks for the rows that run.
-      limit: i32[].
+    A request fits by `reserve="goal"` if its blocks and those are at most the limit. Rows of full attention keep what
+    they share as long as they run, so that it counts once: they need what they do not hold yet. Rows with a window
+    release shared blocks one after the other, and each may then need as many as alone.
     """
-
-    need: jax.Array
-    limit: jax.Array
-
-
-def reserved(serving: Serving, scheduler: Scheduler) -> list[Reserved]:
-    """For each group what the running rows may come to need.
-
-    Rows of full attention keep what they share as long as they run, so that it counts once: they need what they do not
-    hold yet. Rows with a window let go of shared blocks one after the other, and each may then need as many as alone.
-    """
-    state, requests, row = serving.cache.state, serving.requests, serving.row
-    most = most_blocks(state.spec, scheduler, pick(requests.goal, row))
+    state, request = serving.cache.state, serving.by_row
+    most = most_blocks(state.spec, scheduler, request.max_tokens)
     # A leader keeps a block for the copy of a sample, since the samples are counted without it.
-    leads = serving.leads & (pick(requests.prompt, row) % state.spec.block_size > 0)
+    leads = serving.leads & (request.prompt % state.spec.block_size > 0)
     found = []
     for group, spec, each in zip(state.groups, state.spec.groups, most, strict=True):
         copies = may_copy(state, group).astype(jnp.int32) + leads.astype(jnp.int32)
-        mine = (group.table >= 0) & running(serving)[:, None]
+        held = (group.table >= 0) & serving.running[:, None]
         if spec.window is None:
-            need = jnp.maximum(each - jnp.sum(mine, axis=1, dtype=jnp.int32), 0) + copies
+            need = jnp.maximum(each - jnp.sum(held, axis=1, dtype=jnp.int32), 0) + copies
             limit = group.available
         else:
             need = each + copies
-            limit = group.num_blocks - (jnp.sum(group.blocks.refcount, dtype=jnp.int32) - count(mine.reshape(-1)))
-        found.append(Reserved(jnp.sum(jnp.where(running(serving), need, 0), dtype=jnp.int32), limit))
+            limit = group.num_blocks - (jnp.sum(group.blocks.refcount, dtype=jnp.int32) - count(held.reshape(-1)))
+        found.append((jnp.sum(jnp.where(serving.running, need, 0), dtype=jnp.int32), limit))
     return found
 
 
-def num_steps(state: CacheState, want: jax.Array, most: int, log_room: jax.Array) -> jax.Array:
-    """The largest number of steps for which every group has the blocks, and a log the room; at least 1.
+def num_steps(state: CacheState, new: jax.Array, k: int, log_room: jax.Array) -> jax.Array:
+    """The most steps, i32[] from 1 to k, for which each group has the blocks, and the log room for the events.
 
     Sharers of a last block are counted as if each of them copied it, although its last holder may keep it. So the
     answer 1 is no promise: a step may be refused, or may succeed where counting says that it cannot.
 
     Args:
       state: the cache.
-      want: i32[S]; tokens that each row can use, 0 for those that are not active.
-      most: static; k.
+      new: i32[S]; the most tokens that each row can write, 0 for those that are not active.
+      k: static.
       log_room: i32[]; events that the log still holds.
-
-    Returns:
-      i32[], from 1 to `most`.
     """
     size, length, committed = state.spec.block_size, state.seqs.length[None], state.seqs.committed[None]
-    steps = np.arange(1, most + 1, dtype=np.int32)[:, None]
-    end = committed + jnp.minimum(want[None], steps)  # i32[k, S]
-    room = jnp.maximum(end, length)  # a row may have room already, for what its prompt has left
+    steps = np.arange(1, k + 1, dtype=np.int32)[:, None]
+    end = committed + jnp.minimum(new[None], steps)  # i32[k, S]
+    target = jnp.maximum(end, length)  # a row may have blocks already, for the rest of its prompt
 
     def copies(group: Group) -> jax.Array:
         """i32[k, S]; whether each row may have to copy its last block."""
         return ((end > length) & may_copy(state, group)[None]).astype(jnp.int32)
 
-    new = (room + size - 1) // size - (length + size - 1) // size
-    counted = [new, end // size - committed // size, *map(copies, state.groups)]
-    new, filled, *copied = jnp.sum(jnp.stack(counted), axis=-1, dtype=jnp.int32)
+    entered = (target + size - 1) // size - (length + size - 1) // size
+    counted = [entered, end // size - committed // size, *map(copies, state.groups)]
+    entered, filled, *copied = jnp.sum(jnp.stack(counted), axis=-1, dtype=jnp.int32)
     most_copied = functools.reduce(jnp.maximum, copied)
-    fits = most_events(state.spec, new + most_copied, most_copied, filled) <= log_room
+    fits = most_events(state.spec, entered + most_copied, most_copied, filled) <= log_room
     for group, copies_of_group in zip(state.groups, copied, strict=True):
-        fits = fits & (new + copies_of_group <= group.available)
+        fits = fits & (entered + copies_of_group <= group.available)
     return jnp.maximum(count(fits), 1)
 
 
@@ -195,7 +175,7 @@ def admission_events(spec: CacheSpec, width: int) -> int:
 
 
 def worst_step(spec: CacheSpec, scheduler: Scheduler) -> int:
-    """The most events of a step of the scheduler but for admissions, each of which looks for room in the log itself."""
+    """The most events of a step of the scheduler, without admissions: each of them checks the log for itself."""
     rows, groups = spec.max_seqs, len(spec.groups)
     chunk = min(scheduler.chunk_rows, rows) * (-(-scheduler.chunk // spec.block_size) + 1)
     return 2 * worst_events(spec, rows) + worst_events(spec, chunk) + rows * groups

@@ -67,8 +67,8 @@ def results(serving: Serving) -> dict[tuple[int, int], Output]:
     requests: Any = jax.device_get(serving.requests)
     found = {}
     for slot in np.flatnonzero(requests.stage != Stage.EMPTY).tolist():
-        start, prompt, known = (int(x[slot]) for x in (requests.start, requests.prompt, requests.known))
-        generated = slice(start + prompt, start + known)
+        start, prompt, end = (int(x[slot]) for x in (requests.start, requests.prompt, requests.num_tokens))
+        generated = slice(start + prompt, start + end)
         found[slot, int(requests.generation[slot])] = Output(
             prompt_tokens=prompt,
             tokens=requests.text[generated].tolist(),

@@ -14,8 +14,8 @@ from kvjax.events.log import init_log
 from kvjax.pools.device import Pools
 from kvjax.pools.views import View
 from kvjax.serving.capacity import admission_events, worst_step
+from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Requests, Serving
-from kvjax.serving.scheduler import Scheduler
 from kvjax.serving.serve import serve
 
 

@@ -17,12 +17,12 @@ from kvjax.cache import Cache
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
 from kvjax.serving.batch import Batch
+from kvjax.serving.decode import LogitsFn
 from kvjax.serving.held import Listener
 from kvjax.serving.inputs import Inputs
+from kvjax.serving.options import Scheduler
 from kvjax.serving.output import Output
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.scheduler import Scheduler
-from kvjax.serving.steps import LogitsFn
 from kvjax.state import CacheState
 from kvjax.tiered import TieredCache
 

@@ -16,8 +16,9 @@ from kvjax.events.records import Events
 from kvjax.gpu.choice import MAX_RECORDS, fused
 from kvjax.model import Model
 from kvjax.serving.capacity import num_steps, worst_events
+from kvjax.serving.decode import Chosen, LogitsFn, Rows, compute
+from kvjax.serving.options import steps_of_a_block
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.steps import Chosen, LogitsFn, Rows, compute, steps_of_a_block
 from kvjax.spec import CacheSpec
 from kvjax.tiered import TieredCache
 
@@ -119,7 +120,7 @@ def decode(
       sampling: how each row chooses, leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is
         compiled.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
-      k: static; the most steps of a block, 1 to P; P if None. See `serving/steps.py`.
+      k: static; the most steps of a block, 1 to P; P if None. See `serving/decode.py`.
       fixed_steps: static; every block runs k steps of the model, even if fewer are wanted. For a GPU without command
         buffers, where the device waits for the host at each turn of a loop of unknown length.
       now: i32[] ms, the same for all steps.
@@ -130,7 +131,7 @@ def decode(
     spec = cache.state.spec
     k = steps_of_a_block(spec, k)
     loop = functools.partial(
-        compute, model, most=k, stop=stop, sampling=sampling, logits_fn=logits_fn, fixed_steps=fixed_steps
+        compute, model, k=k, stop=stop, sampling=sampling, logits_fn=logits_fn, fixed_steps=fixed_steps
     )  # fmt: skip
 
     def going(number: jax.Array, rows: Rows, log: EventLog, out_of_blocks: jax.Array) -> jax.Array:

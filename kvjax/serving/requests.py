@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests as data: what is wanted, how far each one is, and which row of the cache it has.
+"""Requests as data: prompts, options and progress, and the row of the cache that each one has.
 
     slot  stage    tokens                                row
-    0     RUNNING  p p p p p p p g g  .  .               2     known 9 of goal 11: decode
+    0     RUNNING  p p p p p p p g g  .  .               2     9 of at most 11 tokens: decode
     1     RUNNING  p p p p p p p p p  .  .               0     nothing committed yet: prefill
     2     WAITING  p p p p  .  .                         -
     3     EMPTY    .  .  .  .  .  .                      -
 
-Nothing says in which phase a request is: its row wants `known - committed` tokens. One wanted token is decode, more is
-prefill. When `committed` reaches `known`, the row chooses a token, and `known` grows. A request that was preempted and
-comes back, its computed tokens perhaps still in the cache, is the same case.
+A request has no phase. Its row has `num_tokens - committed` pending tokens: one is decode, more is prefill. When
+`committed` reaches `num_tokens`, the row chooses a token, and `num_tokens` grows. A preempted request that comes back,
+its computed tokens perhaps still in the cache, is the same case.
 
 Source: vLLM v1's scheduler, which knows no phases either.
 """
@@ -17,7 +17,7 @@ Source: vLLM v1's scheduler, which knows no phases either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,18 +54,20 @@ class Finish(Named):
 class Requests(Pytree):
     """W slots for requests. A slot and its generation name a request: a late cancel never hits the slot's next one.
 
+    `requests[slots]` has the fields of some, each gathered where it is read.
+
     Attributes:
       text: i32[F]; the tokens of all requests, each from its `start` on: its prompt, then what was generated.
       logprobs: f32[F]; of the tokens that were generated.
-      top: i32[F, T] and f32[F, T]; the likeliest tokens in the place of each, and their log-probabilities; or None.
+      top: i32[F, T] and f32[F, T]; the likeliest tokens instead of each, and their log-probabilities; or None.
       keys: u32[F / P, 2]; of the whole blocks of prompts (`blocks/keys.py`).
-      start: i32[W]; where its tokens begin, a multiple of P.
-      room: i32[W]; how many fit there.
+      start: i32[W]; the index of its first token, a multiple of P.
+      capacity: i32[W]; how many tokens fit there.
       generation: i32[W].
       stage: i32[W]; `Stage`.
       prompt: i32[W]; tokens of the prompt.
-      known: i32[W]; tokens that there are.
-      goal: i32[W]; tokens at which it ends. The last one is chosen and never written into the cache.
+      num_tokens: i32[W]; tokens so far, those of the prompt included.
+      max_tokens: i32[W]; tokens at which it ends. The last one is chosen and never written into the cache.
       priority: i32[W]; higher first.
       arrival: i32[W]; a number in order of submission.
       passed: i32[W]; later requests that were admitted while this one waited.
@@ -90,12 +92,12 @@ class Requests(Pytree):
     top: tuple[jax.Array, jax.Array] | None
     keys: jax.Array
     start: jax.Array
-    room: jax.Array
+    capacity: jax.Array
     generation: jax.Array
     stage: jax.Array
     prompt: jax.Array
-    known: jax.Array
-    goal: jax.Array
+    num_tokens: jax.Array
+    max_tokens: jax.Array
     priority: jax.Array
     arrival: jax.Array
     passed: jax.Array
@@ -124,17 +126,41 @@ class Requests(Pytree):
         """T; 0 if no log-probabilities of others are noted."""
         return 0 if self.top is None else self.top[0].shape[1]
 
+    @property
+    def waiting(self) -> jax.Array:
+        """bool[W]; requests that wait for a row of their own."""
+        return (self.stage == Stage.WAITING) & (self.parent < 0)
+
+    def samples_of(self, slot: jax.Array) -> jax.Array:
+        """bool[W]; requests that wait for the prompt of request slot i32[]."""
+        return (self.parent == slot) & (self.stage == Stage.WAITING)
+
+    def __getitem__(self, slots: jax.Array) -> Requests:
+        """The fields [W, ...] of the requests in slots i32[...]; an index out of range reads some request."""
+        return cast(Any, _Gathered(self, slots))
+
     def tokens(self, slots: jax.Array, first: jax.Array, width: int) -> jax.Array:
         """i32[R, width]; tokens of requests slots i32[R] from token first i32[R] on; anything beyond their end."""
-        return pick(self.text, runs(pick(self.start, slots) + first, width))
+        return pick(self.text, runs(self[slots].start + first, width))
 
     def at(self, slots: jax.Array, where: jax.Array, **values: Any) -> Requests:
-        """These, with new values for requests slots i32[R], all different, where bool[R]."""
+        """These, with new values for requests slots i32[R], all different, where bool[R]; or i32[], where bool[]."""
+        slots, where = jnp.reshape(slots, -1), jnp.reshape(where, -1)
         return self.replace(**{name: put(getattr(self, name), slots, new, where) for name, new in values.items()})
 
     def without_parent(self, slot: jax.Array, where: jax.Array) -> Requests:
         """These, where bool[]: the samples of request slot i32[] are requests like any other."""
         return self.replace(parent=jnp.where((self.parent == slot) & (slot >= 0) & where, -1, self.parent))
+
+
+class _Gathered:
+    """Requests in some slots; a field that is not read is not traced."""
+
+    def __init__(self, requests: Requests, slots: jax.Array):
+        self._requests, self._slots = requests, slots
+
+    def __getattr__(self, name: str) -> Any:
+        return pick(getattr(self._requests, name), self._slots)
 
 
 class Serving(Pytree, static=("width",)):
@@ -148,7 +174,7 @@ class Serving(Pytree, static=("width",)):
       steps: i32[]; steps of the model so far.
       arrivals: i32[]; requests so far.
       dirty: bool[]; whether something has happened since nobody more could be admitted.
-      skipped_steps: i32[S]; mixed steps in which each row wanted a chunk and got none, since it last got one.
+      skipped_steps: i32[S]; mixed steps since each row last got a chunk, in which it had tokens for one.
       out_of_blocks: bool[S]; rows that found no block for their chunk in the last mixed step.
       refused: i32[]; the number of steps for which blocks could not be had in the last step, though counted, 1 for a
         chunk; or 0.
@@ -172,9 +198,45 @@ class Serving(Pytree, static=("width",)):
     width: int
 
     @property
+    def by_row(self) -> Requests:
+        """The requests of the rows, fields [S, ...]; anything for a row without one."""
+        return self.requests[self.row]
+
+    @property
     def free(self) -> jax.Array:
         """bool[S]; rows that a request can have; those in use without a request here are somebody else's."""
         return (self.row < 0) & (self.cache.state.seqs.length == 0)
+
+    @property
+    def running(self) -> jax.Array:
+        """bool[S]; rows whose request runs."""
+        return (self.row >= 0) & (self.by_row.stage == Stage.RUNNING)
+
+    @property
+    def finished(self) -> jax.Array:
+        """bool[S]; rows whose request is over."""
+        return (self.row >= 0) & ~self.running
+
+    @property
+    def num_pending(self) -> jax.Array:
+        """i32[S]; tokens that each row has yet to compute: 1 is decode, more is prefill.
+
+        0 where it waits for its parent, or is swapped out.
+        """
+        request, seqs = self.by_row, self.cache.state.seqs
+        computes = self.running & (request.parent < 0) & ~seqs.swapped_out
+        return jnp.where(computes, request.num_tokens - seqs.committed, 0)
+
+    @property
+    def decoding(self) -> jax.Array:
+        """bool[S]; rows with one pending token, and whose prompt no samples wait for."""
+        return (self.num_pending == 1) & ~self.leads
+
+    @property
+    def prefilling(self) -> jax.Array:
+        """bool[S]; rows whose pending tokens are computed in chunks."""
+        pending = self.num_pending
+        return (pending > 0) & ~((pending == 1) & ~self.leads)
 
     @property
     def busy(self) -> jax.Array:
@@ -185,7 +247,7 @@ class Serving(Pytree, static=("width",)):
 
 def init_serving(
     cache: Cache,
-    rooms: Sequence[int],
+    max_tokens: Sequence[int],
     *,
     capacity: int | None = None,
     width: int | None = None,
@@ -194,22 +256,23 @@ def init_serving(
     greedy: bool = False,
     top_logprobs: int = 0,
 ) -> Serving:
-    """Empty slots for requests, W = len(rooms), over a cache.
+    """Empty slots for requests, W = len(max_tokens), over a cache.
 
     Args:
       cache: rows in use already are left alone.
-      rooms: for each slot, how many tokens a request may have, generated ones included.
-      capacity: F, if more than the rooms take together, so that few shapes are compiled.
+      max_tokens: for each slot, how many tokens a request may have, generated ones included.
+      capacity: F, if more than the slots take together, so that few shapes are compiled.
       width: the most tokens that a request has when it is admitted, generated ones of a preempted request included;
-        the cost of an admission follows it. None: the largest room.
+        the cost of an admission follows it. None: that of the largest slot.
       num_stop_tokens: K.
       num_ranges: of each request's retention; None: no request has one.
       greedy: whether no request samples; then nothing else is compiled.
       top_logprobs: T, for how many of the likeliest tokens to note log-probabilities, at each step.
     """
-    size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(rooms)
-    room: Any = np.array([-(-static_int("rooms", one, 0) // size) * size for one in rooms], np.int32)
-    total, starts = int(room.sum()), np.cumsum(room, dtype=np.int32) - room
+    size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(max_tokens)
+    tokens = [static_int("max_tokens", one, 0) for one in max_tokens]
+    capacities: Any = np.array([-(-one // size) * size for one in tokens], np.int32)
+    total, starts = int(capacities.sum()), np.cumsum(capacities, dtype=np.int32) - capacities
     if capacity is not None and (capacity < total or capacity % size):
         raise ValueError(f"capacity: got {capacity}, wanted a multiple of {size}, at least {total}")
     total = max(capacity or total, size)
@@ -227,8 +290,8 @@ def init_serving(
     sampling = None if greedy else jax.tree.map(lambda leaf: full(leaf, leaf.dtype), Sampling())
     requests = Requests(
         text=full(shape=(total,)), logprobs=full(0, np.float32, (total,)), top=top,
-        keys=full(0, np.uint32, (total // size, 2)), start=starts, room=room,
-        generation=full(), stage=full(int(Stage.EMPTY)), prompt=full(), known=full(), goal=full(),
+        keys=full(0, np.uint32, (total // size, 2)), start=starts, capacity=capacities,
+        generation=full(), stage=full(int(Stage.EMPTY)), prompt=full(), num_tokens=full(), max_tokens=full(),
         priority=full(), arrival=full(), passed=full(), parent=full(-1), namespace=full(),
         seed=full(0, np.uint32), sampling=sampling, stop=full(-1, shape=(num, num_stop_tokens)),
         retention=retention, onboard=full(True, np.bool_), finish=full(), cached=full(), preemptions=full(),
@@ -241,6 +304,6 @@ def init_serving(
         "out_of_blocks": full(False, np.bool_, **each), "refused": full(**one), "chunks_deferred": full(**one),
         "onboard_slot": full(-1, **one),
     }  # fmt: skip
-    largest = min(int(room.max(initial=1)), cache.state.spec.max_length)
+    largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
     width = largest if width is None else static_int("width", width, 1)
     return Serving(cache=cache, width=width, **jax.device_put(state))

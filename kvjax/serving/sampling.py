@@ -43,18 +43,18 @@ class Sampling:
     min_tokens: Any = 0
 
     def __post_init__(self):
-        for name, off, holds, wanted in (
+        for name, off, holds, valid in (
             ("temperature", None, lambda x: x >= 0, "at least 0"),
             ("top_k", 0, lambda x: x >= 0, "None or an integer of at least 0"),
             ("top_p", 1.0, lambda x: (x > 0) & (x <= 1), "None or a number in (0, 1]"),
             ("min_tokens", None, lambda x: x >= 0, "an integer of at least 0"),
         ):
-            given = getattr(self, name)
-            if isinstance(given, jax.Array):
+            value = getattr(self, name)
+            if isinstance(value, jax.Array):
                 continue
-            numbers = _host_numbers(off if given is None else given, _DTYPES[name])
+            numbers = _host_numbers(off if value is None else value, _DTYPES[name])
             if numbers is None or not np.all(holds(numbers)):
-                raise ValueError(f"{name}: got {reprlib.repr(given)}, wanted {wanted}")
+                raise ValueError(f"{name}: got {reprlib.repr(value)}, wanted {valid}")
             object.__setattr__(self, name, numbers)
 
     def replace(self, **changes: Any) -> Self:
@@ -85,10 +85,10 @@ class Sampling:
         return sampling
 
 
-def _host_numbers(given: Any, dtype: Any) -> np.ndarray | None:
+def _host_numbers(values: Any, dtype: Any) -> np.ndarray | None:
     """Numbers of the host as a numpy array of a dtype, larger integers as the largest; None if they are none."""
     try:
-        numbers = np.asarray(given)
+        numbers = np.asarray(values)
     except ValueError:  # lists of different lengths
         return None
     integral = np.issubdtype(dtype, np.integer)
@@ -183,13 +183,13 @@ def _programs(
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
         allowed = _without(logits, stop, early).astype(jnp.float32)
-        kept = limit(allowed / jnp.where(draws, sampling.temperature, 1)[:, None], sampling)
-        return _likeliest(kept + jnp.where(draws[:, None], noise, 0))
+        scores = limit(allowed / jnp.where(draws, sampling.temperature, 1)[:, None], sampling)
+        return _likeliest(scores + jnp.where(draws[:, None], noise, 0))
 
     programs = (
         lambda: _likeliest(logits),
         lambda: _likeliest(_without(logits, stop, early)),
-        lambda: draw(lambda kept, _: kept),
+        lambda: draw(lambda scores, _: scores),
         lambda: draw(restrict),
     )
     least = jnp.where(draws, jnp.where(restricts, np.int32(3), np.int32(2)), early.astype(jnp.int32))

@@ -2,9 +2,9 @@
 """A step of the scheduler, and a loop of them as one program.
 
     retire    requests that are over leave their rows; others are preempted if the next tokens do not fit
-    grow      room for the next tokens of the rows that decode
+    grow      rows that decode get blocks for their next tokens
     admit     waiting requests get free rows
-    compute   either a mixed step, one token of every decode row and chunks of prompts on one line; or a block of
+    compute   either a mixed step, one token of every decode row and chunks of prompts as one flat batch; or a block of
               up to k decode steps
     choose    rows whose tokens are all computed choose the next one; some requests are over then
 
@@ -17,34 +17,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, count, fence, once, pick, put, runs
+from kvjax._arrays import Pytree, count, fence, once, put, runs
 from kvjax._checks import integers
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind
 from kvjax.model import Model
 from kvjax.pools.device import Pools
-from kvjax.serving.admission import Admitted, admit
+from kvjax.serving.admit import Admitted, admit
 from kvjax.serving.capacity import admission_events, worst_step
-from kvjax.serving.chunks import (
-    Chunks,
-    commit_step,
-    compute_line,
-    fork_samples,
-    last_tokens,
-    make_room,
-    plan,
-    prefilled,
-    prompts_of_samples,
-)
+from kvjax.serving.decode import Chosen, LogitsFn, Written, compute, grow, rows_of
 from kvjax.serving.loops import note
+from kvjax.serving.options import Scheduler
+from kvjax.serving.prefill import Chunks, commit_step, fork_samples, mixed_step
 from kvjax.serving.requests import Finish, Serving, Stage
-from kvjax.serving.retire import Retired, grow, retire
-from kvjax.serving.scheduler import Scheduler, decoding, prefilling
-from kvjax.serving.steps import Chosen, LogitsFn, Rows, Written, choose, compute
+from kvjax.serving.retire import Retired, retire
 from kvjax.serving.swap import swaps
 
 
@@ -54,10 +43,10 @@ class Served(Pytree):
     Attributes:
       retired: which rows were released, and which requests preempted.
       admitted: which requests got rows.
-      n: i32[]; for how many decode steps there was room; 0 if blocks were refused.
+      n: i32[]; for how many decode steps there were blocks; 0 if they were refused.
       mixed: bool[]; whether it was a mixed step.
       chunks: rows that had chunks, in order.
-      chosen: what each row chose, k columns.
+      chosen: the choices of each row, k columns.
     """
 
     retired: Retired
@@ -83,7 +72,7 @@ def serve_step(
     Args:
       model: see `kvjax.step`.
       serving: the requests and their cache.
-      log: takes the events, for `worst_step` of which it has room.
+      log: takes the events; it has room for `worst_step` of them.
       scheduler: static.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       fixed_steps: static; see `kvjax.generate`.
@@ -94,29 +83,29 @@ def serve_step(
     serving, log, retired = retire(serving, log, scheduler, now)
     tried = _tries(serving, scheduler, retired)
     single = _has_chunks(serving, scheduler) | tried
-    serving, extended, n, want = grow(serving, scheduler, k, single, log.room - log_room, now)
+    serving, extended, n, new = grow(serving, scheduler, k, single, log.room - log_room, now)
     log = once(single, lambda log: note(log, extended), log)  # else there are no events between these and the commit's
     serving, log, admitted = admit(serving, log, scheduler, tried, log_room, now)
 
     seqs, mixed = serving.cache.state.seqs, _has_chunks(serving, scheduler)
-    decode = decoding(serving) & (seqs.length > seqs.committed)
+    decode = serving.decoding & (seqs.length > seqs.committed)
     serving, log, chunks, chosen = mixed_step(
         model, serving, log, scheduler, mixed, decode, k, logits_fn=logits_fn, now=now
     )
     steps = jnp.where(mixed, 0, jnp.maximum(n, 1))
-    want = jnp.where(decode, jnp.maximum(want, 1), 0)  # a row that was just admitted has room for one
-    requests, rows = fence(serving.requests, _rows(serving, decode))  # it has read the text that is written below
+    new = jnp.where(decode, jnp.maximum(new, 1), 0)  # a row that was just admitted has a slot for one token
+    requests, rows = fence(serving.requests, rows_of(serving, decode))  # it has read the text that is written below
     serving, cache = serving.replace(requests=requests), serving.cache
 
     def block(carry: tuple[Pools, Written]) -> tuple[Pools, Written]:
+        request = serving.by_row
         pools, _, written = compute(
-            model, cache.replace(pools=carry[0]), rows, want, steps, most=k, stop=pick(requests.stop, serving.row),
-            sampling=pick(requests.sampling, serving.row), top=requests.num_top, logits_fn=logits_fn,
-            fixed_steps=fixed_steps,
+            model, cache.replace(pools=carry[0]), rows, new, steps, k=k, stop=request.stop, sampling=request.sampling,
+            top=requests.num_top, logits_fn=logits_fn, fixed_steps=fixed_steps,
         )  # fmt: skip
         return pools, written
 
-    start = cache.pools, Written(jnp.zeros_like(want), Chosen.none(want.shape[0], k, requests.num_top))
+    start = cache.pools, Written(jnp.zeros_like(new), Chosen.none(new.shape[0], k, requests.num_top))
     pools, written = once(jnp.any(decode & ~mixed), block, start) if fixed_steps else block(start)
     wrote = jnp.where(mixed, decode.astype(jnp.int32), written.count)
     chosen = Chosen(jnp.where(mixed, chosen.bits, written.chosen.bits))
@@ -127,7 +116,7 @@ def serve_step(
         cache, _ = cache.trim(decode, max_tokens=k)
     serving = serving.replace(cache=cache, dirty=serving.dirty | mixed)
     if scheduler.coalesce > 1:
-        chunks_deferred = jnp.where(mixed | ~jnp.any(prefilling(serving)), 0, serving.chunks_deferred + 1)
+        chunks_deferred = jnp.where(mixed | ~jnp.any(serving.prefilling), 0, serving.chunks_deferred + 1)
         serving = serving.replace(chunks_deferred=chunks_deferred)
     serving = record(serving, chosen, jnp.where(mixed, 1, jnp.max(wrote)))
     extended = extended.replace(records=jnp.where(single, int(EventKind.NONE), extended.records))
@@ -135,101 +124,44 @@ def serve_step(
 
 
 def _tries(serving: Serving, scheduler: Scheduler, retired: Retired) -> jax.Array:
-    """bool[]; whether to look for requests to admit: where somebody waits for whom there may be room."""
-    waits = jnp.any((serving.requests.stage == Stage.WAITING) & (serving.requests.parent < 0))
+    """bool[]; whether to look for requests to admit: some wait, and there may be a row and blocks."""
+    waits = jnp.any(serving.requests.waiting)
     tries = serving.dirty & waits & jnp.any(serving.free) & (retired.preempted[0] < 0)
     tries = tries & ~jnp.any((serving.row >= 0) & serving.cache.state.seqs.swapped_out)
     return tries & ~jnp.any(serving.row >= 0) if scheduler.reserve == "batch" else tries
 
 
 def _has_chunks(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """bool[]; whether a mixed step comes next: enough rows want chunks, or waited long enough, or nobody decodes."""
-    rows = prefilling(serving)
+    """bool[]; whether a mixed step comes next: enough rows prefill, or waited long enough, or nobody decodes."""
+    rows = serving.prefilling
     if scheduler.coalesce == 1:
         return jnp.any(rows)
-    enough = (
-        (count(rows) >= scheduler.coalesce)
-        | (serving.chunks_deferred >= scheduler.coalesce)
-        | ~jnp.any(decoding(serving))
-    )
-    return jnp.any(rows) & enough
-
-
-def mixed_step(
-    model: Model,
-    serving: Serving,
-    log: EventLog,
-    scheduler: Scheduler,
-    where: jax.Array,
-    decode: jax.Array,
-    k: int,
-    *,
-    logits_fn: LogitsFn | None,
-    now: jax.Array,
-) -> tuple[Serving, EventLog, Chunks, Chosen]:
-    """Computes chunks and one token of the rows that decode bool[S], and lets rows choose, if where bool[] holds.
-
-    Returns:
-      The requests and the log; the chunks, stored; and what was chosen, k columns.
-    """
-    size, rows = scheduler.chunk_tokens(serving.cache.state.spec), decode.shape[0]
-    nothing = Chosen.none(rows, k, serving.requests.num_top)
-
-    def step(carry):
-        serving, log, *_ = carry
-        serving, chunks = plan(serving, scheduler, size)
-        serving, log, chunks = make_room(serving, log, scheduler, chunks, now)
-        serving, log, logits = compute_line(model, serving, log, scheduler, chunks, decode, size, k, now)
-        ready = prefilled(serving, chunks)
-        source = prompts_of_samples(serving, ready & serving.leads)
-        serving, ready = serving.replace(leads=serving.leads & ~ready), ready | (source >= 0)
-        logits = pick(logits, jnp.where(source >= 0, source, np.arange(rows, dtype=np.int32)))
-        requests, row = serving.requests, serving.row
-        choice = choose(
-            logits, _rows(serving, decode), pick(requests.known, row), pick(requests.stop, row),
-            pick(requests.sampling, row), logits_fn, requests.num_top,
-        )  # fmt: skip
-        chosen = Chosen.of(choice).only((decode | ready)[:, None])
-        requests, chosen = fence(serving.requests, chosen)  # or their text, which is written behind the loop, is copied
-        serving = serving.replace(requests=requests)
-        return serving, log, chunks, nothing.put(chosen, jnp.int32(0))
-
-    none = jnp.full((min(scheduler.chunk_rows, rows),), -1, jnp.int32)
-    start = serving, log, Chunks(none, jnp.zeros_like(none)), nothing
-    return once(where, step, start)
-
-
-def _rows(serving: Serving, active: jax.Array) -> Rows:
-    """The rows of a block of steps."""
-    requests, row = serving.requests, serving.row
-    left = pick(requests.goal, row) - pick(requests.known, row)
-    return Rows(last_tokens(serving), active, left, pick(requests.seed, row), pick(requests.prompt, row))
+    enough = (count(rows) >= scheduler.coalesce) | (serving.chunks_deferred >= scheduler.coalesce)
+    return jnp.any(rows) & (enough | ~jnp.any(serving.decoding))
 
 
 def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
-    """Adds what was chosen in so many steps i32[] to the requests' tokens; those that ended so are done."""
-    requests, row, tokens = serving.requests, serving.row, chosen.tokens
+    """Adds the choices of so many steps i32[] to the requests' tokens; those that ended so are done."""
+    requests, request, row, tokens = serving.requests, serving.by_row, serving.row, chosen.tokens
     real = tokens >= 0
     new = jnp.sum(real, axis=1, dtype=jnp.int32)
-    any_chosen, known = new > 0, pick(requests.known, row) + new
-    at = runs(pick(requests.start, row) + pick(requests.known, row), tokens.shape[1])
+    any_chosen, num_tokens = new > 0, request.num_tokens + new
+    at = runs(request.start + request.num_tokens, tokens.shape[1])
     final = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)
-    stopped = any_chosen & jnp.any(final == pick(requests.stop, row), axis=1)
-    over = stopped | (any_chosen & (known >= pick(requests.goal, row)))
-    begins = any_chosen & (pick(requests.known, row) == pick(requests.prompt, row))
+    stopped = any_chosen & jnp.any(final == request.stop, axis=1)
+    over = stopped | (any_chosen & (num_tokens >= request.max_tokens))
+    begins = any_chosen & (request.num_tokens == request.prompt)
     requests = requests.replace(
         text=put(requests.text, at, tokens, real), logprobs=put(requests.logprobs, at, chosen.logprobs, real)
     )
     if requests.top is not None:
         requests = requests.replace(top=put(requests.top, at, chosen.top, real))
-    serving = serving.replace(requests=requests.at(row, any_chosen, known=known))
+    serving = serving.replace(requests=requests.at(row, any_chosen, num_tokens=num_tokens))
 
     def mark(serving: Serving) -> Serving:
         """Notes which rows have their first token, forks samples off them, and notes which are over."""
         serving = fork_samples(serving, begins)
-        requests = serving.requests.at(
-            row, begins, first_token=serving.steps + 1
-        )  # a row that chooses does so in each step
+        requests = serving.requests.at(row, begins, first_token=serving.steps + 1)  # one is chosen in each step
         requests = requests.at(
             row, over, stage=int(Stage.DONE), ended=serving.steps + new,
             finish=jnp.where(stopped, int(Finish.STOP), int(Finish.LENGTH)),

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, count, pick, put
 from kvjax.serving.capacity import lacks_blocks, next_blocks
+from kvjax.serving.options import Scheduler
+from kvjax.serving.order import first, sort_keys_by_row
+from kvjax.serving.preempt import victim
 from kvjax.serving.requests import Serving
-from kvjax.serving.retire import victim
-from kvjax.serving.scheduler import Scheduler, first, places_of_rows, prefilling, running
 
 
 class Swaps(Pytree):
@@ -46,13 +47,13 @@ def swaps(serving: Serving, scheduler: Scheduler) -> Swaps:
 def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
     """The row that would be preempted, if its tokens cost more to compute than to move; or -1."""
     state, swapped_out = serving.cache.state, serving.cache.state.seqs.swapped_out
-    over = (serving.row >= 0) & ~running(serving)  # they leave their rows before anybody is preempted
+    finished = serving.finished  # they leave their rows before anybody is preempted
     freed = [
-        count(over[:, None] & (group.table >= 0) & (pick(group.blocks.refcount, group.table) == 1))
+        count(finished[:, None] & (group.table >= 0) & (pick(group.blocks.refcount, group.table) == 1))
         for group in state.groups
     ]
     row = jnp.where(lacks_blocks(serving, scheduler, freed), victim(serving, scheduler), -1)
-    others = count(running(serving) & (state.seqs.length > 0) & ~swapped_out) > 1
+    others = count(serving.running & (state.seqs.length > 0) & ~swapped_out) > 1
     blocks = pick(state.seqs.committed, row) // state.spec.block_size
     leaves = (row >= 0) & ~pick(swapped_out, row) & others & (blocks >= scheduler.min_swap) & (serving.refused != 1)
     return jnp.where(leaves, row, -1)
@@ -65,13 +66,13 @@ def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
     behind the return would swap a row out again. -1 if the row's blocks could not be had: the loop preempts then.
     """
     state = serving.cache.state
-    swapped_out = running(serving) & state.seqs.swapped_out
-    row = first(places_of_rows(serving, scheduler), swapped_out)
-    samples = running(serving) & (pick(serving.requests.parent, serving.row) >= 0)  # they wait for their parent
+    swapped_out = serving.running & state.seqs.swapped_out
+    row = first(sort_keys_by_row(serving, scheduler), swapped_out)
+    samples = serving.running & (serving.by_row.parent >= 0)  # they wait for their parent
     awake = (serving.row >= 0) & ~state.seqs.swapped_out
     after = _awake(serving, row)
     fits = jnp.bool_(True)
-    for group, blocks in zip(state.groups, next_blocks(after, scheduler, prefilling(after)), strict=True):
+    for group, blocks in zip(state.groups, next_blocks(after, scheduler, after.prefilling), strict=True):
         table = pick(group.table, row)
         absent = count((table >= 0) & ~group.on_device(table))
         fits = fits & (absent + jnp.maximum(count(awake) + 1, blocks) + scheduler.watermark <= group.available)
@@ -81,6 +82,6 @@ def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
 def _awake(serving: Serving, row: jax.Array) -> Serving:
     """The requests as if row i32[] were not swapped out."""
     state = serving.cache.state
-    swapped = put(state.seqs.swapped_out, row[None], False, row[None] >= 0)
+    swapped = put(state.seqs.swapped_out, row, False, row >= 0)
     state = state.replace(seqs=state.seqs.replace(swapped=swapped))
     return serving.replace(cache=serving.cache.replace(state=state))

@@ -24,7 +24,7 @@ from kvjax.serving.capacity import num_steps
 from tests import drive
 from tests.oracle.cache import NO_BLOCK, Oracle, Result, Retention, Worth
 
-_NUM_STEPS = jax.jit(num_steps, static_argnames="most")
+_NUM_STEPS = jax.jit(num_steps, static_argnames="k")
 _ROOM = 2**30  # of a log without end
 
 

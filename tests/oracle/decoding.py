@@ -16,7 +16,7 @@ import numpy as np
 import kvjax
 from kvjax.serving import loops
 from kvjax.serving.capacity import num_steps
-from kvjax.serving.steps import Rows
+from kvjax.serving.decode import Rows
 from tests import drive
 from tests.oracle import single_steps
 from tests.oracle.bytes_machine import PRIME, visible
@@ -93,7 +93,7 @@ def _jit(decode: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 STEP = jax.jit(kvjax.step)
-NUM_STEPS = jax.jit(num_steps, static_argnames="most")
+NUM_STEPS = jax.jit(num_steps, static_argnames="k")
 
 
 # A start.

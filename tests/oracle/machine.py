@@ -50,7 +50,7 @@ POLICIES = {
 }  # fmt: skip
 TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step", "offload", "onboard", "watermark",
          "swap_out", "swap_in")  # fmt: skip
-NUM_STEPS = jax.jit(num_steps, static_argnames="most")
+NUM_STEPS = jax.jit(num_steps, static_argnames="k")
 
 
 def nearly_wrapped(state):

@@ -21,10 +21,10 @@ from kvjax import Cache, Status
 from kvjax.events.log import init_log
 from kvjax.serving.capacity import worst_step
 from kvjax.serving.ending import cancel, drain, results
+from kvjax.serving.options import Scheduler as Options
 from kvjax.serving.requests import Stage, init_serving
-from kvjax.serving.scheduler import Scheduler as Options
 from kvjax.serving.serve import serve_step
-from kvjax.serving.submission import submit
+from kvjax.serving.submit import submit
 from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, Config, Faults, Life, Row, name_of
 from tests.oracle.cache import Oracle
@@ -228,7 +228,7 @@ class Both:
             if request.stage == Stage.EMPTY:
                 continue
             start = requests.start[slot]
-            assert requests.text[start : start + requests.known[slot]].tolist() == request.tokens
+            assert requests.text[start : start + requests.num_tokens[slot]].tolist() == request.tokens
             assert request.over or requests.parent[slot] == (request.parent.slot if request.parent else -1)
             for name in ("arrival", "passed", "submitted", "first_token", "ended", "preemptions"):
                 assert getattr(requests, name)[slot] == getattr(request, name), name

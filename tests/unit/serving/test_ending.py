@@ -14,7 +14,6 @@ import pytest
 from kvjax.serving import results
 from kvjax.serving.ending import cancel, drain
 from kvjax.serving.requests import Stage
-from kvjax.serving.scheduler import decoding, prefilling
 from tests.oracle.bytes_machine import VOCAB
 from tests.oracle.serving import COLUMNS, SIZE, SLOTS, program
 from tests.unit.serving.stories import KNOWN, Story
@@ -38,15 +37,15 @@ SITUATIONS = {
 
 def does(serving, slot, situation):
     """Whether request `slot` is in a situation."""
-    requests, rows = serving.requests, np.flatnonzero(np.asarray(serving.row) == slot)
-    row = rows[0] if rows.size else None
+    requests, having = serving.requests, np.flatnonzero(np.asarray(serving.row) == slot)
+    row = having[0] if having.size else None
     if situation.startswith("waits"):
         sample = int(requests.parent[slot]) >= 0
         return row is None and requests.stage[slot] == Stage.WAITING and sample == (situation == "waits as a sample")
     if situation == "holds a row as a sample":
         return int(requests.parent[slot]) == 0 and not int(serving.cache.state.seqs.length[row])
-    what = {"prefills": prefilling, "decodes": decoding, "leads samples": lambda serving: serving.leads}
-    return bool(what[situation](serving)[row])
+    rows = {"prefills": serving.prefilling, "decodes": serving.decoding, "leads samples": serving.leads}
+    return bool(rows[situation][row])
 
 
 def holders(serving):

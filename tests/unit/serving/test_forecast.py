@@ -19,7 +19,7 @@ from tests.oracle.bytes_machine import SIZE
 from tests.oracle.serving import AT_ONCE, COLUMNS, COUNTS, LINE, LOG, OPTIONS, SLOTS, config
 
 SAID = (
-    "stage", "finish", "known", "admitted", "cached", "first_token", "ended", "preemptions", "passed", "arrival",
+    "stage", "finish", "num_tokens", "admitted", "cached", "first_token", "ended", "preemptions", "passed", "arrival",
 )  # fmt: skip
 QUICK = {"xla_backend_optimization_level": 0}
 NUMBER = 4 * SLOTS  # of slots, so that a forecast needs more events than its log holds at once

@@ -96,10 +96,10 @@ class Desk:
         return np.asarray(self.serving.row).tolist()
 
     @property
-    def wants(self):
-        """Tokens that each row's request knows and the cache has not committed."""
-        known = np.asarray(self.serving.requests.known)[self.serving.row]
-        return np.where(np.array(self.rows) >= 0, known - self.serving.cache.state.seqs.committed, 0).tolist()
+    def num_pending(self):
+        """Tokens of each row's request that the cache has not committed."""
+        num_tokens = np.asarray(self.serving.requests.num_tokens)[self.serving.row]
+        return np.where(np.array(self.rows) >= 0, num_tokens - self.serving.cache.state.seqs.committed, 0).tolist()
 
     @property
     def held(self):
@@ -381,7 +381,7 @@ def test_a_preempted_request_keeps_its_tokens_and_its_place():
     (slot,) = preempted(served)
     requests = desk.serving.requests
     assert desk.stage(slot) == Stage.WAITING and int(requests.preemptions[slot]) == 1
-    assert int(requests.known[slot]) > 5 and int(requests.arrival[slot]) == slot
+    assert int(requests.num_tokens[slot]) > 5 and int(requests.arrival[slot]) == slot
     desk.submit([2] * 3)
     assert next(admitted(served) for served in desk.steps() if admitted(served))[0] == slot
 
@@ -449,16 +449,16 @@ def test_released_blocks_are_the_next_requests():
 
 
 @row("CE and TG")
-def test_a_row_that_wants_more_than_one_token_is_prefill_and_of_one_decode():
+def test_a_row_with_more_than_one_pending_token_is_prefill_and_with_one_decode():
     desk = Desk(VLLM)
     desk.submit([2], A)
     served = desk.step()
-    assert desk.wants[:2] == [1, 8 - 3] and chunks(served) == [3]
+    assert desk.num_pending[:2] == [1, 8 - 3] and chunks(served) == [3]
     served = desk.step()
     assert (decoded(served), chunks(served)) == ([0], [3])  # both in one step
     desk.step()
-    known, committed = desk.serving.requests.known[1], desk.serving.cache.state.seqs.committed[1]
-    assert desk.wants[1] == int(known - committed) == 1
+    num_tokens, committed = desk.serving.requests.num_tokens[1], desk.serving.cache.state.seqs.committed[1]
+    assert desk.num_pending[1] == int(num_tokens - committed) == 1
 
 
 @row("`num_steps`")

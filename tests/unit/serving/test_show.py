@@ -9,17 +9,17 @@ import pytest
 
 import kvjax
 from kvjax.serving import init_serving, show_requests, show_step
-from kvjax.serving.admission import Admitted
-from kvjax.serving.chunks import Chunks
+from kvjax.serving.admit import Admitted
+from kvjax.serving.decode import Chosen
+from kvjax.serving.prefill import Chunks
 from kvjax.serving.requests import Finish, Stage
 from kvjax.serving.retire import Retired
 from kvjax.serving.serve import Served
-from kvjax.serving.steps import Chosen
 from tests.drive import PLAIN, TIERS
 
 W, R, D, C = Stage.WAITING, Stage.RUNNING, Stage.DONE, Stage.CANCELLED
 NO_BLOCKS = "12 blocks: 0 active, 0 cached, 12 empty; 0 of 48 slots filled; "
-LEGEND = "P: prompt, G: generated, in lower case where its row has not computed it; .: up to the goal"
+LEGEND = "P: prompt, G: generated, in lower case where its row has not computed it; .: still to generate"
 
 
 def ints(*values):
@@ -43,8 +43,8 @@ def lines(text):
 
 
 MANY = {
-    "stage": (R, R, R, D, W, W, C), "prompt": (5, 9, 9, 4, 10, 3, 6), "known": (7, 9, 9, 6, 10, 5, 8),
-    "goal": (8, 15, 12, 6, 14, 9, 9), "parent": (-1, -1, 1, -1, -1, -1, -1), "priority": (0, 0, 0, 0, 0, 2, 0),
+    "stage": (R, R, R, D, W, W, C), "prompt": (5, 9, 9, 4, 10, 3, 6), "num_tokens": (7, 9, 9, 6, 10, 5, 8),
+    "max_tokens": (8, 15, 12, 6, 14, 9, 9), "parent": (-1, -1, 1, -1, -1, -1, -1), "priority": (0, 0, 0, 0, 0, 2, 0),
     "arrival": (0, 1, 2, 3, 4, 5, 6), "passed": (0, 0, 0, 0, 3, 0, 0), "preemptions": (0, 0, 0, 0, 0, 1, 0),
     "finish": (0, 0, 0, Finish.STOP, 0, 0, Finish.CANCELLED), "cached": (0, 0, 0, 0, 0, 0, 4),
 }  # fmt: skip
@@ -56,12 +56,12 @@ def test_requests_in_rows_waiting_and_over():
         after 9 steps of the model: 3 run, 2 wait, 2 are over
         {NO_BLOCKS}3 of 4 rows in use
         {LEGEND}
-        row 0  request 0  known 7 of 8: decodes                             PPPP PGg.
-        row 1  request 1  known 9 of 15: wants 6, leads samples             PPPp pppp p... ...
-        row 2  request 2  known 9 of 12: waits for the prompt of request 1  pppp pppp p...
-        row 3  request 3  known 6 of 6: over (stop)                         PPPP Gg
-        waits  request 5  known 5 of 9, priority 2, preemptions 1           pppg g... .
-        waits  request 4  known 10 of 14, passed 3                          pppp pppp pp.. ..
+        row 0  request 0  7 of 8 tokens: decodes                             PPPP PGg.
+        row 1  request 1  9 of 15 tokens: 6 pending, leads samples           PPPp pppp p... ...
+        row 2  request 2  9 of 12 tokens: waits for the prompt of request 1  pppp pppp p...
+        row 3  request 3  6 of 6 tokens: over (stop)                         PPPP Gg
+        waits  request 5  5 of 9 tokens, priority 2, preemptions 1           pppg g... .
+        waits  request 4  10 of 14 tokens, passed 3                          pppp pppp pp.. ..
         over   request 6  cancelled, 2 generated, 4 cached
     """)
 
@@ -71,7 +71,7 @@ def test_rows_of_others_and_rows_that_stall():
     drawn = show_requests(
         serving(
             rows=(-1, 0, -1, -1), committed=(5, 6, 0, 0), out_of_blocks=(False, True, False, False), stage=(R, *six),
-            prompt=(9, *six), known=(9, *six), goal=(15, *six),
+            prompt=(9, *six), num_tokens=(9, *six), max_tokens=(15, *six),
         )
     )  # fmt: skip
     assert drawn == lines(f"""
@@ -79,7 +79,7 @@ def test_rows_of_others_and_rows_that_stall():
         {NO_BLOCKS}2 of 4 rows in use
         {LEGEND}
         row 0             5 tokens, of no request here
-        row 1  request 0  known 9 of 15: wants 3, out of blocks  PPPP PPpp p... ...
+        row 1  request 0  9 of 15 tokens: 3 pending, out of blocks  PPPP PPpp p... ...
     """)
 
 
@@ -88,12 +88,12 @@ def test_where_there_is_little_room_a_letter_stands_for_several_tokens_and_reque
     assert max(map(len, drawn)) <= 72
     assert "\n".join(drawn[2:]) == lines("""
         P: prompt, G: generated, in lower case where its row has not computed
-        it; .: up to the goal; a letter for 2 tokens
-        row 0  request 0  known 7 of 8: decodes                    PP G.
-        row 1  request 1  known 9 of 15: wants 6, leads samples    Pp pp .. ..
+        it; .: still to generate; a letter for 2 tokens
+        row 0  request 0  7 of 8 tokens: decodes                    PP G.
+        row 1  request 1  9 of 15 tokens: 6 pending, leads samples  Pp pp .. ..
         and 2 more rows in use
-        waits  request 5  known 5 of 9, priority 2, preemptions 1  pg .. .
-        waits  request 4  known 10 of 14, passed 3                 pp pp p. .
+        waits  request 5  5 of 9 tokens, priority 2, preemptions 1  pg .. .
+        waits  request 4  10 of 14 tokens, passed 3                 pp pp p. .
         over   request 6  cancelled, 2 generated, 4 cached
     """)
     *_, wait, over = show_requests(serving(**MANY, **FULL), width=65, max_lines=1).splitlines()
@@ -120,7 +120,7 @@ def served(n=1, mixed=False, released=(), preempted=(), admitted=(), chunks=(), 
     )  # fmt: skip
 
 
-NOTHING = "retire   -\ngrow     room for 1 step\nadmit    -\ncompute  -\nchoose   -"
+NOTHING = "retire   -\ngrow     blocks for 1 step\nadmit    -\ncompute  -\nchoose   -"
 BUSY = {
     "mixed": True, "released": (0, 3), "preempted": (5,), "admitted": ((2, 0, 8), (4, 3, 0)),
     "chunks": ((0, 2), (3, 0)), "chosen": ((7,), (), (9,), ()),
@@ -131,12 +131,12 @@ BUSY = {
     ("did", "drawn"),
     [
         ({}, NOTHING),
-        ({"n": 0}, NOTHING.replace("room for 1 step", "blocks refused")),
+        ({"n": 0}, NOTHING.replace("blocks for 1 step", "blocks refused")),
         (
             {"n": 4, "chosen": ((7, 8), (), (1_000, 2, 3), ())},
             """
             retire   -
-            grow     room for 4 steps
+            grow     blocks for 4 steps
             admit    -
             compute  a block of 3 steps
             choose   row 0: 7 8; row 2: 1000 2 3
@@ -145,8 +145,8 @@ BUSY = {
         (
             BUSY,
             """
-            retire   row 0 let go; row 3 let go; request 5 preempted
-            grow     room for 1 step
+            retire   row 0 released; row 3 released; request 5 preempted
+            grow     blocks for 1 step
             admit    request 2 in row 0, 8 cached; request 4 in row 3, 0 cached
             compute  a mixed step; row 0 a chunk of 2; row 3 a chunk of 0
             choose   row 0: 7; row 2: 9
@@ -160,6 +160,6 @@ def test_the_parts_of_a_step(did, drawn):
 
 def test_a_part_that_does_much_has_several_lines():
     assert show_step(served(**BUSY), width=40).splitlines()[:2] == [
-        "retire   row 0 let go; row 3 let go;",
+        "retire   row 0 released; row 3 released;",
         "         request 5 preempted",
     ]

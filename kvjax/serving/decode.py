@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block of steps: the bookkeeping of up to k decode steps at once.
 
-    extend      room for the next tokens of each active row: min(n, what the row can still use)
-    compute     n times view -> model -> choice; the K/V of each step go to the next slot of that room
+    grow        `extend` once: blocks for the next tokens of each row that decodes, min(n, what the row can still write)
+    compute     n times view -> model -> choice; the K/V of each step go to the next slot of those blocks
     commit      what each row has written; blocks that filled become findable
-    trim        rows that stopped early give back the room that they did not use
+    trim        rows that stopped early give back the blocks that they did not use
 
 `num_steps` finds n before anything is changed, so that `extend` succeeds wherever counting can tell. Tokens,
 log-probabilities and lengths are those of single steps. So are the index and the events, in another order, where
@@ -24,13 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree
-from kvjax._checks import static_int
+from kvjax._arrays import Pytree, pick
 from kvjax.cache import Cache
+from kvjax.events.records import Events
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
+from kvjax.serving.capacity import num_steps
+from kvjax.serving.options import Scheduler
+from kvjax.serving.requests import Serving, Stage
 from kvjax.serving.sampling import Choice, Sampling, sample
-from kvjax.spec import CacheSpec
 
 LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -41,7 +43,7 @@ class Rows(Pytree):
     Attributes:
       token: i32; the last token chosen, not yet in the cache.
       active: bool; whether to go on.
-      left: i32; tokens still wanted.
+      left: i32; tokens still to choose.
       seed: u32; of the row's random stream.
       prompt: i32; tokens of the row's prompt; None if all choose greedily (`sampling` is None).
     """
@@ -126,69 +128,101 @@ class Written(Pytree):
         return jnp.concatenate([first[:, None], self.chosen.tokens[:, :-1]], axis=1)
 
 
-def steps_of_a_block(spec: CacheSpec, k: int | None) -> int:
-    """The most steps of a block: k, or P for None; a ValueError if k is out of range."""
-    k = spec.block_size if k is None else static_int("k", k, 1)
-    if k > spec.block_size:
-        raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
-    return k
+def last_tokens(serving: Serving) -> jax.Array:
+    """i32[S]; the last token of each row's request."""
+    request = serving.by_row
+    return pick(serving.requests.text, request.start + jnp.maximum(request.num_tokens - 1, 0))
+
+
+def rows_of(serving: Serving, active: jax.Array) -> Rows:
+    """The rows of a block of steps, which are active where bool[S]."""
+    request = serving.by_row
+    left = request.max_tokens - request.num_tokens
+    return Rows(last_tokens(serving), active, left, request.seed, request.prompt)
+
+
+def grow(
+    serving: Serving, scheduler: Scheduler, k: int, single: jax.Array, log_room: jax.Array, now: jax.Array
+) -> tuple[Serving, Events, jax.Array, jax.Array]:
+    """Takes blocks for the next tokens of all rows that decode: for k steps, or for one where `single` bool[].
+
+    Fewer, if there are too few blocks, or log_room i32[] for events. While a request waits for a row or for blocks, a
+    block of steps also ends where the first row is sure to end.
+
+    Returns:
+      The requests and the events; i32[], the number n of steps, 0 if blocks were refused; and i32[S], how many tokens
+      each decode row may write in them.
+    """
+    requests, request, seqs, decode = serving.requests, serving.by_row, serving.cache.state.seqs, serving.decoding
+    left = jnp.where(decode, request.max_tokens - request.num_tokens, 0)
+    new = jnp.minimum(left, k)
+    waiting = jnp.any(requests.stage == Stage.WAITING)
+    first_end = jnp.min(jnp.where(decode, left, k))
+    limit = jnp.where(waiting, jnp.minimum(first_end, scheduler.k_waiting), k)
+    fitting = jnp.minimum(limit, num_steps(serving.cache.state, new, k, log_room))
+    limit = jnp.where(single | (serving.refused > 1), 1, fitting)
+    new = jnp.minimum(new, limit)
+    more = jnp.maximum(new - (seqs.length - seqs.committed), 0)
+    cache, events = serving.cache.extend(decode & (more > 0), jnp.where(decode, more, 0), max_tokens=k, now=now)
+    n, refused = jnp.where(events.ok, limit, 0), jnp.where(events.ok, 0, limit)
+    return serving.replace(cache=cache, refused=refused), events, n, jnp.where(events.ok, new, 0)
 
 
 def compute(
     model: Model,
     cache: Cache,
     rows: Rows,
-    want: jax.Array,
+    new: jax.Array,
     steps: jax.Array,
     *,
-    most: int,
+    k: int,
     stop: jax.Array,
     sampling: Sampling | None,
     top: int = 0,
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
 ) -> tuple[Pools, Rows, Written]:
-    """Steps of the model for all active rows, in room that `extend` has made; the metadata stay as they are.
+    """Steps of the model for all active rows, into blocks that `extend` has taken; the metadata stay as they are.
 
     Args:
       model: see `kvjax.step`.
-      cache: its active rows have all but `rows.token` committed, and room for min(want, steps) tokens.
-      rows: where each row stands.
-      want: i32[S]; tokens that each row can use.
-      steps: i32[]; how many steps, 0 to `most`; it ends early once no row is active.
-      most: static; k.
+      cache: its active rows have all but `rows.token` committed, and blocks for min(new, steps) tokens.
+      rows: the state of each row.
+      new: i32[S]; the most tokens that each row can write.
+      steps: i32[]; how many steps, 0 to k; it ends early once no row is active.
+      k: static; the most steps.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
       sampling: leaves [] or [S]; None: greedy.
       top: static; T, of how many of the likeliest tokens to note the log-probabilities.
       logits_fn: static; as in `decode`.
-      fixed_steps: static; always loops `most` times.
+      fixed_steps: static; always loops k times.
 
     Returns:
       The pools with the K/V of `Written.count` tokens of each row, to be committed; the rows; and what was written.
     """
-    committed, most_tokens = cache.state.seqs.committed, cache.state.spec.max_length
+    committed, max_length = cache.state.seqs.committed, cache.state.spec.max_length
 
     # What a step does beside the model is a handful of kernels on a GPU. An operation on a scalar would be another, and
     # so would the loop's condition: each row has its own number of the step, and the step says whether to go on.
     def one(carry):
         number, _, pools, rows, written, chosen = carry
-        active = rows.active & (number < jnp.minimum(want, steps))
+        active = rows.active & (number < jnp.minimum(new, steps))
         view = cache.view(active.astype(jnp.int32), 1, written=written)
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
         written = written + active.astype(jnp.int32)
         choice = choose(logits, rows, committed + written, stop, sampling, logits_fn, top)
         chosen = chosen.put(Chosen.of(choice), number[0])
-        rows, number = advance(rows, active, choice.tokens, stop, committed + written < most_tokens), number + 1
+        rows, number = advance(rows, active, choice.tokens, stop, committed + written < max_length), number + 1
         return number, jnp.any(rows.active & (number < steps)), pools, rows, written, chosen
 
-    zeros = jnp.zeros_like(want)
-    none = Chosen.none(want.shape[0], most, top)
+    zeros = jnp.zeros_like(new)
+    none = Chosen.none(new.shape[0], k, top)
     start = zeros, jnp.any(rows.active & (steps > 0)), cache.pools, rows, zeros, none
     if fixed_steps:
-        _, _, pools, rows, written, chosen = lax.fori_loop(0, most, lambda _, carry: one(carry), start)
+        _, _, pools, rows, written, chosen = lax.fori_loop(0, k, lambda _, carry: one(carry), start)
     else:
         _, _, pools, rows, written, chosen = lax.while_loop(lambda carry: carry[1], one, start)
-    return pools, rows, Written(written, chosen.only(written[:, None] > np.arange(most, dtype=np.int32)[None]))
+    return pools, rows, Written(written, chosen.only(written[:, None] > np.arange(k, dtype=np.int32)[None]))
 
 
 def choose(
@@ -211,10 +245,10 @@ def choose(
     return sample(logits, sampling, rows.seed, positions, stop=stop, generated=generated, top_logprobs=top)
 
 
-def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, room: jax.Array) -> Rows:
-    """The rows after each row where chose bool[S] took `token` i32[S]; room bool[S]: the row can hold it."""
+def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fits: jax.Array) -> Rows:
+    """The rows after each row where chose bool[S] took `token` i32[S]; fits bool[S]: the row can hold it."""
     each = jnp.moveaxis(stop, -1, 0)  # of [], or [S]
     stopped = functools.reduce(operator.or_, [token == one for one in each], jnp.zeros_like(chose))
     left = rows.left - chose.astype(jnp.int32)
-    on = rows.active & (~chose | (~stopped & (left > 0) & room))
+    on = rows.active & (~chose | (~stopped & (left > 0) & fits))
     return rows.replace(token=jnp.where(chose, token, rows.token), left=left, active=on)

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixed step: the next token of every decode row and chunks of prompts, computed on one line."""
+"""A mixed step: the next token of every decode row and chunks of prompts, computed as one flat batch.
+
+    plan          rows get chunks in order, as long as the token budget lasts
+    extend        blocks for the chunks, where a prompt does not get all of them at once: with windows
+    compute       the model runs over one position for each row and B for chunks; their K/V are written
+    choose        rows that decode, and rows whose prompt is complete, choose a token; so do the samples of the latter
+
+`commit_step`, at the end of each step, makes blocks that filled findable.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import Pytree, pick, put, runs, sum_before
+from kvjax._arrays import Pytree, fence, once, pick, put, runs, sum_before
 from kvjax.blocks.rows import Chunk, Span
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
@@ -17,14 +25,14 @@ from kvjax.gpu.choice import fused, serves
 from kvjax.model import Model, forward
 from kvjax.pools.views import mixed
 from kvjax.serving.capacity import needs
+from kvjax.serving.decode import Chosen, LogitsFn, choose, last_tokens, rows_of
 from kvjax.serving.loops import note
+from kvjax.serving.options import Scheduler
+from kvjax.serving.order import late_first, sort_keys_by_row
 from kvjax.serving.requests import Serving
-from kvjax.serving.scheduler import Scheduler, late_first, places_of_rows, prefilling, running, wanted
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, checked_text
 from kvjax.verbs.commit import Written, pass_width, publish_spans, store, write, write_fused
-
-Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Chunks(Pytree):
@@ -39,34 +47,76 @@ class Chunks(Pytree):
     count: jax.Array
 
 
+def mixed_step(
+    model: Model,
+    serving: Serving,
+    log: EventLog,
+    scheduler: Scheduler,
+    where: jax.Array,
+    decode: jax.Array,
+    k: int,
+    *,
+    logits_fn: LogitsFn | None,
+    now: jax.Array,
+) -> tuple[Serving, EventLog, Chunks, Chosen]:
+    """Computes chunks and one token of the rows that decode bool[S], and lets rows choose, if where bool[] holds.
+
+    Returns:
+      The requests and the log; the chunks, stored; and the choices, k columns.
+    """
+    size, rows = scheduler.chunk_tokens(serving.cache.state.spec), decode.shape[0]
+    nothing = Chosen.none(rows, k, serving.requests.num_top)
+
+    def step(carry):
+        serving, log, *_ = carry
+        serving, chunks = plan(serving, scheduler, size)
+        serving, log, chunks = extend_for_chunks(serving, log, scheduler, chunks, now)
+        serving, log, logits = compute_flat(model, serving, log, scheduler, chunks, decode, size, k, now)
+        ready = _prefilled(serving, chunks)
+        source = prompts_of_samples(serving, ready & serving.leads)
+        serving, ready = serving.replace(leads=serving.leads & ~ready), ready | (source >= 0)
+        logits = pick(logits, jnp.where(source >= 0, source, np.arange(rows, dtype=np.int32)))
+        request = serving.by_row
+        choice = choose(
+            logits, rows_of(serving, decode), request.num_tokens, request.stop, request.sampling, logits_fn,
+            serving.requests.num_top,
+        )  # fmt: skip
+        chosen = Chosen.of(choice).only((decode | ready)[:, None])
+        requests, chosen = fence(serving.requests, chosen)  # or their text, which is written behind the loop, is copied
+        return serving.replace(requests=requests), log, chunks, nothing.put(chosen, jnp.int32(0))
+
+    none = jnp.full((min(scheduler.chunk_rows, rows),), -1, jnp.int32)
+    return once(where, step, (serving, log, Chunks(none, jnp.zeros_like(none)), nothing))
+
+
 def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Chunks]:
-    """Deals `size` tokens of the line out to the first rows in order that want chunks.
+    """Assigns `size` positions to the first rows in order that prefill.
 
     Rows that got none too often come before the others, the earliest request first.
     """
-    want, prefill = wanted(serving), prefilling(serving)
-    place = late_first(serving.skipped_steps >= scheduler.patience, *places_of_rows(serving, scheduler))
-    rows = jnp.lexsort((*reversed(place), ~prefill)).astype(jnp.int32)[: scheduler.chunk_rows]  # the last key decides
+    pending, prefill = serving.num_pending, serving.prefilling
+    keys = late_first(serving.skipped_steps >= scheduler.patience, *sort_keys_by_row(serving, scheduler))
+    rows = jnp.lexsort((*reversed(keys), ~prefill)).astype(jnp.int32)[: scheduler.chunk_rows]  # the last key decides
     real = pick(prefill, rows)
-    ask = jnp.where(real, jnp.minimum(pick(want, rows), scheduler.chunk), 0)
+    most = jnp.where(real, jnp.minimum(pick(pending, rows), scheduler.chunk), 0)
     if scheduler.chunks == "equal":
         levels = np.arange(1, scheduler.chunk + 1, dtype=np.int32)[:, None]
-        total = jnp.sum(jnp.minimum(ask[None], levels), axis=1, dtype=jnp.int32)
+        total = jnp.sum(jnp.minimum(most[None], levels), axis=1, dtype=jnp.int32)
         share = jnp.maximum(jnp.sum(total <= size, dtype=jnp.int32), 1)
-        ask = jnp.minimum(ask, share)
-    before = sum_before(ask)
-    chunks = Chunks(jnp.where(real, rows, -1), jnp.clip(size - before, 0, ask))
-    dealt = put(jnp.zeros_like(prefill), rows, True, chunks.count > 0)
-    skipped_steps = jnp.where(prefill & ~dealt, serving.skipped_steps + 1, 0)
+        most = jnp.minimum(most, share)
+    before = sum_before(most)
+    chunks = Chunks(jnp.where(real, rows, -1), jnp.clip(size - before, 0, most))
+    served = put(jnp.zeros_like(prefill), rows, True, chunks.count > 0)
+    skipped_steps = jnp.where(prefill & ~served, serving.skipped_steps + 1, 0)
     return serving.replace(skipped_steps=skipped_steps), chunks
 
 
-def make_room(
+def extend_for_chunks(
     serving: Serving, log: EventLog, scheduler: Scheduler, chunks: Chunks, now: jax.Array
 ) -> tuple[Serving, EventLog, Chunks]:
-    """Extends the rows so that they have room for their chunks, where a prompt has no room as a whole: with windows.
+    """Takes blocks for chunks, in order, as long as they suffice; the other rows compute nothing in this step.
 
-    In order, as long as blocks suffice; the others compute nothing in this step.
+    Without windows a prompt got all its blocks when it was admitted.
     """
     state = serving.cache.state
     if len(state.groups) == 1:
@@ -84,14 +134,11 @@ def make_room(
     count = jnp.where(events.ok, count, 0)
     out_of_blocks = put(jnp.zeros_like(serving.out_of_blocks), rows, count == 0, (rows >= 0) & (chunks.count > 0))
     refused = jnp.where(events.ok, serving.refused, 1)
-    return (
-        serving.replace(cache=cache, out_of_blocks=out_of_blocks, refused=refused),
-        note(log, events),
-        Chunks(rows, count),
-    )
+    serving = serving.replace(cache=cache, out_of_blocks=out_of_blocks, refused=refused)
+    return serving, note(log, events), Chunks(rows, count)
 
 
-def compute_line(
+def compute_flat(
     model: Model,
     serving: Serving,
     log: EventLog,
@@ -102,36 +149,23 @@ def compute_line(
     k: int,
     now: jax.Array,
 ) -> tuple[Serving, EventLog, jax.Array]:
-    """Computes the next token of the rows where decode bool[S], and chunks, whose text it stores.
+    """Computes the next token of the rows where decode bool[S], and chunks of others, in B = `size` positions.
 
-    Args:
-      model: see `kvjax.step`.
-      serving: its rows have room for all of it.
-      log: takes the events.
-      scheduler: static.
-      chunks: of rows that do not decode.
-      decode: as above; the K/V of these rows' tokens are written, and not committed.
-      size: static; B, positions for chunks.
-      k: static; see `_store_chunks`.
-      now: i32[] ms.
-
-    Returns:
-      The requests and the log; and the logits f32[S, V] after each row's last token.
+    The rows have the blocks for all of it. The text of chunks is stored; what rows decode is not committed yet. Also
+    returns the logits f32[S, V] after each row's last token.
     """
     width = scheduler.chunk_width(serving.cache.state.spec)
-    requests, cache = serving.requests, serving.cache
-    seqs, rows = cache.state.seqs, chunks.rows
+    cache, rows, num_rows = serving.cache, chunks.rows, decode.shape[0]
     view = mixed(cache.state, decode, rows, chunks.count, size)
-    slots, first = pick(serving.row, rows), pick(seqs.committed, rows)
-    tokens = requests.tokens(slots, first, width)
-    starts = sum_before(chunks.count)
-    place = runs(starts, width)
+    slots, first = pick(serving.row, rows), pick(cache.state.seqs.committed, rows)
+    tokens, starts = serving.requests.tokens(slots, first, width), sum_before(chunks.count)
+    index = runs(starts, width)
     inside = jnp.arange(width, dtype=jnp.int32)[None] < chunks.count[:, None]
-    line = put(jnp.zeros((size,), jnp.int32), place.reshape(-1), tokens.reshape(-1), inside.reshape(-1))
-    line = jnp.concatenate([last_tokens(serving), line])[None]
-    ends = decode.shape[0] + starts + chunks.count - 1
-    last = put(jnp.arange(decode.shape[0], dtype=jnp.int32), rows, ends, chunks.count > 0)
-    logits, pools = forward(model, line, cache.pools, view, last)
+    flat = put(jnp.zeros((size,), jnp.int32), index.reshape(-1), tokens.reshape(-1), inside.reshape(-1))
+    flat = jnp.concatenate([last_tokens(serving), flat])[None]
+    ends = num_rows + starts + chunks.count - 1
+    last = put(jnp.arange(num_rows, dtype=jnp.int32), rows, ends, chunks.count > 0)
+    logits, pools = forward(model, flat, cache.pools, view, last)
     chunk = Chunk(rows, first, first + chunks.count, chunks.count > 0, checked_text(cache.state.spec, tokens, None))
     state, log = _store_chunks(cache.state, log, chunk, k, now)
     return serving.replace(cache=Cache(state, pools)), log, logits
@@ -140,16 +174,10 @@ def compute_line(
 def _store_chunks(
     state: CacheState, log: EventLog, chunk: Chunk, k: int, now: jax.Array
 ) -> tuple[CacheState, EventLog]:
-    """Stores chunks; `commit_step` publishes them, with what rows decode.
+    """Stores chunks, which `commit_step` publishes with the decoded tokens.
 
-    Where that is one kernel, which takes at most a block of each row, they are published here.
-
-    Args:
-      state: the cache.
-      log: takes the events.
-      chunk: of some rows.
-      k: static; the most tokens of a row that decodes.
-      now: i32[] ms.
+    Where that is one kernel, which takes at most a block of each row, they are published here. k is static: the most
+    tokens of a row that decodes.
     """
 
     def commit(
@@ -170,15 +198,10 @@ def _store_chunks(
 def commit_step(
     state: CacheState, chunks: Chunks, width: int, count: jax.Array, tokens: jax.Array, now: jax.Array
 ) -> tuple[CacheState, Events]:
-    """`commit` of what a step has written: stored chunks, and what each row has decoded. Nothing is checked.
+    """`commit` of stored chunks, and of the tokens that each row has decoded in a step. Nothing is checked.
 
-    Args:
-      state: the cache.
-      chunks: their blocks are published first.
-      width: static; the most tokens of one.
-      count: i32[S]; how many tokens each row has decoded.
-      tokens: i32[S, k]; those, padded with anything.
-      now: i32[] ms.
+    The blocks of chunks, each of up to `width` tokens, are published first. count i32[S] of tokens i32[S, k] are what
+    each row has decoded.
     """
     size, (rows, k), start = state.spec.block_size, tokens.shape, state.seqs.committed
     every = jnp.arange(rows, dtype=jnp.int32)
@@ -186,12 +209,12 @@ def commit_step(
     end = pick(start, chunks.rows)
     span = Span(chunks.rows, end - chunks.count, end, width)
 
-    def plain(state: CacheState, decoded: Chunk, arrays: Arrays, now: jax.Array) -> Written:
+    def plain(state: CacheState, decoded: Chunk, arrays: tuple[jax.Array, ...], now: jax.Array) -> Written:
         spans = [Span(*arrays, width), decoded.span]
         return publish_spans(store(state, decoded), spans, pass_width(rows, k, size), now)
 
     def kernel(
-        state: CacheState, decoded: Chunk, arrays: Arrays, now: jax.Array, *, interpret: bool = False
+        state: CacheState, decoded: Chunk, arrays: tuple[jax.Array, ...], now: jax.Array, *, interpret: bool = False
     ) -> Written:
         del arrays  # `_store_chunks` has published them
         return write_fused(state, decoded, now, spare=span.most_filled(size), interpret=interpret)
@@ -205,40 +228,30 @@ def _committed(state: CacheState, stored: list[Records], updated: list[Records])
     return assemble(state, jnp.full((1,), Status.OK, jnp.int32), updated=updated, stored=stored)
 
 
-def prefilled(serving: Serving, chunks: Chunks) -> jax.Array:
+def _prefilled(serving: Serving, chunks: Chunks) -> jax.Array:
     """bool[S]; rows whose prompt is computed with these chunks."""
-    done = (chunks.count > 0) & (pick(wanted(serving), chunks.rows) == 0)
+    done = (chunks.count > 0) & (pick(serving.num_pending, chunks.rows) == 0)
     return put(jnp.zeros(serving.row.shape, jnp.bool_), chunks.rows, True, done)
 
 
 def prompts_of_samples(serving: Serving, ready: jax.Array) -> jax.Array:
     """i32[S]; for each row that waits for the prompt of a row where bool[S], that row; else -1."""
-    parent = jnp.where(running(serving), pick(serving.requests.parent, serving.row), -1)
+    parent = jnp.where(serving.running, serving.by_row.parent, -1)
     is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & ready[None]
     return jnp.where(jnp.any(is_parent, axis=1), jnp.argmax(is_parent, axis=1).astype(jnp.int32), -1)
 
 
 def fork_samples(serving: Serving, ready: jax.Array) -> Serving:
-    """Lets samples go on from the prompts of rows where bool[S]: each row that waits for one becomes a copy of it."""
+    """Forks samples off the prompts of rows where bool[S]: each row that waits for one becomes a copy of it."""
     rows = np.arange(ready.shape[0], dtype=np.int32)
 
     def fork(carry: tuple[Serving, jax.Array]) -> tuple[Serving, jax.Array]:
         serving, source = carry
         row = jnp.argmax(source >= 0).astype(jnp.int32)
         cache, _ = serving.cache.fork(pick(source, row), row)
-        slot = pick(serving.row, row)[None]
-        requests = serving.requests.at(
-            slot, jnp.ones((1,), jnp.bool_), parent=-1, cached=pick(serving.requests.prompt, slot)
-        )
+        slot, requests = pick(serving.row, row), serving.requests
+        requests = requests.at(slot, jnp.bool_(True), parent=-1, cached=requests[slot].prompt)
         return serving.replace(cache=cache, requests=requests), jnp.where(rows == row, -1, source)
 
     start = serving, prompts_of_samples(serving, ready)
     return lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), fork, start)[0]
-
-
-def last_tokens(serving: Serving) -> jax.Array:
-    """i32[S]; the last known token of each row's request."""
-    requests = serving.requests
-    return pick(
-        requests.text, pick(requests.start, serving.row) + jnp.maximum(pick(requests.known, serving.row) - 1, 0)
-    )

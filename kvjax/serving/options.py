@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import numpy as np
+
+from kvjax._checks import static_int
+from kvjax.serving.requests import Requests
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+Order = Callable[[Requests, CacheState], jax.Array]
+
+
+def by_priority(requests: Requests, state: CacheState) -> jax.Array:
+    """i32[W]; the default order: higher priorities first."""
+    del state
+    return -requests.priority
+
+
+def steps_of_a_block(spec: CacheSpec, k: int | None) -> int:
+    """The most steps of a block: k, or P for None; a ValueError if k is out of range."""
+    k = spec.block_size if k is None else static_int("k", k, 1)
+    if k > spec.block_size:
+        raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
+    return k
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduler:
+    """The options of the scheduler; static.
+
+    Attributes:
+      reserve: when a request is admitted. "goal": when blocks suffice for all that it and the running ones can still
+        become; nothing is ever preempted. "known": when they suffice for the tokens that it has, and `watermark` more;
+        running requests are preempted where blocks run out. "batch": as "goal", when no row runs.
+      chunk: the most tokens of a row that a mixed step computes.
+      chunk_rows: R, the most rows that have chunks in a mixed step.
+      budget: positions of a mixed step: one for each of the S rows, the others for chunks. None: S + `chunk`.
+      chunks: "fcfs": rows get as many of them as they can use, in order; "equal": the same number each.
+      k: the most decode steps of a block, 1 to P; None: P. `serve` returns behind whole blocks alone, so tokens come
+        as many at a time.
+      k_waiting: the same while a request waits.
+      watermark: blocks that stay available when "known" admits, unless no row runs.
+      patience: how many later requests may be admitted before a request is late. Late requests are first in the order,
+        and no later one is admitted before them. A row is late after so many mixed steps without a chunk.
+      preempt: "recompute": a preempted request waits, and computes again what it does not find in the cache when it
+        comes back. "swap": in `run_batch`, with a host tier, it keeps its row and its blocks wait on the host, if it
+        has computed at least `min_swap` blocks and the host has space for them; else as "recompute".
+      min_swap: as above: as many as cost more to compute than to move.
+      max_skips: the most requests that one step passes over since they cannot be admitted.
+      wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
+      min_onboard: blocks that a request has to have on the host, so that they are brought back. That is done between
+        loops: a loop ends for it.
+      coalesce: a step is mixed once so many rows have chunks pending, or after so many blocks of steps.
+      order: (requests, state) -> [W]; requests with the smallest value come first, then the earliest. They are admitted
+        and get chunks in this order; the last one is preempted.
+
+    Source: TensorRT-LLM's GUARANTEED_NO_EVICT, MAX_UTILIZATION and STATIC_BATCH ("goal", "known", "batch"), and its
+    duplicate deferral (`wait_for_prefix`); vLLM's token budget and watermark; MAX's prefill coalescing.
+    """
+
+    reserve: Literal["goal", "known", "batch"] = "goal"
+    chunk: int = 128
+    chunk_rows: int = 4
+    budget: int | None = None
+    chunks: Literal["fcfs", "equal"] = "fcfs"
+    k: int | None = None
+    k_waiting: int = 4
+    watermark: int = 0
+    preempt: Literal["recompute", "swap"] = "recompute"
+    min_swap: int = 1
+    patience: int = 64
+    max_skips: int = 4
+    wait_for_prefix: bool = True
+    min_onboard: int = 1
+    coalesce: int = 1
+    order: Order = by_priority
+
+    def __post_init__(self):
+        positive = ("chunk", "chunk_rows", "k_waiting", "patience", "max_skips", "min_onboard", "min_swap", "coalesce")
+        stated = [name for name in ("budget", "k") if getattr(self, name) is not None]
+        for name in (*positive, *stated):
+            static_int(name, getattr(self, name), 1)
+        static_int("watermark", self.watermark, 0)
+        kinds = {"reserve": ("goal", "known", "batch"), "chunks": ("fcfs", "equal"), "preempt": ("recompute", "swap")}
+        for name, values in kinds.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {values}")
+        if not isinstance(self.wait_for_prefix, bool | np.bool_):
+            raise ValueError(f"wait_for_prefix: got {self.wait_for_prefix!r}, wanted a bool")
+        if not callable(self.order):
+            raise ValueError(f"order: got {self.order!r}, wanted a function of the requests and the state")
+
+    def check(self, spec: CacheSpec) -> None:
+        """Raises a ValueError if an option does not fit a spec."""
+        self.most_steps(spec)
+        self.chunk_tokens(spec)
+        if self.preempt == "swap" and not spec.has_host:
+            raise ValueError("preempt: got 'swap', wanted 'recompute' (the cache has no host tier)")
+
+    def most_steps(self, spec: CacheSpec) -> int:
+        """The most decode steps of a block; a ValueError if k is out of range."""
+        return steps_of_a_block(spec, self.k)
+
+    def chunk_tokens(self, spec: CacheSpec) -> int:
+        """B: positions of a mixed step that are for chunks; a ValueError if there are none."""
+        if self.budget is None:
+            return self.chunk
+        if self.budget <= spec.max_seqs:
+            raise ValueError(f"budget: got {self.budget}, wanted more than the {spec.max_seqs} rows")
+        return self.budget - spec.max_seqs
+
+    def chunk_width(self, spec: CacheSpec) -> int:
+        """The most tokens of one chunk."""
+        return min(self.chunk, self.chunk_tokens(spec))

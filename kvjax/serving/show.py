@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler drawn in text: the progress of each request, and the parts of a step."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.debug.counts import stats
+from kvjax.serving.requests import Finish, Serving, Stage
+from kvjax.serving.serve import Served
+
+_LEGEND = "P: prompt, G: generated, in lower case where its row has not computed it; .: still to generate"
+_OVER = (Stage.DONE, Stage.CANCELLED)
+
+
+class _Line(NamedTuple):
+    """A line of a drawing.
+
+    Attributes:
+      where: the row, or the stage of a request without one.
+      slot: of the request; -1: none.
+      state: of the request, in words.
+      computed: tokens of the request that are in its row.
+    """
+
+    where: str
+    slot: int
+    state: str
+    computed: int = 0
+
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """The columns before the tokens."""
+        return self.where, f"request {self.slot}" if self.slot >= 0 else "", self.state
+
+
+def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) -> str:
+    """Draws requests in text: those in rows, in the order of the rows, then those that wait, then those that are over.
+
+    `show(serving.cache.state)` draws the blocks that they hold.
+
+    Args:
+      serving: the requests; not traced.
+      width: columns to stay within; where a request has more tokens, a letter stands for several, by the last of them.
+      max_lines: the most lines for each of the three; requests beyond them are counted.
+    """
+    requests: Any = jax.device_get(serving.requests)
+    state, stages = serving.cache.state, requests.stage.tolist()
+    running, waiting, over = stages.count(Stage.RUNNING), stages.count(Stage.WAITING), sum(map(stages.count, _OVER))
+    steps = _number(int(serving.steps), "step")
+    lines = [f"after {steps} of the model: {running:,} run, {waiting:,} wait, {over:,} are over"]
+    for number in range(len(state.groups)):
+        lines.append((f"group {number}: " if len(state.groups) > 1 else "") + str(stats(state, number)))
+    parts = {
+        "rows in use": list(_in_rows(serving, requests)),
+        "that wait": list(_waiting(requests)),
+        "that are over": list(_over(serving, requests)),
+    }
+    shown = [line for part in parts.values() for line in part[:max_lines]]
+    columns = [max(map(len, texts)) for texts in zip(*(line.texts for line in shown), strict=True)]
+    size, per_letter = state.spec.block_size, 1
+    while any(len(_tokens(line, requests, size, per_letter)) > max(width - sum(columns) - 6, 1) for line in shown):
+        per_letter *= 2
+    lines.append(_LEGEND + (f"; a letter for {per_letter:,} tokens" if per_letter > 1 else ""))
+    lines = [part for line in lines for part in textwrap.wrap(line, width)]
+    for name, part in parts.items():
+        for line in part[:max_lines]:
+            texts = [text.ljust(column) for text, column in zip(line.texts, columns, strict=True)]
+            lines.append("  ".join([*texts, _tokens(line, requests, size, per_letter)]))
+        if len(part) > max_lines:
+            lines.append(f"and {len(part) - max_lines:,} more {name}")
+    return "\n".join(line[:width].rstrip() for line in lines)
+
+
+def _in_rows(serving: Serving, requests: Any) -> Iterator[_Line]:
+    """One line for each row in use."""
+    seqs = serving.cache.state.seqs
+    found: Any = jax.device_get(
+        (serving.row, seqs.length, seqs.committed, serving.num_pending, serving.leads, serving.out_of_blocks)
+    )
+    for row, (slot, length, committed, pending, leads, out_of_blocks) in enumerate(zip(*found, strict=True)):
+        if slot < 0:
+            if length > 0:
+                yield _Line(f"row {row}", -1, f"{length:,} tokens, of no request here")
+            continue
+        if requests.stage[slot] != Stage.RUNNING:
+            state = f"over ({_finish(requests, slot)})"
+        elif requests.parent[slot] >= 0:
+            state = f"waits for the prompt of request {requests.parent[slot]}"
+        else:
+            state = "decodes" if pending == 1 and not leads else f"{pending:,} pending"
+        state += f"{', leads samples' if leads else ''}{', out of blocks' if out_of_blocks else ''}"
+        yield _Line(f"row {row}", int(slot), f"{_num_tokens(requests, slot)}: {state}", int(committed))
+
+
+def _waiting(requests: Any) -> Iterator[_Line]:
+    """One line for each request that waits, the highest priority first, then the earliest."""
+    for slot in np.lexsort((requests.arrival, -requests.priority)):
+        if requests.stage[slot] == Stage.WAITING:
+            numbers = {name: getattr(requests, name)[slot] for name in ("priority", "passed", "preemptions")}
+            others = [f", {name} {times:,}" for name, times in numbers.items() if times != 0]
+            yield _Line("waits", int(slot), "".join([_num_tokens(requests, slot), *others]))
+
+
+def _over(serving: Serving, requests: Any) -> Iterator[_Line]:
+    """One line for each request that is over and has no row."""
+    in_rows = np.asarray(serving.row).tolist()
+    for slot, stage in enumerate(requests.stage):
+        if stage in _OVER and slot not in in_rows:
+            finish, number = _finish(requests, slot), requests.num_tokens[slot] - requests.prompt[slot]
+            yield _Line("over", slot, f"{finish}, {number:,} generated, {requests.cached[slot]:,} cached")
+
+
+def _tokens(line: _Line, requests: Any, size: int, per_letter: int) -> str:
+    """The letters of a request up to `max_tokens`, with a blank between blocks; nothing where it is over."""
+    if line.slot < 0 or line.where == "over":
+        return ""
+    names = "prompt", "num_tokens", "max_tokens"
+    prompt, num_tokens, max_tokens = (int(getattr(requests, name)[line.slot]) for name in names)
+    letters = ""
+    for start in range(0, max_tokens, per_letter):
+        if start > 0 and start % size == 0 and per_letter < size:
+            letters += " "
+        last = min(start + per_letter, max_tokens) - 1
+        letter = "." if last >= num_tokens else "p" if last < prompt else "g"
+        letters += letter.upper() if last < line.computed else letter
+    return letters
+
+
+def show_step(served: Served, *, width: int = 100) -> str:
+    """Draws a step of the scheduler: its five parts in their order, "-" where one did nothing.
+
+    Args:
+      served: as `serve_step` returned it; not traced.
+      width: columns to stay within.
+    """
+    did: Any = jax.device_get(served)
+    released, preempted = np.flatnonzero(did.retired.released), did.retired.preempted[did.retired.preempted >= 0]
+    admitted = zip(did.admitted.slots, did.admitted.rows, did.admitted.cached, strict=True)
+    chosen = {row: tokens[tokens >= 0] for row, tokens in enumerate(did.chosen.tokens)}
+    steps = max(map(len, chosen.values()))
+    if did.mixed:
+        chunks = zip(did.chunks.rows, did.chunks.count, strict=True)
+        computed = ["a mixed step", *(f"row {row} a chunk of {count:,}" for row, count in chunks if row >= 0)]
+    else:
+        computed = [f"a block of {_number(steps, 'step')}"] if steps else []
+    parts = {
+        "retire": [f"row {row} released" for row in released] + [f"request {slot} preempted" for slot in preempted],
+        "grow": [f"blocks for {_number(int(did.n), 'step')}" if did.n else "blocks refused"],
+        "admit": [f"request {slot} in row {row}, {cached:,} cached" for slot, row, cached in admitted if slot >= 0],
+        "compute": computed,
+        "choose": [f"row {row}: {' '.join(map(str, tokens))}" for row, tokens in chosen.items() if tokens.size],
+    }
+    lines = [
+        textwrap.fill("; ".join(texts) or "-", width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
+        for name, texts in parts.items()
+    ]
+    return "\n".join(lines)
+
+
+def _num_tokens(requests: Any, slot: int) -> str:
+    return f"{requests.num_tokens[slot]:,} of {requests.max_tokens[slot]:,} tokens"
+
+
+def _finish(requests: Any, slot: int) -> str:
+    return Finish(int(requests.finish[slot])).name.lower()
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
