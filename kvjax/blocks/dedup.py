@@ -73,9 +73,9 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
     number = np.arange(row.shape[0], dtype=np.int32)
     head = jnp.maximum(number - (column - first), 0) if several else number  # the entry of the row's first block here
     begin = pick(column, head) if several else column
-    own = group.table.at[row, column].get(mode="clip", wrap_negative_indices=False)
+    own = pick(group.table, (row, column))
     text = pick(blocks.text, own)
-    before = group.table.at[row, begin - 1].get(mode="clip", wrap_negative_indices=False)
+    before = pick(group.table, (row, begin - 1))
     before = jnp.where(begin > 0, before, NO_BLOCK)
 
     def so_far(x: jax.Array) -> jax.Array:

@@ -93,7 +93,7 @@ def fit(x: jax.Array, size: int, fill: int) -> jax.Array:
 
 def table_entry(group: Group, rows, column: jax.Array) -> jax.Array:
     """table[rows, column] i32[...]; NO_BLOCK before the first column, some entry beyond the last."""
-    ids = group.table.at[rows, column].get(mode="clip", wrap_negative_indices=False)
+    ids = pick(group.table, (rows, column))
     return jnp.where(column >= 0, ids, NO_BLOCK)
 
 

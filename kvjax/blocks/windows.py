@@ -74,7 +74,7 @@ def follow(
       The group; K records, stored; and records, updated.
     """
     where = (filled.row, filled.column)
-    own = group.table.at[where].get(mode="clip", wrap_negative_indices=False)
+    own = pick(group.table, where)
     good = (dedup.publish | dedup.merge) & group.arrived(own)
     missing = good & dedup.first & (group.in_this_group(dedup.target) < 0)
     group, own, missing, good = fence(group, own, missing, good)
@@ -109,7 +109,7 @@ def slide(
     """
     columns = runs(spec.first_column(start, size), -(-max_tokens // size))
     where = (jnp.broadcast_to(rows[:, None], columns.shape), columns)
-    ids = group.table.at[where].get(mode="clip", wrap_negative_indices=False)
+    ids = pick(group.table, where)
     leave = (ids >= 0) & ~spec.keeps(columns, end[:, None], size)
     table, ids, leave = fence(group.table, ids, leave)
     group = group.replace(table=put(table, where, NO_BLOCK, leave))

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 import pallas_kernels
-from kvjax._arrays import Pytree, count, put, rank
+from kvjax._arrays import Pytree, count, pick, put, rank
 from kvjax.events.records import EventKind, Events
 from kvjax.pools.placement import Placement, placement_of
 from kvjax.pools.views import View
@@ -71,7 +71,7 @@ class Pools(Pytree, static=("spec", "placement")):
         layers = pools[0].layers
         index_of, last = {number: i for i, number in enumerate(layers)}, len(layers) - 1
         table = np.array([index_of.get(number, last) for number in range(max(layers) + 2)], np.int32)
-        return layers[0], jnp.asarray(table).at[_scalar("layer", layer)].get(mode="clip", wrap_negative_indices=False)
+        return layers[0], pick(table, _scalar("layer", layer))
 
     def scales_of(self, group: int, pool: int) -> jax.Array | None:
         """The scales of a quantised pool, None for others."""

@@ -178,7 +178,7 @@ class Oracle(Tiers):
             if stated and stated.priority != self.blocks[block].worth.priority and node:
                 events.append(Event("updated", *node))
             self.blocks[block].worth = stated or self.blocks[block].worth
-        self._state_worth(row, len(whole))
+        self._state_priorities(row, len(whole))
         if source is not None:
             for group in self.groups:
                 lender = group.blocks[group.index[source]]
@@ -235,7 +235,7 @@ class Oracle(Tiers):
                 while len(table) < self._blocks_for(length):
                     table.append(mine.pop())
             row.length = length
-            self._state_worth(row, first)
+            self._state_priorities(row, first)
         return Result(status, events, moves=moves)
 
     def _copies(self, group: Group, wanted: Iterable[int]) -> list[int]:
@@ -279,7 +279,7 @@ class Oracle(Tiers):
                     else:
                         if group.blocks[twin].host:  # its contents are on the device now
                             group.blocks[twin].host, group.blocks[twin].move = False, 0
-                            self._stick(group, node)
+                            self._mark_unevictable(group, node)
                             events.append(Event("updated", *node, group.number))
                         group.blocks[twin].refcount += 1
                         group.blocks[twin].hits += 1
@@ -471,7 +471,7 @@ class Oracle(Tiers):
         if any(self.blocks[b].refcount or self.blocks[b].move for b in wanted | set(doomed.values())):
             return Result([Status.HELD])
         events = [event for block in reversed(doomed.values()) for event in self._remove(block)]
-        self._find_stuck(self.groups[0])
+        self._find_unevictable(self.groups[0])
         return Result([Status.OK], events)
 
     def reset(self) -> Result:
@@ -698,7 +698,7 @@ class Oracle(Tiers):
                     self._drop(group, block)
                     table[i] = NO_BLOCK
 
-    def _state_worth(self, row: Row, first: int) -> None:
+    def _state_priorities(self, row: Row, first: int) -> None:
         """Gives a row's new blocks, from the first-th on, what it says of them."""
         for i in range(first, len(row.tables[0])):
             self.blocks[row.tables[0][i]].worth = row.stated(i * self.block_size) or WORTH

@@ -138,9 +138,9 @@ class Tiers:
         for group in self.groups:
             if not group.num_host_blocks:
                 continue
-            back = {b for b in row.tables[group.number] if b != NO_BLOCK and group.blocks[b].host}
-            victims = None if self._missing(group, len(back)) else self._choose(group, len(back), True)
-            done = None if victims is None else self._leave(group, victims, True, (), back)
+            onboarded = {b for b in row.tables[group.number] if b != NO_BLOCK and group.blocks[b].host}
+            victims = None if self._missing(group, len(onboarded)) else self._choose(group, len(onboarded), True)
+            done = None if victims is None else self._leave(group, victims, True, (), onboarded)
             if done is None:
                 self.restore(before)
                 return Result([Status.NO_BLOCKS])
@@ -167,7 +167,7 @@ class Tiers:
             elif block.node:
                 events += self._remove(b, number)
         for group in self.groups if moves else ():
-            self._find_stuck(group)
+            self._find_unevictable(group)
         return Result(status, events)
 
     # What the verbs need.
@@ -178,7 +178,7 @@ class Tiers:
         victims: Sequence[int],
         tiers: bool,
         spared: Collection[int],
-        back: Collection[int],
+        onboarded: Collection[int],
         least: int | None = 0,
         held: bool = False,
     ) -> tuple[list[Event], list[Move]] | None:
@@ -187,23 +187,25 @@ class Tiers:
         Returns events and moves; None if something can't be removed that has to be, or has no room on the host.
         """
         blocks, events = group.blocks, []
-        worth = {b: self._worth(group, b) for b in victims}
-        goes = [b for b in victims if tiers and group.num_host_blocks and (least is None or worth[b] >= self.least)]
-        stays = [b for b in victims if b not in goes]
-        doomed = stays if group.number else self._followers(stays)
+        priorities = {b: self._priority_of(group, b) for b in victims}
+        to_host = [
+            b for b in victims if tiers and group.num_host_blocks and (least is None or priorities[b] >= self.least)
+        ]
+        evicted = [b for b in victims if b not in to_host]
+        doomed = evicted if group.number else self._followers(evicted)
         if any((blocks[b].refcount or blocks[b].move) and b not in victims for b in doomed):
             return None
-        lasting = [b for b in goes if b not in doomed]
-        there = [b for b, block in enumerate(blocks) if block.host and (block.node or block.refcount)]
-        there = [b for b in there if b not in doomed and b not in back]
-        queued = {b: self.turn + i for i, b in enumerate(lasting)}
-        candidates = [b for b in there if not blocks[b].refcount and not blocks[b].move and b not in spared]
-        candidates += [] if held else lasting
-        losers: list[int] = []
-        while len(there) + len(lasting) - len(losers) > group.num_host_blocks:
-            nodes = [n for n, b in group.index.items() if b not in doomed and b not in losers]
+        offloaded = [b for b in to_host if b not in doomed]
+        on_host = [b for b, block in enumerate(blocks) if block.host and (block.node or block.refcount)]
+        on_host = [b for b in on_host if b not in doomed and b not in onboarded]
+        queued = {b: self.turn + i for i, b in enumerate(offloaded)}
+        candidates = [b for b in on_host if not blocks[b].refcount and not blocks[b].move and b not in spared]
+        candidates += [] if held else offloaded
+        host_victims: list[int] = []
+        while len(on_host) + len(offloaded) - len(host_victims) > group.num_host_blocks:
+            nodes = [n for n, b in group.index.items() if b not in doomed and b not in host_victims]
             parents = {self._parent(n) for n in nodes} if not group.number else set()
-            leaves = [b for b in candidates if b not in losers and blocks[b].node not in parents]
+            leaves = [b for b in candidates if b not in host_victims and blocks[b].node not in parents]
             if not leaves:
                 return None
             score = self.score if not group.number else lru
@@ -212,30 +214,30 @@ class Tiers:
                 block = blocks[b]
                 return (queued.get(b, block.queued) if score is lru else score(block)), block.released
 
-            losers.append(min(leaves, key=rank))
+            host_victims.append(min(leaves, key=rank))
         if not held:
-            self.turn += len(lasting)
+            self.turn += len(offloaded)
         moves = []
-        for b in goes:
+        for b in to_host:
             if blocks[b].node:
                 events.append(Event("updated", *blocks[b].node, group.number))
             blocks[b].queued = queued.get(b, 0)
-            if b in lasting and b not in losers:
+            if b in offloaded and b not in host_victims:
                 blocks[b].host = True
                 moves.append(self._move(group, b))
-        gone = sorted({*doomed, *losers}, key=lambda b: -self._depth(group, b))
-        for b in gone:
+        removed = sorted({*doomed, *host_victims}, key=lambda b: -self._depth(group, b))
+        for b in removed:
             events += self._remove(b, group.number)
-        for b in back:
+        for b in onboarded:
             blocks[b].host = False
             moves.append(self._move(group, b))
             if blocks[b].node:
                 events.append(Event("updated", *blocks[b].node, group.number))
         if tiers:
-            self._find_stuck(group)
+            self._find_unevictable(group)
         return events, moves
 
-    def _find_stuck(self, group: Group) -> None:
+    def _find_unevictable(self, group: Group) -> None:
         """Notes which device blocks can't leave before something that follows them."""
         if not group.num_host_blocks:
             return
@@ -246,7 +248,7 @@ class Tiers:
             if above[1] and not group.blocks[group.index[above]].host and (block.host or block.unevictable):
                 group.blocks[group.index[above]].unevictable = True
 
-    def _stick(self, group: Group, node: Node) -> None:
+    def _mark_unevictable(self, group: Group, node: Node) -> None:
         """Notes the same of a block that has just come to the device by itself, with what follows it on the host."""
         if group.number or all(not group.blocks[group.index[n]].host for n in group.index if self._parent(n) == node):
             return
@@ -262,7 +264,7 @@ class Tiers:
     def _moved(self, done: tuple[list[Event], list[Move]] | None) -> Result:
         return Result([Status.NO_BLOCKS]) if done is None else Result([Status.OK], done[0], moves=done[1])
 
-    def _worth(self, group: Group, block: int) -> int:
+    def _priority_of(self, group: Group, block: int) -> int:
         """The priority of a block, or in a window group of the first group's block beside it."""
         node = group.blocks[block].node
         return self.priority(self.groups[0].blocks[self.groups[0].index[node]]) if node else 0
