@@ -23,6 +23,7 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import Events, Records, Status
 from kvjax.gpu.choice import fused, serves
 from kvjax.model import Model, forward
+from kvjax.pools.device import Pools
 from kvjax.pools.views import mixed
 from kvjax.serving.capacity import needs
 from kvjax.serving.decode import Chosen, LogitsFn, choose, last_tokens, rows_of
@@ -33,6 +34,8 @@ from kvjax.serving.requests import Serving
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, checked_text
 from kvjax.verbs.commit import Written, pass_width, publish_spans, store, write, write_fused
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Chunks(Pytree):
@@ -64,16 +67,19 @@ def mixed_step(
     Returns:
       The requests and the log; the chunks, stored; and the choices, k columns.
     """
-    size, rows = scheduler.chunk_tokens(serving.cache.state.spec), decode.shape[0]
+    spec, rows = serving.cache.state.spec, decode.shape[0]
+    size = scheduler.chunk_tokens(spec)
     nothing = Chosen.none(rows, k, serving.requests.num_top)
 
     def step(carry):
         serving, log, *_ = carry
         serving, chunks = plan(serving, scheduler, size)
         serving, log, chunks = extend_for_chunks(serving, log, scheduler, chunks, now)
-        serving, log, logits = compute_flat(model, serving, log, scheduler, chunks, decode, size, k, now)
+        pools, logits, chunk = compute_flat(model, serving, chunks, decode, size, scheduler.chunk_width(spec))
+        state, log = _store_chunks(serving.cache.state, log, chunk, k, now)
+        serving = serving.replace(cache=Cache(state, pools))
         ready = _prefilled(serving, chunks)
-        source = prompts_of_samples(serving, ready & serving.leads)
+        source = _prompts_of_samples(serving, ready & serving.leads)
         serving, ready = serving.replace(leads=serving.leads & ~ready), ready | (source >= 0)
         logits = pick(logits, jnp.where(source >= 0, source, np.arange(rows, dtype=np.int32)))
         request = serving.by_row
@@ -139,22 +145,13 @@ def extend_for_chunks(
 
 
 def compute_flat(
-    model: Model,
-    serving: Serving,
-    log: EventLog,
-    scheduler: Scheduler,
-    chunks: Chunks,
-    decode: jax.Array,
-    size: int,
-    k: int,
-    now: jax.Array,
-) -> tuple[Serving, EventLog, jax.Array]:
-    """Computes the next token of the rows where decode bool[S], and chunks of others, in B = `size` positions.
+    model: Model, serving: Serving, chunks: Chunks, decode: jax.Array, size: int, width: int
+) -> tuple[Pools, jax.Array, Chunk]:
+    """Runs the model on the next token of the rows where decode bool[S], and on chunks of others, B = `size` positions.
 
-    The rows have the blocks for all of it. The text of chunks is stored; what rows decode is not committed yet. Also
-    returns the logits f32[S, V] after each row's last token.
+    The rows have the blocks for all of it. Returns the pools; the logits f32[S, V] after each row's last token; and the
+    chunks, each of up to `width` tokens, which are to be stored.
     """
-    width = scheduler.chunk_width(serving.cache.state.spec)
     cache, rows, num_rows = serving.cache, chunks.rows, decode.shape[0]
     view = mixed(cache.state, decode, rows, chunks.count, size)
     slots, first = pick(serving.row, rows), pick(cache.state.seqs.committed, rows)
@@ -166,9 +163,8 @@ def compute_flat(
     ends = num_rows + starts + chunks.count - 1
     last = put(jnp.arange(num_rows, dtype=jnp.int32), rows, ends, chunks.count > 0)
     logits, pools = forward(model, flat, cache.pools, view, last)
-    chunk = Chunk(rows, first, first + chunks.count, chunks.count > 0, checked_text(cache.state.spec, tokens, None))
-    state, log = _store_chunks(cache.state, log, chunk, k, now)
-    return serving.replace(cache=Cache(state, pools)), log, logits
+    text = checked_text(cache.state.spec, tokens, None)
+    return pools, logits, Chunk(rows, first, first + chunks.count, chunks.count > 0, text)
 
 
 def _store_chunks(
@@ -209,12 +205,12 @@ def commit_step(
     end = pick(start, chunks.rows)
     span = Span(chunks.rows, end - chunks.count, end, width)
 
-    def plain(state: CacheState, decoded: Chunk, arrays: tuple[jax.Array, ...], now: jax.Array) -> Written:
+    def plain(state: CacheState, decoded: Chunk, arrays: Arrays, now: jax.Array) -> Written:
         spans = [Span(*arrays, width), decoded.span]
         return publish_spans(store(state, decoded), spans, pass_width(rows, k, size), now)
 
     def kernel(
-        state: CacheState, decoded: Chunk, arrays: tuple[jax.Array, ...], now: jax.Array, *, interpret: bool = False
+        state: CacheState, decoded: Chunk, arrays: Arrays, now: jax.Array, *, interpret: bool = False
     ) -> Written:
         del arrays  # `_store_chunks` has published them
         return write_fused(state, decoded, now, spare=span.most_filled(size), interpret=interpret)
@@ -234,7 +230,7 @@ def _prefilled(serving: Serving, chunks: Chunks) -> jax.Array:
     return put(jnp.zeros(serving.row.shape, jnp.bool_), chunks.rows, True, done)
 
 
-def prompts_of_samples(serving: Serving, ready: jax.Array) -> jax.Array:
+def _prompts_of_samples(serving: Serving, ready: jax.Array) -> jax.Array:
     """i32[S]; for each row that waits for the prompt of a row where bool[S], that row; else -1."""
     parent = jnp.where(serving.running, serving.by_row.parent, -1)
     is_parent = (parent[:, None] == serving.row[None]) & (parent >= 0)[:, None] & ready[None]
@@ -253,5 +249,5 @@ def fork_samples(serving: Serving, ready: jax.Array) -> Serving:
         requests = requests.at(slot, jnp.bool_(True), parent=-1, cached=requests[slot].prompt)
         return serving.replace(cache=cache, requests=requests), jnp.where(rows == row, -1, source)
 
-    start = serving, prompts_of_samples(serving, ready)
+    start = serving, _prompts_of_samples(serving, ready)
     return lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), fork, start)[0]

@@ -175,19 +175,18 @@ def _take_slots(
     Of each entry, all [R]: the one that it is a sample of, or -1; `max_tokens`; and whether it is no request, does not
     fit into a row, and does not fit into the cache.
     """
-    number, chosen = entries[0].shape[0], slots is not None
-    empty = requests.stage == Stage.EMPTY
+    number, empty = entries[0].shape[0], requests.stage == Stage.EMPTY
     if slots is None:
-        slots, _ = compact(jnp.where(empty, np.arange(requests.size, dtype=np.int32), -1))
+        free, _ = compact(jnp.where(empty, np.arange(requests.size, dtype=np.int32), -1))
     else:
-        slots = integers("slots", slots, (number,))
-        slots = jnp.where((slots >= 0) & (slots < requests.size) & pick(empty, slots), slots, -1)
+        free = integers("slots", slots, (number,))
+        free = jnp.where((free >= 0) & (free < requests.size) & pick(empty, free), free, -1)
 
     def take(carry: tuple[jax.Array, jax.Array], entry: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         num_taken, taken = carry
         parent, max_tokens, bad, full, large = pick(entries, entry)
-        index = entry if chosen else num_taken
-        slot = jnp.where(index < slots.shape[0], pick(slots, index), -1)
+        index = num_taken if slots is None else entry
+        slot = jnp.where(index < free.shape[0], pick(free, index), -1)
         alone = (parent >= 0) & (pick(taken, parent) < 0)
         status = first_failure(
             (bad | alone, Status.BAD_REQUEST), (slot < 0, Status.HELD),
@@ -198,8 +197,8 @@ def _take_slots(
         return (num_taken + good.astype(jnp.int32), taken), status
 
     start = jnp.int32(0), jnp.full((number,), -1, jnp.int32)
-    (_, slots), status = lax.scan(take, start, jnp.arange(number, dtype=jnp.int32))
-    return status, slots
+    (_, taken), status = lax.scan(take, start, jnp.arange(number, dtype=jnp.int32))
+    return status, taken
 
 
 def _write_prompts(
