@@ -71,7 +71,7 @@ class Pools(Pytree, static=("spec", "placement")):
         layers = pools[0].layers
         index_of, last = {number: i for i, number in enumerate(layers)}, len(layers) - 1
         table = np.array([index_of.get(number, last) for number in range(max(layers) + 2)], np.int32)
-        return layers[0], pick(table, _scalar("layer", layer))
+        return layers[0], pick(jnp.asarray(table), _scalar("layer", layer))
 
     def scales_of(self, group: int, pool: int) -> jax.Array | None:
         """The scales of a quantised pool, None for others."""
