@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
 from kvjax._checks import check_alive, face, integers
+from kvjax._summary import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events
 from kvjax.ledger import human, pool_bytes
@@ -20,7 +21,7 @@ from kvjax.model import Model, call
 from kvjax.pools.device import Pools, apply, init_pools
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState, EvictionPolicy, one_line
+from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
 from kvjax.verbs.control import evict, pin, reset, unpin

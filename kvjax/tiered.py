@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from kvjax._checks import check_alive, check_on_host, face
 from kvjax._compile import OutermostJit
+from kvjax._summary import one_line
 from kvjax.cache import Cache
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
@@ -25,7 +26,7 @@ from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.views import mixed, ragged, view
 from kvjax.processes import failed_anywhere
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState, EvictionPolicy, one_line
+from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
 from kvjax.verbs.control import evict, pin, reset, unpin

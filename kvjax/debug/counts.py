@@ -8,8 +8,9 @@ import dataclasses
 import numpy as np
 
 from kvjax._checks import on_state
+from kvjax._summary import count_lines
 from kvjax.debug.survey import Condition, Survey, read_blocks
-from kvjax.state import CacheState, count_lines
+from kvjax.state import CacheState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.state import NO_BLOCK, CacheState, slots_reached
+from kvjax._summary import slots_reached
+from kvjax.state import NO_BLOCK, CacheState
 
 
 class Condition(enum.IntEnum):

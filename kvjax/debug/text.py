@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from kvjax._checks import on_state
+from kvjax._summary import uncounted
 from kvjax.debug.changes import changes
 from kvjax.debug.counts import tally
 from kvjax.debug.sharing import shared
 from kvjax.debug.survey import Condition, Survey, read_blocks
 from kvjax.debug.words import fit, runs
-from kvjax.state import NO_BLOCK, CacheState, uncounted
+from kvjax.state import NO_BLOCK, CacheState
 
 _MANY = 9  # holders that one digit can tell
 _SIGNS = {
