@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvjax.research import lru_curve, make_trace
-from kvjax.research.rules import RULES
+from kvjax.research.simulators.hits import RULES
 from tests.oracle import research as oracle
 from tests.unit.research.cases import cut, forests, prompts_of, whole
 

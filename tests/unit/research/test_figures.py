@@ -21,7 +21,7 @@ from kvjax.research import (
     summary,
     unbounded,
 )
-from kvjax.research.rules import RULES
+from kvjax.research.simulators.hits import RULES
 from tests.unit.research.cases import cut, forests, whole
 
 

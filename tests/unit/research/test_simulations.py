@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.policies import cost_aware, fifo, lfu, lru, priority
 from kvjax.research import replay, simulate
-from kvjax.research.rules import RULES
-from kvjax.research.simulations import _arguments, _serve_all
+from kvjax.research.simulators.hits import RULES
+from kvjax.research.simulators.simulate import _arguments, _serve_all
 from kvjax.state import EvictionPolicy
 from tests.oracle import research
 from tests.oracle import research_policies as oracle

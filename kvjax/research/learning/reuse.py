@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reuse of released blocks: their age when they are used again, by class; and what that promises."""
+"""Reuse of released blocks: their age when they are used again, by class; and the hit density that follows."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.research.densities import NUM_AGES, NUM_CLASSES, NUM_LENGTHS, age_limits, age_range, class_number
-from kvjax.research.rules import Rule, check_rule
-from kvjax.research.traces import Trace
+from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES, NUM_LENGTHS, age_limits, age_range, class_number
+from kvjax.research.simulators.hits import Rule, check_rule, num_cached
+from kvjax.research.traces.trace import Trace, next_uses
 
 
 class Releases(NamedTuple):
     """The release of each block by each request, in a cache that throws nothing out.
 
     Attributes:
-      request: i32[K]; who releases it.
-      label: i32[K]; its class then.
+      request: i32[K]; the request that releases it.
+      classes: i32[K]; its class then.
       released: i64[K]; the clock then, which counts releases and publications, as `Blocks.clock` does.
       used: i64[K]; the clock when the next request uses it, or at the end.
       again: bool[K]; whether one does.
@@ -26,7 +26,7 @@ class Releases(NamedTuple):
     """
 
     request: np.ndarray
-    label: np.ndarray
+    classes: np.ndarray
     released: np.ndarray
     used: np.ndarray
     again: np.ndarray
@@ -49,37 +49,33 @@ class Counts(NamedTuple):
 def releases(trace: Trace, rule: Rule) -> Releases:
     """All releases of a trace. Prompts are divided into ranges of lengths that are equally frequent."""
     check_rule(rule)
-    stored = trace.full if rule == "full" else trace.lengths
-    request = np.repeat(np.arange(len(trace), dtype=np.int32), trace.lengths)
-    column = np.arange(len(trace.ids)) - trace.starts[request]
-    kept = column < stored[request]
-    request, column, ids = request[kept], column[kept], trace.ids[kept]
+    stored, request, depth = num_cached(trace, rule), trace.owners, trace.depths
+    is_stored = depth < stored[request]
+    request, depth, ids = request[is_stored], depth[is_stored], trace.ids[is_stored]
+    following = next_uses(ids)
+    again = following >= 0
     order = np.argsort(ids, kind="stable")
-    again = np.append(ids[order[1:]] == ids[order[:-1]], False)
-    first = np.flatnonzero(~np.append(False, again[:-1]))
+    first = np.flatnonzero(np.diff(ids[order], prepend=-1))
     hits = np.empty(len(ids), np.int64)  # uses before this one
     hits[order] = np.arange(len(ids)) - np.repeat(first, np.diff(first, append=len(ids)))
     new = np.bincount(request[hits == 0], minlength=len(trace))
     start = np.concatenate([[0], np.cumsum(new + stored)])
-    released = start[request] + new[request] + stored[request] - 1 - column
-    used = np.full(len(ids), start[-1])
-    used[order[:-1]] = np.where(again[:-1], start[request[order[1:]]], start[-1])
-    is_again = np.empty(len(ids), bool)
-    is_again[order] = again
+    released = start[request] + new[request] + stored[request] - 1 - depth
+    used = np.where(again, start[request[following]], start[-1])
     cuts = np.arange(1, NUM_LENGTHS) / NUM_LENGTHS
     lengths = np.ceil(np.quantile(stored, cuts)).astype(np.int32) if len(trace) else np.zeros(len(cuts), np.int32)
     length = stored[request]
-    label = class_number(hits, length, column + 1 == length, lengths)
-    return Releases(request, label, released, used, is_again, start, lengths)
+    classes = class_number(hits, length, depth + 1 == length, lengths)
+    return Releases(request, classes, released, used, again, start, lengths)
 
 
-def count(known: Releases, first: int, last: int) -> Counts:
-    """Counts of what requests first..last-1 released, until the last of them is over."""
-    some = (known.request >= first) & (known.request < last)
-    end = known.start[last]
-    again = known.again[some] & (known.used[some] < end)
-    age = np.minimum(known.used[some], end) - known.released[some]
-    cell = known.label[some] * NUM_AGES + np.asarray(age_range(np.minimum(age, 2**31 - 1)))
+def count(all_releases: Releases, first: int, last: int) -> Counts:
+    """Counts of the releases of requests first..last-1, until the last of them is over."""
+    chosen = (all_releases.request >= first) & (all_releases.request < last)
+    end = all_releases.start[last]
+    again = all_releases.again[chosen] & (all_releases.used[chosen] < end)
+    age = np.minimum(all_releases.used[chosen], end) - all_releases.released[chosen]
+    cell = all_releases.classes[chosen] * NUM_AGES + np.asarray(age_range(np.minimum(age, 2**31 - 1)))
     table = lambda weights: np.bincount(  # noqa: E731
         cell, weights, NUM_CLASSES * NUM_AGES
     ).reshape(NUM_CLASSES, NUM_AGES)
@@ -93,29 +89,29 @@ def counted(counts: Counts, prior: float = 20.0) -> np.ndarray:
 
     Args:
       counts: of a trace.
-      prior: how many blocks of all classes together are added to those of each class.
+      prior: the number of blocks of all classes together that are added to those of each class.
     """
     together = counts.used.sum(axis=0) / np.maximum(counts.seen.sum(axis=0), 1)
     return (counts.used + prior * together) / (counts.seen + prior)
 
 
 def density(hazard: np.ndarray) -> np.ndarray:
-    """f64[C, NUM_AGES]; what a block promises: hits for its room, up to the horizon where that is most.
+    """f64[C, NUM_AGES]; the expected hits per block and time of a block, up to the age at which that is most.
 
-    A block of some age that is kept until it is used again, or until an age beyond if it is not, yields a share of a
-    hit and takes a block for some time. The most of one over the other that any age beyond gives is its promise. It is
-    the Gittins index of a block that is thrown out for good at that age.
+    A block of some age that stays until it is used again, or else until a later age, yields a share of a hit and takes
+    a block for some time. Its hit density is the most of hits over time that any later age gives. It is the Gittins
+    index of a block that is evicted for good at that age.
 
     Args:
       hazard: f64[C, NUM_AGES]; the share of blocks that are used again at an age, of those that become as old.
 
     Source: LHD's hit density (Beckmann et al. 2018), whose horizon is one for all; Gittins 1979.
     """
-    hazard = np.minimum(hazard, 1 - 1e-6)  # some always stay: what is left never becomes 0
+    hazard = np.minimum(hazard, 1 - 1e-6)  # some always stay: the share that is left never becomes 0
     left = np.cumprod(1 - hazard, axis=1)
     left = np.concatenate([np.ones((len(hazard), 1)), left[:, :-1]], axis=1)
-    hits, room = left * hazard, left * np.diff(age_limits()) * (1 - hazard / 2)
+    hits, time = left * hazard, left * np.diff(age_limits()) * (1 - hazard / 2)
     best = np.empty_like(hazard)
     for age in range(NUM_AGES):
-        best[:, age] = np.max(np.cumsum(hits[:, age:], axis=1) / np.cumsum(room[:, age:], axis=1), axis=1)
+        best[:, age] = np.max(np.cumsum(hits[:, age:], axis=1) / np.cumsum(time[:, age:], axis=1), axis=1)
     return best

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
-from kvjax.research.traces import Trace
+from kvjax.research.traces.trace import Trace
 
 Rule = Literal["kvjax", "papers", "full"]
 RULES: dict[str, str] = {
@@ -25,16 +26,50 @@ def check_rule(rule: str) -> None:
         raise ValueError(f"rule: got {rule!r}, wanted one of {', '.join(map(repr, RULES))}")
 
 
+def num_cached(trace: Trace, rule: Rule) -> np.ndarray:
+    """i32[R]; the number of leading blocks of each prompt that are cached when its request ends."""
+    return trace.full if rule == "full" else trace.lengths
+
+
+def num_hittable(trace: Trace, rule: Rule) -> np.ndarray:
+    """i32[R]; the number of leading blocks of each prompt that may hit."""
+    return trace.lengths if rule == "papers" else trace.lengths - 1
+
+
+def check_longest(trace: Trace, sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """i32[Z]; sizes that every request of the trace fits into.
+
+    Raises:
+      ValueError: for a smaller one.
+    """
+    checked, longest = np.asarray(sizes, np.int32).reshape(-1), int(trace.lengths.max(initial=1))
+    if len(checked) and checked.min() < longest:
+        raise ValueError(f"sizes: got {checked.min()}, wanted at least {longest} blocks, the longest request")
+    return checked
+
+
+def check_sizes(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """i32[Z]; sizes of caches, some of which may be too small for some requests.
+
+    Raises:
+      ValueError: for no sizes, or one below 1.
+    """
+    blocks = np.asarray(sizes)
+    if blocks.ndim != 1 or not np.issubdtype(blocks.dtype, np.integer) or not blocks.size or blocks.min() < 1:
+        raise ValueError(f"sizes: got {sizes}, wanted at least one number of blocks, each at least 1")
+    return blocks.astype(np.int32)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hits:
     """The hits of every request in caches of several sizes.
 
-    Unless `replay` is told otherwise requests follow one another, and answers are not stored: `summary` says what that
-    hides.
+    Requests follow one another unless `replay` gets an `overlap`, and answers are not stored; `summary` estimates what
+    that hides.
 
     Attributes:
-      trace: whose requests these are.
-      rule: what counts.
+      trace: the requests.
+      rule: what counts as a hit.
       sizes: i32[Z]; blocks of each cache.
       blocks: i32[Z, R]; blocks that each request found. A request longer than the cache is refused and finds none.
       unserved: i32[Z]; how many were refused where requests hold blocks at the same time; None where they do not.
@@ -48,7 +83,7 @@ class Hits:
 
     @property
     def refused(self) -> np.ndarray:
-        """i32[Z]; requests that found no room, such as those longer than the cache. They count as asked for."""
+        """i32[Z]; requests that got no blocks, such as those longer than the cache. They count as asked for."""
         if self.unserved is not None:
             return self.unserved
         return np.sum(self.trace.lengths > self.sizes[:, None], axis=1, dtype=np.int32)
