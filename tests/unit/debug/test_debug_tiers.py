@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.debug import Stats, stats
-from kvjax.debug.survey import read_blocks
+from kvjax.debug.inspect import inspect_group
 from kvjax.events import Totals
 from kvjax.events.transfer import Transfer
 from tests.drive import TIERS, VERBS, Driver
@@ -233,7 +233,7 @@ def test_a_forked_window_is_shared_by_two():
 
 
 def test_a_window_groups_blocks_hold_what_those_beside_them_do(state):
-    first, window = read_blocks(state), read_blocks(state, 1)
+    first, window = inspect_group(state), inspect_group(state, 1)
     names = known(state)
     for name in ("first", "last", "resting", "swapped end", "moving", "near", "far"):
         block = names[1, name]

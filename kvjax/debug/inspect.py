@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a cache on the host: the condition of every block, and how far it is written."""
+"""A cache inspected on the host: the condition of every block, and the number of its written slots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Condition(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Survey:
+class Inspection:
     """One group of a state, as numpy arrays; tolerates any contents, broken ones too.
 
     Attributes:
@@ -39,7 +39,7 @@ class Survey:
       moving: bool[B]; blocks whose K/V are on their way to the tier that `condition` says.
       refcount: i32[B].
       written: i32[B]; slots from the block's start whose K/V are written and can still be read.
-      reserved: i32[B]; slots from the block's start that rows have room for or that are written.
+      reserved: i32[B]; slots from the block's start that rows have reserved or that are written.
       fill: i32[B]; tokens of a findable block.
       tokens: i32[B, P]; in a window group those of the blocks of the first group beside them.
       parent: i32[B, 2].
@@ -80,34 +80,33 @@ class Survey:
 _TO_HOST = Condition.ON_HOST_EMPTY - Condition.EMPTY
 
 
-def read_blocks(state: CacheState, group: int = 0) -> Survey:
-    """Reads one group of a state on the host."""
-    chosen_group, tree, seqs = jax.device_get((state.groups[group], state.groups[0], state.seqs))
-    blocks, size = chosen_group.blocks, state.spec.block_size
+def inspect_group(state: CacheState, group: int = 0) -> Inspection:
+    """Inspects one group of a state on the host."""
+    own, tree, seqs = jax.device_get((state.groups[group], state.groups[0], state.seqs))
+    blocks, size = own.blocks, state.spec.block_size
     if blocks.refcount.ndim != 1:
         raise ValueError(f"state: got arrays with batch axes {blocks.refcount.shape[:-1]}, wanted one cache of them")
     ids = np.arange(blocks.refcount.shape[0], dtype=np.int32)
-    table = chosen_group.table
-    known = (table >= 0) & (table < len(ids))
+    table = own.table
+    is_block = (table >= 0) & (table < len(ids))
     start = np.arange(table.shape[1]) * size
     reach = functools.partial(slots_reached, table, num_ids=len(ids), size=size)
-    on_device = np.asarray(chosen_group.on_device(ids))
+    on_device = np.asarray(own.on_device(ids))
     condition = np.where(
         blocks.refcount > 0, Condition.ACTIVE, np.where(blocks.fill > 0, Condition.CACHED, Condition.EMPTY)
     )
-    unused = (condition == Condition.EMPTY) & (ids >= chosen_group.num_blocks) & (ids < len(chosen_group.empty))
-    unused &= on_device
+    unused = (condition == Condition.EMPTY) & (ids >= own.num_blocks) & (ids < len(own.empty)) & on_device
     condition = np.where(unused, Condition.UNUSED, np.where(on_device, condition, condition + _TO_HOST))
     written = np.maximum(reach(seqs.committed), blocks.fill)
-    counted = known & on_device[np.where(known, table, 0)]
-    return Survey(
+    counted = is_block & on_device[np.where(is_block, table, 0)]
+    return Inspection(
         condition=condition,
-        moving=np.asarray(chosen_group.moving(ids)),
+        moving=np.asarray(own.moving(ids)),
         refcount=blocks.refcount,
         written=written,
         reserved=np.maximum(reach(seqs.length), written),
         fill=blocks.fill,
-        tokens=tree.blocks.tokens[_beside(chosen_group, tree, known)],
+        tokens=tree.blocks.tokens[_group0_blocks(own, tree, is_block)],
         parent=blocks.parent,
         generation=blocks.generation,
         table=table,
@@ -118,9 +117,9 @@ def read_blocks(state: CacheState, group: int = 0) -> Survey:
     )
 
 
-def _beside(group: Any, tree: Any, known: np.ndarray) -> np.ndarray:
-    """i32[B]; the first group's blocks beside a group's: `group0_block`, or those in the same columns of the rows."""
-    beside = np.asarray(group.group0_blocks(np.arange(len(group.blocks.fill), dtype=np.int32)))
-    beside = np.where(group.blocks.fill > 0, beside, 0)
-    beside[group.table[known]] = tree.table[known]
-    return np.clip(beside, 0, len(tree.blocks.fill) - 1)
+def _group0_blocks(group: Any, tree: Any, is_block: np.ndarray) -> np.ndarray:
+    """i32[B]; the first group's block for each of a group's: `group0_block`, or that in the same column of a row."""
+    found = np.asarray(group.group0_blocks(np.arange(len(group.blocks.fill), dtype=np.int32)))
+    found = np.where(group.blocks.fill > 0, found, 0)
+    found[group.table[is_block]] = tree.table[is_block]
+    return np.clip(found, 0, len(tree.blocks.fill) - 1)
