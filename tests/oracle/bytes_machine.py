@@ -245,7 +245,7 @@ def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
 
     def jit(function, name=None):
         function = with_kernels(function) if kernels else function
-        return jax.jit(function, donate_argnums=0, static_argnames=drive.STATIC.get(name))
+        return jax.jit(function, donate_argnums=0, static_argnames=drive.static(name) if name else ())
 
     found = {f"Cache.{name}": jit(getattr(Cache, name), name) for name in _ON_CACHES}
     found |= {name: jit(drive.verb(name), name) for name in (*_ON_STATES, "complete")}

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kvjax
 from kvjax.policies.ring import Ring
 from kvjax.serving.capacity import num_steps
-from tests import drive
+from tests import cases, drive
 from tests.drive import BOTH, VERBS
 from tests.oracle.cache import NO_BLOCK, Block, Oracle, Retention, Worth, lru
 
@@ -48,8 +48,6 @@ POLICIES = {
     "priority": (kvjax.policies.priority(), None),
     "lfu": (kvjax.policies.lfu(), lambda block: (block.hits, block.queued)),
 }  # fmt: skip
-TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step", "offload", "onboard", "watermark",
-         "swap_out", "swap_in")  # fmt: skip
 NUM_STEPS = jax.jit(num_steps, static_argnames="k")
 
 
@@ -143,7 +141,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def timely(self, verb, kwargs):
         """The options of a call with the time, if the verb takes it."""
-        return kwargs | ({"now": np.int32((self.oracle.now + 2**31) % 2**32 - 2**31)} if verb in TIMED else {})
+        return kwargs | ({"now": np.int32((self.oracle.now + 2**31) % 2**32 - 2**31)} if verb in cases.TIMED else {})
 
     def compare(self, verb, wanted, before, events):
         """Holds the events of a verb, called on the state `before`, against the oracle's Result."""

@@ -15,7 +15,8 @@ from jax import lax
 import kvjax
 from kvjax.state import EvictionPolicy
 from kvjax.testing import check_policy
-from tests.drive import BOTH, PLAIN, RETENTION, Driver
+from tests import cases
+from tests.drive import BOTH, PLAIN, Driver
 
 STEPS = 150
 NOTHING = jnp.int32(0)
@@ -104,20 +105,10 @@ def test_whatever_the_score_there_are_victims(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(kvjax.lru, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.fifo, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.lfu, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.random, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.cost_aware, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.trt_leaf, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("policy", cases.POLICIES)
 def test_the_librarys_policies_conform(policy):
-    spec = RETENTION if policy is kvjax.policies.trt_leaf else PLAIN
-    assert check_policy(policy(), seed=3, steps=500, spec=spec)["removed"] > 50
+    made = cases.POLICIES[policy]
+    assert check_policy(made.make(), seed=3, steps=500, spec=made.spec)["removed"] > 50
 
 
 def three_documents(policy):
@@ -131,16 +122,10 @@ def three_documents(policy):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("policy", "order"),
-    [
-        (kvjax.lru, [3, 3, 2, 2, 1, 1]),
-        (kvjax.policies.fifo, [1, 1, 2, 2, 3, 3]),
-        (kvjax.policies.lfu, [3, 3, 1, 1, 2, 2]),
-    ],
-)
-def test_who_leaves_first(policy, order):
-    state = three_documents(policy())
+@pytest.mark.parametrize("policy", [name for name, policy in cases.POLICIES.items() if policy.evicts])
+def test_who_leaves_first(policy):
+    made = cases.POLICIES[policy]
+    state = three_documents(made.make())
     kvjax.check(state)
     owner = np.asarray(state.groups[0].blocks.tokens)[:, 0]
     left = []
@@ -152,7 +137,7 @@ def test_who_leaves_first(policy, order):
         ids = ids[:wanted].tolist()
         assert len(set(ids)) == wanted and ids[:-1] == left
         left = ids
-    assert owner[left].tolist() == order
+    assert owner[left].tolist() == list(made.evicts)
     assert np.asarray(group.blocks.children)[left].tolist() == [0, 1] * 3  # tails before heads
 
 
@@ -209,16 +194,7 @@ def test_the_random_policy_repeats_itself():
 
 def test_the_same_policy_is_the_same_object():
     """It is a static argument: a new object would mean a new program."""
-    makers = (
-        kvjax.lru,
-        kvjax.policies.fifo,
-        kvjax.policies.lfu,
-        kvjax.policies.random,
-        kvjax.policies.priority,
-        kvjax.policies.trt_leaf,
-        kvjax.policies.cost_aware,
-    )
-    assert all(make() is make() for make in makers)
+    assert all(policy.make() is policy.make() for policy in cases.POLICIES.values())
     assert kvjax.policies.vllm_v1() is kvjax.lru()
 
 
