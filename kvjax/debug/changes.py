@@ -40,15 +40,12 @@ def changes(before: Any, after: CacheState, width: int, max_lines: int) -> str:
 
 def _nothing(before: CacheState, after: CacheState) -> str:
     """Whether states with equal rows and blocks are equal in all arrays."""
-    old, new = ({jax.tree_util.keystr(path): leaf for path, leaf in _leaves(state)} for state in (before, after))
+    leaves = lambda state: jax.tree_util.tree_leaves_with_path(jax.device_get(state))  # noqa: E731
+    old, new = ({jax.tree_util.keystr(path): leaf for path, leaf in leaves(state)} for state in (before, after))
     other = [name for name in old | new if not (name in old and name in new and np.array_equal(old[name], new[name]))]
     if not other:
         return "nothing has changed"
     return f"no row and no block has changed, but {fit(other, 200)}"
-
-
-def _leaves(state: CacheState) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(jax.device_get(state))
 
 
 def _counts(old: Stats, new: Stats) -> Iterator[str]:

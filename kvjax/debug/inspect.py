@@ -32,38 +32,22 @@ class Condition(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """One group of a state, as numpy arrays; tolerates any contents, broken ones too.
+    """One group of a state, as numpy arrays; tolerates any contents, broken ones too."""
 
-    Attributes:
-      condition: i32[B]; a `Condition` for each block.
-      moving: bool[B]; blocks whose K/V are on their way to the tier that `condition` says.
-      refcount: i32[B].
-      written: i32[B]; slots from the block's start whose K/V are written and can still be read.
-      reserved: i32[B]; slots from the block's start that rows have reserved or that are written.
-      fill: i32[B]; tokens of a findable block.
-      tokens: i32[B, P]; in a window group those of the blocks of the first group beside them.
-      parent: i32[B, 2].
-      generation: i32[B].
-      table: i32[S, M].
-      length, committed: i32[S].
-      held: i32[S]; written tokens of each row that are in its blocks on the device; fewer with a window.
-      swapped: bool[S]; rows that are swapped out.
-    """
-
-    condition: np.ndarray
-    moving: np.ndarray
-    refcount: np.ndarray
-    written: np.ndarray
-    reserved: np.ndarray
-    fill: np.ndarray
-    tokens: np.ndarray
-    parent: np.ndarray
-    generation: np.ndarray
-    table: np.ndarray
-    length: np.ndarray
-    committed: np.ndarray
-    held: np.ndarray
-    swapped: np.ndarray
+    condition: np.ndarray  # i32[B]; a `Condition` for each block
+    moving: np.ndarray  # bool[B]; blocks whose K/V are on their way to the tier that `condition` says
+    refcount: np.ndarray  # i32[B]
+    written: np.ndarray  # i32[B]; slots from the block's start whose K/V are written and can still be read
+    reserved: np.ndarray  # i32[B]; slots from the block's start that rows have reserved or that are written
+    fill: np.ndarray  # i32[B]; tokens of a findable block
+    tokens: np.ndarray  # i32[B, P]; in a window group those of the blocks of the first group beside them
+    parent: np.ndarray  # i32[B, 2]
+    generation: np.ndarray  # i32[B]
+    table: np.ndarray  # i32[S, M]
+    length: np.ndarray  # i32[S]
+    committed: np.ndarray  # i32[S]
+    held: np.ndarray  # i32[S]; written tokens of each row that are in its blocks on the device; fewer with a window
+    swapped: np.ndarray  # bool[S]; rows that are swapped out
 
     @property
     def used(self) -> np.ndarray:

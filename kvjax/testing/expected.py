@@ -41,20 +41,15 @@ class Expected:
     """The cache as it should be after the requests that were done.
 
     K/V depend on all tokens up to their own, so equal (namespace, path) are one id of K/V.
-
-    Attributes:
-      spec: of the cache.
-      rows: those in use.
-      pins: the blocks of each pin that lasts.
-      slots: per group the ids of the K/V in the pools of both tiers, [N + H, P].
-      moves: the transfers ordered and not completed, each with whether it was the last request.
     """
 
     def __init__(self, spec: CacheSpec):
         self.spec = spec
-        self.rows: dict[int, Row] = {}
-        self.pins: list[np.ndarray] = []
+        self.rows: dict[int, Row] = {}  # those in use
+        self.pins: list[np.ndarray] = []  # the blocks of each pin that lasts
+        # Per group the ids of the K/V in the pools of both tiers, [N + H, P].
         self.slots = [np.full((group.num_ids, spec.block_size), NOTHING) for group in spec.groups]
+        # Transfers ordered and not completed, each with whether it was the last request.
         self.moves: collections.deque[tuple[Transfer, bool]] = collections.deque()
         self._kv_ids: dict[tuple[int, tuple[Item, ...]], int] = {}
 

@@ -36,15 +36,10 @@ _FORMAT = "kvjax densities 1"
 
 
 class Densities(NamedTuple):
-    """Learned hit densities.
+    """Learned hit densities."""
 
-    Attributes:
-      lengths: i32[NUM_LENGTHS - 1]; the least blocks of a prompt of each range of lengths but the first.
-      table: f32[NUM_CLASSES, NUM_AGES]; expected hits for each block and tick of the clock.
-    """
-
-    lengths: jax.Array
-    table: jax.Array
+    lengths: jax.Array  # i32[NUM_LENGTHS - 1]; the least blocks of a prompt of each range of lengths but the first
+    table: jax.Array  # f32[NUM_CLASSES, NUM_AGES]; expected hits for each block and tick of the clock
 
 
 def age_range(age: Any) -> jax.Array:
@@ -98,15 +93,10 @@ def _hit_density(blocks: Blocks, heads: jax.Array, weights: Densities) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class _Begin:
-    """The weights as a value, so that equal ones make equal policies.
+    """The weights as a value, so that equal ones make equal policies."""
 
-    Attributes:
-      lengths: of `Densities`.
-      table: the bytes of it.
-    """
-
-    lengths: tuple[int, ...]
-    table: bytes
+    lengths: tuple[int, ...]  # of `Densities`
+    table: bytes  # the bytes of it
 
     def __call__(self, num_ids: int) -> Densities:
         """See `by_class`."""

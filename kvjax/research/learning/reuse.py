@@ -13,36 +13,22 @@ from kvjax.research.traces.trace import Trace, next_uses
 
 
 class Releases(NamedTuple):
-    """The release of each block by each request, in a cache that throws nothing out.
+    """The release of each block by each request, in a cache that throws nothing out."""
 
-    Attributes:
-      request: i32[K]; the request that releases it.
-      classes: i32[K]; its class then.
-      released: i64[K]; the clock then, which counts releases and publications, as `Blocks.clock` does.
-      used: i64[K]; the clock when the next request uses it, or at the end.
-      again: bool[K]; whether one does.
-      start: i64[R + 1]; the clock when each request comes, and at the end.
-      lengths: i32[NUM_LENGTHS - 1]; see `Densities`.
-    """
-
-    request: np.ndarray
-    classes: np.ndarray
-    released: np.ndarray
-    used: np.ndarray
-    again: np.ndarray
-    start: np.ndarray
-    lengths: np.ndarray
+    request: np.ndarray  # i32[K]; the request that releases it
+    classes: np.ndarray  # i32[K]; its class then
+    released: np.ndarray  # i64[K]; the clock then, which counts releases and publications, as `Blocks.clock` does
+    used: np.ndarray  # i64[K]; the clock when the next request uses it, or at the end
+    again: np.ndarray  # bool[K]; whether one does
+    start: np.ndarray  # i64[R + 1]; the clock when each request comes, and at the end
+    lengths: np.ndarray  # i32[NUM_LENGTHS - 1]; see `Densities`
 
 
 class Counts(NamedTuple):
-    """Counts of each class at each age.
+    """Counts of each class at each age."""
 
-    Attributes:
-      used: f64[NUM_CLASSES, NUM_AGES]; blocks that were used again at that age.
-      seen: f64[NUM_CLASSES, NUM_AGES]; blocks that became as old as that, those half that the trace leaves there.
-    """
-
-    used: np.ndarray
+    used: np.ndarray  # f64[NUM_CLASSES, NUM_AGES]; blocks that were used again at that age
+    # f64[NUM_CLASSES, NUM_AGES]; blocks that became as old as that, those half that the trace leaves there
     seen: np.ndarray
 
 

@@ -66,18 +66,13 @@ def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = Fa
 
 
 class _Steps(NamedTuple):
-    """The steps that take and free the space of a cache, in order.
+    """The steps that take and free the space of a cache, in order."""
 
-    Attributes:
-      since: i32[P]; the entry of the space that is taken: blocks that have been free since then, or longer.
-      wanted: i32[P]; blocks of a request that should have stayed since then; where `ends`, all that it takes while it
-        runs.
-      ends: bool[P]; the request has found its blocks, and runs. It takes the youngest space where the cache has less
-        than it needs besides; the rest of the cache is free from now on.
-    """
-
-    since: jax.Array
+    since: jax.Array  # i32[P]; the entry of the space that is taken: blocks that have been free since then, or longer
+    # i32[P]; blocks of a request that should have stayed since then; where `ends`, all that it takes while it runs
     wanted: jax.Array
+    # bool[P]; the request has found its blocks, and runs. It takes the youngest space where the cache has less than it
+    # needs besides; the rest of the cache is free from now on
     ends: jax.Array
 
 

@@ -96,13 +96,10 @@ class Hits:
     @property
     def token_rate(self) -> np.ndarray:
         """f64[Z]; tokens found of tokens asked for."""
-        return self._tokens().sum(axis=1) / max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
+        tokens = np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)
+        return tokens.sum(axis=1) / max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
 
     @property
     def mean_rate(self) -> np.ndarray:
         """f64[Z]; the mean of each request's share of blocks found."""
         return np.mean(self.blocks / np.maximum(self.trace.lengths, 1), axis=1)
-
-    def _tokens(self) -> np.ndarray:
-        """i64[Z, R]."""
-        return np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)

@@ -21,55 +21,32 @@ from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy
 
 
 class Request(Pytree):
-    """A request.
+    """A request."""
 
-    Attributes:
-      ids: i32[K]; the ids of its blocks, then anything.
-      length: i32[]; the number of its blocks.
-      cached: i32[]; the number of them that are cached when it is over.
-      now: i32[] ms.
-    """
-
-    ids: jax.Array
-    length: jax.Array
-    cached: jax.Array
-    now: jax.Array
+    ids: jax.Array  # i32[K]; the ids of its blocks, then anything
+    length: jax.Array  # i32[]; the number of its blocks
+    cached: jax.Array  # i32[]; the number of them that are cached when it is over
+    now: jax.Array  # i32[] ms
 
 
 class IdCache(Pytree):
-    """A cache.
+    """A cache."""
 
-    Attributes:
-      blocks: as policies see them.
-      id: i32[B]; the id that each block held last.
-      size: i32[]; blocks in use.
-      used: i32[]; blocks 0..used-1 were used already.
-      spare: i32[]; one of them that is empty, or NO_BLOCK.
-      policy: the policy's own state.
-      sound: bool[]; whether the policy named only blocks that might leave.
-    """
-
-    blocks: Blocks
-    id: jax.Array
-    size: jax.Array
-    used: jax.Array
-    spare: jax.Array
-    policy: Any
-    sound: jax.Array
+    blocks: Blocks  # as policies see them
+    id: jax.Array  # i32[B]; the id that each block held last
+    size: jax.Array  # i32[]; blocks in use
+    used: jax.Array  # i32[]; blocks 0..used-1 were used already
+    spare: jax.Array  # i32[]; one of them that is empty, or NO_BLOCK
+    policy: Any  # the policy's own state
+    sound: jax.Array  # bool[]; whether the policy named only blocks that might leave
 
 
 class Served(Pytree):
-    """The outcome of a request, beside the cache.
+    """The outcome of a request, beside the cache."""
 
-    Attributes:
-      found: i32[]; blocks that it found.
-      table: i32[K]; its blocks.
-      stored: bool[K]; those that are cached now and were not before.
-    """
-
-    found: jax.Array
-    table: jax.Array
-    stored: jax.Array
+    found: jax.Array  # i32[]; blocks that it found
+    table: jax.Array  # i32[K]; its blocks
+    stored: jax.Array  # bool[K]; those that are cached now and were not before
 
 
 def serve(

@@ -16,19 +16,12 @@ from kvjax.research.traces.trace import Trace, previous_uses
 
 
 class Runs(NamedTuple):
-    """Runs in the order of their blocks in the trace.
+    """Runs in the order of their blocks in the trace."""
 
-    Attributes:
-      request: i32[U]; the prompt that has the run.
-      before: i32[U]; the last prompt before it that used these blocks, -1 if none did.
-      depth: i32[U]; the column of its first block, in the prompt and in the one before.
-      length: i32[U]; its blocks.
-    """
-
-    request: np.ndarray
-    before: np.ndarray
-    depth: np.ndarray
-    length: np.ndarray
+    request: np.ndarray  # i32[U]; the prompt that has the run
+    before: np.ndarray  # i32[U]; the last prompt before it that used these blocks, -1 if none did
+    depth: np.ndarray  # i32[U]; the column of its first block, in the prompt and in the one before
+    length: np.ndarray  # i32[U]; its blocks
 
 
 def runs(trace: Trace, used: np.ndarray) -> Runs:

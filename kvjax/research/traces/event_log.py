@@ -64,23 +64,15 @@ class _Request:
 
 
 class _Follower:
-    """Puts requests together.
-
-    Attributes:
-      requests: so far, in the order in which they began.
-      removed, unknown: blocks that were removed, and that followed blocks which the log does not have.
-      queried, cached: tokens looked up and found, where the log has them.
-      nodes: ids of the blocks that are cached, by their hash or number in the log.
-      sizes: the tokens of each id.
-      block_size: vLLM's; None where the log does not have it.
-    """
+    """Puts requests together."""
 
     def __init__(self, pause_ms: float):
-        self.requests: list[_Request] = []
-        self.removed = self.unknown = self.queried = self.cached = 0
-        self.nodes: dict[Hashable, int] = {}
-        self.sizes: list[int] = []
-        self.block_size: int | None = None
+        self.requests: list[_Request] = []  # in the order in which they began
+        self.removed = self.unknown = 0  # blocks: removed, and stored behind blocks that the log does not have
+        self.queried = self.cached = 0  # tokens: looked up and found, where the log has them
+        self.nodes: dict[Hashable, int] = {}  # ids of the blocks that are cached, by their hash or number in the log
+        self.sizes: list[int] = []  # the tokens of each id
+        self.block_size: int | None = None  # vLLM's
         self._parents: list[int] = []  # id -> id, or -1
         self._ids: dict[Hashable, int] = {}  # contents -> id
         self._ends: dict[int, _Request] = {}  # id -> the request that ended there last

@@ -54,20 +54,12 @@ class Trace:
             raise ValueError(f"trace[part]: got {part!r}, wanted a slice without a step")
         first, last, _ = part.indices(len(self))
         last = max(first, last)
-        ids = self.ids[self.starts[first] : self.starts[last]]
-        old, at, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        order = np.argsort(at, kind="stable")
-        new = np.empty(len(old), np.int32)
-        new[order] = np.arange(len(old), dtype=np.int32)
-        parent = self.parent[old[order]]
-        # A parent is in every prompt that has its child, so it is among the ids.
-        parent = np.where(parent < 0, -1, new[np.searchsorted(old, np.maximum(parent, 0)) % max(len(old), 1)])
+        ids, parent = _forest([self.blocks(request).tolist() for request in range(first, last)])
         some = lambda values: None if values is None else values[first:last]  # noqa: E731
         return dataclasses.replace(
             self, time=self.time[first:last], input_length=self.input_length[first:last],
-            output_length=self.output_length[first:last], ids=new[inverse.reshape(-1)],
-            starts=self.starts[first : last + 1] - self.starts[first], parent=parent.astype(np.int32),
-            kind=some(self.kind), session=some(self.session),
+            output_length=self.output_length[first:last], ids=ids, parent=parent,
+            starts=self.starts[first : last + 1] - self.starts[first], kind=some(self.kind), session=some(self.session),
         )  # fmt: skip
 
     @property
@@ -176,8 +168,10 @@ def make_trace(
     )
 
 
-def _forest(hash_ids: Sequence[Sequence[int]], two_parents: str, where: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of all prompts, i32[K], numbered by first use; and the parent of each, i32[D]."""
+def _forest(
+    hash_ids: Sequence[Sequence[int]], two_parents: str = "rename", where: Sequence[str] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of all prompts, i32[K], numbered by first use; and the parent of each, i32[D]; see `make_trace`."""
     numbers: dict[tuple[int, int], int] = {}  # (parent, id of the source) -> id
     parents: dict[int, int] = {}  # id of the source -> its parent
     ids: list[int] = []
