@@ -104,6 +104,11 @@ def test_whatever_the_score_there_are_victims(name):
     assert tally["removed"] > 10 and tally["NO_BLOCKS"] > 0
 
 
+def test_the_table_has_all_policies():
+    helpers = {"Retention", "TokenRange", "by_class", "by_score", "vllm_v1"}
+    assert cases.POLICIES.keys() == set(kvjax.policies.__all__) - helpers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", cases.POLICIES)
 def test_the_librarys_policies_conform(policy):
