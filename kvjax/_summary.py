@@ -43,8 +43,8 @@ def _counted(state: Any, number: int) -> str:
     unused = on_device & ~active & ~cached & (ids >= group.num_blocks) & (ids < len(group.empty))
     written = np.maximum(slots_reached(group.table, seqs.committed, len(ids), state.spec.block_size), blocks.fill)
     counts: dict[str, Any] = {
-        f"{tier}{kind}blocks": int(np.sum(where & there))
-        for tier, there in (("", on_device & ~unused), ("host_", ~on_device))
+        f"{tier}{kind}blocks": int(np.sum(where & in_tier))
+        for tier, in_tier in (("", on_device & ~unused), ("host_", ~on_device))
         for kind, where in (("", True), ("active_", active), ("cached_", cached), ("empty_", ~active & ~cached))
     }
     return "; ".join(

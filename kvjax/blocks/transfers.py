@@ -188,16 +188,16 @@ def _host_victims(
 ) -> tuple[jax.Array, Host]:
     """The host's victims i32[A], `overflow` of them if there are so many; and the host without them."""
     blocks, size, num_ids = group.blocks, outgoing.ids.shape[0], group.blocks.fill.shape[0]
-    arriving = is_among(num_ids, outgoing.ids, offloaded & (not outgoing.held))
+    incoming = is_among(num_ids, outgoing.ids, offloaded & (not outgoing.held))
     exempt = is_among(num_ids, onboarded, onboarded >= 0) | doomed
     refcount = put(blocks.refcount, outgoing.ids, 0, offloaded & (not outgoing.held))
     # The policy sees a block's children on the host as its only children.
     seen = blocks.replace(refcount=refcount, children=host.num_host_children)
-    moving = with_ancestors(group, host.pending_transfer != 0, (host.pool_row < group.empty.shape[0]) & ~arriving)
+    moving = with_ancestors(group, host.pending_transfer != 0, (host.pool_row < group.empty.shape[0]) & ~incoming)
     pstate = policy.touched(host.policy, seen, jnp.where(offloaded & (not outgoing.held), outgoing.ids, NO_BLOCK), now)
 
     def eligible(ids: jax.Array) -> jax.Array:
-        on_host = (ids >= 0) & ((pick(host.pool_row, ids) >= group.empty.shape[0]) | pick(arriving, ids))
+        on_host = (ids >= 0) & ((pick(host.pool_row, ids) >= group.empty.shape[0]) | pick(incoming, ids))
         on_host = on_host & ~pick(moving, ids) & ~pick(exempt, ids)
         return on_host & (pick(refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
 

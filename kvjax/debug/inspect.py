@@ -40,7 +40,7 @@ class Inspection:
     written: np.ndarray  # i32[B]; slots from the block's start whose K/V are written and can still be read
     reserved: np.ndarray  # i32[B]; slots from the block's start that rows have reserved or that are written
     fill: np.ndarray  # i32[B]; tokens of a findable block
-    tokens: np.ndarray  # i32[B, P]; in a window group those of the blocks of the first group beside them
+    tokens: np.ndarray  # i32[B, P]; in a window group those of the first group's blocks with the same prefix
     parent: np.ndarray  # i32[B, 2]
     generation: np.ndarray  # i32[B]
     table: np.ndarray  # i32[S, M]

@@ -194,7 +194,7 @@ def _check_group0_blocks(state: CacheState, group: Any) -> list[str]:
         every_window_block_is_findable=np.sum(group.window_block >= 0) == len(findable),
         a_held_block_has_a_held_group0_block=(blocks.refcount[findable] == 0)
         | (tree.blocks.refcount[group0_blocks] > 0),
-        rows_hold_blocks_beside_each_other=(group.group0_block[own] == tree.table) | ~rows,
+        rows_hold_blocks_of_the_same_prefixes=(group.group0_block[own] == tree.table) | ~rows,
     )
 
 

@@ -48,7 +48,7 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
     Returns:
       Several lines. The tree of contents is left out of a group with more blocks in use (active or cached) than
       `max_lines`. It and the tree of what rows share are left out of all groups with windows, whose blocks hold the
-      same tokens as the first group's beside them.
+      same tokens as the first group's.
 
     Raises:
       ValueError: if `since` is no state, or one of another spec.

@@ -179,7 +179,7 @@ def _report(args: argparse.Namespace, found: Mapping[str, Hits], bound: Hits | N
     for at, size in enumerate(some.sizes.tolist()):
         rates = [f"{hits.rate[at]:>12.4f}" for hits in columns.values()]
         print(" ".join([f"{size:>10,}", *rates, f"{some.refused[at]:>12,}"]))
-    print(f'Blocks found of blocks asked for. Rule "{args.rule}": {RULES[args.rule]}.')
+    print(f'Blocks found of blocks requested. Rule "{args.rule}": {RULES[args.rule]}.')
     if bound is not None and args.rule != "papers":
         print(
             'The bound is Belady\'s under the rule "papers"; under this one it cannot be passed, perhaps not reached.'

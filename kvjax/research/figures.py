@@ -88,8 +88,8 @@ class Summary:
             f"             (they would add some {self.answers_rate:.4f} to the hits, if {self.next_turns:,} prompts "
             "are the next turns that they look like)",
             f"             at {speed}, up to {self.running:,} run at once and hold {self.held:,} blocks: a smaller",
-            "             cache cannot serve the trace at that speed, and one not much larger hits less than told here",
-            "refused      a request longer than the cache: it hits nothing and counts as asked for",
+            "             cache cannot serve the trace at that speed, and one not much larger hits less than here",
+            "refused      a request longer than the cache: it hits nothing and counts as requested",
         ]
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
 

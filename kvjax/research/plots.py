@@ -43,7 +43,7 @@ def plot_rates(
       figure: figure to draw in; None: a new one.
 
     Returns:
-      The figure: of one axes, or of two where something stands beside "lru".
+      The figure: of one axes, or of two where there are others than "lru".
 
     Raises:
       ImportError: without matplotlib.
@@ -68,7 +68,7 @@ def plot_rates(
     round_ticks(axes[0], sizes.min(), sizes.max())
     axes[0].set_ylim(bottom=0)
     axes[0].set_title(caption, color=FAINT)
-    finish(axes[0], y="blocks found, % of those asked for", percent=True)
+    finish(axes[0], y="blocks found, % of those requested", percent=True)
     if two:
         finish(axes[1], y="the same, less LRU's", percent=True)
     axes[-1].set_xlabel("blocks of the cache")
@@ -116,7 +116,7 @@ def plot_reuse(
         ax.set_ylim(bottom=0)
         round_ticks(ax, 0 if ax is age else 1)
     finish(distance, "blocks that LRU needs to find it", "blocks that come again")
-    finish(depth, "place in its prompt", "blocks")
+    finish(depth, "depth in its prompt", "blocks")
     finish(age, "seconds since its last use", "blocks")
     distance.set_title(_caption(curves), color=FAINT)
     legend_below(figure)
@@ -164,7 +164,7 @@ def _against(
 ) -> None:
     """Draws the blocks requested as a filled area, and those that each cache finds as a line."""
     counts = {name: counted(hits) for name, hits in curves.items()}
-    ax.stairs(next(iter(counts.values()))[1], edges, fill=True, color=PALE, label="asked for")
+    ax.stairs(next(iter(counts.values()))[1], edges, fill=True, color=PALE, label="requested")
     lines = [(name, *line) for name in curves for line in zip(curves[name].sizes, counts[name][0], strict=True)]
     for number, (name, size, found) in enumerate(lines):
         ax.stairs(found, edges, color=LINES[number % len(LINES)], label=f"{name}, {size:,} blocks")

@@ -70,6 +70,4 @@ def _check_idle(policy: EvictionPolicy, state: CacheState) -> None:
     }
     for name, call in calls.items():
         after = jax.jit(call)(group.policy, group.blocks)
-        assert_equal(
-            jax.device_get(group.policy), jax.device_get(after), f"{name}: asked for nothing by an idle policy"
-        )
+        assert_equal(jax.device_get(group.policy), jax.device_get(after), f"{name}: an idle policy, an empty request")

@@ -32,7 +32,7 @@ class Request(TypedDict, total=False):
     | unpin | which: number of the pin among those that last, modulo how many these are |
     | reset | |
 
-    Of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are asked.
+    Of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are used.
 
     | verb | fields |
     |---|---|

@@ -32,7 +32,7 @@ class Comparison:
       sizes: i32[Z]; blocks of each cache.
       parts: (first, last) of the requests that count, for each part; those before them warm the cache.
       learned_from: how many requests the policies of each part were learned from, the first ones.
-      rates: for each policy, f64[P, Z]: blocks found of blocks asked for. "learned" is the mean of its seeds, "bound"
+      rates: for each policy, f64[P, Z]: blocks found of blocks requested. "learned" is the mean of its seeds, "bound"
         that of Belady by the rule "papers".
       gains: f64[P, S, Z]; blocks that each seed's policy finds more than LRU, of LRU's: 0.1 for a tenth.
       low, high: f64[P, Z]; the 95 % interval of the mean gain, by drawing windows of 300 requests.
@@ -76,7 +76,7 @@ class Comparison:
             lines.append(f"mean gain    {mean}")
         return "\n".join([
             *lines,
-            f'Blocks found of blocks asked for. Rule "{self.rule}": {RULES[self.rule]}.',
+            f'Blocks found of blocks requested. Rule "{self.rule}": {RULES[self.rule]}.',
             f"gain: of the mean of {self.gains.shape[1]} seeds over LRU, with its 95 % interval (windows of {_WINDOW} "
             "requests drawn 2,000 times).",
             'closed: the share of the distance from LRU to the bound, which is Belady\'s under the rule "papers".',
@@ -179,7 +179,7 @@ def _interval(own: np.ndarray, lru: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     """f64[Z] each; the 95 % interval of the gain of own f64[Z, R] over lru i32[Z, R], by the bootstrap over windows."""
     begins = np.arange(0, own.shape[1], _WINDOW)
     sums = [np.add.reduceat(blocks.astype(np.float64), begins, axis=1) for blocks in (own, lru)]
-    drawn = np.random.default_rng(0).integers(0, len(begins), (_DRAWS, len(begins)))
-    ours, theirs = (each[:, drawn].sum(axis=-1) for each in sums)
+    sampled = np.random.default_rng(0).integers(0, len(begins), (_DRAWS, len(begins)))
+    ours, theirs = (each[:, sampled].sum(axis=-1) for each in sums)
     low, high = np.quantile(ours / np.maximum(theirs, 1) - 1, (0.025, 0.975), axis=1)
     return low, high

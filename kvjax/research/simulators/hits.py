@@ -83,19 +83,19 @@ class Hits:
 
     @property
     def refused(self) -> np.ndarray:
-        """i32[Z]; requests that got no blocks, such as those longer than the cache. They count as asked for."""
+        """i32[Z]; requests that got no blocks, such as those longer than the cache. They count as requested."""
         if self.unserved is not None:
             return self.unserved
         return np.sum(self.trace.lengths > self.sizes[:, None], axis=1, dtype=np.int32)
 
     @property
     def rate(self) -> np.ndarray:
-        """f64[Z]; blocks found of blocks asked for."""
+        """f64[Z]; blocks found of blocks requested."""
         return self.blocks.sum(axis=1) / max(len(self.trace.ids), 1)
 
     @property
     def token_rate(self) -> np.ndarray:
-        """f64[Z]; tokens found of tokens asked for."""
+        """f64[Z]; tokens found of tokens requested."""
         tokens = np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)
         return tokens.sum(axis=1) / max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
 

@@ -122,7 +122,7 @@ DAMAGE = {
         (1, "groups.1.window_block", lambda b: at(b[0, "first"], -1)),
     ],
     "a held block has a held group0 block": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "far"], 1))],
-    "rows hold blocks beside each other": [(1, "groups.0.table", lambda b: lambda x: x[:, [1, 0, 2, 3, 4, 5]])],
+    "rows hold blocks of the same prefixes": [(1, "groups.0.table", lambda b: lambda x: x[:, [1, 0, 2, 3, 4, 5]])],
 }
 CASES = [
     pytest.param(rule, number, path, make, id=f"{rule}: {path} {n}")

@@ -234,7 +234,7 @@ def test_what_costs_twice_as_much_may_lie_twice_as_long():
 
 @functools.cache
 def counting():
-    """Counts in its state how often each of its functions was called, whatever it was asked for; chooses nobody."""
+    """Counts in its state how often each of its functions was called, whatever its arguments; chooses nobody."""
 
     def called(at, counts, *args):
         return counts.at[at].add(1)
@@ -285,7 +285,7 @@ def a_row_and_something_cached(state):
 def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):
     cache = a_row_and_something_cached(kvjax.init(spec, counting()))
     before = cache.state
-    assert before.groups[0].policy.tolist() == [1, 0, 0]  # the release; all else was asked for nothing
+    assert before.groups[0].policy.tolist() == [1, 0, 0]  # the release; all other requests were empty
     asked = [(verb, {"namespace": 0} if verb == "admit" else {}) for verb in verbs]
     for verb, options in [*asked, *[("admit", {"namespace": 0, "tiers": BOTH})] * spec.has_host]:
         assert set(cache.status(verb, *REFUSED[verb], **options)) != {"OK"}, verb
@@ -293,7 +293,7 @@ def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):
 
 
 def test_a_policy_that_is_not_as_idle_as_it_says_is_found_out():
-    with pytest.raises(AssertionError, match="touch: asked for nothing by an idle policy, yet changed"):
+    with pytest.raises(AssertionError, match="touch: an idle policy, an empty request, yet changed"):
         check_policy(counting()._replace(idle=True), steps=0)
     assert check_policy(counting(), steps=0) == check_policy(kvjax.lru(), steps=0) == {}
     assert kvjax.lru().idle and kvjax.policies.fifo().idle and not counting().idle

@@ -12,7 +12,7 @@ from kvjax.research.simulators.hits import RULES
 from tests.oracle import research as oracle
 from tests.unit.research.cases import cut, forests, prompts_of, whole
 
-# Of the whole trace: blocks found of blocks asked for, by size; with bypass and without.
+# Of the whole trace: blocks found of blocks requested, by size; with bypass and without.
 PUBLISHED = {
     False: {1000: 0.1792, 3000: 0.2916, 5859: 0.3516, 10_000: 0.3664, 30_000: 0.3664},
     True: {1000: 0.1907, 3000: 0.2945, 5859: 0.3532, 10_000: 0.3664},
