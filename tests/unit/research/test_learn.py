@@ -27,9 +27,9 @@ BLOCK = 4
 
 def sessions_and_one_shots(number=400):
     """Eight sessions in turn, whose prompts have 3 blocks, and between them prompts of 6 blocks that nobody repeats."""
-    prompts, fresh = [], iter(range(24, 10**6))
+    prompts, unused = [], iter(range(24, 10**6))
     for turn in range(number // 2):
-        prompts += [[turn % 8 * 3 + column for column in range(3)], [next(fresh) for _ in range(6)]]
+        prompts += [[turn % 8 * 3 + column for column in range(3)], [next(unused) for _ in range(6)]]
     return make_trace(range(len(prompts)), [BLOCK * len(p) for p in prompts], [0] * len(prompts), prompts, BLOCK)
 
 

@@ -87,9 +87,9 @@ def test_a_verb_returns_a_state_and_events(name):
 @every_verb
 def test_the_docstring_tells_of_every_parameter_and_of_what_is_returned(name):
     sections = documented(name)
-    told = dict(re.findall(r"^  (\w+): (.+)$", sections["Args"], re.MULTILINE))
-    assert list(told) == list(inspect.signature(VERBS[name]).parameters)
-    assert all("static" in told[p.name] for p in parameters(name) if p.annotation.startswith(("int", "tuple")))
+    described = dict(re.findall(r"^  (\w+): (.+)$", sections["Args"], re.MULTILINE))
+    assert list(described) == list(inspect.signature(VERBS[name]).parameters)
+    assert all("static" in described[p.name] for p in parameters(name) if p.annotation.startswith(("int", "tuple")))
     assert sections["Returns"].strip()
 
 
@@ -101,7 +101,7 @@ def test_the_calls_are_of_all_verbs():
     assert called == VERBS.keys() - {"complete"}  # each call that orders moves is completed
 
 
-CALLS = {call: given for call, given in cases.CALLS.items() if call != "lookup"}
+CALLS = {call: arguments for call, arguments in cases.CALLS.items() if call != "lookup"}
 
 
 @pytest.mark.parametrize(
