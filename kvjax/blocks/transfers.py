@@ -120,17 +120,9 @@ def transfer(
     need: jax.Array | None = None,
     popped: jax.Array | None = None,
 ) -> Taken:
-    """Lets blocks leave the device, brings others back, and takes `need` of the blocks that are empty then.
+    """Lets `outgoing` blocks leave the device, brings `onboarded` i32[C] back, and takes `need` i32[] empty ones.
 
-    Args:
-      group: the group after `claim` of the outgoing blocks.
-      number: its number.
-      policy: chooses the host's victims.
-      outgoing: blocks that leave the device.
-      now: i32[] ms.
-      onboarded: i32[C]; blocks that come to the device; None: no block does.
-      need: i32[]; blocks for new holders; None: 0.
-      popped: i32[]; empty device blocks to use; None: 0.
+    The outgoing blocks of group `number` are claimed. `popped` i32[] blocks that are empty before are used too.
 
     Returns:
       What was taken, valid only if `ok`. Removed and updated have records for all that can happen.

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax._summary import Condition
 from kvjax.debug.counts import Stats, tally
-from kvjax.debug.inspect import Condition, Inspection, inspect_group
+from kvjax.debug.inspect import Inspection, inspect_group
 from kvjax.debug.words import fit, holders, runs, tier_of
 from kvjax.state import NO_BLOCK, CacheState
 

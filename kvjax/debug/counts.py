@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 
 from kvjax._checks import on_state
-from kvjax._summary import count_lines
-from kvjax.debug.inspect import Condition, Inspection, inspect_group
+from kvjax._summary import Condition, block_counts, count_lines
+from kvjax.debug.inspect import Inspection, inspect_group
 from kvjax.state import CacheState
 
 
@@ -112,26 +112,15 @@ def stats(state: CacheState, group: int = 0) -> Stats:
 
 def tally(state: CacheState, seen: Inspection) -> Stats:
     """Counts of an inspected group of `state`."""
-    count = np.bincount(seen.condition, minlength=len(Condition)).tolist()
     active, cached = seen.condition == Condition.ACTIVE, seen.condition == Condition.CACHED
-    on_host = {
-        "host_active_blocks": count[Condition.ON_HOST_ACTIVE],
-        "host_cached_blocks": count[Condition.ON_HOST_CACHED],
-        "host_empty_blocks": count[Condition.ON_HOST_EMPTY],
-    }
     return Stats(
         block_size=state.spec.block_size,
-        num_blocks=count[Condition.ACTIVE] + count[Condition.CACHED] + count[Condition.EMPTY],
-        active_blocks=count[Condition.ACTIVE],
-        cached_blocks=count[Condition.CACHED],
-        empty_blocks=count[Condition.EMPTY],
         num_rows=state.spec.max_seqs,
         active_rows=int(np.sum(seen.length > 0)),
         row_tokens=int(np.sum(seen.held)),
         written_slots=int(np.sum(seen.written[active])),
         reserved_slots=int(np.sum((seen.reserved - seen.written)[active])),
         cached_slots=int(np.sum(seen.fill[cached])),
-        host_blocks=sum(on_host.values()),
-        **on_host,
         in_transit_blocks=int(np.sum(seen.moving)),
+        **block_counts(seen.condition),
     )

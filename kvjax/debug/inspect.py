@@ -4,30 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax._summary import slots_reached
+from kvjax._summary import Condition, conditions, slots_reached
 from kvjax.state import NO_BLOCK, CacheState
-
-
-class Condition(enum.IntEnum):
-    """The condition of a block. UNUSED blocks lie beyond the capacity that the state was made with.
-
-    The last three are the same on the host; swapped-out rows and pins hold ON_HOST_ACTIVE blocks.
-    """
-
-    UNUSED = 0
-    EMPTY = 1
-    CACHED = 2
-    ACTIVE = 3
-    ON_HOST_EMPTY = 4
-    ON_HOST_CACHED = 5
-    ON_HOST_ACTIVE = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +45,6 @@ class Inspection:
         return (self.length != 0) | (self.table != NO_BLOCK).any(axis=1)
 
 
-_TO_HOST = Condition.ON_HOST_EMPTY - Condition.EMPTY
-
-
 def inspect_group(state: CacheState, group: int = 0) -> Inspection:
     """Inspects one group of a state on the host."""
     own, tree, seqs = jax.device_get((state.groups[group], state.groups[0], state.seqs))
@@ -76,15 +57,10 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
     start = np.arange(table.shape[1]) * size
     reach = functools.partial(slots_reached, table, num_ids=len(ids), size=size)
     on_device = np.asarray(own.on_device(ids))
-    condition = np.where(
-        blocks.refcount > 0, Condition.ACTIVE, np.where(blocks.fill > 0, Condition.CACHED, Condition.EMPTY)
-    )
-    unused = (condition == Condition.EMPTY) & (ids >= own.num_blocks) & (ids < len(own.empty)) & on_device
-    condition = np.where(unused, Condition.UNUSED, np.where(on_device, condition, condition + _TO_HOST))
     written = np.maximum(reach(seqs.committed), blocks.fill)
     counted = is_block & on_device[np.where(is_block, table, 0)]
     return Inspection(
-        condition=condition,
+        condition=conditions(own),
         moving=np.asarray(own.moving(ids)),
         refcount=blocks.refcount,
         written=written,

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from kvjax._checks import on_state
-from kvjax._summary import uncounted
+from kvjax._summary import Condition, uncounted
 from kvjax.debug.changes import changes
 from kvjax.debug.counts import tally
-from kvjax.debug.inspect import Condition, Inspection, inspect_group
+from kvjax.debug.inspect import Inspection, inspect_group
 from kvjax.debug.words import fit, holders, runs, seqs, tier_of
 from kvjax.state import NO_BLOCK, CacheState
 

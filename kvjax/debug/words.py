@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvjax.debug.inspect import Condition, Inspection
+from kvjax._summary import Condition
+from kvjax.debug.inspect import Inspection
 from kvjax.state import NO_BLOCK
 
 

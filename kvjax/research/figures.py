@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvjax.research.simulators.hits import RULES, Hits, Rule, check_rule, num_cached, num_hittable
+from kvjax.research.simulators.hits import RULES, Hits, Rule, num_hittable
+from kvjax.research.simulators.lru_curve import lru_curve
 from kvjax.research.simulators.overlap import overlapping
 from kvjax.research.traces.trace import Trace, previous_uses
 
@@ -160,16 +161,7 @@ def unbounded(trace: Trace, rule: Rule) -> Hits:
     Raises:
       ValueError: for a rule that does not exist.
     """
-    check_rule(rule)
-    number, owner, depth = len(trace), trace.owners, trace.depths
-    stored = depth < num_cached(trace, rule)[owner]
-    may_hit = stored & (depth < num_hittable(trace, rule)[owner])
-    first = np.full(trace.num_ids, number, np.int64)
-    np.minimum.at(first, trace.ids[stored], owner[stored])
-    # A block is stored no later than those that follow it, so the hits are the first blocks of a prompt.
-    blocks = np.bincount(owner[may_hit & (first[trace.ids] < owner)], minlength=number)
-    size = trace.num_ids + int(trace.lengths.max(initial=0))
-    return Hits(trace, rule, np.array([size], np.int32), blocks[None].astype(np.int32))
+    return lru_curve(trace, [trace.num_ids + int(trace.lengths.max(initial=0))], rule)
 
 
 def reuse_times(trace: Trace) -> np.ndarray:

@@ -40,13 +40,8 @@ def adopt(
 ) -> None:  # fmt: skip
     """Updates the expected cache by a composite: the bytes moved and copied, then the tokens written.
 
-    Args:
-      expected: the cache of a trial, as it should be.
-      before: the state before.
-      after: the state after; sound.
-      new: nodes of the mirror that the composite has stored.
-      events: of its transitions.
-      cut: {row: tokens that were left of it} for rows that it has cut back.
+    The state after is sound. `new` are nodes of the mirror that the composite has stored, `events` those of its
+    transitions, and `cut` {row: tokens that were left of it} for rows that it has cut back.
     """
     held = [
         set(slots[_pool_rows_in_use(group)].flat) for slots, group in zip(expected.slots, before.groups, strict=True)

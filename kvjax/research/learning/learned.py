@@ -58,13 +58,9 @@ def age_limits() -> np.ndarray:
 
 
 def class_number(hits: Any, length: Any, is_last: Any, lengths: Any) -> Any:
-    """i32[K]; the classes of blocks. All arrays are of numpy, or all of jax.
+    """i32[K]; the classes of blocks by hits i[K] since they were stored, and their prompts' length i[K] in blocks.
 
-    Args:
-      hits: i[K]; uses since the block was stored.
-      length: i[K]; blocks of its prompt.
-      is_last: bool[K]; whether it is the prompt's last one.
-      lengths: of `Densities`.
+    `is_last` bool[K] marks the last block of a prompt, `lengths` is that of `Densities`; all of numpy, or all of jax.
     """
     hit_range = sum((hits >= least).astype(np.int32) for least in _HITS)
     length_range = (length[:, None] >= lengths[None]).astype(np.int32).sum(-1, dtype=np.int32)

@@ -73,23 +73,18 @@ def count(all_releases: Releases, first: int, last: int) -> Counts:
 def counted(counts: Counts, prior: float = 20.0) -> np.ndarray:
     """f64[NUM_CLASSES, NUM_AGES]; the share of blocks that are used again at an age, of those that become as old.
 
-    Args:
-      counts: of a trace.
-      prior: the number of blocks of all classes together that are added to those of each class.
+    To the blocks of each class it adds `prior` blocks of all classes together.
     """
     together = counts.used.sum(axis=0) / np.maximum(counts.seen.sum(axis=0), 1)
     return (counts.used + prior * together) / (counts.seen + prior)
 
 
 def density(hazard: np.ndarray) -> np.ndarray:
-    """f64[C, NUM_AGES]; the expected hits per block and time of a block, up to the age at which that is most.
+    """f64[C, NUM_AGES]; the expected hits per block and time of a block, by its hazard f64[C, NUM_AGES]; see `counted`.
 
     A block of some age that stays until it is used again, or else until a later age, yields a share of a hit and takes
     a block for some time. Its hit density is the most of hits over time that any later age gives. It is the Gittins
     index of a block that is evicted for good at that age.
-
-    Args:
-      hazard: f64[C, NUM_AGES]; the share of blocks that are used again at an age, of those that become as old.
 
     Source: LHD's hit density (Beckmann et al. 2018), whose horizon is one for all; Gittins 1979.
     """

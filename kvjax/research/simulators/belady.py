@@ -26,8 +26,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.research.simulators.hits import Hits, check_longest
-from kvjax.research.simulators.runs import runs
-from kvjax.research.traces.trace import Trace
+from kvjax.research.traces.trace import Trace, runs
 
 
 def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = False) -> Hits:

@@ -54,12 +54,7 @@ def serve(
 ) -> tuple[IdCache, Served]:
     """Admits a request, commits its blocks and releases it, as the verbs do; see `replay`.
 
-    Args:
-      cache: the cache.
-      request: the request.
-      hints: i32[K]; the block that each id had last, which may hold another one now; or NO_BLOCK.
-      policy: the eviction policy.
-      last_may_hit: whether the last block of a prompt may hit.
+    Hints i32[K] are the block that each id had last, which may hold another one now, or NO_BLOCK.
     """
     blocks, column, length = cache.blocks, np.arange(hints.shape[0], dtype=np.int32), request.length
     fits, last = length <= cache.size, column == length - 1

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.research.simulators.hits import Hits, Rule, check_longest, check_rule, num_cached, num_hittable
-from kvjax.research.simulators.runs import Runs, runs
-from kvjax.research.traces.trace import Trace
+from kvjax.research.traces.trace import Runs, Trace, runs
 
 _NEVER = np.iinfo(np.int32).max - 1  # the position of a block that was never used
 

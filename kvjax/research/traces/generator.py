@@ -190,11 +190,8 @@ def blocks_of(
 ) -> list[list[int]]:
     """The ids, from 0, of prompts that begin with the full blocks of the prompt before them in their session.
 
-    Args:
-      sessions: the session of each request, any value; None: every block is its own.
-      input_length: tokens of each prompt.
-      block_size: tokens.
-      system_prompts: {session: negative ids of the full blocks that its first prompt begins with}.
+    Without `sessions` every block is its own. `system_prompts` are the negative ids of the full blocks that the first
+    prompt of a session begins with.
     """
     prompts: list[list[int]] = []
     full: dict[Hashable, list[int]] = dict(system_prompts or {})
