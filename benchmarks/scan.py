@@ -47,7 +47,7 @@ def config_of(num_layers: int, size: Size) -> ModelConfig:
 
 
 def spec_of(model: Decoder, size: Size) -> kvjax.CacheSpec:
-    """Room for all rows and the tokens that are decoded."""
+    """A spec with blocks for all rows and the tokens that are decoded."""
     length = size.context + size.rounds + 2
     return kvjax.make_spec(
         model.layer_specs(),
@@ -59,7 +59,7 @@ def spec_of(model: Decoder, size: Size) -> kvjax.CacheSpec:
 
 
 def step(model: Decoder, cache: kvjax.Cache, tokens: jax.Array):
-    """One token i32[S, 1] of every row: logits f32[S, V], and whether the cache did all that was asked."""
+    """One token i32[S, 1] of every row: logits f32[S, V], and whether the cache did all of it."""
     cache, extended = cache.extend(jnp.ones(tokens.shape[:1], jnp.bool_))
     cache, logits, committed = kvjax.step(model, cache, tokens, jnp.ones(tokens.shape[:1], jnp.int32))
     return cache, logits, extended.ok & committed.ok

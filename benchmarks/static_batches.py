@@ -36,7 +36,7 @@ def prefill(
 
     Args:
       model: see `kvjax.step`.
-      cache: with room for the whole prompts.
+      cache: with blocks for the whole prompts.
       seqs: i32[R]; the rows; -1 is padding.
       prompts: i32[R, T].
       log: takes the events.

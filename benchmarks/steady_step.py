@@ -2,9 +2,9 @@
 """A steady step of the scheduler against its `extend` and `commit` alone.
 
 256 rows decode in a cache of 65,536 blocks that is full, so that every new block is an evicted one. Nobody waits, and
-no row is near its goal. The model is none: it chooses token 0, and neither writes K/V nor reads them. The scheduler's
-events go into a log; the verbs alone have none. Each is a loop in one program, which is given a copy of the same state
-each time, and both must leave the same rows with the same blocks.
+no row is close to its `max_tokens`. The model is none: it chooses token 0, and neither writes K/V nor reads them. The
+scheduler's events go into a log; the verbs alone have none. Each is a loop in one program, which is given a copy of the
+same state each time, and both must leave the same rows with the same blocks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def steps_of(k: int, size: Size) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnames=("k", "size"), donate_argnums=0)
 def verbs_of(state: CacheState, k: int, size: Size) -> CacheState:
-    """As many steps, in blocks of k: room for the tokens, and their commit."""
+    """As many steps, in blocks of k: `extend` for the tokens, and their commit."""
     every, tokens = jnp.ones(size.rows, jnp.bool_), jnp.zeros((size.rows, k), jnp.int32)
     counts = jnp.full(size.rows, k, jnp.int32)
 

@@ -89,7 +89,7 @@ def plan(
     Raises:
       ValueError: if a budget is too small, with the least that would do; or an argument is wrong.
 
-    Source: TensorRT-LLM, which shares equally unless told otherwise; its calculateWindowSizeToShare weighs by bytes.
+    Source: TensorRT-LLM, which shares equally by default; its calculateWindowSizeToShare weighs by bytes.
     """
     name, budget = _budget(budget_bytes, device_fraction, device)
     if not isinstance(model_bytes, int) or model_bytes < 0:
@@ -134,7 +134,9 @@ def _of_one_device(
 def _prices(spec: CacheSpec) -> tuple[list[_Window], list[int]]:
     """The windows that share a budget, and what a block of each takes of it: K/V bytes, or 1 where there are none."""
     windows = list(dict.fromkeys(group.window for group in spec.groups[spec.bare :]))
-    prices = [sum(g.block_bytes(spec.block_size) for g in spec.groups if g.window == w) for w in windows]
+    prices = [
+        sum(group.block_bytes(spec.block_size) for group in spec.groups if group.window == window) for window in windows
+    ]
     return windows, [price or 1 for price in prices]
 
 

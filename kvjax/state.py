@@ -12,7 +12,7 @@ One group of a cache with N = 6 blocks of P = 4 tokens; two seqs share a prompt,
            length 0         1  [. . . .]        empty, on the stack                       0
 
 Every block is in one of three conditions: *active* (refcount above 0), *cached* (refcount 0, findable, evicted
-when room is needed) or *empty*. A block is findable exactly when `fill > 0`. Its identity is (block, generation):
+when blocks are needed) or *empty*. A block is findable exactly when `fill > 0`. Its identity is (block, generation):
 the generation advances each time a block is published, so a link to earlier contents never matches.
 
 Shape legend, for every docstring of the library: N device blocks, H host blocks, B = N + H block ids, P positions
@@ -160,7 +160,7 @@ class EvictionPolicy(NamedTuple):
     A policy is a value: equal ones share compiled programs. Those are equal whose fields all are, so that two lambdas
     make two policies, whatever their name. A policy of functions that can be imported pickles, and comes back equal.
 
-    A call that asks for nothing (no id named, nothing wanted) changes nothing, so that a refused verb leaves the cache
+    An empty call (no id named, nothing wanted) changes nothing, so that a refused verb leaves the cache
     as it was, bit for bit. A policy whose functions obey this by themselves says so (`idle`). For any other the core
     selects the old state after such a call, at the cost of one pass over the policy's state.
 
@@ -174,7 +174,7 @@ class EvictionPolicy(NamedTuple):
         call: it keeps its turn.
       forget: (pstate, ids i32[K]) -> pstate; called when blocks go to another tier, which has a state of its own, and
         with all blocks by `reset`; None: there is nothing to forget.
-      idle: static; whether the functions themselves return an unchanged pstate when they are asked for nothing:
+      idle: static; whether the functions themselves return an unchanged pstate when a call is empty:
         `touch` and `forget` for padding alone, `victims` where wanted is 0. `kvjax.testing.check_policy` verifies it.
       name: what `repr` shows, with the parameters.
       parameters: (name, value) of what the functions were made with.
@@ -330,7 +330,7 @@ class Sequences(Pytree):
     """The metadata of each row.
 
     Attributes:
-      length: i32[S]; tokens that the row has room for, 0 for a free row.
+      length: i32[S]; tokens that the row has reserved, 0 for a free row.
       committed: i32[S]; tokens whose K/V are written, at most `length`.
       namespace: i32[S]; number of the row's (salt, LoRA), see `keys.Namespaces`.
       retention: i32[S, M + 1, 2]; what is stated of each of the row's blocks, last of generated blocks; or None.

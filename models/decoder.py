@@ -194,15 +194,15 @@ class Decoder(nnx.Module):
             return self._logits(x[jnp.arange(x.shape[0]), last]), pools
         return self._logits(x), pools
 
-    def dense(self, tokens: jax.Array, places: jax.Array | None = None) -> jax.Array:
+    def dense(self, tokens: jax.Array, at: jax.Array | None = None) -> jax.Array:
         """The same logits without a cache, from whole sequences: for training, and as the tests' reference.
 
         Args:
           tokens: i32[B, T].
-          places: i32[A]; positions whose logits are wanted. None: all T.
+          at: i32[A]; positions whose logits are wanted. None: all T.
 
         Returns:
-          f32[B, T, V], or f32[B, A, V] with `places`.
+          f32[B, T, V], or f32[B, A, V] with `at`.
         """
         reused = {layer.reuses for layer in self.config.layers}
 
@@ -214,7 +214,7 @@ class Decoder(nnx.Module):
 
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, _ = self._stream(tokens, positions, mix, {})
-        return self._logits(x if places is None else x[:, places])
+        return self._logits(x if at is None else x[:, at])
 
     def _stream(self, tokens, positions, mix: Callable, cache):
         """The residual stream [R, C, E] after all layers, and the cache. A layer mixes by `mix(number, turn, ...)`."""

@@ -65,7 +65,7 @@ def placed(
     mesh: Mesh | None,
     heads: str | None,
 ) -> jax.Array:
-    """A parameter made of the parts that `read` gives; it is asked once for each part that this process needs."""
+    """A parameter made of the parts that `read` gives; called once for each part that this process needs."""
     if mesh is None or heads is None:
         return jnp.array(read((slice(None),) * len(shape)))  # a copy: numpy's memory cannot be donated
     parts: dict[str, np.ndarray] = {}

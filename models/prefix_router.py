@@ -14,7 +14,7 @@ class Router:
     """
 
     def __init__(self, endpoints: Mapping[str, tuple[str, str]]):
-        self.mirrors = {name: Subscriber(*places) for name, places in endpoints.items()}
+        self.mirrors = {name: Subscriber(*addresses) for name, addresses in endpoints.items()}
         self.sent = dict.fromkeys(endpoints, 0)
 
     def route(self, prompt: Sequence[int], salt: str | None = None, lora: str | None = None) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache that prompts are answered through, one batch after the other: its limits, and who is told of it."""
+"""A cache that prompts are answered through, one batch after the other: its limits, and its listeners."""
 
 from __future__ import annotations
 

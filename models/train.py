@@ -127,7 +127,7 @@ def _batches(rng: np.random.Generator) -> Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def accuracy(model: Decoder, num_facts: int, *, num_documents: int = 64, seed: int = 1) -> float:
-    """Share of right answers on fresh documents, each asked for up to 16 different people."""
+    """Share of right answers on new documents, with questions about up to 16 different people each."""
     rng = np.random.default_rng(seed)
     run = jax.jit(score)
     batches = [recall.make_batch(rng, 8, num_facts, min(num_facts, 16)) for _ in range(-(-num_documents // 8))]
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = train()
     print(f"trained in {time.perf_counter() - began:.0f} s")
     for num_facts in TEST_FACTS:
-        print(f"{accuracy(model, num_facts):8.2%} right on fresh documents of {num_facts} facts")
+        print(f"{accuracy(model, num_facts):8.2%} right on new documents of {num_facts} facts")
     save(model, folder, recall.make_tokenizer())
     print(f"saved in {folder}")
 

@@ -82,14 +82,14 @@ class Tally:
 
 @partial(jax.jit, donate_argnames="cache")
 def admit(cache: kvjax.Cache, seq: jax.Array, tokens: jax.Array, length: jax.Array):
-    """`Cache.admit` with room for a chunk, and the tokens found and the blocks evicted."""
+    """`Cache.admit` that reserves a chunk, and the tokens found and the blocks evicted."""
     cache, events = cache.admit(seq, tokens, length, reserve_tokens=CHUNK)
     return cache, events.ok, jnp.sum(events.cached), _num_evicted(events)
 
 
 @partial(jax.jit, donate_argnames="cache")
 def advance(model: Decoder, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
-    """Makes the missing room for the next tokens i32[S, C] of every row, computes and commits them."""
+    """Reserves what is missing for the next tokens i32[S, C] of every row, computes and commits them."""
     more = cache.state.seqs.committed + count - cache.state.seqs.length
     cache, extended = cache.extend(more > 0, jnp.maximum(more, 0), max_tokens=tokens.shape[1])
     view = cache.view(count, tokens.shape[1])

@@ -77,7 +77,7 @@ class Wires:
         spec: kvjax.CacheSpec,
         note: Callable[[str], None],
     ):
-        """Opens them, or refuses an option; `note` is told where they are."""
+        """Opens them, or refuses an option; `note` gets their addresses."""
         self._listeners: list[Callable[[Any], object]] = []
         self._watchers: list[Callable[[Any], object]] = []
         self._feeds: dict[str, Any] = {}
@@ -108,7 +108,7 @@ class Wires:
 
     @property
     def unwritten(self) -> bool:
-        """Whether a file could not be written; known when it is closed."""
+        """Whether a file could not be written; final when it is closed."""
         return any(file.failed for file in self._files)
 
     def flush(self) -> None:

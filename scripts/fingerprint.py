@@ -42,12 +42,12 @@ def main() -> int:
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", folder, commit], cwd=ROOT, check=True)
         try:
             running = [_of(pathlib.Path(folder)), _of(ROOT)]
-            said = [one.communicate()[0] for one in running]
+            outputs = [one.communicate()[0] for one in running]
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
     if any(one.returncode for one in running):
         return 1
-    return report(*map(json.loads, said))
+    return report(*map(json.loads, outputs))
 
 
 def _of(tree: pathlib.Path) -> subprocess.Popen[str]:
@@ -65,8 +65,8 @@ def report(before: dict, after: dict) -> int:
             continue
         old, new = (collections.Counter(one[name]["operations"]) for one in (before, after))
         kinds = {kind: new[kind] - old[kind] for kind in sorted({*old, *new}) if new[kind] != old[kind]}
-        said = ", ".join(f"{kind} {by:+d}" for kind, by in kinds.items()) or "the same operations in another order"
-        print(f"{name}: {old.total()} operations, {new.total() - old.total():+d}: {said}")
+        changes = ", ".join(f"{kind} {by:+d}" for kind, by in kinds.items()) or "the same operations in another order"
+        print(f"{name}: {old.total()} operations, {new.total() - old.total():+d}: {changes}")
     print(f"{len({*before, *after}) - len(changed)} programs are equal, {len(changed)} differ")
     return min(len(changed), 1)
 
@@ -139,11 +139,11 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
         if name == "init":
             yield name, lambda verb=verb: verb(spec), ()
             continue
-        given = {key: kwargs.pop(key) for key in ("extra_ids", "retention", "seqs") if key in kwargs}
-        yield name, lambda given, *args, verb=verb, kw=kwargs: verb(*args, **given, **kw), (given, state, *args)
+        arrays = {key: kwargs.pop(key) for key in ("extra_ids", "retention", "seqs") if key in kwargs}
+        yield name, lambda arrays, *args, verb=verb, kw=kwargs: verb(*args, **arrays, **kw), (arrays, state, *args)
         if name == "admit over tiers":
-            _, events = jax.eval_shape(lambda given, *args, v=verb, kw=kwargs: v(*args, **given, **kw),
-                                       given, state, *args)  # fmt: skip
+            _, events = jax.eval_shape(lambda arrays, *args, v=verb, kw=kwargs: v(*args, **arrays, **kw),
+                                       arrays, state, *args)  # fmt: skip
             yield "complete", _find("complete"), (state, events.transfer, jax.ShapeDtypeStruct((), jnp.bool_))
 
 

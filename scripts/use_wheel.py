@@ -42,13 +42,13 @@ try:
 except ImportError as error:
     message = str(error)
 assert "kvjax[plot]" in message, message or "the plot of a log worked without matplotlib"
-for room, extra in (("vllm", "wires"), ("readers.trtllm", "wires"), ("agent", "agent"), ("metrics", "metrics")):
+for wire, extra in (("vllm", "wires"), ("readers.trtllm", "wires"), ("agent", "agent"), ("metrics", "metrics")):
     message = ""
     try:
-        importlib.import_module(f"kvjax.interop.{room}")
+        importlib.import_module(f"kvjax.interop.{wire}")
     except ImportError as error:
         message = str(error)
-    assert f"kvjax[{extra}]" in message, message or f"kvjax.interop.{room} worked without its extra"
+    assert f"kvjax[{extra}]" in message, message or f"kvjax.interop.{wire} worked without its extra"
 message = ""
 try:
     import kvjax_models  # noqa: F401

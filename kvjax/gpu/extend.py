@@ -78,7 +78,7 @@ class _Span(NamedTuple):
 
     row: jax.Array  # i32
     begins: jax.Array  # bool; the lane of a row's first column
-    length: jax.Array  # i32; tokens that the row has room for
+    length: jax.Array  # i32; tokens that the row has reserved
     grown: jax.Array  # i32; and those that it asks for
     first: jax.Array  # i32; the row's first column, the one that it is in
     column: jax.Array  # i32

@@ -35,7 +35,7 @@ def rank(where: jax.Array) -> jax.Array:
 
 
 class Peers(NamedTuple):
-    """The lanes with the same value, as each lane sees them, all i32[lanes]; None where it was not asked for."""
+    """The lanes with the same value, as each lane sees them, all i32[lanes]; None for unused fields."""
 
     first: Any = None  # the first of them, perhaps the lane itself
     before: Any = None  # the last one before the lane, or -1

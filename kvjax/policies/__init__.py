@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: who leaves when room is needed. A policy only chooses; the core rechecks every choice.
+"""Eviction policies: which blocks leave when some are needed. A policy only chooses; the core rechecks every choice.
 
 A policy in one line (the lowest score leaves first; see `state.Blocks` for what a score can use):
 

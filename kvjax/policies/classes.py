@@ -167,15 +167,15 @@ class _Pop:
             due(chains.first, none, chains.exposed), chains.parked,
         )  # fmt: skip
 
-        def look(carry):
+        def pass_through(carry):
             # If too few are found, parked ones have lost their children otherwise: then all are looked at again.
-            turn, looks = carry
-            again = (looks > 0) & (turn.found < wanted)
+            turn, passes = carry
+            again = (passes > 0) & (turn.found < wanted)
             at, first = (jnp.where(again, chains.begin, positions) for positions in (turn.at, turn.first))
             turn = turn._replace(at=at, first=first, heads=self.head(chains, blocks, at), left=count(at >= 0))
-            return loop(lambda turn: _going(turn, wanted), step, turn), looks + 1
+            return loop(lambda turn: _going(turn, wanted), step, turn), passes + 1
 
-        turn, _ = loop(lambda carry: (carry[0].found < wanted) & (carry[1] < 2), look, (start, jnp.int32(0)))
+        turn, _ = loop(lambda carry: (carry[0].found < wanted) & (carry[1] < 2), pass_through, (start, jnp.int32(0)))
         exposed = jnp.where(wanted > 0, turn.exposed, chains.exposed)
         return turn.ids, chains._replace(first=turn.first, exposed=exposed, parked=turn.parked)
 
@@ -192,7 +192,7 @@ class _Pop:
         # The entries up to the first one that is not next in its class, or that may not be named. Where entries are
         # parked, a victim may expose one: then one at a time.
         adjacent = jnp.concatenate([jnp.ones((1,), bool), (after[:-1] == position[1:]) & ~apart & ~turn.parked])
-        # Neither a child that is named counts, nor is a block that is named a leaf: a second look meets it again.
+        # Neither a child that is named counts, nor is a block that is named a leaf: a second pass meets it again.
         named = (turn.above[None] == block[:, None]) | (turn.ids[None] == block[:, None])
         gone = jnp.sum(named, axis=1, dtype=jnp.int32)
         earlier = (index[None] < index[:, None]) & live[None] & (parent[None] == block[:, None])
@@ -307,7 +307,7 @@ def _init_chains(num_ids: int, classes: int, own: Any) -> Chains:
 
 
 def _make_space(chains: Chains, blocks: Blocks, number: jax.Array) -> Chains:
-    """The log with room for a number i32[] of entries: if there is too little, live entries move to the front."""
+    """The log with space for a number i32[] of entries: if there is too little, live entries move to the front."""
     full, end = chains.end + number > chains.order.shape[0], chains.end
     chunk = np.arange(min(1024, chains.order.shape[0]), dtype=np.int32)
 
@@ -327,7 +327,7 @@ def _make_space(chains: Chains, blocks: Blocks, number: jax.Array) -> Chains:
 def _append(
     chains: Chains, ids: jax.Array, label: jax.Array, where: jax.Array, parked: jax.Array | None = None
 ) -> Chains:
-    """Appends blocks ids i32[K] of classes label i32[K], where bool[K], for which there is room.
+    """Appends blocks ids i32[K] of classes label i32[K], where bool[K], for which there is space.
 
     Those that are parked, bool[K], stand before all others of their class, and stay so.
     """

@@ -57,7 +57,7 @@ def attend(
 
     Raises:
       ValueError: on an argument that does not fit, while tracing; on a view of a cache with another spec.
-      NotImplementedError: if the implementation asked for cannot serve this call.
+      NotImplementedError: if the named implementation cannot serve this call.
     """
     check_fit(pools, view)
     group, pool, index, array = pools.at(layer, index)

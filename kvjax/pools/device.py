@@ -199,8 +199,8 @@ def write(
     Raises:
       ValueError: on a view of a cache with another spec; on shapes that do not fit the pool or the view; on a traced
         layer where the spec has several pools.
-      NotImplementedError: if the implementation asked for cannot serve this call, or the derivative of rounding is
-        asked for; `jax.lax.stop_gradient` of k and v does without it.
+      NotImplementedError: if the named implementation cannot serve this call, or for the derivative of
+        rounding; `jax.lax.stop_gradient` of k and v does without it.
     """
     check_fit(pools, view)
     group, pool, index, array = pools.at(layer, index)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of the cache that a model step needs: where each token is written, and what it may read.
 
-A view is for the next tokens of some rows, those after the committed ones, for which `admit` or `extend` has made
-room; in a block of steps, for those after the ones that earlier steps have written. It has one of three forms, and a
-model sees a batch of rows in each:
+A view is for the next tokens of some rows, those after the committed ones, which `admit` or `extend` has reserved; in a
+block of steps, for those after the ones that earlier steps have written. It has one of three forms, and a model sees a
+batch of rows in each:
 
     view(state, [3, 1, 0], max_tokens=4)       ragged(state, [3, 1, 0], size=6)
     [ a5 a6 a7 .  ]                            [ a5 a6 a7 b2 .  .  ]
@@ -69,8 +69,8 @@ def view(
     """A view in padded form: C tokens for each row.
 
     Args:
-      state: the cache, with room for the tokens.
-      num_tokens: i32[R]; how many tokens of each row, at most C. A row with room for fewer gets as many as fit. An
+      state: the cache, with the tokens reserved.
+      num_tokens: i32[R]; how many tokens of each row, at most C. A row that has reserved fewer gets these. An
         int stands for all rows.
       max_tokens: C; may be left out if num_tokens is an int.
       seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
@@ -97,8 +97,8 @@ def ragged(
     For batches that mix long chunks with single tokens, which the padded form would pad to the longest.
 
     Args:
-      state: the cache, with room for the tokens.
-      num_tokens: i32[R]; how many tokens of each row. A row with room for fewer gets as many as fit, and so does a
+      state: the cache, with the tokens reserved.
+      num_tokens: i32[R]; how many tokens of each row. A row that has reserved fewer gets these, and so does a
         row that reaches the end of T: commit `num_tokens` of the view.
       size: T.
       seqs: i32[R]; the rows; entries outside 0..S-1 are padding. None: all S rows.
@@ -121,8 +121,8 @@ def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: Arr
     computes it at once; `attend` serves the two parts as decode and as prefill.
 
     Args:
-      state: the cache, with room for the tokens.
-      decode: bool[S]; rows with a token each. A row without room has none.
+      state: the cache, with the tokens reserved.
+      decode: bool[S]; rows with a token each. A row that has reserved none has none.
       seqs: i32[R]; the rows with chunks, all different; entries outside 0..S-1 are padding, and so are rows that
         decode, whose tokens would be written twice.
       num_tokens: i32[R]; as in `ragged`. An int stands for all rows.
@@ -152,7 +152,7 @@ def mixed(state: CacheState, decode: ArrayLike, seqs: ArrayLike, num_tokens: Arr
 
 
 def _rows(state: CacheState, num_tokens, seqs, written):
-    """Block tables [R, M] per group, tokens i32[R] before the view's, and those i32[R] that each row has room for."""
+    """Block tables [R, M] per group, tokens i32[R] before the view's, and those i32[R] that each row has reserved."""
     max_seqs = state.spec.max_seqs
     seqs = jnp.arange(max_seqs, dtype=jnp.int32) if seqs is None else jnp.asarray(seqs)
     if seqs.ndim != 1 or not jnp.issubdtype(seqs.dtype, jnp.integer):

@@ -16,14 +16,14 @@ class Request(TypedDict, total=False):
     """One request to a cache on trial: a plain dict with "verb" and the fields of that verb, which JSON can hold.
 
         trial.do({"verb": "admit", "seq": 0, "tokens": [5, 6, 7], "namespace": 0})
-        trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4})  # writes as much as there is room for
+        trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4})  # writes as much as is reserved
         trial.do({"verb": "release", "seq": 0})
 
     | verb | fields |
     |---|---|
     | admit | seq; tokens; namespace; extra_ids, one per token (where the spec has them) |
     | extend | num_tokens, one per row, 0 for a row that does not grow, as all free rows |
-    | commit | num_tokens, one per row, cut to the row's room; tokens, extra_ids: lists, used after the prompt |
+    | commit | num_tokens, one per row, at most those reserved; tokens, extra_ids: lists, used after the prompt |
     | fork | src; dst |
     | truncate | seq; drop: how many tokens to cut off |
     | release | seq |

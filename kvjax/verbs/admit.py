@@ -153,7 +153,7 @@ class Decision(Pytree):
     status: jax.Array  # i32[]
     whole: jax.Array  # i32[]; whole blocks of the prompt that are cached
     shared: jax.Array  # i32[]; tokens after them that are copied
-    target: jax.Array  # i32[]; tokens that the row gets room for
+    target: jax.Array  # i32[]; tokens that the row has reserved then
     need: jax.Array  # i32[]; new blocks in each group, 0 unless the status is OK
     missing: jax.Array  # i32[]; blocks missing in the group that misses most
     found: list[Found]  # what each group has of the prompt

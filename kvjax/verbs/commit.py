@@ -43,15 +43,15 @@ def commit(
     Args:
       state: the cache.
       tokens: i32[R, T]; each row's next tokens, from its committed length on, padded with anything.
-      num_tokens: i32[R]; how many of them, at most what the row has room for; 0 leaves a row alone.
+      num_tokens: i32[R]; how many of them, at most what the row has reserved; 0 leaves a row alone.
       extra_ids: i32[R, T], where the spec asks for them.
       seqs: i32[R]; the rows, all different; None for all S.
       now: i32[] ms.
 
     Returns:
       The cache; and events, E = R F a group for rows that fill up to F blocks: stored; and as many updated where there
-      is a host tier, whose blocks give way to equal ones on the device. Status BAD_REQUEST for a row with too little
-      room, swapped out or named twice, and for a negative token; the other rows are done.
+      is a host tier, whose blocks give way to equal ones on the device. Status BAD_REQUEST for a row that has
+      reserved fewer, is swapped out or named twice, and for a negative token; the other rows are done.
 
     Source: vLLM's mark_blocks_as_computed and MAX's commit, which swap equal blocks likewise.
     """

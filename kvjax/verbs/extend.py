@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`extend`: room for the next tokens, in all groups at once."""
+"""`extend`: blocks for the next tokens, in all groups at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def extend(
     now: ArrayLike = 0,
     tiers: tuple[str, ...] = ("device",),
 ) -> tuple[CacheState, Events]:
-    """Gives every active row room for its next tokens; all rows or none.
+    """Reserves blocks for the next tokens of every active row; all rows or none.
 
     A last block that is shared or findable is replaced by a private copy before it is written; of several active
     holders of a block that is not findable the last one keeps it. With `seqs` the cost follows R, not S.
@@ -47,7 +47,7 @@ def extend(
       active: bool[R]; rows to grow.
       num_tokens: a static number for all rows, or i32[R].
       seqs: i32[R]; the rows, all different, -1 for padding, which is not active; None for all S.
-      max_tokens: static; the most that a row asks for, needed where `num_tokens` is an array.
+      max_tokens: static; the most that a row reserves, needed where `num_tokens` is an array.
       now: i32[] ms.
       tiers: static; as in `admit`.
 

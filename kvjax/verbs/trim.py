@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trim`: rows give back the room that they have not used, in all groups."""
+"""`trim`: rows give back reserved blocks that they have not used, in all groups."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from kvjax.verbs._request import assemble, first_failure
 
 @on_state
 def trim(state: CacheState, active: ArrayLike, *, max_tokens: int | None = None) -> tuple[CacheState, Events]:
-    """Gives back the room that rows have beyond their committed tokens, such as steps that a stop token cut short.
+    """Gives back what rows have reserved beyond their committed tokens, such as steps that a stop token cut short.
 
-    Blocks without a committed token become empty; nothing else changes. The policy is not asked: nothing was cached.
+    Blocks without a committed token become empty; nothing else changes. The policy is not called: nothing was cached.
 
     Args:
       state: the cache.
       active: bool[S]; rows to trim.
-      max_tokens: static; the most room that a row has; None: any. The cost follows it.
+      max_tokens: static; the most tokens that a row has reserved; None: any number. The cost follows it.
 
     Returns:
-      The cache, and no events. Status BAD_REQUEST for a row that is free, has no committed token, or more room than
-      `max_tokens`; HELD for one swapped out. The other rows are done.
+      The cache, and no events. Status BAD_REQUEST for a row that is free, has no committed token, or has reserved more
+      than `max_tokens`; HELD for one swapped out. The other rows are done.
 
-    Source: MAX's multi-step decoding, which commits what was computed and keeps no room beyond it.
+    Source: MAX's multi-step decoding, which commits what was computed and keeps no blocks beyond it.
     """
     spec, seqs = state.spec, state.seqs
     active = row_mask("active", active, spec.max_seqs)
@@ -60,7 +60,7 @@ def _shortened(state: CacheState, length: jax.Array, most: int) -> CacheState:
 
 
 def cut(state: CacheState, length: jax.Array, most: int) -> CacheState:
-    """The state with rows of length i32[S], at most `most` tokens less than they have room for."""
+    """The state with rows of length i32[S], at most `most` tokens less than they have reserved."""
     size = state.spec.block_size
     columns = runs(-(-length // size), -(-most // size))
     beyond = columns * size < state.seqs.length[:, None]

@@ -170,7 +170,7 @@ def _serve_overlapped(
     cache: CacheState,
     request: dict[str, jax.Array],
 ) -> tuple[CacheState, jax.Array]:
-    """Releases the requests that end before this one begins, and admits it with room for its answer."""
+    """Releases the requests that end before this one begins, admits it, and reserves blocks for its answer."""
 
     def end(number, cache):
         return release(cache, ends["row"][number], now=ends["now"][number])[0]

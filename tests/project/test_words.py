@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of CONTRIBUTING's table: names and prose that say a thing by another word than the library does."""
+
+import ast
+import io
+import pathlib
+import re
+import tokenize
+
+import pytest
+
+import kvjax
+
+ROOT = pathlib.Path(kvjax.__file__).parents[1]
+TREES = ("kvjax", "models", "pallas_kernels", "benchmarks", "scripts")
+# A word in a name, and the word to say instead. `_` and capitals divide a name into words.
+INSTEAD = {
+    "anchor": "group0_block", "arriving": "pending_transfer, incoming", "asked": "request, options",
+    "beside": "in_this_group", "cow": "copy_on_write", "deal": "plan_transfers", "drawn": "strategies, random",
+    "far": "on_device, on_host", "feed": "PublisherThread", "forecast": "capacity", "fresh": "new, dirty",
+    "g": "group, number", "goal": "max_tokens", "heard": "records, events", "here": "on_device, on_host",
+    "kept": "cached, held", "known": "blocks, seqs, is_valid, num_tokens", "lasting": "offloaded",
+    "look": "max_skips, inspect", "mine": "own, group", "moment": "timestamp", "naming": "hashing, with_hashes",
+    "near": "on_device", "news": "dedup", "orphan": "dropped", "orphans": "dropped", "outlet": "Socket",
+    "party": "fork group", "passing": "evicted", "place": "column, slot, pool row, index",
+    "places": "columns, slots, pool rows, indices", "possible": "has_...", "promise": "hit_density",
+    "rests": "swapped_out", "resting": "swapped_out", "room": "capacity, reserve_tokens", "rooms": "max_tokens",
+    "said": "published", "shadow": "window_block", "stalled": "out_of_blocks", "starved": "skipped_steps",
+    "stuck": "unevictable", "survey": "inspect", "teller": "EventEncoder", "there": "on_device, in_use",
+    "told": "published", "twin": "duplicate", "twins": "duplicates", "urgency": "priority", "worth": "priority",
+}  # fmt: skip
+# Words that a tree or a room may still have in its names: shorten a line when it has been cleaned.
+STILL = {
+    "kvjax/serving": {
+        "asked", "feed", "forecast", "fresh", "goal", "heard", "here", "kept", "known", "mine", "moment", "naming",
+        "orphans", "place", "places", "room", "rooms", "said", "there", "told",
+    },
+    "kvjax/interop": {
+        "asked", "far", "feed", "fresh", "heard", "here", "kept", "known", "mine", "moment", "naming", "orphans",
+        "outlet", "place", "room", "said", "survey", "teller", "there", "told",
+    },
+    "kvjax/events": {"room"},  # of an `EventLog`
+    "kvjax/names.py": {"known"},
+    "kvjax/debug": {"drawn"},  # by a drawing
+    "models": {"feed", "place", "places"},  # `demo.feed`; the places in the demo's documents
+    "benchmarks": {"asked", "drawn", "feed", "heard", "naming", "told", "twin", "twins"},
+}  # fmt: skip
+# Names of other libraries, and words that mean something else in a name.
+ALLOWED = {
+    "G", "KEPT_SECONDS", "_place_copy", "anchor", "bbox_to_anchor", "in_place", "log_room",
+    "only_pins_hold_beside_the_tables", "so_far",
+}  # fmt: skip
+# Words that no docstring, comment or page has, but for `STILL_IN_PROSE`.
+PROSE = (
+    "anchor", "arriving", "cow", "heard", "mine", "news", "orphan", "orphans", "outlet", "party", "resting", "rests",
+    "shadow", "starved", "stuck", "survey", "teller", "urgency", "worth",
+)  # fmt: skip
+STILL_IN_PROSE = {"kvjax/interop": {"heard", "teller"}, "kvjax/serving": {"heard", "party"}}
+
+
+def files(*trees):
+    return [path for tree in trees for path in sorted((ROOT / tree).rglob("*.py"))]
+
+
+def relative(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def left(table, path):
+    """The words that a table leaves to the tree or the room of a file."""
+    return set().union(*(words for part, words in table.items() if relative(path).startswith(part)))
+
+
+def names(tree):
+    """(line, name) of all that a module names: variables, attributes, arguments, functions, classes, modules."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.keyword(arg=str(name), value=value):
+                yield value.lineno, name
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in TREES:
+                yield from ((node.lineno, name) for name in module.split("."))
+
+
+def words_of(name):
+    return {word.lower() for word in re.split(r"_|(?<=[a-z0-9])(?=[A-Z])", name)}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_names_say_what_the_library_says(tree):
+    found = []
+    for path in files(tree):
+        banned = INSTEAD.keys() - left(STILL, path)
+        for line, name in {(0, path.stem), *names(ast.parse(path.read_text()))}:
+            for word in banned & words_of(name) if name not in ALLOWED else ():
+                found.append(f"{relative(path)}:{line}: {name}: say {INSTEAD[word]}, not {word}")
+    assert not found, "\n".join(sorted(found))
+
+
+def sentences(path):
+    """(line, text) of the docstrings and comments of a module, and of all lines of a page."""
+    text = path.read_text()
+    lines = list(enumerate(text.splitlines(), 1))
+    if path.suffix != ".py":
+        return lines
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = [
+        node.body[0] for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and ast.get_docstring(node)
+    ]
+    found = [line for node in docstrings for line in lines[node.lineno - 1 : node.end_lineno]]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [*found, *((one.start[0], one.string) for one in tokens if one.type == tokenize.COMMENT)]
+
+
+def test_sentences_say_what_the_library_says():
+    found = []
+    for path in [*files("kvjax", "models"), *sorted((ROOT / "docs").glob("*.md"))]:
+        banned = set(PROSE) - left(STILL_IN_PROSE, path)
+        for line, text in sentences(path):
+            for word in banned & set(re.findall(r"[a-z]+", text.lower())):
+                found.append(f"{relative(path)}:{line}: say {INSTEAD[word]}, not {word}")
+    assert not found, "\n".join(sorted(found))
