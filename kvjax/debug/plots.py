@@ -77,7 +77,7 @@ def plot_blocks(
     num_blocks = len(seen.condition)
     per_cell = 1 << (-(-num_blocks // _MOST_CELLS) - 1).bit_length()
     columns = _columns(-(-num_blocks // per_cell))
-    lanes = [int(seq) for seq in np.flatnonzero((seen.length != 0) | (seen.table != NO_BLOCK).any(axis=1))]
+    lanes = np.flatnonzero(seen.in_use).tolist()
     kinds = [*_NAMES][: 8 if state.spec.groups[group].num_host_blocks else 4]
     drawing = _Drawing(columns, numbered=columns <= _MOST_NUMBERED and per_cell == 1, kinds=kinds)
     _draw_map(drawing, seen, per_cell)

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, (about, run) in _COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("trace", metavar="TRACE", help=_TRACE)
-        command.add_argument("--rule", choices=get_args(Rule), default="full", help="what counts (%(default)s)")
+        command.add_argument("--rule", choices=get_args(Rule), default="full", help="rule of hits (%(default)s)")
         command.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures there")
         command.set_defaults(run=run)
         command.add_argument("--sizes", metavar="BLOCKS", type=int, nargs="+", help="blocks of each cache")
@@ -205,9 +205,9 @@ _TRACE = "a file that read_trace knows, or drawn:SEED for one drawn at random"
 _OVERLAP = "requests run at the same time: prompt tokens/s, and ms a token of an answer"
 _NAMES = f"{', '.join(_POLICIES)}, FILE.npz that learn has saved, or MODULE:NAME of one's own"
 _COMMANDS: dict[str, tuple[str, Callable[[Trace, argparse.Namespace], None]]] = {
-    "summary": ("what a trace is, in figures", _summary),
-    "curve": ("what LRU finds at each size, exactly, and the bound", _curve),
-    "sweep": ("what policies find, and the bound", _sweep),
+    "summary": ("figures of a trace", _summary),
+    "curve": ("LRU's hits at each size, exactly, and the bound", _curve),
+    "sweep": ("hits of policies, and the bound", _sweep),
     "learn": ("a policy learned from a part of the trace, beside LRU on a later part", _learn),
     "bound": ("Belady's bound, without and with bypass", _bound),
 }

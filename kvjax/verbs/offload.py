@@ -49,7 +49,7 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
 
     Returns:
       The cache; and events, E = 5 K: removed (from a full host), updated; with `transfer`. Status HELD if a block is
-      held or on the move, NO_BLOCKS if the host has too little room, else BAD_REQUEST.
+      held or on the move, NO_BLOCKS if the host has too few blocks, else BAD_REQUEST.
     """
     chosen_group, ids, now = _tiered_group(state, group), integers("blocks", blocks, ("K",)), integers("now", now, ())
     before, named = chosen_group.blocks, ids != NO_BLOCK
@@ -107,7 +107,7 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     )
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
     onboarded = jnp.where(index < count(good), children_first(before, ids, good), NO_BLOCK)
-    taken = _take(state, group, holding, ids.shape[0], now, onboarded=onboarded)
+    taken = take_unheld(state, group, holding, ids.shape[0], now, onboarded=onboarded)
     waited = before.released - before.clock  # of equally deep ones the first that was released stays the first
     order = jnp.lexsort((waited, -jnp.where(ancestors, before.depth, -1))).astype(jnp.int32)
     policy = windows.policy_of(group, state.policy)
@@ -135,12 +135,12 @@ def watermark(
 
     Returns:
       The cache; and events, E = 5 * most: removed, updated; with `transfer`. Status NO_BLOCKS if the host has too
-      little room.
+      few blocks.
     """
     chosen_group, empty, now = _tiered_group(state, group), integers("empty", empty, ()), integers("now", now, ())
     most = static_int("most", most, 1)
     extra = jnp.minimum(jnp.clip(empty - chosen_group.num_empty, 0, most), chosen_group.num_cached)
-    taken = _take(state, group, chosen_group, most, now, extra=extra)
+    taken = take_unheld(state, group, chosen_group, most, now, extra=extra)
     after, removed = put_taken(state, group, taken)
     return conclude(state, after, first_failure((~taken.ok, Status.NO_BLOCKS)), [taken], removed)
 
@@ -197,8 +197,8 @@ def _tiered_group(state: CacheState, number: int) -> Group:
     return group
 
 
-def _take(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **options: jax.Array) -> Taken:
-    """`take` over both tiers for no new holders, with the state's policy."""
+def take_unheld(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **options: jax.Array) -> Taken:
+    """`take` over both tiers for no new holders, with the policy of group `number`."""
     return take(
         group, number, windows.policy_of(number, state.policy), jnp.int32(0), size, now,
         priorities=priorities(state, now)[number], min_priority=state.spec.offload_min_priority, **options,

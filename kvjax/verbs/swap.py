@@ -14,18 +14,17 @@ from kvjax._arrays import compact, pick, put
 from kvjax._checks import integers, on_state
 from kvjax.blocks import windows
 from kvjax.blocks.rows import Row, read_row
-from kvjax.blocks.take import take
-from kvjax.blocks.tiers import priorities
 from kvjax.blocks.transfers import Outgoing, transfer
 from kvjax.blocks.victims import Taken, claim
 from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.verbs._request import conclude, first_failure, put_taken
+from kvjax.verbs.offload import take_unheld
 
 
 @on_state
 def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[CacheState, Events]:
-    """Moves the blocks that only this row holds to the host, to make room, until `swap_in`.
+    """Moves the blocks that only this row holds to the host, which frees their rows in the pool, until `swap_in`.
 
     Blocks that others hold stay on the device, and so do those with children that stay. A swapped-out row can only be
     released or swapped in.
@@ -37,7 +36,7 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
 
     Returns:
       The cache; and events, E = 5 M a group: removed (from a full host), updated; with `transfer`. Status BAD_REQUEST,
-      HELD (blocks of the row are still on the move) or NO_BLOCKS if the host has too little room.
+      HELD (blocks of the row are still on the move) or NO_BLOCKS if the host has too few blocks.
 
     Source: vLLM's swap_out of a preempted sequence group.
     """
@@ -86,13 +85,7 @@ def swap_in(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
         group, table = after.groups[number], row.tables[number]
         on_host = ~bad & ~moving & (table >= 0) & ~group.on_device(table)
         onboarded, _ = compact(jnp.where(on_host, table, NO_BLOCK))
-        taken.append(
-            take(
-                group, number, windows.policy_of(number, state.policy), jnp.int32(0), table.shape[0], now,
-                priorities=priorities(after, now)[number], min_priority=state.spec.offload_min_priority,
-                onboarded=onboarded,
-            )
-        )  # fmt: skip
+        taken.append(take_unheld(after, number, group, table.shape[0], now, onboarded=onboarded))
         after, records = put_taken(after, number, taken[-1])
         removed += records
     return _finish(state, after, seq, False, taken, removed, (bad, Status.BAD_REQUEST), (moving, Status.HELD))
