@@ -95,19 +95,28 @@ def slots_reached(table: np.ndarray, num_tokens: np.ndarray, num_ids: int, size:
     return slots
 
 
-def count_lines(stats: Any) -> list[str]:
-    """Counts in words, of the device and of the host if there is one; stats has the fields of `kvjax.debug.Stats`."""
-    if not stats.num_blocks:
+def count_lines(stats: Any, since: Any = None) -> list[str]:
+    """Counts in words, of the device and of the host if there is one; with `since`, earlier counts, their changes.
+
+    Both have the fields of `kvjax.debug.Stats`.
+    """
+    if since is None and not stats.num_blocks:
         return ["num_blocks out of range: no block is in use"]
+    number = lambda name: change(getattr(since or stats, name), getattr(stats, name))  # noqa: E731
+    blocks, on_host = (
+        ", ".join(f"{number(f'{tier}{kind}_blocks')} {kind}" for kind in ("active", "cached", "empty"))
+        for tier in ("", "host_")
+    )
+    slots = "" if since else f"; {stats.filled_slots:,} of {stats.total_slots:,} slots filled"
     lines = [
-        f"{stats.num_blocks:,} blocks: {stats.active_blocks:,} active, {stats.cached_blocks:,} cached, "
-        f"{stats.empty_blocks:,} empty; {stats.filled_slots:,} of {stats.total_slots:,} slots filled; "
-        f"{stats.active_rows:,} of {stats.num_rows:,} rows in use"
+        f"{number('num_blocks')} blocks: {blocks}{slots}; {number('active_rows')} of {stats.num_rows:,} rows in use"
     ]
     if stats.host_blocks:
-        lines.append(
-            f"on the host {stats.host_blocks:,} blocks: {stats.host_active_blocks:,} active, "
-            f"{stats.host_cached_blocks:,} cached, {stats.host_empty_blocks:,} empty; "
-            f"{stats.in_transit_blocks:,} on the move"
-        )
+        moving = number("in_transit_blocks")
+        lines.append(f"on the host {stats.host_blocks:,} blocks: {on_host}; {moving} on the move")
     return lines
+
+
+def change(old: int, new: int) -> str:
+    """The new number, behind the old one if that differs."""
+    return f"{new:,}" if old == new else f"{old:,} -> {new:,}"

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax._summary import Condition
-from kvjax.debug.counts import Stats, tally
+from kvjax._summary import Condition, change, count_lines
+from kvjax.debug.counts import tally
 from kvjax.debug.inspect import Inspection, inspect_group
 from kvjax.debug.words import fit, holders, runs, tier_of
 from kvjax.state import NO_BLOCK, CacheState
@@ -30,7 +30,7 @@ def changes(before: Any, after: CacheState, width: int, max_lines: int) -> str:
         counts = [tally(before, old), tally(after, new)]
         if counts[0] == counts[1] and not any(parts):
             continue
-        first, *others = _counts(*counts)
+        first, *others = count_lines(counts[1], counts[0])
         first = after.spec.group_name(number) + first
         lines = [words for line in (first, *others) for words in textwrap.wrap(line, width)]
         for part in parts:
@@ -47,25 +47,6 @@ def _nothing(before: CacheState, after: CacheState) -> str:
     if not other:
         return "nothing has changed"
     return f"no row and no block has changed, but {fit(other, 200)}"
-
-
-def _counts(old: Stats, new: Stats) -> Iterator[str]:
-    """Counts before and after, as in the lines of `Stats`."""
-
-    def both(*names: str) -> str:
-        return ", ".join(f"{_arrow(getattr(old, name), getattr(new, name))} {name.split('_')[-2]}" for name in names)
-
-    rows = f"{_arrow(old.active_rows, new.active_rows)} of {new.num_rows:,} rows in use"
-    blocks = both("active_blocks", "cached_blocks", "empty_blocks")
-    yield f"{_arrow(old.num_blocks, new.num_blocks)} blocks: {blocks}; {rows}"
-    if new.host_blocks:
-        blocks = both("host_active_blocks", "host_cached_blocks", "host_empty_blocks")
-        moving = _arrow(old.in_transit_blocks, new.in_transit_blocks)
-        yield f"on the host {new.host_blocks:,} blocks: {blocks}; {moving} on the move"
-
-
-def _arrow(old: int, new: int) -> str:
-    return f"{new:,}" if old == new else f"{old:,} -> {new:,}"
 
 
 def _rows(old: Inspection, new: Inspection, width: int, max_lines: int) -> Iterator[str]:
@@ -92,9 +73,9 @@ def _tokens(old: Inspection, new: Inspection, seq: int) -> str:
     since = new if came else old
     lengths = int(since.length[seq]), int(new.length[seq])
     written = int(since.committed[seq]), int(new.committed[seq])
-    tokens = f"{'new, ' if came else ''}{_arrow(*lengths)} tokens"
+    tokens = f"{'new, ' if came else ''}{change(*lengths)} tokens"
     if written != lengths:
-        tokens += f" ({_arrow(*written)} written)"
+        tokens += f" ({change(*written)} written)"
     if old.swapped[seq] != new.swapped[seq]:
         tokens += ", swapped out" if new.swapped[seq] else ", swapped in"
     return tokens

@@ -97,8 +97,8 @@ def test_optional_parts_of_a_group_are_named_where_they_live():
 
 # What a cache may lack, as its arrays or tiers are called (None where they are not there), and as one asks for them.
 ABSENT = {
-    "group0_block", "expiry", "extra", "extra_id", "extra_ids", "host", "known", "priorities", "retention", "scales",
-    "window_block", "stated", "swapped", "time", "transfer", "worth",
+    "group0_block", "expiry", "extra", "extra_id", "extra_ids", "host", "priorities", "retention", "scales",
+    "window_block", "stated", "swapped", "time", "transfer",
 }  # fmt: skip
 FLAGS = {"bare", "extra_ids", "has_host", "num_host_blocks", "retention", "tiered", "windowed", "windows"}
 NUMBERS = {"g", "number"}  # the first group differs from the others
