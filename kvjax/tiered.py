@@ -43,7 +43,7 @@ _step = OutermostJit(Cache.step, donate_argnums=0, static_argnames="logits")
 
 
 def _finish(cache: Cache, events: Events, ok: ArrayLike) -> tuple[Cache, Events]:
-    """Finishes a verb after its moves: tells the state whether they were made, and executes the copies."""
+    """Finishes a verb after its moves: completes or fails them in the state, and executes the copies."""
     state, done = complete(cache.state, events.transfer, ok)
     return Cache(state, apply(cache.pools, events)), done
 
@@ -213,7 +213,7 @@ class TieredCache:
         return self.replace(cache), computed, events
 
     def _settle(self, state: CacheState, events: Events) -> TieredCache:
-        """Makes the moves and the copies, in this order, and tells the state."""
+        """Makes the moves and the copies, in this order, and completes the moves in the state."""
         pools, host, failure = self.pools, self.host, None
         if events.transfer is not None:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`admit` gives a row a prompt and its cached prefix; `lookup` only looks.
+"""`admit` gives a row a prompt and its cached prefix; `lookup` only finds it.
 
 A row is admitted in four parts: decide by reading alone, take the blocks, place the copy, fill the tables.
 """
@@ -117,7 +117,7 @@ def lookup(
     extra_ids: ArrayLike | None = None,
     tiers: tuple[str, ...] = ("device", "host"),
 ) -> Match:
-    """Tells what `admit` would reuse of a prompt, without changing anything; `vmap` it for many.
+    """Finds what `admit` would reuse of a prompt, without changing anything; `vmap` it for many.
 
     Args:
       state: the cache.
