@@ -23,9 +23,9 @@ import numpy as np
 from kvjax.debug.counts import stats
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
-from kvjax.interop import columns as col
-from kvjax.interop.batch import Heard, on_host
-from kvjax.interop.nodes import NodeMap
+from kvjax.interop.events import arrays, listened
+from kvjax.interop.index import NodeMap
+from kvjax.interop.rows import FILL, LEVEL
 from kvjax.serving.generation import Progress
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -70,8 +70,9 @@ class Trace:
           ValueError: for anything but `Events` and an `EventLog`, and if they cannot have come from a cache with the
             contents that the events so far have given it.
         """
-        given, events = events, on_host(events)
-        self.nodes.fold(given if isinstance(given, Heard) else events)
+        read = listened(events, self.nodes.spec)
+        self.nodes.fold(read)
+        events = arrays(read)
         now, begin = self._clock(), self._begin
         self._begin = now
         records = _records(events)
@@ -148,7 +149,7 @@ class Trace:
         size = self.nodes.spec.block_size
         for number in self._groups:
             table = self.nodes.groups[number].table
-            fill, host = table[:, col.FILL], table[:, col.LEVEL] == 1
+            fill, host = table[:, FILL], table[:, LEVEL] == 1
             for on, level in enumerate(self._levels(number)):
                 here = host == bool(on)
                 whole, all_ = np.count_nonzero(here & (fill == size)), np.count_nonzero(here & (fill > 0))

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import names
 from kvjax.events.mirror import Node
 from kvjax.events.records import EventKind
+from kvjax.interop.hashing import block_hash, root_hash
 
 _KINDS = tuple(kind.name.lower() for kind in EventKind if kind)
 _MOST, _WORD = 1 << 53, 1 << 31  # numbers are below: what float64 has exactly, and i32
@@ -183,9 +183,9 @@ class _Reader:
         if before is not None:
             prefix = before.digest
         else:  # a root, or a parent that the file has not stored
-            prefix = names.root(salt=str(event["namespace"] if parent is None else parent))
+            prefix = root_hash(salt=str(event["namespace"] if parent is None else parent))
             self.report.unknown += parent is not None
-        digest = names.block(prefix, tokens, event.get("extra_ids"))
+        digest = block_hash(prefix, tokens, event.get("extra_ids"))
         self._nodes[node] = _Cached(digest, event["level"], now)
         self._levels[event["level"]] += 1
         left = self._gone.pop((node[0], digest), None)

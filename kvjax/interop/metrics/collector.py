@@ -19,7 +19,7 @@ from kvjax.debug.survey import Condition, read_blocks
 from kvjax.events.log import EventLog
 from kvjax.events.records import Events
 from kvjax.events.totals import Totals
-from kvjax.interop.feed import Feed
+from kvjax.interop.hub import PublisherThread
 from kvjax.interop.metrics._wires import core, prometheus_client
 from kvjax.interop.metrics.observed import BOUNDS, TIERS, Observed
 from kvjax.spec import CacheSpec
@@ -69,7 +69,7 @@ class Metrics:
     no event: the host calls `set` when it likes, and the age of the last one is exported.
     """
 
-    def __init__(self, registry: Any, spec: CacheSpec, *, wires: Mapping[str, Feed] | None = None):
+    def __init__(self, registry: Any, spec: CacheSpec, *, wires: Mapping[str, PublisherThread] | None = None):
         """Registers itself, as a collector.
 
         Args:

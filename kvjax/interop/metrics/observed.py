@@ -10,7 +10,7 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.events.totals import Totals
 from kvjax.events.transfer import Transfer
-from kvjax.interop.batch import Heard, on_host, read
+from kvjax.interop.events import arrays, listened, runs
 from kvjax.spec import CacheSpec
 
 BOUNDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)  # seconds
@@ -75,16 +75,15 @@ class Observed:
         Raises:
           ValueError: for anything else, and for blocks of another size.
         """
-        given, events = events, on_host(events)
-        batch = read(given if isinstance(given, Heard) else events, self.spec)
+        read = listened(events, self.spec)
+        records, events = read.records, arrays(read)
         if isinstance(events, Events):  # nothing is computed on a device
             events = events.replace(transfer=jax.device_get(events.moves))
         self.totals = self.totals.add(events)
         back = 0
-        for step in batch.steps:
-            for records in filter(len, (step.records, step.stored)):  # of one kind each
-                self._live(records, now)
-                back += self._place(records)
+        for start, stop in runs(records[:, 0]):
+            self._live(records[start:stop], now)
+            back += self._place(records[start:stop])
         found = int(np.asarray(events.cached).sum())
         if isinstance(events, Events):
             self._move(events.moves)

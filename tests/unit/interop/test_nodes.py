@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.interop import NodeMap, together
-from kvjax.interop.batch import on_host, read
+from kvjax.interop.events import arrays, host_events
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, spec_of
 from tests.wire_kit import removed, stored, updated
 
@@ -109,20 +109,20 @@ def test_listeners_together_get_one_batch_and_a_copy_on_the_host(log):
     listener(jax.device_put(arrays_of(KNOWN, PLAIN, log=log)))
     listener(jax.device_put(arrays_of([removed(2, 1)], PLAIN, log=log)))
     first, second = got
-    assert read(first, PLAIN) is first.batch and len(first.batch) == 2 and len(second.batch) == 1
-    assert on_host(first) is first.events and all(isinstance(x, np.ndarray) for x in jax.tree.leaves(first.events))
+    assert host_events(first, PLAIN) is first and len(first.records) == 2 and len(second.records) == 1
+    assert arrays(first) is first.events and all(isinstance(x, np.ndarray) for x in jax.tree.leaves(first.events))
     assert nodes[0].index == nodes[1].index == kvjax.fold(KNOWN[:1]).index
     other = spec_of("plain", blocks=11)
-    assert read(first, other) is not first.batch and len(read(first, other)) == 2
+    assert host_events(first, other) is not first and len(host_events(first, other).records) == 2
     with pytest.raises(ValueError, match=r"^events: got list, wanted Events or an EventLog"):
         listener(KNOWN)
 
 
 def test_events_on_the_host_are_read_as_they_are():
     events = arrays_of(KNOWN, PLAIN)
-    read(events, PLAIN)
+    host_events(events, PLAIN)
     events.records[:] = 0
-    assert not len(read(events, PLAIN))
+    assert not len(host_events(events, PLAIN).records)
 
 
 def test_a_path_is_read_at_any_depth_and_circles_end():

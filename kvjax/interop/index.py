@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of what is cached, by the events alone: one fold for all wires, in arrays by (group, block).
+
+    events ── fold ──> changes: rows of the table that were stored, removed or updated
+                          │
+                          └── an encoder per wire (`encoder.py`) ──> bytes
+
+A block has at most one findable node at a time, so a row of words for each block is enough:
+
+    generation, parent (block, generation), fill, level, priority      as in the record that stored the node
+    namespace, depth                                                    of the whole prefix
+    flags, hash                                                         by `hashing.py`, if the map has one
+    hash of the prefix before, size, tokens, extra ids                  the content that the hash is of
+
+Records are copied by one assignment, and a block's content is put together once for its hash and for all wires.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+from kvjax._checks import on_state
+from kvjax.events.records import EventKind
+from kvjax.interop.events import HostEvents, host_events, parts_of, runs
+from kvjax.interop.hashing import Hashing
+from kvjax.interop.rows import (
+    ABOVE,
+    DEPTH,
+    FILL,
+    FLAGS,
+    GENERATION,
+    HASH,
+    LEVEL,
+    NAMESPACE,
+    PARENT,
+    PRIORITY,
+    SIZE,
+    TEXT,
+    hashes_of,
+    parents_of,
+)  # fmt: skip
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+_NEW = "wanted one that is new"
+_LACKS = "wanted one that the map has: begin with `attach(state)`, and leave no events out"
+
+
+class Change(NamedTuple):
+    """Blocks of one group that events stored, removed or updated, with their rows of the table."""
+
+    kind: EventKind  # STORED, UPDATED, REMOVED, or CLEARED: the group was emptied
+    group: int
+    blocks: np.ndarray  # i[n]
+    rows: np.ndarray  # i32[n, W]; stored, updated: as they are now; removed, cleared: as they were
+    before: np.ndarray | None = None  # updated: i32[n, 2], level and priority before
+    others: frozenset[int] = frozenset()  # cleared: the groups that still have blocks
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes it holds."""
+        return self.rows.nbytes + self.blocks.nbytes
+
+
+class Nodes:
+    """The findable blocks of one group: a table i32[B, W], and the 64-bit hashes of those that have one."""
+
+    def __init__(self, table: np.ndarray, hashes: set[int]):
+        self.table, self.hashes = table, hashes
+
+    @property
+    def live(self) -> np.ndarray:
+        """The blocks that have nodes, parents before children."""
+        blocks = np.flatnonzero(self.table[:, FILL])
+        return blocks[np.argsort(self.table[blocks, DEPTH], kind="stable")]
+
+
+class _Contents:
+    """The tables of a map; maps that `share` one count its versions."""
+
+    def __init__(self, groups: list[Nodes], is_shared: bool = False):
+        self.groups, self.is_shared, self.version = groups, is_shared, 0
+
+
+class NodeMap:
+    """An index of the cached blocks, by the events alone; memory is O(blocks).
+
+    After a ValueError for events that cannot have happened its contents are undefined, until `attach`.
+
+    Attributes:
+      spec: of the cache.
+      groups: the nodes of each group.
+    """
+
+    def __init__(self, spec: CacheSpec, hashing: Hashing | None = None):
+        """Begins with an empty cache.
+
+        Args:
+          spec: of the cache.
+          hashing: hashes blocks as they are stored; None: the map has no hashes.
+        """
+        self.spec, self.hashing = spec, hashing
+        self._contents, self._version = _empty_contents(spec), 0
+
+    @property
+    def groups(self) -> list[Nodes]:
+        """The nodes of each group."""
+        return self._contents.groups
+
+    def __len__(self) -> int:
+        return sum(int(np.count_nonzero(group.table[:, FILL])) for group in self.groups)
+
+    def copy(self) -> NodeMap:
+        """A map that no longer changes with this one."""
+        other = NodeMap.__new__(NodeMap)
+        other.spec, other.hashing, other._version = self.spec, self.hashing, 0
+        other._contents = _Contents([Nodes(group.table.copy(), set(group.hashes)) for group in self.groups])
+        return other
+
+    def fold(self, events: Any) -> list[Change]:
+        """Follows events: `Events`, an `EventLog`, or decoded ones; returns what they changed.
+
+        Raises:
+          ValueError: if they cannot have come from a cache with these contents.
+        """
+        contents, events = self._contents, host_events(events, self.spec)
+        if not contents.is_shared:
+            return self._fold(events)
+        if not events.is_shared:  # others may not get these
+            self._contents, self._version = self.copy()._contents, 0
+            return self._fold(events)
+        version, changes = events.once(contents, self._fold_shared)
+        if version != self._version:
+            raise ValueError("events: got some after others that were left out, wanted `attach(state)` first")
+        self._version += 1
+        return changes
+
+    def _fold_shared(self, events: HostEvents) -> tuple[int, list[Change]]:
+        """Folds for all who share the contents: the version before, and the changes."""
+        self._contents.version += 1
+        return self._contents.version - 1, self._fold(events)
+
+    def _fold(self, events: HostEvents) -> list[Change]:
+        return [change for kind, records, text in _steps(events) for change in self._step(kind, records, text)]
+
+    def _step(self, kind: int, records: np.ndarray, text: np.ndarray) -> Iterator[Change]:
+        """Follows records of one kind, group by group, the first one first."""
+        for number, of in self._by_group(records):
+            if kind == EventKind.STORED:
+                yield self._store(number, records[of], text[of])
+            elif kind == EventKind.REMOVED:
+                yield self._remove(number, records[of])
+            elif kind == EventKind.UPDATED:
+                yield self._update(number, records[of])
+            else:
+                yield self._clear(number)
+
+    def _store(self, number: int, records: np.ndarray, text: np.ndarray) -> Change:
+        group, size = self.groups[number], self.spec.block_size
+        blocks = self._blocks(number, records, "stored")
+        fill, level = records[:, 6], records[:, 7]
+        _refuse(records, group.table[blocks, FILL] > 0, _NEW)
+        wrong = (fill < 1) | (fill > size) | (level < 0) | (level > 1)
+        _refuse(records, wrong, f"wanted 1 to {size} tokens at level 0 or 1")
+        rows = np.zeros((len(blocks), group.table.shape[1]), np.int32)
+        rows[:, :NAMESPACE], rows[:, SIZE], rows[:, TEXT:] = records[:, 3:], size, text
+        self._add(number, blocks, rows)
+        return Change(EventKind.STORED, number, blocks, rows)
+
+    def _add(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> None:
+        """Adds nodes by their rows, parents before children; completes the rows."""
+        group, parents = self.groups[number], self._link(number, blocks, rows)
+        if self.hashing is not None:
+            self.hashing.hash(rows, parents, self.spec.block_size, group.hashes)
+        group.table[blocks] = rows
+
+    def _remove(self, number: int, records: np.ndarray) -> Change:
+        blocks = self._blocks(number, records, "removed")
+        self._refuse_missing(number, records, blocks)
+        return self._forget(EventKind.REMOVED, number, blocks)
+
+    def _clear(self, number: int) -> Change:
+        change = self._forget(EventKind.CLEARED, number, self.groups[number].live[::-1])  # children first
+        others = (number for number, group in enumerate(self.groups) if group.table[:, FILL].any())
+        return change._replace(others=frozenset(others))
+
+    def _forget(self, kind: EventKind, number: int, blocks: np.ndarray) -> Change:
+        group = self.groups[number]
+        rows = group.table[blocks]
+        group.table[blocks, FILL] = 0
+        if self.hashing is not None:
+            self.hashing.forget(rows, group.hashes)
+        return Change(kind, number, blocks, rows)
+
+    def _update(self, number: int, records: np.ndarray) -> Change:
+        """A node may be updated several times, to and fro: the last one counts."""
+        table = self.groups[number].table
+        blocks = self._blocks(number, records, "updated", repeats=True)
+        self._refuse_missing(number, records, blocks)
+        _refuse(records, (records[:, 7] < 0) | (records[:, 7] > 1), "wanted level 0 or 1")
+        distinct = np.array(list(dict.fromkeys(blocks.tolist())), np.int64)
+        before = table[distinct][:, [LEVEL, PRIORITY]]
+        for block, level, priority in records[:, [2, 7, 8]].tolist():
+            table[block, LEVEL], table[block, PRIORITY] = level, priority
+        rows = table[distinct]
+        differ = np.any(rows[:, [LEVEL, PRIORITY]] != before, axis=1)
+        return Change(EventKind.UPDATED, number, distinct[differ], rows[differ], before[differ])
+
+    def write(self, change: Change) -> None:
+        """Follows a change of another map whose contents this one has; not its hashes' set."""
+        table = self.groups[change.group].table
+        if change.kind in (EventKind.REMOVED, EventKind.CLEARED):
+            table[change.blocks, FILL] = 0
+        else:
+            table[change.blocks] = change.rows
+
+    def attach(self, state: CacheState) -> None:
+        """Begins anew with a cache that is not empty, was restored, or goes on without its events having been followed.
+
+        Raises:
+          ValueError: if the cache is of another spec.
+        """
+        tables = _tables_of(state, self.spec)
+        self._contents, self._version = _empty_contents(self.spec), 0
+        for number, table in enumerate(tables):
+            blocks = Nodes(table, set()).live
+            self._add(number, blocks, table[blocks])
+
+    def snapshot(self) -> list[Change]:
+        """The changes that store all that is cached, in each group parents first and prefixes in one piece."""
+        return [
+            Change(EventKind.STORED, number, blocks, group.table[blocks])
+            for number, group in enumerate(self.groups)
+            for live in (group.live,)
+            for blocks in (live[parents_first(group.table[live])],)
+        ]
+
+    @property
+    def index(self) -> dict[tuple[int, int, tuple], tuple[int, int]]:
+        """{(group, namespace, token path): (level, stated priority)}, as `events.index_of` has it; for tests."""
+        return {
+            (number, int(row[NAMESPACE]), self.path(number, int(block))): (int(row[LEVEL]), int(row[PRIORITY]))
+            for number, group in enumerate(self.groups)
+            for block in group.live
+            for row in (group.table[block],)
+        }
+
+    def path(self, number: int, block: int) -> tuple:
+        """All tokens of the prefix that ends in a block, with their extra ids where the spec has them."""
+        row, size = self.groups[number].table[block], self.spec.block_size
+        parts, seen = [], set[int]()
+        while True:
+            text = row[TEXT:].reshape(-1, size)[:, : row[FILL]].tolist()
+            parts.append(text[0] if len(text) == 1 else zip(*text, strict=True))
+            parent = int(row[PARENT])
+            if parent < 0 or parent in seen:  # events that cannot have happened may go in a circle
+                return tuple(itertools.chain.from_iterable(reversed(parts)))
+            seen.add(parent)
+            row = self.groups[0].table[parent]
+
+    def _by_group(self, records: np.ndarray) -> list[tuple[int, Any]]:
+        """(group, index into the records) for each group that has any, the first group first."""
+        numbers = records[:, 1]
+        if not len(numbers):
+            return []
+        least, most = int(numbers.min()), int(numbers.max())
+        if least < 0 or most >= len(self.groups):
+            raise ValueError(f"events: got group {most}, wanted 0 to {len(self.groups) - 1}")
+        if least == most:
+            return [(least, slice(None))]
+        return [(number, np.flatnonzero(numbers == number)) for number in np.unique(numbers).tolist()]
+
+    def _blocks(self, number: int, records: np.ndarray, kind: str, repeats: bool = False) -> np.ndarray:
+        """The blocks i32[n] of one group's records, which must be in range, and none of them twice."""
+        blocks = records[:, 2]
+        num_ids = self.spec.groups[number].num_ids
+        if blocks.min() < 0 or blocks.max() >= num_ids:
+            _refuse(records, (blocks < 0) | (blocks >= num_ids), f"wanted block 0 to {num_ids - 1}")
+        if not repeats and len(set(blocks.tolist())) < len(blocks):
+            raise ValueError(f"events: got {kind} of one node twice in group {number}, wanted it once")
+        return blocks
+
+    def _refuse_missing(self, number: int, records: np.ndarray, blocks: np.ndarray) -> None:
+        table = self.groups[number].table
+        _refuse(records, (table[blocks, FILL] == 0) | (table[blocks, GENERATION] != records[:, 3]), _LACKS)
+
+    def _link(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> list[int]:
+        """Writes what rows have of their parents: namespace, depth, flags and hash of the prefix before.
+
+        The first group links prefixes for all groups. Rows may be parents of others after them.
+
+        Returns:
+          For each row the index of its parent's among them, whose flags and hash it does not have yet; or -1.
+        """
+        first, parent, generation = self.groups[0].table, rows[:, PARENT], rows[:, PARENT + 1]
+        has_parent = (parent >= 0) & (parent < len(first))
+        above = first[np.where(has_parent, parent, 0)]
+        has_parent &= (above[:, FILL] > 0) & (above[:, GENERATION] == generation)
+        rows[:, NAMESPACE] = np.where(parent < 0, generation, above[:, NAMESPACE])
+        rows[:, DEPTH] = np.where(parent < 0, 0, above[:, DEPTH] + 1)
+        rows[:, FLAGS], rows[:, ABOVE:SIZE] = np.where(has_parent, above[:, FLAGS], 0), above[:, HASH:ABOVE]
+        among = [-1] * len(rows)
+        late = np.flatnonzero((parent >= 0) & ~has_parent).tolist()
+        if not late:
+            return among
+        where = {} if number else dict(zip(blocks.tolist(), range(len(blocks)), strict=True))
+        columns = (parent, generation, rows[:, GENERATION], rows[:, NAMESPACE], rows[:, DEPTH])
+        parents, wanted, generations, namespaces, depths = (column.tolist() for column in columns)
+        for at in late:
+            before = where.get(parents[at], at)
+            if before >= at or generations[before] != wanted[at]:
+                _impossible("stored under node", 0, parents[at], wanted[at], _LACKS)
+            among[at], namespaces[at], depths[at] = before, namespaces[before], depths[before] + 1
+        rows[:, NAMESPACE], rows[:, DEPTH] = namespaces, depths
+        return among
+
+
+def share(maps: Iterable[NodeMap]) -> None:
+    """Lets maps of equal contents be one map, which the events of `together` are folded into once.
+
+    Each may still get events of its own, or be attached: then it has contents of its own again.
+    """
+    kept: list[NodeMap] = []
+    for one in sorted(maps, key=lambda one: one.hashing is None):
+        for other in kept:
+            if _is_shareable(one, other):
+                other._contents.is_shared = True
+                one._contents, one._version = other._contents, other._version
+                break
+        else:
+            kept.append(one)
+
+
+def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
+    """Whether a map may use another's contents; one that hashes nothing takes any hashes."""
+    if one.spec != other.spec or one.hashing not in (None, other.hashing) or other._version != other._contents.version:
+        return False
+    width = slice(None) if one.hashing is not None else slice(0, FLAGS)
+    return all(
+        np.array_equal(a.table[:, width], b.table[:, width]) for a, b in zip(one.groups, other.groups, strict=True)
+    )
+
+
+def _steps(events: HostEvents) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """The records in as few runs of one kind as follow each other, with the text of the stored ones.
+
+    Removed and stored records trade places where that changes nothing: first all that are removed.
+    """
+    records, text, kinds, texts = events.records, events.text, events.records[:, 0], 0
+    exchange = (kinds == EventKind.REMOVED) | (kinds == EventKind.STORED)
+    for start, stop in runs(np.where(exchange, 0, kinds)):
+        if not exchange[start]:
+            yield int(kinds[start]), records[start:stop], text[:0]
+            continue
+        for first, last in itertools.pairwise([start, *(start + cut for cut in _cuts(records[start:stop])), stop]):
+            some = records[first:last]
+            yield EventKind.REMOVED, some[some[:, 0] == EventKind.REMOVED], text[:0]
+            stored = some[some[:, 0] == EventKind.STORED]
+            yield EventKind.STORED, stored, text[texts : texts + len(stored)]
+            texts += len(stored)
+
+
+def _cuts(records: np.ndarray) -> list[int]:
+    """The cuts between removed and stored records, so that all that a part removes was there before it.
+
+    A block that is stored and later removed again needs a cut between the two.
+    """
+    kinds = records[:, 0]
+    if np.all(kinds[1:] >= kinds[:-1]):  # REMOVED < STORED: one transition's records, usually
+        return []
+    block = records[:, 1].astype(np.int64) << 32 | records[:, 2]
+    order = np.argsort(block, kind="stable")
+    again = np.flatnonzero((block[order][1:] == block[order][:-1]) & (kinds[order][:-1] == EventKind.STORED))
+    cuts, last = [], 0
+    for stop, start in sorted(zip(order[again + 1].tolist(), order[again].tolist(), strict=True)):
+        if start >= last:  # else the last cut is between them
+            cuts.append(last := stop)
+    return cuts
+
+
+def parents_first(rows: np.ndarray) -> np.ndarray:
+    """The order of rows of a group in which parents come before their children, and chains stay together."""
+    hashes, parents = hashes_of(rows).tolist(), parents_of(rows).tolist()
+    here, children, roots = set(hashes), {}, []
+    for at in np.argsort(rows[:, DEPTH], kind="stable").tolist():
+        if parents[at] in here and rows[at, DEPTH]:
+            children.setdefault(parents[at], []).append(at)
+        else:
+            roots.append(at)
+    order, waiting = [], roots[::-1]
+    while waiting:
+        at = waiting.pop()
+        order.append(at)
+        waiting += children.get(hashes[at], [])[::-1]
+    return np.array(order, np.int64)
+
+
+def _empty_contents(spec: CacheSpec) -> _Contents:
+    return _Contents([Nodes(_empty_table(spec, group.num_ids), set()) for group in spec.groups])
+
+
+def _empty_table(spec: CacheSpec, num_ids: int) -> np.ndarray:
+    """i32[B, W]; a table without nodes."""
+    table = np.zeros((num_ids, TEXT + spec.block_size * len(parts_of(spec))), np.int32)
+    table[:, SIZE] = spec.block_size
+    return table
+
+
+@on_state
+def _tables_of(state: CacheState, spec: CacheSpec) -> list[np.ndarray]:
+    """The tables of a cache of this spec; a window group's block has the prefix of its block in the first group."""
+    if state.spec != spec:
+        raise ValueError(f"state: got a cache of {state.spec}, wanted one of {spec}")
+    tree = jax.device_get(state.groups[0].blocks)
+    texts = list(tree.text.parts().values())
+    tables = []
+    for group in state.groups:
+        blocks, ids = group.blocks, group.ids
+        wanted = blocks.fill, blocks.generation, blocks.stated_priority(ids), group.on_device(ids)
+        fill, generation, priority, on_device, group0_blocks = jax.device_get((*wanted, group.group0_blocks(ids)))
+        table, group0_blocks = _empty_table(spec, len(fill)), np.where(fill > 0, group0_blocks, 0)
+        table[:, GENERATION], table[:, FILL], table[:, PRIORITY], table[:, LEVEL] = (
+            generation, fill, priority, ~on_device,
+        )  # fmt: skip
+        table[:, PARENT : PARENT + 2], table[:, DEPTH] = tree.parent[group0_blocks], tree.depth[group0_blocks]
+        table[:, TEXT:] = np.concatenate([part[group0_blocks] for part in texts], axis=1)
+        tables.append(table)
+    return tables
+
+
+def _refuse(records: np.ndarray, wrong: np.ndarray, wanted: str) -> None:
+    """Refuses the first record that is wrong."""
+    if wrong.any():
+        kind, number, block, generation = records[np.argmax(wrong), :4].tolist()
+        _impossible(f"{EventKind(kind).name.lower()} of node", number, block, generation, wanted)
+
+
+def _impossible(what: str, number: int, block: int, generation: int, wanted: str) -> NoReturn:
+    raise ValueError(f"events: got {what} {(number, block, generation)}, {wanted}")

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The columns and flags of a row of the index's table (`index.py`), and the hashes of rows."""
+
+import numpy as np
+
+GENERATION, PARENT, PARENT_GENERATION, FILL, LEVEL, PRIORITY, NAMESPACE, DEPTH, FLAGS = range(9)
+HASH, ABOVE, SIZE, TEXT = 9, 13, 17, 18
+# Flags; all but the first are of the whole prefix, so that a wire which leaves out a block leaves out its children.
+PARTIAL, UNKNOWN, SALT, LORA, EXTRA, COLLISION = (1 << bit for bit in range(6))
+
+
+def hashes_of(rows: np.ndarray, column: int = HASH) -> np.ndarray:
+    """u64[n]; the first 64 bits of the hashes of rows i32[n, W]; see `hashing.first_64_bits`."""
+    hashes = np.ascontiguousarray(rows[:, column : column + 2]).view(">u8")[:, 0].astype(np.uint64)
+    return np.maximum(hashes, np.uint64(1))
+
+
+def parents_of(rows: np.ndarray) -> np.ndarray:
+    """u64[n]; the same of the prefixes before."""
+    return hashes_of(rows, ABOVE)
+
+
+def chains_of(rows: np.ndarray, *columns: int) -> list[int]:
+    """The cuts between rows that do not follow each other in one prefix, with both ends; or differ in some columns."""
+    follows = (parents_of(rows)[1:] == hashes_of(rows)[:-1]) & (rows[1:, DEPTH] > 0)
+    for column in columns:
+        follows &= rows[1:, column] == rows[:-1, column]
+    return [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
