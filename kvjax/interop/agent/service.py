@@ -198,7 +198,7 @@ class Agent(PublisherThread[UpdateEncoder]):
 
     def _subscribe(self, request: bytes, context: Any) -> Iterator[bytes]:
         """The messages of a subscription."""
-        stream, parts = self._join(self._groups(request, context), context)
+        stream, parts = self._join(self._requested(request, context), context)
         if not context.add_callback(lambda: self._leave(stream)):
             self._leave(stream)
         for sequence, message in enumerate(parts):
@@ -236,7 +236,7 @@ class Agent(PublisherThread[UpdateEncoder]):
             self._broadcaster.streams.discard(stream)
             self._counts["subscribers_late"] += stream.ended is End.LATE
 
-    def _groups(self, request: bytes, context: Any) -> tuple[int, ...]:
+    def _requested(self, request: bytes, context: Any) -> tuple[int, ...]:
         """The groups that a request asks for, which must have K/V."""
         numbers, wrong, groups = list(self._groups), "", ()
         try:
