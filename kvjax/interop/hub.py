@@ -35,7 +35,7 @@ log = logging.getLogger("kvjax.interop")
 def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[Events | EventLog], None]:
     """One listener for several: events are copied to the host, read, and folded into an index once for all of them.
 
-    One that raises keeps those after it from hearing.
+    If one raises, those after it are not called.
 
     Args:
       spec: of the cache.
@@ -87,7 +87,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
     def publish(self, events: Any) -> None:
         """Publishes events; their arrays may be donated afterwards.
 
-        Events that cannot have happened never reach the caller: readers are told that nothing is cached, the log of
+        Events that cannot have happened never reach the caller: readers get an empty index, the log of
         `kvjax.interop` has it once, what follows is ignored until `attach`, and `close` raises the error.
 
         Args:
@@ -113,7 +113,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty, was restored, or goes on after events that were impossible.
 
-        What is queued is dropped, as it is part of the state; readers are told the whole of it.
+        What is queued is dropped, as it is part of the state; readers get the whole of it.
 
         Args:
           state: the cache; events published later are those after it.

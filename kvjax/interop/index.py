@@ -17,6 +17,7 @@ Records are copied by one assignment, and a block's content is put together once
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -81,10 +82,18 @@ class Nodes:
 
 
 class _Contents:
-    """The tables of a map; maps that `share` one count its versions."""
+    """The tables of a map, with what hashes their rows. Maps may share one, and count its versions."""
 
-    def __init__(self, groups: list[Nodes], is_shared: bool = False):
-        self.groups, self.is_shared, self.version = groups, is_shared, 0
+    def __init__(self, spec: CacheSpec, hashing: Hashing | None):
+        self.groups = [Nodes(_empty_table(spec, group.num_ids), set()) for group in spec.groups]
+        self.hashing, self.is_shared, self.version = hashing, False, 0
+
+    def copy(self) -> _Contents:
+        """Contents that no longer change with these, and are not shared."""
+        other = copy.copy(self)
+        other.groups = [Nodes(group.table.copy(), set(group.hashes)) for group in self.groups]
+        other.is_shared, other.version = False, 0
+        return other
 
 
 class NodeMap:
@@ -105,7 +114,7 @@ class NodeMap:
           hashing: hashes blocks as they are stored; None: the map has no hashes.
         """
         self.spec, self.hashing = spec, hashing
-        self._contents, self._version = _empty_contents(spec), 0
+        self._contents, self._version = _Contents(spec, hashing), 0
 
     @property
     def groups(self) -> list[Nodes]:
@@ -117,9 +126,8 @@ class NodeMap:
 
     def copy(self) -> NodeMap:
         """A map that no longer changes with this one."""
-        other = NodeMap.__new__(NodeMap)
-        other.spec, other.hashing, other._version = self.spec, self.hashing, 0
-        other._contents = _Contents([Nodes(group.table.copy(), set(group.hashes)) for group in self.groups])
+        other = copy.copy(self)
+        other._contents, other._version = self._contents.copy(), 0
         return other
 
     def fold(self, events: Any) -> list[Change]:
@@ -131,13 +139,13 @@ class NodeMap:
         contents, events = self._contents, host_events(events, self.spec)
         if not contents.is_shared:
             return self._fold(events)
-        if not events.is_shared:  # others may not get these
-            self._contents, self._version = self.copy()._contents, 0
-            return self._fold(events)
-        version, changes = events.once(contents, self._fold_shared)
+        version, changes = events.once(contents, self._fold_shared) if events.is_shared else (contents.version, [])
         if version != self._version:
             raise ValueError("events: got some after others that were left out, wanted `attach(state)` first")
         self._version += 1
+        if not events.is_shared:  # others may not get these
+            self._contents, self._version = contents.copy(), 0
+            changes = self._fold(events)
         return changes
 
     def _fold_shared(self, events: HostEvents) -> tuple[int, list[Change]]:
@@ -174,9 +182,9 @@ class NodeMap:
 
     def _add(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> None:
         """Adds nodes by their rows, parents before children; completes the rows."""
-        group, parents = self.groups[number], self._link(number, blocks, rows)
-        if self.hashing is not None:
-            self.hashing.hash(rows, parents, self.spec.block_size, group.hashes)
+        group, hashing, parents = self.groups[number], self._contents.hashing, self._link(number, blocks, rows)
+        if hashing is not None:
+            hashing.hash(rows, parents, self.spec.block_size, group.hashes)
         group.table[blocks] = rows
 
     def _remove(self, number: int, records: np.ndarray) -> Change:
@@ -193,8 +201,8 @@ class NodeMap:
         group = self.groups[number]
         rows = group.table[blocks]
         group.table[blocks, FILL] = 0
-        if self.hashing is not None:
-            self.hashing.forget(rows, group.hashes)
+        if self._contents.hashing is not None:
+            self._contents.hashing.forget(rows, group.hashes)
         return Change(kind, number, blocks, rows)
 
     def _update(self, number: int, records: np.ndarray) -> Change:
@@ -226,7 +234,7 @@ class NodeMap:
           ValueError: if the cache is of another spec.
         """
         tables = _tables_of(state, self.spec)
-        self._contents, self._version = _empty_contents(self.spec), 0
+        self._contents, self._version = _Contents(self.spec, self.hashing), 0
         for number, table in enumerate(tables):
             blocks = Nodes(table, set()).live
             self._add(number, blocks, table[blocks])
@@ -308,7 +316,8 @@ class NodeMap:
         late = np.flatnonzero((parent >= 0) & ~has_parent).tolist()
         if not late:
             return among
-        where = {} if number else dict(zip(blocks.tolist(), range(len(blocks)), strict=True))
+        is_first = self.groups[number].table is first
+        where = dict(zip(blocks.tolist(), range(len(blocks)), strict=True)) if is_first else {}
         columns = (parent, generation, rows[:, GENERATION], rows[:, NAMESPACE], rows[:, DEPTH])
         parents, wanted, generations, namespaces, depths = (column.tolist() for column in columns)
         for at in late:
@@ -338,7 +347,8 @@ def share(maps: Iterable[NodeMap]) -> None:
 
 def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
     """Whether a map may use another's contents; one that hashes nothing takes any hashes."""
-    if one.spec != other.spec or one.hashing not in (None, other.hashing) or other._version != other._contents.version:
+    hashing = other._contents.hashing
+    if one.spec != other.spec or one.hashing not in (None, hashing) or other._version != other._contents.version:
         return False
     width = slice(None) if one.hashing is not None else slice(0, FLAGS)
     return all(
@@ -398,10 +408,6 @@ def parents_first(rows: np.ndarray) -> np.ndarray:
         order.append(at)
         waiting += children.get(hashes[at], [])[::-1]
     return np.array(order, np.int64)
-
-
-def _empty_contents(spec: CacheSpec) -> _Contents:
-    return _Contents([Nodes(_empty_table(spec, group.num_ids), set()) for group in spec.groups])
 
 
 def _empty_table(spec: CacheSpec, num_ids: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from kvjax.interop.hashing import block_hash, root_hash
 _KINDS = tuple(kind.name.lower() for kind in EventKind if kind)
 _MOST, _WORD = 1 << 53, 1 << 31  # numbers are below: what float64 has exactly, and i32
 NO_HITS = (
-    "Events do not tell hits on single blocks: what was looked up and reused is known of each admission as a whole, in "
+    "Events have no hits on single blocks: what was looked up and reused is given for each admission as a whole, in "
     "tokens."
 )
 
@@ -82,7 +82,7 @@ class Report:
         lines = [f"events        {total:,}{f' of {self.transitions:,} transitions' * bool(self.transitions)}{length}"]
         lines += [f"              {kinds}"] * bool(kinds)
         if self.share is None:
-            lines.append("reuse         the file does not tell what was looked up")
+            lines.append("reuse         the file does not have what was looked up")
         else:
             lines.append(
                 f"reuse         {sum(self.cached):,} of {sum(self.queried):,} tokens looked up ({self.share:.1%})"

@@ -45,7 +45,7 @@ class Lifetimes:
 class Observed:
     """Adds up events on the host.
 
-    It needs no events from before, and none that are impossible trouble it: what it does not know it does not count.
+    It needs no events from before, and none that are impossible trouble it: it counts what it has seen.
 
     Attributes:
       totals: as `Totals`.
@@ -65,8 +65,8 @@ class Observed:
         self._fill = np.full(spec.groups[self._first].num_ids, spec.block_size)
         self._level = np.zeros(spec.groups[self._first].num_ids, np.int64)
 
-    def know(self, levels: np.ndarray) -> None:
-        """Tells the levels i64[B] of the first group with K/V, of a cache whose events were not all observed."""
+    def set_levels(self, levels: np.ndarray) -> None:
+        """Sets the levels i64[B] of the first group with K/V, of a cache whose events were not all observed."""
         self._level[:] = levels
 
     def add(self, events: Events | EventLog, now: float) -> None:
@@ -95,28 +95,28 @@ class Observed:
     def _live(self, records: np.ndarray, now: float) -> None:
         """Follows records i32[n, 9] of one kind: which blocks begin to be findable, and which end."""
         for number, lives in enumerate(self.lifetimes):
-            mine = self._known(records, number)
-            for kind in mine[:1, 0].tolist():
+            found = self._of_group(records, number)
+            for kind in found[:1, 0].tolist():
                 if kind == EventKind.CLEARED:
                     lives.end(np.arange(self.spec.groups[number].num_ids), now)
                 elif kind == EventKind.REMOVED:
-                    lives.end(mine[:, 2], now)
+                    lives.end(found[:, 2], now)
                 elif kind == EventKind.STORED:
-                    lives.begin(mine[:, 2], now)
+                    lives.begin(found[:, 2], now)
 
     def _place(self, records: np.ndarray) -> int:
         """Follows records of one kind: on which level blocks are. The tokens in those that left the host."""
-        mine = self._known(records, self._first)
-        blocks, back = mine[:, 2], 0
-        if np.any(mine[:, 0] == EventKind.UPDATED):
-            came = np.unique(blocks[(mine[:, 7] == 0) & (self._level[blocks] == 1)])
+        found = self._of_group(records, self._first)
+        blocks, back = found[:, 2], 0
+        if np.any(found[:, 0] == EventKind.UPDATED):
+            came = np.unique(blocks[(found[:, 7] == 0) & (self._level[blocks] == 1)])
             back = int(self._fill[came].sum())
-            self._level[blocks] = mine[:, 7]
-        if np.any(mine[:, 0] == EventKind.STORED):
-            self._level[blocks], self._fill[blocks] = mine[:, 7], mine[:, 6]
+            self._level[blocks] = found[:, 7]
+        if np.any(found[:, 0] == EventKind.STORED):
+            self._level[blocks], self._fill[blocks] = found[:, 7], found[:, 6]
         return back
 
-    def _known(self, records: np.ndarray, number: int) -> np.ndarray:
+    def _of_group(self, records: np.ndarray, number: int) -> np.ndarray:
         """A group's records, of blocks that it has."""
         block = records[:, 2]
         return records[(records[:, 1] == number) & (block >= 0) & (block < self.spec.groups[number].num_ids)]

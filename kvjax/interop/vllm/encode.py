@@ -92,10 +92,10 @@ class Encoder(EventEncoder[bytes]):
           ValueError: naming the argument.
         """
         self.form = Form(form, spec.block_size)
-        without_field = () if self.form.tells_groups else (SALT, LORA, EXTRA)
+        without_field = () if self.form.has_groups else (SALT, LORA, EXTRA)
         unpublished = WHOLE | ({EXTRA: "extra_id_without_name"} if extra_name is None else {})
         unpublished |= dict.fromkeys(without_field, "form_without_field") | omitted_salts(salts)
-        groups = range(int(spec.bare), len(spec.groups) if self.form.tells_groups else 1)
+        groups = range(int(spec.bare), len(spec.groups) if self.form.has_groups else 1)
         super().__init__(spec, Hashing(names, lora_names, model, key), groups, unpublished)
         self._salt, self._extra_name = functools.partial(salt_text, salts=salts, key=key), extra_name
         self._extra_names: dict[int, str] = {}
@@ -110,7 +110,7 @@ class Encoder(EventEncoder[bytes]):
         self._ends = functools.lru_cache(4096)(self._make_plain_ends)
 
     def encode(self, events: Any, now: float | None = None) -> list[bytes]:
-        """The payloads of events; none if they tell this wire nothing.
+        """The payloads of events; none if nothing of them is published.
 
         Args:
           events: `Events`, an `EventLog`, or decoded events.

@@ -2,7 +2,7 @@
 """The last messages of a publisher, and the index before them: a replay that has no holes.
 
     base        the index before the oldest batch that is kept
-    batches     (number of the first message, payloads, the changes that they tell)
+    batches     (number of the first message, payloads, the changes that they encode)
 
 The changes of a batch that drops out are written into the base.
 
