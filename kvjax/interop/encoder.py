@@ -23,7 +23,7 @@ WHOLE = {PARTIAL: "", UNKNOWN: "unknown_namespace", COLLISION: "collision"}  # w
 
 
 def omitted_salts(salts: str) -> dict[int, str]:
-    """What an encoder leaves out by its argument `salts`, which it checks."""
+    """The flag and reason that an encoder with this `salts` leaves out; checks it."""
     if salts not in SALTS:
         raise ValueError(f"salts: got {salts!r}, wanted {' or '.join(map(repr, SALTS))}")
     return {SALT: "salt_omitted"} if salts == "omit" else {}
