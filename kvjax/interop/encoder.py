@@ -12,21 +12,22 @@ from typing import Any
 import numpy as np
 
 from kvjax.events.records import EventKind
+from kvjax.interop import columns as col
 from kvjax.interop.hashing import Hashing
 from kvjax.interop.index import Change, NodeMap, parents_first
-from kvjax.interop.rows import COLLISION, FLAGS, LEVEL, PARTIAL, SALT, UNKNOWN
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 SALTS = ("digest", "plain", "omit")
-WHOLE = {PARTIAL: "", UNKNOWN: "unknown_namespace", COLLISION: "collision"}  # what no wire of whole blocks publishes
+# What no wire of whole blocks publishes.
+WHOLE = {col.PARTIAL: "", col.UNKNOWN: "unknown_namespace", col.COLLISION: "collision"}
 
 
 def omitted_salts(salts: str) -> dict[int, str]:
     """The flag and reason that an encoder with this `salts` leaves out; checks it."""
     if salts not in SALTS:
         raise ValueError(f"salts: got {salts!r}, wanted {' or '.join(map(repr, SALTS))}")
-    return {SALT: "salt_omitted"} if salts == "omit" else {}
+    return {col.SALT: "salt_omitted"} if salts == "omit" else {}
 
 
 class EventEncoder[W](abc.ABC):
@@ -83,12 +84,12 @@ class EventEncoder[W](abc.ABC):
         return found
 
     def _is_published(self, rows: np.ndarray) -> np.ndarray:
-        return rows[:, FLAGS] & self._mask == 0
+        return rows[:, col.FLAGS] & self._mask == 0
 
     def _count(self, number: int, rows: np.ndarray) -> None:
         """Counts what is left out by its first reason."""
         if number in self.groups:
-            flags = rows[:, FLAGS] & self._mask
+            flags = rows[:, col.FLAGS] & self._mask
             for flag in flags[flags > 0].tolist():
                 self.left_out.update(filter(None, [self._unpublished[flag & -flag]]))
 
@@ -97,12 +98,12 @@ class EventEncoder[W](abc.ABC):
         removed, stored = [], []
         for change in changes:
             assert change.before is not None
-            moved = np.flatnonzero(change.rows[:, LEVEL] != change.before[:, 0])
+            moved = np.flatnonzero(change.rows[:, col.LEVEL] != change.before[:, 0])
             moved = moved[parents_first(change.rows[moved])]
             left, rows = change.before[moved, 0], change.rows[moved]
             for level in (0, 1):
                 gone = rows[left == level][::-1].copy()
-                gone[:, LEVEL] = level
+                gone[:, col.LEVEL] = level
                 removed += self._removed(change.group, gone) if len(gone) else []
             stored += self._stored(change.group, rows) if len(rows) else []
         return removed + stored

@@ -28,23 +28,8 @@ from numpy.typing import ArrayLike
 from kvjax._checks import host_integers
 from kvjax.blocks.keys import Namespaces
 from kvjax.events.mirror import Node, decoded, node_of, parent_of
-from kvjax.interop.rows import (
-    ABOVE,
-    COLLISION,
-    EXTRA,
-    FILL,
-    FLAGS,
-    HASH,
-    LORA,
-    NAMESPACE,
-    PARENT,
-    PARTIAL,
-    SALT,
-    SIZE,
-    TEXT,
-    UNKNOWN,
-    hashes_of,
-)  # fmt: skip
+from kvjax.interop import columns as col
+from kvjax.interop.columns import hashes_of
 
 _BYTES, _WORD = 16, 4  # of a hash, and of a word of a row
 _LACKS = "wanted one that `hashes` has: the hashes after all events before these"
@@ -228,11 +213,11 @@ class Hashing:
         """A namespace; one that was not given out yet has the flag UNKNOWN."""
         if namespace not in self._spaces:
             if namespace not in self._names:
-                return Space(_NONE, UNKNOWN)
+                return Space(_NONE, col.UNKNOWN)
             salt, number = self._names.describe(namespace)
             name = None if number is None else self._loras.get(number, str(number))
             root = root_hash(self._model, salt, name, key=self._key)
-            flags = SALT * (salt is not None) | LORA * (name is not None)
+            flags = col.SALT * (salt is not None) | col.LORA * (name is not None)
             self._spaces[namespace] = Space(root, flags, salt, number, name)
         return self._spaces[namespace]
 
@@ -246,43 +231,48 @@ class Hashing:
           hashes: of the group's blocks.
         """
         flags = self._flags(rows, size)
-        width, start = _WORD * (rows.shape[1] - ABOVE), 0
-        data, hashed = np.ascontiguousarray(rows[:, ABOVE:]).tobytes(), []
-        for at, (parent, fill) in enumerate(zip(among, rows[:, FILL].tolist(), strict=True)):
+        width, start = _WORD * (rows.shape[1] - col.ABOVE), 0
+        data, hashed = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), []
+        for at, (parent, fill) in enumerate(zip(among, rows[:, col.FILL].tolist(), strict=True)):
             if parent >= 0:
                 flags[at] |= flags[parent]
-            if flags[at] & UNKNOWN:
+            if flags[at] & col.UNKNOWN:
                 hashed.append(_NONE)
             else:
                 content = data[start + _BYTES : start + width]
                 before = data[start : start + _BYTES] if parent < 0 else hashed[parent]
                 hashed.append(_chain(self._hasher, before, content if fill == size else _cut(content, fill, size)))
             start += width
-        rows[:, HASH:ABOVE] = np.frombuffer(b"".join(hashed), np.int32).reshape(-1, 4)
+        rows[:, col.HASH : col.ABOVE] = np.frombuffer(b"".join(hashed), np.int32).reshape(-1, 4)
         inside = np.array(among, np.int64)
         of = np.flatnonzero(inside >= 0)
-        rows[of, ABOVE:SIZE] = rows[inside[of], HASH:ABOVE]
+        rows[of, col.ABOVE : col.SIZE] = rows[inside[of], col.HASH : col.ABOVE]
         firsts = hashes_of(rows).tolist()
-        new = [first for first, of in zip(firsts, flags, strict=True) if not of & UNKNOWN]
+        new = _own(firsts, flags)
         if len(set(new)) < len(new) or not hashes.isdisjoint(new):
             _find_collisions(hashes, firsts, among, flags)
-            new = [first for first, of in zip(firsts, flags, strict=True) if not of & (UNKNOWN | COLLISION)]
-        rows[:, FLAGS] = flags
+            new = _own(firsts, flags)
+        rows[:, col.FLAGS] = flags
         hashes.update(new)
 
     def forget(self, rows: np.ndarray, hashes: set[int]) -> None:
         """Takes the hashes of rows that are removed from the group's."""
-        hashes.difference_update(hashes_of(rows[rows[:, FLAGS] & (UNKNOWN | COLLISION) == 0]).tolist())
+        hashes.difference_update(_own(hashes_of(rows).tolist(), rows[:, col.FLAGS].tolist()))
 
     def _flags(self, rows: np.ndarray, size: int) -> list[int]:
         """The flags of rows, but for what they have of parents among them; writes the hashes of empty prefixes."""
-        flags, roots = rows[:, FLAGS].copy(), np.flatnonzero(rows[:, PARENT] < 0)
-        for namespace in set(rows[roots, NAMESPACE].tolist()):
-            of, space = roots[rows[roots, NAMESPACE] == namespace], self.space(namespace)
-            rows[of, ABOVE:SIZE], flags[of] = np.frombuffer(space.root, np.int32), space.flags
-        flags |= np.where(rows[:, TEXT + size :].any(axis=1), EXTRA, 0)
-        flags |= np.where(rows[:, FILL] < size, PARTIAL, 0)
+        flags, roots = rows[:, col.FLAGS].copy(), np.flatnonzero(rows[:, col.PARENT] < 0)
+        for namespace in set(rows[roots, col.NAMESPACE].tolist()):
+            of, space = roots[rows[roots, col.NAMESPACE] == namespace], self.space(namespace)
+            rows[of, col.ABOVE : col.SIZE], flags[of] = np.frombuffer(space.root, np.int32), space.flags
+        flags |= np.where(rows[:, col.TEXT + size :].any(axis=1), col.EXTRA, 0)
+        flags |= np.where(rows[:, col.FILL] < size, col.PARTIAL, 0)
         return flags.tolist()
+
+
+def _own(firsts: list[int], flags: list[int]) -> list[int]:
+    """The 64 bits of rows that no other block of the group has."""
+    return [first for first, of in zip(firsts, flags, strict=True) if not of & (col.UNKNOWN | col.COLLISION)]
 
 
 def _find_collisions(taken: set[int], firsts: list[int], among: list[int], flags: list[int]) -> None:
@@ -290,9 +280,9 @@ def _find_collisions(taken: set[int], firsts: list[int], among: list[int], flags
     seen = set(taken)
     for at, (first, parent) in enumerate(zip(firsts, among, strict=True)):
         if parent >= 0:
-            flags[at] |= flags[parent] & COLLISION
-        if not flags[at] & (UNKNOWN | COLLISION):
-            flags[at] |= COLLISION * (first in seen)
+            flags[at] |= flags[parent] & col.COLLISION
+        if not flags[at] & (col.UNKNOWN | col.COLLISION):
+            flags[at] |= col.COLLISION * (first in seen)
             seen.add(first)
 
 

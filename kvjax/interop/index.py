@@ -27,24 +27,10 @@ import numpy as np
 
 from kvjax._checks import on_state
 from kvjax.events.records import EventKind
+from kvjax.interop import columns as col
+from kvjax.interop.columns import hashes_of, parents_of
 from kvjax.interop.events import HostEvents, host_events, parts_of, runs
 from kvjax.interop.hashing import Hashing
-from kvjax.interop.rows import (
-    ABOVE,
-    DEPTH,
-    FILL,
-    FLAGS,
-    GENERATION,
-    HASH,
-    LEVEL,
-    NAMESPACE,
-    PARENT,
-    PRIORITY,
-    SIZE,
-    TEXT,
-    hashes_of,
-    parents_of,
-)  # fmt: skip
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -77,8 +63,8 @@ class Nodes:
     @property
     def live(self) -> np.ndarray:
         """The blocks that have nodes, parents before children."""
-        blocks = np.flatnonzero(self.table[:, FILL])
-        return blocks[np.argsort(self.table[blocks, DEPTH], kind="stable")]
+        blocks = np.flatnonzero(self.table[:, col.FILL])
+        return blocks[np.argsort(self.table[blocks, col.DEPTH], kind="stable")]
 
 
 class _Contents:
@@ -122,7 +108,7 @@ class NodeMap:
         return self._contents.groups
 
     def __len__(self) -> int:
-        return sum(int(np.count_nonzero(group.table[:, FILL])) for group in self.groups)
+        return sum(int(np.count_nonzero(group.table[:, col.FILL])) for group in self.groups)
 
     def copy(self) -> NodeMap:
         """A map that no longer changes with this one."""
@@ -172,11 +158,11 @@ class NodeMap:
         group, size = self.groups[number], self.spec.block_size
         blocks = self._blocks(number, records, "stored")
         fill, level = records[:, 6], records[:, 7]
-        _refuse(records, group.table[blocks, FILL] > 0, _NEW)
+        _refuse(records, group.table[blocks, col.FILL] > 0, _NEW)
         wrong = (fill < 1) | (fill > size) | (level < 0) | (level > 1)
         _refuse(records, wrong, f"wanted 1 to {size} tokens at level 0 or 1")
         rows = np.zeros((len(blocks), group.table.shape[1]), np.int32)
-        rows[:, :NAMESPACE], rows[:, SIZE], rows[:, TEXT:] = records[:, 3:], size, text
+        rows[:, : col.NAMESPACE], rows[:, col.SIZE], rows[:, col.TEXT :] = records[:, 3:], size, text
         self._add(number, blocks, rows)
         return Change(EventKind.STORED, number, blocks, rows)
 
@@ -194,13 +180,13 @@ class NodeMap:
 
     def _clear(self, number: int) -> Change:
         change = self._forget(EventKind.CLEARED, number, self.groups[number].live[::-1])  # children first
-        others = (number for number, group in enumerate(self.groups) if group.table[:, FILL].any())
+        others = (number for number, group in enumerate(self.groups) if group.table[:, col.FILL].any())
         return change._replace(others=frozenset(others))
 
     def _forget(self, kind: EventKind, number: int, blocks: np.ndarray) -> Change:
         group = self.groups[number]
         rows = group.table[blocks]
-        group.table[blocks, FILL] = 0
+        group.table[blocks, col.FILL] = 0
         if self._contents.hashing is not None:
             self._contents.hashing.forget(rows, group.hashes)
         return Change(kind, number, blocks, rows)
@@ -212,18 +198,18 @@ class NodeMap:
         self._refuse_missing(number, records, blocks)
         _refuse(records, (records[:, 7] < 0) | (records[:, 7] > 1), "wanted level 0 or 1")
         distinct = np.array(list(dict.fromkeys(blocks.tolist())), np.int64)
-        before = table[distinct][:, [LEVEL, PRIORITY]]
+        before = table[distinct][:, [col.LEVEL, col.PRIORITY]]
         for block, level, priority in records[:, [2, 7, 8]].tolist():
-            table[block, LEVEL], table[block, PRIORITY] = level, priority
+            table[block, col.LEVEL], table[block, col.PRIORITY] = level, priority
         rows = table[distinct]
-        differ = np.any(rows[:, [LEVEL, PRIORITY]] != before, axis=1)
+        differ = np.any(rows[:, [col.LEVEL, col.PRIORITY]] != before, axis=1)
         return Change(EventKind.UPDATED, number, distinct[differ], rows[differ], before[differ])
 
     def write(self, change: Change) -> None:
-        """Follows a change of another map whose contents this one has; not its hashes' set."""
+        """Applies a change of the map that this one is a copy of; a copy that does so folds no events."""
         table = self.groups[change.group].table
         if change.kind in (EventKind.REMOVED, EventKind.CLEARED):
-            table[change.blocks, FILL] = 0
+            table[change.blocks, col.FILL] = 0
         else:
             table[change.blocks] = change.rows
 
@@ -252,7 +238,10 @@ class NodeMap:
     def index(self) -> dict[tuple[int, int, tuple], tuple[int, int]]:
         """{(group, namespace, token path): (level, stated priority)}, as `events.index_of` has it; for tests."""
         return {
-            (number, int(row[NAMESPACE]), self.path(number, int(block))): (int(row[LEVEL]), int(row[PRIORITY]))
+            (number, int(row[col.NAMESPACE]), self.path(number, int(block))): (
+                int(row[col.LEVEL]),
+                int(row[col.PRIORITY]),
+            )
             for number, group in enumerate(self.groups)
             for block in group.live
             for row in (group.table[block],)
@@ -263,9 +252,9 @@ class NodeMap:
         row, size = self.groups[number].table[block], self.spec.block_size
         parts, seen = [], set[int]()
         while True:
-            text = row[TEXT:].reshape(-1, size)[:, : row[FILL]].tolist()
+            text = row[col.TEXT :].reshape(-1, size)[:, : row[col.FILL]].tolist()
             parts.append(text[0] if len(text) == 1 else zip(*text, strict=True))
-            parent = int(row[PARENT])
+            parent = int(row[col.PARENT])
             if parent < 0 or parent in seen:  # events that cannot have happened may go in a circle
                 return tuple(itertools.chain.from_iterable(reversed(parts)))
             seen.add(parent)
@@ -295,7 +284,7 @@ class NodeMap:
 
     def _refuse_missing(self, number: int, records: np.ndarray, blocks: np.ndarray) -> None:
         table = self.groups[number].table
-        _refuse(records, (table[blocks, FILL] == 0) | (table[blocks, GENERATION] != records[:, 3]), _LACKS)
+        _refuse(records, (table[blocks, col.FILL] == 0) | (table[blocks, col.GENERATION] != records[:, 3]), _LACKS)
 
     def _link(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> list[int]:
         """Writes what rows have of their parents: namespace, depth, flags and hash of the prefix before.
@@ -305,27 +294,30 @@ class NodeMap:
         Returns:
           For each row the index of its parent's among them, whose flags and hash it does not have yet; or -1.
         """
-        first, parent, generation = self.groups[0].table, rows[:, PARENT], rows[:, PARENT + 1]
+        first, parent, generation = self.groups[0].table, rows[:, col.PARENT], rows[:, col.PARENT + 1]
         has_parent = (parent >= 0) & (parent < len(first))
         above = first[np.where(has_parent, parent, 0)]
-        has_parent &= (above[:, FILL] > 0) & (above[:, GENERATION] == generation)
-        rows[:, NAMESPACE] = np.where(parent < 0, generation, above[:, NAMESPACE])
-        rows[:, DEPTH] = np.where(parent < 0, 0, above[:, DEPTH] + 1)
-        rows[:, FLAGS], rows[:, ABOVE:SIZE] = np.where(has_parent, above[:, FLAGS], 0), above[:, HASH:ABOVE]
+        has_parent &= (above[:, col.FILL] > 0) & (above[:, col.GENERATION] == generation)
+        rows[:, col.NAMESPACE] = np.where(parent < 0, generation, above[:, col.NAMESPACE])
+        rows[:, col.DEPTH] = np.where(parent < 0, 0, above[:, col.DEPTH] + 1)
+        rows[:, col.FLAGS], rows[:, col.ABOVE : col.SIZE] = (
+            np.where(has_parent, above[:, col.FLAGS], 0),
+            above[:, col.HASH : col.ABOVE],
+        )
         among = [-1] * len(rows)
         late = np.flatnonzero((parent >= 0) & ~has_parent).tolist()
         if not late:
             return among
         is_first = self.groups[number].table is first
         where = dict(zip(blocks.tolist(), range(len(blocks)), strict=True)) if is_first else {}
-        columns = (parent, generation, rows[:, GENERATION], rows[:, NAMESPACE], rows[:, DEPTH])
+        columns = (parent, generation, rows[:, col.GENERATION], rows[:, col.NAMESPACE], rows[:, col.DEPTH])
         parents, wanted, generations, namespaces, depths = (column.tolist() for column in columns)
         for at in late:
             before = where.get(parents[at], at)
             if before >= at or generations[before] != wanted[at]:
                 _impossible("stored under node", 0, parents[at], wanted[at], _LACKS)
             among[at], namespaces[at], depths[at] = before, namespaces[before], depths[before] + 1
-        rows[:, NAMESPACE], rows[:, DEPTH] = namespaces, depths
+        rows[:, col.NAMESPACE], rows[:, col.DEPTH] = namespaces, depths
         return among
 
 
@@ -350,7 +342,7 @@ def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
     hashing = other._contents.hashing
     if one.spec != other.spec or one.hashing not in (None, hashing) or other._version != other._contents.version:
         return False
-    width = slice(None) if one.hashing is not None else slice(0, FLAGS)
+    width = slice(None) if one.hashing is not None else slice(0, col.FLAGS)
     return all(
         np.array_equal(a.table[:, width], b.table[:, width]) for a, b in zip(one.groups, other.groups, strict=True)
     )
@@ -397,8 +389,8 @@ def parents_first(rows: np.ndarray) -> np.ndarray:
     """The order of rows of a group in which parents come before their children, and chains stay together."""
     hashes, parents = hashes_of(rows).tolist(), parents_of(rows).tolist()
     here, children, roots = set(hashes), {}, []
-    for at in np.argsort(rows[:, DEPTH], kind="stable").tolist():
-        if parents[at] in here and rows[at, DEPTH]:
+    for at in np.argsort(rows[:, col.DEPTH], kind="stable").tolist():
+        if parents[at] in here and rows[at, col.DEPTH]:
             children.setdefault(parents[at], []).append(at)
         else:
             roots.append(at)
@@ -412,8 +404,8 @@ def parents_first(rows: np.ndarray) -> np.ndarray:
 
 def _empty_table(spec: CacheSpec, num_ids: int) -> np.ndarray:
     """i32[B, W]; a table without nodes."""
-    table = np.zeros((num_ids, TEXT + spec.block_size * len(parts_of(spec))), np.int32)
-    table[:, SIZE] = spec.block_size
+    table = np.zeros((num_ids, col.TEXT + spec.block_size * len(parts_of(spec))), np.int32)
+    table[:, col.SIZE] = spec.block_size
     return table
 
 
@@ -430,11 +422,11 @@ def _tables_of(state: CacheState, spec: CacheSpec) -> list[np.ndarray]:
         wanted = blocks.fill, blocks.generation, blocks.stated_priority(ids), group.on_device(ids)
         fill, generation, priority, on_device, group0_blocks = jax.device_get((*wanted, group.group0_blocks(ids)))
         table, group0_blocks = _empty_table(spec, len(fill)), np.where(fill > 0, group0_blocks, 0)
-        table[:, GENERATION], table[:, FILL], table[:, PRIORITY], table[:, LEVEL] = (
-            generation, fill, priority, ~on_device,
-        )  # fmt: skip
-        table[:, PARENT : PARENT + 2], table[:, DEPTH] = tree.parent[group0_blocks], tree.depth[group0_blocks]
-        table[:, TEXT:] = np.concatenate([part[group0_blocks] for part in texts], axis=1)
+        table[:, col.GENERATION], table[:, col.FILL] = generation, fill
+        table[:, col.PRIORITY], table[:, col.LEVEL] = priority, ~on_device
+        table[:, col.PARENT : col.PARENT + 2] = tree.parent[group0_blocks]
+        table[:, col.DEPTH] = tree.depth[group0_blocks]
+        table[:, col.TEXT :] = np.concatenate([part[group0_blocks] for part in texts], axis=1)
         tables.append(table)
     return tables
 

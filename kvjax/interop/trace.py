@@ -23,9 +23,9 @@ import numpy as np
 from kvjax.debug.counts import stats
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
+from kvjax.interop import columns as col
 from kvjax.interop.events import arrays, listened
 from kvjax.interop.index import NodeMap
-from kvjax.interop.rows import FILL, LEVEL
 from kvjax.serving.generation import Progress
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -149,7 +149,7 @@ class Trace:
         size = self.nodes.spec.block_size
         for number in self._groups:
             table = self.nodes.groups[number].table
-            fill, host = table[:, FILL], table[:, LEVEL] == 1
+            fill, host = table[:, col.FILL], table[:, col.LEVEL] == 1
             for on, level in enumerate(self._levels(number)):
                 here = host == bool(on)
                 whole, all_ = np.count_nonzero(here & (fill == size)), np.count_nonzero(here & (fill > 0))

@@ -22,6 +22,7 @@ import numpy as np
 
 from kvjax.blocks.keys import Namespaces
 from kvjax.debug import stats
+from kvjax.interop import columns as col
 from kvjax.interop.agent._wires import DecodeError, grpc, messages
 from kvjax.interop.agent.streams import Broadcaster, End, Stream
 from kvjax.interop.agent.updates import TIERS, UpdateEncoder, numbered
@@ -29,7 +30,6 @@ from kvjax.interop.encoder import WHOLE
 from kvjax.interop.hashing import Hashing
 from kvjax.interop.hub import PublisherThread
 from kvjax.interop.index import Change, NodeMap
-from kvjax.interop.rows import FILL, LEVEL
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -264,7 +264,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         """The fill of each tier of a group, if it has any blocks."""
         nodes = self._broadcaster.nodes
         table, spec = nodes.groups[number].table, nodes.spec.groups[number]
-        cached = np.bincount(table[table[:, FILL] > 0, LEVEL], minlength=len(TIERS)).tolist()
+        cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(TIERS)).tolist()
         usage = self._usage.get(number)
         total = (spec.num_blocks, spec.num_host_blocks) if usage is None else usage.total
         for level, tier in enumerate(TIERS):

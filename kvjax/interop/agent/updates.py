@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvjax.interop import columns as col
 from kvjax.interop.agent._wires import messages
+from kvjax.interop.columns import hashes_of, parents_of
 from kvjax.interop.encoder import EventEncoder
 from kvjax.interop.events import pieces, runs
 from kvjax.interop.index import NodeMap
-from kvjax.interop.rows import DEPTH, LEVEL, hashes_of, parents_of
 
 MOST_HASHES = 20_000  # in an update: one and its parent's have at most 44 bytes, so that it stays below 1 MB
 TIERS = (messages.MEMORY_TIER_GPU, messages.MEMORY_TIER_CPU)  # by level
@@ -61,17 +62,17 @@ class UpdateEncoder(EventEncoder[Update]):
         group = nodes.groups[number]
         rows = group.table[group.live]
         rows = rows[self._is_published(rows)]
-        return rows, list(zip(hashes_of(rows).tolist(), rows[:, LEVEL].tolist(), strict=True))
+        return rows, list(zip(hashes_of(rows).tolist(), rows[:, col.LEVEL].tolist(), strict=True))
 
     def _removed(self, number: int, rows: np.ndarray) -> list[Update]:
         return _updates(False, number, rows, [])
 
     def _stored(self, number: int, rows: np.ndarray) -> list[Update]:
-        return _updates(True, number, rows, np.where(rows[:, DEPTH] > 0, parents_of(rows), 0).tolist())
+        return _updates(True, number, rows, np.where(rows[:, col.DEPTH] > 0, parents_of(rows), 0).tolist())
 
 
 def _updates(is_added: bool, number: int, rows: np.ndarray, parents: list[int]) -> list[Update]:
-    hashes, levels = hashes_of(rows).tolist(), rows[:, LEVEL]
+    hashes, levels = hashes_of(rows).tolist(), rows[:, col.LEVEL]
     return [
         Update(is_added, number, int(levels[start]), hashes[start:stop], parents[start:stop])
         for start, stop in pieces(runs(levels), MOST_HASHES)

@@ -25,11 +25,12 @@ import numpy as np
 
 from kvjax.blocks.keys import Namespaces
 from kvjax.events.records import EventKind
+from kvjax.interop import columns as col
+from kvjax.interop.columns import chains_of, hashes_of, parents_of
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import host_events, pieces
 from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.interop.index import Change
-from kvjax.interop.rows import DEPTH, FILL, LEVEL, NAMESPACE, PARTIAL, PRIORITY, TEXT, chains_of, hashes_of, parents_of
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -81,7 +82,7 @@ class Writer(EventEncoder[str]):
         """
         if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
             raise ValueError(f"rank: got {rank!r}, wanted None or an int of at least 0")
-        unpublished = {flag: reason for flag, reason in WHOLE.items() if flag != PARTIAL} | omitted_salts(salts)
+        unpublished = {flag: reason for flag, reason in WHOLE.items() if flag != col.PARTIAL} | omitted_salts(salts)
         sizes = {number: window_size(spec, number) for number in range(int(spec.bare), len(spec.groups))}
         super().__init__(spec, Hashing(names, lora_names, model, key), sizes, unpublished)
         self._salt = functools.partial(salt_text, salts=salts, key=key)
@@ -175,7 +176,7 @@ class Writer(EventEncoder[str]):
         found = []
         for change in changes:
             assert change.before is not None
-            now = change.rows[:, [LEVEL, PRIORITY]].tolist()
+            now = change.rows[:, [col.LEVEL, col.PRIORITY]].tolist()
             for block_hash, before, after in zip(hashes_of(change.rows), change.before.tolist(), now, strict=True):
                 level, priority = map(_diff, before, after)
                 data = f'"block_hash":{block_hash},"cache_level":{level},"priority":{priority}'
@@ -185,7 +186,7 @@ class Writer(EventEncoder[str]):
     def _stored(self, number: int, rows: np.ndarray) -> list[str]:
         """Consecutive blocks that chain are one event."""
         texts, parents = self._texts(rows, hashes_of(rows).tolist()), parents_of(rows).tolist()
-        of, found = rows[:, [DEPTH, NAMESPACE]].tolist(), []
+        of, found = rows[:, [col.DEPTH, col.NAMESPACE]].tolist(), []
         for start, stop in pieces(itertools.pairwise(chains_of(rows)), self._most_blocks):
             depth, namespace = of[start]
             some, parent = ",".join(texts[start:stop]), parents[start] if depth else "null"
@@ -195,10 +196,10 @@ class Writer(EventEncoder[str]):
 
     def _texts(self, rows: np.ndarray, hashes: list[int]) -> list[str]:
         """The stored_block of each row."""
-        text = rows[:, TEXT:].reshape(len(rows), -1, self.nodes.spec.block_size)
+        text = rows[:, col.TEXT :].reshape(len(rows), -1, self.nodes.spec.block_size)
         numbers = text.transpose(0, 2, 1).reshape(len(rows), -1).tolist()  # token, extra id, token, ...
         each = text.shape[1]
-        stated = rows[:, [FILL, LEVEL, PRIORITY]].tolist()
+        stated = rows[:, [col.FILL, col.LEVEL, col.PRIORITY]].tolist()
         return [
             self._template(fill) % (block_hash, *row[: fill * each], level, priority)
             for block_hash, row, (fill, level, priority) in zip(hashes, numbers, stated, strict=True)

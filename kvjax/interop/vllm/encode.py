@@ -21,22 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.blocks.keys import Namespaces
+from kvjax.interop import columns as col
+from kvjax.interop.columns import chains_of, hashes_of, parents_of
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.interop.index import NodeMap
-from kvjax.interop.rows import (
-    DEPTH,
-    EXTRA,
-    LEVEL,
-    LORA,
-    NAMESPACE,
-    SALT,
-    TEXT,
-    chains_of,
-    hashes_of,
-    parents_of,
-)  # fmt: skip
 from kvjax.interop.vllm.forms import HASH_BYTES, Form, What, pack_hashes, payload
 from kvjax.spec import CacheSpec
 
@@ -92,8 +82,8 @@ class Encoder(EventEncoder[bytes]):
           ValueError: naming the argument.
         """
         self.form = Form(form, spec.block_size)
-        without_field = () if self.form.has_groups else (SALT, LORA, EXTRA)
-        unpublished = WHOLE | ({EXTRA: "extra_id_without_name"} if extra_name is None else {})
+        without_field = () if self.form.has_groups else (col.SALT, col.LORA, col.EXTRA)
+        unpublished = WHOLE | ({col.EXTRA: "extra_id_without_name"} if extra_name is None else {})
         unpublished |= dict.fromkeys(without_field, "form_without_field") | omitted_salts(salts)
         groups = range(int(spec.bare), len(spec.groups) if self.form.has_groups else 1)
         super().__init__(spec, Hashing(names, lora_names, model, key), groups, unpublished)
@@ -146,7 +136,7 @@ class Encoder(EventEncoder[bytes]):
 
     def _removed(self, number: int, rows: np.ndarray) -> list[bytes]:
         """Consecutive removals from one level are one event."""
-        hashes, levels = pack_hashes(hashes_of(rows)), rows[:, LEVEL]
+        hashes, levels = pack_hashes(hashes_of(rows)), rows[:, col.LEVEL]
         return [
             self.form.removed(hashes[start * HASH_BYTES : stop * HASH_BYTES], int(levels[start]), number)
             for start, stop in pieces(runs(levels), self._most_hashes)
@@ -157,11 +147,12 @@ class Encoder(EventEncoder[bytes]):
 
     def _stored(self, number: int, rows: np.ndarray) -> list[bytes]:
         """Consecutive blocks that chain are one event."""
-        size, cuts = self.nodes.spec.block_size, chains_of(rows, LEVEL, NAMESPACE)
+        cuts, text = chains_of(rows, col.LEVEL, col.NAMESPACE), rows[:, col.TEXT :]
+        tokens, extra_ids = np.split(text, [self.nodes.spec.block_size], axis=1)
         chains = Chains(
             number, pack_hashes(hashes_of(rows)), pack_hashes(parents_of(rows)),
-            rows[:, [LEVEL, NAMESPACE, DEPTH]].tolist(), rows[:, TEXT : TEXT + size].reshape(-1).tolist(),
-            self._extra_keys(rows[:, TEXT + size :]),
+            rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist(), tokens.reshape(-1).tolist(),
+            self._extra_keys(extra_ids),
         )  # fmt: skip
         found = []
         for start, stop in pieces(itertools.pairwise(cuts), self._most_blocks):

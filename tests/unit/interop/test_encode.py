@@ -344,8 +344,10 @@ def test_of_two_blocks_with_one_name_the_second_is_left_out_with_all_below(monke
     assert len(events_of(encoder.encode(store))) == 1 and encoder.left_out == {"collision": 2}
     later = [stored(4, 1, two, [2] * 4), stored(5, 1, one, [2] * 4)]
     assert len(events_of(encoder.encode(later[:1]))) == 1 and encoder.encode(later[1:]) == []
+    below = [stored(6, 1, (2, 1), [5] * 4), removed(6, 1), stored(7, 1, (1, 1), [5] * 4)]  # 6 takes no hash from 7
+    assert encoder.encode(below[:2]) == [] and len(events_of(encoder.encode(below[2:]))) == 1
     assert encoder.encode([removed(5, 1), removed(3, 1), removed(2, 1)]) == []
-    assert len(events_of(encoder.encode([removed(4, 1), removed(1, 1)]))) == 1
+    assert len(events_of(encoder.encode([removed(7, 1), removed(4, 1), removed(1, 1)]))) == 1
 
 
 def test_messages_are_split_below_the_most_bytes():
