@@ -135,8 +135,8 @@ def compile_program(program: Program) -> tuple[jax.stages.Lowered, jax.stages.Co
     return lowered, compiled, Seconds(*(after - before for before, after in itertools.pairwise(times)))
 
 
-# What is said of an instruction beside what it does.
-_BESIDE = re.compile(
+# The attributes of an instruction that do not change what it computes.
+_ATTRIBUTES = re.compile(
     r", (?:metadata|backend_config|frontend_attributes)=(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\"[^\"]*\")"
 )
 _NAME = re.compile(r"%[\w.\-]+")
@@ -168,7 +168,7 @@ def bodies(text: str) -> Iterator[tuple[str, str]]:
             word = match[0]
             return f"{{{body(word)}}}" if word in found else numbers.setdefault(word, f"%{len(numbers)}")
 
-        return "\n".join(_NAME.sub(rename, _BESIDE.sub("", line)) for line in found[name])
+        return "\n".join(_NAME.sub(rename, _ATTRIBUTES.sub("", line)) for line in found[name])
 
     for line in itertools.chain.from_iterable(found.values()):
         called = _FUSION.search(line)
@@ -212,9 +212,9 @@ def functions(text: str) -> Callable[[str], str]:
     @functools.cache
     def function(frame: int) -> str:
         entry = tables["StackFrames"].get(frame, "")
-        place = tables["FileLocations"].get(number("file_location_id", entry), "")
-        file = tables["FileNames"].get(number("file_name_id", place), "")
-        name = tables["FunctionNames"].get(number("function_name_id", place), "")
+        location = tables["FileLocations"].get(number("file_location_id", entry), "")
+        file = tables["FileNames"].get(number("file_name_id", location), "")
+        name = tables["FunctionNames"].get(number("function_name_id", location), "")
         if "/kvjax/" in file and not file.endswith("_arrays.py"):
             return f"{file[file.rindex('/kvjax/') + 1 :]} {name.replace('.<locals>', '')}"
         above = number("parent_frame_id", entry) - 1  # XLA prints one more

@@ -23,13 +23,13 @@ def contiguous_kv(cache: kvjax.Cache) -> tuple[tuple[jax.Array, jax.Array], ...]
 def attend_contiguous(q, layer, lengths, plain: bool):
     """Attention of q [S, Q, D] to the first lengths i32[S] tokens of a layer; like q."""
     (keys, values), (rows, heads, width) = layer, q.shape
-    kv_heads, room = keys.shape[1:3]
+    kv_heads, capacity = keys.shape[1:3]
     q = (q * width**-0.5).reshape(rows, kv_heads, heads // kv_heads, width)
     if plain:
         score = jnp.einsum("skgd,sktd->skgt", q, keys)
     else:
         score = jnp.stack([jnp.einsum("skd,sktd->skt", one, keys) for one in jnp.unstack(q, axis=2)], axis=2)
-    seen = jnp.arange(room)[None] < lengths[:, None]
+    seen = jnp.arange(capacity)[None] < lengths[:, None]
     weight = jax.nn.softmax(jnp.where(seen[:, None, None], score, -jnp.inf), axis=-1)
     return jnp.einsum("skgt,sktd->skgd", weight, values).reshape(rows, heads, width)
 

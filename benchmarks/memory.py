@@ -102,7 +102,7 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
     state = kvjax.init(spec)
     admit = jax.jit(functools.partial(kvjax.admit, reserve_tokens=CHUNK), donate_argnums=0)
     release = jax.jit(kvjax.release, donate_argnums=0)
-    prompt_room = -(-int(lengths[:, 0].max()) // BLOCK_SIZE) * BLOCK_SIZE
+    prompt_slots = -(-int(lengths[:, 0].max()) // BLOCK_SIZE) * BLOCK_SIZE
     work = Work(*(np.zeros(ROWS, np.int32) for _ in range(3)))
     waiting, moments, finished = list(range(len(lengths)))[::-1], [], 0
     while finished < len(lengths):
@@ -110,7 +110,7 @@ def live_through(lengths: np.ndarray) -> dict[str, np.ndarray]:
             number = waiting.pop()
             work.request[seq], work.prompt[seq], work.total[seq] = number, lengths[number, 0], lengths[number].sum()
             prompt = tokens_at(
-                Work(*(x[seq : seq + 1] for x in dataclasses.astuple(work))), jnp.zeros(1, jnp.int32), prompt_room
+                Work(*(x[seq : seq + 1] for x in dataclasses.astuple(work))), jnp.zeros(1, jnp.int32), prompt_slots
             )
             state, events = admit(state, seq, prompt[0], int(lengths[number, 0]))
             common.require(bool(events.ok), f"request {number} was not admitted: {events.status}")

@@ -46,8 +46,8 @@ def length_aware(uses: int, depth: int, time: int) -> tuple[int, ...]:
 
 def singly(trace: Trace, size: int, order: Order) -> float:
     """The share of references that find their block, where each block is an object of its own."""
-    cached: dict[int, tuple[int, tuple[int, ...]]] = {}  # id -> its uses, its place in the order
-    heap: list[tuple[tuple[int, ...], int]] = []  # (place, id); what is no longer so is skipped
+    cached: dict[int, tuple[int, tuple[int, ...]]] = {}  # id -> its uses, its place in the order of eviction
+    heap: list[tuple[tuple[int, ...], int]] = []  # (order, id); what is no longer so is skipped
     hits = 0
     ids, starts = trace.ids.tolist(), trace.starts.tolist()
     for request in range(len(trace)):
@@ -64,8 +64,8 @@ def singly(trace: Trace, size: int, order: Order) -> float:
 
 def _evict(cached: dict[int, tuple[int, tuple[int, ...]]], heap: list[tuple[tuple[int, ...], int]]) -> None:
     while True:
-        place, block = heapq.heappop(heap)
-        if block in cached and cached[block][1] == place:
+        order, block = heapq.heappop(heap)
+        if block in cached and cached[block][1] == order:
             del cached[block]
             return
 

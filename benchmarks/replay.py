@@ -79,11 +79,14 @@ class Library:
 
     def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
         self.width = max(len(request.prompt) for request in requests)
-        rooms = [len(request.prompt) + request.new_tokens for request in requests]
+        max_tokens = [len(request.prompt) + request.new_tokens for request in requests]
         spec = kvjax.make_spec(
-            num_blocks=size.num_blocks, max_seqs=size.rows, max_length=-(-max(rooms) // BLOCK) * BLOCK, block_size=BLOCK
+            num_blocks=size.num_blocks,
+            max_seqs=size.rows,
+            max_length=-(-max(max_tokens) // BLOCK) * BLOCK,
+            block_size=BLOCK,
         )
-        self.serving = init_serving(Cache.create(spec), rooms, greedy=True)
+        self.serving = init_serving(Cache.create(spec), max_tokens, greedy=True)
         # Enough that the log never ends a block of steps: plain Python has none.
         blocks = AT_ONCE * (size.chunks // BLOCK + size.rows) + 4 * spec.max_blocks_per_seq
         capacity = 4 * blocks + 2 * worst_step(spec, scheduler)
@@ -108,8 +111,8 @@ class Library:
 
     def run(self, steps: int) -> None:
         """Some steps, while there is something to do."""
-        self.serving, told = self._run(self.serving, np.int32(min(steps, AT_ONCE)))
-        self.steps, self.busy = (array.item() for array in jax.device_get(told))
+        self.serving, counts = self._run(self.serving, np.int32(min(steps, AT_ONCE)))
+        self.steps, self.busy = (array.item() for array in jax.device_get(counts))
 
     def ended(self, number: int) -> Ended:
         requests = self.serving.requests
@@ -121,9 +124,9 @@ class Plain:
     """The scheduler in plain Python."""
 
     def __init__(self, requests: Sequence[Request], size: Size, scheduler: Scheduler):
-        rooms = [len(request.prompt) + request.new_tokens for request in requests]
-        cache = Oracle(size.num_blocks, BLOCK, size.rows, -(-max(rooms) // BLOCK))
-        self.scheduler = oracle.Scheduler(cache, oracle_options(scheduler), lambda request, at: 0, rooms)
+        max_tokens = [len(request.prompt) + request.new_tokens for request in requests]
+        cache = Oracle(size.num_blocks, BLOCK, size.rows, -(-max(max_tokens) // BLOCK))
+        self.scheduler = oracle.Scheduler(cache, oracle_options(scheduler), lambda request, at: 0, max_tokens)
 
     @property
     def steps(self) -> int:
@@ -171,20 +174,20 @@ def replay(system: Library | Plain, requests: Sequence[Request]) -> tuple[np.nda
 
 def require_same(ours: Ended, theirs: Ended) -> None:
     """Ends the benchmark if the library and plain Python made different things of the requests."""
-    for name, mine, other in zip(Ended._fields, ours, theirs, strict=True):
-        common.require(np.array_equal(mine, other), f"{name} is {mine}, and {other} in plain Python")
+    for name, own, other in zip(Ended._fields, ours, theirs, strict=True):
+        common.require(np.array_equal(own, other), f"{name} is {own}, and {other} in plain Python")
 
 
 def measure_way(requests: Sequence[Request], size: Size, scheduler: Scheduler) -> dict[str, float]:
     """Replays the first requests, which compiles, also in plain Python; then all of them, which is timed."""
     first, system = requests[: max(size.checked, 1)], Library(requests, size, scheduler)
-    fresh = jax.tree.map(jnp.copy, system.serving)
+    initial = jax.tree.map(jnp.copy, system.serving)
     replay(system, first)
     if size.checked:
         plain = Plain(requests, size, scheduler)
         replay(plain, first)
         require_same(system.ended(len(first)), plain.ended(len(first)))
-    system.serving, system.steps, system.busy = fresh, 0, False
+    system.serving, system.steps, system.busy = initial, 0, False
     began = time.perf_counter()
     due, clock = replay(system, requests)
     seconds, ended = time.perf_counter() - began, system.ended(len(requests))
@@ -256,8 +259,8 @@ def main() -> None:
 
     args = common.parse("replay", __doc__, options)
     size = QUICK if args.quick else Size()
-    given = {name: getattr(args, name) for name in ("requests", "checked") if getattr(args, name) is not None}
-    size = size._replace(**given)
+    chosen = {name: getattr(args, name) for name in ("requests", "checked") if getattr(args, name) is not None}
+    size = size._replace(**chosen)
     requests = read_trace(args.trace, size.requests)
     tokens, due = sum(len(request.prompt) for request in requests), requests[-1].due
     print(f"replay: {len(requests):,} requests of {tokens:,} tokens within {due:,} steps, {size.num_blocks:,} blocks")

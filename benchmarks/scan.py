@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What scanning the layers of a decoder saves in compile time, and what it costs.
 
-A decode step (room for a token, the model, commit) is compiled for models of 4 and of 32 equal layers, unrolled and
+A decode step (`extend` by a token, the model, commit) is compiled for models of 4 and of 32 equal layers, unrolled and
 scanned: seconds of tracing, lowering and compiling, without any cache of programs. The scanned one of 32 layers must
 take at most 1.5 times as long as that of 4; it must not copy a pool, and its temporaries may exceed those of the
 unrolled one by one layer's weights: XLA copies each layer's weights out of the stack. Then both steps of 32 layers run
@@ -48,9 +48,13 @@ def config_of(num_layers: int, size: Size) -> ModelConfig:
 
 def spec_of(model: Decoder, size: Size) -> kvjax.CacheSpec:
     """Room for all rows and the tokens that are decoded."""
-    room = size.context + size.rounds + 2
+    length = size.context + size.rounds + 2
     return kvjax.make_spec(
-        model.layer_specs(), num_blocks=size.rows * -(-room // 16), max_seqs=size.rows, max_length=room, dtype="float32"
+        model.layer_specs(),
+        num_blocks=size.rows * -(-length // 16),
+        max_seqs=size.rows,
+        max_length=length,
+        dtype="float32",
     )
 
 

@@ -19,7 +19,7 @@ RULE = "full"
 
 
 class Size(NamedTuple):
-    """The requests; caches, and blocks of the largest one, beside plain Python; and those of which growth is measured.
+    """The requests; caches, and blocks of the largest one, for comparison with plain Python; and those for growth.
 
     `longest` cuts the prompts for the verbs, whose rows are of one length. `simulate` takes them whole.
     """
@@ -65,7 +65,7 @@ def require_same(name: str, ours: np.ndarray, theirs: Any) -> None:
     common.require(np.array_equal(ours, theirs), f"{name}: other hits than in plain Python")
 
 
-def beside(name: str, run: Program, plain_python: Program, rounds: int) -> tuple[float, float]:
+def side_by_side(name: str, run: Program, plain_python: Program, rounds: int) -> tuple[float, float]:
     """Seconds of a program, and of plain Python; both take turns and find the same."""
     took, found = common.in_turns({"ours": run, "theirs": plain_python}, rounds)
     require_same(name, found["ours"], found["theirs"])
@@ -75,7 +75,9 @@ def beside(name: str, run: Program, plain_python: Program, rounds: int) -> tuple
 def measure_replay(size: Size) -> Figures:
     """`replay_slower`: how many times as long all sizes take on the verbs as in plain Python."""
     trace, sizes = read_blocks(TRACE, size.requests, size.longest), spread(size.caches, size.num_blocks)
-    own, other = beside("replay", ours(replay, trace, lru(), sizes), theirs(oracle.lru, trace, sizes), size.rounds)
+    own, other = side_by_side(
+        "replay", ours(replay, trace, lru(), sizes), theirs(oracle.lru, trace, sizes), size.rounds
+    )
     return {"replay_slower": own / other}, {"replay_s": own, "replay_python_s": other}
 
 
@@ -98,7 +100,7 @@ def measure_simulate(size: Size) -> Figures:
     metrics, details = {}, {}
     for name, policy, find in (("lru", lru(), oracle.lru), ("lfu", lfu(), oracle.lfu)):
         programs = ours(simulate, trace, policy, sizes), theirs(find, trace, sizes)
-        own, other = beside(f"simulate {name}", *programs, size.rounds)
+        own, other = side_by_side(f"simulate {name}", *programs, size.rounds)
         metrics[f"simulate_{name}_x"] = other / own
         details |= {f"simulate_{name}_s": own, f"simulate_{name}_python_s": other}
     return metrics, details

@@ -21,11 +21,7 @@ _SMALL, _ENTRIES = 4096, 1024  # elements, and entries of the first axis, of an 
 def pick[T](x: T, index: Any) -> T:
     """x[index] of an array, or of each array of a tree.
 
-    An index out of range reads some element: mask it.
-
-    Args:
-      x: an array, of numpy too, or a tree of them.
-      index: i32[...], or a tuple of them for the leading axes.
+    `index` i32[...], or a tuple of them for the leading axes; one out of range reads some element: mask it.
     """
     return jax.tree.map(lambda a: jnp.asarray(a).at[index].get(mode="clip", wrap_negative_indices=False), x)
 
@@ -79,12 +75,8 @@ def loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -
     """`while_loop` for a carry with an array of the pool's size.
 
     Under `vmap` it goes on while any of the caches is going. With a condition of each cache's own, jax would select
-    between the old and the new carry in each step: a copy of N elements.
-
-    Args:
-      going: the condition, bool[].
-      step: must change nothing that matters where `going` does not hold.
-      start: the first carry.
+    between the old and the new carry in each step: a copy of N elements. So `step` must change nothing that matters
+    where `going` does not hold.
     """
     return lax.while_loop(lambda carry: in_any(going(carry)), step, start)
 

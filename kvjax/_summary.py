@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 import types
 from typing import Any
 
@@ -37,26 +38,53 @@ def uncounted(owner: Any, state: Any) -> str:
 def _counted(state: Any, number: int) -> str:
     """The counts of a group as `kvjax.debug.stats` has them, without a view of each block; of broken contents too."""
     group, seqs = jax.device_get((state.groups[number], state.seqs))
-    blocks, ids = group.blocks, np.arange(len(group.blocks.fill), dtype=np.int32)
-    on_device, active = np.asarray(group.on_device(ids)), blocks.refcount > 0
-    cached = ~active & (blocks.fill > 0)
-    unused = on_device & ~active & ~cached & (ids >= group.num_blocks) & (ids < len(group.empty))
-    written = np.maximum(slots_reached(group.table, seqs.committed, len(ids), state.spec.block_size), blocks.fill)
-    counts: dict[str, Any] = {
-        f"{tier}{kind}blocks": int(np.sum(where & there))
-        for tier, there in (("", on_device & ~unused), ("host_", ~on_device))
-        for kind, where in (("", True), ("active_", active), ("cached_", cached), ("empty_", ~active & ~cached))
-    }
-    return "; ".join(
-        count_lines(
-            types.SimpleNamespace(
-                num_blocks=counts["blocks"], total_slots=counts["blocks"] * state.spec.block_size,
-                filled_slots=int(np.sum(np.where(active, written, np.where(cached, blocks.fill, 0))[on_device])),
-                active_rows=int(np.sum(seqs.length > 0)), num_rows=state.spec.max_seqs,
-                in_transit_blocks=int(np.sum(group.moving(ids))), **counts,
-            )
-        )
+    blocks, condition, size = group.blocks, conditions(group), state.spec.block_size
+    written = np.maximum(slots_reached(group.table, seqs.committed, len(condition), size), blocks.fill)
+    counts = block_counts(condition)
+    stats = types.SimpleNamespace(
+        total_slots=counts["num_blocks"] * size,
+        filled_slots=int(
+            np.sum(written[condition == Condition.ACTIVE]) + np.sum(blocks.fill[condition == Condition.CACHED])
+        ),
+        active_rows=int(np.sum(seqs.length > 0)), num_rows=state.spec.max_seqs,
+        in_transit_blocks=int(np.sum(group.moving(np.arange(len(condition), dtype=np.int32)))), **counts,
     )  # fmt: skip
+    return "; ".join(count_lines(stats))
+
+
+class Condition(enum.IntEnum):
+    """The condition of a block. UNUSED blocks lie beyond the capacity that the state was made with.
+
+    The last three are the same on the host; swapped-out rows and pins hold ON_HOST_ACTIVE blocks.
+    """
+
+    UNUSED = 0
+    EMPTY = 1
+    CACHED = 2
+    ACTIVE = 3
+    ON_HOST_EMPTY = 4
+    ON_HOST_CACHED = 5
+    ON_HOST_ACTIVE = 6
+
+
+def conditions(group: Any) -> np.ndarray:
+    """i32[B]; the `Condition` of each block of a group on the host; tolerates broken contents."""
+    ids, blocks = np.arange(len(group.blocks.fill), dtype=np.int32), group.blocks
+    on_device = np.asarray(group.on_device(ids))
+    cached_or_empty = np.where(blocks.fill > 0, Condition.CACHED, Condition.EMPTY)
+    condition = np.where(blocks.refcount > 0, Condition.ACTIVE, cached_or_empty)
+    unused = (condition == Condition.EMPTY) & (ids >= group.num_blocks) & (ids < len(group.empty)) & on_device
+    to_host = Condition.ON_HOST_EMPTY - Condition.EMPTY
+    return np.where(unused, Condition.UNUSED, np.where(on_device, condition, condition + to_host))
+
+
+def block_counts(condition: np.ndarray) -> dict[str, int]:
+    """The numbers of blocks of each condition and tier, under the names of their fields in `kvjax.debug.Stats`."""
+    count = np.bincount(condition, minlength=len(Condition)).tolist()
+    device, host = count[Condition.EMPTY : Condition.ON_HOST_EMPTY], count[Condition.ON_HOST_EMPTY :]
+    kinds = ("empty_blocks", "cached_blocks", "active_blocks")
+    counts = dict(zip((*kinds, *(f"host_{kind}" for kind in kinds)), (*device, *host), strict=True))
+    return {"num_blocks": sum(device), "host_blocks": sum(host), **counts}
 
 
 def slots_reached(table: np.ndarray, num_tokens: np.ndarray, num_ids: int, size: int) -> np.ndarray:

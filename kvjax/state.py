@@ -322,7 +322,7 @@ class Group(Pytree):
         return ids if self.window_block is None else jnp.where(ids >= 0, pick(self.window_block, ids), NO_BLOCK)
 
     def group0_blocks(self, ids: jax.Array) -> jax.Array:
-        """i32[...]; the inverse of `beside`: the first group's blocks with the same prefixes as blocks ids i32[...]."""
+        """i32[...]; the inverse of `in_this_group`: the first group's blocks with the same prefixes as ids i32[...]."""
         return ids if self.group0_block is None else pick(self.group0_block, ids)
 
 

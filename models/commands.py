@@ -58,16 +58,16 @@ def add_scan(parser: Parser) -> None:
 
 def add_outputs(parser: Parser) -> None:
     """The options that `prepare`, `save` and `draw` read."""
-    told = "write the cache's events there; `python -m kvjax.interop.log FILE` tells what they say"
-    parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help=told)
+    events_help = "write the cache's events there; `python -m kvjax.interop.log FILE` tells what they say"
+    parser.add_argument("--events", metavar="FILE.jsonl", type=pathlib.Path, help=events_help)
     parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw the blocks there when done")
     add_compile_cache(parser)
 
 
 def add_compile_cache(parser: Parser) -> None:
-    """The option that `keep_programs` is told."""
-    kept = "in JAX_COMPILATION_CACHE_DIR, or ~/.cache/kvjax"
-    parser.add_argument("--no-compile-cache", action="store_true", help=f"compile anew (programs are kept {kept})")
+    """The option that decides about `keep_programs`."""
+    folder = "in JAX_COMPILATION_CACHE_DIR, or ~/.cache/kvjax"
+    parser.add_argument("--no-compile-cache", action="store_true", help=f"compile anew (programs are kept {folder})")
 
 
 def prepare(parser: Parser, args: argparse.Namespace) -> None:

@@ -61,7 +61,7 @@ class Session:
         )  # fmt: skip
         self.model = model
         self.cache: Any = (kvjax.tiers.TieredCache if host_blocks else kvjax.Cache).create(spec)
-        self.prompted = self.reused = self.asked = self.right = 0
+        self.prompted = self.reused = self.answered = self.right = 0
         self.turns: list[Turn] = []
         self.entries: list[dict[str, Any]] = []
 
@@ -74,19 +74,19 @@ class Session:
         """Notes the events of a transition, or of a jitted loop."""
         self.entries.append(entry(events))
 
-    def ask(self, asked: Sequence[Question], *, reuse: bool = True) -> Session:
+    def ask(self, pairs: Sequence[Question], *, reuse: bool = True) -> Session:
         """Puts questions one by one, as different users would; without reuse each in a namespace of its own."""
-        for prompt, answer in asked:
+        for prompt, answer in pairs:
             began = time.perf_counter()
             outputs, self.cache, _ = kvjax.generate(
-                self.model, self.cache, [prompt], max_new_tokens=1, namespaces=None if reuse else [1 + self.asked],
+                self.model, self.cache, [prompt], max_new_tokens=1, namespaces=None if reuse else [1 + self.answered],
                 log_events=False, listener=self.hear,
             )  # fmt: skip
             turn = Turn(outputs[0].prompt_tokens, outputs[0].cached_tokens, time.perf_counter() - began)
             self.turns.append(turn)
             self.prompted += turn.prompted
             self.reused += turn.reused
-            self.asked += 1
+            self.answered += 1
             self.right += outputs[0].tokens == [answer]
         return self
 
@@ -99,7 +99,7 @@ class Session:
         """A line of the table of tokens."""
         return [
             f"{self.prompted - self.reused:,}", f"{self.reused:,}", _ms(self.first_token) if self.turns else "",
-            f"{self.right} of {self.asked}",
+            f"{self.right} of {self.answered}",
         ]  # fmt: skip
 
     def records(self) -> list[str]:
@@ -112,7 +112,7 @@ class Session:
         """A session that goes on with this one's cache and an empty tally."""
         new = Session.__new__(Session)
         new.__dict__ = {**self.__dict__, "turns": [], "entries": []}
-        new.prompted = new.reused = new.asked = new.right = 0
+        new.prompted = new.reused = new.answered = new.right = 0
         return new
 
 
@@ -169,7 +169,7 @@ def forked(session: Session, document: recall.Document, people: Sequence[str]) -
     cache, logits, events = feed(session.model, cache, fed, np.where(rows < len(people), 2, 0))
     session.hear(events)
     answers = np.argmax(logits, axis=-1)[: len(people)]
-    session.asked += len(people)
+    session.answered += len(people)
     session.right += sum(int(a) == recall.IDS[document.facts[p]] for a, p in zip(answers, people, strict=True))
     session.cache, released = cache.release(np.arange(len(people), dtype=np.int32))
     session.hear(released)
@@ -202,22 +202,22 @@ def run() -> tuple[list[dict[str, Any]], kvjax.Cache]:
     model, _ = load(CHECKPOINT)
     rng = np.random.default_rng(7)
     document, *others = (recall.make_document(rng, FACTS, TIMES) for _ in range(1 + OTHERS))
-    asked = [list(document.facts)[i] for i in rng.permutation(FACTS)[:QUESTIONS]]
+    people = [list(document.facts)[i] for i in rng.permutation(FACTS)[:QUESTIONS]]
     console.print(
         f"A document of {FACTS} facts, each stated {TIMES} times ({len(document.ids):,} tokens). A question is the "
-        f"document and {recall.QUESTION_TOKENS} more tokens, such as: {recall.question(asked[0])}\n"
+        f"document and {recall.QUESTION_TOKENS} more tokens, such as: {recall.question(people[0])}\n"
     )
-    parts = play(model, document, others, questions(document, asked), console.width)
-    show(console, parts, asked)
+    parts = play(model, document, others, questions(document, people), console.width)
+    show(console, parts, people)
     return replay(console, parts), parts.again.cache
 
 
-def show(console: rich.console.Console, parts: Parts, asked: Sequence[str]) -> None:
+def show(console: rich.console.Console, parts: Parts, people: Sequence[str]) -> None:
     """Prints bars, tables and maps, in the console's width."""
     console.print("[bold]Prompt tokens computed (█) and reused (░), and the time to the first token[/bold]")
     alone = parts.without
     console.print(bar("no cache", Turn(alone.turns[0].prompted, 0, alone.first_token), console.width))
-    for person, turn in zip(asked, [*parts.first.turns, *parts.repeat.turns], strict=True):
+    for person, turn in zip(people, [*parts.first.turns, *parts.repeat.turns], strict=True):
         console.print(bar(recall.question(person), turn, console.width))
     console.print()
     lines = rows(parts)
@@ -245,18 +245,18 @@ def bar(name: str, turn: Turn, width: int) -> str:
 
 
 def play(
-    model: Any, document: recall.Document, others: Sequence[recall.Document], asked: Sequence[Question], width: int
+    model: Any, document: recall.Document, others: Sequence[recall.Document], pairs: Sequence[Question], width: int
 ) -> Parts:
     """Puts all questions."""
-    Session(model).ask(asked[:2]).ask(asked[:1], reuse=False)  # compiles
-    without = Session(model).ask(asked[:ALONE], reuse=False)
-    first = Session(model).ask(asked[:1])
-    repeat = first.part().ask(asked[1:])
+    Session(model).ask(pairs[:2]).ask(pairs[:1], reuse=False)  # compiles
+    without = Session(model).ask(pairs[:ALONE], reuse=False)
+    first = Session(model).ask(pairs[:1])
+    repeat = first.part().ask(pairs[1:])
     blocks = kvjax.show(repeat.cache.state, width=width, max_lines=LINES)
     forks = repeat.part()
     forked(forks, document, list(document.facts)[:4])
     pressure = forks.part().ask([q for other in others for q in questions(other, list(other.facts)[:2])])
-    again = pressure.part().ask(asked[:4])
+    again = pressure.part().ask(pairs[:4])
 
     every = [questions(one, list(one.facts)[:1])[0] for one in (document, *others)]
     small, large = Session(model).ask(every), Session(model, HOST_BLOCKS).ask(every)
@@ -279,14 +279,14 @@ def rows(parts: Parts) -> list[tuple[str, Session]]:
 
 def table(title: str, heads: Sequence[str], lines: Sequence[tuple[str, list[str]]]) -> rich.table.Table:
     """Columns of numbers, a line for each session."""
-    drawn = rich.table.Table(
+    result = rich.table.Table(
         "", title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
     )
     for head in heads:
-        drawn.add_column(head, justify="right", no_wrap=True)
+        result.add_column(head, justify="right", no_wrap=True)
     for name, numbers in lines:
-        drawn.add_row(name, *numbers)
-    return drawn
+        result.add_row(name, *numbers)
+    return result
 
 
 def _ms(seconds: float) -> str:
@@ -309,8 +309,8 @@ def replay(console: rich.console.Console, parts: Parts) -> list[dict[str, Any]]:
     kvjax.check(tiers.state)
     console.print(f"{len(events):,} events replayed give the index of the cache: {index_agrees}")
     total = [*course, parts.small, parts.small_again, *tiered]
-    share = sum(p.right for p in total) / sum(p.asked for p in total)
-    alone = parts.without.right / parts.without.asked
+    share = sum(p.right for p in total) / sum(p.answered for p in total)
+    alone = parts.without.right / parts.without.answered
     computed = parts.large_again.prompted - parts.large_again.reused
     right = alone * QUESTIONS == parts.first.right + parts.repeat.right
     if not index_agrees or share < 0.98 or not right or computed > BLOCK * (1 + OTHERS):

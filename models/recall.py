@@ -110,8 +110,8 @@ def make_batch(
       num_documents: B.
       num_facts: per document.
       num_questions: per document.
-      repeat: whether a person may be asked for again. Training needs it: else a model learns to guess among the places
-        that were not an answer yet, instead of looking.
+      repeat: whether two questions may be about one person. Training needs it: else a model learns to guess among the
+        places that were not an answer yet, instead of looking.
 
     Returns:
       tokens i32[B, T], T = num_facts * 5 + num_questions * 6; and answers i32[num_questions], the positions at
@@ -123,9 +123,9 @@ def make_batch(
     places = rng.integers(len(PLACES), size=people.shape)
     people, places = people + IDS[PEOPLE[0]], places + IDS[PLACES[0]]
     if repeat:
-        asked = rng.integers(num_facts, size=(num_documents, num_questions))
+        chosen = rng.integers(num_facts, size=(num_documents, num_questions))
     else:
-        asked = rng.permuted(np.tile(np.arange(num_facts), (num_documents, 1)), axis=1)[:, :num_questions]
+        chosen = rng.permuted(np.tile(np.arange(num_facts), (num_documents, 1)), axis=1)[:, :num_questions]
 
     def word(name: str, count: int) -> np.ndarray:
         return np.full((num_documents, count), IDS[name])
@@ -135,7 +135,7 @@ def make_batch(
 
     f, q = num_facts, num_questions
     facts = sentences(people, word("is", f), word("in", f), places, word(".", f))
-    who, answer = np.take_along_axis(people, asked, 1), np.take_along_axis(places, asked, 1)
+    who, answer = np.take_along_axis(people, chosen, 1), np.take_along_axis(places, chosen, 1)
     asks = sentences(word("where", q), word("is", q), who, word("?", q), answer, word(".", q))
     marks = f * FACT_TOKENS + np.arange(q) * (QUESTION_TOKENS + 2) + QUESTION_TOKENS - 1
     return np.concatenate([facts, asks], axis=1).astype(np.int32), marks.astype(np.int32)

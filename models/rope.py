@@ -95,8 +95,8 @@ class Rope:
         elif self.kind == "llama3":
             # The more turns within the original context, the more of a frequency is kept.
             turns = self.original_max_positions * frequency / (2 * np.pi)
-            kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
-            frequency = frequency * (kept + (1 - kept) / self.factor)
+            share = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+            frequency = frequency * (share + (1 - share) / self.factor)
         return frequency.astype(np.float32)
 
     def angles(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:

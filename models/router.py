@@ -76,8 +76,8 @@ class Engine:
     def index(self) -> set[tuple[int, ...]]:
         """The cached prefixes of whole blocks."""
         kvjax.check(self.cache.state)
-        known = kvjax.events.index_of(self.cache.state)
-        return {path for _, _, path in known if len(path) % self.spec.block_size == 0}
+        index = kvjax.events.index_of(self.cache.state)
+        return {path for _, _, path in index if len(path) % self.spec.block_size == 0}
 
 
 def serve(pipe: Connection, keep_programs: bool) -> None:
@@ -156,7 +156,7 @@ class Tally(NamedTuple):
 
 
 def play(
-    engines: Mapping[str, Remote], router: Router, asked: Sequence[demo.Question], choose: Callable[[list[int]], str]
+    engines: Mapping[str, Remote], router: Router, pairs: Sequence[demo.Question], choose: Callable[[list[int]], str]
 ) -> Tally:
     """Puts the questions one by one, each to the engine chosen for it, beginning with empty caches."""
 
@@ -167,7 +167,7 @@ def play(
     for name, engine in engines.items():
         followed(name, engine.call("empty"))
     prompted, reused, right = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0), 0
-    for prompt, answer in asked:
+    for prompt, answer in pairs:
         name = choose(prompt)
         got = engines[name].call("ask", prompt)
         followed(name, got.last)
@@ -184,12 +184,12 @@ def play(
 def questions(documents: int, each: int) -> list[demo.Question]:
     """Questions about documents, in any order."""
     rng = np.random.default_rng(7)
-    drawn = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
-    every = [one for document in drawn for one in demo.questions(document, list(document.facts)[:each])]
+    texts = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
+    every = [one for document in texts for one in demo.questions(document, list(document.facts)[:each])]
     return [every[number] for number in rng.permutation(len(every))]
 
 
-def run(asked: Sequence[demo.Question], keep_programs: bool) -> dict[str, Tally]:
+def run(pairs: Sequence[demo.Question], keep_programs: bool) -> dict[str, Tally]:
     """Puts the questions twice: to the engines in turn, and by the router."""
     from .prefix_router import Router
 
@@ -201,28 +201,28 @@ def run(asked: Sequence[demo.Question], keep_programs: bool) -> dict[str, Tally]
         router = Router({name: engine.receive() for name, engine in engines.items()})
         stack.callback(router.close)
         for engine in engines.values():  # they compile at the same time
-            engine.send("ask", asked[0][0])
+            engine.send("ask", pairs[0][0])
         for engine in engines.values():
             engine.receive()
         in_turn = itertools.cycle(NAMES)
         return {
-            "round robin": play(engines, router, asked, lambda _: next(in_turn)),
-            "router": play(engines, router, asked, router.route),
+            "round robin": play(engines, router, pairs, lambda _: next(in_turn)),
+            "router": play(engines, router, pairs, router.route),
         }
 
 
 def table(tallies: Mapping[str, Tally], number: int) -> rich.table.Table:
     """A table of reused tokens, a line for each way to deal the questions out."""
-    drawn = rich.table.Table(title=f"{number} questions, two caches")
+    result = rich.table.Table(title=f"{number} questions, two caches")
     for name in ("", "prompted", "reused", "computed", *(f"reused by {name}" for name in NAMES), "right"):
-        drawn.add_column(name, justify="left" if not name else "right")
+        result.add_column(name, justify="left" if not name else "right")
     for name, tally in tallies.items():
         prompted, reused = sum(tally.prompted.values()), sum(tally.reused.values())
         parts = [f"{tally.reused[one]:,} of {tally.prompted[one]:,}" for one in NAMES]
-        drawn.add_row(
+        result.add_row(
             name, f"{prompted:,}", f"{reused:,}", f"{prompted - reused:,}", *parts, f"{tally.right} of {number}"
         )
-    return drawn
+    return result
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -236,19 +236,19 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_compile_cache(parser)
     args = parser.parse_args(arguments)
     commands.check_extra(parser, "wires")
-    asked = questions(*(4, 4) if args.quick else (6, 12))
+    pairs = questions(*(4, 4) if args.quick else (6, 12))
     try:
-        tallies = run(asked, not args.no_compile_cache)
+        tallies = run(pairs, not args.no_compile_cache)
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     console = rich.console.Console(width=120)
-    console.print(table(tallies, len(asked)))
+    console.print(table(tallies, len(pairs)))
     mirrored = all(tally.mirrored for tally in tallies.values())
     console.print(f"The router's mirrors equal the caches: {mirrored}")
     first, second = (sum(tally.reused.values()) for tally in tallies.values())
     right = min(tally.right for tally in tallies.values())
-    if not mirrored or second <= first or right < 0.98 * len(asked):
-        raise SystemExit(f"router failed: {second} tokens reused to {first}, {right} of {len(asked)} answers right")
+    if not mirrored or second <= first or right < 0.98 * len(pairs):
+        raise SystemExit(f"router failed: {second} tokens reused to {first}, {right} of {len(pairs)} answers right")
 
 
 if __name__ == "__main__":

@@ -58,10 +58,10 @@ class Turn(NamedTuple):
 
     def index(self, spec: kvjax.CacheSpec) -> jax.Array:
         """i32[]; the layer's index in its pool. ValueError if the phase's layers are in several pools."""
-        places = [spec.locate(layer) for layer in self.layers]
-        if len({place[:2] for place in places}) > 1:
+        located = [spec.locate(layer) for layer in self.layers]
+        if len({where[:2] for where in located}) > 1:
             raise ValueError(f"pools: got layers {[*self.layers]} in several pools, wanted one pool to scan them in")
-        indices = jnp.asarray(np.array([index for *_, index in places], np.int32))
+        indices = jnp.asarray(np.array([index for *_, index in located], np.int32))
         return lax.dynamic_index_in_dim(indices, self.number, keepdims=False, allow_negative_indices=False)
 
 
@@ -116,8 +116,8 @@ def over_layers(
 
     def period(carry, now):
         repeat, *modules = now
-        for phase, layer, mine in zip(run.phases, *modules, strict=True):
-            carry = step(carry, layer, phase, mine, Turn(run.layers(phase), repeat))
+        for phase, layer, own in zip(run.phases, *modules, strict=True):
+            carry = step(carry, layer, phase, own, Turn(run.layers(phase), repeat))
         return carry, None
 
     inputs = [_stack([own[number] for number in run.layers(phase)]) for phase in run.phases]

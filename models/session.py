@@ -39,7 +39,7 @@ class Session:
     """A model with its cache; the end of a `with` closes what the options opened.
 
     Args:
-      note: is told what is worth a line.
+      note: called with remarks, a line each.
 
     Attributes:
       cache: the latest one; None if a second Ctrl-C has cost it.
@@ -64,7 +64,7 @@ class Session:
         check_memory(parser, args, model, spec)
         self.cache: Any = (kvjax.tiers.TieredCache if args.host_blocks else kvjax.Cache).create(spec)
         with contextlib.ExitStack() as stack:
-            self._told = stack.enter_context(wires.Wires(parser, args, spec, note))
+            self._wires = stack.enter_context(wires.Wires(parser, args, spec, note))
             self._watch = stack.enter_context(Stopwatch(note))
             self._stack = stack.pop_all()
 
@@ -77,7 +77,7 @@ class Session:
     def close(self) -> bool:
         """Closes what the options opened; returns whether a file could not be written."""
         self._stack.close()
-        return self._told.unwritten
+        return self._wires.unwritten
 
     def answer(
         self, prompts: list[list[int]], screen: Screen, seed: int, stop: Sequence[int]
@@ -95,13 +95,13 @@ class Session:
             stop_tokens=stop,
             steps=STEPS,
             log_events=False,
-            listener=self._told.listener,
+            listener=self._wires.listener,
         )
         try:
             for progress in self._watch.timed(stream):
                 outputs, self.cache = progress.outputs, progress.cache
                 screen.show(outputs)
-                self._told.see(progress)
+                self._wires.see(progress)
         except KeyboardInterrupt:  # during `show`: the stream did not receive it
             finished = False
             stream.close()
@@ -123,7 +123,7 @@ class Session:
 
     def stay(self) -> None:
         """Goes on serving until Ctrl-C."""
-        self._told.flush()
+        self._wires.flush()
         self._note("all is answered, and the cache is served on: Ctrl-C ends it")
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()

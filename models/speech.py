@@ -16,7 +16,7 @@ class Speech:
 
     def __init__(self, tokenizer: Any, prompt: list[int]):
         self._tokenizer, self._prompt = tokenizer, prompt
-        self._said = ""
+        self._shown = ""
 
     def text(self, tokens: list[int]) -> str:
         """The text of all tokens."""
@@ -30,10 +30,10 @@ class Speech:
         """
         text = self.text(tokens)
         text = text if done else text.rstrip("\N{REPLACEMENT CHARACTER}")
-        new = text.removeprefix(self._said) if text.startswith(self._said) else ""
-        if done and not new and text != self._said:  # a token has changed the text before it
+        new = text.removeprefix(self._shown) if text.startswith(self._shown) else ""
+        if done and not new and text != self._shown:  # a token has changed the text before it
             new = f"\n{text}"
-        self._said += new
+        self._shown += new
         return new
 
     def _decode(self, tokens: list[int]) -> str:

@@ -31,8 +31,8 @@ class _Turn(NamedTuple):
         first = [n for n, count in new.items() if count == len(outputs[n].tokens)]
         decoded = [count - (n in first) for n, count in new.items()]
         reused = sum(outputs[n].cached_tokens for n in first)
-        asked = sum(outputs[n].prompt_tokens for n in first)
-        return cls(seconds, asked - reused, reused, max(decoded, default=0), sum(decoded))
+        prompted = sum(outputs[n].prompt_tokens for n in first)
+        return cls(seconds, prompted - reused, reused, max(decoded, default=0), sum(decoded))
 
 
 class Stopwatch:

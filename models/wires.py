@@ -94,8 +94,10 @@ class Wires:
                 try:
                     open_(args, spec)
                 except (OSError, ValueError) as error:
-                    said = str(error).replace("replay: ", "--replay: ", 1)
-                    parser.error(said if said.startswith("--replay") else f"--{option}: {said.split(': ', 1)[-1]}")
+                    message = str(error).replace("replay: ", "--replay: ", 1)
+                    if not message.startswith("--replay"):
+                        message = f"--{option}: {message.split(': ', 1)[-1]}"
+                    parser.error(message)
             self._stack = self._stack.pop_all()
         self.listener = together(spec, *self._listeners) if self._listeners else None
 

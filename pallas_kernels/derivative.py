@@ -34,8 +34,8 @@ def copy_blocks(pool, sources, targets, count, tokens=None):
     """As `xla.copy_blocks`, but in any order: no target is a source, and no two targets are the same."""
     blocks = pool.at[sources].get(mode="clip", wrap_negative_indices=False)
     if tokens is not None:
-        kept = lax.broadcasted_iota(jnp.int32, blocks.shape, 4) >= tokens.reshape(-1, *[1] * (pool.ndim - 1))
-        blocks = jnp.where(kept, pool.at[targets].get(mode="clip", wrap_negative_indices=False), blocks)
+        is_old = lax.broadcasted_iota(jnp.int32, blocks.shape, 4) >= tokens.reshape(-1, *[1] * (pool.ndim - 1))
+        blocks = jnp.where(is_old, pool.at[targets].get(mode="clip", wrap_negative_indices=False), blocks)
     return scatter_blocks(pool, blocks, targets, count)
 
 

@@ -82,8 +82,8 @@ def copy_blocks(
         block = lax.dynamic_index_in_dim(rows, sources[i], allow_negative_indices=False)
         if tokens is not None:
             slot = jnp.arange(block.size, dtype=jnp.int32) // math.prod(pool.shape[5:]) % pool.shape[4]
-            kept = lax.dynamic_index_in_dim(rows, targets[i], allow_negative_indices=False)
-            block = jnp.where(slot.reshape(block.shape) < tokens[i], block, kept)
+            old = lax.dynamic_index_in_dim(rows, targets[i], allow_negative_indices=False)
+            block = jnp.where(slot.reshape(block.shape) < tokens[i], block, old)
         return lax.dynamic_update_index_in_dim(rows, block, targets[i], 0, allow_negative_indices=False)
 
     return lax.fori_loop(0, count, copy, _as_rows(pool)).reshape(pool.shape)

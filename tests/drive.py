@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import kvjax
 from kvjax import Events, LayerSpec, Status
 from kvjax.testing import SMALL
+from kvjax.testing.trial import static_options
 
 ROOT = pathlib.Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
@@ -34,19 +36,18 @@ TIERS = kvjax.make_spec(
 BOTH = ("device", "host")
 MOST = 6  # tokens that `Driver.grow` asks for, per row
 
-STATIC: dict[str, tuple[str, ...]] = {
-    "admit": ("reserve_tokens", "tiers"), "extend": ("max_tokens", "tiers"), "lookup": ("tiers",), "pin": ("group",),
-    "unpin": ("group",), "offload": ("group",), "onboard": ("group",), "watermark": ("group", "most"),
-    "evict": ("max_removed",), "trim": ("max_tokens",),
-}  # fmt: skip
-
-
 HOMES = (kvjax, kvjax.tiers, kvjax.pools, kvjax.debug, kvjax.events)
 
 
 def verb(name: str) -> Callable[..., Any]:
     """A verb, or another function of a state, by its name, from whichever module exports it."""
     return next(getattr(home, name) for home in HOMES if hasattr(home, name))
+
+
+@functools.cache
+def static(name: str) -> tuple[str, ...]:
+    """The static options of a verb, by its name."""
+    return static_options(verb(name))
 
 
 class Verbs(dict[str, Callable[..., Any]]):
@@ -62,7 +63,7 @@ class Verbs(dict[str, Callable[..., Any]]):
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         quick = {"xla_backend_optimization_level": 0}
-        self[name] = jax.jit(self.find(name), static_argnames=STATIC.get(name), compiler_options=quick)
+        self[name] = jax.jit(self.find(name), static_argnames=static(name), compiler_options=quick)
         return self[name]
 
 
@@ -111,8 +112,8 @@ class Driver:
 
     def ask(self, verb: str, *args: Any, complete: bool = True, **options: Any) -> Events:
         """Calls a verb, which may be refused; what it orders to move between tiers has then arrived."""
-        static, args = STATIC.get(verb, ()), tuple(map(_typed, args))
-        options = {name: value if name in static else _typed(value) for name, value in options.items()}
+        args = tuple(map(_typed, args))
+        options = {name: value if name in static(verb) else _typed(value) for name, value in options.items()}
         before = jax.tree.map(np.array, self.state) if self.verified else None  # copies: the cache may be donated
         if isinstance(self.cache, kvjax.tiers.TieredCache):
             self.cache, events = getattr(self.cache, verb)(*args, **options)

@@ -46,8 +46,9 @@ def settle(group: Group, policy: EvictionPolicy, writers: Writers, ok: jax.Array
     findable = pick(blocks.fill, writers.block) > 0
     fill, findable = fence(blocks.fill, findable)
     blocks = blocks.replace(fill=fill)
-    kept = jnp.where((writers.remaining == 0) & ~findable, 1, writers.remaining)
-    refcount = put(blocks.refcount, writers.block, jnp.where(ok, kept, writers.holders), writers.shared, unique=False)
+    remaining = jnp.where((writers.remaining == 0) & ~findable, 1, writers.remaining)
+    refcount = jnp.where(ok, remaining, writers.holders)
+    refcount = put(blocks.refcount, writers.block, refcount, writers.shared, unique=False)
     cached = ok & writers.last & findable
     blocks = stamp_release(blocks.replace(refcount=refcount), writers.block, cached, now)
     return group.replace(

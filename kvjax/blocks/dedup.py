@@ -62,12 +62,7 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
 
     Among equal blocks filled in one call, the first one is published. A key that already belongs to other contents
     is a collision: of its row nothing here is published, which can cost a hit later and never gives a wrong one.
-
-    Args:
-      group: the group, `blocks.text` up to date.
-      seqs: the rows' namespaces.
-      filled: the blocks.
-      several: static; whether a row can have filled more than one of them.
+    `blocks.text` is up to date; `several`, static, tells whether a row can have filled more than one block.
     """
     blocks, (row, column, first, where) = group.blocks, filled
     number = np.arange(row.shape[0], dtype=np.int32)

@@ -33,7 +33,7 @@ def content_words(words: jax.Array, position, lane) -> jax.Array:
 
 
 def block_words(depth: jax.Array, fill: jax.Array) -> jax.Array:
-    """u32[...]; a word for a block's place in its sequence and the tokens in it, i32[...]."""
+    """u32[...]; a word for a block's depth in its sequence and the number of its tokens, i32[...]."""
     return depth.astype(jnp.uint32) * np.uint32(0x27D4EB2F) + fill.astype(jnp.uint32) * np.uint32(0x165667B1)
 
 

@@ -57,17 +57,17 @@ def longest_match(
 
     uncopied, source, shared = whole, jnp.int32(NO_BLOCK), jnp.int32(0)
     if windows:
-        ends, wanted = np.arange(num + 1, dtype=np.int32), jnp.zeros((num + 1,), jnp.int32)
+        ends, to_copy = np.arange(num + 1, dtype=np.int32), jnp.zeros((num + 1,), jnp.int32)
         for window, spec in zip(windows, state.spec.groups[1:], strict=True):
-            wanted = jnp.maximum(wanted, _copies_wanted(window, spec, ids, size, tiers))
-        uncopied = jnp.max(jnp.where((wanted == 0) & (ends <= whole), ends, 0))
+            to_copy = jnp.maximum(to_copy, _tokens_to_copy(window, spec, ids, size, tiers))
+        uncopied = jnp.max(jnp.where((to_copy == 0) & (ends <= whole), ends, 0))
         if state.spec.partial_reuse:
-            # The longest end whose copy is long enough. The empty prefix wants no copy, so there is one.
-            possible = (wanted < size) & (ends <= whole)
-            whole = jnp.max(jnp.where(possible, ends, 0))
+            # The longest end whose copy is long enough. The empty prefix needs no copy, so there is one.
+            fits = (to_copy < size) & (ends <= whole)
+            whole = jnp.max(jnp.where(fits, ends, 0))
             whole, source, shared = lax.while_loop(
-                lambda carry: carry[2] < pick(wanted, carry[0]),
-                lambda carry: (w := jnp.max(jnp.where(possible & (ends < carry[0]), ends, 0)), *child(w)),
+                lambda carry: carry[2] < pick(to_copy, carry[0]),
+                lambda carry: (w := jnp.max(jnp.where(fits & (ends < carry[0]), ends, 0)), *child(w)),
                 (whole, *child(whole)),
             )
         else:
@@ -87,7 +87,7 @@ def _on_host(group: Group, ids: jax.Array) -> jax.Array:
     return (own >= 0) & ~group.on_device(own)
 
 
-def _copies_wanted(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tiers: tuple[str, ...]) -> jax.Array:
+def _tokens_to_copy(group: Group, spec: GroupSpec, ids: jax.Array, size: int, tiers: tuple[str, ...]) -> jax.Array:
     """i32[F + 1]; tokens to copy after 0..F blocks until this window group has all that the next token sees.
 
     0 if it has all at once; less than P if copying moves the window off a block that the group lacks; else P.

@@ -93,7 +93,7 @@ def forget(group: Group, number: int, removed: Records) -> tuple[Group, Records]
 
 
 def forget_all(state: CacheState, number: int, removed: Records) -> tuple[CacheState, list[Records]]:
-    """Removes the window groups' blocks beside the `removed` blocks of group `number`, if it is the first group.
+    """Removes the window groups' blocks of the prefixes `removed` from group `number`, if it is the first group.
 
     Returns:
       The state; and records, removed: those of the window groups, then `removed`.

@@ -30,23 +30,13 @@ def take(
     onboarded: jax.Array | None = None,
     extra: jax.Array | int = 0,
 ) -> Taken:
-    """Takes `need` blocks for one holder each, all or none: empty ones, then victims of the policy.
+    """Takes `need` i32[] blocks for one holder each, all or none: empty ones, then victims of the policy.
 
-    With `priorities`, between loops, it offloads victims to the host and brings blocks back from it (`transfers.py`).
-    Without, it never touches the host, and a device block with descendants on the host is not evicted.
-
-    Args:
-      group: the group; unchanged unless all of `need` can be taken.
-      number: its number.
-      policy: chooses the victims.
-      need: i32[], at most `size`.
-      size: static; the most blocks that need, onboarded and extra may be together.
-      now: i32[] ms.
-      priorities: i32[B]; each block's priority, or None; see `tiers.priorities`.
-      min_priority: blocks of lower priority are removed, not offloaded.
-      onboarded: i32[size]; different findable blocks on the host to bring to the device, packed; NO_BLOCK is padding;
-        None for none.
-      extra: i32[]; further blocks to empty.
+    With `priorities` i32[B] (`tiers.priorities`), between loops, victims are offloaded to the host, or removed if their
+    priority is below `min_priority`; `onboarded` i32[size], different findable blocks on the host, packed, come back
+    from it (`transfers.py`). Without, the host is never touched, and a device block with descendants on the host is not
+    evicted. `extra` i32[] more blocks are emptied. `size`, static, is the most blocks that need, onboarded and extra
+    may be together. The group is unchanged unless all of `need` can be taken.
     """
     if priorities is not None:
         onboarded = jnp.full((size,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded

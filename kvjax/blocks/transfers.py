@@ -120,17 +120,9 @@ def transfer(
     need: jax.Array | None = None,
     popped: jax.Array | None = None,
 ) -> Taken:
-    """Lets blocks leave the device, brings others back, and takes `need` of the blocks that are empty then.
+    """Lets `outgoing` blocks leave the device, brings `onboarded` i32[C] back, and takes `need` i32[] empty ones.
 
-    Args:
-      group: the group after `claim` of the outgoing blocks.
-      number: its number.
-      policy: chooses the host's victims.
-      outgoing: blocks that leave the device.
-      now: i32[] ms.
-      onboarded: i32[C]; blocks that come to the device; None: no block does.
-      need: i32[]; blocks for new holders; None: 0.
-      popped: i32[]; empty device blocks to use; None: 0.
+    The outgoing blocks of group `number` are claimed. `popped` i32[] blocks that are empty before are used too.
 
     Returns:
       What was taken, valid only if `ok`. Removed and updated have records for all that can happen.
@@ -188,16 +180,16 @@ def _host_victims(
 ) -> tuple[jax.Array, Host]:
     """The host's victims i32[A], `overflow` of them if there are so many; and the host without them."""
     blocks, size, num_ids = group.blocks, outgoing.ids.shape[0], group.blocks.fill.shape[0]
-    arriving = is_among(num_ids, outgoing.ids, offloaded & (not outgoing.held))
+    incoming = is_among(num_ids, outgoing.ids, offloaded & (not outgoing.held))
     exempt = is_among(num_ids, onboarded, onboarded >= 0) | doomed
     refcount = put(blocks.refcount, outgoing.ids, 0, offloaded & (not outgoing.held))
     # The policy sees a block's children on the host as its only children.
     seen = blocks.replace(refcount=refcount, children=host.num_host_children)
-    moving = with_ancestors(group, host.pending_transfer != 0, (host.pool_row < group.empty.shape[0]) & ~arriving)
+    moving = with_ancestors(group, host.pending_transfer != 0, (host.pool_row < group.empty.shape[0]) & ~incoming)
     pstate = policy.touched(host.policy, seen, jnp.where(offloaded & (not outgoing.held), outgoing.ids, NO_BLOCK), now)
 
     def eligible(ids: jax.Array) -> jax.Array:
-        on_host = (ids >= 0) & ((pick(host.pool_row, ids) >= group.empty.shape[0]) | pick(arriving, ids))
+        on_host = (ids >= 0) & ((pick(host.pool_row, ids) >= group.empty.shape[0]) | pick(incoming, ids))
         on_host = on_host & ~pick(moving, ids) & ~pick(exempt, ids)
         return on_host & (pick(refcount, ids) == 0) & (pick(blocks.fill, ids) > 0)
 

@@ -68,7 +68,7 @@ def link_blocks(
 def follow(
     group: Group, number: int, tree: Blocks, dedup: Dedup, filled: Filled, now: jax.Array
 ) -> tuple[Group, Records, Records]:
-    """Publishes or merges the blocks beside the filled ones [K], as `dedup` [K] of the first group says.
+    """Publishes or merges a window group's blocks in the filled columns [K], as `dedup` [K] of the first group says.
 
     Returns:
       The group; K records, stored; and records, updated.

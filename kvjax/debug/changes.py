@@ -10,21 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax._summary import Condition
 from kvjax.debug.counts import Stats, tally
-from kvjax.debug.survey import Condition, Survey, read_blocks
-from kvjax.debug.words import fit, runs
+from kvjax.debug.inspect import Inspection, inspect_group
+from kvjax.debug.words import fit, holders, runs, tier_of
 from kvjax.state import NO_BLOCK, CacheState
 
 
 def changes(before: Any, after: CacheState, width: int, max_lines: int) -> str:
-    """Draws what differs between two states of one spec; see `show`."""
+    """Draws the differences of two states of one spec; see `show`."""
     if not isinstance(before, CacheState):
         raise ValueError(f"since: got a {type(before).__name__}, wanted a CacheState, such as an earlier cache.state")
     if before.spec != after.spec:
         raise ValueError("since: got a state of another spec, wanted one of the spec of `state`")
-    drawn = []
+    drawings = []
     for number in range(len(after.groups)):
-        old, new = read_blocks(before, number), read_blocks(after, number)
+        old, new = inspect_group(before, number), inspect_group(after, number)
         parts = [[*part] for part in (_rows(old, new, width, max_lines), _blocks(old, new, width, max_lines))]
         counts = [tally(before, old), tally(after, new)]
         if counts[0] == counts[1] and not any(parts):
@@ -34,21 +35,18 @@ def changes(before: Any, after: CacheState, width: int, max_lines: int) -> str:
         lines = [words for line in (first, *others) for words in textwrap.wrap(line, width)]
         for part in parts:
             lines += ["", *part] if part else []
-        drawn.append("\n".join(line[:width].rstrip() for line in lines))
-    return "\n\n".join(drawn) or "\n".join(textwrap.wrap(_nothing(before, after), width))
+        drawings.append("\n".join(line[:width].rstrip() for line in lines))
+    return "\n\n".join(drawings) or "\n".join(textwrap.wrap(_nothing(before, after), width))
 
 
 def _nothing(before: CacheState, after: CacheState) -> str:
     """Whether states with equal rows and blocks are equal in all arrays."""
-    old, new = ({jax.tree_util.keystr(path): leaf for path, leaf in _leaves(state)} for state in (before, after))
+    leaves = lambda state: jax.tree_util.tree_leaves_with_path(jax.device_get(state))  # noqa: E731
+    old, new = ({jax.tree_util.keystr(path): leaf for path, leaf in leaves(state)} for state in (before, after))
     other = [name for name in old | new if not (name in old and name in new and np.array_equal(old[name], new[name]))]
     if not other:
         return "nothing has changed"
     return f"no row and no block has changed, but {fit(other, 200)}"
-
-
-def _leaves(state: CacheState) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(jax.device_get(state))
 
 
 def _counts(old: Stats, new: Stats) -> Iterator[str]:
@@ -70,7 +68,7 @@ def _arrow(old: int, new: int) -> str:
     return f"{new:,}" if old == new else f"{old:,} -> {new:,}"
 
 
-def _rows(old: Survey, new: Survey, width: int, max_lines: int) -> Iterator[str]:
+def _rows(old: Inspection, new: Inspection, width: int, max_lines: int) -> Iterator[str]:
     """One line per row that has changed: tokens, tokens written, blocks gained and lost."""
     fields = ("length", "committed", "swapped")
     differs = np.any([getattr(old, name) != getattr(new, name) for name in fields], axis=0)
@@ -80,13 +78,13 @@ def _rows(old: Survey, new: Survey, width: int, max_lines: int) -> Iterator[str]
         line = f"seq {seq:>{digits}}  {_tokens(old, new, seq)}"
         moved = {"gains": _without(new.table[seq], old.table[seq]), "loses": _without(old.table[seq], new.table[seq])}
         moved = {verb: runs(blocks) for verb, blocks in moved.items() if blocks}
-        room = (width - len(line)) // max(len(moved), 1)
-        yield line + "".join(f"  {verb} {fit(words, room - len(verb) - 3)}" for verb, words in moved.items())
+        part = (width - len(line)) // max(len(moved), 1)
+        yield line + "".join(f"  {verb} {fit(words, part - len(verb) - 3)}" for verb, words in moved.items())
     if len(changed) > max_lines:
         yield f"and {len(changed) - max_lines:,} more rows"
 
 
-def _tokens(old: Survey, new: Survey, seq: int) -> str:
+def _tokens(old: Inspection, new: Inspection, seq: int) -> str:
     """The tokens of a row before and after."""
     if not new.in_use[seq]:
         return f"free, had {int(old.length[seq]):,} tokens"
@@ -106,8 +104,8 @@ def _without(blocks: np.ndarray, others: np.ndarray) -> list[int]:
     return [block for block in blocks.tolist() if block != NO_BLOCK and block not in others]
 
 
-def _blocks(old: Survey, new: Survey, width: int, max_lines: int) -> Iterator[str]:
-    """One line for the blocks that changed from one condition to another; an empty one may change the tier untold."""
+def _blocks(old: Inspection, new: Inspection, width: int, max_lines: int) -> Iterator[str]:
+    """One line for the blocks that changed from one condition to another; empty ones that change the tier have none."""
     replaced = (old.fill > 0) & (new.fill > 0) & (old.generation != new.generation)
     fields = ("condition", "moving", "refcount")
     differs = np.any([getattr(old, name) != getattr(new, name) for name in fields], axis=0)
@@ -126,16 +124,13 @@ def _blocks(old: Survey, new: Survey, width: int, max_lines: int) -> Iterator[st
         yield f"and {left:,} more blocks"
 
 
-def _condition(seen: Survey, block: int) -> str:
-    condition, holders = Condition(int(seen.condition[block])), int(seen.refcount[block])
+def _condition(seen: Inspection, block: int) -> str:
+    condition = Condition(int(seen.condition[block]))
     if condition in (Condition.ACTIVE, Condition.ON_HOST_ACTIVE):
-        words = f"{holders:,} holder{'' if holders == 1 else 's'}{'' if seen.fill[block] > 0 else ', not findable'}"
+        words = holders(f"{seen.refcount[block]:,}") + ("" if seen.fill[block] > 0 else ", not findable")
     else:
         words = _WORDS[condition]
-    on_host = condition >= Condition.ON_HOST_EMPTY
-    if seen.moving[block]:
-        return words + (", on its way to the host" if on_host else ", on its way to the device")
-    return words + (", on the host" if on_host else "")
+    return words + tier_of(seen, block)
 
 
 _WORDS = {

@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 
 from kvjax._checks import on_state
-from kvjax._summary import count_lines
-from kvjax.debug.survey import Condition, Survey, read_blocks
+from kvjax._summary import Condition, block_counts, count_lines
+from kvjax.debug.inspect import Inspection, inspect_group
 from kvjax.state import CacheState
 
 
@@ -21,14 +21,14 @@ class Stats:
       block_size: P.
       num_blocks: blocks in use on the device: active + cached + empty; 0 if it was out of range (see `init`).
       active_blocks: blocks that rows or pins hold.
-      cached_blocks: blocks that nobody holds whose contents can be reused.
-      empty_blocks: blocks without contents. Room for new tokens is cached + empty.
+      cached_blocks: blocks without holders whose contents can be reused.
+      empty_blocks: blocks without contents. New tokens can take cached and empty blocks.
       num_rows: S.
       active_rows: rows that hold a sequence.
       row_tokens: written tokens in the rows' blocks on the device; a shared token counts once for each row. With a
         window a row has only blocks that its next token sees.
       written_slots: slots of active blocks whose K/V are written; a shared slot counts once.
-      reserved_slots: slots of active blocks that some row has room for and that are not yet written.
+      reserved_slots: slots of active blocks that some row has reserved and that are not yet written.
       cached_slots: slots of cached blocks that hold contents.
       host_blocks: H: active + cached + empty; the slots above are those of the device alone.
       host_active_blocks: blocks on the host that swapped-out rows or pins hold.
@@ -61,7 +61,7 @@ class Stats:
 
     @property
     def filled_slots(self) -> int:
-        """Slots that hold K/V which somebody reads or may reuse."""
+        """Slots that hold K/V in use or for reuse."""
         return self.written_slots + self.cached_slots
 
     @property
@@ -71,7 +71,7 @@ class Stats:
 
     @property
     def filled_share(self) -> float:
-        """Share of all slots that hold K/V which somebody reads or may reuse."""
+        """Share of all slots that hold K/V in use or for reuse."""
         return self.filled_slots / self.total_slots if self.total_slots else 0.0
 
     @property
@@ -107,31 +107,20 @@ def stats(state: CacheState, group: int = 0) -> Stats:
       Counts of blocks, slots and rows as they stand. What happened so far (tokens queried and reused, copies,
       evictions) is in the events, not in the state.
     """
-    return tally(state, read_blocks(state, group))
+    return tally(state, inspect_group(state, group))
 
 
-def tally(state: CacheState, seen: Survey) -> Stats:
-    """Adds up a survey of `state`."""
-    count = np.bincount(seen.condition, minlength=len(Condition)).tolist()
+def tally(state: CacheState, seen: Inspection) -> Stats:
+    """Counts of an inspected group of `state`."""
     active, cached = seen.condition == Condition.ACTIVE, seen.condition == Condition.CACHED
-    on_host = {
-        "host_active_blocks": count[Condition.ON_HOST_ACTIVE],
-        "host_cached_blocks": count[Condition.ON_HOST_CACHED],
-        "host_empty_blocks": count[Condition.ON_HOST_EMPTY],
-    }
     return Stats(
         block_size=state.spec.block_size,
-        num_blocks=count[Condition.ACTIVE] + count[Condition.CACHED] + count[Condition.EMPTY],
-        active_blocks=count[Condition.ACTIVE],
-        cached_blocks=count[Condition.CACHED],
-        empty_blocks=count[Condition.EMPTY],
         num_rows=state.spec.max_seqs,
         active_rows=int(np.sum(seen.length > 0)),
         row_tokens=int(np.sum(seen.held)),
         written_slots=int(np.sum(seen.written[active])),
         reserved_slots=int(np.sum((seen.reserved - seen.written)[active])),
         cached_slots=int(np.sum(seen.fill[cached])),
-        host_blocks=sum(on_host.values()),
-        **on_host,
         in_transit_blocks=int(np.sum(seen.moving)),
+        **block_counts(seen.condition),
     )

@@ -165,15 +165,15 @@ def _check_tree(group: Any) -> list[str]:
     blocks, num_ids = group.blocks, group.blocks.refcount.shape[0]
     findable = np.flatnonzero(blocks.fill > 0)
     parent, generation = blocks.parent[findable].T
-    known = (parent >= 0) & (parent < num_ids)
-    above, below = parent[known], findable[known]
+    has_parent = (parent >= 0) & (parent < num_ids)
+    above, below = parent[has_parent], findable[has_parent]
     on_device = _on_device(group)
     held_below_unheld = (blocks.refcount[below] > 0) & (blocks.refcount[above] == 0)
     text = np.stack(jax.tree.leaves(blocks.text))
     prefixes = {(*blocks.parent[b], *text[:, b, : blocks.fill[b]].reshape(-1).tolist()) for b in findable}
     return _failures(
         parents_are_whole_and_findable=[*(parent < num_ids), *(blocks.fill[above] == blocks.tokens.shape[1])],
-        parent_links_are_of_this_generation=blocks.generation[above] == generation[known],
+        parent_links_are_of_this_generation=blocks.generation[above] == generation[has_parent],
         children_are_counted=(np.bincount(above[on_device[below]], minlength=num_ids) == blocks.children)
         | (blocks.fill == 0),
         only_findable_blocks_have_children=(blocks.fill > 0) | (blocks.children == 0),
@@ -194,7 +194,7 @@ def _check_group0_blocks(state: CacheState, group: Any) -> list[str]:
         every_window_block_is_findable=np.sum(group.window_block >= 0) == len(findable),
         a_held_block_has_a_held_group0_block=(blocks.refcount[findable] == 0)
         | (tree.blocks.refcount[group0_blocks] > 0),
-        rows_hold_blocks_beside_each_other=(group.group0_block[own] == tree.table) | ~rows,
+        rows_hold_blocks_of_the_same_prefixes=(group.group0_block[own] == tree.table) | ~rows,
     )
 
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from kvjax._checks import on_state
 from kvjax._pictures import AMBER, BLUE, FAINT, GREEN, INK, PINK, RED, TEAL, VIOLET, new_figure, picture
+from kvjax._summary import Condition
 from kvjax.debug.counts import tally
-from kvjax.debug.survey import Condition, Survey, read_blocks
+from kvjax.debug.inspect import Inspection, inspect_group
 from kvjax.state import NO_BLOCK, CacheState
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def plot_blocks(
     Raises:
       ImportError: without matplotlib.
     """
-    seen = read_blocks(state, group)
+    seen = inspect_group(state, group)
     num_blocks = len(seen.condition)
     per_cell = 1 << (-(-num_blocks // _MOST_CELLS) - 1).bit_length()
     columns = _columns(-(-num_blocks // per_cell))
@@ -144,7 +145,7 @@ class _Drawing:
         )  # fmt: skip
 
 
-def _draw_map(drawing: _Drawing, seen: Survey, per_cell: int) -> None:
+def _draw_map(drawing: _Drawing, seen: Inspection, per_cell: int) -> None:
     """One cell per block, or per run of `per_cell` blocks."""
     drawing.bottom += 0.1
     for first in range(0, len(seen.condition), per_cell):
@@ -160,7 +161,7 @@ def _draw_map(drawing: _Drawing, seen: Survey, per_cell: int) -> None:
         drawing.bottom += 1.2
 
 
-def _draw_lanes(drawing: _Drawing, seen: Survey, lanes: list[int], gaps: bool) -> None:
+def _draw_lanes(drawing: _Drawing, seen: Inspection, lanes: list[int], gaps: bool) -> None:
     """One lane per row in use, blocks in the order of its table; `gaps` says that a row may lack some."""
     if not lanes:
         return
@@ -195,7 +196,7 @@ def _kind(condition: int, holders: int) -> str:
     return "shared" if kind == "active" and holders > 1 else kind
 
 
-def _one(seen: Survey, block: int) -> _Stretches:
+def _one(seen: Inspection, block: int) -> _Stretches:
     """A block: its written part in full colour, the rest faint."""
     if seen.condition[block] == Condition.UNUSED:
         return []
@@ -207,7 +208,7 @@ def _one(seen: Survey, block: int) -> _Stretches:
     return [(0.0, 1.0, kind, _UNWRITTEN), (0.0, share, kind, 1.0), *mark]
 
 
-def _shares(seen: Survey, run: slice) -> _Stretches:
+def _shares(seen: Inspection, run: slice) -> _Stretches:
     """A run of blocks: one stretch for each condition."""
     counts = dict.fromkeys(("shared", *_KINDS.values()), 0)
     for condition, holders in zip(seen.condition[run], seen.refcount[run], strict=True):

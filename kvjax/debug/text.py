@@ -4,27 +4,29 @@
 from __future__ import annotations
 
 import html
+import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvjax._checks import on_state
-from kvjax._summary import uncounted
+from kvjax._summary import Condition, uncounted
 from kvjax.debug.changes import changes
 from kvjax.debug.counts import tally
-from kvjax.debug.sharing import shared
-from kvjax.debug.survey import Condition, Survey, read_blocks
-from kvjax.debug.words import fit, runs
+from kvjax.debug.inspect import Inspection, inspect_group
+from kvjax.debug.words import fit, holders, runs, seqs, tier_of
 from kvjax.state import NO_BLOCK, CacheState
 
-_MANY = 9  # holders that one digit can tell
+_ALONE = 4  # rows without company that each get a line, at one branching
+_Branch = tuple[int, int, int, list[int], bool]  # depth, columns from and to, rows, whether they go on together
+_MANY = 9  # the most holders that one digit shows
 _SIGNS = {
     Condition.UNUSED: " ", Condition.EMPTY: ".", Condition.CACHED: "c", Condition.ACTIVE: "a",
     Condition.ON_HOST_EMPTY: "-", Condition.ON_HOST_CACHED: "h", Condition.ON_HOST_ACTIVE: "s",
 }  # fmt: skip
-_ARRIVING, _LEAVING = "<", ">"
+_TO_DEVICE, _TO_HOST = "<", ">"
 _ALIKE = {
     Condition.EMPTY: "empty", Condition.ON_HOST_EMPTY: "empty, on the host", Condition.UNUSED: "not in use",
 }  # fmt: skip
@@ -40,13 +42,13 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
       state: the cache; not traced.
       since: an earlier state of the same spec: then only what has changed since is drawn, its rows and its blocks.
       width: columns to stay within.
-      max_lines: the most lines for each part of a group; what lies beyond them is counted, and a map of many used
-        blocks gives one character to several.
+      max_lines: the most lines for each part of a group; the rest is counted, and a map of many used blocks gives one
+        character to several.
 
     Returns:
       Several lines. The tree of contents is left out of a group with more blocks in use (active or cached) than
       `max_lines`. It and the tree of what rows share are left out of all groups with windows, whose blocks hold the
-      same tokens as the first group's beside them.
+      same tokens as the first group's.
 
     Raises:
       ValueError: if `since` is no state, or one of another spec.
@@ -55,13 +57,13 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
         return changes(since, state, width, max_lines)
     lines = []
     for number, group in enumerate(state.spec.groups):
-        seen = read_blocks(state, number)
+        seen = inspect_group(state, number)
         shape = f"blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks"
         for line in (state.spec.group_name(number) + shape, *tally(state, seen).lines):
             lines += textwrap.wrap(line, width)
         parts = [_rows(seen, width, max_lines)]
         if group.window is None:
-            parts.append(shared(seen, width, max_lines))
+            parts.append(_shared(seen, width, max_lines))
             parts += [_contents(seen, width)] if np.sum(seen.used) <= max_lines else []
         for part in map(list, [*parts, _map(seen, width, max_lines)]):
             lines += ["", *part] if part else []
@@ -80,7 +82,7 @@ def page(cache: Any) -> str:
 setattr(CacheState, "_repr_html_", page)  # noqa: B010 (a state has it from here, since it imports nothing of this room)
 
 
-def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
+def _rows(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
     """One line per row in use: tokens, tokens written, block table."""
     used = np.flatnonzero(seen.in_use)
     digits = len(str(len(seen.length) - 1))
@@ -98,7 +100,67 @@ def _rows(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
         yield "no row in use"
 
 
-def _contents(seen: Survey, width: int) -> Iterator[str]:
+def _shared(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
+    """The shared prefixes and their branches, one line each: blocks, rows, tokens; nothing if no row shares a block."""
+    tables = {seq: row[row >= 0].tolist() for seq, row in enumerate(seen.table) if (row >= 0).any()}
+    together = [rows for rows in _by_block(tables, list(tables), 0) if len(rows) > 1]
+    branches = itertools.chain.from_iterable(_branches(tables, rows, 0, 0) for rows in together)
+    found = list(itertools.islice(branches, max_lines + 1))
+    if not found:
+        return
+    yield "shared prefixes and their branches:"
+    drawn = found[:max_lines]
+    heads = [_head(tables, branch, width // 2) for branch in drawn]
+    owners = [seqs(rows) if one else f"{seqs(rows)}, each alone" for *_, rows, one in drawn]
+    first, second = (min(max(map(len, texts)), width // 3) for texts in (heads, owners))
+    for branch, head, owner in zip(drawn, heads, owners, strict=True):
+        line = f"{head:<{first}}  {fit(owner.split(' '), width // 2):<{second}}  "
+        yield line + _text(seen, tables, branch, width - len(line))
+    if len(found) > max_lines:
+        yield "and more branches"
+
+
+def _by_block(tables: dict[int, list[int]], rows: Sequence[int], column: int) -> list[list[int]]:
+    """The rows that reach a column, those with the same block there together."""
+    parts: dict[int, list[int]] = {}
+    for seq in rows:
+        if len(tables[seq]) > column:
+            parts.setdefault(tables[seq][column], []).append(seq)
+    return list(parts.values())
+
+
+def _branches(tables: dict[int, list[int]], rows: list[int], start: int, depth: int) -> Iterator[_Branch]:
+    """The prefix that the rows share from a column on, then what goes on from there, shared parts first."""
+    end = start
+    while len(parts := _by_block(tables, rows, end)) == 1 and len(parts[0]) == len(rows):
+        end += 1
+    yield depth, start, end, rows, True
+    alone = [part for part in parts if len(part) == 1]
+    for part in sorted(parts, key=len, reverse=True):
+        if len(part) > 1 or len(alone) <= _ALONE:
+            yield from _branches(tables, part, end, depth + 1)
+    if len(alone) > _ALONE:
+        yield depth + 1, end, end, [seq for (seq,) in alone], False
+
+
+def _head(tables: dict[int, list[int]], branch: _Branch, width: int) -> str:
+    depth, start, end, rows, one = branch
+    indent = "   " * depth
+    return indent + (fit(runs(tables[rows[0]][start:end]), width - len(indent)) if one else "...")
+
+
+def _text(seen: Inspection, tables: dict[int, list[int]], branch: _Branch, width: int) -> str:
+    """The tokens that are written in a branch, or as many as fit."""
+    _, start, end, rows, one = branch
+    if not one:
+        return ""
+    blocks = np.clip(tables[rows[0]][start:end], 0, len(seen.tokens) - 1)
+    tokens = [str(token) for block in blocks for token in seen.tokens[block, : seen.written[block]]]
+    count = f"{len(tokens):,} tokens  " if tokens else "nothing written"
+    return count + fit([*tokens[:width], *tokens[width:][-1:]], width - len(count))
+
+
+def _contents(seen: Inspection, width: int) -> Iterator[str]:
     """The findable blocks as trees of prefixes, then the blocks that rows are still filling."""
     findable = [int(block) for block in np.flatnonzero(seen.fill > 0)]
     parents = {block: _parent(seen, block) for block in findable}
@@ -127,7 +189,7 @@ def _contents(seen: Survey, width: int) -> Iterator[str]:
     yield from (_block(seen, int(block), "  ", width) for block in private)
 
 
-def _parent(seen: Survey, block: int) -> int:
+def _parent(seen: Inspection, block: int) -> int:
     """The findable block before this one, NO_BLOCK at a root, -2 where the link leads nowhere."""
     parent, generation = map(int, seen.parent[block])
     if parent == NO_BLOCK:
@@ -136,22 +198,17 @@ def _parent(seen: Survey, block: int) -> int:
     return parent if alive else -2
 
 
-def _block(seen: Survey, block: int, indent: str, width: int) -> str:
+def _block(seen: Inspection, block: int, indent: str, width: int) -> str:
     """One block with its tokens; a dot for an unwritten slot."""
     size, written = seen.tokens.shape[1], int(seen.written[block])
-    holders = int(seen.refcount[block])
-    tail = f"  {holders} holder{'' if holders == 1 else 's'}" if holders else "  cached"
-    on_host = seen.condition[block] >= Condition.ON_HOST_EMPTY
-    if seen.moving[block]:
-        tail += ", on its way to the host" if on_host else ", on its way to the device"
-    elif on_host:
-        tail += ", on the host"
+    count = int(seen.refcount[block])
+    tail = f"  {holders(str(count)) if count else 'cached'}{tier_of(seen, block)}"
     head = f"{indent}{block:>3} ["
     slots = [str(token) for token in seen.tokens[block, :written]] + ["."] * (size - written)
     return head + fit(slots, width - len(head) - len(tail) - 1) + "]" + tail
 
 
-def _map(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
+def _map(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
     """One character per block, or per run of blocks where too many are used; lines without used blocks in words."""
     num_blocks = len(seen.condition)
     digits = len(f"{num_blocks - 1:,}")
@@ -167,7 +224,7 @@ def _map(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
     if host:
         legend += "; on the host s: swapped out, h: cached, -: empty"
     if host and per_cell == 1:
-        legend += f"; {_LEAVING}: on the way there, {_ARRIVING}: back"
+        legend += f"; {_TO_HOST}: on the way there, {_TO_DEVICE}: back"
     yield from textwrap.wrap(f"blocks ({legend})", width)
     for start, end, alike in parts:
         if alike:
@@ -177,7 +234,7 @@ def _map(seen: Survey, width: int, max_lines: int) -> Iterator[str]:
         yield f"{start:>{digits},} " + " ".join(cells[i : i + 10] for i in range(0, len(cells), 10))
 
 
-def _parts(seen: Survey, size: int) -> list[tuple[int, int, str]]:
+def _parts(seen: Inspection, size: int) -> list[tuple[int, int, str]]:
     """(from, to, "") for each line of `size` blocks; two or more lines in one where all are empty, or out of use."""
     parts: list[tuple[int, int, str]] = []
     for start in range(0, len(seen.condition), size):
@@ -190,15 +247,15 @@ def _parts(seen: Survey, size: int) -> list[tuple[int, int, str]]:
     return [(start, end, alike if end - start > size else "") for start, end, alike in parts]
 
 
-def _cell(seen: Survey, blocks: range) -> str:
+def _cell(seen: Inspection, blocks: range) -> str:
     """The character of a block, or of the condition that most of several have."""
     if len(blocks) > 1:
         conditions = seen.condition[blocks.start : blocks.stop]
         return _SIGNS[Condition(int(np.argmax(np.bincount(conditions, minlength=len(Condition)))))]
     block = blocks.start
-    condition, holders = int(seen.condition[block]), int(seen.refcount[block])
+    condition, count = int(seen.condition[block]), int(seen.refcount[block])
     if seen.moving[block]:
-        return _LEAVING if condition >= Condition.ON_HOST_EMPTY else _ARRIVING
+        return _TO_HOST if condition >= Condition.ON_HOST_EMPTY else _TO_DEVICE
     if condition != Condition.ACTIVE:
         return _SIGNS[Condition(condition)]
-    return str(holders) if holders <= _MANY else "+"
+    return str(count) if count <= _MANY else "+"

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words that drawings share: groups, rows and runs of block ids, and lines that fit."""
+"""Words that drawings share: groups, rows, blocks and runs of their ids, and lines that fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvjax._summary import Condition
+from kvjax.debug.inspect import Inspection
 from kvjax.state import NO_BLOCK
 
 
@@ -30,10 +32,10 @@ def runs(ids: Iterable[int]) -> list[str]:
 
 def fit(words: list[str], width: int) -> str:
     """The words joined by blanks; where they are too wide, the middle is left out."""
-    kept, text = len(words), " ".join(words)
-    while len(text) > max(width, 12) and kept > 2:
-        kept -= 1
-        text = " ".join([*words[: kept - 1], "...", words[-1]])
+    number, text = len(words), " ".join(words)
+    while len(text) > max(width, 12) and number > 2:
+        number -= 1
+        text = " ".join([*words[: number - 1], "...", words[-1]])
     return text
 
 
@@ -41,3 +43,16 @@ def seqs(numbers: Iterable[int]) -> str:
     """Rows by number: seq 2, seqs 0 1 3."""
     numbers = list(numbers)
     return f"seq{'s' if len(numbers) > 1 else ''} {' '.join(runs(numbers))}"
+
+
+def holders(number: str) -> str:
+    """1 holder, 2 holders."""
+    return f"{number} holder{'' if number == '1' else 's'}"
+
+
+def tier_of(seen: Inspection, block: int) -> str:
+    """The tier of a block, if it is not plainly on the device."""
+    on_host = seen.condition[block] >= Condition.ON_HOST_EMPTY
+    if seen.moving[block]:
+        return ", on its way to the host" if on_host else ", on its way to the device"
+    return ", on the host" if on_host else ""

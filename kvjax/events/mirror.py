@@ -24,10 +24,10 @@ def to_list(events: Events | EventLog) -> list[dict[str, Any]]:
     """Decodes events on the host: one dict each, padding dropped, stored blocks with tokens and parent node."""
     records, size = np.asarray(events.records).reshape(-1, len(COLUMNS)), events.tokens.shape[-1]
     records = records[: int(events.size) if isinstance(events, EventLog) else None]
-    there, stored = np.flatnonzero(records[:, 0]), np.flatnonzero(records[:, 0] == EventKind.STORED)
+    used, stored = np.flatnonzero(records[:, 0]), np.flatnonzero(records[:, 0] == EventKind.STORED)
     parts = {name: np.asarray(x).reshape(-1, size)[stored].tolist() for name, x in events.text.parts().items()}
     texts = zip(*parts.values(), strict=True)
-    return [_decode(record, parts, texts) for record in records[there].tolist()]
+    return [_decode(record, parts, texts) for record in records[used].tolist()]
 
 
 def _decode(record: list[int], parts: Iterable[str], texts: Iterator[tuple[list[int], ...]]) -> dict[str, Any]:

@@ -32,12 +32,8 @@ def serves(state: CacheState, rows: int, num_tokens: int) -> bool:
 def fused[T](kernel: Callable[..., T], plain: Callable[..., T], *args: Any) -> T:
     """kernel(*args) in a program for a CUDA GPU; plain(*args), which is equal, on other platforms and under `vmap`.
 
-    The kernel is traced only if this process has such a GPU, or within `lowering_for`.
-
-    Args:
-      kernel: takes `interpret` as well.
-      plain: the same in plain jax.
-      *args: pytrees of all arrays that they use.
+    The kernel, which takes `interpret` as well, is traced only if this process has such a GPU, or within
+    `lowering_for`. The arguments are pytrees of all arrays that both use.
     """
     if _interpreted.value:
         return kernel(*args, interpret=True)

@@ -48,7 +48,7 @@ def grow_rows(
         makes={
             "ok": (1,), "shortfall": (1,), "victims": (most,), "removed": (most,), "generations": (most,),
             "copies": (rows,), "ids": (rows,), "source": (rows,), "written": (rows,), "holders": (rows,),
-            "kept": (rows,), "taken": (most,), "peers": (lanes,),
+            "remaining": (rows,), "taken": (most,), "peers": (lanes,),
         },
         interpret=interpret,
     )  # fmt: skip
@@ -104,7 +104,7 @@ class _Span(NamedTuple):
 def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
     """`copy_on_write.unshare`: which rows must copy the block that they are in before they write, where bool[lanes].
 
-    Of the rows that share a block the last one notes the block's `holders`, and how many are `kept` if the others
+    Of the rows that share a block the last one notes the block's `holders`, and how many are `remaining` if the others
     release it. Leaves the same marks as plain jax in the refcounts of blocks that nobody would hold any more.
     """
     block = span.block(memory)
@@ -122,7 +122,7 @@ def _unshare(memory: Memory, span: _Span, writes: jax.Array) -> jax.Array:
     remaining, final = memory.when(count(shared) > 0, mark, (holders, shared))
     keeps = final & (remaining == 0) & ~findable
     copies = shared & ~keeps
-    notes = {"copies": copies, "holders": jnp.where(final, holders, 0), "kept": jnp.where(keeps, 1, remaining)}
+    notes = {"copies": copies, "holders": jnp.where(final, holders, 0), "remaining": jnp.where(keeps, 1, remaining)}
     for name, values in notes.items():
         memory.put(name, span.row, values, span.begins)
     return copies
@@ -133,9 +133,9 @@ def _settle(memory: Memory, span: _Span, ok: jax.Array) -> None:
     holders = memory.pick("holders", span.row, span.begins)
 
     def release() -> None:
-        block, kept = span.block(memory), memory.pick("kept", span.row, span.begins)
-        memory.put("refcount", block, jnp.where(ok, kept, holders), holders > 0)
-        cached, clock = ok & (holders > 0) & (kept == 0), memory.number("clock")
+        block, remaining = span.block(memory), memory.pick("remaining", span.row, span.begins)
+        memory.put("refcount", block, jnp.where(ok, remaining, holders), holders > 0)
+        cached, clock = ok & (holders > 0) & (remaining == 0), memory.number("clock")
         memory.put("released", block, clock + rank(cached), cached)
         memory.set_number("clock", clock + count(cached))
         memory.set_number("num_cached", memory.number("num_cached") + count(cached))

@@ -29,11 +29,7 @@ LANES_PER_THREAD = 16  # of a tile: what a thread can hold in its registers besi
 
 
 class Memory:
-    """The arrays of a kernel by name.
-
-    Attributes:
-      warps: static; how many warps run the kernel.
-    """
+    """The arrays of a kernel by name; `warps`, static, is the number of warps that run it."""
 
     def __init__(self, refs: Mapping[str, Any], warps: int, interpret: bool):
         self.warps = warps
@@ -52,12 +48,9 @@ class Memory:
         return max(self.warps * WARP * LANES_PER_THREAD // lanes, 1)
 
     def pick(self, name: str, index: Any, where: jax.Array | None = None) -> jax.Array:
-        """x[index], and 0 where bool[...] does not hold; an index that counts is in range.
+        """x[index] of array `name`, and 0 where bool[...] does not hold; an index that counts is in range.
 
-        Args:
-          name: of the array x.
-          index: i32[...], or a tuple of them for all axes, which are broadcast.
-          where: None: everywhere.
+        The index is i32[...], or a tuple of them for all axes, which are broadcast.
         """
         if name in self._stored:
             self._barrier()
@@ -92,11 +85,7 @@ class Memory:
     def loop[T](self, going: Callable[[T], jax.Array], step: Callable[[T], T], start: T, *, barrier: bool = True) -> T:
         """`while_loop` for a step that stores; one that only loads is a loop of `lax`, perhaps behind `settle`.
 
-        Args:
-          going: as in `while_loop`.
-          step: likewise.
-          start: likewise.
-          barrier: static; whether there has to be one between a step and the next.
+        `barrier`, static: whether there has to be one between a step and the next.
         """
         before = self._loaded.copy(), self._stored.copy()
 
@@ -146,19 +135,11 @@ def run(
     makes: Mapping[str, Sequence[int]],
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel as one program.
+    """Runs a kernel as one program, as plain jax on any platform with `interpret`; `name` is for profiles.
 
-    Args:
-      kernel: what to run.
-      name: of the kernel, in profiles.
-      lanes: of its tensors, mostly.
-      reads: the arrays that it only reads.
-      changes: those that it changes, in place if they are donated.
-      makes: shapes of further i32 arrays, results or a room for values that other lanes need; with any contents.
-      interpret: whether to run as plain jax, on any platform.
-
-    Returns:
-      The arrays of `changes` and `makes` afterwards.
+    It has tensors of `lanes` entries, mostly. It only reads `reads`, and changes `changes`, in place if they are
+    donated. `makes` are shapes of further i32 arrays, with any contents: results, or values that other lanes need.
+    Returns the arrays of `changes` and `makes` afterwards.
     """
     warps = min(max(lanes // WARP, 1), 8)
     whole = {key: value.reshape(value.shape or 1) for key, value in changes.items()}

@@ -103,9 +103,9 @@ def _unlink(memory: Memory, ids: jax.Array, where: jax.Array) -> None:
         memory.settle("fill")
 
         def skip(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            neighbour, leaving = carry
-            neighbour = jnp.where(leaving, memory.pick(links, neighbour, leaving), neighbour)
-            return neighbour, leaves(neighbour, leaving)
+            neighbour, is_removed = carry
+            neighbour = jnp.where(is_removed, memory.pick(links, neighbour, is_removed), neighbour)
+            return neighbour, leaves(neighbour, is_removed)
 
         def going(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
             return jnp.max(jnp.max(carry[1].astype(jnp.int32), axis=1)) > 0

@@ -42,10 +42,10 @@ def trt_leaf() -> EvictionPolicy:
     Source: TensorRT-LLM's LRUEvictionPolicy with `refresh` before every request, in its form where only leaves are
     evicted.
     """
-    return by_score(_place_in_queue, timed=True, name="trt_leaf")
+    return by_score(_queue_position, timed=True, name="trt_leaf")
 
 
-def _place_in_queue(blocks: Blocks, now: jax.Array) -> jax.Array:
+def _queue_position(blocks: Blocks, now: jax.Array) -> jax.Array:
     current = priority_at(blocks, now)
     assert blocks.retention is not None and blocks.expiry is not None
     over = current != blocks.retention[:, 0]

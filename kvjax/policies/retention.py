@@ -114,13 +114,9 @@ def _time(name: str, value: int | None) -> int:
 
 
 def by_column(request: Retention | None, length: jax.Array, size: int, num_columns: int) -> jax.Array:
-    """i32[num_columns, 2]; priority and ttl of a row's blocks; UNSTATED for a prompt's blocks outside every range.
+    """i32[num_columns, 2]; priority and ttl of a row's blocks of P = `size` tokens.
 
-    Args:
-      request: None if nothing is stated.
-      length: i32[]; tokens of the prompt.
-      size: P.
-      num_columns: how many blocks.
+    UNSTATED for those of a prompt of length i32[] outside every range, and for all of them without a request.
     """
     if request is None:
         request = Retention.of()

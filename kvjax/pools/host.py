@@ -120,7 +120,7 @@ def move(pools: Pools, host: HostPools, transfer: Transfer) -> tuple[Pools, Host
 
 
 def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """(group number, offloads i32[n, 2], onboards i32[m, 2]): sources and targets, indices into their tiers' pools."""
+    """(group number, to_host i32[n, 2], to_device i32[m, 2]): sources and targets, indices into their tiers' pools."""
     found = []
     for number in np.unique(records[:, 0]).tolist():
         pool_rows = records[records[:, 0] == number, 3:]
@@ -140,14 +140,14 @@ def _sorted(records: np.ndarray, spec: CacheSpec) -> list[tuple[int, np.ndarray,
     return found
 
 
-def _move(tiers: list[Any], offloads: np.ndarray, onboards: np.ndarray) -> None:
+def _move(tiers: list[Any], to_host: np.ndarray, to_device: np.ndarray) -> None:
     """Replaces the arrays of one group in `tiers`, (device, host), one by one: a failure leaves the latest ones."""
     # A source that an offload overwrites is staged on the device first: every source is read before it is overwritten.
-    early = np.isin(onboards[:, 0], offloads[:, 1])
-    staged = [(_read(tiers[1], batch[0]), batch[1]) for batch in _batches(onboards[early])]
-    for batch in _batches(offloads):
+    early = np.isin(to_device[:, 0], to_host[:, 1])
+    staged = [(_read(tiers[1], batch[0]), batch[1]) for batch in _batches(to_device[early])]
+    for batch in _batches(to_host):
         tiers[1] = _copy(tiers[1], tiers[0], batch)
-    for batch in _batches(onboards[~early]):
+    for batch in _batches(to_device[~early]):
         tiers[0] = _copy(tiers[0], tiers[1], batch)
     for blocks, targets in staged:
         tiers[0] = _copy(tiers[0], blocks, np.stack([np.arange(targets.size, dtype=np.int32), targets]))

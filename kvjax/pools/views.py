@@ -28,7 +28,7 @@ from kvjax.state import CacheState
 
 
 class View(Pytree, static=("decodes", "spec")):
-    """The places of the tokens of one model step.
+    """The positions and slots of the tokens of one model step.
 
     A mixed view is a ragged one of S + R rows, of which the first S have one position each: what does not heed
     `decodes` may treat it as ragged.

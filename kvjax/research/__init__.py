@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy and the memory that a workload needs, from a trace of it. Nothing imports this package."""
 
-from kvjax.research.bound import belady
-from kvjax.research.curves import lru_curve, reuse_distances
-from kvjax.research.densities import Learned
 from kvjax.research.figures import Summary, hits_by_age, hits_by_depth, reuse_times, summary, unbounded
-from kvjax.research.generator import Workload, draw_trace
-from kvjax.research.learn import learn_policy
-from kvjax.research.logs import read_events
-from kvjax.research.overlap import Overlap, overlapping
-from kvjax.research.readers import read_azure, read_bailian, read_burst, read_mooncake, read_trace
-from kvjax.research.replays import in_blocks, replay
-from kvjax.research.rules import RULES, Hits, Rule
-from kvjax.research.sessions import Sessions
-from kvjax.research.simulations import simulate
-from kvjax.research.splits import Comparison, compare_learned
-from kvjax.research.traces import Trace, make_trace
-from kvjax.research.writers import write_libcachesim_csv, write_mooncake, write_oracle_general
+from kvjax.research.learning.compare_learned import Comparison, compare_learned
+from kvjax.research.learning.learn_policy import learn_policy
+from kvjax.research.learning.learned import Learned
+from kvjax.research.simulators.belady import belady
+from kvjax.research.simulators.hits import RULES, Hits, Rule
+from kvjax.research.simulators.lru_curve import lru_curve, reuse_distances
+from kvjax.research.simulators.overlap import Overlap, overlapping
+from kvjax.research.simulators.replay import in_blocks, replay
+from kvjax.research.simulators.simulate import simulate
+from kvjax.research.traces.event_log import read_events
+from kvjax.research.traces.generator import Sessions, Workload, draw_trace
+from kvjax.research.traces.readers import read_azure, read_bailian, read_burst, read_mooncake, read_trace
+from kvjax.research.traces.trace import Trace, make_trace
+from kvjax.research.traces.writers import write_libcachesim_csv, write_mooncake, write_oracle_general
 
 __all__ = [
     "RULES",

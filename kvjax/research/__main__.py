@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers from a trace: what it is, how much LRU finds at each size, what other policies find, and what none can pass.
+"""Answers from a trace: its figures, the hits of LRU and of other policies at each size, and an upper bound of them.
 
 python -m kvjax.research curve conversation_trace.jsonl --sizes 3000 10000 30000 --plot curve.png
 """
@@ -18,26 +18,26 @@ from typing import Any, get_args
 import numpy as np
 
 from kvjax import policies
-from kvjax.research.bound import belady
-from kvjax.research.curves import lru_curve
-from kvjax.research.densities import Learned
 from kvjax.research.figures import summary, unbounded
-from kvjax.research.generator import draw_trace
-from kvjax.research.learn import learn_policy
+from kvjax.research.learning.compare_learned import compare_learned
+from kvjax.research.learning.learn_policy import learn_policy
+from kvjax.research.learning.learned import Learned
 from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
-from kvjax.research.readers import read_trace
-from kvjax.research.replays import replay
-from kvjax.research.rules import RULES, Hits, Rule
-from kvjax.research.simulations import not_told, simulate
-from kvjax.research.splits import compare_learned
-from kvjax.research.traces import Trace
+from kvjax.research.simulators.belady import belady
+from kvjax.research.simulators.hits import RULES, Hits, Rule
+from kvjax.research.simulators.lru_curve import lru_curve
+from kvjax.research.simulators.replay import replay
+from kvjax.research.simulators.simulate import missing_fields, simulate
+from kvjax.research.traces.generator import draw_trace
+from kvjax.research.traces.readers import read_trace
+from kvjax.research.traces.trace import Trace
 from kvjax.state import EvictionPolicy
 
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "cost_aware": policies.cost_aware, "fifo": policies.fifo, "lfu": policies.lfu, "lru": policies.lru,
     "random": policies.random,
 }  # fmt: skip
-_DRAWN = 500  # sizes of a curve in a picture: more than the eye tells apart
+_PLOTTED = 500  # sizes of a curve in a picture: more than the eye can separate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,16 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "learn":
             command.add_argument("--seeds", metavar="S", type=int, default=3, help="policies of a split (%(default)s)")
             command.add_argument("--on", metavar="TRACE", help="a second one, to count hits in")
-            command.add_argument(
-                "--save", metavar="FILE.npz", type=pathlib.Path, help="write one learned from all there"
-            )
+            command.add_argument("--save", metavar="FILE.npz", type=pathlib.Path, help="write one learned from all")
             command.add_argument("--policies", metavar="NAME", nargs="*", default=["lfu", "fifo"], help=_NAMES)
         if name == "sweep":
             command.add_argument("--policies", metavar="NAME", nargs="+", default=["lru", "lfu"], help=_NAMES)
             command.add_argument("--overlap", nargs=2, type=float, metavar=("TOKENS/S", "MS"), help=_OVERLAP)
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        asked.run(_trace(asked.trace), asked)
+        args.run(_trace(args.trace), args)
     except (OSError, ValueError, ImportError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
@@ -81,86 +79,86 @@ def _trace(name: str) -> Trace:
     return draw_trace(int(seed))
 
 
-def _summary(trace: Trace, asked: argparse.Namespace) -> None:
-    found = summary(trace, asked.rule)
-    print(found)
-    _save(asked.json, dataclasses.asdict(found))
-    if asked.plot is not None:
-        curves = {"unbounded": unbounded(trace, asked.rule)}
-        if asked.sizes:
-            curves["lru"] = lru_curve(trace, asked.sizes, asked.rule)
-        plot_reuse(curves, asked.plot)
+def _summary(trace: Trace, args: argparse.Namespace) -> None:
+    figures = summary(trace, args.rule)
+    print(figures)
+    _save(args.json, dataclasses.asdict(figures))
+    if args.plot is not None:
+        curves = {"unbounded": unbounded(trace, args.rule)}
+        if args.sizes:
+            curves["lru"] = lru_curve(trace, args.sizes, args.rule)
+        plot_reuse(curves, args.plot)
 
 
-def _curve(trace: Trace, asked: argparse.Namespace) -> None:
-    sizes = _sizes(trace, asked)
-    _tell(asked, {"lru": lru_curve(trace, sizes, asked.rule)}, belady(trace, sizes))
-    if asked.plot is not None:
+def _curve(trace: Trace, args: argparse.Namespace) -> None:
+    sizes = _sizes(trace, args)
+    _report(args, {"lru": lru_curve(trace, sizes, args.rule)}, belady(trace, sizes))
+    if args.plot is not None:
         every = _between(sizes)
-        plot_rates({"lru": lru_curve(trace, every, asked.rule)}, asked.plot, bound=belady(trace, every))
+        plot_rates({"lru": lru_curve(trace, every, args.rule)}, args.plot, bound=belady(trace, every))
 
 
-def _bound(trace: Trace, asked: argparse.Namespace) -> None:
-    sizes = _sizes(trace, asked)
+def _bound(trace: Trace, args: argparse.Namespace) -> None:
+    sizes = _sizes(trace, args)
     find = lambda sizes: {"Belady": belady(trace, sizes), "with bypass": belady(trace, sizes, bypass=True)}  # noqa: E731
-    _tell(argparse.Namespace(**vars(asked) | {"rule": "papers"}), find(sizes), None)
-    if asked.plot is not None:
-        plot_rates(find(_between(sizes)), asked.plot)
+    _report(argparse.Namespace(**vars(args) | {"rule": "papers"}), find(sizes), None)
+    if args.plot is not None:
+        plot_rates(find(_between(sizes)), args.plot)
 
 
-def _sweep(trace: Trace, asked: argparse.Namespace) -> None:
-    sizes = _sizes(trace, asked)
-    chosen = {name: _policy(name) for name in asked.policies}
-    found = {name: _hits(name, trace, policy, sizes, asked) for name, policy in chosen.items()}
+def _sweep(trace: Trace, args: argparse.Namespace) -> None:
+    sizes = _sizes(trace, args)
+    chosen = {name: _policy(name) for name in args.policies}
+    found = {name: _hits(name, trace, policy, sizes, args) for name, policy in chosen.items()}
     fits = min(sizes) >= trace.lengths.max()
-    _tell(asked, found, belady(trace, sizes) if fits else None)
+    _report(args, found, belady(trace, sizes) if fits else None)
     if not fits:
         print(f"No bound: the longest request has {trace.lengths.max():,} blocks.")
-    if asked.plot is not None:
+    if args.plot is not None:
         every = _between(sizes)
-        if fits and asked.overlap is None and "lru" in found:
-            found["lru"] = lru_curve(trace, every, asked.rule)
-        plot_rates(found, asked.plot, bound=belady(trace, every) if fits else None)
+        if fits and args.overlap is None and "lru" in found:
+            found["lru"] = lru_curve(trace, every, args.rule)
+        plot_rates(found, args.plot, bound=belady(trace, every) if fits else None)
 
 
-def _hits(name: str, trace: Trace, policy: EvictionPolicy, sizes: list[int], asked: argparse.Namespace) -> Hits:
-    """By `simulate`; by `replay` for requests that overlap, and a policy that reads what a trace does not tell."""
-    missing, began = not_told(policy, max(sizes)), time.perf_counter()
-    if missing or asked.overlap is not None:
-        how = "through the verbs" + (f", since it reads {', '.join(missing)}" if missing else "")
-        found = replay(trace, policy, sizes, rule=asked.rule, overlap=asked.overlap)
+def _hits(name: str, trace: Trace, policy: EvictionPolicy, sizes: list[int], args: argparse.Namespace) -> Hits:
+    """By `simulate`; by `replay` for requests that overlap, and a policy whose fields a trace does not have."""
+    missing, began = missing_fields(policy, max(sizes)), time.perf_counter()
+    if missing or args.overlap is not None:
+        way = "through the verbs" + (f", since it reads {', '.join(missing)}" if missing else "")
+        hits = replay(trace, policy, sizes, rule=args.rule, overlap=args.overlap)
     else:
-        how, found = "without the verbs", simulate(trace, policy, sizes, rule=asked.rule)
-    print(f"{name}: {how}, in {time.perf_counter() - began:.1f} s")
-    return found
+        way, hits = "without the verbs", simulate(trace, policy, sizes, rule=args.rule)
+    print(f"{name}: {way}, in {time.perf_counter() - began:.1f} s")
+    return hits
 
 
-def _learn(trace: Trace, asked: argparse.Namespace) -> None:
-    on = None if asked.on is None else _trace(asked.on)
-    chosen = {name: _policy(name) for name in asked.policies}
-    sizes = _sizes(trace if on is None else on, asked)
-    found = compare_learned(trace, sizes, rule=asked.rule, seeds=asked.seeds, policies=chosen, on=on)
-    print(found)
-    _save(asked.json, found.as_json())
-    if asked.plot is not None:
-        plot_gains(found, asked.plot)
-    if asked.save is not None:
-        learn_policy(trace, rule=asked.rule).save(asked.save)
+def _learn(trace: Trace, args: argparse.Namespace) -> None:
+    on = None if args.on is None else _trace(args.on)
+    chosen = {name: _policy(name) for name in args.policies}
+    sizes = _sizes(trace if on is None else on, args)
+    comparison = compare_learned(trace, sizes, rule=args.rule, seeds=args.seeds, policies=chosen, on=on)
+    print(comparison)
+    _save(args.json, comparison.as_json())
+    if args.plot is not None:
+        plot_gains(comparison, args.plot)
+    if args.save is not None:
+        learn_policy(trace, rule=args.rule).save(args.save)
 
 
-def _sizes(trace: Trace, asked: argparse.Namespace) -> list[int]:
-    """Those that were asked for; else eight from the longest request to a size that holds the whole trace."""
+def _sizes(trace: Trace, args: argparse.Namespace) -> list[int]:
+    """The sizes of --sizes; else eight from the longest request to a size that holds the whole trace."""
     longest = int(trace.lengths.max())
-    return asked.sizes or sorted(set(np.geomspace(longest, trace.num_ids + longest, 8).astype(int).tolist()))
+    return args.sizes or sorted(set(np.geomspace(longest, trace.num_ids + longest, 8).astype(int).tolist()))
 
 
 def _between(sizes: Sequence[int]) -> list[int]:
-    """The sizes, and those between them that a picture shows."""
-    return sorted({*sizes, *np.geomspace(min(sizes), max(sizes), _DRAWN).astype(int).tolist()})
+    """The sizes, and more between them for a picture."""
+    return sorted({*sizes, *np.geomspace(min(sizes), max(sizes), _PLOTTED).astype(int).tolist()})
 
 
 def _policy(name: str) -> EvictionPolicy:
-    """One of kvjax's by its name, one that `learn --save` wrote, or a user's: MODULE:NAME, or what that returns."""
+    """One of kvjax's by its name, one that `learn --save` wrote, or a user's: MODULE:NAME, or its return value."""
     if name.endswith(".npz"):
         return Learned.load(name).policy
     module, _, attribute = name.rpartition(":")
@@ -173,16 +171,16 @@ def _policy(name: str) -> EvictionPolicy:
     return policy
 
 
-def _tell(asked: argparse.Namespace, found: Mapping[str, Hits], bound: Hits | None) -> None:
-    """A line for each size, and what counts as a hit."""
+def _report(args: argparse.Namespace, found: Mapping[str, Hits], bound: Hits | None) -> None:
+    """Prints a line for each size, and the rule of hits; writes --json."""
     columns = {**found, **({} if bound is None else {"bound": bound})}
     some = next(iter(found.values()))
     print(" ".join(["    blocks", *(f"{name:>12}" for name in columns), "     refused"]))
     for at, size in enumerate(some.sizes.tolist()):
         rates = [f"{hits.rate[at]:>12.4f}" for hits in columns.values()]
         print(" ".join([f"{size:>10,}", *rates, f"{some.refused[at]:>12,}"]))
-    print(f'Blocks found of blocks asked for. Rule "{asked.rule}": {RULES[asked.rule]}.')
-    if bound is not None and asked.rule != "papers":
+    print(f'Blocks found of blocks requested. Rule "{args.rule}": {RULES[args.rule]}.')
+    if bound is not None and args.rule != "papers":
         print(
             'The bound is Belady\'s under the rule "papers"; under this one it cannot be passed, perhaps not reached.'
         )
@@ -190,8 +188,8 @@ def _tell(asked: argparse.Namespace, found: Mapping[str, Hits], bound: Hits | No
         print("Requests follow one another, and answers are not stored: `summary` says what that hides.")
     else:
         print("Requests run at the same time and hold blocks for their answers, which are not cached afterwards.")
-    _save(asked.json, {
-        "rule": asked.rule, "sizes": some.sizes.tolist(), "refused": some.refused.tolist(),
+    _save(args.json, {
+        "rule": args.rule, "sizes": some.sizes.tolist(), "refused": some.refused.tolist(),
         "rates": {name: hits.rate.tolist() for name, hits in columns.items()},
         "token_rates": {name: hits.token_rate.tolist() for name, hits in columns.items()},
         "mean_rates": {name: hits.mean_rate.tolist() for name, hits in columns.items()},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a trace: how much there is, how much of it comes again, and what they leave out."""
+"""Figures of a trace: its size, the share of blocks that come again, and what these figures leave out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvjax.research._answers import found_in_answers
-from kvjax.research.overlap import overlapping
-from kvjax.research.rules import RULES, Hits, Rule, check_rule
-from kvjax.research.traces import Trace
+from kvjax.research.simulators.hits import RULES, Hits, Rule, num_hittable
+from kvjax.research.simulators.lru_curve import lru_curve
+from kvjax.research.simulators.overlap import overlapping
+from kvjax.research.traces.trace import Trace, previous_uses
+
+_SHARED = 2  # full blocks that make a later prompt the next turn; one alone may be a system prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,13 @@ class Summary:
       blocks_median, blocks_most: of the prompts' lengths in blocks.
       input_tokens, output_tokens: of all requests.
       partial: prompts whose last block is filled in part.
-      sessions, kinds: how many there are; None where that is not known.
+      sessions, kinds: the number of sessions, and of requests of each class; None where the trace has none.
       rate, token_rate, mean_rate: of a cache without bound; see `Hits`.
       used_once: ids that one request has.
       reuse_ms: the quartiles of the time from a use of a block to the next one; None if there is none.
-      answers_rate: what `rate` would gain if answers were stored: an estimate, for which a prompt is taken for the next
-        turn of an earlier request if it goes on from at least two full blocks of it and could hold its answer.
-      next_turns: how many prompts would gain.
+      answers_rate: an estimate of the gain of `rate` if answers were stored. A prompt is taken for the next turn of an
+        earlier request if it goes on from at least two full blocks of it and could hold its answer.
+      next_turns: the number of prompts that would gain.
       overlap: (prompt tokens/s, ms a token of an answer) of what follows.
       held, running: the most blocks and requests that are held and that run at once.
       notes: of the trace.
@@ -87,8 +89,8 @@ class Summary:
             f"             (they would add some {self.answers_rate:.4f} to the hits, if {self.next_turns:,} prompts "
             "are the next turns that they look like)",
             f"             at {speed}, up to {self.running:,} run at once and hold {self.held:,} blocks: a smaller",
-            "             cache cannot serve the trace at that speed, and one not much larger hits less than told here",
-            "refused      a request longer than the cache: it hits nothing and counts as asked for",
+            "             cache cannot serve the trace at that speed, and one not much larger hits less than here",
+            "refused      a request longer than the cache: it hits nothing and counts as requested",
         ]
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
 
@@ -115,7 +117,7 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
     hits, together = unbounded(trace, rule), overlapping(trace, *overlap)
     gaps, steps = reuse_times(trace), np.diff(np.unique(trace.time))
     low, middle, high = np.quantile(gaps, (0.25, 0.5, 0.75)).tolist() if len(gaps) else (0.0, 0.0, 0.0)
-    answers, turns = found_in_answers(trace, rule, hits.blocks[0])
+    answers, turns = _found_in_answers(trace, rule, hits.blocks[0])
     counted = None
     if trace.kind is not None:
         numbers = np.bincount(trace.kind, minlength=len(trace.kinds)).tolist()
@@ -150,7 +152,7 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
 
 
 def unbounded(trace: Trace, rule: Rule) -> Hits:
-    """The hits in a cache that throws nothing out; its size is given as ids and the longest request together.
+    """The hits in a cache that evicts nothing; its size is the number of ids and the longest request together.
 
     Args:
       trace: the requests.
@@ -159,18 +161,7 @@ def unbounded(trace: Trace, rule: Rule) -> Hits:
     Raises:
       ValueError: for a rule that does not exist.
     """
-    check_rule(rule)
-    number = len(trace)
-    owner = np.repeat(np.arange(number), trace.lengths)
-    column = np.arange(len(trace.ids)) - np.repeat(trace.starts[:-1], trace.lengths)
-    stored = column < trace.full[owner] if rule == "full" else np.ones(len(owner), bool)
-    taken = stored if rule == "papers" else stored & (column < trace.lengths[owner] - 1)
-    first = np.full(trace.num_ids, number, np.int64)
-    np.minimum.at(first, trace.ids[stored], owner[stored])
-    # A block is stored no later than those that follow it, so the hits are the first blocks of a prompt.
-    blocks = np.bincount(owner[taken & (first[trace.ids] < owner)], minlength=number)
-    size = trace.num_ids + int(trace.lengths.max(initial=0))
-    return Hits(trace, rule, np.array([size], np.int32), blocks[None].astype(np.int32))
+    return lru_curve(trace, [trace.num_ids + int(trace.lengths.max(initial=0))], rule)
 
 
 def reuse_times(trace: Trace) -> np.ndarray:
@@ -180,13 +171,13 @@ def reuse_times(trace: Trace) -> np.ndarray:
 
 
 def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
-    """The depth in their prompts at which blocks are found, and at which they are asked for.
+    """Blocks found and requested, by their depth in the prompt.
 
     Args:
       hits: of one trace in caches of several sizes.
 
     Returns:
-      i32[Z, W], blocks found at each depth, W the longest prompt; and i32[W], blocks asked for there.
+      i32[Z, W], blocks found at each depth, W the longest prompt; and i32[W], blocks requested there.
     """
     depths = np.arange(int(hits.trace.lengths.max(initial=0)))
     longer = lambda lengths: np.array([np.sum(lengths > depth) for depth in depths], np.int32)  # noqa: E731
@@ -195,14 +186,14 @@ def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hits_by_age(hits: Hits, edges: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The age of the blocks that are found, and of those that are asked for.
+    """Blocks found and requested, by the time since their last use.
 
     Args:
       hits: of one trace in caches of several sizes.
       edges: f64[E + 1] ms, in ascending order; each but the last is the first time of an interval.
 
     Returns:
-      i32[Z, E], blocks found of each age; and i32[E], blocks asked for that had been used that long ago.
+      i32[Z, E], blocks found of each age; and i32[E], blocks requested that had been used that long ago.
 
     Raises:
       ValueError: for edges that do not ascend.
@@ -213,18 +204,36 @@ def hits_by_age(hits: Hits, edges: Sequence[float] | np.ndarray) -> tuple[np.nda
     trace, since = hits.trace, _since_last_use(hits.trace)
     interval = np.searchsorted(edges, since, side="right") - 1
     inside = ~np.isnan(since) & (since >= edges[0]) & (since < edges[-1])
-    owner = np.repeat(np.arange(len(trace)), trace.lengths)
-    column = np.arange(len(trace.ids)) - trace.starts[owner]
     of_age = lambda some: np.bincount(interval[some & inside], minlength=len(edges) - 1).astype(np.int32)  # noqa: E731
-    found = [of_age(column < blocks[owner]) for blocks in hits.blocks]
+    found = [of_age(trace.depths < blocks[trace.owners]) for blocks in hits.blocks]
     return np.array(found, np.int32).reshape(len(hits.sizes), len(edges) - 1), of_age(np.ones(len(since), np.bool_))
 
 
 def _since_last_use(trace: Trace) -> np.ndarray:
     """f64[K] ms; from the use of each block before to this one, NaN where there is none."""
-    order = np.argsort(trace.ids, kind="stable")
-    time = np.repeat(trace.time, trace.lengths)[order]
-    again = np.diff(trace.ids[order]) == 0
-    since = np.full(len(order), np.nan)
-    since[order[1:][again]] = np.diff(time)[again]
-    return since
+    time, previous = trace.time[trace.owners], previous_uses(trace.ids)
+    return np.where(previous >= 0, time - time[previous], np.nan)
+
+
+def _found_in_answers(trace: Trace, rule: Rule, found: np.ndarray) -> tuple[int, int]:
+    """The gain if answers were stored: blocks found beside i32[R], and the number of prompts that find them.
+
+    It is an estimate, since traces do not say which prompt has an answer. A prompt is taken for the next turn of an
+    earlier request if it begins with the full blocks of its prompt, at least two, not with a last block that was filled
+    in part, and is no shorter than its prompt and answer together. Then it would find all blocks that these fill.
+    """
+    # Last full block of a prompt -> (tokens of prompt and answer, block filled in part, -1 if none) of its requests.
+    ends: dict[int, list[tuple[int, int]]] = {}
+    blocks, prompts = 0, 0
+    full, tokens, most = (x.tolist() for x in (trace.full, trace.input_length, num_hittable(trace, rule)))
+    for request, answer in enumerate(trace.output_length.tolist()):
+        ids = trace.blocks(request).tolist()
+        own = set(ids)
+        turns = (earlier for block in ids for earlier in ends.get(block, ()))
+        reach = [total // trace.block_size for total, last in turns if total <= tokens[request] and last not in own]
+        more = min(max(reach, default=0), most[request]) - int(found[request])
+        blocks, prompts = blocks + max(more, 0), prompts + (more > 0)
+        if full[request] >= _SHARED:
+            partial = ids[-1] if full[request] < len(ids) else -1
+            ends.setdefault(ids[full[request] - 1], []).append((tokens[request] + answer, partial))
+    return blocks, prompts

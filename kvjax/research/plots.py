@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawings: hit rates by size, and which blocks they come from."""
+"""Drawings: hit rates by size, and the blocks that they come from."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax._pictures import FAINT, INK, LINES, PALE, finish, legend_below, new_figure, picture, round_ticks
-from kvjax.research.curves import reuse_distances
 from kvjax.research.figures import hits_by_age, hits_by_depth, reuse_times
-from kvjax.research.rules import Hits, Rule
-from kvjax.research.splits import Comparison
+from kvjax.research.learning.compare_learned import Comparison
+from kvjax.research.simulators.hits import Hits, Rule
+from kvjax.research.simulators.lru_curve import reuse_distances
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,33 +33,33 @@ def plot_rates(
 ) -> Figure:
     """Draws the share of blocks found by the size of the cache, and below it each curve less that of LRU.
 
-    A curve of up to 40 sizes has them marked. What is below needs a curve named "lru", and is drawn at its sizes. The
-    scale there is linear up to one percent of the blocks asked for, then logarithmic.
+    A curve of up to 40 sizes has them marked. The lower axes need a curve named "lru", and show its sizes. Their scale
+    is linear up to one percent of the blocks requested, then logarithmic.
 
     Args:
       curves: hits by the name of their policy, under one rule.
-      path: where to save the picture; None: nowhere.
+      path: file to save the picture in; None: none.
       bound: of `belady`, drawn dashed.
-      figure: where to draw; None: a new figure.
+      figure: figure to draw in; None: a new one.
 
     Returns:
-      The figure: of one axes, or of two where something stands beside "lru".
+      The figure: of one axes, or of two where there are others than "lru".
 
     Raises:
       ImportError: without matplotlib.
       ValueError: for no curves, or curves under several rules.
     """
-    told = _told(curves)
-    drawn = {name: (hits, {"color": colour}) for (name, hits), colour in zip(curves.items(), itertools.cycle(LINES))}
+    caption = _caption(curves)
+    styled = {name: (hits, {"color": colour}) for (name, hits), colour in zip(curves.items(), itertools.cycle(LINES))}
     if bound is not None:
-        drawn[f'Belady, rule "{bound.rule}": an upper bound'] = bound, {"color": INK, "linestyle": "--"}
-    two = "lru" in curves and len(drawn) > 1
+        styled[f'Belady, rule "{bound.rule}": an upper bound'] = bound, {"color": INK, "linestyle": "--"}
+    two = "lru" in curves and len(styled) > 1
     figure = new_figure(8, 6.2 if two else 4.6) if figure is None else figure
     axes = figure.subplots(1 + two, sharex=True, squeeze=False, height_ratios=[3, 2] if two else None)[:, 0]
     axes[0].set_xscale("log")
     for below in axes[1:]:
         below.set_yscale("symlog", linthresh=0.01)
-    for name, (hits, style) in drawn.items():
+    for name, (hits, style) in styled.items():
         _draw(axes[0], hits.sizes, hits.rate, label=name, **style)
         if two:
             sizes, own, lru = np.intersect1d(hits.sizes, curves["lru"].sizes, return_indices=True)
@@ -67,8 +67,8 @@ def plot_rates(
     sizes = np.concatenate([hits.sizes for hits in curves.values()])
     round_ticks(axes[0], sizes.min(), sizes.max())
     axes[0].set_ylim(bottom=0)
-    axes[0].set_title(told, color=FAINT)
-    finish(axes[0], y="blocks found, % of those asked for", percent=True)
+    axes[0].set_title(caption, color=FAINT)
+    finish(axes[0], y="blocks found, % of those requested", percent=True)
     if two:
         finish(axes[1], y="the same, less LRU's", percent=True)
     axes[-1].set_xlabel("blocks of the cache")
@@ -82,14 +82,15 @@ def plot_rates(
 def plot_reuse(
     curves: Mapping[str, Hits], path: str | os.PathLike[str] | None = None, *, figure: Figure | None = None
 ) -> Figure:
-    """Draws which blocks come again: at what reuse distance, how deep in their prompt, and after what time.
+    """Draws the blocks that come again, by reuse distance, by depth in their prompt, and by time since the last use.
 
-    Beside what is asked for stands what each cache finds, so that one sees which hits a small one loses.
+    Blocks requested are filled areas, and blocks found by each cache are lines, which show the hits that a small one
+    loses.
 
     Args:
-      curves: hits of one trace by the name of their policy, under one rule; see `unbounded` for all there are.
-      path: where to save the picture; None: nowhere.
-      figure: where to draw; None: a new figure.
+      curves: hits of one trace by the name of their policy, under one rule; `unbounded` has all there are.
+      path: file to save the picture in; None: none.
+      figure: figure to draw in; None: a new one.
 
     Returns:
       The figure, of three axes.
@@ -115,9 +116,9 @@ def plot_reuse(
         ax.set_ylim(bottom=0)
         round_ticks(ax, 0 if ax is age else 1)
     finish(distance, "blocks that LRU needs to find it", "blocks that come again")
-    finish(depth, "place in its prompt", "blocks")
+    finish(depth, "depth in its prompt", "blocks")
     finish(age, "seconds since its last use", "blocks")
-    distance.set_title(_told(curves), color=FAINT)
+    distance.set_title(_caption(curves), color=FAINT)
     legend_below(figure)
     if path is not None:
         figure.savefig(path)
@@ -126,11 +127,11 @@ def plot_reuse(
 
 @picture
 def plot_gains(found: Comparison, path: str | os.PathLike[str] | None = None) -> Figure:
-    """Draws what a learned policy finds more than LRU by the size of the cache, with its 95 % interval, for each part.
+    """Draws the gain of a learned policy over LRU by the size of the cache, with its 95 % interval, for each part.
 
     Args:
       found: of `compare_learned`.
-      path: where to save the picture; None: nowhere.
+      path: file to save the picture in; None: none.
 
     Returns:
       The figure, of as many axes as there are parts.
@@ -161,9 +162,9 @@ def plot_gains(found: Comparison, path: str | os.PathLike[str] | None = None) ->
 def _against(
     ax: Axes, edges: np.ndarray, curves: Mapping[str, Hits], counted: Callable[[Hits], tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    """Draws what is asked for, filled, and what each cache finds of it, as a line."""
+    """Draws the blocks requested as a filled area, and those that each cache finds as a line."""
     counts = {name: counted(hits) for name, hits in curves.items()}
-    ax.stairs(next(iter(counts.values()))[1], edges, fill=True, color=PALE, label="asked for")
+    ax.stairs(next(iter(counts.values()))[1], edges, fill=True, color=PALE, label="requested")
     lines = [(name, *line) for name in curves for line in zip(curves[name].sizes, counts[name][0], strict=True)]
     for number, (name, size, found) in enumerate(lines):
         ax.stairs(found, edges, color=LINES[number % len(LINES)], label=f"{name}, {size:,} blocks")
@@ -176,8 +177,8 @@ def _one_rule(curves: Mapping[str, Hits]) -> Rule:
     return rules.pop()
 
 
-def _told(curves: Mapping[str, Hits]) -> str:
-    """The caption of a picture: what its figures are worth."""
+def _caption(curves: Mapping[str, Hits]) -> str:
+    """The caption of a picture: the rule of its hits, and whether requests overlap."""
     overlap = any(hits.unserved is not None for hits in curves.values())
     return f'Rule "{_one_rule(curves)}"; requests {"run at the same time" if overlap else "follow one another"}'
 

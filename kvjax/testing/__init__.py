@@ -8,10 +8,9 @@ A failure is an AssertionError that names the step and its request; the same see
 `requests`, a strategy for property tests of your own, needs Hypothesis.
 """
 
-from kvjax.testing.policy import check_policy
-from kvjax.testing.programs import jitted_verbs
-from kvjax.testing.strategy import requests
-from kvjax.testing.trial import Trial
-from kvjax.testing.workload import SMALL, Request, random_requests
+from kvjax.testing.check_policy import check_policy
+from kvjax.testing.random_requests import random_requests, requests
+from kvjax.testing.request import SMALL, Request
+from kvjax.testing.trial import Trial, jitted_verbs
 
 __all__ = ["SMALL", "Request", "Trial", "check_policy", "jitted_verbs", "random_requests", "requests"]

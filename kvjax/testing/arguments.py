@@ -11,32 +11,32 @@ import numpy as np
 
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState
-from kvjax.testing.known import Known, pool_rows
-from kvjax.testing.workload import MOST, Fields
+from kvjax.testing.expected import Expected, pool_rows
+from kvjax.testing.request import MAX_TOKENS, Fields
 
-_NAMES = 4  # blocks that one `offload` or `onboard` names, at most
-_WHOLE = ("fork", "truncate", "pin", "swap_out", "swap_in")  # asked of no row that has lost K/V
+_MOST_BLOCKS = 4  # that one `offload` or `onboard` names
+_WHOLE = ("fork", "truncate", "pin", "swap_out", "swap_in")  # for no row that has lost K/V
 
 
-def arguments_of(request: Fields, state: CacheState, known: Known) -> dict[str, Any] | None:
-    """The arguments but for the state; None if a request asks for nothing (no row to extend, no pin).
+def arguments_of(request: Fields, state: CacheState, expected: Expected) -> dict[str, Any] | None:
+    """The arguments but for the state; None if a request is empty (no row to extend, no pin).
 
     A "complete" takes the oldest moves that are not completed.
     """
     verb, spec = request["verb"], state.spec
-    if verb in _WHOLE and known.is_lost(request["src" if verb == "fork" else "seq"]):
+    if verb in _WHOLE and expected.is_lost(request["src" if verb == "fork" else "seq"]):
         return None
     match verb:
         case "admit":
             return _admit(request, spec)
         case "extend":
-            return _extend(request, known)
+            return _extend(request, expected)
         case "commit":
-            return _commit(request, spec, known)
+            return _commit(request, spec, expected)
         case "fork":
             return {"src": np.int32(request["src"]), "dst": np.int32(request["dst"])}
         case "truncate":
-            row = known.rows.get(request["seq"])
+            row = expected.rows.get(request["seq"])
             length = (row.length if row else 1) - request["drop"]
             return {"seq": np.int32(request["seq"]), "length": np.int32(length)}
         case "release" | "swap_out" | "swap_in":
@@ -46,15 +46,15 @@ def arguments_of(request: Fields, state: CacheState, known: Known) -> dict[str, 
         case "pin":
             return _pin(request, state)
         case "unpin":
-            return {"blocks": known.pins[request["which"] % len(known.pins)]} if known.pins else None
+            return {"blocks": expected.pins[request["which"] % len(expected.pins)]} if expected.pins else None
         case "reset":
             return {}
         case "offload" | "onboard":
-            return _name(request, state, on_host=verb == "onboard")
+            return _cached_blocks(request, state, on_host=verb == "onboard")
         case "watermark":
-            return {"empty": np.int32(request["empty"]), "most": _NAMES, "group": request["group"]}
+            return {"empty": np.int32(request["empty"]), "most": _MOST_BLOCKS, "group": request["group"]}
         case "complete":
-            return _complete(request, known)
+            return _complete(request, expected)
     raise ValueError(f"verb: got {verb!r}, wanted one of those of `random_requests`")
 
 
@@ -72,18 +72,18 @@ def _text(spec: CacheSpec, tokens: np.ndarray, extra_ids: np.ndarray) -> dict[st
     return {"tokens": tokens, "extra_ids": extra_ids} if spec.extra_ids else {"tokens": tokens}
 
 
-def _extend(request: Fields, known: Known) -> dict[str, Any] | None:
-    grows = [seq for seq, row in known.rows.items() if not row.swapped_out and not row.lost]
+def _extend(request: Fields, expected: Expected) -> dict[str, Any] | None:
+    grows = [seq for seq, row in expected.rows.items() if not row.swapped_out and not row.lost]
     counts = np.array([n if seq in grows else 0 for seq, n in enumerate(request["num_tokens"])], np.int32)
     if not counts.any():
         return None
-    return {"active": counts > 0, "num_tokens": counts, "max_tokens": MOST, **_tiers(request)}
+    return {"active": counts > 0, "num_tokens": counts, "max_tokens": MAX_TOKENS, **_tiers(request)}
 
 
-def _commit(request: Fields, spec: CacheSpec, known: Known) -> dict[str, Any] | None:
-    new = known.written(request)
-    columns = [np.stack([_padded([item[i] for item in line], spec.max_length) for line in new]) for i in range(2)]
-    counts = np.array([len(line) for line in new], np.int32)
+def _commit(request: Fields, spec: CacheSpec, expected: Expected) -> dict[str, Any] | None:
+    new = expected.written(request)
+    columns = [np.stack([_padded([item[i] for item in items], spec.max_length) for items in new]) for i in range(2)]
+    counts = np.array([len(items) for items in new], np.int32)
     return {**_text(spec, *columns), "num_tokens": counts} if counts.any() else None
 
 
@@ -94,19 +94,20 @@ def _pin(request: Fields, state: CacheState) -> dict[str, Any]:
     return {"blocks": np.where(findable & (np.arange(len(table)) < request["num_blocks"]), table, NO_BLOCK)}
 
 
-def _name(request: Fields, state: CacheState, on_host: bool) -> dict[str, Any]:
+def _cached_blocks(request: Fields, state: CacheState, on_host: bool) -> dict[str, Any]:
     """Some of the first cached blocks of a tier."""
     group = jax.device_get(state.groups[request["group"]])
     in_tier = (pool_rows(group) >= len(group.empty)) == on_host
-    blocks = np.flatnonzero(in_tier & (group.blocks.fill > 0) & (group.blocks.refcount == 0))[:_NAMES]
-    named = [block for i, block in enumerate(blocks.tolist()) if request["which"] >> i & 1]
-    return {"blocks": np.array([*named, *[NO_BLOCK] * (_NAMES - len(named))], np.int32), "group": request["group"]}
+    blocks = np.flatnonzero(in_tier & (group.blocks.fill > 0) & (group.blocks.refcount == 0))[:_MOST_BLOCKS]
+    chosen = [block for i, block in enumerate(blocks.tolist()) if request["which"] >> i & 1]
+    padding = [NO_BLOCK] * (_MOST_BLOCKS - len(chosen))
+    return {"blocks": np.array([*chosen, *padding], np.int32), "group": request["group"]}
 
 
-def _complete(request: Fields, known: Known) -> dict[str, Any] | None:
-    if not known.moves:
+def _complete(request: Fields, expected: Expected) -> dict[str, Any] | None:
+    if not expected.moves:
         return None
-    transfer, is_last = known.moves.popleft()
+    transfer, is_last = expected.moves.popleft()
     return {"transfer": transfer, "ok": np.bool_(request["ok"] or not is_last)}
 
 

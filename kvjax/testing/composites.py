@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A composite of verbs on trial: its rows, pins and bytes, read off the states and the events."""
+"""A composite of verbs on trial: its rows, pins and bytes, from the states and the events."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from kvjax.events.mirror import Node
 from kvjax.events.records import Events, Records
 from kvjax.state import LOST, NO_BLOCK, CacheState
-from kvjax.testing.known import Item, Known, Row, pool_rows
+from kvjax.testing.expected import Expected, Item, Row, pool_rows
 
 
-def transitions(given: Any) -> list[Events]:
+def transitions(result: Any) -> list[Events]:
     """The events of a composite, one for each transition in their order; those that `scan` stacked taken apart.
 
     Raises:
-      ValueError: if they are no events, or stacked beside others, which does not tell their order.
+      ValueError: if they are no events, or stacked beside others, so that their order is not clear.
     """
-    found = jax.tree.leaves(jax.device_get(given), is_leaf=lambda part: isinstance(part, Records))
+    found = jax.tree.leaves(jax.device_get(result), is_leaf=lambda part: isinstance(part, Records))
     kinds = [type(part).__name__ for part in found if not isinstance(part, Events)]
     if kinds or not found:
         raise ValueError(f"fn: got events of {kinds or 'no transition'}, wanted an Events, or several in their order")
@@ -35,44 +35,41 @@ def transitions(given: Any) -> list[Events]:
 
 
 def adopt(
-    known: Known, before: CacheState, after: CacheState, new: Mapping[Node, tuple], events: Sequence[Events],
+    expected: Expected, before: CacheState, after: CacheState, new: Mapping[Node, tuple], events: Sequence[Events],
     cut: Mapping[int, int],
 ) -> None:  # fmt: skip
-    """Brings what a trial knows up to date with a composite: the bytes moved and copied, then the tokens written.
+    """Updates the expected cache by a composite: the bytes moved and copied, then the tokens written.
 
-    Args:
-      known: what the trial knows.
-      before: the state before.
-      after: the state after; sound.
-      new: nodes of the mirror that the composite has stored.
-      events: of its transitions.
-      cut: {row: tokens that were left of it} for rows that it has cut back.
+    The state after is sound. `new` are nodes of the mirror that the composite has stored, `events` those of its
+    transitions, and `cut` {row: tokens that were left of it} for rows that it has cut back.
     """
-    held = [set(slots[_pool_rows_in_use(group)].flat) for slots, group in zip(known.slots, before.groups, strict=True)]
-    cached = [int(n) for one in events for n, asked in zip(one.cached, one.queried, strict=True) if asked > 0]
-    old = known.rows
+    held = [
+        set(slots[_pool_rows_in_use(group)].flat) for slots, group in zip(expected.slots, before.groups, strict=True)
+    ]
+    cached = [int(n) for one in events for n, queried in zip(one.cached, one.queried, strict=True) if queried > 0]
+    old = expected.rows
     for one in events:
-        known.move(one)
-    known.rows = dict(_rows(known, after))
-    claims = []  # group, indices of slots, the names of their contents, whether they are new
-    for seq, row in known.rows.items():
+        expected.move(one)
+    expected.rows = dict(_rows(expected, after))
+    claims = []  # group, indices of slots, the ids of their K/V, whether they are new
+    for seq, row in expected.rows.items():
         start = min([*_starts(old, row, seq, before, after), *cached], default=0)
         start, positions = min(start, cut.get(seq, start)), np.arange(len(row.items))
-        names = np.array(known.path(row.namespace, row.items), int)
+        kv_ids = np.array(expected.kv_ids(row.namespace, row.items), int)
         for number, group in enumerate(after.groups if not row.lost else ()):
-            index, seen = known.locate(group, seq, positions)
-            claims.append((number, index, names[seen], positions[seen] >= start))
+            index, seen = expected.locate(group, seq, positions)
+            claims.append((number, index, kv_ids[seen], positions[seen] >= start))
     for (number, block, _), (namespace, path, *_) in new.items():
-        items = known.items(path)
+        items = expected.items(path)
         start = min([*_starts(old, Row(namespace, items, items, len(items))), *cached], default=0)
-        positions = np.arange((len(items) - 1) // known.spec.block_size * known.spec.block_size, len(items))
-        index = np.full(len(positions), pool_rows(after.groups[number])[block]), positions % known.spec.block_size
-        claims.append((number, index, np.array(known.path(namespace, items))[positions], positions >= start))
-    computed = {name for *_, names, is_new in claims for name in names[is_new].tolist()}
-    for number, index, names, is_new in claims:  # also what was copied after it had been computed
-        is_new = is_new | np.array([name in computed or name not in held[number] for name in names.tolist()], bool)
-        known.slots[number][index[0][is_new], index[1][is_new]] = names[is_new]
-    known.pins = _pins(known, after)
+        positions = np.arange((len(items) - 1) // expected.spec.block_size * expected.spec.block_size, len(items))
+        index = np.full(len(positions), pool_rows(after.groups[number])[block]), positions % expected.spec.block_size
+        claims.append((number, index, np.array(expected.kv_ids(namespace, items))[positions], positions >= start))
+    computed = {kv_id for *_, kv_ids, is_new in claims for kv_id in kv_ids[is_new].tolist()}
+    for number, index, kv_ids, is_new in claims:  # also copies that were made after they had been computed
+        is_new = is_new | np.array([kv_id in computed or kv_id not in held[number] for kv_id in kv_ids.tolist()], bool)
+        expected.slots[number][index[0][is_new], index[1][is_new]] = kv_ids[is_new]
+    expected.pins = _pins(expected, after)
 
 
 def _pool_rows_in_use(group: Any) -> np.ndarray:
@@ -109,9 +106,9 @@ def _common(first: Sequence[Item], second: Sequence[Item]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _rows(known: Known, state: CacheState) -> Iterator[tuple[int, Row]]:
+def _rows(expected: Expected, state: CacheState) -> Iterator[tuple[int, Row]]:
     """The rows in use, with the text that the blocks of the first group hold."""
-    tree, size = state.groups[0], known.spec.block_size
+    tree, size = state.groups[0], expected.spec.block_size
     for seq in np.flatnonzero(state.seqs.length).tolist():
         namespace, length, committed = (
             int(x[seq]) for x in (state.seqs.namespace, state.seqs.length, state.seqs.committed)
@@ -119,7 +116,7 @@ def _rows(known: Known, state: CacheState) -> Iterator[tuple[int, Row]]:
         blocks = tree.table[seq][: -(-committed // size)]
         parts = [x[blocks].reshape(-1)[:committed].tolist() for x in tree.blocks.text.parts().values()]
         items: list[Any] = [(token, *extra, 0)[:2] for token, *extra in zip(*parts, strict=True)]
-        own = known.rows.get(seq, Row(namespace, [], [], 0))
+        own = expected.rows.get(seq, Row(namespace, [], [], 0))
         prompt = own.prompt[:length] if _common(own.prompt, items) == min(len(own.prompt), committed) else items
         lost = own.lost or any(_has_lost(group, seq) for group in state.groups)
         yield (
@@ -133,14 +130,14 @@ def _has_lost(group: Any, seq: int) -> bool:
     return bool(np.any(group.blocks.hits[held] == LOST))
 
 
-def _pins(known: Known, state: CacheState) -> list[np.ndarray]:
-    """The pins known that still hold, and what else is held beside the rows, a row's length at a time."""
-    group, width = state.groups[0], known.spec.max_blocks_per_seq
+def _pins(expected: Expected, state: CacheState) -> list[np.ndarray]:
+    """The pins that still hold, and all other blocks held beside the rows, a row's length at a time."""
+    group, width = state.groups[0], expected.spec.max_blocks_per_seq
     left = np.asarray(group.blocks.refcount) - np.bincount(
         group.table[group.table >= 0], minlength=len(group.blocks.refcount)
     )
     pins = []
-    for pin in known.pins:
+    for pin in expected.pins:
         if np.all(left[pin[pin >= 0]] > 0):
             left[pin[pin >= 0]] -= 1
             pins.append(pin)
@@ -151,13 +148,12 @@ def _pins(known: Known, state: CacheState) -> list[np.ndarray]:
 
 def differing(cache: Mapping[Any, Any], events: Mapping[Any, Any]) -> str:
     """The differences of two indexes, in words."""
+    alone = {"in the cache": cache.items() - events.items(), "by the events": events.items() - cache.items()}
     parts = []
-    for where, entries in (("in the cache alone", cache.items() - events.items()),
-                           ("by the events alone", events.items() - cache.items())):  # fmt: skip
-        named = [_entry(*entry) for entry in sorted(entries, key=str)]
-        parts += [f"{where}: {'; '.join(named[:3])}{f'; and {len(named) - 3} more' if len(named) > 3 else ''}"] * bool(
-            named
-        )
+    for where, entries in alone.items():
+        words = [_entry(*entry) for entry in sorted(entries, key=str)]
+        more = f"; and {len(words) - 3} more" if len(words) > 3 else ""
+        parts += [f"{where} alone: {'; '.join(words[:3])}{more}"] if words else []
     return "; ".join(parts)
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,18 +18,46 @@ from kvjax.events.records import Events, Status
 from kvjax.state import CacheState
 from kvjax.testing.arguments import arguments_of
 from kvjax.testing.composites import adopt, differing, transitions
-from kvjax.testing.known import Known, Row, pool_rows
-from kvjax.testing.programs import jitted_verbs
-from kvjax.testing.workload import Fields, Request
+from kvjax.testing.expected import Expected, Row, pool_rows
+from kvjax.testing.request import Fields, Request
+from kvjax.verbs.admit import admit, lookup
+from kvjax.verbs.commit import commit
+from kvjax.verbs.control import evict, pin, reset, unpin
+from kvjax.verbs.extend import extend
+from kvjax.verbs.fork import fork
+from kvjax.verbs.offload import complete, offload, onboard, watermark
+from kvjax.verbs.release import release
+from kvjax.verbs.swap import swap_in, swap_out
+from kvjax.verbs.truncate import truncate
+
+VERBS = (
+    admit, lookup, extend, commit, fork, truncate, release, pin,
+    unpin, evict, reset, offload, onboard, watermark,
+    swap_out, swap_in, complete,
+)  # fmt: skip
+
+
+def static_options(verb: Callable[..., Any]) -> tuple[str, ...]:
+    """The static options of a verb: numbers and tiers, by keyword."""
+    options = [p for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return tuple(p.name for p in options if str(p.annotation).startswith(("int", "tuple")))
+
+
+@functools.cache
+def jitted_verbs() -> dict[str, Callable[..., Any]]:
+    """The verbs by name, jitted for short compile times rather than speed."""
+    quick = {"xla_backend_optimization_level": 0}
+    return {
+        verb.__name__: jax.jit(verb, static_argnames=static_options(verb), compiler_options=quick) for verb in VERBS
+    }
 
 
 class Trial:
     """A cache that carries out requests and verifies itself after each.
 
-    Beside the cache it keeps, in plain Python, the text of each row and what each slot of the pools of both tiers would
-    hold: K/V depend on all tokens up to their own, so a slot's contents are named by (namespace, path). A row that
-    would read anything but its own text, and a findable block that does not hold what it claims, are failures; so is a
-    block with other holders than the rows and pins there are.
+    Beside the cache it has, in plain Python, the text of each row and the K/V in each slot of the pools of both tiers
+    (`Expected`). A row that would read other K/V than its own, and a findable block that does not hold its tokens' K/V,
+    are failures; so is a block with other holders than rows and pins.
 
     Attributes:
       state: the cache.
@@ -47,7 +77,7 @@ class Trial:
         Args:
           state: from `init`.
           delivers: whether to demand that a prompt which fits by the free count is admitted; not for caches with
-            windows or a host tier, where the count does not tell.
+            windows or a host tier, where the count does not decide.
           verbs: jitted verbs by name, None for the library's.
 
         Raises:
@@ -59,16 +89,16 @@ class Trial:
         self.verbs = jitted_verbs() if verbs is None else verbs
         self.mirror = Mirror()
         self.tally: collections.Counter[str] = collections.Counter()
-        self._known = Known(state.spec)
+        self._expected = Expected(state.spec)
 
     def do(self, request: Request) -> Events | None:
-        """Carries out one request (see `Request`); None if it asks for nothing (no row to extend, no pin).
+        """Carries out one request (see `Request`); None if it is empty (no row to extend, no pin).
 
         Raises:
           AssertionError: if the cache is not as it should be afterwards.
         """
         verb, fields = request["verb"], cast(Fields, request)
-        arguments = arguments_of(fields, self.state, self._known)
+        arguments = arguments_of(fields, self.state, self._expected)
         if arguments is None:
             return None
         before, mirror = jax.device_get(self.state), self.mirror
@@ -76,17 +106,17 @@ class Trial:
         self.state, events = self.verbs[verb](self.state, **arguments)
         events = jax.device_get(events)
         status = [Status(s) for s in events.status.tolist()]
-        heard = to_list(events)
+        records = to_list(events)
         self.tally.update(s.name for s in status if s)
-        self.tally.update([verb] * all(s == Status.OK for s in status) + [event["kind"] for event in heard])
+        self.tally.update([verb] * all(s == Status.OK for s in status) + [record["kind"] for record in records])
         assert not wanted or status == [Status.OK], f"{status[0].name}, though there are blocks enough"
         if verb != "complete" and (Status.OK not in status or (verb == "extend" and any(status))):
             assert_equal(before, jax.device_get(self.state), f"refused with {[s.name for s in status]}")
-        self._verify_unheld(heard, before, verb)
-        self._verify_removed(heard)
-        self.mirror = fold(heard, mirror)
+        self._verify_unheld(records, before, verb)
+        self._verify_removed(records)
+        self.mirror = fold(records, mirror)
         if verb in ("commit", "complete") or all(s == Status.OK for s in status):
-            self._known.note(fields, arguments, events, before)
+            self._expected.note(fields, arguments, events, before)
         self.verify()
         return events
 
@@ -125,18 +155,18 @@ class Trial:
         """
         name = getattr(fn, "__name__", type(fn).__name__)
         before, mirror = jax.device_get(self.state), self.mirror
-        state, given = _result(fn(self.state, *args), before)
-        events = transitions(given)
+        state, returned = _result(fn(self.state, *args), before)
+        events = transitions(returned)
         self.state = state
         try:
             self._apply(name, events, before, partial)
             after = jax.device_get(state)
             new = {node: entry for node, entry in self.mirror.nodes.items() if node not in mirror.nodes}
-            adopt(self._known, before, after, new, events, cut or {})
+            adopt(self._expected, before, after, new, events, cut or {})
             self.verify()
         except (AssertionError, ValueError) as error:
             raise AssertionError(f"{name}: {error}") from error
-        return jax.device_get(given)
+        return jax.device_get(returned)
 
     def _apply(self, name: str, events: Sequence[Events], before: CacheState, partial: bool) -> None:
         """Counts and folds the events of a composite, after verifying that it was done or refused, and is sound."""
@@ -147,15 +177,15 @@ class Trial:
             assert_equal(before, jax.device_get(self.state), f"refused with {[s.name for s in status]}")
         self.sound()
         for one in events:
-            heard = to_list(one)
-            self.tally.update(event["kind"] for event in heard)
-            mirror = fold(heard, self.mirror)
-            self._verify_removed(heard)
+            records = to_list(one)
+            self.tally.update(record["kind"] for record in records)
+            mirror = fold(records, self.mirror)
+            self._verify_removed(records)
             self.mirror = mirror
         self._verify_index()
 
     def verify(self) -> None:
-        """Compares the cache with everything known of it."""
+        """Compares the cache with the expected one."""
         self.sound()
         state = jax.device_get(self.state)
         self._verify_index()
@@ -165,35 +195,36 @@ class Trial:
 
     def _verify_index(self) -> None:
         """The fold law."""
-        found, told = index_of(self.state), self.mirror.index
-        assert found == told, f"the events do not give the index: {differing(found, told)}"
+        found, folded = index_of(self.state), self.mirror.index
+        assert found == folded, f"the events do not give the index: {differing(found, folded)}"
 
     def _verify_rows(self, state: CacheState) -> None:
         """Each row has the right length, and would read its own text."""
         for seq in range(state.spec.max_seqs):
-            row = self._known.rows.get(seq, Row(0, [], [], 0))
+            row = self._expected.rows.get(seq, Row(0, [], [], 0))
             found = tuple(int(x[seq]) for x in (state.seqs.length, state.seqs.committed, state.seqs.namespace))
             assert found == (row.length, len(row.items), row.namespace), f"row {seq} has {found}"
-            path = np.array(self._known.path(row.namespace, row.items), int)
+            kv_ids = np.array(self._expected.kv_ids(row.namespace, row.items), int)
             for number, group in enumerate(state.groups if not row.lost else ()):
-                index, seen = self._known.locate(group, seq, np.arange(len(row.items)))
-                assert np.array_equal(self._known.slots[number][index], path[seen]), (
+                index, seen = self._expected.locate(group, seq, np.arange(len(row.items)))
+                assert np.array_equal(self._expected.slots[number][index], kv_ids[seen]), (
                     f"row {seq} would read what is not its own"
                 )
 
     def _verify_cached(self, state: CacheState) -> None:
-        """Each block that can be found holds what the events said of it."""
+        """Each findable block holds the K/V of the tokens in its event."""
         size = state.spec.block_size
         for (number, block, _), (namespace, path, *_) in self.mirror.nodes.items():
-            items = self._known.items(path)
+            items = self._expected.items(path)
             start = (len(items) - 1) // size * size
-            held = self._known.slots[number][pool_rows(state.groups[number])[block], : len(items) - start]
-            names = self._known.path(namespace, items)[start:]
-            assert held.tolist() == names, f"block {block} does not hold what it claims"
+            held = self._expected.slots[number][pool_rows(state.groups[number])[block], : len(items) - start]
+            assert held.tolist() == self._expected.kv_ids(namespace, items)[start:], (
+                f"block {block} does not hold what it claims"
+            )
 
     def _verify_holders(self, state: CacheState) -> None:
         """The holders of a block are rows and pins."""
-        pinned = [self._known.pins, *[[]] * (len(state.groups) - 1)]  # blocks of the first group alone
+        pinned = [self._expected.pins, *[[]] * (len(state.groups) - 1)]  # blocks of the first group alone
         for group, pins in zip(state.groups, pinned, strict=True):
             holders = np.concatenate([group.table.reshape(-1), *pins])
             counts = np.bincount(holders[holders >= 0], minlength=len(group.blocks.refcount))
@@ -207,34 +238,33 @@ class Trial:
         """Whether a prompt is sound, its row free, and empty and cached blocks enough for its uncached part."""
         spec, group, length = self.state.spec, jax.device_get(self.state.groups[0]), int(arguments["length"])
         seq, tokens = int(arguments["seq"]), arguments["tokens"][:length]
-        if seq in self._known.rows or seq >= spec.max_seqs or not 1 <= length <= spec.max_length or tokens.min() < 0:
+        if seq in self._expected.rows or seq >= spec.max_seqs or not 1 <= length <= spec.max_length or tokens.min() < 0:
             return False
-        asked = {name: value for name, value in arguments.items() if name != "seq"}
-        match = jax.device_get(self.verbs["lookup"](self.state, **asked))
+        match = jax.device_get(self.verbs["lookup"](self.state, **{k: v for k, v in arguments.items() if k != "seq"}))
         whole = match.blocks[match.blocks >= 0]
         idle = int(np.sum(group.blocks.refcount[whole] == 0))
         return -(-length // spec.block_size) - len(whole) <= int(group.num_empty) + int(group.num_cached) - idle
 
-    def _verify_removed(self, heard: Sequence[dict[str, Any]]) -> None:
+    def _verify_removed(self, records: Sequence[dict[str, Any]]) -> None:
         """No parent was removed before its children."""
         size, left = self.state.spec.block_size, dict(self.mirror.nodes)
-        for event in heard:
-            if event["kind"] != "removed":
+        for record in records:
+            if record["kind"] != "removed":
                 continue
-            number, block = event["group"], event["block"]
-            namespace, path, *_ = left.pop((number, block, event["generation"]))
+            number, block = record["group"], record["block"]
+            namespace, path, *_ = left.pop((number, block, record["generation"]))
             for (other, *_), (ns, longer, *_) in left.items():
                 below = len(path) % size == 0 and len(longer) > len(path) and longer[: len(path)] == path
                 parent = (number, other, ns) == (0, 0, namespace) and below
                 assert not parent, f"block {block} was removed before its child"
 
-    def _verify_unheld(self, heard: Sequence[dict[str, Any]], before: CacheState, verb: str) -> None:
+    def _verify_unheld(self, records: Sequence[dict[str, Any]], before: CacheState, verb: str) -> None:
         """Nothing was removed that is held, unless a move failed."""
         most = 1 if verb == "truncate" else 0
-        for event in heard:
-            if event["kind"] == "removed" and verb != "complete":
-                holders = int(before.groups[event["group"]].blocks.refcount[event["block"]])
-                assert holders <= most, f"block {event['block']} was removed, which {holders} hold"
+        for record in records:
+            if record["kind"] == "removed" and verb != "complete":
+                holders = int(before.groups[record["group"]].blocks.refcount[record["block"]])
+                assert holders <= most, f"block {record['block']} was removed, which {holders} hold"
 
 
 def _result(result: Any, before: CacheState) -> tuple[CacheState, Any]:

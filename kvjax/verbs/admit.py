@@ -321,7 +321,7 @@ def _place_copy(
 
 
 def _find(group: Group, spec: GroupSpec, ids: jax.Array, source: jax.Array, cached: jax.Array, size: int) -> Found:
-    """Finds the blocks beside ids i32[F] and source i32[] of the first group, for a row of `cached` i32[] tokens."""
+    """Finds a group's blocks for ids i32[F] and source i32[] of the first group, and a row of `cached` i32[] tokens."""
     blocks, source = group.in_this_group(ids), group.in_this_group(source)
     hits = (blocks >= 0) & spec.keeps(np.arange(ids.shape[0], dtype=np.int32), cached, size)
     refcount, on_host = pick(group.blocks.refcount, blocks), hits & ~group.on_device(blocks)

@@ -106,8 +106,8 @@ def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
 def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = None) -> tuple[CacheState, Events]:
     """Empties cached blocks by name, with all their findable descendants; all or nothing.
 
-    The blocks of window groups beside them are emptied too. Costs a pass over all blocks. Skips blocks that are not
-    findable.
+    The window groups' blocks of the same prefixes are emptied too. Costs a pass over all blocks. Skips blocks
+    that are not findable.
 
     Args:
       state: the cache.

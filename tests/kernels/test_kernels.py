@@ -42,25 +42,25 @@ def quantised(dtype, **shape):
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(
-    ("heads", "width", "given"),
+    ("heads", "width", "source"),
     [
         (3, 20, "float32"),
         pytest.param(2, 16, "bfloat16", marks=pytest.mark.long),
         pytest.param(1, 80, "float16", marks=pytest.mark.long),
     ],
 )
-def test_quantised_append(dtype, heads, width, given):
+def test_quantised_append(dtype, heads, width, source):
     pool, scales = quantised(dtype, heads=heads, width=width)
-    k, v = kv = jnp.asarray(np.random.default_rng(1).standard_normal((2, 6, heads, width)), given)
+    k, v = kv = jnp.asarray(np.random.default_rng(1).standard_normal((2, 6, heads, width)), source)
     slots = np.array([0, 33, 17, 31, 9, 34], np.int32)  # two of them in scratch
     args = pool, jnp.int32(1), k, v, jnp.asarray(slots), scales
     wanted = jax.jit(xla.append_kv)(*args)
     got = jax.jit(functools.partial(triton.append_kv, interpret=True))(*args)
-    real, place = slots < 32, (slots[slots < 32] // 4, 1, slice(None), slice(None), slots[slots < 32] % 4)
+    real, index = slots < 32, (slots[slots < 32] // 4, 1, slice(None), slice(None), slots[slots < 32] % 4)
     for new, twin, old, values in zip(got, wanted, (pool, scales), quantise(kv, dtype), strict=True):
         np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, twin)))
         expected = np.array(old)
-        expected[place] = np.asarray(values).reshape(2, 6, *expected[place].shape[2:]).swapaxes(0, 1)[real]
+        expected[index] = np.asarray(values).reshape(2, 6, *expected[index].shape[2:]).swapaxes(0, 1)[real]
         np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, expected)))
 
 

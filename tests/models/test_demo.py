@@ -29,7 +29,7 @@ def test_a_bar_has_its_parts_in_proportion():
 def session() -> demo.Session:
     one = demo.Session.__new__(demo.Session)
     one.__dict__ = {
-        "prompted": 12345, "reused": 1234, "asked": 12, "right": 12, "entries": [],
+        "prompted": 12345, "reused": 1234, "answered": 12, "right": 12, "entries": [],
         "turns": [demo.Turn(1684, 0, 1.234)] * demo.QUESTIONS, "cache": types.SimpleNamespace(state=None),
     }  # fmt: skip
     return one
@@ -38,8 +38,8 @@ def session() -> demo.Session:
 @pytest.mark.parametrize("width", [60, 80])
 def test_what_is_drawn_stays_within_the_columns(monkeypatch, width):
     """Not the maps, which `kvjax.show` keeps within the columns it is told."""
-    asked = []
-    monkeypatch.setattr(demo.kvjax, "show", lambda state, **options: asked.append(options["width"]) or "map")
+    widths = []
+    monkeypatch.setattr(demo.kvjax, "show", lambda state, **options: widths.append(options["width"]) or "map")
     parts = demo.Parts(*[session()] * 10, "map")
     parts = parts._replace(first=session(), repeat=types.SimpleNamespace(**{**vars(session()), "turns": []}))
     parts.repeat.tokens, parts.repeat.records = parts.first.tokens, parts.first.records
@@ -47,7 +47,7 @@ def test_what_is_drawn_stays_within_the_columns(monkeypatch, width):
     demo.show(console, parts, ["beatrix"] * demo.QUESTIONS)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
-    assert asked == [width] * 2 and sum("where is beatrix ?" in line for line in lines) == demo.QUESTIONS
+    assert widths == [width] * 2 and sum("where is beatrix ?" in line for line in lines) == demo.QUESTIONS
 
 
 @pytest.mark.slow

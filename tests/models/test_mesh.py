@@ -271,12 +271,12 @@ def of_processes(count, *options):
 def test_two_processes_do_what_one_does():
     (alone,) = of_processes(1)
     assert of_processes(2) == [alone, alone]  # the clock too is the first one's
-    cached = [cached for outputs in alone["told"][::2] for _, cached, _ in outputs]
-    kinds = {event["kind"] for events in alone["told"][1::2] for event in events}
+    cached = [cached for outputs in alone["results"][::2] for _, cached, _ in outputs]
+    kinds = {event["kind"] for events in alone["results"][1::2] for event in events}
     assert max(cached) >= 32 and {"stored", "removed", "updated"} <= kinds and not alone["lost"]
 
     first, second = of_processes(2, "--fail")  # a move that fails in one process has failed in both
-    assert first["told"] == second["told"] and first["state"] == second["state"]
+    assert first["results"] == second["results"] and first["state"] == second["state"]
     assert "a move failed in another process" in first["lost"][0] and "division by zero" in second["lost"][0]
-    tokens = [[[tokens for tokens, *_ in outputs] for outputs in one["told"][::2]] for one in (first, alone)]
+    tokens = [[[tokens for tokens, *_ in outputs] for outputs in one["results"][::2]] for one in (first, alone)]
     assert tokens[0] == tokens[1]

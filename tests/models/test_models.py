@@ -411,9 +411,9 @@ def test_recall_documents_questions_and_batches_agree():
         words = recall.decode(row[: 9 * recall.FACT_TOKENS]).split()
         facts = dict(zip(words[::5], words[3::5], strict=True))
         assert len(facts) == 9
-        asked = [recall.VOCABULARY[row[mark - 1]] for mark in marks]
-        assert sorted(asked) == sorted(facts)
-        assert [recall.VOCABULARY[row[mark + 1]] for mark in marks] == [facts[person] for person in asked]
+        people = [recall.VOCABULARY[row[mark - 1]] for mark in marks]
+        assert sorted(people) == sorted(facts)
+        assert [recall.VOCABULARY[row[mark + 1]] for mark in marks] == [facts[person] for person in people]
     for bad in ((0, 1), (4, 5), (1000, 1)):
         with pytest.raises(ValueError, match="wanted 1 to"):
             recall.make_batch(rng, 1, *bad)

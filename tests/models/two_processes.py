@@ -39,17 +39,17 @@ def generate_all(fail: bool, start: int):
     if fail:
         copy, calls = host._copy, itertools.count()
         host._copy = lambda *args: copy(*args) if next(calls) != 2 else 1 / 0
-    told = []
+    results = []
     for document in numbers * 2:
         clock = itertools.count(start, 7)
         outputs, cache, events = kvjax.generate(
             model, cache, [document, [*document[:20], 1]], max_new_tokens=6, clock=lambda clock=clock: next(clock),
             retention=kvjax.Retention.of(decode_priority=50, decode_ttl=100),
         )  # fmt: skip
-        told.append([[output.tokens, output.cached_tokens, output.finish] for output in outputs])
-        told.append(events)
+        results.append([[output.tokens, output.cached_tokens, output.finish] for output in outputs])
+        results.append(events)
     state = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache.state)))
-    return {"told": told, "state": state.hexdigest()}
+    return {"results": results, "state": state.hexdigest()}
 
 
 def main() -> None:

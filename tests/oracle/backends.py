@@ -22,7 +22,7 @@ import numpy as np
 import kvjax
 from kvjax.serving.capacity import num_steps
 from tests import drive
-from tests.oracle.cache import NO_BLOCK, Oracle, Result, Retention, Worth
+from tests.oracle.cache import NO_BLOCK, Oracle, Priority, Result, Retention
 
 _NUM_STEPS = jax.jit(num_steps, static_argnames="k")
 _ROOM = 2**30  # of a log without end
@@ -93,8 +93,8 @@ class OracleBackend:
     def admit(self, row: int, prompt: Prompt, now: int, retention: dict[str, Any]) -> Outcome:
         options: dict[str, Any] = {"namespace": self._namespace(prompt), "extra_ids": prompt.extra_ids}
         self.cache.now = now
-        ranges = [(r["start"], r["end"], Worth(r["priority"], r.get("ttl"))) for r in retention.get("ranges", ())]
-        generated = Worth(retention.get("decode_priority", 35), retention.get("decode_ttl"))
+        ranges = [(r["start"], r["end"], Priority(r["priority"], r.get("ttl"))) for r in retention.get("ranges", ())]
+        generated = Priority(retention.get("decode_priority", 35), retention.get("decode_ttl"))
         return self._outcome(
             self.cache.admit(row, prompt.tokens, retention=Retention(ranges, generated), tiers=True, **options)
         )
@@ -149,7 +149,7 @@ class OracleBackend:
         return self.cache.tables(self.groups[group])[row]
 
     def priorities(self, row: int) -> list[int]:
-        return [self.cache.blocks[block].worth.priority for block in self.table(row)]
+        return [self.cache.blocks[block].stated.priority for block in self.table(row)]
 
     def findable(self, row: int) -> list[int]:
         return [block for block in self.cache.tables()[row] if self.cache.blocks[block].node]

@@ -36,9 +36,9 @@ class Event(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a verb reports: one status per row, events, tokens asked for and found per row, blocks missing, moves.
+    """What a verb reports: one status per row, events, tokens looked up and found per row, blocks missing, moves.
 
-    A move is (group, block, number); it is over when `complete` is told.
+    A move is (group, block, number); `complete` ends it.
     """
 
     status: list[Status]
@@ -54,21 +54,21 @@ class Result(NamedTuple):
         return all(status == Status.OK for status in self.status)
 
 
-class Worth(NamedTuple):
-    """Priority, and ms to live after a release (None: for ever); what blocks are worth of which nobody says more."""
+class Priority(NamedTuple):
+    """The priority of a block, by default 35, and its time to live in ms after a release, None for ever."""
 
     priority: int = 35
     ttl: int | None = None
 
 
-WORTH = Worth()
+DEFAULT = Priority()
 
 
 class Retention(NamedTuple):
-    """What a request says of its blocks: (start, end or None, worth) of ranges of its prompt; generated ones."""
+    """The stated priorities: (start, end or None, priority) of ranges of a prompt; and of generated blocks."""
 
-    ranges: Sequence[tuple[int, int | None, Worth]] = ()
-    generated: Worth = WORTH
+    ranges: Sequence[tuple[int, int | None, Priority]] = ()
+    generated: Priority = DEFAULT
 
 
 RETENTION = Retention()
@@ -76,7 +76,7 @@ RETENTION = Retention()
 
 @dataclasses.dataclass
 class Block:
-    """One block; `node` is its place in the index, None where it has none."""
+    """One block; `node` is its entry in the index, None where it has none."""
 
     refcount: int = 0
     copies: int = 0  # of these holders, copies of the present call
@@ -86,7 +86,7 @@ class Block:
     hits: int = 0  # how often the contents were reused since they were stored
     stored: int = 0  # clock when the contents entered the index
     released: int = 0  # clock when the last holder let go
-    worth: Worth = WORTH
+    stated: Priority = DEFAULT
     expiry: int | None = None  # ms when its time to live is over, if it has one and nobody holds it
     host: bool = False  # where it is, if it is not empty
     move: int = 0  # number of the move that brings it where it is, if that has not been completed
@@ -96,7 +96,7 @@ class Block:
 
 @dataclasses.dataclass
 class Row:
-    """One sequence: `length` tokens of room, of which `tokens` are written; a table per group, gaps are NO_BLOCK."""
+    """One sequence: `length` tokens reserved, of which `tokens` are written; a table per group, gaps are NO_BLOCK."""
 
     namespace: int = 0
     length: int = 0
@@ -110,13 +110,13 @@ class Row:
         """An equal row that shares nothing with this one."""
         return dataclasses.replace(self, tokens=list(self.tokens), tables=[list(table) for table in self.tables])
 
-    def stated(self, first: int) -> Worth | None:
-        """What the block that begins with token `first` is to be worth; None: nothing is said of it."""
+    def stated(self, first: int) -> Priority | None:
+        """The stated priority of the block that begins with token `first`, or None."""
         if first >= self.prompt:
             return self.retention.generated
-        for start, end, worth in self.retention.ranges:
+        for start, end, priority in self.retention.ranges:
             if start <= first and (end is None or first < end):
-                return worth
+                return priority
         return None
 
 
@@ -142,9 +142,11 @@ class Group:
         active, cached = len(device) - len(idle), sum(block.node is not None for block in idle)
         return {"empty": self.num_blocks - active - cached, "cached": cached, "active": active}
 
-    def sees(self, place: int, written: int, size: int) -> bool:
-        """Whether the token after `written` ones sees something of a sequence's block at `place`."""
-        return self.window is None or place * size < self.sink_tokens or (place + 1) * size > written - self.window + 1
+    def sees(self, column: int, written: int, size: int) -> bool:
+        """Whether the token after `written` ones sees something of a sequence's block at `column`."""
+        return (
+            self.window is None or column * size < self.sink_tokens or (column + 1) * size > written - self.window + 1
+        )
 
 
 def lru(block: Block) -> int:

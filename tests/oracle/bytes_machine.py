@@ -79,8 +79,8 @@ def named(vector: Any, xp: Any = np) -> Any:
     return xp.rint(vector[..., 0]).astype(xp.int32) - 1
 
 
-class Given(Pytree):
-    """A model whose K/V are given: values f32[S, C, L, 2, D]."""
+class Constant(Pytree):
+    """A model with constant K/V: values f32[S, C, L, 2, D]."""
 
     values: jax.Array
 
@@ -110,9 +110,9 @@ class Chain(Pytree, static=("layers",)):
             names = jnp.stack([name := advance(name, tokens[:, i]) for i in range(tokens.shape[1])], axis=1)
             chosen = jnp.take_along_axis(names, last[:, None], axis=1)[:, 0]
         else:
-            place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-            begins = jnp.full(place.shape, -1, jnp.int32)
-            begins = begins.at[jnp.where(view.num_tokens > 0, view.starts, place.size)].set(start, mode="drop")
+            position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            begins = jnp.full(position.shape, -1, jnp.int32)
+            begins = begins.at[jnp.where(view.num_tokens > 0, view.starts, position.size)].set(start, mode="drop")
 
             def one(name, at):
                 begin, token = at
@@ -135,11 +135,11 @@ class Chain(Pytree, static=("layers",)):
     def blind(self, pools, view, first):
         """bool[R]; whether something is NaN of what the token at `first` sees."""
         found = jnp.zeros(first.shape, jnp.bool_)
-        for g, (spec, table) in enumerate(zip(pools.spec.groups, view.tables, strict=True)):
+        for number, (spec, table) in enumerate(zip(pools.spec.groups, view.tables, strict=True)):
             position = jnp.arange(table.shape[1] * SIZE, dtype=jnp.int32)[None]
             seen = (position < first[:, None]) & visible(spec, position, first[:, None])
             for p in range(len(spec.pools)):
-                wrong = jnp.any(jnp.isnan(read(pools, g, p)), axis=(1, 2, 3, 5))[table]
+                wrong = jnp.any(jnp.isnan(read(pools, number, p)), axis=(1, 2, 3, 5))[table]
                 found = found | jnp.any(wrong.reshape(seen.shape) & seen, axis=1)
         return found
 
@@ -209,9 +209,9 @@ def compute(cache: Cache, model: Any, tokens: Any, counts: Any, extra_ids: Any) 
 def block_of_steps(
     cache: Cache, values: Any, tokens: Any, counts: Any, begun: Any, extra_ids: Any
 ) -> tuple[Cache, kvjax.Events, kvjax.Events]:
-    """Writes counts i32[S] tokens of each row, one in a step, in room that there is; commits them and trims the rows.
+    """Writes counts i32[S] tokens of each row in reserved slots, one in a step; commits them and trims the rows.
 
-    `values` are those of `Given` for up to P steps; `begun` bool[S].
+    `values` are those of `Constant` for up to P steps; `begun` bool[S].
     """
 
     def one(number: Any, pools: Pools) -> Pools:
@@ -245,7 +245,7 @@ def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
 
     def jit(function, name=None):
         function = with_kernels(function) if kernels else function
-        return jax.jit(function, donate_argnums=0, static_argnames=drive.STATIC.get(name))
+        return jax.jit(function, donate_argnums=0, static_argnames=drive.static(name) if name else ())
 
     found = {f"Cache.{name}": jit(getattr(Cache, name), name) for name in _ON_CACHES}
     found |= {name: jit(drive.verb(name), name) for name in (*_ON_STATES, "complete")}
@@ -260,7 +260,7 @@ def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a cache is made with, and what is asked of it.
+    """The options of a cache, and the requests to it.
 
     Attributes:
       layers: (window, sink tokens) of each layer.
@@ -274,7 +274,7 @@ class Config:
       heads: kv heads; if more than one, a mesh of as many devices divides them.
       generate: whether `generate` takes its turn.
       kernels: whether the transitions of a decode step are kernels, interpreted.
-      verbs: what may be asked for, None for all; "loop admit" is an admit inside a loop, "wide extend" an extend
+      verbs: those that may be called, None for all; "loop admit" is an admit inside a loop, "wide extend" an extend
         between loops. Fewer take less time to compile.
       policy: who leaves; None: the least recently released.
       options: for `make_spec`.
@@ -345,7 +345,7 @@ class Life:
         self.mirror = kvjax.events.Mirror()
         self.tally: collections.Counter[str] = collections.Counter()
         self.programs = programs(config.kernels)
-        self.look()
+        self.inspect()
         self.poison()
 
     # One step.
@@ -360,12 +360,12 @@ class Life:
         self.defer = request.get("defer", False)
         getattr(self, f"_{request['verb']}")(request)
         self.faults.left = None
-        self.look()
+        self.inspect()
         self.verify()
         if request.get("poison", True):
             self.poison()
 
-    def look(self) -> None:
+    def inspect(self) -> None:
         """Reads the state and the bytes; copies, since numpy's views would keep arrays from being donated."""
         take = functools.partial(jax.tree.map, lambda x: np.array(x))
         self.state: Any = take(jax.device_get(self.cache.state))
@@ -383,14 +383,14 @@ class Life:
             row = self.rows.get(seq, Row(0, (), ()))
             found = int(seqs.committed[seq]), int(seqs.namespace[seq]), int(seqs.length[seq]) > 0
             assert found == (len(row.items), row.namespace, seq in self.rows), f"row {seq} has {found}, wanted {row}"
-        for g, (demand, owners) in enumerate(self.demands()):
-            for p, pool in enumerate(self.spec.groups[g].pools):
-                got = self.read(g, p)  # [N + H, P, L, 2, K, D]
+        for number, (demand, owners) in enumerate(self.demands()):
+            for p, pool in enumerate(self.spec.groups[number].pools):
+                got = self.read(number, p)  # [N + H, P, L, 2, K, D]
                 wanted = vectors(demand, len(self.config.layers))[:, :, list(pool.layers)]
                 wrong = ~(np.abs(got - wanted[..., None, :]) <= 0.25).all(axis=(2, 3, 4, 5)) & (demand >= 0)
                 if wrong.any():
                     row, at = np.argwhere(wrong)[0].tolist()
-                    raise AssertionError(self.complaint(g, p, row, at, got[row, at], owners))
+                    raise AssertionError(self.complaint(number, p, row, at, got[row, at], owners))
 
     def read(self, group: int, pool: int) -> np.ndarray:
         """f32[N + H, P, L, 2, K, D]; what the slots of both tiers hold, without the signs of the heads."""
@@ -401,7 +401,7 @@ class Life:
     def demands(self) -> list[tuple[np.ndarray, list[tuple[str, np.ndarray]]]]:
         """For each group: names i32[N + H, P] that its slots must have, -1 for none; and who wants which rows."""
         found = []
-        for g, (group, spec) in enumerate(zip(self.state.groups, self.spec.groups, strict=True)):
+        for number, (group, spec) in enumerate(zip(self.state.groups, self.spec.groups, strict=True)):
             slot = np.arange(spec.num_ids) if group.host is None else group.host.pool_row
             demand, owners = np.full((spec.num_ids, SIZE), -1, np.int32), []
 
@@ -415,16 +415,16 @@ class Life:
             for seq, row in self.rows.items():
                 table = np.where(group.table[seq] >= 0, slot[group.table[seq]], -1)
                 if not row.swapped:
-                    table = self.tables[g][seq]
+                    table = self.tables[number][seq]
                     table = np.where(table == spec.num_blocks, -1, table)
                 where = np.arange(len(row.items))
-                there = table[where // SIZE] >= 0
-                lost = ~there & visible(spec, where, len(row.items))
-                assert not lost.any(), f"row {seq} sees nothing at {where[lost]} in group {g}"
-                rows, where = table[where // SIZE][there], where[there]
+                held = table[where // SIZE] >= 0
+                lost = ~held & visible(spec, where, len(row.items))
+                assert not lost.any(), f"row {seq} sees nothing at {where[lost]} in group {number}"
+                rows, where = table[where // SIZE][held], where[held]
                 want(f"row {seq}", rows, where % SIZE, names_of(row.namespace, row.items)[where])
             for (of, block, _), (namespace, path, *_) in self.mirror.nodes.items():
-                if of == g:
+                if of == number:
                     start = (len(path) - 1) // SIZE * SIZE
                     names = names_of(namespace, path)[start:]
                     want(f"block {block} {path}", np.full(len(names), slot[block]), np.arange(len(names)), names)
@@ -436,22 +436,22 @@ class Life:
         spec = self.spec.groups[group]
         tier = "device" if row < spec.num_blocks else "host"
         layer = spec.pools[pool].layers[0]
-        known = {(n + 8_002 * layer) % PRIME + 1: text for text, n in _NAMES.items()}
+        texts = {(n + 8_002 * layer) % PRIME + 1: text for text, n in _NAMES.items()}
         number = got[0, 0, 0, 0]
-        found = known.get(int(np.rint(number)), number) if np.isfinite(number) else number
+        found = texts.get(int(np.rint(number)), number) if np.isfinite(number) else number
         return f"group {group} pool {pool}, {tier} row {row}, slot {at} is read by {whose}, and holds {found}"
 
     def poison(self) -> None:
         """NaN in every slot that nobody may read, scratch and the host's included."""
-        for g, (demand, _) in enumerate(self.demands()):
+        for number, (demand, _) in enumerate(self.demands()):
             free = demand < 0
-            n = self.spec.groups[g].num_blocks
+            n = self.spec.groups[number].num_blocks
             of_tier = [np.concatenate([free[:n], np.ones((1, SIZE), bool)]), free[n:]]
             for pools, mask in zip(self.bytes, of_tier, strict=True):
                 if pools is None:
                     continue
-                scales = pools.scales[g] if pools.scales else [None] * len(pools.arrays[g])
-                for x, scale in zip(pools.arrays[g], scales, strict=True):
+                scales = pools.scales[number] if pools.scales else [None] * len(pools.arrays[number])
+                for x, scale in zip(pools.arrays[number], scales, strict=True):
                     spot = np.broadcast_to(mask[:, None, None, None, :], x.shape[:-1])
                     x[spot] = -128 if x.dtype == np.int8 else np.nan
                     if scale is not None:
@@ -460,8 +460,8 @@ class Life:
         def put(new, old):
             if old is None:
                 return None
-            room = np.empty(new.nbytes + 1, np.uint8)[1:]  # not aligned, or numpy's memory would be used
-            copy = room.view(new.dtype).reshape(new.shape)
+            memory = np.empty(new.nbytes + 1, np.uint8)[1:]  # not aligned, or numpy's memory would be used
+            copy = memory.view(new.dtype).reshape(new.shape)
             copy[...] = new
             return jax.device_put(copy, old.sharding)
 
@@ -471,13 +471,13 @@ class Life:
     # How verbs are run.
 
     def hear(self, events: Any) -> list[dict[str, Any]]:
-        heard = kvjax.to_list(events) if not isinstance(events, list) else events
-        self.mirror = kvjax.fold(heard, self.mirror)
-        for event in heard:
+        records = kvjax.to_list(events) if not isinstance(events, list) else events
+        self.mirror = kvjax.fold(records, self.mirror)
+        for event in records:
             self.tally[event["kind"]] += 1
             if event["kind"] == "updated":
                 self.tally["offloaded" if event["level"] else "onboarded"] += 1
-        return heard
+        return records
 
     def on_cache(self, verb: str, *args: Any, **kwargs: Any) -> kvjax.Events:
         self.cache, events = self.programs[f"Cache.{verb}"](self.cache, *args, **kwargs)
@@ -542,17 +542,17 @@ class Life:
         prompts, spaces = request["prompts"], request["namespaces"]
         tokens = np.stack([padded(p) for p in prompts])
         lengths = np.array([len(p) for p in prompts], np.int32)
-        asked = {"namespace": np.array(spaces, np.int32), "reserve_tokens": self.config.reserve_tokens}
+        options = {"namespace": np.array(spaces, np.int32), "reserve_tokens": self.config.reserve_tokens}
         if self.extra:
-            asked["extra_ids"] = np.stack([padded(extras(p)) for p in prompts])
+            options["extra_ids"] = np.stack([padded(extras(p)) for p in prompts])
         seqs, lost = np.array(request["seqs"], np.int32), []
         if request["wide"]:
-            events, lost = self.moving("admit", seqs, tokens, lengths, **asked)
+            events, lost = self.moving("admit", seqs, tokens, lengths, **options)
             copies = np.asarray(events.transfer.records)
-            fresh = np.isin(copies[:, 1], [e["block"] for e in kvjax.to_list(events) if e["kind"] == "updated"])
-            self.tally["copied from the host"] += int(np.sum((copies[:, 1] >= 0) & ~fresh))
+            is_moved = np.isin(copies[:, 1], [e["block"] for e in kvjax.to_list(events) if e["kind"] == "updated"])
+            self.tally["copied from the host"] += int(np.sum((copies[:, 1] >= 0) & ~is_moved))
         else:
-            events = self.on_cache("admit", seqs, tokens, lengths, **asked)
+            events = self.on_cache("admit", seqs, tokens, lengths, **options)
         cached, status = np.asarray(events.cached).tolist(), np.asarray(events.status).tolist()
         for seq, prompt, space, found, done in zip(seqs.tolist(), prompts, spaces, cached, status, strict=True):
             if done == Status.OK:
@@ -569,14 +569,14 @@ class Life:
         """Writes and commits the rest of the rows' prompts, and then tokens of the request's."""
         new: list[Path] = [()] * ROWS
         for seq, row in self.rows.items():
-            room = int(self.state.seqs.length[seq]) - len(row.items)
+            reserved = int(self.state.seqs.length[seq]) - len(row.items)
             rest = row.prompt[len(row.items) :] + self.items(request["tokens"][seq])
-            new[seq] = () if row.swapped else rest[: min(request["counts"][seq], room)]
+            new[seq] = () if row.swapped else rest[: min(request["counts"][seq], reserved)]
         if not any(new):
             return
         values, tokens, counts, extra = self.appended(new)
         before = self.state.groups
-        self.cache, events = self.programs["compute"](self.cache, Given(values), tokens, counts, extra)
+        self.cache, events = self.programs["compute"](self.cache, Constant(values), tokens, counts, extra)
         assert bool(events.ok), f"commit: {np.asarray(events.status)}"
         self.tally["took over"] += sum(e["kind"] == "updated" for e in kvjax.to_list(events))
         self.note("commit", events)
@@ -689,9 +689,9 @@ class Life:
         """The first blocks of a row, in the first group, those that are findable."""
         group = self.state.groups[0]
         table = group.table[request["seq"]]
-        there = (table >= 0) & (group.blocks.fill[table] > 0) & (np.arange(len(table)) < request["number"])
-        ids = np.where(there, table, NO_BLOCK).astype(np.int32)
-        if there.any() and bool(self.on_cache("pin", ids).ok):
+        findable = (table >= 0) & (group.blocks.fill[table] > 0) & (np.arange(len(table)) < request["number"])
+        ids = np.where(findable, table, NO_BLOCK).astype(np.int32)
+        if findable.any() and bool(self.on_cache("pin", ids).ok):
             self.pins.append((ids, 0))
 
     def _unpin(self, request: Request) -> None:
@@ -722,8 +722,8 @@ class Life:
 
     def tier_of(self, request: Request) -> int:
         """The number of a group with a host tier."""
-        there = [g for g, spec in enumerate(self.spec.groups) if spec.num_host_blocks]
-        return there[request["group"] % len(there)]
+        tiered = [number for number, spec in enumerate(self.spec.groups) if spec.num_host_blocks]
+        return tiered[request["group"] % len(tiered)]
 
     def _shift(self, request: Request) -> None:
         """Moves cached blocks by name; a chain from its end, if to the host."""
@@ -767,7 +767,7 @@ class Life:
         with warnings.catch_warnings(record=True) as failed:
             warnings.simplefilter("always")
             how, run = {"chunk": 8, "k": request["k"]}, kvjax.generate
-            if self.has_host:  # rows rest there where blocks run out
+            if self.has_host:  # rows are swapped out where blocks run out
                 run, options = kvjax.run_batch, Scheduler(reserve="known", preempt="swap", **how)
                 how = {"scheduler": options, "priorities": request["priorities"]}
             run = with_kernels(run) if self.config.kernels else run
@@ -792,7 +792,7 @@ class Life:
             self.tally["generate hit"] += output.cached_tokens > 0
 
 
-_NAMES: dict[tuple[int, Path], int] = {}  # of all texts that were asked for, for complaints
+_NAMES: dict[tuple[int, Path], int] = {}  # of all texts in requests, for complaints
 
 
 def names_of(namespace: int, path: Path) -> np.ndarray:
@@ -843,29 +843,27 @@ class Requests:
 
     def text(self, length: int, shared: float = 0.75) -> list[int]:
         """So many tokens that often begin like a document, and sometimes are the beginning of one."""
-        kept = 0
+        shared = 0
         if self.chance(shared):
-            kept = length if self.chance(0.4) else self.number(length + 1)
-        return [*self.documents[self.number(3)][:kept], *self.rng.integers(0, VOCAB, length - kept).tolist()]
+            shared = length if self.chance(0.4) else self.number(length + 1)
+        return [*self.documents[self.number(3)][:shared], *self.rng.integers(0, VOCAB, length - shared).tolist()]
 
     def continued(self, row: Row | None) -> list[int]:
         """What comes after a row's text; where that is the beginning of a document, mostly the rest of it."""
-        known = (
-            [] if row is None else [x[0] if isinstance(x, tuple) else x for x in max(row.items, row.prompt, key=len)]
-        )
-        rest = [d[len(known) :] for d in self.documents if known and d[: len(known)] == known and self.chance(0.8)]
+        text = [] if row is None else [x[0] if isinstance(x, tuple) else x for x in max(row.items, row.prompt, key=len)]
+        rest = [d[len(text) :] for d in self.documents if text and d[: len(text)] == text and self.chance(0.8)]
         return [*(rest[0] if rest else []), *self.text(WIDTH)][:WIDTH]
 
     def prompt(self, life: Life) -> tuple[list[int], int]:
         """Tokens and a tenant; often what is cached, or begins like it, of whichever tier."""
-        known = list(life.mirror.nodes.values())
-        if not known or self.chance(0.5):
+        nodes = list(life.mirror.nodes.values())
+        if not nodes or self.chance(0.5):
             return self.text(self.length()), int(self.chance(0.3))
-        namespace, path, *_ = known[self.number(len(known))]
-        kept = [x[0] if isinstance(x, tuple) else x for x in path]
-        kept = kept[: self.number(1, len(kept) + 1)] if self.chance(0.5) else kept
+        namespace, path, *_ = nodes[self.number(len(nodes))]
+        prefix = [x[0] if isinstance(x, tuple) else x for x in path]
+        prefix = prefix[: self.number(1, len(prefix) + 1)] if self.chance(0.5) else prefix
         more = self.number(0, 2 * SIZE)
-        return [*kept, *self.rng.integers(0, VOCAB, more).tolist()][:WIDTH], namespace
+        return [*prefix, *self.rng.integers(0, VOCAB, more).tolist()][:WIDTH], namespace
 
     def length(self) -> int:
         """Of a prompt: often of whole blocks, whose last one is computed again."""
@@ -889,45 +887,45 @@ class Requests:
         between = life.has_host and not self.loop
         used = [seq for seq, row in life.rows.items() if not row.swapped]
         free = [seq for seq in range(ROWS) if seq not in life.rows]
-        room = life.state.seqs.length - life.state.seqs.committed
+        reserved = life.state.seqs.length - life.state.seqs.committed
         asleep = [seq for seq, row in life.rows.items() if row.swapped]
-        possible = {
-            "admit": free, "compute": [seq for seq in used if room[seq]], "extend": used, "release": life.rows,
-            "decode": [seq for seq in used if not room[seq]], "trim": used,
+        candidates = {
+            "admit": free, "compute": [seq for seq in used if reserved[seq]], "extend": used, "release": life.rows,
+            "decode": [seq for seq in used if not reserved[seq]], "trim": used,
             "fork": used and free, "truncate": used, "beam_step": used[1:], "pin": used, "unpin": life.pins,
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
             "shift": between and life.mirror.nodes, "watermark": between and life.mirror.nodes,
             "swap": between and life.rows, "complete": life.flying, "generate": self.config.generate and free,
         }  # fmt: skip
-        known = self.config.verbs
-        if known is not None and not between and life.has_host and "loop admit" not in known:
-            possible["admit"] = False
-        verbs = [v for v, on in possible.items() if on and (known is None or v in known)]
+        allowed = self.config.verbs
+        if allowed is not None and not between and life.has_host and "loop admit" not in allowed:
+            candidates["admit"] = False
+        verbs = [v for v, on in candidates.items() if on and (allowed is None or v in allowed)]
         if not verbs:
             self.loop = not self.loop
             return self.draw(life)
         weights = np.array([_WEIGHTS[v] / (3 if v == "admit" and len(free) < AT_ONCE else 1) for v in verbs])
-        weights *= [12 if known and v == "generate" else 1 for v in verbs]
+        weights *= [12 if allowed and v == "generate" else 1 for v in verbs]
         request: Request = {"verb": verbs[int(self.rng.choice(len(verbs), p=weights / weights.sum()))]}
         match request["verb"]:
             case "admit":
                 request["seqs"] = self.few(free, AT_ONCE)
-                asked = [self.prompt(life) for _ in range(AT_ONCE)]
-                request |= {"prompts": [text for text, _ in asked], "namespaces": [space for _, space in asked]}
+                prompts = [self.prompt(life) for _ in range(AT_ONCE)]
+                request |= {"prompts": [text for text, _ in prompts], "namespaces": [space for _, space in prompts]}
                 request["wide"] = between
             case "compute":
                 request["counts"] = [WIDTH if self.chance(0.75) else self.number(7) for _ in range(ROWS)]
                 request["tokens"] = [self.continued(life.rows.get(seq)) for seq in range(ROWS)]
             case "extend":
                 request["counts"] = [self.number(MOST + 1) * self.number(2) for _ in range(ROWS)]
-                request["wide"] = between and (known is None or "wide extend" in known)
-                if known is None and self.chance(0.5):
+                request["wide"] = between and (allowed is None or "wide extend" in allowed)
+                if allowed is None and self.chance(0.5):
                     request["seqs"] = self.rng.permutation(ROWS)[:2].tolist()
             case "decode":
                 request |= {"k": self.number_of_steps(), "active": [self.chance(0.8) for _ in range(ROWS)]}
                 request["counts"] = [self.number(1, SIZE + 1) if self.chance(0.5) else SIZE for _ in range(ROWS)]
                 request["tokens"] = [self.continued(life.rows.get(seq)) for seq in range(ROWS)]
-                request["wide"] = between and (known is None or "wide extend" in known)
+                request["wide"] = between and (allowed is None or "wide extend" in allowed)
             case "trim":
                 request["active"] = [self.chance(0.6) for _ in range(ROWS)]
             case "release":
@@ -955,7 +953,7 @@ class Requests:
                 request["most"] = [1 if self.chance(0.3) else self.number(1, 5) for _ in range(count)]
                 request["priorities"] = self.rng.integers(-3, 6, count).tolist()
                 request["space_of"] = self.rng.integers(0, TENANTS, VOCAB).tolist()
-                request["k"] = SIZE if known else self.number_of_steps()
+                request["k"] = SIZE if allowed else self.number_of_steps()
         request["poison"] = self.chance(0.7)
         if life.has_host:
             later, often = (8, 0.6) if request["verb"] == "generate" else (2, 0.1)  # it moves many times
@@ -979,12 +977,12 @@ def live(config: Config, seed: int, steps: int, seconds: float = float("inf")) -
     """
     requests, end = Requests(seed, config), time.monotonic() + seconds
 
-    def drawn(life: Life) -> Iterator[Request]:
+    def story(life: Life) -> Iterator[Request]:
         for _ in range(steps):
             if time.monotonic() < end:
                 yield requests.draw(life)
 
-    return carry_out(config, drawn)
+    return carry_out(config, story)
 
 
 def carry_out(config: Config, history: Callable[[Life], Iterable[Request]]) -> Life:

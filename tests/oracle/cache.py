@@ -25,24 +25,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tests.oracle.blocks import (
+    DEFAULT,
     NO_BLOCK,
     RETENTION,
-    WORTH,
     Block,
     Event,
     Group,
     Node,
     Path,
+    Priority,
     Result,
     Retention,
     Row,
     Status,
-    Worth,
     lru,
 )
 from tests.oracle.tiers import Tiers
 
-__all__ = ["NO_BLOCK", "Block", "Event", "Oracle", "Result", "Retention", "Row", "Status", "Worth", "lru"]
+__all__ = ["NO_BLOCK", "Block", "Event", "Oracle", "Priority", "Result", "Retention", "Row", "Status", "lru"]
 
 
 class Oracle(Tiers):
@@ -75,7 +75,7 @@ class Oracle(Tiers):
         self.max_blocks_per_seq = max_blocks_per_seq
         self.partial_reuse = partial_reuse
         self.score = score
-        self.least = offload_min_priority
+        self.min_priority = offload_min_priority
         self.groups = [self._group(0, num_blocks, 0 if bare else num_host_blocks)]
         for number, (window, sinks, blocks) in enumerate(windows, 1):
             self.groups.append(self._group(number, blocks, num_host_blocks, window, sinks))
@@ -96,7 +96,7 @@ class Oracle(Tiers):
         return self.groups[0].index
 
     def snapshot(self) -> Any:
-        """Everything there is to know, as a value."""
+        """The whole cache as a value."""
         groups = [([dataclasses.replace(block) for block in group.blocks], dict(group.index)) for group in self.groups]
         return groups, [row.copy() for row in self.rows], self.clock, self.turn
 
@@ -109,9 +109,9 @@ class Oracle(Tiers):
         return [list(row.tables[group]) for row in self.rows]
 
     def priority(self, block: Block) -> int:
-        """What a block that nobody holds is worth now."""
+        """The priority of a block without holders now."""
         over = block.expiry is not None and self.now >= block.expiry
-        return WORTH.priority if over else block.worth.priority
+        return DEFAULT.priority if over else block.stated.priority
 
     # The verbs.
 
@@ -147,26 +147,28 @@ class Oracle(Tiers):
             whole, source, cached = self._match(namespace, prompt, tiers, copied)
             if copied and source is None:
                 continue
-            found = [[self._beside(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups]
+            found = [[self._in_group(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups]
             pairs = list(zip(self.groups, found, strict=True))
-            back = [{b for b in mine if b != NO_BLOCK and g.blocks[b].host} for g, mine in pairs]
+            back = [{b for b in ids if b != NO_BLOCK and group.blocks[b].host} for group, ids in pairs]
             length = len(prompt) if reserve_tokens is None else min(len(prompt), cached + reserve_tokens)
             if self._blocks_for(length) > self.max_blocks_per_seq:
                 return Result([Status.ROW_FULL])
             needed = self._blocks_for(length) - len(whole)
             # The source of the copy is needed until the copy is made: give it up only if there is no other way.
-            kept = [{*found[g.number], g.index[source] if source else NO_BLOCK} for g in self.groups]
-            missing = max(self._missing(g, needed + len(back[g.number]), kept[g.number]) for g in self.groups)
+            spared = [{*found[group.number], group.index[source] if source else NO_BLOCK} for group in self.groups]
+            missing = max(
+                self._missing(group, needed + len(back[group.number]), spared[group.number]) for group in self.groups
+            )
             if not missing:
                 break
         else:
             return Result([Status.NO_BLOCKS], shortfall=missing)
         fixed = any(group.blocks[b].copies for group in self.groups for b in back[group.number])
-        taken = None if fixed else self._take([needed] * len(self.groups), tiers, kept, back)
+        taken = None if fixed else self._take([needed] * len(self.groups), tiers, spared, back)
         if taken is None:
             return Result([Status.NO_BLOCKS], shortfall=1)
-        fresh, events, moves = taken
-        tables = [known + new for known, new in zip(found, fresh, strict=True)]
+        new, events, moves = taken
+        tables = [hits + own for hits, own in zip(found, new, strict=True)]
         row = self.rows[seq] = Row(namespace, length, prompt[:cached], tables, len(prompt), retention)
         for group in self.groups:
             for block in found[group.number]:
@@ -175,9 +177,9 @@ class Oracle(Tiers):
                     group.blocks[block].hits += 1
         for i, block in enumerate(found[0]):
             stated, node = row.stated(i * self.block_size), self.blocks[block].node
-            if stated and stated.priority != self.blocks[block].worth.priority and node:
+            if stated and stated.priority != self.blocks[block].stated.priority and node:
                 events.append(Event("updated", *node))
-            self.blocks[block].worth = stated or self.blocks[block].worth
+            self.blocks[block].stated = stated or self.blocks[block].stated
         self._state_priorities(row, len(whole))
         if source is not None:
             for group in self.groups:
@@ -221,19 +223,19 @@ class Oracle(Tiers):
         if taken is None:
             status = [Status.NO_BLOCKS if on else Status.OK for on in active]
             return Result(status, shortfall=max(missing, 1))
-        fresh, events, moves = taken
+        new, events, moves = taken
         for seq, count in wanted.items():
             row, first = self.rows[seq], len(self.rows[seq].tables[0]) - (seq in copies[0])
             length = row.length + count
             for group in self.groups:
-                table, mine = row.tables[group.number], fresh[group.number]
+                table, own = row.tables[group.number], new[group.number]
                 if seq in copies[group.number]:
-                    source, table[-1] = table[-1], mine.pop()
+                    source, table[-1] = table[-1], own.pop()
                     self._drop(group, source)
                     if len(row.tokens) > row.length // self.block_size * self.block_size:
                         events.append(Event("copied", row.namespace, tuple(row.tokens), group.number))
                 while len(table) < self._blocks_for(length):
-                    table.append(mine.pop())
+                    table.append(own.pop())
             row.length = length
             self._state_priorities(row, first)
         return Result(status, events, moves=moves)
@@ -271,20 +273,20 @@ class Oracle(Tiers):
                 if not self._intact(node) or self.blocks[row.tables[0][i]].move:
                     break  # a move has failed
                 for group in self.groups:
-                    table, twin = row.tables[group.number], group.index.get(node)
+                    table, duplicate = row.tables[group.number], group.index.get(node)
                     if table[i] != NO_BLOCK and group.blocks[table[i]].move:
                         continue
-                    if twin is None:
+                    if duplicate is None:
                         events.append(self._publish(group, table[i], node))
                     else:
-                        if group.blocks[twin].host:  # its contents are on the device now
-                            group.blocks[twin].host, group.blocks[twin].move = False, 0
+                        if group.blocks[duplicate].host:  # its contents are on the device now
+                            group.blocks[duplicate].host, group.blocks[duplicate].move = False, 0
                             self._mark_unevictable(group, node)
                             events.append(Event("updated", *node, group.number))
-                        group.blocks[twin].refcount += 1
-                        group.blocks[twin].hits += 1
+                        group.blocks[duplicate].refcount += 1
+                        group.blocks[duplicate].hits += 1
                         self._drop(group, table[i])
-                        table[i] = twin
+                        table[i] = duplicate
             slid.append((row, before))
         for row, before in slid:
             self._slide(row, before)
@@ -338,11 +340,11 @@ class Oracle(Tiers):
         return Result([Status.OK], events)
 
     def trim(self, active, max_tokens=None) -> Result:
-        """Active rows give back the room that they have beyond their written tokens."""
+        """Active rows give back what they have reserved beyond their written tokens."""
         status = []
         for row, on in zip(self.rows, active, strict=True):
-            room = row.length - len(row.tokens)
-            if on and (not row.tokens or (max_tokens is not None and room > max_tokens)):
+            unused = row.length - len(row.tokens)
+            if on and (not row.tokens or (max_tokens is not None and unused > max_tokens)):
                 status.append(Status.BAD_REQUEST)
             elif on and row.swapped:
                 status.append(Status.HELD)
@@ -373,8 +375,8 @@ class Oracle(Tiers):
                 block = self.blocks[row.tables[0][i]]
                 is_tail = i * self.block_size < written < (i + 1) * self.block_size
                 node = (row.namespace, path)
-                mine = block.refcount == 1 and block.node is None and not block.move and self._intact(node)
-                if self.partial_reuse and is_tail and mine and not row.swapped:
+                private = block.refcount == 1 and block.node is None and not block.move and self._intact(node)
+                if self.partial_reuse and is_tail and private and not row.swapped:
                     siblings = [
                         (row.namespace, s) for s in self._children((row.namespace, path[: i * self.block_size]))
                     ]
@@ -400,10 +402,10 @@ class Oracle(Tiers):
                 for block in rows[parent].tables[group.number]:
                     if block != NO_BLOCK:
                         group.blocks[block].refcount += 1
-            for place in reversed(range(self.max_blocks_per_seq)):
+            for column in reversed(range(self.max_blocks_per_seq)):
                 for row in rows:
-                    if place < len(row.tables[group.number]):
-                        self._drop(group, row.tables[group.number][place])
+                    if column < len(row.tables[group.number]):
+                        self._drop(group, row.tables[group.number][column])
         for seq, row in zip(seqs, [rows[parent].copy() for parent in parents], strict=True):
             self.rows[seq] = row
         return Result([Status.OK] * len(seqs))
@@ -418,31 +420,33 @@ class Oracle(Tiers):
         A block that the next token does not see through its group's window is NO_BLOCK.
         """
         whole, _, cached = self._match(namespace, self._pair(tokens, None), False)
-        return cached, [[self._beside(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups]
+        return cached, [
+            [self._in_group(group, node, cached, i) for i, node in enumerate(whole)] for group in self.groups
+        ]
 
     def pin(self, blocks, group: int = 0) -> Result:
         """Holds blocks that are in the index; NO_BLOCK entries are skipped."""
-        mine, wanted = self.groups[group].blocks, [block for block in blocks if block != NO_BLOCK]
-        if len(set(wanted)) < len(wanted) or not all(0 <= b < len(mine) and mine[b].node for b in wanted):
+        own, wanted = self.groups[group].blocks, [block for block in blocks if block != NO_BLOCK]
+        if len(set(wanted)) < len(wanted) or not all(0 <= b < len(own) and own[b].node for b in wanted):
             return Result([Status.BAD_REQUEST])
         if not self._prefixes_pinned(group, collections.Counter(wanted)):
             return Result([Status.BAD_REQUEST])
         for block in wanted:
-            mine[block].refcount += 1
+            own[block].refcount += 1
         return Result([Status.OK])
 
     def unpin(self, blocks, group: int = 0) -> Result:
         """Drops one hold on each block, the last of the list first, like the tail of a row, but children first."""
-        mine, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
-        if len(set(wanted)) < len(wanted) or not all(0 <= b < len(mine.blocks) for b in wanted):
+        own, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
+        if len(set(wanted)) < len(wanted) or not all(0 <= b < len(own.blocks) for b in wanted):
             return Result([Status.BAD_REQUEST])
-        pins = self._pins(mine)
+        pins = self._pins(own)
         if not all(pins[b] for b in wanted):
             return Result([Status.BAD_REQUEST])
         if not self._prefixes_pinned(group, collections.Counter(dict.fromkeys(wanted, -1))):
             return Result([Status.BAD_REQUEST])
-        for block in self._children_first(mine, reversed(wanted)):
-            self._drop(mine, block)
+        for block in self._children_first(own, reversed(wanted)):
+            self._drop(own, block)
         return Result([Status.OK])
 
     def _pins(self, group: Group) -> collections.Counter[int]:
@@ -457,7 +461,7 @@ class Oracle(Tiers):
             pins, more = self._pins(group), change if group.number == changed else collections.Counter()
             nodes.append({node for node, block in group.index.items() if pins[block] + more[block] > 0})
         parents = {self._parent(node) for node in nodes[0] if self._parent(node)[1]}
-        return parents <= nodes[0] and all(mine <= nodes[0] for mine in nodes[1:])
+        return parents <= nodes[0] and all(others <= nodes[0] for others in nodes[1:])
 
     def evict(self, blocks) -> Result:
         """Empties cached blocks and all their findable descendants, children first; none if any of them is held."""
@@ -486,15 +490,15 @@ class Oracle(Tiers):
 
     # Blocks of steps.
 
-    def num_steps(self, want, most, room) -> int:
-        """For how many steps, 1 to `most`, there are blocks, and room for so many events, where rows want tokens.
+    def num_steps(self, want, most, max_events) -> int:
+        """For how many steps, 1 to `most`, there are blocks, and at most so many events, where rows want tokens.
 
-        A row may have room for some of them already. Each sharer of a last block counts as one that copies it.
+        A row may have reserved some of them already. Each sharer of a last block counts as one that copies it.
         """
-        fits = (n for n in range(most, 1, -1) if self._enough([min(tokens, n) for tokens in want], room))
+        fits = (n for n in range(most, 1, -1) if self._enough([min(tokens, n) for tokens in want], max_events))
         return next(fits, 1)
 
-    def _enough(self, counts: Sequence[int], room: int) -> bool:
+    def _enough(self, counts: Sequence[int], max_events: int) -> bool:
         """Whether there are blocks and events enough for rows that write these numbers of tokens and commit them."""
         rows, size = [(row, count) for row, count in zip(self.rows, counts, strict=True) if count], self.block_size
         grown = [(row, len(row.tokens) + count) for row, count in rows if len(row.tokens) + count > row.length]
@@ -510,10 +514,10 @@ class Oracle(Tiers):
             with_shadows = len(self.groups) if group.number == 0 else 1  # what leaves the first index leaves all
             events += (entered + max(copied)) * with_shadows + max(copied)
             events += filled * (2 if group.num_host_blocks else 1)  # a stored block may replace one on the host
-        return events <= room
+        return events <= max_events
 
     def may_copy(self, row: Row, group: Group) -> bool:
-        """Whether a row's last block has room that it may not write into: others hold the block, or can find it."""
+        """Whether a row may not write into its last block: others hold the block, or can find it."""
         last = group.blocks[row.tables[group.number][-1]] if row.length % self.block_size else None
         return last is not None and (last.refcount > 1 or last.node is not None)
 
@@ -560,9 +564,9 @@ class Oracle(Tiers):
         block = group.blocks[group.index[node]] if node in group.index else None
         return block is not None and not block.move and (tiers or not block.host)
 
-    def _beside(self, group: Group, node: Node, written: int, place: int) -> int:
-        """The group's block of a node, if the token after `written` ones sees it at `place`."""
-        return group.index[node] if group.sees(place, written, self.block_size) else NO_BLOCK
+    def _in_group(self, group: Group, node: Node, written: int, column: int) -> int:
+        """The group's block of a node, if the token after `written` ones sees it at `column`."""
+        return group.index[node] if group.sees(column, written, self.block_size) else NO_BLOCK
 
     def _children(self, node: Node) -> list[Path]:
         """Paths of the findable blocks that follow a node."""
@@ -618,15 +622,15 @@ class Oracle(Tiers):
 
     # Blocks.
 
-    def _missing(self, group: Group, count: int, kept: Sequence[int] | set = ()) -> int:
+    def _missing(self, group: Group, count: int, spared: Sequence[int] | set = ()) -> int:
         """How many blocks are missing for `count`, by the numbers of empty blocks and of cached ones."""
         cached = sum(
-            not block.refcount and block.node is not None and not block.host and b not in kept
+            not block.refcount and block.node is not None and not block.host and b not in spared
             for b, block in enumerate(group.blocks)
         )
         return max(0, count - group.counts()["empty"] - cached)
 
-    def _choose(self, group: Group, count: int, tiers: bool, kept: Sequence[int] | set = ()) -> list[int] | None:
+    def _choose(self, group: Group, count: int, tiers: bool, spared: Sequence[int] | set = ()) -> list[int] | None:
         """Victims on the device, in order, that make `count` blocks free; None if there are too few."""
         missing = max(0, count - group.counts()["empty"])
         victims: list[int] = []
@@ -635,7 +639,7 @@ class Oracle(Tiers):
         blocks = group.blocks
         candidates = {
             b for b in group.index.values() if not blocks[b].refcount and not blocks[b].host and not blocks[b].move
-        } - set(kept)
+        } - set(spared)
         on_device = [b for b in self.index.values() if not self.blocks[b].host] if group.number == 0 else []
         children = collections.Counter(self.blocks[b].parent for b in on_device)
         score = self.score if group.number == 0 else lru
@@ -652,42 +656,42 @@ class Oracle(Tiers):
                 children[blocks[victim].parent] -= 1
         return victims
 
-    def _take(self, counts: list[int], tiers: bool, kept: Sequence[set] = (), back: Sequence[set] = ()) -> Any:
+    def _take(self, counts: list[int], tiers: bool, spared: Sequence[set] = (), back: Sequence[set] = ()) -> Any:
         """Takes so many blocks of each group, empty ones first, then those of victims; their refcount becomes 1.
 
-        Blocks `back` of each group come to the device, which takes room too. None, and nothing done, if it can't be.
+        Blocks `back` of each group come to the device, which takes blocks too. None, and nothing done, if it can't be.
         Else the blocks, events and moves.
         """
         before = self.save() if any(group.num_host_blocks for group in self.groups) else None  # else counting suffices
         events, moves, taken = [], [], []
         for group, count in zip(self.groups, counts, strict=True):
-            spared = kept[group.number] if kept else set()
-            mine = back[group.number] if back else set()
-            victims = self._choose(group, count + len(mine), tiers, spared)
-            done = None if victims is None else self._leave(group, victims, tiers, spared, mine)
+            exempt = spared[group.number] if spared else set()
+            onboarded = back[group.number] if back else set()
+            victims = self._choose(group, count + len(onboarded), tiers, exempt)
+            done = None if victims is None else self._leave(group, victims, tiers, exempt, onboarded)
             if done is None:
                 self.restore(before)
                 return None
             events, moves = events + done[0], moves + done[1]
             free = [b for b, block in enumerate(group.blocks) if not block.refcount and not block.node]
-            fresh = ([b for b in free if b not in victims] + [b for b in free if b in victims])[:count]
-            for block in fresh:
+            new = ([b for b in free if b not in victims] + [b for b in free if b in victims])[:count]
+            for block in new:
                 group.blocks[block].refcount, group.blocks[block].host = 1, False
-            taken.append(fresh)
+            taken.append(new)
         return taken, events, moves
 
     def _drop(self, group: Group, block: int) -> None:
         """One holder lets go; of NO_BLOCK nobody does."""
         if block == NO_BLOCK:
             return
-        mine = group.blocks[block]
-        mine.refcount -= 1
-        if not mine.refcount and mine.node:
-            mine.released, mine.queued = self.clock, self.turn
+        own = group.blocks[block]
+        own.refcount -= 1
+        if not own.refcount and own.node:
+            own.released, own.queued = self.clock, self.turn
             self.clock, self.turn = self.clock + 1, self.turn + 1
-            mine.expiry = None if mine.worth.ttl is None else self.now + mine.worth.ttl
-        elif not mine.refcount:
-            mine.host, mine.move, mine.unevictable = False, 0, False
+            own.expiry = None if own.stated.ttl is None else self.now + own.stated.ttl
+        elif not own.refcount:
+            own.host, own.move, own.unevictable = False, 0, False
 
     def _slide(self, row: Row, before: int) -> None:
         """Lets go of blocks that have left the windows since `before` tokens were written."""
@@ -701,7 +705,7 @@ class Oracle(Tiers):
     def _state_priorities(self, row: Row, first: int) -> None:
         """Gives a row's new blocks, from the first-th on, what it says of them."""
         for i in range(first, len(row.tables[0])):
-            self.blocks[row.tables[0][i]].worth = row.stated(i * self.block_size) or WORTH
+            self.blocks[row.tables[0][i]].stated = row.stated(i * self.block_size) or DEFAULT
 
     # Small things.
 

@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import kvjax
 from kvjax.policies.ring import Ring
 from kvjax.serving.capacity import num_steps
-from tests import drive
+from tests import cases, drive
 from tests.drive import BOTH, VERBS
-from tests.oracle.cache import NO_BLOCK, Block, Oracle, Retention, Worth, lru
+from tests.oracle.cache import NO_BLOCK, Block, Oracle, Priority, Retention, lru
 
 ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
 # What a cache is made with: `layers` are (window, sink tokens); a dict less is a dozen programs less to compile.
@@ -48,8 +48,6 @@ POLICIES = {
     "priority": (kvjax.policies.priority(), None),
     "lfu": (kvjax.policies.lfu(), lambda block: (block.hits, block.queued)),
 }  # fmt: skip
-TIMED = ("admit", "extend", "commit", "truncate", "release", "unpin", "beam_step", "offload", "onboard", "watermark",
-         "swap_out", "swap_in")  # fmt: skip
 NUM_STEPS = jax.jit(num_steps, static_argnames="k")
 
 
@@ -74,9 +72,11 @@ lists = functools.partial(st.lists, min_size=1)
 two = functools.partial(st.lists, min_size=2, max_size=2)
 prompts = lists(st.sampled_from((0, 0, 0, 1, 2)), max_size=WIDTH)
 pairs = st.tuples(st.sampled_from((0, 0, 1)), prompts)
-worths = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None, 0, 5)))
-# Where the first and the second range begin and end, what they are worth, and generated blocks.
-retentions = st.tuples(st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0, 1, 2))), worths, worths, worths)
+priorities = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None, 0, 5)))
+# Where the first and the second range begin and end, their priorities, and that of generated blocks.
+retentions = st.tuples(
+    st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0, 1, 2))), priorities, priorities, priorities
+)
 # Blocks of steps: their k, a row that is idle, tokens that rows want and after which they stop, the room of the log.
 per_row = functools.partial(lists, min_size=ROWS, max_size=ROWS)
 lines_of_steps = st.one_of(
@@ -143,11 +143,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     def timely(self, verb, kwargs):
         """The options of a call with the time, if the verb takes it."""
-        return kwargs | ({"now": np.int32((self.oracle.now + 2**31) % 2**32 - 2**31)} if verb in TIMED else {})
+        return kwargs | ({"now": np.int32((self.oracle.now + 2**31) % 2**32 - 2**31)} if verb in cases.TIMED else {})
 
     def compare(self, verb, wanted, before, events):
         """Holds the events of a verb, called on the state `before`, against the oracle's Result."""
-        known = self.mirror
+        mirror = self.mirror
         assert events.status.tolist() == [int(s) for s in wanted.status]
         if verb == "admit":
             ok = events.status == 0
@@ -160,24 +160,24 @@ class CacheMachine(RuleBasedStateMachine):
         if wanted.moves or (events.transfer is not None and np.any(np.asarray(events.transfer.block) >= 0)):
             assert np.sum(np.asarray(events.transfer.block) >= 0) == len(wanted.moves)
             self.moves.append((events.transfer, wanted.moves))
-        heard = kvjax.to_list(events)
-        self.mirror = kvjax.fold(heard, known)
-        assert self.named(heard, known) == collections.Counter(
+        records = kvjax.to_list(events)
+        self.mirror = kvjax.fold(records, mirror)
+        assert self.named(records, mirror) == collections.Counter(
             (e.kind, (len(e.path) - 1) % SIZE + 1, e.group) if e.kind == "copied" else tuple(e) for e in wanted.events
         )
         if len(wanted.status) == 1:
             kinds = ["removed", "updated", "stored", "copied", "cleared"]
-            passing = {e["block"] for e in heard if e["kind"] == "removed"}  # to the host, and out of it at once
-            order = [e["kind"] for e in heard if e["kind"] != "updated" or e["block"] not in passing]
+            dropped = {e["block"] for e in records if e["kind"] == "removed"}  # to the host, and out of it at once
+            order = [e["kind"] for e in records if e["kind"] != "updated" or e["block"] not in dropped]
             assert order == sorted(order, key=kinds.index)
 
-    def named(self, heard, known):
+    def named(self, records, mirror):
         """The library's events in the oracle's terms."""
-        nodes = {**known.nodes, **self.mirror.nodes}
-        for event in heard:  # nodes that were stored and removed within one transition
+        nodes = {**mirror.nodes, **self.mirror.nodes}
+        for event in records:  # nodes that were stored and removed within one transition
             assert event["kind"] != "removed" or (event["group"], event["block"], event["generation"]) in nodes
         terms = []
-        for event in heard:
+        for event in records:
             if event["kind"] == "copied":
                 terms.append(("copied", event["num_tokens"], event["group"]))
             elif event["kind"] == "cleared":
@@ -194,24 +194,24 @@ class CacheMachine(RuleBasedStateMachine):
         """Extra ids for tokens: for the oracle, and padded for the library."""
         if not self.extra:
             return None, None
-        mine = [1 if i % 3 == 2 and t else 0 for i, t in enumerate(tokens)]
-        return mine, padded(mine)
+        ids = [1 if i % 3 == 2 and t else 0 for i, t in enumerate(tokens)]
+        return ids, padded(ids)
 
-    def retained(self, drawn):
-        """What a request says of its blocks: for the oracle, and for the library; nothing without `timed`."""
+    def retained(self, choice):
+        """The priorities that a request states: for the oracle, and for the library; none without `timed`."""
         if not self.timed:
             return Retention(), None
-        (first, second, end), *drawn = drawn
-        worth = [Worth(*each) for each in drawn]
-        ranges = [(first, second, worth[0]), (second, end, worth[1])]
-        stated = kvjax.Retention.of(
-            [(a, b, *w) for a, b, w in ranges], decode_priority=worth[2].priority, decode_ttl=worth[2].ttl
+        (first, second, end), *choices = choice
+        stated = [Priority(*each) for each in choices]
+        ranges = [(first, second, stated[0]), (second, end, stated[1])]
+        library = kvjax.Retention.of(
+            [(a, b, *w) for a, b, w in ranges], decode_priority=stated[2].priority, decode_ttl=stated[2].ttl
         )
-        return Retention(ranges, worth[2]), stated
+        return Retention(ranges, stated[2]), library
 
     @rule(ms=st.sampled_from((1, 4, 5, 2**30)))
     def wait(self, ms):
-        """Also for days, as long as it is less than 24 of them after the latest time that the library has heard of."""
+        """Also for days, as long as it is less than 24 of them after the latest time that the library has got."""
         time = self.state.groups[0].blocks.time
         if time is None or self.oracle.now + ms - (int(time[0]) * 2**32 + int(time[1])) < 2**31:
             self.oracle.now += ms
@@ -226,14 +226,14 @@ class CacheMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def admit(self, seq, prompt, reserve_tokens, retention, wide):
         namespace, tokens = prompt
-        there, here = self.tiers(wide)
-        (mine, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
+        own, tiers = self.tiers(wide)
+        (ids, library), (theirs, ours) = self.ids(tokens), self.retained(retention)
         wanted = self.oracle.admit(
-            seq, tokens, namespace=namespace, extra_ids=mine, reserve_tokens=reserve_tokens, retention=theirs, **there
+            seq, tokens, namespace=namespace, extra_ids=ids, reserve_tokens=reserve_tokens, retention=theirs, **own
         )
         self.both(
             "admit", wanted, seq, padded(tokens), len(tokens), namespace=namespace, extra_ids=library,
-            reserve_tokens=reserve_tokens, retention=ours, **here,
+            reserve_tokens=reserve_tokens, retention=ours, **tiers,
         )  # fmt: skip
 
     @rule(
@@ -253,14 +253,14 @@ class CacheMachine(RuleBasedStateMachine):
             if not self.oracle.rows[seq].length:
                 continue
             lines = [tokens[start:] if row == seq else [] for row in range(ROWS)]
-            mine, library = (
+            ids, library = (
                 [self.ids(tokens)[0][start:] if row == seq else [] for row in range(ROWS)] if self.extra else None,
                 None,
             )
             if self.extra:
-                library = np.stack([padded(line) for line in mine])
+                library = np.stack([padded(line) for line in ids])
             counts = [len(line) for line in lines]
-            wanted = self.oracle.commit(lines, counts, extra_ids=mine)
+            wanted = self.oracle.commit(lines, counts, extra_ids=ids)
             batch = np.stack([padded(line) for line in lines])
             self.both("commit", wanted, batch, np.asarray(counts, np.int32), extra_ids=library)
             if end == "release":
@@ -275,20 +275,20 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(prompts=lists(pairs, min_size=ROWS, max_size=ROWS), same=st.booleans(), retention=retentions)
     def admit_batch(self, prompts, same, retention):
         prompts = prompts[:1] * ROWS if same else prompts
-        there, here = self.tiers(True)
+        own, tiers = self.tiers(True)
         ids, (theirs, ours) = [self.ids(tokens) for _, tokens in prompts], self.retained(retention)
         requests = [
-            {"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": mine, "retention": theirs}
-            for seq, ((namespace, tokens), (mine, _)) in enumerate(zip(prompts, ids, strict=True))
+            {"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": own_ids, "retention": theirs}
+            for seq, ((namespace, tokens), (own_ids, _)) in enumerate(zip(prompts, ids, strict=True))
         ]
-        wanted = self.oracle.admit_batch(requests, **there)
+        wanted = self.oracle.admit_batch(requests, **own)
         self.both(
             "admit", joined(wanted), np.arange(ROWS, dtype=np.int32),
             np.stack([padded(tokens) for _, tokens in prompts]),
             np.asarray([len(tokens) for _, tokens in prompts], np.int32),
             namespace=np.asarray([namespace for namespace, _ in prompts], np.int32),
             extra_ids=np.stack([library for _, library in ids]) if self.extra else None,
-            retention=jax.tree.map(lambda x: np.stack([x] * ROWS), ours), **here,
+            retention=jax.tree.map(lambda x: np.stack([x] * ROWS), ours), **tiers,
         )  # fmt: skip
 
     @rule(
@@ -296,20 +296,20 @@ class CacheMachine(RuleBasedStateMachine):
         wide=st.booleans(), seqs=st.one_of(st.none(), st.permutations(range(ROWS)), lists(rows, min_size=3)),
     )  # fmt: skip
     def extend(self, active, count, one, wide, seqs):
-        there, here = self.tiers(wide)
+        own, tiers = self.tiers(wide)
         named = range(ROWS) if seqs is None else seqs[:3]
         used = [seq for seq, row in enumerate(self.oracle.rows) if row.length]
         active = [on and (seq in used or count == 5) for on, seq in zip(active, named, strict=False)]
         counts = [1 if one else (count + i) % (MOST + 1) for i in range(len(named))]
-        wanted = self.oracle.extend(active, counts, seqs=named, **there)
+        wanted = self.oracle.extend(active, counts, seqs=named, **own)
         mask, numbers = np.asarray(active), np.asarray(counts, np.int32)
         if seqs is not None:
             rows = np.asarray(named, np.int32)
-            self.both("extend", wanted, mask, numbers, seqs=rows, max_tokens=MOST, **here)
+            self.both("extend", wanted, mask, numbers, seqs=rows, max_tokens=MOST, **tiers)
         elif one:
-            self.both("extend", wanted, mask, **here)
+            self.both("extend", wanted, mask, **tiers)
         else:
-            self.both("extend", wanted, mask, numbers, max_tokens=MOST, **here)
+            self.both("extend", wanted, mask, numbers, max_tokens=MOST, **tiers)
 
     @rule(
         tokens=lists(lists(st.integers(0, 2), min_size=WIDTH, max_size=WIDTH), min_size=ROWS, max_size=ROWS),
@@ -326,9 +326,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def write(self, tokens, counts):
         """Commits lines of `WIDTH` tokens."""
-        mine = [self.ids(line)[0] for line in tokens] if self.extra else None
-        wanted = self.oracle.commit(tokens, counts, extra_ids=mine)
-        library = np.asarray(mine, np.int32) if self.extra else None
+        ids = [self.ids(line)[0] for line in tokens] if self.extra else None
+        wanted = self.oracle.commit(tokens, counts, extra_ids=ids)
+        library = np.asarray(ids, np.int32) if self.extra else None
         self.both("commit", wanted, np.asarray(tokens, np.int32), np.asarray(counts, np.int32), extra_ids=library)
 
     @precondition(lambda self: self.used)
@@ -403,12 +403,12 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(prompt=pairs, wide=st.booleans())
     def lookup(self, prompt, wide):
         namespace, tokens = prompt
-        mine, library = self.ids(tokens)
+        ids, library = self.ids(tokens)
         match = VERBS["lookup"](
             self.state, padded(tokens), len(tokens), namespace=namespace, extra_ids=library,
             tiers=BOTH if wide else BOTH[:1],
         )  # fmt: skip
-        assert int(match.cached_tokens) == self.oracle.lookup(tokens, namespace=namespace, extra_ids=mine, tiers=wide)
+        assert int(match.cached_tokens) == self.oracle.lookup(tokens, namespace=namespace, extra_ids=ids, tiers=wide)
 
     @precondition(lambda self: self.used)
     @rule(
@@ -475,11 +475,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), which=st.integers(0, 15), verb=st.sampled_from(("offload", "onboard")), of=st.integers(0, 1))
     def shift(self, data, which, verb, of):
         """Offloads or brings back blocks by name, mostly such as can be."""
-        of, far = of % len(self.state.groups), verb == "onboard"
+        of, on_host = of % len(self.state.groups), verb == "onboard"
         group = self.state.groups[of]
         pairs = [
             pair for pair in sorted(self.pairing(of).items())
-            if not group.blocks.refcount[pair[0]] and (group.host.pool_row[pair[0]] >= len(group.empty)) == far
+            if not group.blocks.refcount[pair[0]] and (group.host.pool_row[pair[0]] >= len(group.empty)) == on_host
         ]  # fmt: skip
         chosen = [pair for i, pair in enumerate(pairs[:4]) if which >> i & 1] if which else pairs[:4]
         ours = np.asarray([a for a, _ in chosen] + [kvjax.state.NO_BLOCK] * (4 - len(chosen)), np.int32)
@@ -549,9 +549,9 @@ class CacheMachine(RuleBasedStateMachine):
                     block.hits if block.node else 0,
                 )
                 if group.host is not None:
-                    far, moving = group.host.pool_row[ours] >= len(group.empty), group.host.pending_transfer[ours] != 0
-                    assert (bool(far), bool(moving)) == (block.host, block.move > 0)
+                    assert bool(group.host.pool_row[ours] >= len(group.empty)) == block.host
+                    assert bool(group.host.pending_transfer[ours] != 0) == (block.move > 0)
                 if group.blocks.retention is not None:
                     assert group.blocks.retention[ours].tolist() == [
-                        block.worth.priority, -1 if block.worth.ttl is None else block.worth.ttl
+                        block.stated.priority, -1 if block.stated.ttl is None else block.stated.ttl
                     ]  # fmt: skip

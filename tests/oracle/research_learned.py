@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a learned policy is made of, and what it evicts, in plain Python: one block at a time."""
+"""A learned policy, its counts and the blocks that it evicts, in plain Python: one block at a time."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def label(hits: int, length: int, is_last: bool, lengths: Sequence[int]) -> int:
 
 
 def density(hazard: Sequence[float], limits: Sequence[float]) -> list[float]:
-    """The best ratio of hits to room over all horizons, for each age."""
+    """The best ratio of hits to time over all horizons, for each age."""
     best = []
     for age in range(len(hazard)):
-        left, hits, room, most = 1.0, 0.0, 0.0, 0.0
+        left, hits, time, most = 1.0, 0.0, 0.0, 0.0
         for later in range(age, len(hazard)):
             hits += left * hazard[later]
-            room += left * (limits[later + 1] - limits[later]) * (1 - hazard[later] / 2)
+            time += left * (limits[later + 1] - limits[later]) * (1 - hazard[later] / 2)
             left *= 1 - hazard[later]
-            most = max(most, hits / room)
+            most = max(most, hits / time)
         best.append(most)
     return best
 
 
 def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-    """What requests first..last-1 release in a cache without bound: (used again, seen), by class and age."""
+    """The releases of requests first..last-1 in a cache without bound: (used again, seen), by class and age."""
     clock, hits, out = 0, {}, {}
     used, seen = np.zeros((2, (len(HITS) + 1) * (len(lengths) + 1) * 2, AGES))
 
@@ -71,7 +71,7 @@ def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: in
 
 
 class Classed(Scored):
-    """A cache in which the oldest leaf of a class leaves, of the class where that promises least."""
+    """A cache that evicts the oldest leaf of a class, of the class where that one has the lowest hit density."""
 
     def __init__(self, size: int, table: np.ndarray, lengths: Sequence[int]):
         super().__init__(size, lambda cache: cache.stored)
@@ -92,8 +92,8 @@ class Classed(Scored):
             heads: dict[int, int] = {}
             for block in sorted(leaves, key=lambda block: self.released[block]):
                 heads.setdefault(int(self.label[block]), block)
-            promise = {own: self.table[own, age_range(int(self.clock - self.released[b]))] for own, b in heads.items()}
-            block = heads[min(promise, key=lambda own: (promise[own], own))]
+            density = {own: self.table[own, age_range(int(self.clock - self.released[b]))] for own, b in heads.items()}
+            block = heads[min(density, key=lambda own: (density[own], own))]
             gone.append(block)
             del self.of[self.holds[block]]
             self.holds[block] = NONE

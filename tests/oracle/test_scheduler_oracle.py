@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.oracle.blocks import Result, Retention, Status, Worth
+from tests.oracle.blocks import Priority, Result, Retention, Status
 from tests.oracle.cache import Oracle
 from tests.oracle.histories import VOCAB, Watch, choose
 from tests.oracle.requests import Ask, Finish, Options, Stage
@@ -440,13 +440,13 @@ def test_of_equal_blocks_of_one_call_the_first_rows_stays():
 def test_a_request_that_comes_back_states_what_it_stated():
     """Tokens that it generated keep their priority, though they are admitted with its prompt."""
     watched = watch(num_blocks=4, rows=2, options=Options(reserve="known", k=1, chunk=8))
-    stated = Retention([(0, None, Worth(80))], Worth(20))
+    stated = Retention([(0, None, Priority(80))], Priority(20))
     watched.submit(Ask(text(4, 10), 17, priority=1), Ask(text(4, 20), 17, retention=stated))
     request = watched.scheduler.requests[1]
     while request.stage != Stage.RUNNING or not request.preemptions:
         watched.step()
     table = watched.cache.rows[watched.scheduler.rows.index(request)].tables[0]
-    assert [watched.cache.blocks[block].worth.priority for block in table[:2]] == [80, 20]
+    assert [watched.cache.blocks[block].stated.priority for block in table[:2]] == [80, 20]
     watched.run()
 
 

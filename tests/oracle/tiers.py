@@ -18,7 +18,7 @@ class Tiers:
     groups: list[Group]
     rows: list[Any]
     block_size: int
-    least: int
+    min_priority: int
     turn: int
     moves: int
     score: Any
@@ -38,63 +38,63 @@ class Tiers:
     # The verbs.
 
     def offload(self, blocks: Sequence[int], group: int = 0) -> Result:
-        """Cached blocks go to the host, whatever they are worth; what follows them on the device must be named too."""
-        mine, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
-        known = [mine.blocks[b] for b in wanted if 0 <= b < len(mine.blocks)]
-        cached = [block for block in known if block.node and not block.host]
+        """Cached blocks of any priority go to the host; what follows them on the device must be named too."""
+        own, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
+        named = [own.blocks[b] for b in wanted if 0 <= b < len(own.blocks)]
+        cached = [block for block in named if block.node and not block.host]
         if any(block.refcount or block.move for block in cached):
             return Result([Status.HELD])
         if len(cached) < len(wanted) or len(set(wanted)) < len(wanted):
             return Result([Status.BAD_REQUEST])
         nodes = {block.node for block in cached}
-        for node, b in mine.index.items() if group == 0 else ():
-            if self._parent(node) in nodes and not mine.blocks[b].host and node not in nodes:
+        for node, b in own.index.items() if group == 0 else ():
+            if self._parent(node) in nodes and not own.blocks[b].host and node not in nodes:
                 return Result([Status.BAD_REQUEST])
-        deepest = sorted(wanted, key=lambda b: -self._depth(mine, b))
-        return self._moved(self._leave(mine, deepest, True, (), (), least=None))
+        deepest = sorted(wanted, key=lambda b: -self._depth(own, b))
+        return self._moved(self._leave(own, deepest, True, (), (), min_priority=None))
 
     def onboard(self, blocks: Sequence[int], group: int = 0) -> Result:
         """Cached blocks come back; what they follow must be on the device or named too."""
-        mine, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
-        known = [mine.blocks[b] for b in wanted if 0 <= b < len(mine.blocks)]
-        away = [block for block in known if block.node and block.host]
-        if any(block.refcount or block.move for block in away):
+        own, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
+        named = [own.blocks[b] for b in wanted if 0 <= b < len(own.blocks)]
+        on_host = [block for block in named if block.node and block.host]
+        if any(block.refcount or block.move for block in on_host):
             return Result([Status.HELD])
-        if len(away) < len(wanted) or len(set(wanted)) < len(wanted):
+        if len(on_host) < len(wanted) or len(set(wanted)) < len(wanted):
             return Result([Status.BAD_REQUEST])
-        nodes, kept = {block.node for block in away}, set()
+        nodes, exempt = {block.node for block in on_host}, set()
         for node in nodes if group == 0 else ():
             above = self._parent(node)
             if above[1] and above not in nodes:
-                parent = mine.blocks[mine.index[above]]
+                parent = own.blocks[own.index[above]]
                 if parent.host or parent.move:
                     return Result([Status.BAD_REQUEST])
             while above[1] and above not in nodes:
-                kept.add(mine.index[above])
+                exempt.add(own.index[above])
                 above = self._parent(above)
-        if self._missing(mine, len(wanted), kept):
+        if self._missing(own, len(wanted), exempt):
             return Result([Status.NO_BLOCKS])
         before = self.save()
-        victims = self._choose(mine, len(wanted), True, kept)
-        done = None if victims is None else self._leave(mine, victims, True, kept, set(wanted))
+        victims = self._choose(own, len(wanted), True, exempt)
+        done = None if victims is None else self._leave(own, victims, True, exempt, set(wanted))
         if done is None:
             self.restore(before)
             return Result([Status.NO_BLOCKS])
-        for b in self._children_first(mine, wanted):
-            mine.blocks[b].queued, self.turn = self.turn, self.turn + 1
-        for b in self._children_first(mine, sorted(kept, key=lambda b: mine.blocks[b].released)):  # as if held so far
-            mine.blocks[b].refcount += 1
-            self._drop(mine, b)
+        for b in self._children_first(own, wanted):
+            own.blocks[b].queued, self.turn = self.turn, self.turn + 1
+        for b in self._children_first(own, sorted(exempt, key=lambda b: own.blocks[b].released)):  # as if held so far
+            own.blocks[b].refcount += 1
+            self._drop(own, b)
         return self._moved(done)
 
     def watermark(self, empty: int, most: int, group: int = 0) -> Result:
         """Cached blocks leave the device until so many blocks are empty."""
-        mine = self.groups[group]
-        counts = mine.counts()
+        own = self.groups[group]
+        counts = own.counts()
         extra = min(max(0, min(empty - counts["empty"], most)), counts["cached"])
         before = self.save()
-        victims = self._choose(mine, counts["empty"] + extra, True)
-        done = None if victims is None else self._leave(mine, victims, True, (), ())
+        victims = self._choose(own, counts["empty"] + extra, True)
+        done = None if victims is None else self._leave(own, victims, True, (), ())
         if done is None:
             self.restore(before)
             return Result([Status.NO_BLOCKS])
@@ -119,7 +119,7 @@ class Tiers:
                 after = [n for n in group.index if self._parent(n) == node and not group.blocks[group.index[n]].host]
                 if group.number or not node or all(group.index[n] in leaving for n in after):
                     leaving.append(b)
-            done = self._leave(group, leaving, True, (), (), least=None, held=True)
+            done = self._leave(group, leaving, True, (), (), min_priority=None, held=True)
             if done is None:
                 self.restore(before)
                 return Result([Status.NO_BLOCKS])
@@ -179,17 +179,19 @@ class Tiers:
         tiers: bool,
         spared: Collection[int],
         onboarded: Collection[int],
-        least: int | None = 0,
+        min_priority: int | None = 0,
         held: bool = False,
     ) -> tuple[list[Event], list[Move]] | None:
         """Victims leave the device, for the host or for good, and blocks come back from there.
 
-        Returns events and moves; None if something can't be removed that has to be, or has no room on the host.
+        Returns events and moves; None if something that has to leave can't be removed, or does not fit on the host.
         """
         blocks, events = group.blocks, []
         priorities = {b: self._priority_of(group, b) for b in victims}
         to_host = [
-            b for b in victims if tiers and group.num_host_blocks and (least is None or priorities[b] >= self.least)
+            b
+            for b in victims
+            if tiers and group.num_host_blocks and (min_priority is None or priorities[b] >= self.min_priority)
         ]
         evicted = [b for b in victims if b not in to_host]
         doomed = evicted if group.number else self._followers(evicted)
@@ -282,4 +284,4 @@ class Tiers:
         return (len(node[1]) - 1) // self.block_size if node and not group.number else 0
 
     def _is_moving(self, row: Any) -> bool:
-        return any(g.blocks[b].move for g in self.groups for b in row.tables[g.number] if b != NO_BLOCK)
+        return any(group.blocks[b].move for group in self.groups for b in row.tables[group.number] if b != NO_BLOCK)

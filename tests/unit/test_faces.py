@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests import drive
+from tests import cases, drive
 
 OPTIONS = {"num_blocks": 8, "max_seqs": 3, "max_length": 16, "block_size": 4, "dtype": "float32"}
 SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 2)], **OPTIONS)
 TIERED = kvjax.make_spec([kvjax.LayerSpec(1, 2)], num_host_blocks=4, **OPTIONS)
-VERBS = (
-    "admit", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin", "unpin", "reset",
-    "lookup", "view", "ragged", "mixed",
-)  # fmt: skip
-MOVES = ("offload", "onboard", "watermark", "swap_out", "swap_in")
+METHODS = (*(name for name, verb in cases.VERBS.items() if verb.calls), *cases.VIEWS)
 
 
 def ints(*values):
@@ -26,7 +22,8 @@ def ints(*values):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(kvjax.Cache, name) for name in VERBS] + [(kvjax.tiers.TieredCache, name) for name in VERBS + MOVES],
+    [(kvjax.Cache, name) for name in METHODS]
+    + [(kvjax.tiers.TieredCache, name) for name in METHODS + cases.HOST_VERBS],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
 def test_a_method_shows_the_parameters_of_its_verb(owner, name):
@@ -43,7 +40,7 @@ def test_a_method_shows_the_parameters_of_its_verb(owner, name):
 
 def test_every_name_of_a_cache_is_there_on_a_tiered_one():
     names = {name for name in dir(kvjax.Cache.create(SPEC)) if not name.startswith("_")}
-    assert names >= {"state", "pools", "create", *VERBS}
+    assert names >= {"state", "pools", "create", *METHODS}
     assert not names - set(dir(kvjax.tiers.TieredCache.create(TIERED)))
 
 

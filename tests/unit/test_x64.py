@@ -11,19 +11,10 @@ import pytest
 
 import kvjax
 from kvjax import LayerSpec
-from tests import drive
+from tests import cases, drive
+from tests.cases import OPTIONS, ROWS, SPECS, TEXT
 
 pytestmark = pytest.mark.long
-
-ROWS, WIDTH = 3, 16
-OPTIONS = {"num_blocks": 8, "max_seqs": ROWS, "max_length": WIDTH, "block_size": 4}
-LAYERS = [LayerSpec(2, 16), LayerSpec(1, 16, window=8, sink_tokens=2)]
-SPECS = {
-    "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", **OPTIONS),
-    "all of it": kvjax.make_spec(
-        LAYERS, num_host_blocks=4, extra_ids=True, retention=True, dtype="int8", **OPTIONS
-    ),
-}  # fmt: skip
 
 
 def by_class():
@@ -33,47 +24,9 @@ def by_class():
     )
 
 
-POLICIES = (
-    kvjax.lru,
-    by_class,
-    kvjax.policies.fifo,
-    kvjax.policies.lfu,
-    kvjax.policies.random,
-    kvjax.policies.cost_aware,
-    kvjax.policies.priority,
-    kvjax.policies.trt_leaf,
-)
-LINE, LINES = np.ones(WIDTH, np.int64), np.ones((ROWS, WIDTH), np.int64)
-BOTH = {"tiers": ("device", "host")}
-VERBS = {
-    "admit": ((0, LINE, 9), {"now": 5}),
-    "admit several": ((np.arange(ROWS), LINES, np.full(ROWS, 9)), {}),
-    "lookup": ((LINE, 9), {}),
-    "extend": ((np.ones(ROWS, bool),), {}),
-    "extend some": ((np.ones(2, bool), np.arange(2)), {"seqs": np.arange(2), "max_tokens": 2}),
-    "commit": ((LINES, np.full(ROWS, 3)), {}),
-    "fork": ((0, 1), {}),
-    "truncate": ((0, 3), {}),
-    "trim": ((np.ones(ROWS, bool),), {"max_tokens": 4}),
-    "release": ((0,), {}),
-    "release several": ((np.arange(ROWS),), {}),
-    "beam_step": ((np.arange(2), np.zeros(2, np.int64)), {}),
-    "pin": ((np.arange(2),), {}),
-    "unpin": ((np.arange(2),), {}),
-    "evict": ((np.arange(2),), {}),
-    "reset": ((), {}),
-}
-MOVES = {
-    "admit": ((0, LINE, 9), BOTH),
-    "extend": ((np.ones(ROWS, bool),), BOTH),
-    "offload": ((np.arange(2),), {}),
-    "onboard": ((np.arange(2),), {"group": 1}),
-    "watermark": ((2,), {"most": 3}),
-    "swap_out": ((0,), {}),
-    "swap_in": ((0,), {}),
-}
-CASES = [("plain", verb, VERBS) for verb in ("admit several", "extend", "extend some", "commit")]
-CASES += [pytest.param("all of it", verb, of, marks=pytest.mark.slow) for of in (VERBS, MOVES) for verb in of]
+POLICIES = (by_class, *(policy.make for policy in cases.POLICIES.values()))
+CALLS = [("plain", call) for call in ("admit several", "extend", "extend some", "commit")]
+CALLS += [pytest.param("all of it", call, marks=pytest.mark.slow) for call in cases.CALLS | cases.HOST_CALLS]
 
 
 @pytest.fixture(autouse=True)
@@ -95,13 +48,13 @@ def traced(fn, *args, **options):
     return jax.eval_shape(functools.partial(fn, **options), *args)
 
 
-@pytest.mark.parametrize(("name", "verb", "of"), CASES)
-def test_verbs(name, verb, of):
-    args, options = of[verb]
+@pytest.mark.parametrize(("name", "call"), CALLS)
+def test_verbs(name, call):
+    args, options = (cases.CALLS | cases.HOST_CALLS)[call]
     state = traced(lambda: kvjax.init(SPECS[name], num_blocks=7))
-    after = traced(drive.verb(verb.split()[0]), state, *args, **options)
+    after = traced(drive.verb(call.split()[0]), state, *args, **options)
     assert narrow((state, after))
-    if verb != "lookup":
+    if call != "lookup":
         chex.assert_trees_all_equal_shapes_and_dtypes(after[0], state)
         if after[1].transfer is not None:
             done, events = traced(kvjax.tiers.complete, after[0], after[1].transfer, True)
@@ -164,7 +117,7 @@ def test_writing_and_attending(name, form):
 def test_copies(implementation):
     spec = SPECS["all of it"]
     state, pools = traced(lambda: (kvjax.init(spec), kvjax.init_pools(spec)))
-    _, events = traced(kvjax.admit, state, 0, LINE, 9)
+    _, events = traced(kvjax.admit, state, 0, TEXT, 9)
     after = traced(kvjax.apply, pools, events, implementation=implementation)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, pools)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax._checks import on_state
 from kvjax.debug.counts import tally
-from kvjax.debug.survey import Condition, read_blocks
+from kvjax.debug.inspect import Condition, inspect_group
 from kvjax.events.log import EventLog
 from kvjax.events.records import Events
 from kvjax.events.totals import Totals
@@ -219,8 +219,8 @@ class Metrics:
 def _read(state: CacheState, groups: range) -> Reading:
     """Reads the groups that have K/V."""
     blocks, slots, moving, rows = {}, {}, {}, {}
-    surveys = {number: read_blocks(state, number) for number in groups}
-    for number, seen in surveys.items():
+    inspected = {number: inspect_group(state, number) for number in groups}
+    for number, seen in inspected.items():
         group = state.spec.groups[number]
         sizes = {"device": group.num_blocks, "host": group.num_host_blocks}
         for condition, (tier, name) in _CONDITIONS.items():
@@ -231,5 +231,5 @@ def _read(state: CacheState, groups: range) -> Reading:
         stats = tally(state, seen)
         moving[number] = stats.in_transit_blocks
         rows = {"active": stats.active_rows, "free": stats.num_rows - stats.active_rows}
-    levels = (surveys[groups.start].condition >= Condition.ON_HOST_EMPTY).astype(np.int64)
+    levels = (inspected[groups.start].condition >= Condition.ON_HOST_EMPTY).astype(np.int64)
     return Reading(time.monotonic(), blocks, slots, moving, rows, levels)

@@ -49,9 +49,9 @@ class Story(Driver):
     def held(self, group, row=0):
         """{place: block} of a row."""
         table = self.state.groups[group].table[row].tolist()
-        return {place: block for place, block in enumerate(table) if block != kvjax.state.NO_BLOCK}
+        return {column: block for column, block in enumerate(table) if block != kvjax.state.NO_BLOCK}
 
-    def places(self, group, row=0):
+    def columns(self, group, row=0):
         return list(self.held(group, row))
 
 
@@ -103,9 +103,9 @@ def test_blocks_leave_with_the_last_token_that_is_seen_and_stay_cached():
     story.start(0, TEXT[:3])
     for token in TEXT[3:14]:
         story.step((0, token))
-        held.append(story.places(1))
+        held.append(story.columns(1))
     assert held == [[0], *[[0, 1]] * 4, *[[1, 2]] * 4, *[[2, 3]] * 2]
-    assert story.places(0) == [0, 1, 2, 3]
+    assert story.columns(0) == [0, 1, 2, 3]
     assert int(story.state.groups[1].num_cached) == 2
     assert story.found(TEXT[:8]) == 7
 
@@ -114,7 +114,7 @@ def test_blocks_leave_with_the_last_token_that_is_seen_and_stay_cached():
 def test_a_prefix_is_found_where_every_group_has_what_is_seen():
     story = Story()
     story.start(0, TEXT[:20])
-    assert (story.places(0), story.places(1)) == ([0, 1, 2, 3, 4], [3, 4])
+    assert (story.columns(0), story.columns(1)) == ([0, 1, 2, 3, 4], [3, 4])
     story.do("release", 0)
     assert [story.found(TEXT[:n]) for n in (20, 12, 5)] == [19, 11, 4]
     story.start(0, OTHER[:12])  # takes the empty block, and those that left the window first
@@ -125,7 +125,7 @@ def test_a_prefix_is_found_where_every_group_has_what_is_seen():
     assert sum(group == 0 for group, *_ in kvjax.events.index_of(story.state)) == 8
 
     assert story.start(1, TEXT[:20]) == 19
-    assert (story.places(0, 1), story.places(1, 1)) == ([0, 1, 2, 3, 4], [3, 4])
+    assert (story.columns(0, 1), story.columns(1, 1)) == ([0, 1, 2, 3, 4], [3, 4])
     # What is computed anew in one group alone goes there; the other keeps what it has.
     blocks = story.held(0, 1)
     assert story.start(0, TEXT[:12]) == 0
@@ -149,7 +149,7 @@ def test_a_copy_moves_a_window_off_a_block_that_is_gone():
     assert story.found([*TEXT[:8], 99]) == 0
     assert story.found([*TEXT[:9], 99]) == 9
     assert story.start(0, np.asarray([*TEXT[:9], 99])) == 9
-    assert story.places(1) == [1, 2]
+    assert story.columns(1) == [1, 2]
 
 
 @pytest.mark.long
@@ -184,14 +184,14 @@ def test_a_cut_over_the_edge_brings_blocks_back_if_they_are_there():
     story.start(0, TEXT[:20])
     left = dict(story.held(1))
     story.do("truncate", 0, 14)
-    assert story.places(1) == [2, 3] and story.held(1)[3] == left[3]
+    assert story.columns(1) == [2, 3] and story.held(1)[3] == left[3]
     for token in TEXT[14:20]:
         story.step((0, token))
     assert story.held(1) == left  # the same contents again: merged with what was there
     story.start(1, OTHER[:16])  # takes all but what is held
     assert story.status("truncate", 0, 14) != ["OK"]
     story.do("truncate", 0, 17)
-    assert story.places(1) == [3, 4]
+    assert story.columns(1) == [3, 4]
     assert story.status("truncate", 0, 3) != ["OK"]
     story.step((0, 99))
     story.do("release", 0)
@@ -202,11 +202,11 @@ def test_forks_and_beams_share_windows():
     story = Story()
     story.start(0, TEXT[:14])
     story.do("fork", 0, 1)
-    assert story.held(1) == story.held(1, 1) and story.places(1) == [2, 3]
+    assert story.held(1) == story.held(1, 1) and story.columns(1) == [2, 3]
     assert story.step((0, 1), (1, 2)) == 2  # one of the rows keeps its last block, in each group
     for token in range(3, 7):
         assert story.step((0, token), (1, token + 10)) == 0
-    assert story.places(1) == story.places(1, 1) == [3, 4]
+    assert story.columns(1) == story.columns(1, 1) == [3, 4]
     assert not set(story.held(1).values()) & set(story.held(1, 1).values())
     story.do("beam_step", np.array([0, 1]), np.array([1, 1]))
     assert story.held(1) == story.held(1, 1) and story.held(0) == story.held(0, 1)
@@ -224,13 +224,13 @@ def test_sinks_stay():
     story.start(0, TEXT[:8])
     for token in TEXT[8:20]:
         story.step((0, token))
-    assert (story.places(0), story.places(1)) == ([0, 1, 2, 3, 4], [0, 1, 3, 4])
+    assert (story.columns(0), story.columns(1)) == ([0, 1, 2, 3, 4], [0, 1, 3, 4])
     story.do("release", 0)
     assert story.found(TEXT[:20]) == 19 and story.start(0, TEXT[:20]) == 19
-    assert story.places(1) == [0, 1, 3, 4]
+    assert story.columns(1) == [0, 1, 3, 4]
     story.do("release", 0)
     story.start(0, OTHER[:20])  # of six blocks five are its own, and the one that is left is the first
-    assert story.places(1) == [0, 1, 3, 4]
+    assert story.columns(1) == [0, 1, 3, 4]
     assert story.found(TEXT[:20]) == 4
 
 

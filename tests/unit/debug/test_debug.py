@@ -28,7 +28,7 @@ def story(spec=PLAIN):
     return driver
 
 
-def known(state):
+def block_names(state):
     """Names for the blocks of the story, found by what they hold."""
     blocks, table = jax.device_get(state.groups[0].blocks), np.asarray(state.groups[0].table)
     first = {blocks.tokens[b, 0]: b for b in np.flatnonzero(blocks.fill > 0)}
@@ -118,14 +118,14 @@ CASES = [
 def test_the_story_is_sound():
     state = story().state
     kvjax.check(state)
-    blocks = known(state)
+    blocks = block_names(state)
     assert len(set(blocks.values())) == len(blocks) and int(state.groups[0].num_cached) == 4
 
 
 @pytest.mark.parametrize(("rule", "path", "make"), CASES)
 def test_check_names_the_damage_and_draws_it(rule, path, make):
     state = story().state
-    broken = changed(state, path, make(known(state)))
+    broken = changed(state, path, make(block_names(state)))
     with pytest.raises(AssertionError) as caught:
         kvjax.check(broken)
     message = str(caught.value)
@@ -137,7 +137,7 @@ def test_check_names_the_damage_and_draws_it(rule, path, make):
 def endless(target):
     """The story with a link that goes round (or nowhere), in the chain where `leaf` was to be found."""
     state = story().state
-    blocks, following = known(state), np.asarray(state.groups[0].links.next)
+    blocks, following = block_names(state), np.asarray(state.groups[0].links.next)
     (bucket,) = np.flatnonzero((following == blocks["leaf"]) & (np.arange(len(following)) >= 24))
     state = changed(state, LINKS + "next", at(bucket, blocks["root"]))
     return changed(state, LINKS + "next", at(blocks["root"], blocks["root"] if target is None else target))
@@ -154,19 +154,19 @@ def print_what_check_says_of_endless_chains():
 def test_check_ends_where_links_do_not():
     """In a process of its own: compiled code that never ends cannot be interrupted."""
     code = f"import {__name__} as tests; tests.print_what_check_says_of_endless_chains()"
-    said = output_of(sys.executable, "-c", code)
-    assert [line.startswith("broken: ") and "link" in line for line in said.splitlines()] == [True] * 3
+    output = output_of(sys.executable, "-c", code)
+    assert [line.startswith("broken: ") and "link" in line for line in output.splitlines()] == [True] * 3
 
 
 @pytest.mark.long
 def test_extra_ids_tell_blocks_apart():
     state = story(EXTRA).state
-    held = known(state)["held"]
-    twins = changed(state, BLOCKS + "text.tokens", at(held, 4))
+    held = block_names(state)["held"]
+    duplicates = changed(state, BLOCKS + "text.tokens", at(held, 4))
     with pytest.raises(AssertionError, match="no prefix is stored twice"):
-        kvjax.check(twins)
+        kvjax.check(duplicates)
     with pytest.raises(AssertionError) as caught:  # in the wrong chain, but not twice
-        kvjax.check(changed(twins, BLOCKS + "text.extra_ids", at((held, 2), 1)))
+        kvjax.check(changed(duplicates, BLOCKS + "text.extra_ids", at((held, 2), 1)))
     assert str(caught.value).startswith("broken: every findable block is found by its parent\n")
 
 
@@ -220,11 +220,11 @@ def test_a_snapshot_begins_with_created_and_has_parents_first():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", [10, 40, 80])
-def test_whoever_joins_late_knows_the_same(moment):
+@pytest.mark.parametrize("steps", [10, 40, 80])
+def test_whoever_joins_late_knows_the_same(steps):
     trial = Trial(kvjax.init(PLAIN), verbs=VERBS)
     requests = random_requests(21)
-    for request in itertools.islice(requests, moment):
+    for request in itertools.islice(requests, steps):
         trial.do(request)
     mirror = kvjax.fold(kvjax.events.snapshot(trial.state))
     assert mirror == trial.mirror

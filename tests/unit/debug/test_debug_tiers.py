@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.debug import Stats, stats
-from kvjax.debug.survey import read_blocks
+from kvjax.debug.inspect import inspect_group
 from kvjax.events import Totals
 from kvjax.events.transfer import Transfer
 from tests.drive import TIERS, VERBS, Driver
@@ -24,17 +24,18 @@ def state() -> kvjax.CacheState:
     return stories.tiers().state
 
 
-def known(state):
-    """Names for the blocks of the story: of both groups those of row 0, of row 2 (at rest), and what is cached."""
+def block_names(state):
+    """Names for the blocks of the story: of both groups those of row 0, of row 2 (swapped out), and what is cached."""
     names = {}
     for number, group in enumerate(jax.device_get(state.groups)):
         fill, idle = group.blocks.fill, group.blocks.refcount == 0
-        away = group.host.pool_row >= len(group.empty)
+        on_host = group.host.pool_row >= len(group.empty)
         more = {
             "first": group.table[0, 0], "second": group.table[0, 1], "last": group.table[0, 4],
-            "resting": group.table[2, 0], "swapped end": group.table[2, 4], "moving": group.table[3, 0],
-            "near": np.flatnonzero(idle & (fill > 0) & ~away)[-1], "far": np.flatnonzero(idle & (fill > 0) & away)[0],
-            "empty": group.empty[0], "empty far": group.host.empty[0],
+            "swapped out": group.table[2, 0], "swapped end": group.table[2, 4], "moving": group.table[3, 0],
+            "cached": np.flatnonzero(idle & (fill > 0) & ~on_host)[-1],
+            "host cached": np.flatnonzero(idle & (fill > 0) & on_host)[0],
+            "empty": group.empty[0], "host empty": group.host.empty[0],
         }  # fmt: skip
         names |= {(number, name): int(block) for name, block in more.items()}
     return names
@@ -55,7 +56,7 @@ DAMAGE = {
     ],
     "only rows in use are swapped out": [(0, "seqs.length", lambda b: at(2, 0))],
     "tables hold blocks for their length": [
-        (1, "groups.1.table", lambda b: at((0, 1), b[1, "near"])),  # behind the window
+        (1, "groups.1.table", lambda b: at((0, 1), b[1, "cached"])),  # behind the window
         (1, "groups.1.table", lambda b: at((0, 0), -1)),  # the first tokens stay
         (1, "groups.1.table", lambda b: at((0, 3), -1)),
     ],
@@ -66,32 +67,32 @@ DAMAGE = {
         (1, "groups.1.num_cached", lambda b: lambda x: x - 1),
     ],
     "the stack is the empty blocks": [
-        (0, "groups.0.empty", lambda b: at(0, b[0, "empty far"])),
+        (0, "groups.0.empty", lambda b: at(0, b[0, "host empty"])),
         (1, "groups.1.num_empty", lambda b: lambda x: x - 1),
     ],
     "the stack of the host is its empty blocks": [
         (0, "groups.0.host.empty", lambda b: at(0, b[0, "empty"])),
         (1, "groups.1.host.num_empty", lambda b: lambda x: x + 1),
-        (1, "groups.1.host.empty", lambda b: at(0, b[1, "far"])),
+        (1, "groups.1.host.empty", lambda b: at(0, b[1, "host cached"])),
     ],
     "every pool row belongs to one block": [
         (0, "groups.0.host.pool_row", lambda b: at(b[0, "first"], 3)),
         (1, "groups.1.host.pool_row", lambda b: at(b[1, "first"], 20)),
-        (1, "groups.1.host.pool_row", lambda b: at(b[1, "far"], -1)),
+        (1, "groups.1.host.pool_row", lambda b: at(b[1, "host cached"], -1)),
     ],
     "children on the host are counted": [
-        (0, "groups.0.host.num_host_children", lambda b: at(b[0, "resting"], 2)),
+        (0, "groups.0.host.num_host_children", lambda b: at(b[0, "swapped out"], 2)),
         (0, "groups.0.host.num_host_children", lambda b: at(b[0, "last"], 1)),
         (1, "groups.1.host.num_host_children", lambda b: at(b[1, "first"], 1)),
     ],
-    "children are counted": [(0, "groups.0.blocks.children", lambda b: at(b[0, "resting"], 1))],
+    "children are counted": [(0, "groups.0.blocks.children", lambda b: at(b[0, "swapped out"], 1))],
     "a device block has its parent on the device": [
-        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "first"], b[0, "empty far"])),
-        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "second"], b[0, "resting"])),
+        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "first"], b[0, "host empty"])),
+        (0, "groups.0.host.pool_row", lambda b: swap(b[0, "second"], b[0, "swapped out"])),
     ],
     "only blocks with contents are on the move": [
         (0, "groups.0.host.pending_transfer", lambda b: at(b[0, "empty"], 1)),
-        (1, "groups.1.host.pending_transfer", lambda b: at(b[1, "empty far"], 1)),
+        (1, "groups.1.host.pending_transfer", lambda b: at(b[1, "host empty"], 1)),
     ],
     "moves were ordered": [
         (0, "groups.0.host.pending_transfer", lambda b: at(b[0, "moving"], 4)),
@@ -100,29 +101,29 @@ DAMAGE = {
     ],
     "every cached block waits in the ring of its tier once": [
         (0, "groups.0.policy.tail", lambda b: lambda x: x - 1),
-        (0, "groups.0.host.policy.stamp", lambda b: at(b[0, "far"], 77)),
-        (1, "groups.1.policy.stamp", lambda b: at(b[1, "near"], 77)),
+        (0, "groups.0.host.policy.stamp", lambda b: at(b[0, "host cached"], 77)),
+        (1, "groups.1.policy.stamp", lambda b: at(b[1, "cached"], 77)),
         (1, "groups.1.host.policy.head", lambda b: lambda x: x + 1),
     ],
     "the ring holds at most its size": [(1, "groups.1.host.policy.tail", lambda b: lambda x: x + 64)],
     "group0 blocks are blocks": [
         (1, "groups.1.group0_block", lambda b: at(b[1, "first"], 22)),
-        (1, "groups.1.group0_block", lambda b: at(b[1, "near"], -1)),
+        (1, "groups.1.group0_block", lambda b: at(b[1, "cached"], -1)),
     ],
     "group0 blocks hold as many tokens": [
-        (1, "groups.1.blocks.fill", lambda b: at(b[1, "near"], 1)),
-        (1, "groups.0.blocks.fill", lambda b: at(b[0, "near"], 2)),
+        (1, "groups.1.blocks.fill", lambda b: at(b[1, "cached"], 1)),
+        (1, "groups.0.blocks.fill", lambda b: at(b[0, "cached"], 2)),
     ],
     "window blocks are the way back from group0 blocks": [
-        (1, "groups.1.window_block", lambda b: at(b[0, "first"], b[1, "near"])),
+        (1, "groups.1.window_block", lambda b: at(b[0, "first"], b[1, "cached"])),
         (1, "groups.1.group0_block", lambda b: at(b[1, "first"], b[0, "second"])),
     ],
     "every window block is findable": [
         (1, "groups.1.window_block", lambda b: at(b[0, "empty"], 0)),
         (1, "groups.1.window_block", lambda b: at(b[0, "first"], -1)),
     ],
-    "a held block has a held group0 block": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "far"], 1))],
-    "rows hold blocks beside each other": [(1, "groups.0.table", lambda b: lambda x: x[:, [1, 0, 2, 3, 4, 5]])],
+    "a held block has a held group0 block": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "host cached"], 1))],
+    "rows hold blocks of the same prefixes": [(1, "groups.0.table", lambda b: lambda x: x[:, [1, 0, 2, 3, 4, 5]])],
 }
 CASES = [
     pytest.param(rule, number, path, make, id=f"{rule}: {path} {n}")
@@ -133,7 +134,7 @@ CASES = [
 
 @pytest.mark.parametrize(("rule", "number", "path", "make"), CASES)
 def test_check_names_the_damage_and_its_group(state, rule, number, path, make):
-    broken = changed(state, path, make(known(state)))
+    broken = changed(state, path, make(block_names(state)))
     with pytest.raises(AssertionError) as caught:
         kvjax.check(broken)
     first, drawing = str(caught.value).split("\n", 1)
@@ -143,10 +144,10 @@ def test_check_names_the_damage_and_its_group(state, rule, number, path, make):
 
 def test_the_story_is_sound_and_its_blocks_differ(state):
     kvjax.check(state)
-    names = known(state)
+    names = block_names(state)
     for number in range(2):
-        mine = [block for (group, name), block in names.items() if group == number and name != "second"]
-        assert len(set(mine)) == len(mine)
+        own = [block for (group, name), block in names.items() if group == number and name != "second"]
+        assert len(set(own)) == len(own)
 
 
 def test_the_number_of_moves_may_have_wrapped(state):
@@ -233,13 +234,13 @@ def test_a_forked_window_is_shared_by_two():
 
 
 def test_a_window_groups_blocks_hold_what_those_beside_them_do(state):
-    first, window = read_blocks(state), read_blocks(state, 1)
-    names = known(state)
-    for name in ("first", "last", "resting", "swapped end", "moving", "near", "far"):
+    first, window = inspect_group(state), inspect_group(state, 1)
+    names = block_names(state)
+    for name in ("first", "last", "swapped out", "swapped end", "moving", "cached", "host cached"):
         block = names[1, name]
-        beside = names[0, name] if name != "near" else int(state.groups[1].group0_block[block])
+        first_block = names[0, name] if name != "cached" else int(state.groups[1].group0_block[block])
         n = int(window.written[block])
-        assert window.tokens[block, :n].tolist() == first.tokens[beside, :n].tolist() and n > 0
+        assert window.tokens[block, :n].tolist() == first.tokens[first_block, :n].tolist() and n > 0
 
 
 def test_totals_count_moves():
@@ -319,12 +320,12 @@ def test_show_of_large_tiers_stays_compact(width):
     spec = kvjax.make_spec(layers, num_blocks=30_000, num_host_blocks=60_000, max_seqs=2, max_length=4096)
     text = kvjax.show(kvjax.init(spec), width=width, max_lines=5)
     assert max(map(len, text.splitlines())) <= width and len(text.splitlines()) < 40
-    drawn = [line.strip() for line in text.splitlines()]
-    assert drawn.count("0 to 29,999: empty") == drawn.count("30,000 to 89,999: empty, on the host") == 2
+    words = [line.strip() for line in text.splitlines()]
+    assert words.count("0 to 29,999: empty") == words.count("30,000 to 89,999: empty, on the host") == 2
 
 
 @pytest.mark.parametrize(
-    ("ids", "drawn"),
+    ("ids", "words"),
     [
         ([-1] * 12 + [5, 1], "- x12, 5 1"),
         ([3, 4, -1, 7, 8, 9], "3 4 - 7-9"),
@@ -332,11 +333,11 @@ def test_show_of_large_tiers_stays_compact(width):
         ([0, 1, 2, -1, -1, -1], "0-2"),
     ],
 )
-def test_show_shortens_gaps(ids, drawn):
+def test_show_shortens_gaps(ids, words):
     layers = [kvjax.LayerSpec(1, 4), kvjax.LayerSpec(1, 4, 8)]
     state = kvjax.init(kvjax.make_spec(layers, num_blocks=12, max_seqs=1, max_length=4 * len(ids), block_size=4))
     state = changed(state, "groups.1.table", lambda x: np.array([ids], np.int32))
-    assert f"blocks {drawn}\n" in kvjax.show(state)
+    assert f"blocks {words}\n" in kvjax.show(state)
 
 
 def test_plot_blocks_draws_tiers_and_gaps(state, tmp_path):

@@ -325,15 +325,15 @@ def test_a_cache_in_one_line(story):
 
 def test_a_cache_that_cannot_be_counted_says_why():
     shape = "blocks of 4 tokens, 2 rows of up to 2 blocks, 1.2 KiB of K/V; 4 blocks"
-    said, cache = [], kvjax.Cache.create(CACHE)
+    shown, cache = [], kvjax.Cache.create(CACHE)
 
-    def look(cache):
-        said.append((repr(cache), repr(cache.state), cache._repr_html_(), cache.state._repr_html_()))
+    def show_all(cache):
+        shown.append((repr(cache), repr(cache.state), cache._repr_html_(), cache.state._repr_html_()))
         return cache
 
-    shapes = jax.eval_shape(look, cache)
-    batch = jax.vmap(look)(jax.tree.map(lambda x: jnp.stack([x, x]), cache))
-    for found in said:
+    shapes = jax.eval_shape(show_all, cache)
+    batch = jax.vmap(show_all)(jax.tree.map(lambda x: jnp.stack([x, x]), cache))
+    for found in shown:
         assert found == (
             f"Cache({shape}; traced)", "CacheState(blocks of 4 tokens, 2 rows of up to 2 blocks; 4 blocks; traced)",
             f"<pre>Cache({shape}; traced)</pre>",

@@ -175,16 +175,16 @@ def test_a_log_in_a_loop_tells_what_the_steps_tell():
 
     state = kvjax.init(SPEC)
     (end, log), _ = jax.jit(lambda s: lax.scan(logged, (s, init_log(40, 4)), prompts))(state)
-    heard, totals, jitted = [], Totals(), jax.jit(step)
+    records, totals, jitted = [], Totals(), jax.jit(step)
     for prompt in prompts:
         state, events = jitted(state, prompt)
         for each in events:
-            heard += kvjax.to_list(each)
+            records += kvjax.to_list(each)
             totals = totals.add(each)
-    assert kvjax.to_list(log) == heard
+    assert kvjax.to_list(log) == records
     assert Totals().add(log) == totals and totals.queried_tokens == 36 and totals.reused_tokens == 4
-    assert {event["kind"] for event in heard} >= {"stored", "removed"}
-    assert kvjax.fold(heard).index == kvjax.events.index_of(state) == kvjax.events.index_of(end)
+    assert {event["kind"] for event in records} >= {"stored", "removed"}
+    assert kvjax.fold(records).index == kvjax.events.index_of(state) == kvjax.events.index_of(end)
     chex.assert_trees_all_equal(state, end)
 
 
@@ -208,10 +208,10 @@ def test_events_are_shown_in_one_line():
 
 @pytest.mark.parametrize("value", [SOME, init_log(20, 4), VERBS["lookup"](kvjax.init(PLAIN), np.arange(8), 8)])
 def test_what_cannot_be_counted_is_shown_too(value):
-    name, said = type(value).__name__, []
-    jax.eval_shape(lambda value: said.append(repr(value)), value)
-    jax.vmap(lambda value: said.append(repr(value)))(jax.tree.map(lambda x: jnp.stack([x, x]), value))
-    assert said == [f"{name}(traced)"] * 2
+    name, shown = type(value).__name__, []
+    jax.eval_shape(lambda value: shown.append(repr(value)), value)
+    jax.vmap(lambda value: shown.append(repr(value)))(jax.tree.map(lambda x: jnp.stack([x, x]), value))
+    assert shown == [f"{name}(traced)"] * 2
     assert repr(jax.eval_shape(lambda x: x, value)) == f"{name}(shapes alone)"
     for odd in (lambda x: None, lambda x: object(), lambda x: 0):
         assert repr(jax.tree.map(odd, value)) == f"{name}(shapes alone)"

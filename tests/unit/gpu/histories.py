@@ -138,7 +138,7 @@ class History:
         return np.asarray(self.driver.state.seqs.length)
 
     @property
-    def room(self) -> np.ndarray:
+    def reserved(self) -> np.ndarray:
         return self.lengths - np.asarray(self.driver.state.seqs.committed)
 
     def a_row(self, used: bool) -> int:
@@ -163,9 +163,9 @@ class History:
         if self.spec.extra_ids:
             options["extra_ids"] = np.zeros(self.spec.max_length + 1, np.int32)
         if self.driver.admit(seq, tokens, namespace=int(self.rng.choice((0, 0, 0, 1))), **options) == ["OK"]:
-            while self.room[seq] and self.rng.random() < 0.95:
-                counts = np.where(self.rows == seq, min(self.room[seq], self.most), 0).astype(np.int32)
-                left = np.resize(tokens[self.lengths[seq] - self.room[seq] :], (len(self.rows), self.most))
+            while self.reserved[seq] and self.rng.random() < 0.95:
+                counts = np.where(self.rows == seq, min(self.reserved[seq], self.most), 0).astype(np.int32)
+                left = np.resize(tokens[self.lengths[seq] - self.reserved[seq] :], (len(self.rows), self.most))
                 self.written(self.rows, left, counts)
 
     def written(self, seqs: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
@@ -190,7 +190,7 @@ class History:
     def commit(self) -> None:
         """Of many rows at once, in any order: rows that do not exist or come twice, and too many or bad tokens."""
         seqs = self.rng.permutation(self.rows)
-        counts = np.minimum(self.room[seqs], self.most).astype(np.int32)
+        counts = np.minimum(self.reserved[seqs], self.most).astype(np.int32)
         counts = self.rng.integers(0, counts + 1, dtype=np.int32) if self.rng.random() < 0.5 else counts
         tokens = self.text(len(seqs), self.most)
         if self.rng.random() < 0.3:  # what each row has is equal to what the others have
@@ -209,12 +209,12 @@ class History:
 
     def extend(self) -> None:
         """Of some rows or all; by more than a row can hold, by less than nothing, and rows that are free."""
-        rows, room = len(self.rows), self.spec.max_length - self.lengths
+        rows, reserved = len(self.rows), self.spec.max_length - self.lengths
         active = (self.lengths > 0) & (self.rng.random(rows) < self.rng.choice((0.4, 1.0, 1.0)))
         counts = self.rng.integers(0, self.most + 1, rows, dtype=np.int32)
         fault = self.rng.choice(("none",) * 5 + ("full", "negative", "free"))
         if fault != "full":
-            counts = np.minimum(counts, np.maximum(room, 0)).astype(np.int32)
+            counts = np.minimum(counts, np.maximum(reserved, 0)).astype(np.int32)
         at = self.rng.integers(rows)
         active[at] = active[at] | (fault == "free")
         counts[at] -= (self.most + 1) * (fault == "negative")

@@ -82,9 +82,9 @@ class _Walk:
     def through(self, jaxpr, arrays: list[Any], pending: Pending) -> Pending:
         """What is pending after a jaxpr, whose arguments are these arrays, None for values."""
         jaxpr = opened(jaxpr)
-        known = dict(zip(jaxpr.invars, arrays, strict=True))
+        values = dict(zip(jaxpr.invars, arrays, strict=True))
         for eqn in jaxpr.eqns:
-            operands = [None if isinstance(var, core.Literal) else known.get(var) for var in eqn.invars]
+            operands = [None if isinstance(var, core.Literal) else values.get(var) for var in eqn.invars]
             pending = self.after(eqn, operands, pending)
         return pending
 

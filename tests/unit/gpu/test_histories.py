@@ -154,8 +154,8 @@ def events_of(empty, rng, size, log):
     records = rng.integers(1, 9, (size, len(COLUMNS)), np.int32)
     records[:, 0] *= rng.random(size) < 0.6
     text = jax.tree.map(lambda x: rng.integers(0, 99, (size, x.shape[1]), np.int32), log.text)
-    asked = {name: rng.integers(0, 99, getattr(empty, name).shape, np.int32) for name in ("queried", "cached")}
-    return empty.replace(records=records, text=text, **asked)
+    counts = {name: rng.integers(0, 99, getattr(empty, name).shape, np.int32) for name in ("queried", "cached")}
+    return empty.replace(records=records, text=text, **counts)
 
 
 @pytest.mark.slow

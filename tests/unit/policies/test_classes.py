@@ -31,8 +31,8 @@ def stored(blocks, heads):
 
 def weighted(blocks, heads, weights, now):
     """NaN, which leaves last, for one value of `stored`."""
-    told = blocks.stored[heads].astype(jnp.float32)
-    return jnp.where(told == 7, jnp.nan, told * weights["w"] - now.astype(jnp.float32))
+    value = blocks.stored[heads].astype(jnp.float32)
+    return jnp.where(value == 7, jnp.nan, value * weights["w"] - now.astype(jnp.float32))
 
 
 def weights(num_ids):
@@ -40,11 +40,11 @@ def weights(num_ids):
 
 
 POLICIES = {
-    "lower classes first": (by_class(label, classes=CLASSES), lambda own, told: own),
-    "by score": (by_class(label, stored, classes=CLASSES), lambda own, told: told),
+    "lower classes first": (by_class(label, classes=CLASSES), lambda own, value: own),
+    "by score": (by_class(label, stored, classes=CLASSES), lambda own, value: value),
     "with weights": (
         by_class(lambda blocks, ids, own, now: label(blocks, ids), weighted, classes=CLASSES, init=weights, timed=True),
-        lambda own, told: np.inf if told == 7 else -told,
+        lambda own, value: np.inf if value == 7 else -value,
     ),
 }
 
@@ -54,14 +54,14 @@ class Forest:
 
     def __init__(self, score):
         self.score = score
-        self.told = {name: np.zeros(NUMBER, np.int32) for name in FIELDS}
+        self.fields = {name: np.zeros(NUMBER, np.int32) for name in FIELDS}
         self.parent = np.full(NUMBER, -1, np.int32)
         self.classes = [[] for _ in range(CLASSES)]
         self.parked, self.due = set(), None
         self.passed_over = 0
 
     def cached(self):
-        return np.flatnonzero((self.told["fill"] > 0) & (self.told["refcount"] == 0)).tolist()
+        return np.flatnonzero((self.fields["fill"] > 0) & (self.fields["refcount"] == 0)).tolist()
 
     def path(self, block):
         """The block and all before it."""
@@ -70,19 +70,19 @@ class Forest:
     def blocks(self):
         blocks = kvjax.init(kvjax.make_spec(num_blocks=NUMBER, max_seqs=1, max_length=4)).groups[0].blocks
         parent = np.stack([self.parent, np.zeros_like(self.parent)], axis=1)
-        return blocks.replace(parent=jnp.array(parent), **{name: jnp.array(self.told[name]) for name in FIELDS})
+        return blocks.replace(parent=jnp.array(parent), **{name: jnp.array(self.fields[name]) for name in FIELDS})
 
     def release(self, ids):
         self.parked -= set(ids)
         for block in ids:
-            self.told["refcount"][block] = 0
+            self.fields["refcount"][block] = 0
             self.classes = [[each for each in members if each != block] for members in self.classes]
-            self.classes[min(max(self.told["hits"][block], 0), CLASSES - 1)].append(block)
+            self.classes[min(max(self.fields["hits"][block], 0), CLASSES - 1)].append(block)
 
     def victims(self, wanted, copied):
         """As `by_class` says, one after the other. A leaf that is copied keeps its turn; so do those behind it."""
-        idle = lambda block: self.told["refcount"][block] == 0 and self.told["fill"][block] > 0  # noqa: E731
-        children, named = self.told["children"].copy(), []
+        idle = lambda block: self.fields["refcount"][block] == 0 and self.fields["fill"][block] > 0  # noqa: E731
+        children, named = self.fields["children"].copy(), []
         self.parked &= {block for block in range(NUMBER) if idle(block)}
         due = self.due if wanted and self.due in self.parked and not children[self.due] else None
         self.due = None if wanted else self.due
@@ -97,9 +97,8 @@ class Forest:
             passed, stops = [[] for _ in self.classes], None
             while len(named) < wanted and (due is not None or any(rest)):
                 if due is None:
-                    own = min((self.score(c, self.told["stored"][each[0]]), c) for c, each in enumerate(rest) if each)[
-                        1
-                    ]
+                    stored = self.fields["stored"]
+                    _, own = min((self.score(c, stored[each[0]]), c) for c, each in enumerate(rest) if each)
                     block = rest[own].pop(0)
                     if children[block] or block == copied:
                         stops = stops or (own, len(passed[own])) if not children[block] else stops
@@ -120,27 +119,27 @@ class Forest:
 
     def evict(self, ids):
         for block in ids:
-            self.told["fill"][block] = 0
+            self.fields["fill"][block] = 0
             if self.parent[block] >= 0:
-                self.told["children"][self.parent[block]] -= 1
+                self.fields["children"][self.parent[block]] -= 1
         self.parked -= set(ids)
         self.classes = [[each for each in members if each not in ids] for members in self.classes]
 
 
 def grow(forest, rng):
     """Publishes a path of new blocks behind a random one; what is to be released, last ones first."""
-    empty = np.flatnonzero(forest.told["fill"] == 0)
-    above = int(rng.choice([-1, *np.flatnonzero(forest.told["fill"])]))
+    empty = np.flatnonzero(forest.fields["fill"] == 0)
+    above = int(rng.choice([-1, *np.flatnonzero(forest.fields["fill"])]))
     for block in rng.permutation(empty)[: rng.integers(0, 5)].tolist():
         forest.parent[block] = above
-        forest.told["children"][above] += above >= 0
+        forest.fields["children"][above] += above >= 0
         for name, value in (("fill", 1), ("children", 0)):
-            forest.told[name][block] = value
+            forest.fields[name][block] = value
         above = block
     ids = forest.path(above)
     for block in ids:
-        forest.told["hits"][block] = rng.integers(-1, CLASSES + 1)
-        forest.told["stored"][block] = rng.integers(0, 9)
+        forest.fields["hits"][block] = rng.integers(-1, CLASSES + 1)
+        forest.fields["stored"][block] = rng.integers(0, 9)
     return ids
 
 
@@ -165,7 +164,7 @@ def test_victims_are_those_of_lists_in_plain_python(name):
     for _ in range(250):
         ids = grow(forest, rng)
         held = ids[: rng.integers(0, 2) * len(ids)]
-        forest.told["refcount"][held] = 1  # a request that still runs
+        forest.fields["refcount"][held] = 1  # a request that still runs
         released = [] if held else ids
         forest.release(released)
         padded = np.full(NUMBER, -1, np.int32)

@@ -14,8 +14,9 @@ import pytest
 
 import kvjax
 from kvjax import EvictionPolicy, by_score
-from kvjax.policies import by_class, cost_aware, fifo, lfu, lru, priority, random, trt_leaf, vllm_v1
+from kvjax.policies import by_class, cost_aware, lru, vllm_v1
 from kvjax.testing import SMALL
+from tests import cases
 from tests.drive import output_of
 
 
@@ -66,7 +67,7 @@ class Scale:
 
 
 MAKERS = {
-    **{make().name: make for make in (lru, fifo, lfu, random, priority, trt_leaf, cost_aware)},
+    **{name: policy.make for name, policy in cases.POLICIES.items()},
     "vllm_v1": vllm_v1,
     "cost_aware of another width": lambda: cost_aware(balance=6 * 4096),
     "by_score": lambda: by_score(fullest_last),
@@ -89,8 +90,8 @@ MAKERS = {
 
 def made():
     """Every policy, made anew: the library's own makers remember what they made."""
-    for make in (lru, fifo, lfu, random, priority, trt_leaf, cost_aware):
-        make.cache_clear()
+    for policy in cases.POLICIES.values():
+        policy.make.cache_clear()
     return {name: make() for name, make in MAKERS.items()}
 
 
@@ -138,10 +139,9 @@ def test_what_has_no_hash_is_bound_as_it_was_or_refused():
 
 
 def test_a_policy_shows_its_name_and_parameters():
-    assert [repr(policy) for policy in made().values()][:9] == [
-        "lru()", "fifo()", "lfu()", "random()", "priority()", "trt_leaf()", "cost_aware(balance=24576)", "lru()",
-        "cost_aware(balance=24576)",
-    ]  # fmt: skip
+    shown = {name: repr(policy) for name, policy in made().items()}
+    assert shown.items() >= {name: policy.shows for name, policy in cases.POLICIES.items()}.items()
+    assert shown["vllm_v1"] == "lru()" and shown["cost_aware of another width"] == "cost_aware(balance=24576)"
     assert repr(by_score(fullest_last)) == "fullest_last()"
     assert repr(by_score(functools.partial(scaled, scale=0.5), name="half")) == "half(scale=0.5)"
     assert repr(by_score(lambda blocks: blocks.fill)).endswith("<lambda>()") and repr(by_score(Scale(3))) == "Scale()"

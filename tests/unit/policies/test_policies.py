@@ -15,7 +15,8 @@ from jax import lax
 import kvjax
 from kvjax.state import EvictionPolicy
 from kvjax.testing import check_policy
-from tests.drive import BOTH, PLAIN, RETENTION, Driver
+from tests import cases
+from tests.drive import BOTH, PLAIN, Driver
 
 STEPS = 150
 NOTHING = jnp.int32(0)
@@ -103,21 +104,16 @@ def test_whatever_the_score_there_are_victims(name):
     assert tally["removed"] > 10 and tally["NO_BLOCKS"] > 0
 
 
+def test_the_table_has_all_policies():
+    helpers = {"Retention", "TokenRange", "by_class", "by_score", "vllm_v1"}
+    assert cases.POLICIES.keys() == set(kvjax.policies.__all__) - helpers
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(kvjax.lru, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.fifo, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.lfu, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.random, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.cost_aware, marks=pytest.mark.slow),
-        pytest.param(kvjax.policies.trt_leaf, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("policy", cases.POLICIES)
 def test_the_librarys_policies_conform(policy):
-    spec = RETENTION if policy is kvjax.policies.trt_leaf else PLAIN
-    assert check_policy(policy(), seed=3, steps=500, spec=spec)["removed"] > 50
+    made = cases.POLICIES[policy]
+    assert check_policy(made.make(), seed=3, steps=500, spec=made.spec)["removed"] > 50
 
 
 def three_documents(policy):
@@ -131,16 +127,10 @@ def three_documents(policy):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("policy", "order"),
-    [
-        (kvjax.lru, [3, 3, 2, 2, 1, 1]),
-        (kvjax.policies.fifo, [1, 1, 2, 2, 3, 3]),
-        (kvjax.policies.lfu, [3, 3, 1, 1, 2, 2]),
-    ],
-)
-def test_who_leaves_first(policy, order):
-    state = three_documents(policy())
+@pytest.mark.parametrize("policy", [name for name, policy in cases.POLICIES.items() if policy.evicts])
+def test_who_leaves_first(policy):
+    made = cases.POLICIES[policy]
+    state = three_documents(made.make())
     kvjax.check(state)
     owner = np.asarray(state.groups[0].blocks.tokens)[:, 0]
     left = []
@@ -152,7 +142,7 @@ def test_who_leaves_first(policy, order):
         ids = ids[:wanted].tolist()
         assert len(set(ids)) == wanted and ids[:-1] == left
         left = ids
-    assert owner[left].tolist() == order
+    assert owner[left].tolist() == list(made.evicts)
     assert np.asarray(group.blocks.children)[left].tolist() == [0, 1] * 3  # tails before heads
 
 
@@ -209,16 +199,7 @@ def test_the_random_policy_repeats_itself():
 
 def test_the_same_policy_is_the_same_object():
     """It is a static argument: a new object would mean a new program."""
-    makers = (
-        kvjax.lru,
-        kvjax.policies.fifo,
-        kvjax.policies.lfu,
-        kvjax.policies.random,
-        kvjax.policies.priority,
-        kvjax.policies.trt_leaf,
-        kvjax.policies.cost_aware,
-    )
-    assert all(make() is make() for make in makers)
+    assert all(policy.make() is policy.make() for policy in cases.POLICIES.values())
     assert kvjax.policies.vllm_v1() is kvjax.lru()
 
 
@@ -253,7 +234,7 @@ def test_what_costs_twice_as_much_may_lie_twice_as_long():
 
 @functools.cache
 def counting():
-    """Counts in its state how often each of its functions was called, whatever it was asked for; chooses nobody."""
+    """Counts in its state how often each of its functions was called, whatever its arguments; chooses nobody."""
 
     def called(at, counts, *args):
         return counts.at[at].add(1)
@@ -304,7 +285,7 @@ def a_row_and_something_cached(state):
 def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):
     cache = a_row_and_something_cached(kvjax.init(spec, counting()))
     before = cache.state
-    assert before.groups[0].policy.tolist() == [1, 0, 0]  # the release; all else was asked for nothing
+    assert before.groups[0].policy.tolist() == [1, 0, 0]  # the release; all other requests were empty
     asked = [(verb, {"namespace": 0} if verb == "admit" else {}) for verb in verbs]
     for verb, options in [*asked, *[("admit", {"namespace": 0, "tiers": BOTH})] * spec.has_host]:
         assert set(cache.status(verb, *REFUSED[verb], **options)) != {"OK"}, verb
@@ -312,7 +293,7 @@ def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):
 
 
 def test_a_policy_that_is_not_as_idle_as_it_says_is_found_out():
-    with pytest.raises(AssertionError, match="touch: asked for nothing by an idle policy, yet changed"):
+    with pytest.raises(AssertionError, match="touch: an idle policy, an empty request, yet changed"):
         check_policy(counting()._replace(idle=True), steps=0)
     assert check_policy(counting(), steps=0) == check_policy(kvjax.lru(), steps=0) == {}
     assert kvjax.lru().idle and kvjax.policies.fifo().idle and not counting().idle

@@ -65,12 +65,13 @@ def paged(x, form, options, layer=2, index=None, pools=None, **more):
     """The attention of a view's tokens, and its log-sum-exp, in the order of rows."""
     past, now = views(form)
     at, of = tokens_of(now)
-    place = functools.partial(jax.tree.map, lambda x: jnp.zeros((*now.positions.shape, *x.shape[2:])).at[at].set(x[of]))
+    zeros = lambda x: jnp.zeros((*now.positions.shape, *x.shape[2:]))  # noqa: E731
+    scatter = functools.partial(jax.tree.map, lambda x: zeros(x).at[at].set(x[of]))
     pools = poisoned(init_pools(SPEC)) if pools is None else pools
     pools = write(pools, layer, *x["past"], past, index=index, **more)
-    pools = write(pools, layer, *map(place, x["new"]), now, index=index, **more)
+    pools = write(pools, layer, *map(scatter, x["new"]), now, index=index, **more)
     options = options | {"sinks": x["sinks"]} if options.get("sinks") else options
-    result = attend(place(x["q"]), pools, layer, now, index=index, return_lse=True, **options, **more)
+    result = attend(scatter(x["q"]), pools, layer, now, index=index, return_lse=True, **options, **more)
     order = np.lexsort(of[::-1])
     return [x[at][order] for x in result]
 

@@ -169,17 +169,17 @@ def attend_once(cache, q, implementation=None, decodes=ROWS):
 
 
 def test_each_part_has_the_kernel_that_suits_it(monkeypatch):
-    asked, call = [], pallas_kernels.call
+    called, call = [], pallas_kernels.call
 
     def record(name, q, *args, **options):
-        asked.append((name, len(q)))
+        called.append((name, len(q)))
         return call(name, q, *args, **options)
 
     monkeypatch.setattr(pallas_kernels, "call", record)
     for decodes in (ROWS, 0):
         run = functools.partial(attend_once, decodes=decodes)
         jax.eval_shape(run, cache_of("int8"), numbers(2, 1, ROWS + 4, 4, 16))
-    assert asked == [("decode_attention", ROWS), ("prefill_attention", 4), ("prefill_attention", ROWS + 4)]
+    assert called == [("decode_attention", ROWS), ("prefill_attention", 4), ("prefill_attention", ROWS + 4)]
 
 
 def test_what_cannot_be_served_is_refused():

@@ -190,15 +190,15 @@ def test_a_cache_or_a_state_is_no_pools_and_no_view():
     state, pools, k = hand_made_state(), init_pools(SPEC), jnp.zeros((4, 1, 2, 16))
     now, cache = view(state, 1), kvjax.Cache(state, pools)
     for call in (lambda pools, now: write(pools, 0, k, k, now), lambda pools, now: attend(k, pools, 0, now)):
-        for given, message in (
+        for wrong, message in (
             (cache, r"Cache, wanted its pools: cache\.pools"),
             (state, "CacheState, wanted Pools, su"),
         ):
             with pytest.raises(ValueError, match=f"^pools: got a {message}"):
-                call(given, now)
-        for given in (state, cache):
-            with pytest.raises(ValueError, match=rf"^view: got a {type(given).__name__}, wanted a View, such as kvjax"):
-                call(pools, given)
+                call(wrong, now)
+        for wrong in (state, cache):
+            with pytest.raises(ValueError, match=rf"^view: got a {type(wrong).__name__}, wanted a View, such as kvjax"):
+                call(pools, wrong)
     with pytest.raises(ValueError, match=r"^pools: got a Cache, wanted its pools: cache\.pools"):
         apply(cache, no_events(copied([3], [5])))
 

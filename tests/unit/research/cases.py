@@ -52,13 +52,13 @@ def forests(draw, most=12, longest=6, block_size=4):
 
     Prompts are repeated, many have one block, and a block that is full in one prompt may be filled in part in another.
     """
-    prompts, fresh = [], 0
+    prompts, next_id = [], 0
     for _ in range(draw(st.integers(1, most))):
         before = draw(st.sampled_from([[], *prompts[-8:]]))
         prompt = before[: draw(st.integers(0, len(before)))]
         new = draw(st.integers(0 if prompt else 1, max(longest - len(prompt), 0)))
-        prompts.append([*prompt, *range(fresh, fresh + new)])
-        fresh += new
+        prompts.append([*prompt, *range(next_id, next_id + new)])
+        next_id += new
     lengths = [block_size * len(prompt) - draw(st.sampled_from([0, 0, 1, block_size - 1])) for prompt in prompts]
     time = sorted(draw(st.lists(st.integers(0, 50), min_size=len(prompts), max_size=len(prompts))))
     answers = [draw(st.integers(0, 9)) for _ in prompts]

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kvjax.research import belady, bound, lru_curve, make_trace
-from kvjax.research.rules import RULES
+from kvjax.research import belady, lru_curve, make_trace
+from kvjax.research.simulators.belady import _serve
+from kvjax.research.simulators.hits import RULES
 from tests.oracle import research as oracle
 from tests.unit.research.cases import cut, forests, prompts_of, whole
 
-# Of the whole trace: blocks found of blocks asked for, by size; with bypass and without.
+# Of the whole trace: blocks found of blocks requested, by size; with bypass and without.
 PUBLISHED = {
     False: {1000: 0.1792, 3000: 0.2916, 5859: 0.3516, 10_000: 0.3664, 30_000: 0.3664},
     True: {1000: 0.1907, 3000: 0.2945, 5859: 0.3532, 10_000: 0.3664},
@@ -75,10 +76,10 @@ def test_64_bit_types_change_nothing(bypass):
 
 
 def test_traces_of_about_one_length_share_a_program():
-    sizes, before = [300, 1000], bound._kept._cache_size()
+    sizes, before = [300, 1000], _serve._cache_size()
     for number in (1990, 1995, 2000):
         belady(cut()[:number], sizes)
-    assert bound._kept._cache_size() <= before + 1
+    assert _serve._cache_size() <= before + 1
 
 
 def test_an_empty_trace_finds_nothing():

@@ -21,7 +21,7 @@ from kvjax.research import (
     write_mooncake,
 )
 from kvjax.research.__main__ import main
-from kvjax.research.densities import NUM_AGES, NUM_CLASSES
+from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES
 from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
 from tests.unit.research.cases import comparison, cut
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 
 from kvjax.research import lru_curve, make_trace
-from kvjax.research.rules import RULES
+from kvjax.research.simulators.hits import RULES
 from tests.oracle import research as oracle
 from tests.unit.research.cases import cut, forests, prompts_of, whole
 
-# Of the whole trace: blocks found of blocks asked for, by size and rule.
+# Of the whole trace: blocks found of blocks requested, by size and rule.
 PUBLISHED = {
     "kvjax": {5859: 0.1359, 10_000: 0.2113, 30_000: 0.3254},
     "papers": {

@@ -21,7 +21,7 @@ from kvjax.research import (
     summary,
     unbounded,
 )
-from kvjax.research.rules import RULES
+from kvjax.research.simulators.hits import RULES
 from tests.unit.research.cases import cut, forests, whole
 
 
@@ -164,7 +164,7 @@ def test_the_conversation_trace():
 def test_hits_are_counted_by_depth_and_by_age():
     trace = cut(300)
     hits, edges = lru_curve(trace, [300, 1000], "papers"), [0, 1, 3000, 60_000, 120_000]
-    found, asked = hits_by_depth(hits)
+    found, requested = hits_by_depth(hits)
     of_age, asked_of_age = hits_by_age(hits, edges)
     for size in range(2):
         depths, ages, last = collections.Counter(), collections.Counter(), {}
@@ -178,7 +178,7 @@ def test_hits_are_counted_by_depth_and_by_age():
                     counts[1][edges.index(age[0]) if age else None] += counted
                 last[block] = time
         assert dict(enumerate(found[size])) == {n: depths[n] for n in range(found.shape[1])}
-        assert dict(enumerate(asked)) == wanted[0]
+        assert dict(enumerate(requested)) == wanted[0]
         assert of_age[size].tolist() == [ages[n] for n in range(4)] and sum(of_age[size]) > 0
         assert asked_of_age.tolist() == [wanted[1][n] for n in range(4)]
     assert found.sum(axis=1).tolist() == hits.blocks.sum(axis=1).tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learned policy: what it counts and promises, that it is the same each time, and that it beats LRU where it must."""
+"""A learned policy: its counts and hit densities, that it is the same each time, and that it can beat LRU."""
 
 import pickle
 import sys
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.research import Learned, compare_learned, learn_policy, lru_curve, make_trace, replay
-from kvjax.research import learn as module
-from kvjax.research.densities import NUM_AGES, NUM_CLASSES, age_limits, age_range, class_at, class_number
-from kvjax.research.reuse import count, counted, density, releases
+from kvjax.research.learning import learn_policy as module
+from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES, age_limits, age_range, class_at, class_number
+from kvjax.research.learning.reuse import count, counted, density, releases
 from kvjax.testing import check_policy
 from tests.oracle import research
 from tests.oracle import research_learned as oracle
@@ -27,9 +27,9 @@ BLOCK = 4
 
 def sessions_and_one_shots(number=400):
     """Eight sessions in turn, whose prompts have 3 blocks, and between them prompts of 6 blocks that nobody repeats."""
-    prompts, fresh = [], iter(range(24, 10**6))
+    prompts, unused = [], iter(range(24, 10**6))
     for turn in range(number // 2):
-        prompts += [[turn % 8 * 3 + column for column in range(3)], [next(fresh) for _ in range(6)]]
+        prompts += [[turn % 8 * 3 + column for column in range(3)], [next(unused) for _ in range(6)]]
     return make_trace(range(len(prompts)), [BLOCK * len(p) for p in prompts], [0] * len(prompts), prompts, BLOCK)
 
 
@@ -59,7 +59,7 @@ def test_classes_are_numbered():
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_the_promise_is_the_best_of_all_horizons(seed):
+def test_the_hit_density_is_the_best_of_all_horizons(seed):
     rng = np.random.default_rng(seed)
     hazard = rng.random((3, NUM_AGES)) ** rng.choice([0.2, 1, 5, 50], (3, 1))
     found = density(hazard)
@@ -70,11 +70,11 @@ def test_the_promise_is_the_best_of_all_horizons(seed):
 @pytest.mark.parametrize("rule", ["full", "papers"])
 def test_what_became_of_all_blocks_is_what_plain_python_counts(rule):
     trace = cases.cut(200)
-    known = releases(trace, rule)
-    assert (np.diff(known.lengths) >= 0).all()
+    all_releases = releases(trace, rule)
+    assert (np.diff(all_releases.lengths) >= 0).all()
     for first, last in ((0, 200), (0, 120), (120, 200)):
-        found = count(known, first, last)
-        used, seen = oracle.counts(trace, rule, known.lengths, first, last)
+        found = count(all_releases, first, last)
+        used, seen = oracle.counts(trace, rule, all_releases.lengths, first, last)
         np.testing.assert_array_equal(found.used, used)
         np.testing.assert_array_equal(found.seen, seen)
         assert used.sum() > 0
@@ -123,8 +123,8 @@ def test_a_learned_policy_keeps_what_comes_back(hazard):
 
 def test_what_was_fitted_explains_what_was_held_out_better_than_what_was_counted():
     trace = cases.cut(600)
-    known = releases(trace, "papers")
-    seen, held_out = (count(known, *part) for part in module._parts(600))
+    all_releases = releases(trace, "papers")
+    seen, held_out = count(all_releases, 0, 400), count(all_releases, 400, 600)
     share = np.clip(counted(seen), 1e-9, 1 - 1e-9)
     used, all_seen = held_out
     loss = -np.sum(used * np.log(share) + (all_seen - used) * np.log1p(-share)) / all_seen.sum()

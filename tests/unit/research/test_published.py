@@ -12,7 +12,7 @@ from benchmarks import published
 from kvjax.research import write_mooncake
 from tests.unit.research import cases
 
-ORDERS = {published.lfu: lambda uses, depth, time: (uses, time), published.length_aware: lambda *place: place}
+ORDERS = {published.lfu: lambda uses, depth, time: (uses, time), published.length_aware: lambda *order: order}
 
 
 @pytest.mark.parametrize("order", ORDERS)

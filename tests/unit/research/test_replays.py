@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.policies import cost_aware, fifo, lfu, lru
 from kvjax.research import in_blocks, make_trace, overlapping, replay
-from kvjax.research.replays import _serve, asks_of
+from kvjax.research.simulators.replay import _serve, request_arrays
 from tests.oracle import research_policies as oracle
 from tests.unit.research import cases
 from tests.unit.research.policies import (
@@ -165,8 +165,8 @@ def compiled(policy, most):
     """The program of a replay in four caches of up to `most` blocks."""
     trace, sizes = small_trace(), np.array([1, 2, 3, most], np.int32)
     spec = kvjax.make_spec(num_blocks=most, max_seqs=1, max_length=2, block_size=1, partial_reuse=False)
-    ids = np.concatenate([trace.ids, np.zeros(2, np.int32)])
-    return _serve.lower(spec, policy, sizes, None, asks_of(trace, "full"), ids).compile().as_text()
+    ids, requests = np.concatenate([trace.ids, np.zeros(2, np.int32)]), request_arrays(trace, "full")
+    return _serve.lower(spec, policy, 0, sizes, None, requests, None, ids).compile().as_text()
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.policies import cost_aware, fifo, lfu, lru, priority
 from kvjax.research import replay, simulate
-from kvjax.research.rules import RULES
-from kvjax.research.simulations import _arguments, _serve_all
+from kvjax.research.simulators.hits import RULES
+from kvjax.research.simulators.simulate import _arguments, _serve_all
 from kvjax.state import EvictionPolicy
 from tests.oracle import research
 from tests.oracle import research_policies as oracle
@@ -104,7 +104,7 @@ def test_all_requests_at_twenty_sizes(rule):
 RUNS = (simulate, replay)
 
 
-def told(blocks):
+def by_fill(blocks):
     """Of all that a policy may read, a number that any change changes."""
     parts = (
         blocks.hits, blocks.released, blocks.stored, blocks.depth, blocks.children, blocks.generation, blocks.fill,
@@ -120,7 +120,7 @@ def told(blocks):
 @given(st.data())
 def test_policies_are_told_what_the_verbs_tell_them(data):
     trace, rule = data.draw(forests()), data.draw(st.sampled_from(["full", "kvjax"]))
-    sizes, policy = [LONGEST, 17, MOST], kvjax.by_score(told)
+    sizes, policy = [LONGEST, 17, MOST], kvjax.by_score(by_fill)
     ours, theirs = (run(trace, policy, sizes, rule=rule).blocks for run in RUNS)
     np.testing.assert_array_equal(ours, theirs)
 
@@ -182,8 +182,8 @@ def test_what_cannot_be_simulated_is_refused():
 
 def compiled(policy, most):
     """The program of a simulation of four caches of up to `most` blocks."""
-    given = _arguments(small_trace(), policy, [1, 2, 3, most], "full", None)
-    return _serve_all.lower(*given).compile().as_text()
+    arguments = _arguments(small_trace(), policy, [1, 2, 3, most], "full", None)
+    return _serve_all.lower(*arguments).compile().as_text()
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import LayerSpec, Status
-from tests import drive
+from tests import cases, drive
 from tests.drive import EXTRA, PLAIN, VERBS, Driver, padded
 
 
@@ -154,11 +154,7 @@ def test_a_name_is_no_namespace():
             traced(call, namespace="tenant")
 
 
-ON_STATES = [
-    "admit", "lookup", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin",
-    "unpin", "reset", "offload", "onboard", "watermark", "swap_out", "swap_in", "complete", "view", "ragged",
-    "mixed", "show", "stats", "check", "snapshot", "index_of", "plot_blocks",
-]  # fmt: skip
+ON_STATES = [*cases.VERBS, *cases.VIEWS, "show", "stats", "check", "snapshot", "index_of", "plot_blocks"]
 
 
 @pytest.mark.parametrize("verb", ON_STATES)

@@ -45,7 +45,7 @@ def test_unpinned_blocks_can_leave(order):
 def test_what_came_back_from_the_host_and_its_prefix_can_leave(named):
     driver, blocks = chain(HOST)
     driver.do("release", 0)
-    asked = padded(blocks[named], CHAIN, kvjax.state.NO_BLOCK)
-    driver.do("offload", asked)
-    driver.do("onboard", asked)
+    blocks_of_call = padded(blocks[named], CHAIN, kvjax.state.NO_BLOCK)
+    driver.do("offload", blocks_of_call)
+    driver.do("onboard", blocks_of_call)
     assert_all_can_leave(driver)

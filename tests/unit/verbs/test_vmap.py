@@ -94,9 +94,9 @@ def test_caches_that_fill_different_numbers_of_blocks_are_those_filled_alone():
     alone = jax.jit(fill)
     for number, filled in enumerate(counts):
         state, events = jax.tree.map(lambda x, number=number: x[number], together)
-        wanted, told = alone(empty, filled)
+        wanted, alone_events = alone(empty, filled)
         chex.assert_trees_all_equal(state, wanted)
-        assert kvjax.to_list(events) == kvjax.to_list(told)
+        assert kvjax.to_list(events) == kvjax.to_list(alone_events)
         kvjax.check(state)
         assert len(kvjax.events.index_of(state)) == filled
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces as files that others read: Mooncake's JSON lines, and libCacheSim's tables, text and binary."""
+"""Traces as files for other tools: Mooncake's JSON lines, and libCacheSim's tables, text and binary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pathlib
 
 import numpy as np
 
-from kvjax.research.traces import Trace
+from kvjax.research.traces.trace import Trace, next_uses
 
 # libCacheSim's oracleGeneral: seconds, object, bytes, number of the next access to the object; packed.
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
@@ -17,33 +17,32 @@ ORACLE_GENERAL = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), 
 def write_mooncake(trace: Trace, path: str | pathlib.Path) -> None:
     """Writes JSON lines with `timestamp` (ms), lengths and `hash_ids`.
 
-    `read_mooncake` with the trace's block size gives it back, but for classes, sessions and notes, which this form does
-    not have.
+    `read_mooncake` with the trace's block size gives it back without classes, sessions and notes.
     """
     with pathlib.Path(path).open("w", encoding="utf-8") as file:
         for number in range(len(trace)):
             time = float(trace.time[number])
-            line = {
+            record = {
                 "timestamp": int(time) if time.is_integer() else time,
                 "input_length": int(trace.input_length[number]),
                 "output_length": int(trace.output_length[number]),
                 "hash_ids": trace.blocks(number).tolist(),
             }
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(record) + "\n")
 
 
 def write_libcachesim_csv(trace: Trace, path: str | pathlib.Path) -> None:
     """Writes a table of references for libCacheSim: time (s), object, size, and the number of the next access.
 
-    Blocks are objects of size 1, referenced singly: that a block needs those before it is not said. A prompt's last
-    block comes first, as kvjax releases them. There is no next access where it is -1.
+    Blocks are objects of size 1, referenced singly; the table does not say that a block needs those before it. A
+    prompt's last block comes first, as kvjax releases them. The next access is -1 where there is none.
 
-    The columns are 1 to 4, under a header. libCacheSim 0.3.5 passes over the fourth one in a table, and its Belady is
-    wrong there: that one needs `write_oracle_general`.
+    The columns are 1 to 4, under a header. libCacheSim 0.3.5 ignores the fourth one, so that its Belady is wrong there:
+    that one needs `write_oracle_general`.
     """
     with pathlib.Path(path).open("w", encoding="utf-8") as file:
         file.write("time,object,size,next\n")
-        file.writelines(f"{time},{name},{size},{later}\n" for time, name, size, later in _references(trace).tolist())
+        file.writelines(",".join(map(str, reference)) + "\n" for reference in _references(trace).tolist())
 
 
 def write_oracle_general(trace: Trace, path: str | pathlib.Path) -> None:
@@ -54,26 +53,13 @@ def write_oracle_general(trace: Trace, path: str | pathlib.Path) -> None:
     pathlib.Path(path).write_bytes(_references(trace).tobytes())
 
 
-def next_uses(ids: np.ndarray) -> np.ndarray:
-    """i64[K]; the index of the next equal id, -1 where there is none.
-
-    Args:
-      ids: i32[K].
-    """
-    order = np.argsort(ids, kind="stable")
-    later = np.full(len(ids), -1, np.int64)
-    same = ids[order[1:]] == ids[order[:-1]]
-    later[order[:-1][same]] = order[1:][same]
-    return later
-
-
 def _references(trace: Trace) -> np.ndarray:
     """ORACLE_GENERAL[K]; prompt by prompt, the last block first."""
     ends = np.repeat(trace.starts[:-1] + trace.starts[1:] - 1, trace.lengths)
     ids = trace.ids[ends - np.arange(len(trace.ids))]
-    found = np.empty(len(trace.ids), ORACLE_GENERAL)
-    found["time"] = np.repeat((trace.time - trace.time[:1]) // 1000, trace.lengths)
-    found["object"] = ids
-    found["size"] = 1
-    found["next"] = next_uses(ids)
-    return found
+    references = np.empty(len(trace.ids), ORACLE_GENERAL)
+    references["time"] = np.repeat((trace.time - trace.time[:1]) // 1000, trace.lengths)
+    references["object"] = ids
+    references["size"] = 1
+    references["next"] = next_uses(ids)
+    return references

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy learned from a trace: how likely blocks of a class are to be used again at an age, fitted by gradient.
+"""A policy learned from a trace: the probability that blocks of a class are used again at an age, fitted by gradient.
 
-The classes, the ranges of ages and what is set below were chosen by hits in later parts of the first half of Mooncake's
-conversation trace (learned from its first 2,400 to 4,800 requests). Its other half was looked at too while that was
-done, so no part of it is a clean test.
+The classes, the ranges of ages and the constants below were chosen by hits in later parts of the first half of
+Mooncake's conversation trace (learned from its first 2,400 to 4,800 requests). Its other half was looked at too. No
+part of it is a clean test.
 """
 
 from __future__ import annotations
@@ -16,36 +16,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.research.densities import NUM_AGES, NUM_CLASSES, Learned, class_at
-from kvjax.research.reuse import Counts, count, counted, density, releases
-from kvjax.research.rules import Rule
-from kvjax.research.traces import Trace
+from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES, Learned, class_at
+from kvjax.research.learning.reuse import Counts, count, counted, density, releases
+from kvjax.research.simulators.hits import Rule
+from kvjax.research.traces.trace import Trace
 
 Hazard = Literal["mlp", "counted"]
 _NETS, _HIDDEN = 4, 16
 _STEPS, _PATIENCE = 1000, 150
 _RATE, _DECAY = 0.02, 0.03
-_HELD_OUT = 1 / 3
+_HELD_OUT = 1 / 3  # of the requests, to choose the number of steps by
 
 
 def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Hazard = "mlp") -> Learned:
     """Learns from a trace which blocks to evict.
 
-    What it learns is the hazard: how likely a block is to be used again at some age, given its class when it was
-    released. Small networks are fitted to what became of all blocks of the trace; of those the mean is taken. How many
-    steps they are fitted is decided by the likelihood of the last third of the trace, which a first fit does not see.
-    The hazard gives the hit density of each class at each age, and the policy evicts the block of the least.
+    It learns the hazard: the probability that a block is used again at some age, given its class when it was released.
+    It is the mean of small networks that are fitted to the reuse of all blocks of the trace. The number of steps is the
+    one with the best likelihood of the last third of the trace, which a first fit does not see. The hazard gives the
+    hit density of each class at each age, and the policy evicts the block with the lowest.
 
     It takes no size: one policy serves caches of all sizes. Features are those of a cache that throws nothing out. Ages
     and lengths count blocks, so the cache's blocks should have as many tokens as the trace's.
 
-    A comparison on this trace says nothing. On a later part of the same trace it is no clean test if the classes, or
-    anything else, were chosen while looking at that part. Only a second trace is, or a seed of `draw_trace` that nobody
-    has looked at.
+    A comparison on this trace proves nothing; see `Learned` for a clean test.
 
     Args:
       trace: of at least two requests, whose blocks come back, in part.
-      rule: what is cached and may be hit; see `RULES`.
+      rule: what counts as a hit; see `RULES`.
       seed: of the networks' first weights; equal arguments give equal policies.
       hazard: "mlp", or "counted": the share of blocks that were used again, with nothing fitted.
 
@@ -61,8 +59,8 @@ def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Ha
     """
     if hazard not in ("mlp", "counted"):
         raise ValueError(f'hazard: got {hazard!r}, wanted "mlp" or "counted"')
-    known, number = releases(trace, rule), len(trace)
-    whole = count(known, 0, number)
+    all_releases, number = releases(trace, rule), len(trace)
+    whole = count(all_releases, 0, number)
     if not whole.used.any():
         raise ValueError(f"trace: got {number} requests that use no block again, wanted some that do")
     notes: dict[str, Any] = {
@@ -71,22 +69,17 @@ def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Ha
     if hazard == "counted":
         share = counted(whole)
     else:
-        seen, held_out = (count(known, *part) for part in _parts(number))
-        share, told = _fitted(whole, seen, held_out, seed)
-        notes |= told
+        middle = number - int(number * _HELD_OUT)
+        seen, held_out = count(all_releases, 0, middle), count(all_releases, middle, number)
+        share, fit_notes = _fitted(whole, seen, held_out, seed)
+        notes |= fit_notes
     oldest = int(np.flatnonzero(whole.seen.any(axis=0))[-1])
     share[:, oldest + 1 :] = share[:, oldest : oldest + 1]  # ages that the trace is too short for
-    return Learned(known.lengths, density(share).astype(np.float32), notes)
-
-
-def _parts(number: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The requests that a first fit sees, and those that say when it should have ended."""
-    middle = number - int(number * _HELD_OUT)
-    return (0, middle), (middle, number)
+    return Learned(all_releases.lengths, density(share).astype(np.float32), notes)
 
 
 def _fitted(whole: Counts, seen: Counts, held_out: Counts, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """The hazard f64[NUM_CLASSES, NUM_AGES], and how it was found."""
+    """The hazard f64[NUM_CLASSES, NUM_AGES], and notes on the fit."""
     fit = _program()
     keys = jax.random.split(jax.random.key(seed), _NETS)
     features = _features()
@@ -98,7 +91,7 @@ def _fitted(whole: Counts, seen: Counts, held_out: Counts, seed: int) -> tuple[n
 
 
 def _features() -> tuple[np.ndarray, np.ndarray]:
-    """f32[NUM_CLASSES, F] and f32[NUM_AGES, G]; what the networks are told of a class and of an age."""
+    """f32[NUM_CLASSES, F] and f32[NUM_AGES, G]; the features of a class and of an age."""
     classes = [class_at(number) for number in range(NUM_CLASSES)]
     ranges = [sorted(set(values)) for values in zip(*classes, strict=True)]
     one_hot = [[one == value for one, values in zip(own, ranges, strict=True) for value in values] for own in classes]
@@ -133,7 +126,7 @@ def _program():
         }
 
     def loss(logit: jax.Array, counts: list[jax.Array]) -> jax.Array:
-        """The mean of -log likelihood of what was seen, as if blocks were independent."""
+        """The mean of -log likelihood of the counts, as if blocks were independent."""
         used, seen = counts
         each = used * jax.nn.log_sigmoid(logit) + (seen - used) * jax.nn.log_sigmoid(-logit)
         return -jnp.sum(each) / jnp.maximum(jnp.sum(seen), 1)
@@ -156,7 +149,7 @@ def _program():
             params, state, number, least, best = carry
             updates, state = optimizer.update(jax.grad(total)(params), state, params)
             params, share = optax.apply_updates(params, updates), mean(params)
-            own = loss(jnp.log(share) - jnp.log1p(-share), held_out)  # of what the step before has made
+            own = loss(jnp.log(share) - jnp.log1p(-share), held_out)  # of the step before
             best = jnp.where(own < least, number, best)
             return params, state, number + 1, jnp.minimum(own, least), best
 

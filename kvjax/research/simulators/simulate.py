@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace in caches of several sizes at once, without the verbs: its ids tell what is cached."""
+"""A trace in caches of several sizes at once, without the verbs: a block is cached if its id is."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 from kvjax._arrays import put
-from kvjax.research._caches import Ask, Known, serve
-from kvjax.research.replays import asks_of, in_blocks, numbers_of_blocks
-from kvjax.research.rules import Hits, Rule, check_rule
-from kvjax.research.traces import Trace
+from kvjax.research.simulators.hits import Hits, Rule, check_rule, check_sizes
+from kvjax.research.simulators.id_cache import IdCache, Request, serve
+from kvjax.research.simulators.replay import in_blocks, request_arrays
+from kvjax.research.traces.trace import Trace
 from kvjax.spec import CacheSpec, make_spec
 from kvjax.state import NO_BLOCK, EvictionPolicy
 from kvjax.verbs._request import checked_policy
 from kvjax.verbs.init import init
 
-_TOLD = frozenset(
+_FIELDS_OF_A_TRACE = frozenset(
     ("children", "clock", "depth", "fill", "generation", "hits", "parent", "refcount", "released", "stored")
 )
 _FACTOR = 4  # from one width to the next
@@ -37,12 +37,12 @@ def simulate(
     rule: Rule = "full",
     policy_state: Any = None,
 ) -> Hits:
-    """Finds what `replay` finds, request by request, in a fraction of its time: nothing is hashed or compared.
+    """Finds the same blocks as `replay`, request by request, in a fraction of its time: nothing is hashed or compared.
 
-    For policies that no other simulator knows; `lru_curve` is faster still. The policy gets the same blocks under the
-    same numbers, but no tokens, keys and retention: one that reads these is refused by name, and `replay` takes it. Its
-    choices are not rechecked one by one, as the verbs do: a policy that names what may not leave is an error here, if
-    it is noticed. `kvjax.testing.check_policy` is the proof.
+    For LRU `lru_curve` is faster still. The policy gets the same blocks under the same numbers, but no tokens, keys and
+    retention: one that reads these is refused by name, and `replay` takes it. Its choices are not rechecked one by one,
+    as the verbs do: a policy that names a block that may not leave is an error here, if it is noticed.
+    `kvjax.testing.check_policy` is the proof.
 
     All caches run in one program, compiled for each policy, rule, number of sizes, largest size, length of the longest
     prompt to a factor of 4, and number of requests and blocks. It takes 4 bytes for each block of the trace and size.
@@ -52,7 +52,7 @@ def simulate(
       policy: the eviction policy, `lru()` if None. The balance of `cost_aware` is divided by the trace's block size, as
         in `replay`.
       sizes: i32[Z]; blocks of each cache.
-      rule: what counts; see `RULES`.
+      rule: what counts as a hit; see `RULES`.
       policy_state: the policy's own state to begin with, with a leading axis Z, as for `replay`.
 
     Returns:
@@ -60,16 +60,16 @@ def simulate(
 
     Raises:
       ValueError: for a rule that does not exist; for no sizes, or one below 1; for a policy or a state that `init`
-        refuses; for a policy that reads what is not there, or names blocks that may not leave.
+        refuses; for a policy that reads other fields of blocks, or names blocks that may not leave.
     """
-    given = _arguments(trace, policy, sizes, rule, policy_state)
-    found, sound = _serve_all(*given) if len(trace) else (np.zeros((0, len(sizes)), np.int32), True)
+    arguments = _arguments(trace, policy, sizes, rule, policy_state)
+    found, sound = _serve_all(*arguments) if len(trace) else (np.zeros((0, len(sizes)), np.int32), True)
     if not np.all(sound):
         raise ValueError(
-            f"policy: got {given[1]}, which named blocks that may not leave, or too few; wanted a policy that "
+            f"policy: got {arguments[1]}, which named blocks that may not leave, or too few; wanted a policy that "
             "kvjax.testing.check_policy finds right"
         )
-    return Hits(trace, rule, numbers_of_blocks(sizes), np.asarray(found).T)
+    return Hits(trace, rule, check_sizes(sizes), np.asarray(found).T)
 
 
 def _arguments(
@@ -77,19 +77,19 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """Those of `_serve_all`."""
     check_rule(rule)
-    blocks = numbers_of_blocks(sizes)
+    blocks = check_sizes(sizes)
     policy = in_blocks(checked_policy(policy), trace.block_size)
     spec = make_spec(num_blocks=int(blocks.max()), max_seqs=1, max_length=1, block_size=1, partial_reuse=False)
-    missing = not_told(policy, spec.groups[0].num_blocks)
+    missing = missing_fields(policy, spec.groups[0].num_blocks)
     if missing:
         raise ValueError(
             f"policy: got {policy}, which reads {', '.join(missing)} of blocks, wanted one that reads only "
-            f"{', '.join(sorted(_TOLD))} (replay takes any policy)"
+            f"{', '.join(sorted(_FIELDS_OF_A_TRACE))} (replay takes any policy)"
         )
     widths = _widths(int(trace.lengths.max(initial=1)))
-    asks = asks_of(trace, rule) | {"width": np.searchsorted(widths, trace.lengths).astype(np.int32)}
+    requests = request_arrays(trace, rule) | {"width": np.searchsorted(widths, trace.lengths).astype(np.int32)}
     ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # a slice of any width is never cut off
-    return spec, policy, rule == "papers", widths, blocks, states, asks, ids
+    return spec, policy, rule == "papers", widths, blocks, states, requests, ids
 
 
 def _widths(longest: int) -> tuple[int, ...]:
@@ -101,73 +101,71 @@ def _widths(longest: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def not_told(policy: EvictionPolicy, num_blocks: int) -> tuple[str, ...]:
-    """The arrays of `Blocks` that a policy for so many blocks reads, and a trace does not tell."""
-    spec = make_spec(
-        num_blocks=num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True
-    )  # fmt: skip
+def missing_fields(policy: EvictionPolicy, num_blocks: int) -> tuple[str, ...]:
+    """The arrays of `Blocks` that a policy for so many blocks reads, and a trace does not have."""
+    spec = make_spec(num_blocks=num_blocks, max_seqs=1, max_length=1, block_size=1, extra_ids=True, retention=True)
     group = jax.eval_shape(lambda: init(spec, policy).groups[0])
 
-    def look(blocks, pstate, ids, wanted, now):
+    def both(blocks, pstate, ids, wanted, now):
         pstate = policy.touch(pstate, blocks, ids, now)
         return policy.victims(pstate, blocks, lambda ids: ids >= 0, wanted, now, ids.shape[0])
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    jaxpr = jax.make_jaxpr(look)(group.blocks, group.policy, jax.ShapeDtypeStruct((4,), jnp.int32), number, number)
+    jaxpr = jax.make_jaxpr(both)(group.blocks, group.policy, jax.ShapeDtypeStruct((4,), jnp.int32), number, number)
     _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     paths, _ = jax.tree_util.tree_flatten_with_path(group.blocks)
     read = {path[-1].name for (path, _), is_used in zip(paths, used, strict=False) if is_used}
-    return tuple(sorted(read - _TOLD))
+    return tuple(sorted(read - _FIELDS_OF_A_TRACE))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _serve_all(
     spec: CacheSpec,
     policy: EvictionPolicy,
-    whole: bool,
+    last_may_hit: bool,
     widths: tuple[int, ...],
     sizes: jax.Array,
     states: Any,
-    asks: dict[str, jax.Array],
+    requests: dict[str, jax.Array],
     ids: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """i32[R, Z]; blocks that each request found in a cache of each size. And bool[Z]; whether all went well there."""
 
-    def begin(size: jax.Array, state: Any) -> Known:
+    def begin(size: jax.Array, state: Any) -> IdCache:
         group = init(spec, policy, size, policy_state=state).groups[0]
         none = jnp.full(group.blocks.fill.shape, NO_BLOCK, jnp.int32)
-        return Known(
+        return IdCache(
             group.blocks, none, group.num_blocks, jnp.int32(0), jnp.int32(NO_BLOCK), group.policy, jnp.bool_(True)
         )
 
     def step(width: int, carry):
         """The next request, which fits into so many columns."""
-        at, caches, where, found = carry
-        ask = {name: values[at] for name, values in asks.items()}
-        own = lax.dynamic_slice_in_dim(ids, ask["start"], width)
-        real = ask["length"] > np.arange(width, dtype=np.int32)
-        # The ids are the same for all caches: so `where` is gathered and scattered by whole rows.
-        hints = where.at[own].get(mode="clip")
-        request = Ask(own, ask["length"], ask["kept"], ask["now"])
-        one = functools.partial(serve, policy=policy, whole=whole)
+        at, caches, last_block, found = carry
+        fields = {name: values[at] for name, values in requests.items()}
+        own = lax.dynamic_slice_in_dim(ids, fields["start"], width)
+        is_own = fields["length"] > np.arange(width, dtype=np.int32)
+        # The ids are the same for all caches: so `last_block` is gathered and scattered by whole rows.
+        hints = last_block.at[own].get(mode="clip")
+        request = Request(own, fields["length"], fields["cached"], fields["now"])
+        one = functools.partial(serve, policy=policy, last_may_hit=last_may_hit)
         caches, served = jax.vmap(one, in_axes=(0, None, 1))(caches, request, hints)
-        where = put(where, own, jnp.where(served.stored, served.table, hints.T).T, real)
-        return at + 1, caches, where, found.at[at].set(served.found)
+        last_block = put(last_block, own, jnp.where(served.stored, served.table, hints.T).T, is_own)
+        return at + 1, caches, last_block, found.at[at].set(served.found)
 
     def turn(carry):
         for number, width in enumerate(widths):
             # A loop, since at a branch XLA would copy the caches.
             carry = lax.while_loop(
-                lambda carry, number=number: _at(asks["width"], carry[0]) == number,
+                lambda carry, number=number: _at(requests["width"], carry[0]) == number,
                 functools.partial(step, width),
                 carry,
             )
         return carry
 
-    total, number = asks["start"].shape[0], sizes.shape[0]
+    total, number = requests["start"].shape[0], sizes.shape[0]
     caches = jax.vmap(begin)(sizes, states)
-    where = jnp.full((ids.shape[0], number), NO_BLOCK, jnp.int32)  # there are at least as many blocks as ids
-    start = (jnp.int32(0), caches, where, jnp.zeros((total, number), jnp.int32))
+    last_block = jnp.full((ids.shape[0], number), NO_BLOCK, jnp.int32)  # there are at least as many blocks as ids
+    start = (jnp.int32(0), caches, last_block, jnp.zeros((total, number), jnp.int32))
     _, caches, _, found = lax.while_loop(lambda carry: carry[0] < total, turn, start)
     return found, caches.sound
 

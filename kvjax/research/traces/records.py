@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of a file with their numbers, and what has to be in them. Every refusal names the file and the line."""
+"""Records of a file, a line each, and checked fields of them. Every refusal names the file and the line."""
 
 from __future__ import annotations
 
@@ -28,33 +28,41 @@ def lines(path: str | pathlib.Path) -> Iterator[tuple[str, str]]:
         raise ValueError(f"{path}: got bytes that are no UTF-8 after line {number}, wanted text") from error
 
 
-def entry(where: str, line: str) -> Any:
-    """An entry of a line of JSON."""
+def parse_json(where: str, line: str) -> Any:
+    """The value of a line of JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: got {line:.60}, wanted JSON: {error}") from error
 
 
-def entries(path: str | pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def objects(path: str | pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, the object) of every line that is not blank."""
     for where, line in lines(path):
-        found = entry(where, line)
-        if not isinstance(found, dict):
+        record = parse_json(where, line)
+        if not isinstance(record, dict):
             raise ValueError(f"{where}: got {line:.60}, wanted a JSON object")
-        yield where, found
+        yield where, record
 
 
-def field(where: str, found: Mapping[str, Any], name: str) -> Any:
+def field(where: str, record: Mapping[str, Any], name: str) -> Any:
     """A field that has to be there."""
-    if name not in found:
+    if name not in record:
         raise ValueError(f"{where}: {name}: got no such field, wanted one")
-    return found[name]
+    return record[name]
 
 
-def count(where: str, found: Mapping[str, Any], name: str) -> int:
+def integer(where: str, record: Mapping[str, Any], name: str) -> int:
+    """An integer of any sign and size."""
+    value = field(where, record, name)
+    if type(value) is not int:
+        raise ValueError(f"{where}: {name}: got {value!r:.40}, wanted an integer")
+    return value
+
+
+def count(where: str, record: Mapping[str, Any], name: str) -> int:
     """A number of tokens: an integer that fits 32 bits, or its decimal digits."""
-    value = field(where, found, name)
+    value = field(where, record, name)
     if isinstance(value, str) and value.strip().isdecimal() and len(value) < 100:  # int takes no more than 4300 digits
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
@@ -62,9 +70,9 @@ def count(where: str, found: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def moment(where: str, found: Mapping[str, Any], name: str) -> float:
+def timestamp(where: str, record: Mapping[str, Any], name: str) -> float:
     """A finite number, or the text of one; seconds are finite as milliseconds too."""
-    value = field(where, found, name)
+    value = field(where, record, name)
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
@@ -74,9 +82,9 @@ def moment(where: str, found: Mapping[str, Any], name: str) -> float:
     return number
 
 
-def hashes(where: str, found: Mapping[str, Any]) -> list[int]:
+def hash_ids(where: str, record: Mapping[str, Any]) -> list[int]:
     """The `hash_ids` of a prompt."""
-    value = field(where, found, "hash_ids")
+    value = field(where, record, "hash_ids")
     if not isinstance(value, list) or any(type(one) is not int for one in value):
         raise ValueError(f"{where}: hash_ids: got {value!r:.40}, wanted a list of integers")
     return value

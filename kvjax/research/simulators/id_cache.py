@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that know beforehand what comes: blocks have ids, so nothing is hashed, compared or kept in a table.
+"""A cache whose blocks have the ids of a trace, so that nothing is hashed or compared.
 
-A policy gets the blocks that the verbs would give it, under the same numbers, but for what a trace does not tell. What
-it does not read costs nothing: XLA drops arrays that only serve themselves.
+A policy gets the blocks that the verbs would give it, under the same numbers, but no tokens, keys and retention. Arrays
+that it does not read cost nothing: XLA drops arrays that only serve themselves.
 
 Requests follow one another, so a cache has at most one empty block besides those that were never used: each request
 leaves at most one, and the next one takes it first.
@@ -20,91 +20,66 @@ from kvjax._arrays import Pytree, add, count, fence, pick, put, rank
 from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy
 
 
-class Ask(Pytree):
-    """A request.
+class Request(Pytree):
+    """A request."""
 
-    Attributes:
-      ids: i32[K]; the ids of its blocks, then anything.
-      length: i32[]; how many blocks it has.
-      kept: i32[]; how many of them are cached when it is over.
-      now: i32[] ms.
-    """
-
-    ids: jax.Array
-    length: jax.Array
-    kept: jax.Array
-    now: jax.Array
+    ids: jax.Array  # i32[K]; the ids of its blocks, then anything
+    length: jax.Array  # i32[]; the number of its blocks
+    cached: jax.Array  # i32[]; the number of them that are cached when it is over
+    now: jax.Array  # i32[] ms
 
 
-class Known(Pytree):
-    """A cache.
+class IdCache(Pytree):
+    """A cache."""
 
-    Attributes:
-      blocks: as policies see them.
-      id: i32[B]; the id that each block held last.
-      size: i32[]; blocks in use.
-      used: i32[]; blocks 0..used-1 were used already.
-      spare: i32[]; one of them that is empty, or NO_BLOCK.
-      policy: the policy's own state.
-      sound: bool[]; whether the policy named only blocks that might leave.
-    """
-
-    blocks: Blocks
-    id: jax.Array
-    size: jax.Array
-    used: jax.Array
-    spare: jax.Array
-    policy: Any
-    sound: jax.Array
+    blocks: Blocks  # as policies see them
+    id: jax.Array  # i32[B]; the id that each block held last
+    size: jax.Array  # i32[]; blocks in use
+    used: jax.Array  # i32[]; blocks 0..used-1 were used already
+    spare: jax.Array  # i32[]; one of them that is empty, or NO_BLOCK
+    policy: Any  # the policy's own state
+    sound: jax.Array  # bool[]; whether the policy named only blocks that might leave
 
 
 class Served(Pytree):
-    """The outcome of a request, beside the cache.
+    """The outcome of a request, beside the cache."""
 
-    Attributes:
-      found: i32[]; blocks that it found.
-      table: i32[K]; its blocks.
-      stored: bool[K]; those that are cached now and were not before.
-    """
-
-    found: jax.Array
-    table: jax.Array
-    stored: jax.Array
+    found: jax.Array  # i32[]; blocks that it found
+    table: jax.Array  # i32[K]; its blocks
+    stored: jax.Array  # bool[K]; those that are cached now and were not before
 
 
-def serve(cache: Known, ask: Ask, hints: jax.Array, policy: EvictionPolicy, whole: bool) -> tuple[Known, Served]:
+def serve(
+    cache: IdCache, request: Request, hints: jax.Array, policy: EvictionPolicy, last_may_hit: bool
+) -> tuple[IdCache, Served]:
     """Admits a request, commits its blocks and releases it, as the verbs do; see `replay`.
 
-    Args:
-      cache: where.
-      ask: what.
-      hints: i32[K]; the block that each id had last, which may hold another one now; or NO_BLOCK.
-      policy: chooses who leaves.
-      whole: whether the last block of a prompt may hit.
+    Hints i32[K] are the block that each id had last, which may hold another one now, or NO_BLOCK.
     """
-    blocks, column = cache.blocks, np.arange(hints.shape[0], dtype=np.int32)
-    fits, last = ask.length <= cache.size, column == ask.length - 1
-    known = (column < ask.length) & (hints >= 0) & (pick(cache.id, hints) == ask.ids) & (pick(blocks.fill, hints) > 0)
-    prefix = jnp.cumprod(known, dtype=jnp.int32) > 0
-    hit = fits & prefix & (column < (ask.length if whole else ask.length - 1))
+    blocks, column, length = cache.blocks, np.arange(hints.shape[0], dtype=np.int32), request.length
+    fits, last = length <= cache.size, column == length - 1
+    is_cached = (column < length) & (hints >= 0)
+    is_cached &= (pick(cache.id, hints) == request.ids) & (pick(blocks.fill, hints) > 0)
+    prefix = jnp.cumprod(is_cached, dtype=jnp.int32) > 0
+    hit = fits & prefix & (column < (length if last_may_hit else length - 1))
     found = count(hit)
-    need = jnp.where(fits, ask.length - found, 0)
+    need = jnp.where(fits, length - found, 0)
     blocks = blocks.replace(
         refcount=put(blocks.refcount, hints, 1, hit),
         hits=add(blocks.hits, hints, 1, hit),
     )
-    cache, taken, victims = _take(cache.replace(blocks=blocks), need, policy, ask.now, column)
-    cache = cache.replace(sound=cache.sound & jnp.all(prefix | ~known))  # else a block left before its child
+    cache, taken, victims = _take(cache.replace(blocks=blocks), need, policy, request.now, column)
+    cache = cache.replace(sound=cache.sound & jnp.all(prefix | ~is_cached))  # else a block left before its child
 
     new = (found <= column) & (column < found + need)
     own = jnp.where(hit, hints, pick(taken, column - found))
     # A last block that is cached by now merges with its copy, unless that has left for it.
-    merged = last & new & known & (ask.kept == ask.length) & ~jnp.any(victims == pick(hints, ask.length - 1))
-    stored = new & (column < ask.kept) & ~merged
+    merged = last & new & is_cached & (request.cached == length) & ~jnp.any(victims == pick(hints, length - 1))
+    stored = new & (column < request.cached) & ~merged
     table = jnp.where(merged, hints, own)
     blocks = cache.blocks.replace(fill=put(cache.blocks.fill, own, stored.astype(jnp.int32), new))
     blocks = _publish(blocks, table, stored, column)
-    cached = fits & (ask.kept > column)
+    cached = fits & (request.cached > column)
     blocks = blocks.replace(
         hits=add(blocks.hits, hints, 1, merged),
         refcount=put(blocks.refcount, hints, 0, hit),
@@ -112,14 +87,14 @@ def serve(cache: Known, ask: Ask, hints: jax.Array, policy: EvictionPolicy, whol
         clock=blocks.clock + count(cached),
     )
     spare = jnp.max(jnp.where(last & new & ~stored, own, cache.spare))
-    pstate = policy.touched(cache.policy, blocks, jnp.where(cached, table, NO_BLOCK)[::-1], ask.now)
-    held = put(cache.id, table, ask.ids, stored)
-    return cache.replace(blocks=blocks, id=held, spare=spare, policy=pstate), Served(found, table, stored)
+    pstate = policy.touched(cache.policy, blocks, jnp.where(cached, table, NO_BLOCK)[::-1], request.now)
+    ids = put(cache.id, table, request.ids, stored)
+    return cache.replace(blocks=blocks, id=ids, spare=spare, policy=pstate), Served(found, table, stored)
 
 
 def _take(
-    cache: Known, need: jax.Array, policy: EvictionPolicy, now: jax.Array, column: np.ndarray
-) -> tuple[Known, jax.Array, jax.Array]:
+    cache: IdCache, need: jax.Array, policy: EvictionPolicy, now: jax.Array, column: np.ndarray
+) -> tuple[IdCache, jax.Array, jax.Array]:
     """Takes blocks, empty ones first: the cache, the blocks i32[K], and those among them that had to leave, i32[K]."""
     blocks, spares = cache.blocks, (cache.spare >= 0).astype(jnp.int32)
     empty = spares + cache.size - cache.used
@@ -136,8 +111,8 @@ def _take(
         (blocks.refcount, blocks.fill, blocks.parent), jnp.where(leaves, victims, NO_BLOCK), sound, parent
     )
     children = add(blocks.children, parent, -1, leaves & (parent >= 0), unique=False)
-    fresh = jnp.where(column < spares, cache.spare, cache.used + column - spares)
-    taken = jnp.where(column < empty, fresh, pick(victims, column - empty))
+    empties = jnp.where(column < spares, cache.spare, cache.used + column - spares)
+    taken = jnp.where(column < empty, empties, pick(victims, column - empty))
     cache = cache.replace(
         blocks=blocks.replace(refcount=refcount, fill=fill, parent=parents, children=children),
         used=cache.used + jnp.maximum(from_empty - spares, 0),

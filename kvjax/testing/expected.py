@@ -16,15 +16,15 @@ from kvjax.events.records import Events, Status
 from kvjax.events.transfer import Transfer
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
-from kvjax.testing.workload import Fields
+from kvjax.testing.request import Fields
 
-NOTHING = -1  # in a slot that nobody has written, or whose move failed
+NOTHING = -1  # in a slot that was never written, or whose move failed
 Item = tuple[int, int]  # a token and its extra id
 
 
 @dataclasses.dataclass
 class Row:
-    """The contents that a sequence should have: `items` are written, and there is room for `length`.
+    """The contents that a sequence should have: `items` are written, of `length` that have blocks.
 
     A swapped-out row is on the host; a lost row has lost K/V to a failed move, and can only be released.
     """
@@ -37,33 +37,28 @@ class Row:
     lost: bool = False
 
 
-class Known:
+class Expected:
     """The cache as it should be after the requests that were done.
 
-    K/V depend on all tokens up to their own, so a slot's contents are named by (namespace, path).
-
-    Attributes:
-      spec: of the cache.
-      rows: those in use.
-      pins: the blocks of each pin that lasts.
-      slots: per group the names of what the slots of the pools of both tiers hold, [N + H, P].
-      moves: the transfers ordered and not completed, each with whether nothing else was done since.
+    K/V depend on all tokens up to their own, so equal (namespace, path) are one id of K/V.
     """
 
     def __init__(self, spec: CacheSpec):
         self.spec = spec
-        self.rows: dict[int, Row] = {}
-        self.pins: list[np.ndarray] = []
+        self.rows: dict[int, Row] = {}  # those in use
+        self.pins: list[np.ndarray] = []  # the blocks of each pin that lasts
+        # Per group the ids of the K/V in the pools of both tiers, [N + H, P].
         self.slots = [np.full((group.num_ids, spec.block_size), NOTHING) for group in spec.groups]
+        # Transfers ordered and not completed, each with whether it was the last request.
         self.moves: collections.deque[tuple[Transfer, bool]] = collections.deque()
-        self._names: dict[tuple[int, tuple[Item, ...]], int] = {}
+        self._kv_ids: dict[tuple[int, tuple[Item, ...]], int] = {}
 
     def is_lost(self, seq: int) -> bool:
         """Whether a row can only be released."""
         return seq in self.rows and self.rows[seq].lost
 
     def written(self, request: Fields) -> list[list[Item]]:
-        """The tokens that each row writes: the rest of its prompt, then the request's, as far as there is room."""
+        """The tokens that each row writes: the rest of its prompt, then the request's, up to its length."""
         new: list[list[Item]] = [[] for _ in range(self.spec.max_seqs)]
         for seq, row in self.rows.items():
             if row.swapped_out or row.lost:
@@ -77,10 +72,10 @@ class Known:
         """The items of a path in the mirror."""
         return list(path) if self.spec.extra_ids else [(token, 0) for token in path]
 
-    def path(self, namespace: int, items: Sequence[Item]) -> list[int]:
-        """Names of the K/V at each position of a text."""
+    def kv_ids(self, namespace: int, items: Sequence[Item]) -> list[int]:
+        """The id of the K/V at each position of a text."""
         items = tuple(items)
-        return [self._names.setdefault((namespace, items[: i + 1]), len(self._names)) for i in range(len(items))]
+        return [self._kv_ids.setdefault((namespace, items[: i + 1]), len(self._kv_ids)) for i in range(len(items))]
 
     def locate(self, group: Any, seq: int, positions: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         """Indices of a row's positions in a group's slots; and bool[.], the positions that the row still has."""
@@ -121,18 +116,18 @@ class Known:
 
     def _commit(self, request: Fields, events: Events, before: CacheState) -> None:
         """Writes the K/V of what each row commits."""
-        for seq, (line, status) in enumerate(zip(self.written(request), events.status, strict=True)):
-            assert status == Status.OK, f"row {seq} may not commit {len(line)} tokens: {Status(status).name}"
-            if line:
+        for seq, (items, status) in enumerate(zip(self.written(request), events.status, strict=True)):
+            assert status == Status.OK, f"row {seq} may not commit {len(items)} tokens: {Status(status).name}"
+            if items:
                 row, start = self.rows[seq], len(self.rows[seq].items)
-                row.items = row.items + line
-                path = np.array(self.path(row.namespace, row.items)[start:])
+                row.items = row.items + items
+                kv_ids = np.array(self.kv_ids(row.namespace, row.items)[start:])
                 for number, group in enumerate(before.groups):
                     index, seen = self.locate(group, seq, np.arange(start, len(row.items)))
-                    self.slots[number][index] = path[seen]
+                    self.slots[number][index] = kv_ids[seen]
 
     def move(self, events: Events) -> None:
-        """Does to the slots what a transition ordered: moves between tiers, then copies."""
+        """Does the orders of a transition in the slots: moves between tiers, then copies."""
         self.moves = collections.deque((transfer, False) for transfer, _ in self.moves)
         moves = [m for m in events.moves.records.tolist() if m[1] >= 0]
         sources = [self.slots[number][source].copy() for number, _, _, source, _ in moves]

@@ -12,8 +12,9 @@ import numpy as np
 
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy
+from kvjax.testing.random_requests import random_requests
+from kvjax.testing.request import SMALL
 from kvjax.testing.trial import Trial, assert_equal
-from kvjax.testing.workload import SMALL, random_requests
 from kvjax.verbs.init import init
 
 
@@ -60,15 +61,13 @@ def check_policy(
 
 
 def _check_idle(policy: EvictionPolicy, state: CacheState) -> None:
-    """Verifies that a policy returns its state unchanged when asked for nothing."""
+    """Verifies that a policy returns its state unchanged for an empty request."""
     group, nobody, zero = state.groups[0], np.full(3, NO_BLOCK, np.int32), np.int32(0)
-    asked = {
+    calls = {
         "touch": lambda pstate, blocks: policy.touch(pstate, blocks, nobody, zero),
         "victims": lambda pstate, blocks: policy.victims(pstate, blocks, lambda ids: ids >= 0, zero, zero, 3)[1],
         "forget": lambda pstate, blocks: pstate if policy.forget is None else policy.forget(pstate, nobody),
     }
-    for name, ask in asked.items():
-        after = jax.jit(ask)(group.policy, group.blocks)
-        assert_equal(
-            jax.device_get(group.policy), jax.device_get(after), f"{name}: asked for nothing by an idle policy"
-        )
+    for name, call in calls.items():
+        after = jax.jit(call)(group.policy, group.blocks)
+        assert_equal(jax.device_get(group.policy), jax.device_get(after), f"{name}: an idle policy, an empty request")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace of what a cache published: blocks stored and removed, in vLLM's events or kvjax's own.
+"""A trace from the events of a cache: blocks stored and removed, in vLLM's events or kvjax's own.
 
-Such a log does not have requests. A run of blocks stored one behind the other, with all blocks before it, is taken for
-one: so much of its prompt is known to have been there. What that misses is in the trace's `notes`.
+Such a log has no requests. A run of blocks stored one behind the other, with all blocks before it, is taken for one.
+The trace's `notes` say what that misses.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import pathlib
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from kvjax.research import _lines
-from kvjax.research.traces import Trace, make_trace
+from kvjax.research.traces import records
+from kvjax.research.traces.trace import Trace, make_trace
 
 _ON_DEVICE = (None, "GPU")
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
@@ -25,10 +25,10 @@ def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_siz
     """Reads a log of events: kvjax's own (`kvjax.interop.log`), or vLLM's `KVEventBatch`es as JSON, a line each.
 
     vLLM sends msgpack; `json.dumps(msgspec.msgpack.decode(payload), default=bytes.hex)` is such a line, of either form.
-    Blocks of the first group on the device are read; all other events are passed over.
+    Only events of blocks of the first group on the device are used.
 
-    Prompts that only hit store nothing: the log does not have them. Nor does it tell where a prompt ends and its answer
-    begins: all blocks count as prompt, and answers have 0 tokens.
+    Prompts that only hit store nothing: the log does not have them. Nor does it mark the end of a prompt and the
+    beginning of its answer: all blocks count as prompt, and answers have 0 tokens.
 
     Args:
       path: of the file.
@@ -39,15 +39,15 @@ def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_siz
       ValueError: for a line that is no such batch.
     """
     follower = _Follower(pause_ms)
-    for place, line in _lines.lines(path):
+    for where, line in records.lines(path):
         try:
-            found = _lines.entry(place, line)
-            if isinstance(found, dict) and "queried" in found:
-                _follow_kvjax(follower, place, found)
+            batch = records.parse_json(where, line)
+            if isinstance(batch, dict) and "queried" in batch:
+                _follow_kvjax(follower, where, batch)
             else:
-                _follow_vllm(follower, place, found)
+                _follow_vllm(follower, where, batch)
         except (TypeError, KeyError, AttributeError, IndexError) as error:
-            raise ValueError(f"{place}: got {line:.60}, wanted a batch of events: {error!r:.80}") from error
+            raise ValueError(f"{where}: got {line:.60}, wanted a batch of events: {error!r:.80}") from error
     if not follower.requests:
         raise ValueError(f"{path}: got no stored blocks, wanted at least one")
     return follower.trace(block_size)
@@ -55,29 +55,24 @@ def read_events(path: str | pathlib.Path, *, pause_ms: float = 5000.0, block_siz
 
 @dataclasses.dataclass
 class _Request:
-    """A request in a log: where its first event is, its last block, and when that was stored."""
+    """A request in a log: file and line of its first event, its last block, and the times (ms) of both."""
 
-    place: str
+    where: str
     begun: float
     leaf: int
     last: float
 
 
 class _Follower:
-    """Puts requests together.
-
-    Attributes:
-      requests: so far, in the order in which they began.
-      removed, unknown: blocks that were removed, and that followed blocks which the log does not have.
-      queried, cached: tokens looked up and found, where the log tells them.
-    """
+    """Puts requests together."""
 
     def __init__(self, pause_ms: float):
-        self.requests: list[_Request] = []
-        self.removed = self.unknown = self.queried = self.cached = 0
-        self.nodes: dict[Hashable, int] = {}  # the log's name of a block that is cached -> id
-        self.sizes: list[int] = []  # id -> tokens
-        self.block_size: int | None = None  # as vLLM tells it
+        self.requests: list[_Request] = []  # in the order in which they began
+        self.removed = self.unknown = 0  # blocks: removed, and stored behind blocks that the log does not have
+        self.queried = self.cached = 0  # tokens: looked up and found, where the log has them
+        self.nodes: dict[Hashable, int] = {}  # ids of the blocks that are cached, by their hash or number in the log
+        self.sizes: list[int] = []  # the tokens of each id
+        self.block_size: int | None = None  # vLLM's
         self._parents: list[int] = []  # id -> id, or -1
         self._ids: dict[Hashable, int] = {}  # contents -> id
         self._ends: dict[int, _Request] = {}  # id -> the request that ended there last
@@ -85,38 +80,38 @@ class _Follower:
 
     def id_of(self, contents: Hashable, parent: int, tokens: int) -> int:
         """The id of a block with these contents; equal after it was removed and stored again."""
-        known = self._ids.setdefault(contents, len(self._parents))
-        if known == len(self._parents):
+        block = self._ids.setdefault(contents, len(self._parents))
+        if block == len(self._parents):
             self._parents.append(parent)
             self.sizes.append(tokens)
-        return known
+        return block
 
-    def store(self, place: str, now: float, parent: int, blocks: Sequence[int]) -> None:
+    def store(self, where: str, now: float, parent: int, blocks: Sequence[int]) -> None:
         """Blocks were stored one behind the other."""
         request = self._ends.pop(parent, None)
         if request is None or now - request.last > self._pause:
-            request = _Request(place, now, parent, now)
+            request = _Request(where, now, parent, now)
             self.requests.append(request)
         request.leaf, request.last = blocks[-1], now
         self._ends[request.leaf] = request
 
     def path(self, leaf: int) -> list[int]:
         """The ids from a root to a block."""
-        found = []
+        path = []
         while leaf >= 0:
-            found.append(leaf)
+            path.append(leaf)
             leaf = self._parents[leaf]
-        return found[::-1]
+        return path[::-1]
 
     def trace(self, block_size: int | None) -> Trace:
         """The requests as a trace."""
         prompts = [self.path(request.leaf) for request in self.requests]
-        lengths = [sum(self.sizes[one] for one in prompt) for prompt in prompts]
+        lengths = [sum(self.sizes[block] for block in prompt) for prompt in prompts]
         first = self.requests[0].begun
         return make_trace(
             [request.begun - first for request in self.requests], lengths, [0] * len(prompts), prompts,
             self.block_size or block_size or max(self.sizes), notes=self._notes(sum(lengths)),
-            where=[request.place for request in self.requests],
+            where=[request.where for request in self.requests],
         )  # fmt: skip
 
     def _notes(self, tokens: int) -> list[str]:
@@ -135,25 +130,25 @@ class _Follower:
         return [*notes, f"{self.removed:,} blocks were removed; a trace does not say so."]
 
 
-def _follow_kvjax(follower: _Follower, place: str, found: dict[str, Any]) -> None:
-    """A line of `kvjax.interop.log`. One that begins with `created` says what is cached: no requests."""
-    now = 1000 * _lines.moment(place, found, "ts")
-    follower.queried += _lines.count(place, found, "queried")
-    follower.cached += _lines.count(place, found, "cached")
-    told = False
-    for event in found["events"]:
+def _follow_kvjax(follower: _Follower, where: str, batch: dict[str, Any]) -> None:
+    """Reads a record of `kvjax.interop.log`. One that begins with `created` is a snapshot: no requests."""
+    now = 1000 * records.timestamp(where, batch, "ts")
+    follower.queried += records.count(where, batch, "queried")
+    follower.cached += records.count(where, batch, "cached")
+    is_snapshot = False
+    for event in batch["events"]:
         kind = event["kind"]
         if event["group"]:
             continue
         if kind in ("created", "cleared"):
             follower.nodes.clear()
-            told |= kind == "created"
+            is_snapshot |= kind == "created"
         elif kind == "removed":
             follower.removed += follower.nodes.pop((event["block"], event["generation"]), None) is not None
         elif kind == "stored":
             tokens, extra = event["tokens"], event.get("extra_ids", ())
             if not tokens or not all(isinstance(token, int) for token in (*tokens, *extra)):
-                raise ValueError(f"{place}: tokens: got {tokens!r:.40}, wanted integers")
+                raise ValueError(f"{where}: tokens: got {tokens!r:.40}, wanted integers")
             above = None if event["parent"] is None else (*event["parent"],)
             root = above is None or above not in follower.nodes
             parent = -1 if root else follower.nodes[above]
@@ -161,46 +156,46 @@ def _follow_kvjax(follower: _Follower, place: str, found: dict[str, Any]) -> Non
             base = (event["namespace"] if above is None else above) if root else None
             block = follower.id_of((parent, base, tuple(tokens), tuple(extra)), parent, len(tokens))
             follower.nodes[event["block"], event["generation"]] = block
-            if not told:
-                follower.store(place, now, parent, [block])
+            if not is_snapshot:
+                follower.store(where, now, parent, [block])
 
 
-def _follow_vllm(follower: _Follower, place: str, found: Any) -> None:
-    """A `KVEventBatch`, as a map or as an array, with events that are maps or arrays."""
-    batch: dict[str, Any] = found if isinstance(found, dict) else {"ts": found[0], "events": found[1]}
-    now = 1000 * _lines.moment(place, batch, "ts")
-    for event in _lines.field(place, batch, "events"):
-        kind, event = _named(event)
+def _follow_vllm(follower: _Follower, where: str, value: Any) -> None:
+    """Reads a `KVEventBatch`, as a map or as an array, with events that are maps or arrays."""
+    batch: dict[str, Any] = value if isinstance(value, dict) else {"ts": value[0], "events": value[1]}
+    now = 1000 * records.timestamp(where, batch, "ts")
+    for event in records.field(where, batch, "events"):
+        kind, event = _kind_and_fields(event)
         if kind == "AllBlocksCleared":
             follower.nodes.clear()
             continue
         if kind not in ("BlockStored", "BlockRemoved"):
-            raise ValueError(f"{place}: got an event {kind!r:.40}, wanted one of vLLM's")
+            raise ValueError(f"{where}: got an event {kind!r:.40}, wanted one of vLLM's")
         hashes = event["block_hashes"]
         if event.get("medium") not in _ON_DEVICE or event.get("group_idx") or not hashes:
             continue
         if kind == "BlockRemoved":
-            follower.removed += sum(follower.nodes.pop(name, None) is not None for name in hashes)
+            follower.removed += sum(follower.nodes.pop(block_hash, None) is not None for block_hash in hashes)
             continue
-        size = _lines.count(place, event, "block_size")
+        size = records.count(where, event, "block_size")
         if size < 1 or follower.block_size not in (None, size):
-            raise ValueError(f"{place}: block_size: got {size}, wanted {follower.block_size or 'at least 1'}")
+            raise ValueError(f"{where}: block_size: got {size}, wanted {follower.block_size or 'at least 1'}")
         if len(event["token_ids"]) != size * len(hashes):
             raise ValueError(
-                f"{place}: token_ids: got {len(event['token_ids'])}, wanted {size} for each of {len(hashes)} blocks"
+                f"{where}: token_ids: got {len(event['token_ids'])}, wanted {size} for each of {len(hashes)} blocks"
             )
         follower.block_size = size
         above = event["parent_block_hash"]
         follower.unknown += above is not None and above not in follower.nodes
         parent, blocks = follower.nodes.get(above, -1), []
-        for name in hashes:
-            blocks.append(follower.id_of(name, blocks[-1] if blocks else parent, size))
-            follower.nodes[name] = blocks[-1]
-        follower.store(place, now, parent, blocks)
+        for block_hash in hashes:
+            blocks.append(follower.id_of(block_hash, blocks[-1] if blocks else parent, size))
+            follower.nodes[block_hash] = blocks[-1]
+        follower.store(where, now, parent, blocks)
 
 
-def _named(event: Any) -> tuple[str, dict[str, Any]]:
-    """An event's kind, and its fields by name."""
+def _kind_and_fields(event: Any) -> tuple[str, dict[str, Any]]:
+    """The kind of an event, and its fields by name."""
     if isinstance(event, dict):
         return event["type"], event
     kind, *values = event

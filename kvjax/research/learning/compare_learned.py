@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.research.bound import belady
-from kvjax.research.curves import lru_curve
-from kvjax.research.densities import Learned
-from kvjax.research.learn import learn_policy
-from kvjax.research.rules import RULES, Rule
-from kvjax.research.simulations import simulate
-from kvjax.research.traces import Trace
+from kvjax.research.learning.learn_policy import learn_policy
+from kvjax.research.learning.learned import Learned
+from kvjax.research.simulators.belady import belady
+from kvjax.research.simulators.hits import RULES, Rule
+from kvjax.research.simulators.lru_curve import lru_curve
+from kvjax.research.simulators.simulate import simulate
+from kvjax.research.traces.trace import Trace
 from kvjax.state import EvictionPolicy
 
 _WINDOW, _DRAWS = 300, 2000
@@ -32,9 +32,9 @@ class Comparison:
       sizes: i32[Z]; blocks of each cache.
       parts: (first, last) of the requests that count, for each part; those before them warm the cache.
       learned_from: how many requests the policies of each part were learned from, the first ones.
-      rates: for each policy, f64[P, Z]: blocks found of blocks asked for. "learned" is the mean of its seeds, "bound"
+      rates: for each policy, f64[P, Z]: blocks found of blocks requested. "learned" is the mean of its seeds, "bound"
         that of Belady by the rule "papers".
-      gains: f64[P, S, Z]; what each seed's policy finds more than LRU, 0.1 for a tenth.
+      gains: f64[P, S, Z]; blocks that each seed's policy finds more than LRU, of LRU's: 0.1 for a tenth.
       low, high: f64[P, Z]; the 95 % interval of the mean gain, by drawing windows of 300 requests.
     """
 
@@ -54,7 +54,7 @@ class Comparison:
 
     @property
     def closed(self) -> np.ndarray:
-        """f64[P, Z]; which share of the distance from LRU to the bound."""
+        """f64[P, Z]; the share of the distance from LRU to the bound."""
         lru = self.rates["lru"]
         return (self.rates["learned"] - lru) / np.maximum(self.rates["bound"] - lru, 1e-12)
 
@@ -76,7 +76,7 @@ class Comparison:
             lines.append(f"mean gain    {mean}")
         return "\n".join([
             *lines,
-            f'Blocks found of blocks asked for. Rule "{self.rule}": {RULES[self.rule]}.',
+            f'Blocks found of blocks requested. Rule "{self.rule}": {RULES[self.rule]}.',
             f"gain: of the mean of {self.gains.shape[1]} seeds over LRU, with its 95 % interval (windows of {_WINDOW} "
             "requests drawn 2,000 times).",
             'closed: the share of the distance from LRU to the bound, which is Belady\'s under the rule "papers".',
@@ -85,7 +85,7 @@ class Comparison:
         ])  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, in values that JSON knows."""
+        """All figures, in values of JSON."""
         arrays = {"gain": self.gain, "low": self.low, "high": self.high, "closed": self.closed, "gains": self.gains}
         return {
             "rule": self.rule, "sizes": self.sizes.tolist(), "parts": [list(part) for part in self.parts],
@@ -109,11 +109,11 @@ def compare_learned(
     from two thirds and counted in the rest. The cache is warmed by the same policy over the part before.
 
     Args:
-      trace: what is learned from.
+      trace: the requests to learn from.
       sizes: i32[Z]; blocks of each cache, no fewer than the longest request has.
-      rule: what counts.
+      rule: what counts as a hit.
       seeds: S; policies are learned with the seeds from 0.
-      policies: others to stand beside, by name.
+      policies: others to compare with, by name.
       on: a second trace, to count hits in instead: the policies are learned from all of the first one.
 
     Raises:
@@ -134,8 +134,8 @@ def compare_learned(
         own = found[at * seeds : (at + 1) * seeds, :, part.first : part.last]
         others = {"counted": found[len(learned) + at], "lru": lru.blocks, **fixed, "bound": bound.blocks}
         others = {name: blocks[:, part.first : part.last] for name, blocks in others.items()}
-        asked = max(int(tested.lengths[part.first : part.last].sum()), 1)
-        rates.append({name: x.sum(axis=-1) / asked for name, x in {"learned": own.mean(axis=0), **others}.items()})
+        references = max(int(tested.lengths[part.first : part.last].sum()), 1)
+        rates.append({name: x.sum(axis=-1) / references for name, x in {"learned": own.mean(axis=0), **others}.items()})
         gains.append(own.sum(axis=-1) / np.maximum(others["lru"].sum(axis=-1), 1) - 1)
         intervals.append(_interval(own.mean(axis=0), others["lru"]))
     return Comparison(
@@ -166,7 +166,7 @@ def _splits(number: int) -> list[_Part]:
 
 
 def _simulated(trace: Trace, learned: Sequence[Learned], sizes: np.ndarray, rule: Rule) -> np.ndarray:
-    """i32[len(learned), Z, R]; what each request finds. One program: learned policies differ in their weights only."""
+    """i32[len(learned), Z, R]; the blocks of each request found. One program: the policies differ in their weights."""
     found, blank = [], Learned(np.zeros_like(learned[0].lengths), np.zeros_like(learned[0].table), {})
     for each in learned:
         state = each.state(int(sizes.max()))
@@ -179,7 +179,7 @@ def _interval(own: np.ndarray, lru: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     """f64[Z] each; the 95 % interval of the gain of own f64[Z, R] over lru i32[Z, R], by the bootstrap over windows."""
     begins = np.arange(0, own.shape[1], _WINDOW)
     sums = [np.add.reduceat(blocks.astype(np.float64), begins, axis=1) for blocks in (own, lru)]
-    drawn = np.random.default_rng(0).integers(0, len(begins), (_DRAWS, len(begins)))
-    ours, theirs = (each[:, drawn].sum(axis=-1) for each in sums)
+    sampled = np.random.default_rng(0).integers(0, len(begins), (_DRAWS, len(begins)))
+    ours, theirs = (each[:, sampled].sum(axis=-1) for each in sums)
     low, high = np.quantile(ours / np.maximum(theirs, 1) - 1, (0.025, 0.975), axis=1)
     return low, high

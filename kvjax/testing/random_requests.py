@@ -1,70 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a cache on trial (`Trial`): random ones without end."""
+"""Random requests to a cache on trial (`Trial`): without end, and as a Hypothesis strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Required, TypedDict, cast
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvjax.spec import CacheSpec, make_spec
+from kvjax.spec import CacheSpec
+from kvjax.testing.request import MAX_TOKENS, SMALL, Fields, Request
 
-SMALL = make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4)
-MOST = 6  # tokens that one `extend` asks for, per row
-_VERBS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+_WEIGHTS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
           "evict": 2, "reset": 1}  # fmt: skip
-
-
-class Request(TypedDict, total=False):
-    """One request to a cache on trial: a plain dict with "verb" and the fields of that verb, which JSON can hold.
-
-        trial.do({"verb": "admit", "seq": 0, "tokens": [5, 6, 7], "namespace": 0})
-        trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4})  # writes as much as there is room for
-        trial.do({"verb": "release", "seq": 0})
-
-    | verb | fields |
-    |---|---|
-    | admit | seq; tokens; namespace; extra_ids, one per token (where the spec has them) |
-    | extend | num_tokens, one per row, 0 for a row that does not grow, as all free rows |
-    | commit | num_tokens, one per row, cut to the row's room; tokens, extra_ids: lists, used after the prompt |
-    | fork | src; dst |
-    | truncate | seq; drop: how many tokens to cut off |
-    | release | seq |
-    | evict | block |
-    | pin | seq; num_blocks: how many of the row's first blocks, those that are findable |
-    | unpin | which: number of the pin among those that last, modulo how many these are |
-    | reset | |
-
-    Of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are asked.
-
-    | verb | fields |
-    |---|---|
-    | offload, onboard | which: a bit for each of the first blocks that could go, in order; group |
-    | watermark | empty; group |
-    | swap_out, swap_in | seq |
-    | complete | ok: whether the oldest moves were done, not heeded if something else was done since they were ordered |
-    """
-
-    verb: Required[str]
-    seq: int
-    src: int
-    dst: int
-    block: int
-    tokens: Sequence[int] | Sequence[Sequence[int]]
-    extra_ids: Sequence[int] | Sequence[Sequence[int]]
-    num_tokens: Sequence[int]
-    num_blocks: int
-    namespace: int
-    drop: int
-    which: int
-    group: int
-    empty: int
-    host: bool
-    ok: bool
-
-
-Fields = dict[str, Any]  # a request, to those who read its fields
 
 
 def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int = 2) -> Iterator[Request]:
@@ -73,16 +24,16 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
     Prompts begin like one of a few documents, so that prefixes are shared. One request in 25 has a flaw: an unknown
     row, no tokens, a negative token, or more tokens than a row can hold.
 
-    They are those of the first table of `Request`.
+    They have the verbs of the first table of `Request`.
 
     Args:
       seed: of numpy's generator.
-      spec: of the cache that will be asked.
+      spec: of the cache on trial.
       num_namespaces: tenants.
     """
     rng = np.random.default_rng(seed)
     documents = rng.integers(0, 3, (3, spec.max_length + 1))
-    verbs, weights = list(_VERBS), np.array(list(_VERBS.values())) / sum(_VERBS.values())
+    verbs, weights = list(_WEIGHTS), np.array(list(_WEIGHTS.values())) / sum(_WEIGHTS.values())
 
     used: set[int] = set()  # the rows in use, as a guess without the cache
 
@@ -91,8 +42,8 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
         return int(rng.choice(rows)) if rows and rng.random() < 0.9 else int(rng.integers(spec.max_seqs))
 
     def text(length: int) -> list[int]:
-        kept = int(rng.integers(length + 1)) if rng.random() < 0.7 else length
-        return [*documents[rng.integers(3)][:kept].tolist(), *rng.integers(0, 3, length - kept).tolist()]
+        begun = int(rng.integers(length + 1)) if rng.random() < 0.7 else length
+        return [*documents[rng.integers(3)][:begun].tolist(), *rng.integers(0, 3, length - begun).tolist()]
 
     def extra(tokens: list[int]) -> list[int]:
         return [int(t == 2 and rng.random() < 0.5) for t in tokens]
@@ -102,7 +53,7 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
             "seq": row(free=True), "tokens": text(int(rng.integers(1, spec.max_length + 1))),
             "namespace": int(rng.integers(num_namespaces)),
         },
-        "extend": lambda: {"num_tokens": _per_row(spec, lambda: int(rng.integers(MOST + 1) * rng.integers(2)))},
+        "extend": lambda: {"num_tokens": _per_row(spec, lambda: int(rng.integers(MAX_TOKENS + 1) * rng.integers(2)))},
         "commit": lambda: {
             "num_tokens": _per_row(spec, lambda: spec.max_length if rng.random() < 0.6 else int(rng.integers(6))),
             "tokens": _per_row(spec, lambda: text(spec.max_length)),
@@ -122,10 +73,47 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
             request |= _flaw(request, int(rng.integers(3)), spec)
         if spec.extra_ids and "tokens" in request:
             tokens = request["tokens"]
-            request["extra_ids"] = extra(tokens) if request["verb"] == "admit" else [extra(line) for line in tokens]
+            request["extra_ids"] = extra(tokens) if request["verb"] == "admit" else [extra(text) for text in tokens]
         used |= {request[name] for name in ("seq", "dst") if request["verb"] in ("admit", "fork") and name in request}
         used -= {request["seq"]} if request["verb"] == "release" else set()
         yield cast(Request, request)
+
+
+def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int = 40) -> SearchStrategy[list[Request]]:
+    """A Hypothesis strategy for property tests of your own: lists of requests, which shrink to the few that matter.
+
+        @hypothesis.given(requests(spec))
+        def test_something(story):
+            trial = Trial(kvjax.init(spec))
+            for request in story:
+                trial.do(request)
+
+    `Request` says which requests there are, and their fields: those of its first table, and of its second where the
+    spec has a host tier. Tokens are 0, 1 or 2, so that prefixes are shared; a row may be one that there is not, and a
+    prompt one token too long.
+
+    Args:
+      spec: of the cache on trial; keep it small.
+      num_namespaces: tenants.
+      max_size: the most requests in a list.
+
+    Raises:
+      ImportError: without hypothesis, which `pip install "kvjax[test]"` brings.
+    """
+    try:
+        import hypothesis.strategies as st
+    except ImportError as error:
+        raise ImportError('requests: needs hypothesis (pip install "kvjax[test]")') from error
+
+    from kvjax.testing import strategies  # which imports hypothesis
+
+    # Lists of lists are longer on average than a flat list, and shrink as well.
+    lists = st.lists(st.lists(strategies.parts(spec, num_namespaces)).map(_joined)).map(_joined)
+    return lists.map(lambda story: story[:max_size])
+
+
+def _joined(lists: list[list[Any]]) -> list[Any]:
+    return [request for part in lists for request in part]
 
 
 def _per_row(spec: CacheSpec, make: Callable[[], Any]) -> list[Any]:

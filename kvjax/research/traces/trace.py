@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace: what came to a server, and which blocks of its prompts are equal."""
+"""A trace: the requests that came to a server, and which blocks of their prompts are equal."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Trace:
       kind: i32[R] or None; the class of each request, an index into `kinds`.
       kinds: names of the classes.
       session: i32[R] or None; requests of equal numbers are turns of one session.
-      notes: what the reader of a figure has to know, such as reuse that was drawn at random.
+      notes: caveats for the reader of a figure, such as reuse that was drawn at random.
     """
 
     time: np.ndarray
@@ -54,20 +54,12 @@ class Trace:
             raise ValueError(f"trace[part]: got {part!r}, wanted a slice without a step")
         first, last, _ = part.indices(len(self))
         last = max(first, last)
-        ids = self.ids[self.starts[first] : self.starts[last]]
-        old, at, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        order = np.argsort(at, kind="stable")
-        new = np.empty(len(old), np.int32)
-        new[order] = np.arange(len(old), dtype=np.int32)
-        parent = self.parent[old[order]]
-        # A parent is in every prompt that has its child, so it is among the ids.
-        parent = np.where(parent < 0, -1, new[np.searchsorted(old, np.maximum(parent, 0)) % max(len(old), 1)])
+        ids, parent = _forest([self.blocks(request).tolist() for request in range(first, last)])
         some = lambda values: None if values is None else values[first:last]  # noqa: E731
         return dataclasses.replace(
             self, time=self.time[first:last], input_length=self.input_length[first:last],
-            output_length=self.output_length[first:last], ids=new[inverse.reshape(-1)],
-            starts=self.starts[first : last + 1] - self.starts[first], parent=parent.astype(np.int32),
-            kind=some(self.kind), session=some(self.session),
+            output_length=self.output_length[first:last], ids=ids, parent=parent,
+            starts=self.starts[first : last + 1] - self.starts[first], kind=some(self.kind), session=some(self.session),
         )  # fmt: skip
 
     @property
@@ -85,9 +77,62 @@ class Trace:
         """i32[R]; full blocks of each prompt: all, or all but the last one."""
         return np.minimum(self.input_length // self.block_size, self.lengths)
 
+    @property
+    def owners(self) -> np.ndarray:
+        """i32[K]; the request of each block."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), self.lengths)
+
+    @property
+    def depths(self) -> np.ndarray:
+        """i32[K]; the number of blocks before each block in its prompt."""
+        return np.arange(len(self.ids), dtype=np.int32) - np.repeat(self.starts[:-1], self.lengths)
+
     def blocks(self, request: int) -> np.ndarray:
         """i32[n]; the ids of a prompt."""
         return self.ids[self.starts[request] : self.starts[request + 1]]
+
+
+def next_uses(ids: np.ndarray) -> np.ndarray:
+    """i64[K]; the index of the next equal id of ids i32[K], -1 where there is none."""
+    order = np.argsort(ids, kind="stable")
+    again = ids[order[1:]] == ids[order[:-1]]
+    following = np.full(len(ids), -1, np.int64)
+    following[order[:-1][again]] = order[1:][again]
+    return following
+
+
+def previous_uses(ids: np.ndarray) -> np.ndarray:
+    """i64[K]; the index of the equal id before, -1 where there is none; see `next_uses`."""
+    following = next_uses(ids[::-1])
+    return np.where(following >= 0, len(ids) - 1 - following, -1)[::-1]
+
+
+class Runs(NamedTuple):
+    """Runs of blocks that come back together, in the order of their blocks in the trace.
+
+    All blocks of a prompt share one history: a parent was used whenever one of its children was. So the blocks of a
+    prompt fall into runs that the same prompt used last, the latest of them first, and a run has the same depth in both
+    prompts. The whole trace of Mooncake has 28,621 runs of 288,500 blocks.
+    """
+
+    request: np.ndarray  # i32[U]; the prompt that has the run
+    before: np.ndarray  # i32[U]; the last prompt before it that used these blocks, -1 if none did
+    depth: np.ndarray  # i32[U]; the column of its first block, in the prompt and in the one before
+    length: np.ndarray  # i32[U]; its blocks
+
+
+def runs(trace: Trace, used: np.ndarray) -> Runs:
+    """The runs of the first used i32[R] blocks of each prompt; the others are as if they were not there."""
+    request, depth = trace.owners, trace.depths
+    is_used = depth < used[request]
+    request, depth, ids = request[is_used], depth[is_used], trace.ids[is_used]
+    previous = previous_uses(ids)
+    before = np.where(previous >= 0, request[previous], np.int32(-1))
+    begins = np.ones(len(ids), np.bool_)
+    begins[1:] = (request[1:] != request[:-1]) | (before[1:] != before[:-1])
+    first = np.flatnonzero(begins)
+    length = np.diff(first, append=len(ids)).astype(np.int32)
+    return Runs(request[first], before[first], depth[first], length)
 
 
 def make_trace(
@@ -114,9 +159,9 @@ def make_trace(
       two_parents: what to do with an id that follows different ids in different prompts, as a hash of the block's own
         tokens does. "rename" tells prefixes apart by all their ids; "refuse" raises.
       kind: the name of each request's class; None: there are no classes.
-      session: what tells each request's session; None: that is not known.
+      session: the session of each request, any value; None: the source does not say.
       notes: see `Trace`.
-      where: where each request was read, for messages; None: its number.
+      where: the source of each request, for messages; None: its number.
 
     Raises:
       ValueError: for a request that is not as said; the message says which one.
@@ -147,25 +192,27 @@ def make_trace(
     )
 
 
-def _forest(hash_ids: Sequence[Sequence[int]], two_parents: str, where: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of all prompts, i32[K], numbered by first use; and the parent of each, i32[D]."""
-    names: dict[tuple[int, int], int] = {}  # (parent, id of the source) -> id
+def _forest(
+    hash_ids: Sequence[Sequence[int]], two_parents: str = "rename", where: Sequence[str] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of all prompts, i32[K], numbered by first use; and the parent of each, i32[D]; see `make_trace`."""
+    numbers: dict[tuple[int, int], int] = {}  # (parent, id of the source) -> id
     parents: dict[int, int] = {}  # id of the source -> its parent
     ids: list[int] = []
     parent: list[int] = []
     for n, prompt in enumerate(hash_ids):
         above = -1
-        for name in prompt:
-            if two_parents == "refuse" and parents.setdefault(name, above) != above:
+        for hash_id in prompt:
+            if two_parents == "refuse" and parents.setdefault(hash_id, above) != above:
                 raise ValueError(
-                    f"{where[n]}: hash_ids: {name} follows another block than before, wanted one parent for each id "
-                    '(two_parents="rename" tells equal ids by the blocks before them)'
+                    f"{where[n]}: hash_ids: {hash_id} follows another block than before, wanted one parent for each "
+                    'id (two_parents="rename" tells equal ids by the blocks before them)'
                 )
-            known = names.setdefault((above, name), len(parent))
-            if known == len(parent):
+            block = numbers.setdefault((above, hash_id), len(parent))
+            if block == len(parent):
                 parent.append(above)
-            ids.append(known)
-            above = known
+            ids.append(block)
+            above = block
     return np.asarray(ids, np.int32), np.asarray(parent, np.int32)
 
 

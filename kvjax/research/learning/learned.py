@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy whose numbers are learned: it evicts the block with the lowest expected hit density.
+"""A learned policy: it evicts the block with the lowest expected hit density (hits per block and time).
 
-The promise of a cached block depends on what was known when it was released, its class, and on how long that is ago.
-Both are cut into few values, so that all promises are one small table:
+The hit density of a cached block depends on its class when it was released, and on its age since then. Both have few
+values, so that all hit densities are one small table:
 
-    class    how often it hit (never, once, 2-3, more often) x blocks of its prompt (8 ranges) x whether it is the last
+    class    hits so far (0, 1, 2-3, more) x blocks of its prompt (8 ranges) x whether it is the last one
     age      releases and publications since (`Blocks.clock`), two ranges an octave
 
-`learn.py` fills the table from a trace.
+`learn_policy` fills the table from a trace.
 """
 
 from __future__ import annotations
@@ -36,15 +36,10 @@ _FORMAT = "kvjax densities 1"
 
 
 class Densities(NamedTuple):
-    """Learned hit densities.
+    """Learned hit densities."""
 
-    Attributes:
-      lengths: i32[NUM_LENGTHS - 1]; the least blocks of a prompt of each range of lengths but the first.
-      table: f32[NUM_CLASSES, NUM_AGES]; what blocks promise: hits for each block and tick of the clock.
-    """
-
-    lengths: jax.Array
-    table: jax.Array
+    lengths: jax.Array  # i32[NUM_LENGTHS - 1]; the least blocks of a prompt of each range of lengths but the first
+    table: jax.Array  # f32[NUM_CLASSES, NUM_AGES]; expected hits for each block and tick of the clock
 
 
 def age_range(age: Any) -> jax.Array:
@@ -55,7 +50,7 @@ def age_range(age: Any) -> jax.Array:
 
 
 def age_limits() -> np.ndarray:
-    """f64[NUM_AGES + 1]; where each range of ages begins, and the end of the last one."""
+    """f64[NUM_AGES + 1]; the first age of each range, and the end of the last one."""
     octave, half = np.divmod(np.arange(NUM_AGES + 1), 2)
     limits = 2.0 ** (_LOW + octave) * (1 + half / 2)
     limits[0] = 0
@@ -63,17 +58,13 @@ def age_limits() -> np.ndarray:
 
 
 def class_number(hits: Any, length: Any, is_last: Any, lengths: Any) -> Any:
-    """i32[K]; the classes of blocks.
+    """i32[K]; the classes of blocks by hits i[K] since they were stored, and their prompts' length i[K] in blocks.
 
-    Args:
-      hits: i[K]; uses since the block was stored.
-      length: i[K]; blocks of its prompt.
-      is_last: bool[K]; whether it is the prompt's last one.
-      lengths: of `Densities`. All are arrays of numpy, or all of jax.
+    `is_last` bool[K] marks the last block of a prompt, `lengths` is that of `Densities`; all of numpy, or all of jax.
     """
-    often = sum((hits >= least).astype(np.int32) for least in _HITS)
-    long = (length[:, None] >= lengths[None]).astype(np.int32).sum(-1, dtype=np.int32)
-    return (often * NUM_LENGTHS + long) * 2 + is_last.astype(np.int32)
+    hit_range = sum((hits >= least).astype(np.int32) for least in _HITS)
+    length_range = (length[:, None] >= lengths[None]).astype(np.int32).sum(-1, dtype=np.int32)
+    return (hit_range * NUM_LENGTHS + length_range) * 2 + is_last.astype(np.int32)
 
 
 def class_at(number: int) -> tuple[int, int, bool]:
@@ -83,14 +74,14 @@ def class_at(number: int) -> tuple[int, int, bool]:
 
 
 def _class_of(blocks: Blocks, ids: jax.Array, weights: Densities) -> jax.Array:
-    """i32[K]; see `by_class`. The blocks of a release are those of one prompt, some of which others may hold still."""
+    """i32[K]; see `by_class`. A release has the blocks of one prompt; requests that still run may hold some of them."""
     depth = pick(blocks.depth, ids)
     length = jnp.max(jnp.where(ids >= 0, depth + 1, 0))
     length = jnp.broadcast_to(length, ids.shape)
     return class_number(pick(blocks.hits, ids), length, depth + 1 == length, weights.lengths)
 
 
-def _promise(blocks: Blocks, heads: jax.Array, weights: Densities) -> jax.Array:
+def _hit_density(blocks: Blocks, heads: jax.Array, weights: Densities) -> jax.Array:
     """f32[C]; see `by_class`."""
     age = blocks.clock - pick(blocks.released, heads)
     return weights.table[np.arange(NUM_CLASSES), age_range(age)]
@@ -98,15 +89,10 @@ def _promise(blocks: Blocks, heads: jax.Array, weights: Densities) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Begin:
-    """The weights as a value, so that equal ones make equal policies.
+    """The weights as a value, so that equal ones make equal policies."""
 
-    Attributes:
-      lengths: of `Densities`.
-      table: the bytes of it.
-    """
-
-    lengths: tuple[int, ...]
-    table: bytes
+    lengths: tuple[int, ...]  # of `Densities`
+    table: bytes  # the bytes of it
 
     def __call__(self, num_ids: int) -> Densities:
         """See `by_class`."""
@@ -119,14 +105,13 @@ class _Begin:
 class Learned:
     """A policy that was learned from a trace; see `learn_policy`.
 
-    It was fitted to one trace. Hits on that trace say nothing; those on a part of it that was held back say less than
-    it seems once anything was chosen by them. A clean test is a second trace, or a seed of a generator that nobody has
-    looked at.
+    It was fitted to one trace, so hits on that trace prove nothing. A part of it that was held back is no clean test
+    once anything was chosen by its hits. A second trace is one, or a seed of a generator that was not looked at.
 
     Attributes:
       lengths: i32[NUM_LENGTHS - 1]; see `Densities`.
       table: f32[NUM_CLASSES, NUM_AGES]; likewise.
-      notes: how it was learned, in values that JSON knows.
+      notes: the arguments and results of learning, in values of JSON.
     """
 
     lengths: np.ndarray
@@ -134,7 +119,7 @@ class Learned:
     notes: dict[str, Any]
 
     def __post_init__(self):
-        """Raises ValueError for weights that are none."""
+        """Raises ValueError for weights of another shape or type, or that are not finite."""
         for name, shape, kind in (
             ("lengths", (NUM_LENGTHS - 1,), np.int32), ("table", (NUM_CLASSES, NUM_AGES), np.float32),
         ):  # fmt: skip
@@ -146,9 +131,9 @@ class Learned:
 
     @functools.cached_property
     def policy(self) -> EvictionPolicy:
-        """Evicts the block of the least promise; begins with these weights, and costs O(blocks touched + classes)."""
+        """Evicts the block with the lowest hit density; has these weights, and costs O(blocks touched + classes)."""
         begin = _Begin(tuple(self.lengths.tolist()), self.table.tobytes())
-        return by_class(_class_of, _promise, classes=NUM_CLASSES, init=begin, name="learned")
+        return by_class(_class_of, _hit_density, classes=NUM_CLASSES, init=begin, name="learned")
 
     @property
     def weights(self) -> Densities:
@@ -172,10 +157,10 @@ class Learned:
           ValueError: for a file that it has not written.
         """
         try:
-            with np.load(path) as found:
-                told = {name: found[name] for name in ("format", "lengths", "table", "notes")}
+            with np.load(path) as file:
+                saved = {name: file[name] for name in ("format", "lengths", "table", "notes")}
         except (KeyError, ValueError, EOFError) as error:
             raise ValueError(f"{os.fspath(path)}: got no learned policy, wanted what Learned.save writes") from error
-        if told["format"] != _FORMAT:
-            raise ValueError(f"{os.fspath(path)}: got {told['format']}, wanted {_FORMAT}")
-        return cls(told["lengths"], told["table"], json.loads(str(told["notes"])))
+        if saved["format"] != _FORMAT:
+            raise ValueError(f"{os.fspath(path)}: got {saved['format']}, wanted {_FORMAT}")
+        return cls(saved["lengths"], saved["table"], json.loads(str(saved["notes"])))

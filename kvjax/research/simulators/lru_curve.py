@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LRU at every size at once: how many blocks a cache needs to find each block of a trace.
+"""LRU at every size at once: the number of blocks that a cache needs to find each block of a trace.
 
 Caches of all sizes are the tops of one stack, which has the blocks in the order of their last use, and of one prompt
 the first block on top. A cache finds a block if its position in the stack, when the request comes, is less than the
@@ -10,8 +10,8 @@ number of blocks that the cache has then. That is its size, or one less:
   copy, if there is one: that leaves one block empty. A copy that is the last of `size` blocks is evicted for the space.
 - "full": that, and a last block filled in part is not cached when its request ends: that leaves one empty, too.
 
-The next request always takes the block that is empty. So what a block needs depends on nothing but its own position and
-that of the last block of the request before: each block needs one size, and all larger ones find it too.
+The next request always takes the block that is empty. So the size that finds a block depends only on its own position
+and on that of the last block of the request before. All larger sizes find it too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvjax.research._runs import Runs, check_sizes, runs
-from kvjax.research.rules import Hits, Rule, check_rule
-from kvjax.research.traces import Trace
+from kvjax.research.simulators.hits import Hits, Rule, check_longest, check_rule, num_cached, num_hittable
+from kvjax.research.traces.trace import Runs, Trace, runs
 
 _NEVER = np.iinfo(np.int32).max - 1  # the position of a block that was never used
 
@@ -36,17 +35,17 @@ def lru_curve(trace: Trace, sizes: Sequence[int] | np.ndarray, rule: Rule = "ful
     Args:
       trace: the requests.
       sizes: blocks of each cache, Z of them, in any order.
-      rule: what counts; see `RULES`.
+      rule: what counts as a hit; see `RULES`.
 
     Returns:
       The hits, blocks i32[Z, R].
 
     Raises:
-      ValueError: for a size smaller than the longest request: `replay` and `simulate` refuse single requests, and what
-        they find there is no longer one stack. And for a rule that does not exist.
+      ValueError: for a size smaller than the longest request: `replay` and `simulate` refuse single requests, after
+        which the caches are no longer one stack. And for a rule that does not exist.
     """
     check_rule(rule)
-    checked = check_sizes(trace, sizes)
+    checked = check_longest(trace, sizes)
     request, needed = _needed(trace, rule)
     # A block counts at the least size that finds it; a size finds what the next smaller one finds, too.
     order = np.argsort(checked, kind="stable")
@@ -73,19 +72,19 @@ def reuse_distances(trace: Trace, rule: Rule = "papers") -> np.ndarray:
 
 def _needed(trace: Trace, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
     """(i32[K'], i32[K']): the request of each block that may hit, and the size that it needs."""
-    used = trace.full if rule == "full" else trace.lengths
+    used = num_cached(trace, rule)
     reused = runs(trace, used)
     top = _positions(reused, used)
     old = np.flatnonzero(reused.before >= 0)
     request, depth, position = (
         np.repeat(field[old], reused.length[old]) for field in (reused.request, reused.depth, top)
     )
-    within = np.arange(len(request)) - np.repeat(_before(reused.length[old])[:-1], reused.length[old])
+    within = np.arange(len(request)) - np.repeat(_sums_before(reused.length[old])[:-1], reused.length[old])
     position = position + within.astype(np.int32)
     if rule == "papers":
         return request, position + 1
     empty = np.append(np.int32(_NEVER), _emptied(trace, used, reused, top)[:-1])
-    may_hit = depth + within < trace.lengths[request] - 1
+    may_hit = depth + within < num_hittable(trace, rule)[request]
     needed = position + 1 + (position > empty[request]).astype(np.int32)
     return request[may_hit], needed[may_hit]
 
@@ -111,20 +110,20 @@ def _positions(reused: Runs, used: np.ndarray) -> np.ndarray:
     """
     earlier = np.searchsorted(reused.request, reused.request)
     counted = _weight_below(reused.before + 1, reused.length, earlier, reused.before + 2)
-    return np.where(reused.before >= 0, counted - _before(used)[reused.before + 1], _NEVER).astype(np.int32)
+    return np.where(reused.before >= 0, counted - _sums_before(used)[reused.before + 1], _NEVER).astype(np.int32)
 
 
 def _weight_below(values: np.ndarray, weights: np.ndarray, prefix: np.ndarray, bound: np.ndarray) -> np.ndarray:
     """i64[U]; for each query, the sum of the weights of values[:prefix] that are less than the bound.
 
-    A wavelet matrix: entries are parted by their values' bits, highest first, and stay in order within each part. What
-    a query asks for is a range of entries on every level. Where the bound has a one, those with a zero are less.
+    A wavelet matrix: entries are parted by their values' bits, highest first, and stay in order within each part. A
+    query is a range of entries on every level. Where the bound has a one, those with a zero are less.
     """
     low, high = np.zeros_like(prefix), prefix
     total = np.zeros(len(bound), np.int64)
     for bit in reversed(range(int(bound.max(initial=0)).bit_length())):
         zero = (values >> bit & 1) == 0
-        zeros, weight = _before(zero), _before(np.where(zero, weights, 0))
+        zeros, weight = _sums_before(zero), _sums_before(np.where(zero, weights, 0))
         one = (bound >> bit & 1) == 1
         total += np.where(one, weight[high] - weight[low], 0)
         low, high = (np.where(one, zeros[-1] + at - zeros[at], zeros[at]) for at in (low, high))
@@ -133,6 +132,6 @@ def _weight_below(values: np.ndarray, weights: np.ndarray, prefix: np.ndarray, b
     return total
 
 
-def _before(counts: np.ndarray) -> np.ndarray:
+def _sums_before(counts: np.ndarray) -> np.ndarray:
     """i64[K + 1]; the sum of the counts before each entry, and of all."""
     return np.append(0, np.cumsum(counts))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that run at the same time: when each begins and ends at a given speed, and what they hold together."""
+"""Requests that run at the same time: the begin and end of each at a given speed, and the blocks that they hold."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import math
 
 import numpy as np
 
-from kvjax.research.traces import Trace
+from kvjax.research.traces.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Overlap:
-    """Admits and releases in the order of time, fixed beforehand: a hit makes no request shorter.
+    """Admits and releases in the order of time. They are fixed beforehand: a hit makes no request shorter.
 
     Attributes:
       time: f64[2R] ms.
       request: i32[2R].
-      admit: bool[2R]; whether the request begins; else it ends, and lets go of its blocks.
+      admit: bool[2R]; whether the request begins; else it ends, and releases its blocks.
       blocks: i32[R]; blocks that each request holds for its prompt and its answer.
       held: i32[2R]; blocks held after each step. A prompt's block that several hold is held once.
       running: i32[2R]; requests that run after each step.
@@ -38,7 +38,7 @@ class Overlap:
 
 
 def overlapping(trace: Trace, tokens_per_s: float = 10_000, ms_a_token: float = 50) -> Overlap:
-    """When requests begin and end if none waits for another.
+    """The begins and ends of requests if none waits for another.
 
     A request begins when it comes. It ends after its whole prompt was computed, at `tokens_per_s`, and its answer made,
     at `ms_a_token`. From its beginning it holds the blocks of both. Where times are equal, releases come first.
@@ -49,7 +49,7 @@ def overlapping(trace: Trace, tokens_per_s: float = 10_000, ms_a_token: float = 
       ms_a_token: of an answer.
 
     Raises:
-      ValueError: for a speed that is none.
+      ValueError: for a speed out of range.
     """
     if not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
         raise ValueError(f"tokens_per_s: got {tokens_per_s}, wanted a finite number above 0")
@@ -73,11 +73,10 @@ def overlapping(trace: Trace, tokens_per_s: float = 10_000, ms_a_token: float = 
 
 
 def _prompts_held(trace: Trace, order: np.ndarray) -> np.ndarray:
-    """i64[2R]; prompts' blocks that somebody holds after each step; `order` sorts the R admits and the R releases."""
-    number = len(trace)
+    """i64[2R]; prompts' blocks that are held after each step; `order` sorts the R admits and the R releases."""
+    number, owner = len(trace), trace.owners
     step = np.empty(2 * number, np.int64)
     step[order] = np.arange(2 * number)
-    owner = np.repeat(np.arange(number), trace.lengths)
     at = np.concatenate([step[owner], step[owner + number]])
     ids = np.tile(trace.ids, 2)
     change = np.repeat(np.array([1, -1]), len(owner))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for what counts as a hit; and the hits of every request, with the rates that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from kvjax.research.traces.trace import Trace
+
+Rule = Literal["kvjax", "papers", "full"]
+RULES: dict[str, str] = {
+    "kvjax": "the last block of a prompt is never taken from the cache: its space is needed before it is merged",
+    "papers": "every block may hit, the last one of a prompt too",
+    "full": "blocks filled in part are held while their request runs and never cached; the last block of a prompt is "
+    "never taken from the cache",
+}
+
+
+def check_rule(rule: str) -> None:
+    """Raises ValueError for a rule that does not exist."""
+    if rule not in get_args(Rule):
+        raise ValueError(f"rule: got {rule!r}, wanted one of {', '.join(map(repr, RULES))}")
+
+
+def num_cached(trace: Trace, rule: Rule) -> np.ndarray:
+    """i32[R]; the number of leading blocks of each prompt that are cached when its request ends."""
+    return trace.full if rule == "full" else trace.lengths
+
+
+def num_hittable(trace: Trace, rule: Rule) -> np.ndarray:
+    """i32[R]; the number of leading blocks of each prompt that may hit."""
+    return trace.lengths if rule == "papers" else trace.lengths - 1
+
+
+def check_longest(trace: Trace, sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """i32[Z]; sizes that every request of the trace fits into.
+
+    Raises:
+      ValueError: for a smaller one.
+    """
+    checked, longest = np.asarray(sizes, np.int32).reshape(-1), int(trace.lengths.max(initial=1))
+    if len(checked) and checked.min() < longest:
+        raise ValueError(f"sizes: got {checked.min()}, wanted at least {longest} blocks, the longest request")
+    return checked
+
+
+def check_sizes(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """i32[Z]; sizes of caches, some of which may be too small for some requests.
+
+    Raises:
+      ValueError: for no sizes, or one below 1.
+    """
+    blocks = np.asarray(sizes)
+    if blocks.ndim != 1 or not np.issubdtype(blocks.dtype, np.integer) or not blocks.size or blocks.min() < 1:
+        raise ValueError(f"sizes: got {sizes}, wanted at least one number of blocks, each at least 1")
+    return blocks.astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hits:
+    """The hits of every request in caches of several sizes.
+
+    Requests follow one another unless `replay` gets an `overlap`, and answers are not stored; `summary` estimates what
+    that hides.
+
+    Attributes:
+      trace: the requests.
+      rule: what counts as a hit.
+      sizes: i32[Z]; blocks of each cache.
+      blocks: i32[Z, R]; blocks that each request found. A request longer than the cache is refused and finds none.
+      unserved: i32[Z]; how many were refused where requests hold blocks at the same time; None where they do not.
+    """
+
+    trace: Trace
+    rule: Rule
+    sizes: np.ndarray
+    blocks: np.ndarray
+    unserved: np.ndarray | None = None
+
+    @property
+    def refused(self) -> np.ndarray:
+        """i32[Z]; requests that got no blocks, such as those longer than the cache. They count as requested."""
+        if self.unserved is not None:
+            return self.unserved
+        return np.sum(self.trace.lengths > self.sizes[:, None], axis=1, dtype=np.int32)
+
+    @property
+    def rate(self) -> np.ndarray:
+        """f64[Z]; blocks found of blocks requested."""
+        return self.blocks.sum(axis=1) / max(len(self.trace.ids), 1)
+
+    @property
+    def token_rate(self) -> np.ndarray:
+        """f64[Z]; tokens found of tokens requested."""
+        tokens = np.minimum(self.blocks.astype(np.int64) * self.trace.block_size, self.trace.input_length)
+        return tokens.sum(axis=1) / max(int(self.trace.input_length.sum(dtype=np.int64)), 1)
+
+    @property
+    def mean_rate(self) -> np.ndarray:
+        """f64[Z]; the mean of each request's share of blocks found."""
+        return np.mean(self.blocks / np.maximum(self.trace.lengths, 1), axis=1)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace through the cache's own verbs, in caches of several sizes at once.
+
+Requests follow one another, or run at the same time, each in a row of its own while it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.policies.scores import cost_aware
+from kvjax.research.simulators.hits import Hits, Rule, check_rule, check_sizes, num_cached
+from kvjax.research.simulators.overlap import Overlap, overlapping
+from kvjax.research.traces.trace import Trace
+from kvjax.spec import CacheSpec, make_spec
+from kvjax.state import CacheState, EvictionPolicy
+from kvjax.verbs._request import checked_policy
+from kvjax.verbs.admit import admit
+from kvjax.verbs.commit import commit
+from kvjax.verbs.extend import extend
+from kvjax.verbs.init import init
+from kvjax.verbs.release import release
+
+
+def replay(
+    trace: Trace,
+    policy: EvictionPolicy | None,
+    sizes: Sequence[int] | np.ndarray,
+    *,
+    rule: Rule = "full",
+    overlap: tuple[float, float] | None = None,
+    policy_state: Any = None,
+) -> Hits:
+    """Serves the requests one after the other: each is admitted, its blocks committed, and released.
+
+    With `overlap` they run at the same time, as `overlapping` says, each in a row of its own. Then a request holds the
+    blocks of its answer, too; it is refused where they, or those of its prompt, do not fit beside the others'.
+
+    Takes any policy that needs no spec with `retention`. All caches run in one program, compiled for each policy,
+    number of sizes, largest size, longest prompt, and number of requests and blocks. A request costs about the same in
+    small and large caches, and more the longer the longest prompt is.
+
+    A block is one token to these caches, so positions count blocks: the balance of `cost_aware` is divided by the
+    trace's block size (`in_blocks`).
+
+    Args:
+      trace: the requests; the time in ms since the first one is the policy's `now`.
+      policy: the eviction policy, `lru()` if None.
+      sizes: i32[Z]; blocks of each cache.
+      overlap: (tokens/s, ms a token): the speed at which prompts are computed and answers made; None: in no time.
+      rule: "full" or "kvjax". A cache never takes the last block of a prompt from the cache, so "papers" is none.
+      policy_state: the policy's own state to begin with (weights, parameters), as for `init`, but with a leading axis
+        Z; None: that of the policy's `init`.
+
+    Returns:
+      Hits of every request. One that is longer than a cache is refused there and finds none.
+
+    Raises:
+      ValueError: for rule "papers"; for no sizes, or one below 1; for a policy or a state that `init` refuses.
+    """
+    check_rule(rule)
+    if rule == "papers":
+        raise ValueError('rule: got "papers", wanted "kvjax" or "full" (admit never takes the last block of a prompt)')
+    blocks = check_sizes(sizes)
+    policy = in_blocks(checked_policy(policy), trace.block_size)
+    requests = request_arrays(trace, rule)
+    if overlap is None:
+        spec, ids = _caches(blocks, trace, trace.lengths, 1)
+        found = _serve(spec, policy, 0, blocks, policy_state, requests, None, ids)
+        return Hits(trace, rule, blocks, np.asarray(found).T)
+    plan = overlapping(trace, *overlap)
+    spec, ids = _caches(blocks, trace, plan.blocks, int(plan.running.max(initial=1)))
+    more, ends = _rows_and_ends(trace, plan)
+    longest_answer = int(more["answer"].max(initial=0))
+    found = _serve(spec, policy, longest_answer, blocks, policy_state, requests | more, ends, ids)
+    found = np.asarray(found).T
+    return Hits(trace, rule, blocks, np.maximum(found, 0), np.sum(found < 0, axis=1, dtype=np.int32))
+
+
+def in_blocks(policy: EvictionPolicy, block_size: int) -> EvictionPolicy:
+    """The same policy for a cache that takes a block for one token: `cost_aware` counts positions in its balance."""
+    balance = dict(policy.parameters).get("balance", 0)
+    return cost_aware(balance / block_size) if policy == cost_aware(balance) else policy
+
+
+def request_arrays(trace: Trace, rule: Rule) -> dict[str, np.ndarray]:
+    """i32[R] each: the start of a prompt in `ids`, its blocks, the number of them cached in the end, and ms."""
+    since = trace.time - trace.time[:1]
+    return {
+        "start": trace.starts[:-1],
+        "length": trace.lengths,
+        "cached": num_cached(trace, rule),
+        "now": since.astype(np.int64).astype(np.int32),  # times are compared by difference, and may wrap
+    }
+
+
+def _caches(sizes: np.ndarray, trace: Trace, held: np.ndarray, rows: int) -> tuple[CacheSpec, np.ndarray]:
+    """The caches' description, whose rows hold i32[R] blocks; and the ids, padded so that no slice is cut off."""
+    width = int(held.max(initial=1))
+    spec = make_spec(num_blocks=int(sizes.max()), max_seqs=rows, max_length=width, block_size=1, partial_reuse=False)
+    return spec, np.concatenate([trace.ids, np.zeros(width, np.int32)])
+
+
+def _rows_and_ends(trace: Trace, overlap: Overlap) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The arrays of requests that overlap, beside those of `request_arrays`.
+
+    Returns:
+      Of each request, i32[R]: its row (the lowest that is free when it begins), the blocks of its answer, and the ends
+      from..to-1 that come before it begins and after the request before it began. Of each end, i32[R]: the row, and ms
+      since the first request.
+    """
+    rows, free = np.zeros(len(trace), np.int32), list(range(int(overlap.running.max(initial=1))))[::-1]
+    for request, begins in zip(overlap.request.tolist(), overlap.admit.tolist(), strict=True):
+        if begins:
+            rows[request] = free.pop(free.index(min(free)))
+        else:
+            free.append(int(rows[request]))
+    ended = ~overlap.admit
+    to = np.cumsum(ended, dtype=np.int32)[overlap.admit]
+    begins = {"row": rows, "answer": overlap.blocks - trace.lengths, "from": to - np.diff(to, prepend=0), "to": to}
+    since = (overlap.time[ended] - trace.time[:1]).astype(np.int64).astype(np.int32)
+    return begins, {"row": rows[overlap.request[ended]], "now": since}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _serve(
+    spec: CacheSpec,
+    policy: EvictionPolicy,
+    longest_answer: int,
+    sizes: jax.Array,
+    states: Any,
+    requests: dict[str, jax.Array],
+    ends: dict[str, jax.Array] | None,
+    ids: jax.Array,
+) -> jax.Array:
+    """i32[R, Z]; blocks that each request found in a cache of each size, or -1 where it was refused beside others."""
+    if ends is None:
+        one = functools.partial(_serve_alone, ids)
+    else:
+        one = functools.partial(_serve_overlapped, ids, ends, longest_answer)
+    caches = jax.vmap(lambda size, state: init(spec, policy, size, policy_state=state))(sizes, states)
+    step = lambda caches, request: jax.vmap(one, in_axes=(0, None))(caches, request)  # noqa: E731
+    return lax.scan(step, caches, requests)[1]
+
+
+def _serve_alone(ids: jax.Array, cache: CacheState, request: dict[str, jax.Array]) -> tuple[CacheState, jax.Array]:
+    """Serves a request from its prompt to its end."""
+    start, now, width = request["start"], request["now"], cache.spec.max_blocks_per_seq
+    cache, admitted = admit(cache, 0, lax.dynamic_slice_in_dim(ids, start, width), request["length"], now=now)
+    found = admitted.cached[0]
+    # A block that is not committed, filled in part, becomes empty when the row is released. Where the request was
+    # refused the row is free, so that both verbs are refused too.
+    tokens = lax.dynamic_slice_in_dim(ids, start + found, width)[None]
+    cache, _ = commit(cache, tokens, (request["cached"] - found)[None], now=now)
+    cache, _ = release(cache, 0, now=now)
+    return cache, found
+
+
+def _serve_overlapped(
+    ids: jax.Array,
+    ends: dict[str, jax.Array],
+    longest_answer: int,
+    cache: CacheState,
+    request: dict[str, jax.Array],
+) -> tuple[CacheState, jax.Array]:
+    """Releases the requests that end before this one begins, and admits it with room for its answer."""
+
+    def end(number, cache):
+        return release(cache, ends["row"][number], now=ends["now"][number])[0]
+
+    cache = lax.fori_loop(request["from"], request["to"], end, cache)
+    start, row, now, width = request["start"], request["row"], request["now"], cache.spec.max_blocks_per_seq
+    cache, admitted = admit(cache, row, lax.dynamic_slice_in_dim(ids, start, width), request["length"], now=now)
+    found, ok = admitted.cached[0], admitted.ok
+    tokens = lax.dynamic_slice_in_dim(ids, start + found, width)[None]
+    cache, _ = commit(cache, tokens, (request["cached"] - found)[None], seqs=row[None], now=now)
+    if longest_answer:
+        wanted = request["answer"][None]
+        cache, extended = extend(cache, wanted > 0, wanted, seqs=row[None], max_tokens=longest_answer, now=now)
+        ok &= extended.ok
+        cache, _ = release(cache, jnp.where(ok, -1, row), now=now)  # without an answer the prompt is held in vain
+    return cache, jnp.where(ok, found, -1)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published traces as values. A record that breaks its format is refused with its file and line."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from kvjax.research.traces import records
+from kvjax.research.traces.event_log import read_events
+from kvjax.research.traces.generator import Sessions, blocks_of
+from kvjax.research.traces.trace import Trace, make_trace
+
+TwoParents = Literal["refuse", "rename"]
+
+
+def read_mooncake(path: str | pathlib.Path, *, block_size: int = 512, two_parents: TwoParents = "refuse") -> Trace:
+    """Reads a trace of Mooncake's form: JSON lines with `timestamp` (ms), lengths and `hash_ids`.
+
+    Args:
+      path: of the file.
+      block_size: tokens that an id stands for.
+      two_parents: as for `make_trace`; Mooncake's ids name whole prefixes, so an id with two parents is a mistake.
+
+    Raises:
+      ValueError: for a record that is none of such a trace.
+
+    Source: github.com/kvcache-ai/Mooncake, FAST25-release.
+    """
+    columns = _Columns()
+    for where, record in records.objects(path):
+        columns.add(where, record, records.timestamp(where, record, "timestamp"), "input_length", "output_length")
+        columns.hash_ids.append(records.hash_ids(where, record))
+    return columns.trace(path, columns.hash_ids, block_size, two_parents=two_parents)
+
+
+def read_bailian(path: str | pathlib.Path, *, block_size: int = 16, two_parents: TwoParents = "rename") -> Trace:
+    """Reads a trace of Qwen-Bailian's form: JSON lines as Mooncake's with seconds, chats and types.
+
+    An id is a hash of its block alone, so equal ids after different blocks are different prefixes. A request's session
+    is the chat that `parent_chat_id` leads back to, as far as the file has it; its class is its `type`.
+
+    Args:
+      path: of the file.
+      block_size: tokens that an id stands for.
+      two_parents: as for `make_trace`.
+
+    Raises:
+      ValueError: for a record that is none of such a trace.
+
+    Source: github.com/alibaba-edu/qwen-bailian-usagetraces-anon.
+    """
+    columns, sessions = _Columns(), []
+    roots: dict[int, int] = {}
+    for where, record in records.objects(path):
+        chat, parent = (records.integer(where, record, name) for name in ("chat_id", "parent_chat_id"))
+        roots[chat] = chat if parent < 0 else roots.get(parent, parent)
+        sessions.append(roots[chat])
+        columns.kinds.append(str(records.field(where, record, "type")))
+        time = 1000 * records.timestamp(where, record, "timestamp")
+        columns.add(where, record, time, "input_length", "output_length")
+        columns.hash_ids.append(records.hash_ids(where, record))
+    return columns.trace(path, columns.hash_ids, block_size, two_parents=two_parents, session=sessions)
+
+
+def read_azure(path: str | pathlib.Path, *, sessions: Sessions | None = None, block_size: int = 16) -> Trace:
+    """Reads a trace of Azure's LLM inference: a table of TIMESTAMP, ContextTokens and GeneratedTokens.
+
+    It does not say which prompts share blocks. Without a model of sessions every block is its own and nothing hits;
+    with one, reuse is drawn at random. The trace's `notes` say which.
+
+    Args:
+      path: of the file.
+      sessions: the model; None: no reuse.
+      block_size: tokens of a block.
+
+    Raises:
+      ValueError: for a record that is none of such a trace.
+
+    Source: github.com/Azure/AzurePublicDataset.
+    """
+    columns = _Columns()
+    for where, row in _rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+        columns.add(where, row, _date(where, row["TIMESTAMP"]), "ContextTokens", "GeneratedTokens")
+    columns.time = [time - columns.time[0] for time in columns.time]
+    return _without_contents(columns, path, block_size, sessions, None)
+
+
+def read_burst(path: str | pathlib.Path, *, sessions: Sessions | None = None, block_size: int = 16) -> Trace:
+    """Reads a trace of BurstGPT's form: a table with Timestamp (s), lengths, Model and Log Type.
+
+    It does not say which prompts share blocks. Without a model of sessions every block is its own and nothing hits;
+    with one, reuse is drawn at random, or follows the column Session ID where the file has it. The trace's `notes` say
+    which. A request's class is its model and log type; a failed one has an answer of 0 tokens.
+
+    Args:
+      path: of the file.
+      sessions: the model; None: no reuse.
+      block_size: tokens of a block.
+
+    Raises:
+      ValueError: for a record that is none of such a trace.
+
+    Source: github.com/HPMLL/BurstGPT.
+    """
+    columns, own_sessions = _Columns(), []
+    for where, row in _rows(path, ("Timestamp", "Model", "Request tokens", "Response tokens", "Log Type")):
+        columns.add(where, row, 1000 * records.timestamp(where, row, "Timestamp"), "Request tokens", "Response tokens")
+        total = columns.input_length[-1] + columns.output_length[-1]
+        if "Total tokens" in row and records.count(where, row, "Total tokens") != total:
+            raise ValueError(f"{where}: Total tokens: got {row['Total tokens']}, wanted {total}")
+        columns.kinds.append(f"{row['Model']}, {row['Log Type']}")
+        # A request without a session is one of its own: no other has the same file and line.
+        own_sessions.append(row.get("Session ID", "").strip() or where)
+    has_sessions = own_sessions != columns.where
+    return _without_contents(columns, path, block_size, sessions, own_sessions if has_sessions else None)
+
+
+@dataclasses.dataclass
+class _Columns:
+    """The requests of a file so far, a list for each argument of `make_trace`; those without `kinds` have none."""
+
+    time: list[float] = dataclasses.field(default_factory=list)
+    input_length: list[int] = dataclasses.field(default_factory=list)
+    output_length: list[int] = dataclasses.field(default_factory=list)
+    hash_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    kinds: list[str] = dataclasses.field(default_factory=list)
+    where: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, where: str, record: Mapping[str, Any], time: float, input_name: str, output_name: str) -> None:
+        """A request that came at `time` (ms), with its lengths in the fields of these names."""
+        self.time.append(time)
+        self.input_length.append(records.count(where, record, input_name))
+        self.output_length.append(records.count(where, record, output_name))
+        self.where.append(where)
+
+    def trace(
+        self, path: str | pathlib.Path, hash_ids: Sequence[Sequence[int]], block_size: int, **options: Any
+    ) -> Trace:
+        """The requests as a trace; at least one."""
+        if not self.where:
+            raise ValueError(f"{path}: got no requests, wanted at least one")
+        return make_trace(
+            self.time, self.input_length, self.output_length, hash_ids, block_size,
+            kind=self.kinds or None, where=self.where, **options,
+        )  # fmt: skip
+
+
+def _without_contents(
+    columns: _Columns,
+    path: str | pathlib.Path,
+    block_size: int,
+    model: Sessions | None,
+    own_sessions: list[str] | None,
+) -> Trace:
+    """A trace whose ids are made here, by the sessions of a model or those that the source has."""
+    for where, tokens in zip(columns.where, columns.input_length, strict=True):
+        if tokens < 1:
+            raise ValueError(f"{where}: got a prompt of {tokens} tokens, wanted at least 1")
+    sessions: Sequence[Any] | None = None
+    if model is None:
+        note = "The source does not say what prompts have in common: every block is its own, and nothing can hit."
+    elif own_sessions is not None:
+        sessions = own_sessions
+        note = "Reuse is assumed: each prompt begins with the full blocks of the one before it in its Session ID."
+    else:
+        sessions, note = model.draw(columns.input_length), f"Reuse is not measured but drawn at random: {model}."
+    hash_ids = blocks_of(sessions, columns.input_length, block_size)
+    session = own_sessions if sessions is None else sessions
+    return columns.trace(path, hash_ids, block_size, session=session, notes=[note])
+
+
+FORMATS: dict[str, Callable[..., Trace]] = {
+    "mooncake": read_mooncake,
+    "bailian": read_bailian,
+    "azure": read_azure,
+    "burst": read_burst,
+    "events": read_events,
+}
+
+
+def read_trace(path: str | pathlib.Path, format: str | None = None, **options: Any) -> Trace:
+    """Reads a trace of any form that has a reader.
+
+    Args:
+      path: of the file.
+      format: one of `FORMATS`; None: that of the first line.
+      **options: of that reader.
+
+    Raises:
+      ValueError: for a form that no reader has, and for a file that the reader refuses.
+    """
+    format = _format_of(path) if format is None else format
+    if format not in FORMATS:
+        raise ValueError(f"format: got {format!r}, wanted one of {', '.join(map(repr, FORMATS))}")
+    return FORMATS[format](path, **options)
+
+
+def _format_of(path: str | pathlib.Path) -> str:
+    """The format of a file by its first line."""
+    where, line = next(records.lines(path), (f"{path}:1", ""))
+    if line.startswith(("{", "[")):
+        record = records.parse_json(where, line)
+        if isinstance(record, list) or "events" in record:
+            return "events"
+        if "hash_ids" in record:
+            return "bailian" if "chat_id" in record else "mooncake"
+    columns = [name.strip() for name in line.split(",")]
+    if "TIMESTAMP" in columns and "ContextTokens" in columns:
+        return "azure"
+    if "Timestamp" in columns and "Request tokens" in columns:
+        return "burst"
+    raise ValueError(f"{where}: got {line[:60]!r}, wanted the first line of {', '.join(FORMATS)}")
+
+
+def _rows(path: str | pathlib.Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    """(file:line, {column: text}) of every row of a table whose first line names the columns."""
+    columns: list[str] = []
+    for where, line in records.lines(path):
+        try:
+            cells = next(csv.reader([line]))
+        except csv.Error as error:
+            raise ValueError(f"{where}: got {line:.60}, wanted cells: {error}") from error
+        if not columns:
+            columns = [name.strip() for name in cells]
+            lacks = [name for name in wanted if name not in columns]
+            if lacks:
+                raise ValueError(f"{where}: got the columns {line:.80}, wanted {', '.join(lacks)} too")
+        elif len(cells) != len(columns):
+            raise ValueError(f"{where}: got {len(cells)} cells, wanted {len(columns)}")
+        else:
+            yield where, dict(zip(columns, cells, strict=True))
+
+
+def _date(where: str, text: str) -> float:
+    """Milliseconds since 1970 of a date and time. One without a zone is of UTC; fractions below 1 us are dropped."""
+    try:
+        date = datetime.datetime.fromisoformat(text.strip())
+    except ValueError as error:
+        raise ValueError(f"{where}: TIMESTAMP: got {text!r:.40}, wanted a date and time") from error
+    return 1000 * date.replace(tzinfo=date.tzinfo or datetime.UTC).timestamp()
