@@ -3,7 +3,7 @@
 
 Batches of 256 stored blocks go from the arrays of a transition to payloads: prompts of 8 blocks each, and then blocks
 that decoding rows have filled, one of a row. So do batches with as many blocks removed, and payloads back to a mirror.
-A resync is the payloads of a whole index that has no names yet. What the payloads tell is compared with the events.
+A resync is the payloads of a whole index. What the payloads tell is compared with the events.
 The batches of stored blocks are written as TensorRT-LLM's JSON lines too, and read back.
 
 The last figures are wall time and CPU time of `generate` with a publisher as its listener, and with all listeners at
@@ -153,14 +153,13 @@ def measure_lines(batches: int, size: int, chain: int, repeats: int) -> float:
 
 
 def measure_resync(blocks: int, repeats: int) -> float:
-    """CPU seconds of the payloads of an index whose blocks have no names yet."""
+    """CPU seconds of the payloads of an index."""
     traffic, least = Traffic(blocks // BATCH, 16, PROMPT), np.inf
     given = [traffic.root(), *traffic.stored()]
     for _ in range(repeats):
         encoder, mirror = Encoder(traffic.spec), Mirror()
         for batch in given:
-            encoder.naming.learn([0])
-            encoder.nodes.fold(batch)
+            encoder.follow(batch)
         seconds, payloads = cpu(encoder.snapshot)
         least = min(least, seconds)
         for payload in payloads:

@@ -23,7 +23,7 @@ import prometheus_client
 
 import kvjax
 from benchmarks import common
-from kvjax.interop import together, trtllm
+from kvjax.interop import hashing, together, trtllm
 from kvjax.interop.agent import Agent, messages, services
 from kvjax.interop.log import Log
 from kvjax.interop.metrics import Metrics
@@ -116,12 +116,12 @@ def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Heard]:
 
 def _check_agent(address: str, spec: kvjax.CacheSpec, index: Entries) -> None:
     """Who subscribes now is told the names of all whole blocks."""
-    names, size, wanted = {(): kvjax.names.root()}, spec.block_size, set[str]()
+    hashes, size, wanted = {(): hashing.root_hash()}, spec.block_size, set[str]()
     for path in sorted((path for _, _, path in index), key=len):
         start = (len(path) - 1) // size * size
-        names[path] = kvjax.names.block(names[path[:start]], path[start:])
+        hashes[path] = hashing.block_hash(hashes[path[:start]], path[start:])
         if len(path) % size == 0:
-            wanted.add(str(kvjax.names.first_64_bits(names[path])))
+            wanted.add(str(hashing.first_64_bits(hashes[path])))
     told: list[str] = []
     with grpc.insecure_channel(address) as channel:
         stub = services.KVCacheAgentServiceStub(channel)

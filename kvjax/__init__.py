@@ -3,7 +3,6 @@
 
 from kvjax import debug as debug
 from kvjax import events as events
-from kvjax import names as names
 from kvjax import policies as policies
 from kvjax import pools as pools
 from kvjax import serving as serving

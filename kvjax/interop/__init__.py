@@ -6,7 +6,7 @@ Nothing else in kvjax imports this room. `vllm`, and what reads `trtllm`'s lines
 `log` need nothing more than kvjax does; the picture of `log` needs `plot`.
 """
 
-from kvjax.interop.batch import together
-from kvjax.interop.nodes import NodeMap
+from kvjax.interop.hub import together
+from kvjax.interop.index import NodeMap
 
 __all__ = ["NodeMap", "together"]

@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a group: a row of words for each block.
+"""The columns and flags of a row of the index's table (`index.py`), and the hashes of rows."""
 
-A block has at most one findable node at a time, so that one row of words for each block is enough:
+import numpy as np
 
-    generation, parent (block, generation), fill, level, priority      as in the record that stored the node
-    namespace, depth                                                    of the whole prefix
-    status, digest                                                      by whoever names the nodes (`naming.py`)
-    digest of the prefix before, size, tokens, extra ids                the content that the digest is of
+GENERATION, PARENT, PARENT_GENERATION, FILL, LEVEL, PRIORITY, NAMESPACE, DEPTH, FLAGS = range(9)
+HASH, ABOVE, SIZE, TEXT = 9, 13, 17, 18
+# Flags; all but the first are of the whole prefix, so that a wire which leaves out a block leaves out its children.
+PARTIAL, UNKNOWN, SALT, LORA, EXTRA, COLLISION = (1 << bit for bit in range(6))
 
-So records are copied by one assignment, and a block's content is put together once for its hash and for all wires.
-"""
 
-GENERATION, PARENT, PARENT_GENERATION, FILL, LEVEL, PRIORITY, NAMESPACE, DEPTH, STATUS = range(9)
-DIGEST, ABOVE, SIZE, TEXT = 9, 13, 17, 18
-DUE, SENT, PARTIAL = 0, 1, 2  # statuses: has no name yet; is known outside; never is, as a part of a block
+def hashes_of(rows: np.ndarray, column: int = HASH) -> np.ndarray:
+    """u64[n]; the first 64 bits of the hashes of rows i32[n, W]; see `hashing.first_64_bits`."""
+    hashes = np.ascontiguousarray(rows[:, column : column + 2]).view(">u8")[:, 0].astype(np.uint64)
+    return np.maximum(hashes, np.uint64(1))
+
+
+def parents_of(rows: np.ndarray) -> np.ndarray:
+    """u64[n]; the same of the prefixes before."""
+    return hashes_of(rows, ABOVE)
+
+
+def chains_of(rows: np.ndarray, *columns: int) -> list[int]:
+    """The cuts between rows that do not follow each other in one prefix, with both ends; or differ in some columns."""
+    follows = (parents_of(rows)[1:] == hashes_of(rows)[:-1]) & (rows[1:, DEPTH] > 0)
+    for column in columns:
+        follows &= rows[1:, column] == rows[:-1, column]
+    return [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]

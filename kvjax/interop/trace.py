@@ -24,8 +24,8 @@ from kvjax.debug.counts import stats
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.interop import columns as col
-from kvjax.interop.batch import Heard, on_host
-from kvjax.interop.nodes import NodeMap
+from kvjax.interop.events import arrays, listened
+from kvjax.interop.index import NodeMap
 from kvjax.serving.generation import Progress
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -70,20 +70,21 @@ class Trace:
           ValueError: for anything but `Events` and an `EventLog`, and if they cannot have come from a cache with the
             contents that the events so far have given it.
         """
-        given, events = events, on_host(events)
-        self.nodes.fold(given if isinstance(given, Heard) else events)
+        read = listened(events, self.nodes.spec)
+        self.nodes.fold(read)
+        events = arrays(read)
         now, begin = self._clock(), self._begin
         self._begin = now
         records = _records(events)
-        told = _told(events, records)
-        track, name = _track(events, told)
-        self._slice(name, begin, now, _CACHE, track, told)
-        if told.get("removed"):
+        args = _args_of(events, records)
+        track, name = _track(events, args)
+        self._slice(name, begin, now, _CACHE, track, args)
+        if args.get("removed"):
             self._evicted(records, now, track)
         self._count(now)
 
     def show(self, progress: Progress[Any]) -> None:
-        """Writes what a `stream` tells of its prompts; to be called with each `Progress`, as it comes.
+        """Writes the tokens of a `stream`'s prompts; to be called with each `Progress`, as it comes.
 
         The next slice begins when this is done: then the stream goes on.
         """
@@ -96,29 +97,29 @@ class Trace:
                 if len(self._prompts) == 1:
                     self._name_process("prompts", _PROMPTS)
                 self._name_track(f"prompt {number}", _PROMPTS, number + 1)
-            told = {"tokens": len(tokens), "prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
-            told |= {} if output.finish is None else {"finish": output.finish}
-            self._slice("prefill and decode" if first else "decode", self._turn, now, _PROMPTS, number + 1, told)
+            args = {"tokens": len(tokens), "prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
+            args |= {} if output.finish is None else {"finish": output.finish}
+            self._slice("prefill and decode" if first else "decode", self._turn, now, _PROMPTS, number + 1, args)
         self.mark()
 
     def set(self, state: CacheState) -> None:
-        """Counts the blocks of a state by tier and condition, which events do not tell: who holds a block is none.
+        """Counts the blocks of a state by tier and condition, which are no events.
 
         The next slice begins when this is done.
         """
         now = self._clock()
         for number in self._groups:
             found = stats(state, number)
-            told = [{"active": found.active_blocks, "cached": found.cached_blocks, "empty": found.empty_blocks}]
-            told.append({
+            args = [{"active": found.active_blocks, "cached": found.cached_blocks, "empty": found.empty_blocks}]
+            args.append({
                 "active": found.host_active_blocks, "cached": found.host_cached_blocks, "empty": found.host_empty_blocks
             })  # fmt: skip
-            for level, blocks in zip(self._levels(number), told, strict=False):
+            for level, blocks in zip(self._levels(number), args, strict=False):
                 self._counter(f"blocks, {level}{self._suffix(number)}", now, blocks)
         self.mark()
 
     def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache that is not empty, was restored, or goes on without its events having been told.
+        """Begins anew with a cache that is not empty, was restored, or goes on without its events.
 
         Raises:
           ValueError: if it is of another spec.
@@ -160,8 +161,8 @@ class Trace:
         removed = records[records[:, 0] == EventKind.REMOVED]
         for number in np.unique(removed[:, 1]).tolist():
             blocks = removed[removed[:, 1] == number, 2].tolist()
-            told = {"group": number, "count": len(blocks), "blocks": blocks}
-            self._event(ph="i", name="evicted", ts=self._us(now), pid=_CACHE, tid=track, s="t", args=told)
+            args = {"group": number, "count": len(blocks), "blocks": blocks}
+            self._event(ph="i", name="evicted", ts=self._us(now), pid=_CACHE, tid=track, s="t", args=args)
 
     def _levels(self, number: int) -> tuple[str, ...]:
         return _LEVELS[: 1 + bool(self.nodes.spec.groups[number].num_host_blocks)]
@@ -169,13 +170,13 @@ class Trace:
     def _suffix(self, number: int) -> str:
         return f", group {number}" if len(self._groups) > 1 else ""
 
-    def _slice(self, name: str, begin: float, end: float, process: int, track: int, told: dict[str, Any]) -> None:
+    def _slice(self, name: str, begin: float, end: float, process: int, track: int, args: dict[str, Any]) -> None:
         length = max(self._us(end) - self._us(begin), 0)
-        self._event(ph="X", name=name, ts=self._us(begin), dur=length, pid=process, tid=track, args=told)
+        self._event(ph="X", name=name, ts=self._us(begin), dur=length, pid=process, tid=track, args=args)
 
     def _counter(self, name: str, now: float, numbers: Mapping[str, Any]) -> None:
-        told = {what: int(number) for what, number in numbers.items()}
-        self._event(ph="C", name=name, ts=self._us(now), pid=_CACHE, tid=0, args=told)
+        args = {what: int(number) for what, number in numbers.items()}
+        self._event(ph="C", name=name, ts=self._us(now), pid=_CACHE, tid=0, args=args)
 
     def _name_process(self, name: str, process: int) -> None:
         self._event(ph="M", name="process_name", pid=process, tid=0, args={"name": name})
@@ -191,8 +192,8 @@ class Trace:
         self._file.write(self._separator + json.dumps(fields))
         self._separator = ",\n"
 
-    def _us(self, moment: float) -> int:
-        return round((moment - self._start) * 1e6)
+    def _us(self, timestamp: float) -> int:
+        return round((timestamp - self._start) * 1e6)
 
 
 def _records(events: Events | EventLog) -> np.ndarray:
@@ -203,23 +204,23 @@ def _records(events: Events | EventLog) -> np.ndarray:
     return records[records[:, 0] != EventKind.NONE]
 
 
-def _told(events: Events | EventLog, records: np.ndarray) -> dict[str, int]:
-    """The text of a slice: events of each kind, tokens looked up and reused, moves and refusals; zeros are left out."""
+def _args_of(events: Events | EventLog, records: np.ndarray) -> dict[str, int]:
+    """The arguments of a slice: events of each kind, tokens looked up and reused, moves, refusals; no zeros."""
     kinds = np.bincount(records[:, 0], minlength=len(EventKind)).tolist()
-    told = {kind.name.lower(): kinds[kind] for kind in EventKind if kind}
-    told |= {name: int(np.asarray(getattr(events, name)).sum()) for name in ("queried", "cached")}
+    args = {kind.name.lower(): kinds[kind] for kind in EventKind if kind}
+    args |= {name: int(np.asarray(getattr(events, name)).sum()) for name in ("queried", "cached")}
     if isinstance(events, Events):
         block, source, target = (np.asarray(getattr(events.moves, name)) for name in ("block", "source", "target"))
-        told["to_host"] = int(np.sum((block >= 0) & (target > source)))
-        told["to_device"] = int(np.sum((block >= 0) & (target < source)))
-        told["refused"] = int(np.sum(np.asarray(events.status) != 0))
-    return {name: count for name, count in told.items() if count}
+        args["to_host"] = int(np.sum((block >= 0) & (target > source)))
+        args["to_device"] = int(np.sum((block >= 0) & (target < source)))
+        args["refused"] = int(np.sum(np.asarray(events.status) != 0))
+    return {name: count for name, count in args.items() if count}
 
 
-def _track(events: Events | EventLog, told: dict[str, int]) -> tuple[int, str]:
+def _track(events: Events | EventLog, args: dict[str, int]) -> tuple[int, str]:
     """The track of a slice, and its name."""
     if isinstance(events, EventLog):
         return _LOOPS, "loop"
-    if "queried" in told:
+    if "queried" in args:
         return _ADMISSIONS, "admission"
-    return (_MOVES, "move") if "to_host" in told or "to_device" in told else (_OTHERS, "transition")
+    return (_MOVES, "move") if "to_host" in args or "to_device" in args else (_OTHERS, "transition")

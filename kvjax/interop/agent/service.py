@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves what a cache holds over gRPC as MAX's KV cache agent does.
 
-    caller        publish: events are copied to the host and queued (`interop/feed.py`)
-    agent         a batch at a time: node map, names, updates, which are put into every stream; fill levels
+    caller        publish: what events change in the index is queued (`interop/hub.py`)
+    agent         encodes it as updates, which are put into every stream; fill levels
     subscribers   a thread each: the present state, then what is put into their stream
 
-Whoever subscribes is shown to the agent together with a copy of what others have been told, under one lock, so that
-nothing between is lost or told twice.
+A new stream and a copy of the index that the others have are taken under one lock, so that no update is lost or sent
+twice.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,40 +24,41 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.debug import stats
 from kvjax.interop import columns as col
 from kvjax.interop.agent._wires import DecodeError, grpc, messages
-from kvjax.interop.agent.streams import Board, End, Stream, snapshot
-from kvjax.interop.agent.updates import TIERS, Updates, numbered
-from kvjax.interop.batch import Batch
-from kvjax.interop.feed import Feed
-from kvjax.interop.naming import Naming
-from kvjax.interop.nodes import NodeMap
+from kvjax.interop.agent.streams import Broadcaster, End, Stream
+from kvjax.interop.agent.updates import TIERS, UpdateEncoder, numbered
+from kvjax.interop.encoder import WHOLE
+from kvjax.interop.hashing import Hashing
+from kvjax.interop.hub import PublisherThread
+from kvjax.interop.index import Change, NodeMap
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 _REQUEST_BYTES = 4096
 _READ_BYTES = 1 << 20  # of a request; a longer one gRPC refuses by itself, and nobody counts it
-_SPARE_THREADS = 4  # which tell those that are refused
+_SPARE_THREADS = 4  # for answers to those that are refused
 _GRACE = 5.0  # seconds in which a subscriber that is late may still read why its stream ends
 
 
-class Said(NamedTuple):
+class Usage(NamedTuple):
     """Blocks that are not empty and blocks in all, by level, as a state had them at a time."""
 
     used: tuple[int, int]
     total: tuple[int, int]
-    moment: float
+    timestamp: float
 
 
-class Agent(Feed[Updates, None]):
+class Agent(PublisherThread[UpdateEncoder]):
     """Serves what is cached to subscribers: MAX's, and whoever reads `kvjax/interop/agent/agent.proto`.
 
-    A subscriber gets the present state and then differences. It is told of whole blocks, by the names of 64 bits that
-    all wires use (`kvjax.names`), once for each block: of the first group that has K/V, unless it asks for others.
-    Without a `key`, who guesses a prompt learns from its name whether it is cached. `close`, or the end of a `with`,
-    puts what is queued into the streams, and ends these.
+    A subscriber gets the present state and then differences: whole blocks, once each, by the hashes of 64 bits that all
+    wires use (`kvjax.interop.hashing`), of the first group that has K/V, unless it asks for others. Without a `key`,
+    who guesses a prompt learns from its hash whether it is cached. `close`, or the end of a `with`, puts what is queued
+    into the streams, and ends these.
 
     Attributes:
       address: where it listens, with the port that was chosen.
       port: the port.
+      nodes: what is cached by the events so far.
     """
 
     _name = "agent"
@@ -86,14 +88,14 @@ class Agent(Feed[Updates, None]):
           credentials: from `grpc.ssl_server_credentials`; None: in clear.
           names: the `Namespaces` of the cache; None: all prompts have namespace 0.
           lora_names: adapter number to name; an adapter without one is called by its number.
-          model: part of all names, as for `names.root`.
-          key: a secret of at most 64 bytes, the same on all replicas, without which names cannot be made. Extra ids
-            are part of names too, as numbers: let them be the same on all replicas.
+          model: part of all hashes, as for `hashing.root_hash`.
+          key: a secret of at most 64 bytes, the same on all replicas, without which hashes cannot be made. Extra ids
+            are part of hashes too, as numbers: let them be the same on all replicas.
           max_subscribers: the most at a time; others end with RESOURCE_EXHAUSTED.
           max_behind: the most updates that wait for a subscriber; one that is later ends with RESOURCE_EXHAUSTED, and
             may come again.
           queue_bytes: the most events that wait for the agent's thread.
-          heartbeat: seconds between two updates that tell how full the tiers are; None: they are told once.
+          heartbeat: seconds between two updates with how full the tiers are; None: there is one.
 
         Raises:
           ValueError: naming the argument.
@@ -103,11 +105,11 @@ class Agent(Feed[Updates, None]):
         for name, value, least in limits:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}: got {value!r}, wanted an int of at least {least}")
-        naming = Naming(names, lora_names=lora_names, model=model, key=key, salts="digest", extra_name=str)
-        encoder = Updates(spec, naming, range(int(spec.bare), len(spec.groups)))
+        self._groups = range(int(spec.bare), len(spec.groups))
+        encoder = UpdateEncoder(spec, Hashing(names, lora_names, model, key), self._groups, WHOLE)
         super().__init__(encoder, queue_bytes=queue_bytes, heartbeat=heartbeat)
-        self._board, self._due = Board(encoder.groups), 0.0
-        self._said: dict[int, Said] = {}
+        self._lock, self._broadcaster, self._due = threading.Lock(), Broadcaster(NodeMap(spec)), 0.0
+        self._usage: dict[int, Usage] = {}
         self._max_subscribers, self._max_behind = max_subscribers, max_behind
         self._counts |= {"subscriptions": 0, "subscribers_refused": 0, "subscribers_late": 0, "requests_refused": 0}
         self._threads = ThreadPoolExecutor(max_subscribers + _SPARE_THREADS, "kvjax-agent-stream")
@@ -139,52 +141,55 @@ class Agent(Feed[Updates, None]):
           state: of the cache; to be called between its transitions.
         """
         now = time.monotonic()
-        for number in self._board.told:
+        for number in self._groups:
             s = stats(state, number)
             used = s.active_blocks + s.cached_blocks, s.host_active_blocks + s.host_cached_blocks
-            self._said[number] = Said(used, (s.num_blocks, s.host_blocks), now)
+            self._usage[number] = Usage(used, (s.num_blocks, s.host_blocks), now)
 
     @property
     def counts(self) -> dict[str, int]:
         """Updates, subscribers and refusals, overflows of the queue, calls ignored after an error, blocks left out."""
-        return {"updates": self._board.updates, "subscribers": len(self._board.streams), **super().counts}
+        broadcaster = self._broadcaster
+        return {"updates": broadcaster.updates, "subscribers": len(broadcaster.streams), **super().counts}
 
     # The agent's thread.
 
-    def _take(self, batch: Batch) -> None:
-        self._board.put(self._encoder.events(batch))
-        if self._patience() == 0:
-            self._tell_fill()
+    def _send(self, changes: list[Change]) -> None:
+        updates = self._encoder.messages(changes)
+        with self._lock:
+            for change in changes:
+                self._broadcaster.nodes.write(change)
+            self._broadcaster.send(updates)
+            if self._patience() == 0:
+                self._send_fill()
 
-    def _send(self, told: None) -> None:
-        """Streams have it already."""
-
-    def _send_index(self, nodes: NodeMap) -> None:
-        updates = self._encoder.index(nodes)
-        with self._map_lock:
-            self._board.put_index(updates)
+    def _resync(self, nodes: NodeMap) -> None:
+        updates = self._encoder.differences(self._broadcaster.nodes, nodes)
+        with self._lock:
+            self._broadcaster.nodes = nodes
+            self._broadcaster.send(updates)
 
     def _idle(self) -> None:
-        with self._map_lock:
-            self._tell_fill()
+        with self._lock:
+            self._send_fill()
 
     def _patience(self) -> float | None:
         return None if self._heartbeat is None else max(0.0, self._due - time.monotonic())
 
-    def _tell_fill(self) -> None:
-        """Tells each stream how full the tiers are, and gives up the subscribers that do not read why theirs ended."""
+    def _send_fill(self) -> None:
+        """Sends each stream how full the tiers are, and gives up the subscribers that do not read why theirs ended."""
         self._due = time.monotonic() + (self._heartbeat or 0)
-        told: dict[tuple[int, ...], bytes] = {}
-        for stream in list(self._board.streams):
-            if stream.groups not in told:
-                told[stream.groups] = self._fill(stream.groups)
-            stream.put(told[stream.groups])
+        messages_of: dict[tuple[int, ...], bytes] = {}
+        for stream in list(self._broadcaster.streams):
+            if stream.groups not in messages_of:
+                messages_of[stream.groups] = self._fill(stream.groups)
+            stream.put(messages_of[stream.groups])
             if stream.ended is not None and time.monotonic() > stream.since + _GRACE:
                 stream.cancel()
 
     def _end(self, seconds: float) -> None:
-        with self._map_lock:
-            for stream in self._board.streams:
+        with self._lock:
+            for stream in self._broadcaster.streams:
                 stream.end(End.CLOSED)
         self._server.stop(seconds).wait()
         self._threads.shutdown()
@@ -193,7 +198,7 @@ class Agent(Feed[Updates, None]):
 
     def _subscribe(self, request: bytes, context: Any) -> Iterator[bytes]:
         """The messages of a subscription."""
-        stream, parts = self._join(self._groups(request, context), context)
+        stream, parts = self._join(self._requested(request, context), context)
         if not context.add_callback(lambda: self._leave(stream)):
             self._leave(stream)
         for sequence, message in enumerate(parts):
@@ -204,45 +209,52 @@ class Agent(Feed[Updates, None]):
             context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
 
     def _join(self, groups: tuple[int, ...], context: Any) -> tuple[Stream, Iterator[bytes]]:
-        """A stream that is told of all from now on; and what it sends, which begins with the present state."""
-        with self._map_lock:
+        """A stream that gets all updates from now on; and what it sends, which begins with the present state."""
+        with self._lock:
             if self._closing:
                 context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
-            if len(self._board.streams) >= self._max_subscribers:
+            if len(self._broadcaster.streams) >= self._max_subscribers:
                 self._counts["subscribers_refused"] += 1
                 why = f"subscribers: got another one, wanted at most {self._max_subscribers}"
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
             stream = Stream(groups, self._max_behind, context.cancel)
-            self._board.streams.add(stream)
+            self._broadcaster.streams.add(stream)
             self._counts["subscriptions"] += 1
-            told = {number: dict(self._board.told[number]) for number in groups}
-            return stream, itertools.chain(snapshot(told), [self._fill(groups, snapshot_end=True)], stream)
+            return stream, itertools.chain(
+                self._snapshot(self._broadcaster.nodes.copy(), groups), [self._fill(groups, snapshot_end=True)], stream
+            )
+
+    def _snapshot(self, nodes: NodeMap, groups: tuple[int, ...]) -> Iterator[bytes]:
+        """The messages that add all of some groups."""
+        changes = [change for change in nodes.snapshot() if change.group in groups]
+        for update in self._encoder.messages(changes):
+            yield update.message(in_snapshot=True)
 
     def _leave(self, stream: Stream) -> None:
         stream.end(End.GONE)
-        with self._map_lock:
-            self._board.streams.discard(stream)
+        with self._lock:
+            self._broadcaster.streams.discard(stream)
             self._counts["subscribers_late"] += stream.ended is End.LATE
 
-    def _groups(self, request: bytes, context: Any) -> tuple[int, ...]:
+    def _requested(self, request: bytes, context: Any) -> tuple[int, ...]:
         """The groups that a request asks for, which must have K/V."""
-        known, wrong, groups = list(self._board.told), "", ()
+        numbers, wrong, groups = list(self._groups), "", ()
         try:
-            groups = tuple(sorted(set(messages.SubscriptionRequest.FromString(request).groups))) or (known[0],)
+            groups = tuple(sorted(set(messages.SubscriptionRequest.FromString(request).groups))) or (numbers[0],)
         except DecodeError:
             wrong = f"request: got {request!r:.80}, wanted a SubscriptionRequest"
-        if not set(groups) <= set(known):
-            wrong = f"groups: got {list(groups)!r:.80}, wanted some of {known}"
+        if not set(groups) <= set(numbers):
+            wrong = f"groups: got {list(groups)!r:.80}, wanted some of {numbers}"
         if len(request) > _REQUEST_BYTES:
             wrong = f"request: got {len(request):,} bytes, wanted at most {_REQUEST_BYTES:,}"
         if wrong:
-            with self._map_lock:
+            with self._lock:
                 self._counts["requests_refused"] += 1
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
         return groups
 
     def _fill(self, groups: tuple[int, ...], snapshot_end: bool = False) -> bytes:
-        """A message without blocks that tells how full the tiers are; holds the map."""
+        """A message without blocks, with how full the tiers are; needs the lock."""
         return messages.KVCacheStateUpdate(
             update_type=messages.UPDATE_TYPE_ADDED, memory_tier=messages.MEMORY_TIER_GPU, group=groups[0],
             fill=[fill for number in groups for fill in self._fill_of(number)], snapshot_end=snapshot_end,
@@ -250,15 +262,16 @@ class Agent(Feed[Updates, None]):
 
     def _fill_of(self, number: int) -> Iterator[Any]:
         """The fill of each tier of a group, if it has any blocks."""
-        table, spec = self._encoder.nodes.groups[number].table, self._encoder.nodes.spec.groups[number]
+        nodes = self._broadcaster.nodes
+        table, spec = nodes.groups[number].table, nodes.spec.groups[number]
         cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(TIERS)).tolist()
-        said = self._said.get(number)
-        total = (spec.num_blocks, spec.num_host_blocks) if said is None else said.total
+        usage = self._usage.get(number)
+        total = (spec.num_blocks, spec.num_host_blocks) if usage is None else usage.total
         for level, tier in enumerate(TIERS):
-            known = {}
-            if said is not None:
-                known = {"used_blocks": said.used[level], "used_age_seconds": time.monotonic() - said.moment}
+            used = {}
+            if usage is not None:
+                used = {"used_blocks": usage.used[level], "used_age_seconds": time.monotonic() - usage.timestamp}
             if total[level]:
                 yield messages.Fill(
-                    group=number, memory_tier=tier, cached_blocks=cached[level], total_blocks=total[level], **known
+                    group=number, memory_tier=tier, cached_blocks=cached[level], total_blocks=total[level], **used
                 )

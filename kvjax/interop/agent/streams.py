@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from kvjax.interop.agent.updates import Entry, Update, message_of, updates_of
+from kvjax.interop.agent.updates import Update
+from kvjax.interop.index import NodeMap
 
 
 class End(enum.Enum):
@@ -24,7 +25,7 @@ class Stream:
     """The messages that wait for a subscriber. One thread puts them, the subscriber's own takes them.
 
     Attributes:
-      groups: of which it is told.
+      groups: whose updates it gets.
       cancel: ends it without a word.
       ended: why it ended, or None.
       since: when it ended.
@@ -65,55 +66,23 @@ class Stream:
             yield message
 
 
-class Board:
-    """The state that each subscriber has once it has read its stream. Its owner locks it.
+class Broadcaster:
+    """The index that each subscriber has once it has read its stream. Its owner locks it.
 
     Attributes:
-      told: for each group {name: entry}.
+      nodes: that index.
       streams: of those who subscribe.
       updates: how many there were.
     """
 
-    def __init__(self, groups: Iterable[int]):
-        self.told: dict[int, dict[int, Entry]] = {number: {} for number in sorted(groups)}
-        self.streams: set[Stream] = set()
-        self.updates = 0
+    def __init__(self, nodes: NodeMap):
+        self.nodes, self.streams, self.updates = nodes, set[Stream](), 0
 
-    def put(self, updates: Iterable[Update]) -> None:
-        """Tells of what changes."""
+    def send(self, updates: Iterable[Update]) -> None:
+        """Sends each update to the streams of its group."""
         for update in updates:
-            told = self.told[update.group]
-            if update.added:
-                told.update(update.blocks)
-            else:
-                for name in update.blocks:
-                    del told[name]
             self.updates += 1
             listening = [stream for stream in self.streams if update.group in stream.groups]
-            message = message_of(update) if listening else b""
+            message = update.message() if listening else b""
             for stream in listening:
                 stream.put(message)
-
-    def put_index(self, updates: Iterable[Update]) -> None:
-        """Tells of what differs from an index, which is given as updates that add all of it."""
-        index: dict[int, dict[int, Entry]] = {number: {} for number in self.told}
-        for update in updates:
-            index[update.group].update(update.blocks)
-        for number, told in list(self.told.items()):
-            now = index[number]
-            gone = {name: e for name, e in told.items() if name not in now or now[name].level != e.level}
-            new = {name: e for name, e in now.items() if name not in told or name in gone}
-            self.put(updates_of(number, by_depth(gone, reverse=True), added=False))
-            self.put(updates_of(number, by_depth(new)))
-
-
-def snapshot(told: dict[int, dict[int, Entry]]) -> Iterator[bytes]:
-    """The messages that tell somebody new."""
-    for number, blocks in told.items():
-        for update in updates_of(number, by_depth(blocks)):
-            yield message_of(update, in_snapshot=True)
-
-
-def by_depth(blocks: dict[int, Entry], reverse: bool = False) -> dict[int, Entry]:
-    """The same blocks by depth."""
-    return dict(sorted(blocks.items(), key=lambda item: item[1].depth, reverse=reverse))

@@ -68,7 +68,7 @@ def _draw_reuse(ax: Axes, report: Report, end: float) -> None:
     share = report.share
     ax.set_title("Prompt tokens" if share is None else f"Prompt tokens: {share:.1%} reused")
     if share is None:
-        return _nothing(ax, "the file does not tell what was looked up")
+        return _nothing(ax, "the file does not have what was looked up")
     edges = np.linspace(0, end, _BARS + 1)
     looked_up = np.array([report.queried, report.cached], float)  # large ones would wrap as integers
     queried, cached = (np.histogram(report.times, edges, weights=w)[0] for w in looked_up)

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import names
 from kvjax.events.mirror import Node
 from kvjax.events.records import EventKind
+from kvjax.interop.hashing import block_hash, root_hash
 
 _KINDS = tuple(kind.name.lower() for kind in EventKind if kind)
 _MOST, _WORD = 1 << 53, 1 << 31  # numbers are below: what float64 has exactly, and i32
 NO_HITS = (
-    "Events do not tell hits on single blocks: what was looked up and reused is known of each admission as a whole, in "
+    "Events have no hits on single blocks: what was looked up and reused is given for each admission as a whole, in "
     "tokens."
 )
 
@@ -82,7 +82,7 @@ class Report:
         lines = [f"events        {total:,}{f' of {self.transitions:,} transitions' * bool(self.transitions)}{length}"]
         lines += [f"              {kinds}"] * bool(kinds)
         if self.share is None:
-            lines.append("reuse         the file does not tell what was looked up")
+            lines.append("reuse         the file does not have what was looked up")
         else:
             lines.append(
                 f"reuse         {sum(self.cached):,} of {sum(self.queried):,} tokens looked up ({self.share:.1%})"
@@ -183,9 +183,9 @@ class _Reader:
         if before is not None:
             prefix = before.digest
         else:  # a root, or a parent that the file has not stored
-            prefix = names.root(salt=str(event["namespace"] if parent is None else parent))
+            prefix = root_hash(salt=str(event["namespace"] if parent is None else parent))
             self.report.unknown += parent is not None
-        digest = names.block(prefix, tokens, event.get("extra_ids"))
+        digest = block_hash(prefix, tokens, event.get("extra_ids"))
         self._nodes[node] = _Cached(digest, event["level"], now)
         self._levels[event["level"]] += 1
         left = self._gone.pop((node[0], digest), None)

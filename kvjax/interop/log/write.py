@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.events.log import EventLog
 from kvjax.events.mirror import snapshot, to_list
 from kvjax.events.records import Events
-from kvjax.interop.batch import on_host
+from kvjax.interop.events import arrays
 from kvjax.state import CacheState
 
 
@@ -58,6 +58,6 @@ def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]
     Raises:
       ValueError: for anything but `Events` and an `EventLog`.
     """
-    events = on_host(events)
+    events = arrays(events)
     sums = {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
     return {"ts": time.time() if now is None else now, "events": to_list(events), **sums}

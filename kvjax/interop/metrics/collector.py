@@ -19,7 +19,7 @@ from kvjax.debug.inspect import Condition, inspect_group
 from kvjax.events.log import EventLog
 from kvjax.events.records import Events
 from kvjax.events.totals import Totals
-from kvjax.interop.feed import Feed
+from kvjax.interop.hub import PublisherThread
 from kvjax.interop.metrics._wires import core, prometheus_client
 from kvjax.interop.metrics.observed import BOUNDS, TIERS, Observed
 from kvjax.spec import CacheSpec
@@ -47,14 +47,14 @@ class Reading(NamedTuple):
     """The figures of a state when it was set.
 
     Attributes:
-      moment: when.
+      timestamp: when.
       blocks, slots: {(group, tier, condition): blocks, filled slots}.
       moving: {group: blocks in transit}.
       rows: active rows, and those that are free.
       levels: i64[B]; of the blocks of the first group that has K/V.
     """
 
-    moment: float
+    timestamp: float
     blocks: dict[tuple[int, str, str], int]
     slots: dict[tuple[int, str, str], int]
     moving: dict[int, int]
@@ -69,7 +69,7 @@ class Metrics:
     no event: the host calls `set` when it likes, and the age of the last one is exported.
     """
 
-    def __init__(self, registry: Any, spec: CacheSpec, *, wires: Mapping[str, Feed] | None = None):
+    def __init__(self, registry: Any, spec: CacheSpec, *, wires: Mapping[str, PublisherThread] | None = None):
         """Registers itself, as a collector.
 
         Args:
@@ -106,7 +106,7 @@ class Metrics:
         reading = _read(state, self._groups)
         with self._lock:
             self._reading = reading
-            self._seen.know(reading.levels)
+            self._seen.set_levels(reading.levels)
 
     def serve(self, port: int, host: str = "127.0.0.1") -> str:
         """Answers scrapes from a thread of its own, until `close`.
@@ -194,14 +194,14 @@ class Metrics:
         for condition, value in reading.rows.items():
             rows.add_metric([condition], value)
         yield from (blocks, slots, moving, rows)
-        age = time.monotonic() - reading.moment
+        age = time.monotonic() - reading.timestamp
         yield core.GaugeMetricFamily("kvjax_state_age_seconds", "Since blocks and rows were read.", value=age)
 
     def _of_wires(self) -> Iterator[Any]:
         queued = core.GaugeMetricFamily("kvjax_wire_queued_bytes", "Events that wait for a wire.", labels=["wire"])
         overflows = core.CounterMetricFamily(
             "kvjax_wire_overflows",
-            "Events that did not fit a wire's queue, so that all was told anew.",
+            "Events that did not fit a wire's queue, so that a snapshot took their place.",
             labels=["wire"],
         )
         ignored = core.CounterMetricFamily(

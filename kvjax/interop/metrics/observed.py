@@ -10,7 +10,7 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.events.totals import Totals
 from kvjax.events.transfer import Transfer
-from kvjax.interop.batch import Heard, on_host, read
+from kvjax.interop.events import arrays, listened, runs
 from kvjax.spec import CacheSpec
 
 BOUNDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)  # seconds
@@ -45,7 +45,7 @@ class Lifetimes:
 class Observed:
     """Adds up events on the host.
 
-    It needs no events from before, and none that are impossible trouble it: what it does not know it does not count.
+    It needs no events from before, and none that are impossible trouble it: it counts what it has seen.
 
     Attributes:
       totals: as `Totals`.
@@ -65,8 +65,8 @@ class Observed:
         self._fill = np.full(spec.groups[self._first].num_ids, spec.block_size)
         self._level = np.zeros(spec.groups[self._first].num_ids, np.int64)
 
-    def know(self, levels: np.ndarray) -> None:
-        """Tells the levels i64[B] of the first group with K/V, of a cache whose events were not all observed."""
+    def set_levels(self, levels: np.ndarray) -> None:
+        """Sets the levels i64[B] of the first group with K/V, of a cache whose events were not all observed."""
         self._level[:] = levels
 
     def add(self, events: Events | EventLog, now: float) -> None:
@@ -75,16 +75,15 @@ class Observed:
         Raises:
           ValueError: for anything else, and for blocks of another size.
         """
-        given, events = events, on_host(events)
-        batch = read(given if isinstance(given, Heard) else events, self.spec)
+        read = listened(events, self.spec)
+        records, events = read.records, arrays(read)
         if isinstance(events, Events):  # nothing is computed on a device
             events = events.replace(transfer=jax.device_get(events.moves))
         self.totals = self.totals.add(events)
         back = 0
-        for step in batch.steps:
-            for records in filter(len, (step.records, step.stored)):  # of one kind each
-                self._live(records, now)
-                back += self._place(records)
+        for start, stop in runs(records[:, 0]):
+            self._live(records[start:stop], now)
+            back += self._place(records[start:stop])
         found = int(np.asarray(events.cached).sum())
         if isinstance(events, Events):
             self._move(events.moves)
@@ -96,28 +95,28 @@ class Observed:
     def _live(self, records: np.ndarray, now: float) -> None:
         """Follows records i32[n, 9] of one kind: which blocks begin to be findable, and which end."""
         for number, lives in enumerate(self.lifetimes):
-            mine = self._known(records, number)
-            for kind in mine[:1, 0].tolist():
+            found = self._of_group(records, number)
+            for kind in found[:1, 0].tolist():
                 if kind == EventKind.CLEARED:
                     lives.end(np.arange(self.spec.groups[number].num_ids), now)
                 elif kind == EventKind.REMOVED:
-                    lives.end(mine[:, 2], now)
+                    lives.end(found[:, 2], now)
                 elif kind == EventKind.STORED:
-                    lives.begin(mine[:, 2], now)
+                    lives.begin(found[:, 2], now)
 
     def _place(self, records: np.ndarray) -> int:
         """Follows records of one kind: on which level blocks are. The tokens in those that left the host."""
-        mine = self._known(records, self._first)
-        blocks, back = mine[:, 2], 0
-        if np.any(mine[:, 0] == EventKind.UPDATED):
-            came = np.unique(blocks[(mine[:, 7] == 0) & (self._level[blocks] == 1)])
+        found = self._of_group(records, self._first)
+        blocks, back = found[:, 2], 0
+        if np.any(found[:, 0] == EventKind.UPDATED):
+            came = np.unique(blocks[(found[:, 7] == 0) & (self._level[blocks] == 1)])
             back = int(self._fill[came].sum())
-            self._level[blocks] = mine[:, 7]
-        if np.any(mine[:, 0] == EventKind.STORED):
-            self._level[blocks], self._fill[blocks] = mine[:, 7], mine[:, 6]
+            self._level[blocks] = found[:, 7]
+        if np.any(found[:, 0] == EventKind.STORED):
+            self._level[blocks], self._fill[blocks] = found[:, 7], found[:, 6]
         return back
 
-    def _known(self, records: np.ndarray, number: int) -> np.ndarray:
+    def _of_group(self, records: np.ndarray, number: int) -> np.ndarray:
         """A group's records, of blocks that it has."""
         block = records[:, 2]
         return records[(records[:, 1] == number) & (block >= 0) & (block < self.spec.groups[number].num_ids)]

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvjax.interop._wires import zmq
-from kvjax.interop.naming import SALTS, wire_salt
+from kvjax.interop.hashing import salt_text
 from kvjax.interop.readers.follower import Follower
 from kvjax.interop.readers.vllm import Found, Key, Prefix
 from kvjax.interop.sockets import Curve, attach_socket, open_socket, receive
@@ -61,9 +61,9 @@ class Subscriber:
           ValueError: naming the argument.
           OSError: if the endpoint cannot be bound.
         """
-        if salts not in SALTS[:2]:
+        if salts not in ("digest", "plain"):
             raise ValueError(f"salts: got {salts!r}, wanted 'digest' or 'plain'")
-        wire_salt("", salts, key)  # refuses what is no key
+        salt_text("", salts, key)  # refuses what is no key
         self._salts, self._key, self._curve, self._max_message = salts, key, curve, max_message
         self._replay_endpoint, self._timeout = replay_endpoint or "", replay_timeout
         self._follower = Follower(replay_endpoint is not None, max_blocks)
@@ -133,7 +133,7 @@ class Subscriber:
           not missed.
         """
         with self._changed:
-            return self._follower.mirror.lookup(tokens, wire_salt(salt, self._salts, self._key), lora, extra_keys)
+            return self._follower.mirror.lookup(tokens, salt_text(salt, self._salts, self._key), lora, extra_keys)
 
     def wait(self, condition: Callable[[Subscriber], bool], timeout: float | None = None) -> bool:
         """Waits until something holds of this subscriber, at most `timeout` seconds; whether it does."""

@@ -24,11 +24,13 @@ from typing import Any, TextIO
 import numpy as np
 
 from kvjax.blocks.keys import Namespaces
+from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
-from kvjax.interop.naming import Naming
-from kvjax.interop.nodes import NodeMap
-from kvjax.interop.table import Gone, names_of
-from kvjax.interop.teller import Teller
+from kvjax.interop.columns import chains_of, hashes_of, parents_of
+from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
+from kvjax.interop.events import host_events, pieces
+from kvjax.interop.hashing import Hashing, salt_text
+from kvjax.interop.index import Change
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
@@ -37,14 +39,14 @@ _BLOCK = '{"type":"stored_block","block_hash":%%d,"tokens":[%s],"cache_level":%%
 _MOST_TOKENS = 1 << 16  # of an event, so that no line is over about 6 MB
 
 
-class Writer(Teller[str]):
+class Writer(EventEncoder[str]):
     """Writes a cache's events; `write` is a listener of `generate`, `stream` and `run_batch`.
 
     After a ValueError for events that cannot have happened nothing more can be written, until `attach`.
 
     Attributes:
       nodes: what is cached by the events so far.
-      naming: what the form calls it; `naming.left_out` counts the blocks that are not written.
+      left_out: how many blocks were not written, by reason, each with those below it.
       groups: the numbers of the groups that are written.
       next_id: event_id of the next event.
     """
@@ -70,7 +72,7 @@ class Writer(Teller[str]):
           file: where `write` and `attach` write lines; a text file, which the caller closes.
           names: the `Namespaces` of the cache; None: all prompts have namespace 0. Blocks of others are not written.
           lora_names: adapter number to name; an adapter without one is called by its number.
-          model: part of all hashes, as for `kvjax.names.root`.
+          model: part of all hashes, as for `hashing.root_hash`.
           key: a secret of at most 64 bytes, without which hashes can neither be made nor probed.
           salts: "digest" writes a hash of each salt, "plain" the salt, "omit" no blocks of prompts with a salt.
           rank: the attention_dp_rank; None: the events have none.
@@ -80,9 +82,10 @@ class Writer(Teller[str]):
         """
         if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
             raise ValueError(f"rank: got {rank!r}, wanted None or an int of at least 0")
-        naming = Naming(names, lora_names=lora_names, model=model, key=key, salts=salts, extra_name=str, partial=True)
+        unpublished = {flag: reason for flag, reason in WHOLE.items() if flag != col.PARTIAL} | omitted_salts(salts)
         sizes = {number: window_size(spec, number) for number in range(int(spec.bare), len(spec.groups))}
-        super().__init__(spec, naming, sizes)
+        super().__init__(spec, Hashing(names, lora_names, model, key), sizes, unpublished)
+        self._salt = functools.partial(salt_text, salts=salts, key=key)
         self._file, self.next_id = file, 0
         dp_rank = "" if rank is None else f',"attention_dp_rank":{rank}'
         self._ends = {  # the smallest window first
@@ -115,12 +118,12 @@ class Writer(Teller[str]):
         Raises:
           ValueError: if they cannot have come from a cache with the contents that the events so far have given it.
         """
-        batch = self.read(events)
+        events = host_events(events, self.nodes.spec)
         if not self._sound:
             raise ValueError("events: got more after some that cannot have happened, wanted `attach(state)` first")
         found = [] if self._begun else self._created()
         self._sound = False
-        found += self.events(batch)
+        found += self.messages(self.follow(events))
         self._sound = True
         return found
 
@@ -141,10 +144,10 @@ class Writer(Teller[str]):
         Raises:
           ValueError: if it is of another spec.
         """
-        gone = [group.forget(number, group.live[::-1]) for number, group in enumerate(self.nodes.groups)]
+        before = [change._replace(kind=EventKind.REMOVED, rows=change.rows[::-1]) for change in self.nodes.snapshot()]
         super().attach(state)
         self._num_blocks = [int(group.num_blocks) for group in state.groups]
-        found, self._sound = self._removed(gone) + self._created() + self.index(self.nodes), True
+        found, self._sound = [*self.messages(before), *self._created(), *self.messages(self.nodes.snapshot())], True
         if self._file is not None:
             self._save(found)
         return found
@@ -164,54 +167,42 @@ class Writer(Teller[str]):
             for number in self._ends
         ]
 
-    def _removed(self, gone: Iterable[Gone]) -> list[str]:
-        return [
-            self._event(number, f'{{"type":"removed","block_hashes":[{",".join(map(str, names.tolist()))}]}}')
-            for number, names, _ in gone
-            if number in self.groups and len(names)
-        ]
+    def _removed(self, number: int, rows: np.ndarray) -> list[str]:
+        hashes = ",".join(map(str, hashes_of(rows).tolist()))
+        return [self._event(number, f'{{"type":"removed","block_hashes":[{hashes}]}}')]
 
-    def _updated(self, records: np.ndarray) -> list[str]:
-        """Lines of nodes that had another level or priority before."""
+    def _updated(self, changes: Iterable[Change]) -> list[str]:
+        """Lines of blocks that had another level or priority before."""
         found = []
-        for (number, block), (level, priority) in self.nodes.restate(records).items():
-            if number in self.groups:
-                row = self.nodes.groups[number].table[block]
-                name = names_of(row[None, col.DIGEST : col.DIGEST + 2])[0]
-                levels, priorities = _diff(level, row[col.LEVEL]), _diff(priority, row[col.PRIORITY])
-                data = f'"block_hash":{name},"cache_level":{levels},"priority":{priorities}'
-                found.append(self._event(number, f'{{"type":"updated",{data}}}'))
+        for change in changes:
+            assert change.before is not None
+            now = change.rows[:, [col.LEVEL, col.PRIORITY]].tolist()
+            for block_hash, before, after in zip(hashes_of(change.rows), change.before.tolist(), now, strict=True):
+                level, priority = map(_diff, before, after)
+                data = f'"block_hash":{block_hash},"cache_level":{level},"priority":{priority}'
+                found.append(self._event(change.group, f'{{"type":"updated",{data}}}'))
         return found
 
-    def _stored(self, nodes: NodeMap, number: int, blocks: np.ndarray) -> list[str]:
-        """Lines that store a group's nodes; consecutive ones that chain are one event."""
-        if number not in self.groups or not len(blocks):
-            return []
-        rows = nodes.groups[number].table[blocks]
-        names, parents = names_of(rows[:, col.DIGEST : col.DIGEST + 2]), names_of(rows[:, col.ABOVE : col.ABOVE + 2])
-        follows = (parents[1:] == names[:-1]) & (rows[1:, col.DEPTH] > 0)
-        cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
-        texts, parents = self._texts(rows, names.tolist()), parents.tolist()
-        of = rows[:, [col.DEPTH, col.NAMESPACE]].tolist()
-        found = []
-        for first, last in itertools.pairwise(cuts):
-            for start in range(first, last, self._most_blocks):
-                depth, namespace = of[start]
-                some = ",".join(texts[start : min(start + self._most_blocks, last)])
-                parent = parents[start] if depth else "null"
-                data = f'{{"type":"stored","parent_hash":{parent},"blocks":[{some}]{self._space(namespace)}}}'
-                found.append(self._event(number, data))
+    def _stored(self, number: int, rows: np.ndarray) -> list[str]:
+        """Consecutive blocks that chain are one event."""
+        texts, parents = self._texts(rows, hashes_of(rows).tolist()), parents_of(rows).tolist()
+        of, found = rows[:, [col.DEPTH, col.NAMESPACE]].tolist(), []
+        for start, stop in pieces(itertools.pairwise(chains_of(rows)), self._most_blocks):
+            depth, namespace = of[start]
+            some, parent = ",".join(texts[start:stop]), parents[start] if depth else "null"
+            data = f'{{"type":"stored","parent_hash":{parent},"blocks":[{some}]{self._space(namespace)}}}'
+            found.append(self._event(number, data))
         return found
 
-    def _texts(self, rows: np.ndarray, names: list[int]) -> list[str]:
+    def _texts(self, rows: np.ndarray, hashes: list[int]) -> list[str]:
         """The stored_block of each row."""
         text = rows[:, col.TEXT :].reshape(len(rows), -1, self.nodes.spec.block_size)
         numbers = text.transpose(0, 2, 1).reshape(len(rows), -1).tolist()  # token, extra id, token, ...
         each = text.shape[1]
         stated = rows[:, [col.FILL, col.LEVEL, col.PRIORITY]].tolist()
         return [
-            self._template(fill) % (name, *row[: fill * each], level, priority)
-            for name, row, (fill, level, priority) in zip(names, numbers, stated, strict=True)
+            self._template(fill) % (block_hash, *row[: fill * each], level, priority)
+            for block_hash, row, (fill, level, priority) in zip(hashes, numbers, stated, strict=True)
         ]
 
     def _make_template(self, fill: int) -> str:
@@ -221,9 +212,9 @@ class Writer(Teller[str]):
 
     def _make_space(self, namespace: int) -> str:
         """The fields of a namespace in an event."""
-        space = self.naming.space(namespace)
-        told = {"cache_salt": space.salt, "lora_name": space.lora}
-        return "".join(f',"{name}":{json.dumps(value)}' for name, value in told.items() if value is not None)
+        space = self.hashing.space(namespace)
+        fields = {"cache_salt": self._salt(space.salt), "lora_name": space.lora}
+        return "".join(f',"{name}":{json.dumps(value)}' for name, value in fields.items() if value is not None)
 
     def _event(self, number: int, data: str) -> str:
         found = f'{{"event_id":{self.next_id},"data":{data}{self._ends[number]}'

@@ -6,7 +6,7 @@ What readers do with a message that breaks a rule is mostly to drop it in silenc
 - Hashes are ints, the parent nil at a root; parents come before children, no hash twice in an event.
 - Whole blocks alone. Consecutive stored blocks that chain, of one group, level and namespace, are one event;
   consecutive removals of one group and level too.
-- A change of level is a removal and a store (`interop/teller.py`).
+- A change of level is a removal and a store (`interop/encoder.py`).
 - AllBlocksCleared empties every group at its reader. It is sent only when no group keeps anything.
 """
 
@@ -15,30 +15,30 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvjax.blocks.keys import Namespaces
 from kvjax.interop import columns as col
-from kvjax.interop.batch import pieces, runs
-from kvjax.interop.naming import Naming
-from kvjax.interop.nodes import NodeMap
-from kvjax.interop.table import Gone, names_of
-from kvjax.interop.teller import Teller
+from kvjax.interop.columns import chains_of, hashes_of, parents_of
+from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
+from kvjax.interop.events import pieces, runs
+from kvjax.interop.hashing import Hashing, salt_text
+from kvjax.interop.index import NodeMap
 from kvjax.interop.vllm.forms import HASH_BYTES, Form, What, pack_hashes, payload
 from kvjax.spec import CacheSpec
 
 _TOKEN, _FRAME = 5, 512  # the most bytes of a token, and usually of what is around hashes and tokens
 
 
-class Encoder(Teller[bytes]):
+class Encoder(EventEncoder[bytes]):
     """Makes payloads of events, for whoever has a transport of their own; `Publisher` has one.
 
     Attributes:
       nodes: what is cached by the events so far.
-      naming: what the wire calls it; `naming.left_out` counts the blocks that are not published.
+      left_out: how many whole blocks were not published, by reason, each with those below it.
       max_message: the most bytes of a payload.
     """
 
@@ -65,7 +65,7 @@ class Encoder(Teller[bytes]):
           spec: of the cache.
           names: the `Namespaces` of the cache; None: all prompts have namespace 0.
           lora_names: adapter number to name; an adapter without one is called by its number.
-          model: part of all hashes, as for `names.root`.
+          model: part of all hashes, as for `hashing.root_hash`.
           key: a secret of at most 64 bytes, the same on all replicas, without which hashes can neither be made nor
             probed.
           salts: "digest" publishes a hash of each salt (without `key` short ones can be guessed from it), "plain" the
@@ -82,11 +82,13 @@ class Encoder(Teller[bytes]):
           ValueError: naming the argument.
         """
         self.form = Form(form, spec.block_size)
-        naming = Naming(
-            names, lora_names=lora_names, model=model, key=key, salts=salts, extra_name=extra_name,
-            fields=self.form.fields,
-        )  # fmt: skip
-        super().__init__(spec, naming, range(int(spec.bare), len(spec.groups) if self.form.tells_groups else 1))
+        without_field = () if self.form.has_groups else (col.SALT, col.LORA, col.EXTRA)
+        unpublished = WHOLE | ({col.EXTRA: "extra_id_without_name"} if extra_name is None else {})
+        unpublished |= dict.fromkeys(without_field, "form_without_field") | omitted_salts(salts)
+        groups = range(int(spec.bare), len(spec.groups) if self.form.has_groups else 1)
+        super().__init__(spec, Hashing(names, lora_names, model, key), groups, unpublished)
+        self._salt, self._extra_name = functools.partial(salt_text, salts=salts, key=key), extra_name
+        self._extra_names: dict[int, str] = {}
         least = 4 * (_FRAME + HASH_BYTES + _TOKEN * spec.block_size)
         if not isinstance(max_message, int) or max_message < least:
             raise ValueError(f"max_message: got {max_message!r}, wanted an int of at least {least}")
@@ -98,7 +100,7 @@ class Encoder(Teller[bytes]):
         self._ends = functools.lru_cache(4096)(self._make_plain_ends)
 
     def encode(self, events: Any, now: float | None = None) -> list[bytes]:
-        """The payloads of events; none if they tell this wire nothing.
+        """The payloads of events; none if nothing of them is published.
 
         Args:
           events: `Events`, an `EventLog`, or decoded events.
@@ -107,15 +109,15 @@ class Encoder(Teller[bytes]):
         Raises:
           ValueError: if they cannot have come from a cache with the contents that the events so far have given it.
         """
-        return self.payloads(self.events(self.read(events)), now)
+        return self.payloads(self.messages(self.follow(events)), now)
 
     def snapshot(self, now: float | None = None) -> list[bytes]:
         """The payloads that bring a reader to the present contents from any others: AllBlocksCleared, then stores."""
         return self.snapshot_of(self.nodes, now)
 
     def snapshot_of(self, nodes: NodeMap, now: float | None = None) -> list[bytes]:
-        """The same for another map, whose nodes get names."""
-        return self.payloads([self.form.cleared, *self.index(nodes)], now)
+        """The same for a copy of the index."""
+        return self.payloads([self.form.cleared, *self.messages(nodes.snapshot())], now)
 
     def idle(self) -> bytes:
         """The payload of an empty batch."""
@@ -123,43 +125,34 @@ class Encoder(Teller[bytes]):
 
     def payloads(self, events: Sequence[bytes], now: float | None = None) -> list[bytes]:
         """Encoded events as payloads of at most `max_message` bytes."""
-        moment, found, held, size = time.time() if now is None else now, [], [], _FRAME
+        timestamp, found, some, size = time.time() if now is None else now, [], [], _FRAME
         for event in events:
-            if held and size + len(event) > self.max_message:
-                found.append(payload(held, moment, self.rank))
-                held, size = [], _FRAME
-            held.append(event)
+            if some and size + len(event) > self.max_message:
+                found.append(payload(some, timestamp, self.rank))
+                some, size = [], _FRAME
+            some.append(event)
             size += len(event)
-        return [*found, payload(held, moment, self.rank)] if held else found
+        return [*found, payload(some, timestamp, self.rank)] if some else found
 
-    def _removed(self, gone: Iterable[Gone]) -> list[bytes]:
-        """Events of what is gone; consecutive removals of one group and level are one event."""
-        found = []
-        for number, names, levels in gone:
-            if number not in self.groups:
-                continue
-            hashes = pack_hashes(names)
-            for start, stop in pieces(runs(levels), self._most_hashes):
-                some = hashes[start * HASH_BYTES : stop * HASH_BYTES]
-                found.append(self.form.removed(some, int(levels[start]), number))
-        return found
+    def _removed(self, number: int, rows: np.ndarray) -> list[bytes]:
+        """Consecutive removals from one level are one event."""
+        hashes, levels = pack_hashes(hashes_of(rows)), rows[:, col.LEVEL]
+        return [
+            self.form.removed(hashes[start * HASH_BYTES : stop * HASH_BYTES], int(levels[start]), number)
+            for start, stop in pieces(runs(levels), self._most_hashes)
+        ]
 
     def _cleared(self) -> list[bytes]:
         return [self.form.cleared]
 
-    def _stored(self, nodes: NodeMap, number: int, blocks: np.ndarray) -> list[bytes]:
-        """Events that store a group's nodes; consecutive ones that chain are one event."""
-        if number not in self.groups or not len(blocks):
-            return []
-        rows, size = nodes.groups[number].table[blocks], nodes.spec.block_size
-        names, parents = names_of(rows[:, col.DIGEST : col.DIGEST + 2]), names_of(rows[:, col.ABOVE : col.ABOVE + 2])
-        same = (parents[1:] == names[:-1]) & (rows[1:, col.DEPTH] > 0)
-        for column in (col.LEVEL, col.NAMESPACE):
-            same &= rows[1:, column] == rows[:-1, column]
-        cuts = [0, *(np.flatnonzero(~same) + 1).tolist(), len(rows)]
+    def _stored(self, number: int, rows: np.ndarray) -> list[bytes]:
+        """Consecutive blocks that chain are one event."""
+        cuts, text = chains_of(rows, col.LEVEL, col.NAMESPACE), rows[:, col.TEXT :]
+        tokens, extra_ids = np.split(text, [self.nodes.spec.block_size], axis=1)
         chains = Chains(
-            number, pack_hashes(names), pack_hashes(parents), rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist(),
-            rows[:, col.TEXT : col.TEXT + size].reshape(-1).tolist(), self._extra_keys(rows[:, col.TEXT + size :]),
+            number, pack_hashes(hashes_of(rows)), pack_hashes(parents_of(rows)),
+            rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist(), tokens.reshape(-1).tolist(),
+            self._extra_keys(extra_ids),
         )  # fmt: skip
         found = []
         for start, stop in pieces(itertools.pairwise(cuts), self._most_blocks):
@@ -174,7 +167,26 @@ class Encoder(Teller[bytes]):
         """For each row the extra keys of its extra ids i32[n, P or 0]; an empty list if none has any."""
         some = ids.any(axis=1)
         rows = zip(ids.tolist(), some.tolist(), strict=True) if some.any() else ()
-        return [self.naming.extra_keys(row) if any_ else None for row, any_ in rows]
+        return [self._extra_keys_of(row) if any_ else None for row, any_ in rows]
+
+    def _extra_keys_of(self, ids: list[int]) -> list[list[Any]]:
+        """[name, offset] for each run of equal extra ids other than 0.
+
+        Raises:
+          ValueError: if `extra_name` gives no text.
+        """
+        keys, before = [], 0
+        for offset, extra in enumerate(ids):
+            if extra not in (0, before):
+                if extra not in self._extra_names:
+                    assert self._extra_name is not None, "blocks with extra ids are left out without `extra_name`"
+                    name = self._extra_name(extra)
+                    if not isinstance(name, str):
+                        raise ValueError(f"extra_name: got {name!r} for extra id {extra}, wanted text")
+                    self._extra_names[extra] = name
+                keys.append([self._extra_names[extra], offset])
+            before = extra
+        return keys
 
     def _chain(self, chains: Chains, start: int, stop: int) -> bytes:
         """The event that stores a chain."""
@@ -185,7 +197,7 @@ class Encoder(Teller[bytes]):
         else:
             ends = self._ends(chains.group, level, namespace, stop - start if depth == 0 else 0)
         return self.form.stored(
-            chains.names[first : stop * HASH_BYTES],
+            chains.hashes[first : stop * HASH_BYTES],
             chains.parents[first : first + HASH_BYTES] if depth else b"",
             chains.tokens[start * size : stop * size],
             ends,
@@ -196,16 +208,16 @@ class Encoder(Teller[bytes]):
         return self._make_ends(number, level, namespace, roots > 0, *[None] * roots)
 
     def _make_ends(self, number: int, level: int, namespace: int, at_root: bool, *keys: Any) -> tuple[bytes, bytes]:
-        _, lora_id, lora, salt, _ = self.naming.space(namespace)
-        window = self.nodes.spec.groups[number].window
-        return self.form.ends(What(number, window, level, lora_id, lora, salt), keys, at_root)
+        space, window = self.hashing.space(namespace), self.nodes.spec.groups[number].window
+        salt = self._salt(space.salt)
+        return self.form.ends(What(number, window, level, space.lora_id, space.lora, salt), keys, at_root)
 
 
 class Chains(NamedTuple):
-    """A group's nodes to store: packed names and parents, (level, namespace, depth), all tokens, and extra keys."""
+    """A group's blocks to store: packed hashes and parents, (level, namespace, depth), all tokens, and extra keys."""
 
     group: int
-    names: bytes
+    hashes: bytes
     parents: bytes
     columns: list[list[int]]
     tokens: list[int]

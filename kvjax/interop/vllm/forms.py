@@ -37,8 +37,7 @@ class Form:
     each group, level and namespace.
 
     Attributes:
-      fields: what it can tell of a namespace and of extra ids.
-      tells_groups: whether it can tell the blocks of windows from others.
+      has_groups: whether it has fields for windows, adapters' names, salts and extra ids.
       cleared: the event AllBlocksCleared.
     """
 
@@ -46,8 +45,7 @@ class Form:
         if form not in FORMS:
             raise ValueError(f"form: got {form!r}, wanted {' or '.join(map(repr, FORMS))}")
         self.form, self.block_size = form, block_size
-        self.tells_groups = form != "array-0.11"
-        self.fields = frozenset({"lora", "salt", "extra"}) if self.tells_groups else frozenset[str]()
+        self.has_groups = form != "array-0.11"
         self.cleared: bytes = _pack({"type": "AllBlocksCleared"} if form == "map" else ["AllBlocksCleared"])
         names = ("block_hashes", "parent_block_hash", "token_ids")
         self._hashes, self._parent, self._tokens = (_pack(name) if form == "map" else b"" for name in names)
@@ -57,7 +55,7 @@ class Form:
         """The event BlockStored.
 
         Args:
-          hashes: the names of blocks that follow each other, as `pack_hashes` makes them.
+          hashes: those of blocks that follow each other, as `pack_hashes` makes them.
           parent: that of the prefix before, empty at a root.
           tokens: those of the blocks.
           ends: from `ends`.
@@ -86,7 +84,7 @@ class Form:
 
     def _make_ends(self, what: What, extra_keys: list[Any] | None) -> tuple[bytes, bytes]:
         fields: dict[str, Any] = {"block_size": self.block_size, "lora_id": what.lora_id, "medium": MEDIA[what.level]}
-        if self.tells_groups:
+        if self.has_groups:
             kind = "full_attention" if what.window is None else "sliding_window"
             fields |= {"lora_name": what.lora, "extra_keys": extra_keys, "group_idx": what.group}
             fields |= {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": what.window}
@@ -99,7 +97,7 @@ class Form:
 
     def _make_ends_of_removed(self, level: int, group: int) -> tuple[bytes, bytes]:
         return self._around(
-            "BlockRemoved", 1, {"medium": MEDIA[level]} | ({"group_idx": group} if self.tells_groups else {})
+            "BlockRemoved", 1, {"medium": MEDIA[level]} | ({"group_idx": group} if self.has_groups else {})
         )
 
     def _around(self, tag: str, before: int, fields: dict[str, Any]) -> tuple[bytes, bytes]:
@@ -128,11 +126,11 @@ class What(NamedTuple):
     salt: str | None
 
 
-def pack_hashes(names: np.ndarray) -> bytes:
-    """Names u64[n] as ints of HASH_BYTES bytes each."""
-    packed = np.empty((len(names), HASH_BYTES), np.uint8)
+def pack_hashes(hashes: np.ndarray) -> bytes:
+    """Hashes u64[n] as ints of HASH_BYTES bytes each."""
+    packed = np.empty((len(hashes), HASH_BYTES), np.uint8)
     packed[:, 0] = 0xCF
-    packed[:, 1:] = names.astype(">u8").view(np.uint8).reshape(-1, 8)
+    packed[:, 1:] = hashes.astype(">u8").view(np.uint8).reshape(-1, 8)
     return packed.tobytes()
 
 

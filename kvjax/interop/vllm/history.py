@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last messages of a publisher, and the index before them: a replay that has no holes.
 
-    base        the nodes before the oldest batch that is kept
-    batches     (number of the first message, payloads, what the batch left in the blocks that it touched)
+    base        the index before the oldest batch that is kept
+    batches     (number of the first message, payloads, the changes that they encode)
 
-A batch that drops out is folded into the base by writing what it left there.
+The changes of a batch that drops out are written into the base.
+
+A replay that is too old begins with this base, not with the present index: readers such as vLLM's example end a replay
+at the message before the first that they have, and go on with that one, which must not be in the index already.
 """
 
 from __future__ import annotations
@@ -14,21 +17,9 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from kvjax.events.records import EventKind
-from kvjax.interop.batch import Batch
-from kvjax.interop.nodes import NodeMap
+from kvjax.interop.index import Change, NodeMap
 
 _OVERHEAD = 512  # bytes of a batch beside its payloads and arrays, about
-
-
-class Image(NamedTuple):
-    """The state of the blocks of a group that a batch touched: blocks i32[n], perhaps repeated, rows i32[n, W]."""
-
-    group: int
-    blocks: np.ndarray
-    rows: np.ndarray
 
 
 class Sent(NamedTuple):
@@ -36,24 +27,12 @@ class Sent(NamedTuple):
 
     first: int
     payloads: Sequence[bytes]
-    images: Sequence[Image]
+    changes: Sequence[Change]
 
     @property
     def nbytes(self) -> int:
         """The number of bytes it holds."""
-        arrays = sum(image.rows.nbytes + image.blocks.nbytes for image in self.images)
-        return _OVERHEAD + sum(map(len, self.payloads)) + arrays
-
-
-def images_of(batch: Batch, nodes: NodeMap) -> list[Image]:
-    """The images of a batch that was followed."""
-    images, numbers = [], batch.records[:, 1]
-    for number in sorted(set(numbers.tolist())):
-        records, table = batch.records[numbers == number], nodes.groups[number].table
-        cleared = np.any(records[:, 0] == EventKind.CLEARED)
-        blocks = np.arange(len(table)) if cleared else records[:, 2]
-        images.append(Image(number, blocks, table[blocks]))
-    return images
+        return _OVERHEAD + sum(map(len, self.payloads)) + sum(change.nbytes for change in self.changes)
 
 
 class History:
@@ -65,9 +44,9 @@ class History:
         self.restart(nodes, 0)
 
     def restart(self, nodes: NodeMap, following: int) -> None:
-        """Begins with an index, after which the message `following` comes."""
+        """Begins with an index, which becomes the history's own, after which the message `following` comes."""
         with self._lock:
-            self._base = nodes.copy()
+            self._base = nodes
             self._batches: collections.deque[Sent] = collections.deque()
             self._bytes, self._next = 0, following
 
@@ -80,8 +59,8 @@ class History:
             while self._batches and (len(self._batches) > self._most_batches or self._bytes > self._most_bytes):
                 oldest = self._batches.popleft()
                 self._bytes -= oldest.nbytes
-                for number, blocks, rows in oldest.images:
-                    self._base.groups[number].table[blocks] = rows
+                for change in oldest.changes:
+                    self._base.write(change)
 
     def since(self, start: int) -> tuple[NodeMap | None, int, list[tuple[int, bytes]]]:
         """The reply to a reader who asks for the messages from `start` on.

@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes a cache's events over ZMQ as vLLM does, from a thread of its own.
 
-    caller      publish: events are copied to the host and queued (`interop/feed.py`)
-    publisher   a batch at a time: node map, names, payloads, history, PUB; an empty batch when idle
-    replayer    ROUTER: what was missed (`replay.py`)
-
-What does not fit the queue goes into the node map alone, and a resync is sent from the map.
+caller      publish: what events change in the index is queued (`interop/hub.py`)
+publisher   payloads, history, PUB; an empty batch when idle
+replayer    ROUTER: what was missed (`replay.py`)
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from kvjax.interop.batch import Batch
-from kvjax.interop.feed import Feed
-from kvjax.interop.nodes import NodeMap
-from kvjax.interop.sockets import Curve
+from kvjax.interop._wires import zmq
+from kvjax.interop.hub import PublisherThread
+from kvjax.interop.index import Change, NodeMap
+from kvjax.interop.sockets import LOOPBACK, Curve, attach_socket, default_topic, open_socket
 from kvjax.interop.vllm.encode import Encoder
-from kvjax.interop.vllm.history import Image, images_of
-from kvjax.interop.vllm.outlet import Outlet
+from kvjax.interop.vllm.history import History, Sent
+from kvjax.interop.vllm.replay import REQUEST_BYTES, Replayer
 from kvjax.spec import CacheSpec
 
+_SUBSCRIPTION_BYTES = 1024  # the most of a subscription's frame
+_QUEUED = 1000  # messages queued for a subscriber that reads slowly; it asks for what is dropped beyond
 
-class Publisher(Feed[Encoder, tuple[list[bytes], list[Image]]]):
+
+class Publisher(PublisherThread[Encoder]):
     """Publishes the events of a cache; readers are vLLM's, NVIDIA Dynamo, llm-d, AIBrix and `Subscriber`.
 
     The first message is a resync: AllBlocksCleared and the index, if any, so that what readers know of a process that
@@ -32,9 +35,8 @@ class Publisher(Feed[Encoder, tuple[list[bytes], list[Image]]]):
       endpoint: where it publishes, with the port that was chosen.
       replay_endpoint: where it answers, or None.
       topic: of its messages.
+      nodes: what is cached by the events so far.
     """
-
-    _name = "publisher"
 
     def __init__(
         self,
@@ -82,40 +84,72 @@ class Publisher(Feed[Encoder, tuple[list[bytes], list[Image]]]):
         """
         if not replay_timeout > 0:
             raise ValueError(f"replay_timeout: got {replay_timeout!r}, wanted more than 0")
+        if bind is not None and connect is not None:
+            raise ValueError(f"connect: got {connect!r} beside bind={bind!r}, wanted one of them")
+        if replay_form not in ("", "0.11"):
+            raise ValueError(f"replay_form: got {replay_form!r}, wanted '' or '0.11'")
+        limits = {"first_seq": first_seq, "buffer_batches": buffer_batches, "buffer_bytes": buffer_bytes}
+        for name, value in limits.items():
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name}: got {value!r}, wanted an int of at least 0")
         super().__init__(Encoder(spec, model=model, **options), queue_bytes=queue_bytes, heartbeat=heartbeat)
-        self._outlet = Outlet(
-            self._encoder.nodes, self._encoder.snapshot_of, bind=bind, connect=connect, replay=replay, topic=topic,
-            model=model, replay_form=replay_form, first_seq=first_seq, buffer_batches=buffer_batches,
-            buffer_bytes=buffer_bytes, replay_timeout=replay_timeout, curve=curve,
-        )  # fmt: skip
+        self._counts |= {"messages": 0, "resyncs": 0}
+        self._next = time.time_ns() // 1000 if first_seq is None else first_seq
+        self._history = History(NodeMap(spec), buffer_batches, buffer_bytes)
+        self._context, self._replayer, self.replay_endpoint = zmq.Context(), None, None
+        try:
+            self._socket = open_socket(self._context, zmq.PUB, curve, _SUBSCRIPTION_BYTES, _QUEUED)
+            name, given = ("bind", bind or LOOPBACK) if connect is None else ("connect", connect)
+            self.endpoint = attach_socket(self._socket, name, given, bind=connect is None)
+            default = default_topic(self.endpoint, model, bound=connect is None)
+            self.topic = default if topic is None else topic.encode()
+            if replay is not None:
+                router = open_socket(self._context, zmq.ROUTER, curve, REQUEST_BYTES, 64)
+                self.replay_endpoint = attach_socket(router, "replay", replay, bind=True)
+                snapshot = self._encoder.snapshot_of
+                self._replayer = Replayer(router, self._history, snapshot, self.topic, replay_form, replay_timeout)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._start()
-
-    endpoint = property(lambda self: self._outlet.endpoint)
-    replay_endpoint = property(lambda self: self._outlet.replay_endpoint)
-    topic = property(lambda self: self._outlet.topic)
 
     @property
     def last(self) -> int | None:
         """Number of the last message; a `Subscriber` whose `last` is as high has followed."""
-        return self._outlet.last
+        return self._next - 1 if self._counts["messages"] else None
 
     @property
     def counts(self) -> dict[str, int]:
         """Messages, resyncs, overflows of the queue, calls ignored after an error, replays, and blocks left out."""
-        return {**self._outlet.counts, **super().counts}
+        return super().counts | ({} if self._replayer is None else self._replayer.counts)
 
-    def _take(self, batch: Batch) -> tuple[list[bytes], list[Image]] | None:
-        payloads = self._encoder.payloads(self._encoder.events(batch))
-        return (payloads, images_of(batch, self._encoder.nodes)) if payloads else None
+    # The publisher's thread.
 
-    def _send(self, told: tuple[list[bytes], list[Image]]) -> None:
-        self._outlet.send(*told)
+    def _send(self, changes: list[Change]) -> None:
+        payloads = self._encoder.payloads(self._encoder.messages(changes))
+        if payloads:
+            self._history.append(Sent(self._next, payloads, changes))  # a reader who has seen a message can ask for it
+            self._put(payloads)
 
-    def _send_index(self, nodes: NodeMap) -> None:
-        self._outlet.resync(nodes)
+    def _resync(self, nodes: NodeMap) -> None:
+        payloads = self._encoder.snapshot_of(nodes)
+        self._history.restart(nodes, self._next + len(payloads))
+        self._put(payloads)
+        self._counts["resyncs"] += 1
 
     def _idle(self) -> None:
-        self._outlet.send([self._encoder.idle()], [])
+        payload = self._encoder.idle()
+        self._history.append(Sent(self._next, [payload], []))
+        self._put([payload])
 
     def _end(self, seconds: float) -> None:
-        self._outlet.close(seconds)
+        if self._replayer is not None:
+            self._replayer.stop()
+        self._socket.close(linger=int(1000 * seconds))
+        self._context.term()
+
+    def _put(self, payloads: Sequence[bytes]) -> None:
+        for payload in payloads:
+            self._socket.send_multipart((self.topic, self._next.to_bytes(8, "big"), payload))
+            self._next += 1
+        self._counts["messages"] += len(payloads)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from kvjax import LayerSpec, names
+from kvjax import LayerSpec
 from kvjax.events import EventLog, Events, Mirror
 from kvjax.events.records import COLUMNS, EventKind
-from kvjax.interop import trtllm
+from kvjax.interop import hashing, trtllm
 from kvjax.interop.vllm import Prefix
 from kvjax.state import Text
 
@@ -162,14 +162,14 @@ def projected(
             continue
         if salt is not None and salts == "omit":
             continue
-        wire = names.salt_digest(salt, key=key) if salt is not None and salts == "digest" else salt
+        wire = hashing.salt_hash(salt, key=key) if salt is not None and salts == "digest" else salt
         start = _start(wired, namespace, path, spec.block_size, group)
         after = None
         if start:
-            after = names.root(None, salt, lora, key=key)
+            after = hashing.root_hash(None, salt, lora, key=key)
             for at in range(0, start, spec.block_size):
-                after = names.block(after, path[at : at + spec.block_size], key=key)
-            wire, after = None, names.first_64_bits(after)
+                after = hashing.block_hash(after, path[at : at + spec.block_size], key=key)
+            wire, after = None, hashing.first_64_bits(after)
         tokens = tuple(token for token, _ in items)[start:]
         extra = tuple(
             (at - start, extra_name(ids))
@@ -196,16 +196,18 @@ def written(
         if salt is not None and salts == "omit":
             continue
         if salt is not None and salts == "digest":
-            wire = names.salt_digest(salt, key=key)
+            wire = hashing.salt_hash(salt, key=key)
         start = _start(wired, namespace, path, size, group)
         for at in range(0, start, size):
             some = path[at : at + size]
             text = [list(part) for part in zip(*some, strict=True)] if spec.extra_ids else [some]
-            after = names.block(after or names.root(None, salt, lora, key=key), *text, key=key)
+            after = hashing.block_hash(after or hashing.root_hash(None, salt, lora, key=key), *text, key=key)
         tokens = path[start:] if spec.extra_ids else tuple((token, 0) for token in path[start:])
         window = spec.groups[group].window
         window = spec.max_length if window is None else min(window, spec.max_length - 1)
-        prefix = trtllm.Prefix(window, group, lora, wire, tokens, None if after is None else names.first_64_bits(after))
+        prefix = trtllm.Prefix(
+            window, group, lora, wire, tokens, None if after is None else hashing.first_64_bits(after)
+        )
         found[prefix] = level, priority
     return found
 
@@ -250,15 +252,15 @@ def named(
             if not path:
                 salt, number = known.describe(namespace)
                 lora = None if number is None else (loras or {}).get(number, str(number))
-                digests[namespace, path] = names.root(model, salt, lora, key=key)
+                digests[namespace, path] = hashing.root_hash(model, salt, lora, key=key)
             else:
                 block = path[-spec.block_size :]
                 parts = zip(*block, strict=True) if spec.extra_ids else [block]
                 above = digest(namespace, path[: -spec.block_size])
-                digests[namespace, path] = names.block(above, *map(list, parts), key=key)
+                digests[namespace, path] = hashing.block_hash(above, *map(list, parts), key=key)
         return digests[namespace, path]
 
     for (group, *_), (namespace, path, level, _) in mirror.nodes.items():
         if group in groups and len(path) % spec.block_size == 0 and namespace in known:
-            found[group, str(names.first_64_bits(digest(namespace, path)))] = level
+            found[group, str(hashing.first_64_bits(digest(namespace, path)))] = level
     return found

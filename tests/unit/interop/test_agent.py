@@ -19,9 +19,9 @@ from google.protobuf.message import DecodeError
 from grpc_tools import protoc
 
 import kvjax
-from kvjax import names
+from kvjax.interop import hashing
 from kvjax.interop.agent import Agent, messages, service, services
-from kvjax.interop.agent.updates import MOST_NAMES
+from kvjax.interop.agent.updates import MOST_HASHES
 from tests.drive import TIMEOUT
 from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, named, namespaces, spec_of
@@ -101,8 +101,8 @@ def mirror_of(*events):
 
 
 def test_updates_by_hand():
-    first = names.block(names.root(), [1, 2, 3, 4])
-    a, b = (str(names.first_64_bits(digest)).encode() for digest in (first, names.block(first, [5, 6, 7, 8])))
+    first = hashing.block_hash(hashing.root_hash(), [1, 2, 3, 4])
+    a, b = (str(hashing.first_64_bits(digest)).encode() for digest in (first, hashing.block_hash(first, [5, 6, 7, 8])))
 
     def text(tag, value):
         return bytes([tag << 3 | 2, len(value)]) + value
@@ -184,7 +184,7 @@ class Hesitant:
 
 def test_who_subscribes_while_events_come_misses_none_and_gets_none_twice():
     with agent(heartbeat=0.01, max_subscribers=64) as source, contextlib.ExitStack() as stack:
-        source._map_lock, readers = Hesitant(source._map_lock), []
+        source._lock, readers = Hesitant(source._lock), []
         for number in range(150):
             source.publish([stored(5, number, 0, [number] * 4)])
             time.sleep(0.003)
@@ -206,18 +206,18 @@ def test_blocks_name_the_prefix_before_them():
 
 
 def test_a_large_state_comes_in_pieces():
-    spec = kvjax.make_spec(num_blocks=MOST_NAMES + 10, max_seqs=1, max_length=4, block_size=1)
+    spec = kvjax.make_spec(num_blocks=MOST_HASHES + 10, max_seqs=1, max_length=4, block_size=1)
     sizes = []
     with agent(spec) as source, grpc.insecure_channel(source.address) as channel:
-        source.publish([stored(block, 1, 0, [block]) for block in range(MOST_NAMES + 10)])
+        source.publish([stored(block, 1, 0, [block]) for block in range(MOST_HASHES + 10)])
         assert source.flush(LONG)
         for message in channel.unary_stream(METHOD)(b""):
             update = messages.KVCacheStateUpdate.FromString(message)
             sizes.append((len(update.cache_ids), len(message) < 1 << 20))
             if update.snapshot_end:
                 break
-    assert sizes == [(MOST_NAMES, True), (10, True), (0, True)]
-    assert MOST_NAMES * 2 * (2 + len(str(2**64))) < 1 << 20
+    assert sizes == [(MOST_HASHES, True), (10, True), (0, True)]
+    assert MOST_HASHES * 2 * (2 + len(str(2**64))) < 1 << 20
 
 
 # How full it is.
@@ -318,10 +318,10 @@ def unread(source, groups=()):
 def flood(source, seconds=LONG):
     """Publishes until somebody is late."""
     tokens, until, number = [7] * 4, time.monotonic() + seconds, 0
-    while not any(stream.ended for stream in list(source._board.streams)) and time.monotonic() < until:
+    while not any(stream.ended for stream in list(source._broadcaster.streams)) and time.monotonic() < until:
         number += 1
         source.publish([stored(0, number, 0, tokens), removed(0, number)])
-    assert any(stream.ended is service.End.LATE for stream in list(source._board.streams))
+    assert any(stream.ended is service.End.LATE for stream in list(source._broadcaster.streams))
 
 
 def test_a_subscriber_that_is_late_ends_and_may_come_again():

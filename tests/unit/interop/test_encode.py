@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import names
+from kvjax.interop import hashing
 from kvjax.interop.vllm import Encoder, Mirror, decode
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
 from tests.wire_kit import removed, stored, updated
@@ -16,11 +16,11 @@ from tests.wire_kit import removed, stored, updated
 SPEC = spec_of("plain")
 NOW = 1.5
 BEFORE = b"\x93\xcb" + struct.pack(">d", NOW)
-ROOT = names.root()
+ROOT = hashing.root_hash()
 
 
 def name(tokens, parent=ROOT, ids=None, key=b""):
-    return names.block(parent, tokens, ids, key=key)
+    return hashing.block_hash(parent, tokens, ids, key=key)
 
 
 def u64(digest):
@@ -138,7 +138,7 @@ def told(events, **options):
 
 
 def h(digest):
-    return names.first_64_bits(digest)
+    return hashing.first_64_bits(digest)
 
 
 def test_partly_filled_blocks_and_their_removals_are_left_out():
@@ -238,7 +238,7 @@ def test_a_bare_first_group_is_not_published():
     assert [(event["group_idx"], event["block_hashes"], event["parent_block_hash"]) for event in found] == [
         (1, [h(first)], None), (2, [h(name([2] * 4, first))], h(first)),
     ]  # fmt: skip
-    assert encoder.naming.left_out == {}
+    assert encoder.left_out == {}
 
 
 def test_adapters_and_salts():
@@ -249,20 +249,20 @@ def test_adapters_and_salts():
     ]
     found = events_of(Encoder(SPEC, names=known, lora_names=sql).encode(store))
     spaces = {(e.get("lora_id"), e["lora_name"], e.get("cache_salt")): e["block_hashes"] for e in found[:4]}
-    a, b = names.salt_digest("tenant a"), names.salt_digest("tenant b")
+    a, b = hashing.salt_hash("tenant a"), hashing.salt_hash("tenant b")
     assert a == "3a779d9a0f9d58a66187a31f5f83e267"
     wanted = [(None, None, None), (None, None, a), (3, "sql", None), (3, "sql", b)]
-    roots = [names.root(None, salt, lora) for salt, lora in ((None, None), ("tenant a", None), (None, "sql"),
+    roots = [hashing.root_hash(None, salt, lora) for salt, lora in ((None, None), ("tenant a", None), (None, "sql"),
                                                             ("tenant b", "sql"))]  # fmt: skip
     assert spaces == {space: [h(name([1] * 4, root))] for space, root in zip(wanted, roots, strict=True)}
     assert [event.get("cache_salt") for event in found[4:]] == [a, b]  # of children too
     keyed = events_of(Encoder(SPEC, names=known, key=b"secret").encode(store))
     assert keyed[1]["cache_salt"] == "1d9158e1b151eb6f8c248bd7de249b81" and keyed[2]["lora_name"] == "3"
-    assert keyed[0]["block_hashes"] == [h(name([1] * 4, names.root(key=b"secret"), key=b"secret"))]
+    assert keyed[0]["block_hashes"] == [h(name([1] * 4, hashing.root_hash(key=b"secret"), key=b"secret"))]
     plain = events_of(Encoder(SPEC, names=known, salts="plain").encode(store))
     assert [event.get("cache_salt") for event in plain[:4]] == [None, "tenant a", None, "tenant b"]
     omitted = Encoder(SPEC, names=known, salts="omit")
-    assert len(events_of(omitted.encode(store))) == 2 and omitted.naming.left_out == {"salt_omitted": 4}
+    assert len(events_of(omitted.encode(store))) == 2 and omitted.left_out == {"salt_omitted": 4}
 
 
 def test_salts_in_arrays_are_keys_of_the_first_block():
@@ -275,7 +275,7 @@ def test_salts_in_arrays_are_keys_of_the_first_block():
 def test_a_form_without_fields_leaves_out_who_needs_them():
     known, encoder = namespaces(), Encoder(SPEC, names=namespaces(), form="array-0.11")
     store = [stored(b, 1, b, [1] * 4) for b in range(4)]
-    assert len(events_of(encoder.encode(store))) == 1 and encoder.naming.left_out == {"form_without_field": 3}
+    assert len(events_of(encoder.encode(store))) == 1 and encoder.left_out == {"form_without_field": 3}
     assert known.describe(3) == ("tenant b", 3)
 
 
@@ -283,7 +283,7 @@ def test_namespaces_that_were_never_given_out_are_left_out_with_all_below():
     known = kvjax.Namespaces()
     encoder = Encoder(SPEC, names=known)
     store = [stored(1, 1, 1, [1] * 4), stored(2, 1, (1, 1), [2] * 4), stored(3, 1, (2, 1), [2])]
-    assert encoder.encode(store) == [] and encoder.naming.left_out == {"unknown_namespace": 2}
+    assert encoder.encode(store) == [] and encoder.left_out == {"unknown_namespace": 2}
     known(salt="late")
     assert encoder.encode([stored(4, 1, (1, 1), [3] * 4)]) == []  # what is below stays with its parent
     assert encoder.encode([stored(5, 1, 1, [3] * 4)]) != []
@@ -321,7 +321,7 @@ def test_blocks_with_extra_ids_are_left_out_where_these_have_no_names():
     store = [with_ids(1, 0, [0] * 4), with_ids(2, (1, 1), [0, 7, 0, 0]), with_ids(3, (2, 1), [0] * 4)]
     for options, reason in (({}, "extra_id_without_name"), ({"form": "array-0.11"}, "form_without_field")):
         encoder = Encoder(EXTRA, **options)
-        assert len(events_of(encoder.encode(store))) == 1 and encoder.naming.left_out == {reason: 2}
+        assert len(events_of(encoder.encode(store))) == 1 and encoder.left_out == {reason: 2}
 
 
 def test_a_salt_and_extra_ids_in_arrays():
@@ -341,11 +341,13 @@ def test_of_two_blocks_with_one_name_the_second_is_left_out_with_all_below(monke
     one, two = known(lora=3), known(lora=4)
     encoder = Encoder(SPEC, names=known, lora_names={3: "4"})
     store = [stored(1, 1, one, [1] * 4), stored(2, 1, two, [1] * 4), stored(3, 1, (2, 1), [2] * 4)]
-    assert len(events_of(encoder.encode(store))) == 1 and encoder.naming.left_out == {"collision": 2}
+    assert len(events_of(encoder.encode(store))) == 1 and encoder.left_out == {"collision": 2}
     later = [stored(4, 1, two, [2] * 4), stored(5, 1, one, [2] * 4)]
     assert len(events_of(encoder.encode(later[:1]))) == 1 and encoder.encode(later[1:]) == []
+    below = [stored(6, 1, (2, 1), [5] * 4), removed(6, 1), stored(7, 1, (1, 1), [5] * 4)]  # 6 takes no hash from 7
+    assert encoder.encode(below[:2]) == [] and len(events_of(encoder.encode(below[2:]))) == 1
     assert encoder.encode([removed(5, 1), removed(3, 1), removed(2, 1)]) == []
-    assert len(events_of(encoder.encode([removed(4, 1), removed(1, 1)]))) == 1
+    assert len(events_of(encoder.encode([removed(7, 1), removed(4, 1), removed(1, 1)]))) == 1
 
 
 def test_messages_are_split_below_the_most_bytes():

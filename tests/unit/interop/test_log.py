@@ -18,7 +18,7 @@ from tests.unit.debug import stories
 from tests.unit.interop.forest import Forest, arrays_of, spec_of
 from tests.wire_kit import removed, stored, updated
 
-HITS = "Events do not tell hits on single blocks: what was looked up and reused is known of each admission as a whole"
+HITS = "Events have no hits on single blocks: what was looked up and reused is given for each admission as a whole"
 
 
 def line(now, *events, queried=0, cached=0):
@@ -90,7 +90,7 @@ def test_files_of_bare_events_are_read_too():
     found = report(json.dumps(event) for event in (A, B, removed(2, 1), removed(1, 1), stored(4, 1, 0, [1, 2, 3, 4])))
     assert (found.unit, found.transitions, found.share) == ("events", 0, None)
     assert found.lifetimes == [1, 3] and found.again == [1] and found.blocks[-1] == (1, 0)
-    assert "reuse         the file does not tell what was looked up\n" in str(found)
+    assert "reuse         the file does not have what was looked up\n" in str(found)
     assert "median 2 events, 8 of 10 between 1 events and 3 events" in str(found)
 
 

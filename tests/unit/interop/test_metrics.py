@@ -218,7 +218,8 @@ def test_queues_and_overflows_of_wires_are_exported():
     registry = prometheus_client.CollectorRegistry()
     wire = Publisher(LEVELS, bind="tcp://127.0.0.1:*", queue_bytes=1)
     Metrics(registry, LEVELS, wires={"vllm": wire})
-    wire.publish([stored(1, 1, 0, [1] * 4)])
+    for block in (1, 2):
+        wire.publish([stored(block, 1, 0, [block] * 4)])
     wire.publish([removed(9, 9)])
     assert wire.flush(20)
     wire.publish([removed(1, 1)])

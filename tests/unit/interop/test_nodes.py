@@ -7,7 +7,9 @@ import pytest
 
 import kvjax
 from kvjax.interop import NodeMap, together
-from kvjax.interop.batch import on_host, read
+from kvjax.interop.events import arrays, host_events
+from kvjax.interop.hashing import Hashing
+from kvjax.interop.vllm import Encoder
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, spec_of
 from tests.wire_kit import removed, stored, updated
 
@@ -109,20 +111,96 @@ def test_listeners_together_get_one_batch_and_a_copy_on_the_host(log):
     listener(jax.device_put(arrays_of(KNOWN, PLAIN, log=log)))
     listener(jax.device_put(arrays_of([removed(2, 1)], PLAIN, log=log)))
     first, second = got
-    assert read(first, PLAIN) is first.batch and len(first.batch) == 2 and len(second.batch) == 1
-    assert on_host(first) is first.events and all(isinstance(x, np.ndarray) for x in jax.tree.leaves(first.events))
+    assert host_events(first, PLAIN) is first and len(first.records) == 2 and len(second.records) == 1
+    assert arrays(first) is first.events and all(isinstance(x, np.ndarray) for x in jax.tree.leaves(first.events))
     assert nodes[0].index == nodes[1].index == kvjax.fold(KNOWN[:1]).index
     other = spec_of("plain", blocks=11)
-    assert read(first, other) is not first.batch and len(read(first, other)) == 2
+    assert host_events(first, other) is not first and len(host_events(first, other).records) == 2
     with pytest.raises(ValueError, match=r"^events: got list, wanted Events or an EventLog"):
         listener(KNOWN)
 
 
+class Listener:
+    """What follows a cache by an encoder; as `Publisher` does, it shows its index."""
+
+    def __init__(self, **options):
+        self.encoder, self.payloads, self.errors = Encoder(PLAIN, **options), [], []
+
+    nodes = property(lambda self: self.encoder.nodes)
+
+    def write(self, events):
+        try:
+            self.payloads += self.encoder.encode(events, 0.0)
+        except ValueError as error:
+            self.errors.append(error)
+
+
+def test_listeners_together_fold_once_and_hash_once_for_each_key(monkeypatch):
+    hashed, hash_rows = [], Hashing.hash
+
+    def counted(self, rows, *rest):
+        hashed.append(len(rows))
+        hash_rows(self, rows, *rest)
+
+    monkeypatch.setattr(Hashing, "hash", counted)
+    one, same, other, nodes = Listener(), Listener(form="array"), Listener(key=b"secret"), NodeMap(PLAIN)
+    listener = together(PLAIN, nodes.fold, one.write, same.write, other.write)
+    listener(arrays_of(KNOWN, PLAIN))
+    assert hashed == [2, 2] and nodes.groups is one.nodes.groups is same.nodes.groups is not other.nodes.groups
+    assert [len(each.payloads) for each in (one, same, other)] == [1, 1, 1] and one.payloads != other.payloads
+    assert nodes.index == other.nodes.index == kvjax.fold(KNOWN).index
+
+
+def test_maps_that_share_part_when_one_gets_events_alone_or_is_attached():
+    maps = [NodeMap(PLAIN) for _ in range(3)]
+    listener = together(PLAIN, *(one.fold for one in maps))
+    listener(arrays_of(KNOWN, PLAIN))
+    assert maps[0].groups is maps[1].groups is maps[2].groups
+    maps[0].fold([removed(2, 1)])
+    maps[1].attach(kvjax.init(PLAIN))
+    assert [len(one) for one in maps] == [1, 0, 2]
+    later = [stored(4, 1, 0, [7])]
+    maps[1].fold(KNOWN)
+    listener(arrays_of(later, PLAIN))
+    assert [len(one) for one in maps] == [2, 3, 3] and maps[2].index == kvjax.fold([*KNOWN, *later]).index
+
+
+def test_maps_of_other_contents_do_not_share():
+    one, other = NodeMap(PLAIN), NodeMap(PLAIN)
+    one.fold(KNOWN)
+    together(PLAIN, one.fold, other.fold)
+    assert one.groups is not other.groups and len(other) == 0
+
+
+def test_a_map_that_missed_events_of_those_who_share_says_so():
+    """A listener that raises keeps the events from those after it."""
+    maps = [NodeMap(PLAIN) for _ in range(2)]
+    fails = [True]
+
+    def listen(events):
+        if fails.pop():
+            raise RuntimeError
+
+    listener = together(PLAIN, maps[0].fold, listen, maps[1].fold)
+    with pytest.raises(RuntimeError):
+        listener(arrays_of(KNOWN, PLAIN))
+    fails.append(False)
+    with pytest.raises(ValueError, match=r"^events: got some after others that were left out, wanted `attach"):
+        listener(arrays_of([removed(2, 1)], PLAIN))
+    assert len(maps[0]) == 1
+
+
+def test_impossible_events_are_impossible_for_all_who_share():
+    one, other = Listener(), Listener()
+    together(PLAIN, one.write, other.write)(arrays_of([removed(2, 1)], PLAIN))
+    assert one.errors == other.errors and "removed of node (0, 2, 1)" in str(one.errors[0])
+
+
 def test_events_on_the_host_are_read_as_they_are():
     events = arrays_of(KNOWN, PLAIN)
-    read(events, PLAIN)
+    host_events(events, PLAIN)
     events.records[:] = 0
-    assert not len(read(events, PLAIN))
+    assert not len(host_events(events, PLAIN).records)
 
 
 def test_a_path_is_read_at_any_depth_and_circles_end():

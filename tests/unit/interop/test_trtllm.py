@@ -9,24 +9,25 @@ import hypothesis.strategies as st
 import pytest
 
 import kvjax
-from kvjax import LayerSpec, names
+from kvjax import LayerSpec
+from kvjax.interop import hashing
 from kvjax.interop.trtllm import Block, Created, Diff, Event, Mirror, Prefix, Removed, Stored, Updated, Writer, parse
 from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, spec_of, written
 from tests.wire_kit import removed, stored, updated
 
 SPEC = spec_of("plain")
-ROOT = names.root()
-A = names.block(ROOT, [1, 2, 3, 300])
-B = names.block(A, [70_000, 127, 128, 65_535])
-PART = names.block(A, [9, 8])
+ROOT = hashing.root_hash()
+A = hashing.block_hash(ROOT, [1, 2, 3, 300])
+B = hashing.block_hash(A, [70_000, 127, 128, 65_535])
+PART = hashing.block_hash(A, [9, 8])
 STORE_A, STORE_B = stored(1, 1, 0, [1, 2, 3, 300]), stored(2, 1, (1, 1), [70_000, 127, 128, 65_535])
 STORE_PART = stored(3, 1, (1, 1), [9, 8], level=1, priority=80)
 CREATED = '{"event_id":0,"data":{"type":"created","num_blocks_per_cache_level":[10,6]},"window_size":32'
 
 
 def h(digest):
-    return names.first_64_bits(digest)
+    return hashing.first_64_bits(digest)
 
 
 def token(number, extra=0):
@@ -82,7 +83,7 @@ def test_partly_filled_blocks_end_their_event():
         {"type": "removed", "block_hashes": [h(PART)]},
     ]
     assert part in found[0]
-    assert lines([stored(3, 1, 0, [7])])[0].count(block(names.block(ROOT, [7]), [7])) == 1
+    assert lines([stored(3, 1, 0, [7])])[0].count(block(hashing.block_hash(ROOT, [7]), [7])) == 1
 
 
 def test_salts_adapters_ranks_and_extra_ids_by_hand():
@@ -90,14 +91,14 @@ def test_salts_adapters_ranks_and_extra_ids_by_hand():
     [_, line] = Writer(SPEC, names=known, rank=3, lora_names={3: 'the "100 %d" one'}, salts="plain").lines(
         [stored(1, 1, 3, [5])]
     )
-    digest = names.block(names.root(None, "tenant b", 'the "100 %d" one'), [5])
+    digest = hashing.block_hash(hashing.root_hash(None, "tenant b", 'the "100 %d" one'), [5])
     assert line == (
         '{"event_id":1,"data":{"type":"stored","parent_hash":null,"blocks":[' + block(digest, [5])
         + '],"cache_salt":"tenant b","lora_name":"the \\"100 %d\\" one"},"window_size":32,"attention_dp_rank":3,'
         '"layer_group_id":0}'
     )  # fmt: skip
     [line] = lines([stored(1, 1, 0, [5, 6], extra_ids=[0, 7])], spec=spec_of("extra ids"))
-    assert block(names.block(ROOT, [5, 6], [0, 7]), [(5, 0), (6, 7)]) in line
+    assert block(hashing.block_hash(ROOT, [5, 6], [0, 7]), [(5, 0), (6, 7)]) in line
 
 
 def test_each_group_with_kv_is_created_by_ascending_window():
@@ -193,9 +194,9 @@ def test_options_are_checked(options, complaint):
 def test_namespaces_that_were_never_given_out_and_omitted_salts_are_left_out():
     store = [stored(1, 1, 1, [1] * 4), stored(2, 1, (1, 1), [2] * 4), stored(3, 1, (2, 1), [2]), removed(3, 1)]
     writer = Writer(SPEC, names=kvjax.Namespaces())
-    assert len(writer.lines(store)) == 1 and writer.naming.left_out == {"unknown_namespace": 3}
+    assert len(writer.lines(store)) == 1 and writer.left_out == {"unknown_namespace": 3}
     writer = Writer(SPEC, names=namespaces(), salts="omit")
-    assert len(writer.lines(store)) == 1 and writer.naming.left_out == {"salt_omitted": 3}
+    assert len(writer.lines(store)) == 1 and writer.left_out == {"salt_omitted": 3}
 
 
 # The law: what is written tells the index.

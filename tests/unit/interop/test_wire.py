@@ -209,17 +209,17 @@ def test_the_caller_does_not_hear_of_impossible_events_that_it_folds_itself(capl
 
 
 def test_the_caller_does_not_wait_for_a_resync(monkeypatch):
-    """What does not fit the queue is folded by the caller, into a map of which the resync has a copy."""
+    """A snapshot takes the place of what does not fit the queue; it is brought up to date while it waits."""
     with publisher(queue_bytes=1) as source, subscriber(source) as sub:
         assert source.flush(LONG)
-        index, began, go_on = source._encoder.index, threading.Event(), threading.Event()
+        snapshot, began, go_on = source._encoder.snapshot_of, threading.Event(), threading.Event()
 
         def slow(nodes):
             began.set()
             assert go_on.wait(LONG)
-            return index(nodes)
+            return snapshot(nodes)
 
-        monkeypatch.setattr(source._encoder, "index", slow)
+        monkeypatch.setattr(source._encoder, "snapshot_of", slow)
         source.publish(CHAIN[:1])
         assert began.wait(LONG)
         source.publish(CHAIN[1:])  # would wait for ever
@@ -258,9 +258,9 @@ def test_close_sends_what_is_queued_within_its_time(monkeypatch):
         assert sub.wait(lambda one: len(one) == 2, LONG)
     slow = publisher()
     assert slow.flush(LONG)
-    monkeypatch.setattr(slow._encoder, "events", lambda batch: time.sleep(0.3) or [])
-    for _ in range(3):
-        slow.publish(CHAIN)
+    monkeypatch.setattr(slow._encoder, "messages", lambda changes: time.sleep(0.3) or [])
+    for event in [*CHAIN, removed(1, 1)]:
+        slow.publish([event])
     with pytest.raises(TimeoutError, match=r"^close: got 0.1 s, wanted more: [123] batches were not sent"):
         slow.close(0.1)
 

@@ -10,30 +10,30 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.names import block, digests, first_64_bits, label, root, salt_digest
+from kvjax.interop.hashing import block_hash, block_hashes, first_64_bits, root_hash, salt_hash, with_hashes
 from kvjax.testing import Trial, random_requests, requests
 from tests.drive import EXTRA, PLAIN, TIERS
 from tests.unit.debug import stories
 
-ROOT = root()
-FIRST = block(ROOT, range(16))
+ROOT = root_hash()
+FIRST = block_hash(ROOT, range(16))
 
 
 def test_vectors():
     """Other programs compute these too; they never change."""
     assert ROOT.hex() == "6491c07cd16c1d744f87c7c119f077ef"
     assert FIRST.hex() == "3accded638a12057a4208d66d88c63eb"
-    assert block(FIRST, range(16, 32)).hex() == "6c33524770d343bbc33de176cb79d7be"
-    assert root(None, "tenant a", "sql").hex() == "14c45be0db6ba256a7f714fc723e017e"
-    assert root(key=b"secret").hex() == "d5fd2f97f0f9b380e7d98bac4480ff13"
+    assert block_hash(FIRST, range(16, 32)).hex() == "6c33524770d343bbc33de176cb79d7be"
+    assert root_hash(None, "tenant a", "sql").hex() == "14c45be0db6ba256a7f714fc723e017e"
+    assert root_hash(key=b"secret").hex() == "d5fd2f97f0f9b380e7d98bac4480ff13"
 
 
 def test_a_digest_is_the_hash_of_these_bytes():
     person, text = b"kvjax-root", b"\x01\x03\x00\x00\x00\xc3\xa4b" + b"\x00" + b"\x01\x00\x00\x00\x00"
-    assert root("\u00e4b", None, "") == hashlib.blake2b(text, digest_size=16, person=person).digest()
+    assert root_hash("\u00e4b", None, "") == hashlib.blake2b(text, digest_size=16, person=person).digest()
     content = FIRST + bytes([2, 0, 0, 0, 5, 0, 0, 0, 255, 255, 255, 255, 7, 0, 0, 0, 0, 1, 0, 0])
     wanted = hashlib.blake2b(content, digest_size=16, key=b"k", person=b"kvjax-block").digest()
-    assert block(FIRST, [5, -1], [7, 256], key=b"k") == wanted
+    assert block_hash(FIRST, [5, -1], [7, 256], key=b"k") == wanted
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ def test_a_digest_is_the_hash_of_these_bytes():
     ],
 )  # fmt: skip
 def test_vectors_of_64_bits(key, wanted):
-    first, tenant, llama = root(key=key), root(None, "tenant a", "sql", key=key), root("llama", key=key)
-    second = block(first, range(16), key=key)
-    third = block(second, range(16, 32), key=key)
+    first, tenant, llama = root_hash(key=key), root_hash(None, "tenant a", "sql", key=key), root_hash("llama", key=key)
+    second = block_hash(first, range(16), key=key)
+    third = block_hash(second, range(16, 32), key=key)
     assert tuple(map(first_64_bits, (first, second, third, tenant, llama))) == wanted
     if not key:
-        assert first_64_bits(block(first, range(4), [0, 7, 7, 0])) == 8814008483422612467
+        assert first_64_bits(block_hash(first, range(4), [0, 7, 7, 0])) == 8814008483422612467
 
 
 def test_the_first_64_bits_are_big_endian_and_never_0():
@@ -61,15 +61,15 @@ def test_the_first_64_bits_are_big_endian_and_never_0():
 
 
 def test_salts_have_names_that_do_not_tell_them():
-    assert salt_digest("tenant a") == "3a779d9a0f9d58a66187a31f5f83e267"
-    assert salt_digest("tenant a", key=b"secret") == "1d9158e1b151eb6f8c248bd7de249b81"
+    assert salt_hash("tenant a") == "3a779d9a0f9d58a66187a31f5f83e267"
+    assert salt_hash("tenant a", key=b"secret") == "1d9158e1b151eb6f8c248bd7de249b81"
 
 
 def test_whatever_differs_gives_another_digest():
     texts = (None, "", "a", "b", "ab")
-    roots = [root(*three, key=key) for three in itertools.product(texts, repeat=3) for key in (b"", b"k")]
+    roots = [root_hash(*three, key=key) for three in itertools.product(texts, repeat=3) for key in (b"", b"k")]
     blocks = [
-        block(parent, tokens, extra, key=key)
+        block_hash(parent, tokens, extra, key=key)
         for parent in (ROOT, FIRST) for key in (b"", b"k")
         for tokens, extra in (
             ([], None), ([1], None), ([1, 2], None), ([2, 1], None), ([1, 0], None), ([1], [2]), ([1], [0]), ([0], [1]),
@@ -77,25 +77,25 @@ def test_whatever_differs_gives_another_digest():
     ]  # fmt: skip
     assert len({*roots, *blocks}) == len(roots) + len(blocks)
     for same in (np.array([1, 2]), np.array([1, 2], np.uint8), jnp.array([1, 2]), (1, 2), iter([1, 2])):
-        assert block(ROOT, same) == block(ROOT, [1, 2])
+        assert block_hash(ROOT, same) == block_hash(ROOT, [1, 2])
 
 
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: root(3), "model: got 3, wanted text or None"),
-        (lambda: root(salt=b"a"), "salt: got b'a', wanted text or None"),
-        (lambda: root(lora="\ud800"), "lora: got .*, wanted text or None"),
-        (lambda: salt_digest(None), "salt: got None, wanted text"),
-        (lambda: root(key=b"k" * 65), "key: got 65 bytes, wanted at most 64 bytes"),
-        (lambda: root(key="secret"), "key: got a str, wanted at most 64 bytes"),
-        (lambda: block(b"", [1]), "parent: got b'', wanted a digest of 16 bytes"),
-        (lambda: block(FIRST.hex(), [1]), "parent: got '3acc.*, wanted a digest of 16 bytes"),
-        (lambda: block(ROOT, [2**31]), r"tokens: got \[2147483648\], wanted a list of integers"),
-        (lambda: block(ROOT, [1.0]), r"tokens: got \[1.0\], wanted a list of integers"),
-        (lambda: block(ROOT, [[1], [2, 3]]), r"tokens: got \[\[1\], \[2, 3\]\], wanted a list of integers"),
-        (lambda: block(ROOT, [1, 2], [1]), "extra_ids: got 1, wanted one for each of 2 tokens"),
-        (lambda: block(ROOT, [1], ["a"]), r"extra_ids: got \['a'\], wanted a list of integers"),
+        (lambda: root_hash(3), "model: got 3, wanted text or None"),
+        (lambda: root_hash(salt=b"a"), "salt: got b'a', wanted text or None"),
+        (lambda: root_hash(lora="\ud800"), "lora: got .*, wanted text or None"),
+        (lambda: salt_hash(None), "salt: got None, wanted text"),
+        (lambda: root_hash(key=b"k" * 65), "key: got 65 bytes, wanted at most 64 bytes"),
+        (lambda: root_hash(key="secret"), "key: got a str, wanted at most 64 bytes"),
+        (lambda: block_hash(b"", [1]), "parent: got b'', wanted a hash of 16 bytes"),
+        (lambda: block_hash(FIRST.hex(), [1]), "parent: got '3acc.*, wanted a hash of 16 bytes"),
+        (lambda: block_hash(ROOT, [2**31]), r"tokens: got \[2147483648\], wanted a list of integers"),
+        (lambda: block_hash(ROOT, [1.0]), r"tokens: got \[1.0\], wanted a list of integers"),
+        (lambda: block_hash(ROOT, [[1], [2, 3]]), r"tokens: got \[\[1\], \[2, 3\]\], wanted a list of integers"),
+        (lambda: block_hash(ROOT, [1, 2], [1]), "extra_ids: got 1, wanted one for each of 2 tokens"),
+        (lambda: block_hash(ROOT, [1], ["a"]), r"extra_ids: got \['a'\], wanted a list of integers"),
     ],
 )
 def test_what_is_wrong_is_named(make, complaint):
@@ -124,48 +124,51 @@ def removed(number, node):
 
 
 A, B, C = (2, 5), (3, 1), (2, 6)
-ONE = block(ROOT, [1, 2])
-TWO = block(ONE, [3])
+ONE = block_hash(ROOT, [1, 2])
+TWO = block_hash(ONE, [3])
 
 
 def test_digests_follow_the_events():
-    first = digests([{"kind": "created", "group": 0}, stored(0, A, 0, [1, 2]), stored(0, B, A, [3])])
+    first = block_hashes([{"kind": "created", "group": 0}, stored(0, A, 0, [1, 2]), stored(0, B, A, [3])])
     assert first == {(0, *A): ONE, (0, *B): TWO}
     moved = {"kind": "updated", "group": 0, "block": 3, "generation": 1, "level": 1, "priority": 9}
     # Block 2 is used again within the same events, by what then follows another prefix.
     events = [moved, removed(0, B), removed(0, A), stored(0, C, 0, [7]), {"kind": "copied", "group": 0, "block": 2}]
-    labelled, second = label(events, first)
-    assert second == {(0, *C): block(ROOT, [7])} and len(first) == 2
-    assert [event.get("digest") for event in labelled] == [TWO, TWO, ONE, block(ROOT, [7]), None]
-    assert [event.get("parent_digest") for event in labelled] == [None, None, None, ROOT, None]
-    assert [{k: v for k, v in event.items() if "digest" not in k} for event in labelled] == events
-    assert "digest" not in events[0] and label([], second) == ([], second)
+    labelled, second = with_hashes(events, first)
+    assert second == {(0, *C): block_hash(ROOT, [7])} and len(first) == 2
+    assert [event.get("block_hash") for event in labelled] == [TWO, TWO, ONE, block_hash(ROOT, [7]), None]
+    assert [event.get("parent_hash") for event in labelled] == [None, None, None, ROOT, None]
+    assert [{k: v for k, v in event.items() if "_hash" not in k} for event in labelled] == events
+    assert "block_hash" not in events[0] and with_hashes([], second) == ([], second)
 
 
 def test_a_window_groups_block_has_the_digest_of_the_whole_prefix():
     events = [stored(0, A, 0, [1, 2]), stored(0, B, A, [3]), stored(1, A, A, [3])]
-    known = digests(events)
+    known = block_hashes(events)
     assert known[1, *A] == known[0, *B] == TWO
-    assert digests([removed(1, A), {"kind": "cleared", "group": 1}], known) == digests(events[:2])
-    assert digests([{"kind": "cleared", "group": 0}], known) == {(1, *A): TWO}
+    assert block_hashes([removed(1, A), {"kind": "cleared", "group": 1}], known) == block_hashes(events[:2])
+    assert block_hashes([{"kind": "cleared", "group": 0}], known) == {(1, *A): TWO}
 
 
 def test_salts_and_adapters_are_told_by_their_names():
     names = kvjax.Namespaces()
     number = names("tenant a", 3)
     events = [stored(0, A, number, [1, 2])]
-    found = digests(events, names=names, loras={3: "sql", 4: "chat"}, model="m", key=b"k")
-    assert found[0, *A] == block(root("m", "tenant a", "sql", key=b"k"), [1, 2], key=b"k")
+    found = block_hashes(events, names=names, loras={3: "sql", 4: "chat"}, model="m", key=b"k")
+    assert found[0, *A] == block_hash(root_hash("m", "tenant a", "sql", key=b"k"), [1, 2], key=b"k")
     other = kvjax.Namespaces()
     other("tenant b"), other("tenant a", 0)
-    assert digests([stored(0, B, 2, [1, 2])], names=other, loras={0: "sql"}, model="m", key=b"k")[0, *B] == found[0, *A]
+    assert (
+        block_hashes([stored(0, B, 2, [1, 2])], names=other, loras={0: "sql"}, model="m", key=b"k")[0, *B]
+        == found[0, *A]
+    )
 
 
 @pytest.mark.parametrize(
     ("events", "options", "complaint"),
     [
-        ([removed(0, A)], {}, r"events: got removed of node \(0, 2, 5\), wanted one that `known` has"),
-        ([stored(0, B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted one that `known` has"),
+        ([removed(0, A)], {}, r"events: got removed of node \(0, 2, 5\), wanted one that `hashes` has"),
+        ([stored(0, B, A, [1])], {}, r"events: got stored under node \(0, 2, 5\), wanted one that `hashes` has"),
         ([stored(0, A, 0, [1])] * 2, {}, r"events: got stored of node \(0, 2, 5\), wanted one that is new"),
         ([stored(0, A, 2, [1])], {}, "names: got none of namespace 2, wanted the Namespaces that gave it out"),
         ([stored(0, A, 1, [1])], {"lora": 3}, "loras: got no name of adapter 3, wanted one for each adapter in use"),
@@ -178,13 +181,13 @@ def test_events_without_a_name_are_refused(events, options, complaint):
     names(lora=options.get("lora", 9))
     known = {(0, 9, 9): FIRST}
     with pytest.raises(ValueError, match=f"^{complaint}"):
-        label(events, known, names=names, loras=options.get("loras"))
+        with_hashes(events, known, names=names, loras=options.get("loras"))
     assert known == {(0, 9, 9): FIRST}
 
 
 def test_digests_want_decoded_events():
     with pytest.raises(ValueError, match=r"^events: got EventLog, wanted the list that to_list makes of it"):
-        digests(kvjax.events.init_log(3, 4))
+        block_hashes(kvjax.events.init_log(3, 4))
 
 
 # From caches with random histories.
@@ -192,11 +195,11 @@ def test_digests_want_decoded_events():
 
 def of_path(namespace, path, size, extra, names):
     """The digest of a token path by `root` and `block` alone."""
-    digest = root("m", *names.describe(namespace))
+    digest = root_hash("m", *names.describe(namespace))
     for start in range(0, len(path), size):
         piece = path[start : start + size]
         tokens, ids = zip(*piece, strict=True) if extra else (piece, None)
-        digest = block(digest, tokens, ids)
+        digest = block_hash(digest, tokens, ids)
     return digest
 
 
@@ -207,13 +210,13 @@ def after(trial, asked, names):
         before, events = trial.mirror, trial.do(request)
         if events is None:
             continue
-        labelled, known = label(kvjax.to_list(events), known, names=names, model="m")
+        labelled, known = with_hashes(kvjax.to_list(events), known, names=names, model="m")
         for event in labelled:
             if event["kind"] in ("removed", "updated"):
                 node = event["group"], event["block"], event["generation"]
                 entry = before.nodes.get(node) or trial.mirror.nodes[node]
-                assert event["digest"] == of_path(*entry[:2], spec.block_size, spec.extra_ids, names)
-        assert known == digests(kvjax.events.snapshot(trial.state), names=names, model="m")
+                assert event["block_hash"] == of_path(*entry[:2], spec.block_size, spec.extra_ids, names)
+        assert known == block_hashes(kvjax.events.snapshot(trial.state), names=names, model="m")
         assert known.keys() == trial.mirror.nodes.keys()
         for node, digest in known.items():
             namespace, path, *_ = trial.mirror.nodes[node]
@@ -248,8 +251,8 @@ def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spe
 @pytest.mark.long
 def test_digests_are_those_of_the_paths_over_windows_and_a_host_tier():
     story, names = stories.tiers(), kvjax.Namespaces()
-    known = digests(story.heard, names=names, model="m")
-    assert known == digests(kvjax.events.snapshot(story.state), names=names, model="m")
+    known = block_hashes(story.heard, names=names, model="m")
+    assert known == block_hashes(kvjax.events.snapshot(story.state), names=names, model="m")
     assert {group for group, *_ in known} == {0, 1} and known.keys() == story.mirror.nodes.keys()
     assert {event["kind"] for event in story.heard} >= {"stored", "updated"}
     for node, digest in known.items():

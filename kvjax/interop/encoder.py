@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An encoder: from changes of the index to the messages of a wire."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.events.records import EventKind
+from kvjax.interop import columns as col
+from kvjax.interop.hashing import Hashing
+from kvjax.interop.index import Change, NodeMap, parents_first
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+SALTS = ("digest", "plain", "omit")
+# What no wire of whole blocks publishes.
+WHOLE = {col.PARTIAL: "", col.UNKNOWN: "unknown_namespace", col.COLLISION: "collision"}
+
+
+def omitted_salts(salts: str) -> dict[int, str]:
+    """The flag and reason that an encoder with this `salts` leaves out; checks it."""
+    if salts not in SALTS:
+        raise ValueError(f"salts: got {salts!r}, wanted {' or '.join(map(repr, SALTS))}")
+    return {col.SALT: "salt_omitted"} if salts == "omit" else {}
+
+
+class EventEncoder[W](abc.ABC):
+    """Encodes a cache's events as messages `W` of a wire, which says how blocks are removed and stored.
+
+    A change of level is a removal from the old level and a store on the new one, unless the wire has an event for it
+    (`_updated`).
+
+    Attributes:
+      nodes: what is cached by the events so far.
+      groups: numbers of those that the wire carries.
+      left_out: how many whole blocks were not published, by reason, each with those below it.
+    """
+
+    def __init__(self, spec: CacheSpec, hashing: Hashing, groups: Iterable[int], unpublished: Mapping[int, str]):
+        """Begins with an empty cache; `unpublished` has flags and reasons, "" for what is not counted."""
+        self.nodes, self.hashing, self.groups = NodeMap(spec, hashing), hashing, frozenset(groups)
+        self.left_out: collections.Counter[str] = collections.Counter()
+        self._unpublished, self._mask = unpublished, sum(unpublished)
+
+    def follow(self, events: Any) -> list[Change]:
+        """Folds events into the index; what they change, for `messages`."""
+        changes = self.nodes.fold(events)
+        for change in changes:
+            if change.kind == EventKind.STORED:
+                self._count(change.group, change.rows)
+        return changes
+
+    def attach(self, state: CacheState) -> Any:
+        """Begins anew with a cache."""
+        self.nodes.attach(state)
+        for number, group in enumerate(self.nodes.groups):
+            self._count(number, group.table[group.live])
+
+    def messages(self, changes: Sequence[Change]) -> list[W]:
+        """Encodes changes; reads nothing but them."""
+        found: list[W] = []
+        for kind, some in itertools.groupby(changes, lambda change: change.kind):
+            run = list(some)
+            published = [(change, self._is_published(change.rows)) for change in run if change.group in self.groups]
+            if kind == EventKind.UPDATED:
+                found += self._updated([
+                    change._replace(rows=change.rows[of], before=change.before[of])
+                    for change, of in published
+                    if change.before is not None
+                ])  # fmt: skip
+                continue
+            encode = self._stored if kind == EventKind.STORED else self._removed
+            for change, of in published:
+                if of.any():
+                    found += encode(change.group, change.rows[of])
+            if kind == EventKind.CLEARED and self.groups.isdisjoint(run[-1].others):
+                found += self._cleared()
+        return found
+
+    def _is_published(self, rows: np.ndarray) -> np.ndarray:
+        return rows[:, col.FLAGS] & self._mask == 0
+
+    def _count(self, number: int, rows: np.ndarray) -> None:
+        """Counts what is left out by its first reason."""
+        if number in self.groups:
+            flags = rows[:, col.FLAGS] & self._mask
+            for flag in flags[flags > 0].tolist():
+                self.left_out.update(filter(None, [self._unpublished[flag & -flag]]))
+
+    def _updated(self, changes: Iterable[Change]) -> list[W]:
+        """Encodes a run of updates: all removals, children first, then all stores, parents first."""
+        removed, stored = [], []
+        for change in changes:
+            assert change.before is not None
+            moved = np.flatnonzero(change.rows[:, col.LEVEL] != change.before[:, 0])
+            moved = moved[parents_first(change.rows[moved])]
+            left, rows = change.before[moved, 0], change.rows[moved]
+            for level in (0, 1):
+                gone = rows[left == level][::-1].copy()
+                gone[:, col.LEVEL] = level
+                removed += self._removed(change.group, gone) if len(gone) else []
+            stored += self._stored(change.group, rows) if len(rows) else []
+        return removed + stored
+
+    @abc.abstractmethod
+    def _removed(self, number: int, rows: np.ndarray) -> list[W]:
+        """Encodes the removal of a group's blocks from the levels that their rows have; at least one."""
+
+    @abc.abstractmethod
+    def _stored(self, number: int, rows: np.ndarray) -> list[W]:
+        """Encodes the storing of a group's blocks, parents before children; at least one."""
+
+    def _cleared(self) -> list[W]:
+        """Encodes that nothing is left in any group."""
+        return []

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache's events on the host: the records that change an index, without padding."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.events.log import EventLog
+from kvjax.events.records import COLUMNS, EventKind, Events
+from kvjax.spec import CacheSpec
+
+_KINDS = (EventKind.REMOVED, EventKind.UPDATED, EventKind.STORED, EventKind.CLEARED)  # what changes an index
+WIDTH = len(COLUMNS)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostEvents:
+    """The events of one call, copied to the host; the listeners of `together` share one.
+
+    Attributes:
+      spec: of the cache.
+      records: i32[n, 9]; the columns of `Records`, of kinds removed, updated, stored and cleared alone.
+      text: i32[m, P] or i32[m, 2 P]; the tokens of the stored records in their order, followed by the extra ids where
+        the spec has them.
+      events: all of them as numpy arrays; None if decoded events were given.
+      is_shared: whether several listeners get this.
+    """
+
+    spec: CacheSpec
+    records: np.ndarray
+    text: np.ndarray
+    events: Events | EventLog | None = None
+    is_shared: bool = False
+    _found: dict[int, tuple[object, Any]] = dataclasses.field(default_factory=dict)
+
+    def once(self, owner: object, compute: Callable[[HostEvents], Any]) -> Any:
+        """Computes something for an owner the first time that it is asked for, and keeps it, an error too."""
+        if id(owner) not in self._found:
+            try:
+                found = compute(self)
+            except ValueError as error:
+                found = error
+            self._found[id(owner)] = owner, found
+        found = self._found[id(owner)][1]
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+
+def host_events(events: Any, spec: CacheSpec) -> HostEvents:
+    """Copies events to the host; their arrays may be donated afterwards.
+
+    Args:
+      events: `Events`, also with leading axes (of a scan); an `EventLog`; `HostEvents`; or decoded events, from
+        `to_list`.
+      spec: of the cache that they come from.
+
+    Raises:
+      ValueError: for anything else, and for blocks of another size.
+    """
+    if isinstance(events, HostEvents):
+        return events if events.spec == spec or events.events is None else _of_arrays(events.events, spec)
+    if isinstance(events, Events | EventLog):
+        return _of_arrays(jax.device_get(events), spec)
+    if isinstance(events, str | bytes) or not isinstance(events, Iterable):
+        raise ValueError(f"events: got {type(events).__name__}, wanted Events, an EventLog or what to_list makes of it")
+    return _of_list(list(events), spec)
+
+
+def listened(events: Any, spec: CacheSpec) -> HostEvents:
+    """The same of what a listener gets.
+
+    Raises:
+      ValueError: for anything but `Events`, an `EventLog` and `HostEvents`.
+    """
+    return host_events(events if isinstance(events, HostEvents) else arrays(events), spec)
+
+
+def arrays(events: Any) -> Events | EventLog:
+    """The events that a listener gets, as numpy arrays.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    if isinstance(events, HostEvents) and events.events is not None:
+        return events.events
+    if not isinstance(events, Events | EventLog):
+        raise ValueError(f"events: got {type(events).__name__}, wanted Events or an EventLog")
+    return jax.device_get(events)
+
+
+def runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
+    """The (start, stop) of runs of equal values."""
+    cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return ((start, stop) for start, stop in itertools.pairwise(cuts) if start < stop)
+
+
+def pieces(parts: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
+    """Parts (start, stop) in pieces of at most `most`."""
+    for start, stop in parts:
+        while stop - start > most:
+            yield start, start + most
+            start += most
+        yield start, stop
+
+
+def parts_of(spec: CacheSpec) -> tuple[str, ...]:
+    """The parts of a block's text."""
+    return ("tokens", "extra_ids")[: 1 + spec.extra_ids]
+
+
+def _of_arrays(events: Events | EventLog, spec: CacheSpec) -> HostEvents:
+    size = spec.block_size
+    given, names = events.text.parts(), parts_of(spec)
+    got = {name: part.shape[-1] for name, part in given.items()}
+    if got != dict.fromkeys(names, size):
+        raise ValueError(f"events: got blocks of {got}, wanted {dict.fromkeys(names, size)}")
+    parts = [np.asarray(given[name]) for name in names]
+    records = np.asarray(events.records).reshape(-1, WIDTH)
+    records = records[: int(events.size) if isinstance(events, EventLog) else None]
+    kinds = records[:, 0]
+    stored = np.flatnonzero(kinds == EventKind.STORED)
+    text = np.concatenate([part.reshape(-1, size)[stored] for part in parts], axis=1)
+    changing = (kinds >= _KINDS[0]) & (kinds <= _KINDS[-1]) & (kinds != EventKind.COPIED)
+    return HostEvents(spec, records[changing], text, events)  # an index by an array makes a copy
+
+
+def _of_list(events: list[dict[str, Any]], spec: CacheSpec) -> HostEvents:
+    size, parts = spec.block_size, parts_of(spec)
+    rows, texts = [], []
+    for event in events:
+        try:
+            kind = EventKind[event["kind"].upper()]
+            if kind not in _KINDS:
+                continue
+            row = {"kind": kind, **{name: event[name] for name in COLUMNS if name in event and name != "kind"}}
+            if kind == EventKind.STORED:
+                parent = (-1, event["namespace"]) if event["parent"] is None else event["parent"]
+                row |= {"source": parent[0], "source_generation": parent[1], "num_tokens": len(event["tokens"])}
+                text = np.zeros((len(parts), size), np.int32)
+                text[:, : len(event["tokens"])] = [event[name] for name in parts]
+                texts.append(text.reshape(-1))
+            rows.append([row.get(name, 0) for name in COLUMNS])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(f"events: got {event!r:.200}, wanted an event as to_list makes it") from error
+    records = np.array(rows, np.int32).reshape(-1, WIDTH)
+    return HostEvents(spec, records, np.array(texts, np.int32).reshape(-1, len(parts) * size))

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hashes of cached prefixes that are the same in every process: 128 bits, made on the host from events.
+
+A block's number and a namespace's number mean something in one process only. A block's hash stands for the whole prefix
+that ends in it: model, salt, LoRA and all tokens so far. So equal prefixes have equal hashes in all caches of one block
+size, and others never do, by the strength of BLAKE2b. Who does not know the secret `key` cannot compute them.
+
+    root    person kvjax-root   text(model) + text(salt) + text(LoRA name)
+    block   person kvjax-block  the parent's 16 bytes, u32 number of tokens, tokens i32; with extra ids, these too, i32
+    text    00 for None; else 01, u32 length, UTF-8                                          all little-endian
+
+A reader of events keeps the hashes of what is cached, as `fold` keeps its mirror:
+
+    hashes = hashing.block_hashes(kvjax.events.snapshot(state), names=names)
+    events, hashes = hashing.with_hashes(kvjax.to_list(events), hashes, names=names)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvjax._checks import host_integers
+from kvjax.blocks.keys import Namespaces
+from kvjax.events.mirror import Node, decoded, node_of, parent_of
+from kvjax.interop import columns as col
+from kvjax.interop.columns import hashes_of
+
+_BYTES, _WORD = 16, 4  # of a hash, and of a word of a row
+_LACKS = "wanted one that `hashes` has: the hashes after all events before these"
+_NONE = bytes(_BYTES)
+
+
+def root_hash(model: str | None = None, salt: str | None = None, lora: str | None = None, *, key: bytes = b"") -> bytes:
+    """The hash of the empty prefix.
+
+    Args:
+      model: whatever tells apart models whose K/V differ, such as a checkpoint's name and the dtype of its K/V.
+      salt: the tenant's, as in `Namespaces`.
+      lora: the adapter's name; its number may be another one's in another process.
+      key: a secret of at most 64 bytes, the same for all that compare hashes.
+
+    Returns:
+      16 bytes.
+
+    Raises:
+      ValueError: if one of them is no text, or the key is too long.
+    """
+    content = _text("model", model) + _text("salt", salt) + _text("lora", lora)
+    return _hasher(b"kvjax-root", key, content).digest()
+
+
+def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = None, *, key: bytes = b"") -> bytes:
+    """The hash of the prefix that ends with a block.
+
+    Args:
+      parent: 16 bytes; the hash of the prefix before the block.
+      tokens: i32[n]; the tokens of the block, fewer than P in the last one of a prefix.
+      extra_ids: i32[n]; where the spec has them, zeros too; else None.
+      key: as for `root_hash`.
+
+    Returns:
+      16 bytes.
+
+    Raises:
+      ValueError: if the parent is no hash, or the integers are not of 32 bits or not one extra id for each token.
+    """
+    if not isinstance(parent, bytes) or len(parent) != _BYTES:
+        raise ValueError(f"parent: got {parent!r:.80}, wanted a hash of {_BYTES} bytes")
+    words = [_words("tokens", tokens), *(_words("extra_ids", ids) for ids in [extra_ids] if ids is not None)]
+    size = words[0].size
+    if any(ids.size != size for ids in words):
+        raise ValueError(f"extra_ids: got {words[1].size}, wanted one for each of {size} tokens")
+    content = struct.pack("<I", size) + b"".join(ids.tobytes() for ids in words)
+    return _chain(_hasher(b"kvjax-block", key), parent, content)
+
+
+def first_64_bits(block_hash: bytes) -> int:
+    """The first 8 bytes of a hash as an unsigned big-endian integer, for wires whose hashes have 64 bits.
+
+    0 becomes 1: some readers take the parent 0 for none.
+    """
+    return int.from_bytes(block_hash[:8], "big") or 1
+
+
+def salt_hash(salt: str, *, key: bytes = b"") -> str:
+    """A hash of a salt's UTF-8: 32 hexadecimal digits.
+
+    Without `key` a short salt can be guessed from it.
+
+    Args:
+      salt: the tenant's, as in `Namespaces`.
+      key: as for `root_hash`.
+
+    Raises:
+      ValueError: if the salt is no text, or the key is too long.
+    """
+    return _hasher(b"kvjax-salt", key, _encoded("salt", salt)).hexdigest()
+
+
+def salt_text(salt: str | None, salts: str, key: bytes) -> str | None:
+    """A salt as it is published."""
+    return salt if salt is None or salts == "plain" else salt_hash(salt, key=key)
+
+
+def block_hashes(
+    events: Iterable[dict[str, Any]],
+    hashes: Mapping[Node, bytes] | None = None,
+    *,
+    names: Namespaces | None = None,
+    loras: Mapping[int, str] | None = None,
+    model: str | None = None,
+    key: bytes = b"",
+) -> dict[Node, bytes]:
+    """The hashes of all prefixes that are cached after some events; see `with_hashes` for the arguments.
+
+    Returns:
+      {(group, block, generation): hash}; a window group's block has the hash of its whole prefix.
+    """
+    return with_hashes(events, hashes, names=names, loras=loras, model=model, key=key)[1]
+
+
+def with_hashes(
+    events: Iterable[dict[str, Any]],
+    hashes: Mapping[Node, bytes] | None = None,
+    *,
+    names: Namespaces | None = None,
+    loras: Mapping[int, str] | None = None,
+    model: str | None = None,
+    key: bytes = b"",
+) -> tuple[list[dict[str, Any]], dict[Node, bytes]]:
+    """Adds hashes to decoded events, and keeps the hashes of what is cached.
+
+    Args:
+      events: from `to_list`, in their order, or from `snapshot`, for a reader who begins late.
+      hashes: those before these events; None: of an empty cache. They are left as they are.
+      names: the `Namespaces` of the cache, for salts and LoRAs; None: all prompts had namespace 0.
+      loras: adapter number to name, for each adapter in use. Two adapters need two names: their K/V differ.
+      model: as for `root_hash`.
+      key: as for `root_hash`.
+
+    Returns:
+      The events: stored, updated and removed ones have "block_hash" too, stored ones "parent_hash", which at a root is
+      that of the empty prefix; and the hashes after the events, as from `block_hashes`.
+
+    Raises:
+      ValueError: if the events cannot have come from a cache with these hashes, or a namespace or an adapter has no
+        name.
+    """
+    adapters = {} if loras is None else loras
+    if len(set(adapters.values())) < len(adapters):
+        raise ValueError(f"loras: got {dict(adapters)}, wanted another name for each adapter")
+    names = Namespaces() if names is None else names
+    after, found = dict(hashes or {}), []
+    for event in decoded(events):
+        if event["kind"] == "cleared":
+            after = {node: one for node, one in after.items() if node[0] != event["group"]}
+        if event["kind"] in ("stored", "updated", "removed"):
+            node = node_of(event, after, _LACKS)
+            if event["kind"] == "stored":
+                parent = parent_of(event, after, _LACKS)
+                if parent is None:
+                    parent = _root_of(event["namespace"], names, adapters, model, key)
+                after[node] = block_hash(parent, event["tokens"], event.get("extra_ids"), key=key)
+                event = {**event, "parent_hash": parent}
+            event = {**event, "block_hash": after[node]}
+            if event["kind"] == "removed":
+                del after[node]
+        found.append(event)
+    return found, after
+
+
+class Space(NamedTuple):
+    """A namespace: the hash of its empty prefix, the flags of its blocks, its salt and its adapter."""
+
+    root: bytes
+    flags: int
+    salt: str | None = None
+    lora_id: int | None = None
+    lora: str | None = None
+
+
+class Hashing:
+    """Hashes the rows of an index's table. Two with equal arguments are equal: one pass serves both."""
+
+    def __init__(self, names: Namespaces | None, lora_names: Mapping[int, str] | None, model: str | None, key: bytes):
+        """Hashes with the arguments that `vllm.Encoder` has.
+
+        Raises:
+          ValueError: naming the argument.
+        """
+        self._names = Namespaces() if names is None else names
+        self._loras = {} if lora_names is None else dict(lora_names)
+        if len(set(self._loras.values())) < len(self._loras):
+            raise ValueError(f"lora_names: got {self._loras}, wanted another name for each adapter")
+        self._model, self._key, self._hasher = model, key, _hasher(b"kvjax-block", key)
+        self._equal = names and id(names), tuple(sorted(self._loras.items())), model, key
+        self._spaces: dict[int, Space] = {}
+        root_hash(model)  # refuses what is no text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hashing) and self._equal == other._equal
+
+    def __hash__(self) -> int:
+        return hash(self._equal)
+
+    def space(self, namespace: int) -> Space:
+        """A namespace; one that was not given out yet has the flag UNKNOWN."""
+        if namespace not in self._spaces:
+            if namespace not in self._names:
+                return Space(_NONE, col.UNKNOWN)
+            salt, number = self._names.describe(namespace)
+            name = None if number is None else self._loras.get(number, str(number))
+            root = root_hash(self._model, salt, name, key=self._key)
+            flags = col.SALT * (salt is not None) | col.LORA * (name is not None)
+            self._spaces[namespace] = Space(root, flags, salt, number, name)
+        return self._spaces[namespace]
+
+    def hash(self, rows: np.ndarray, among: list[int], size: int, hashes: set[int]) -> None:
+        """Writes the flags and hashes of rows that are stored, and adds these to the group's.
+
+        Args:
+          rows: i32[n, W]; with flags and hash of the prefix before where that is not among them.
+          among: index of the parent among the rows, before its children; or -1.
+          size: P.
+          hashes: of the group's blocks.
+        """
+        flags = self._flags(rows, size)
+        width, start = _WORD * (rows.shape[1] - col.ABOVE), 0
+        data, hashed = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), []
+        for at, (parent, fill) in enumerate(zip(among, rows[:, col.FILL].tolist(), strict=True)):
+            if parent >= 0:
+                flags[at] |= flags[parent]
+            if flags[at] & col.UNKNOWN:
+                hashed.append(_NONE)
+            else:
+                content = data[start + _BYTES : start + width]
+                before = data[start : start + _BYTES] if parent < 0 else hashed[parent]
+                hashed.append(_chain(self._hasher, before, content if fill == size else _cut(content, fill, size)))
+            start += width
+        rows[:, col.HASH : col.ABOVE] = np.frombuffer(b"".join(hashed), np.int32).reshape(-1, 4)
+        inside = np.array(among, np.int64)
+        of = np.flatnonzero(inside >= 0)
+        rows[of, col.ABOVE : col.SIZE] = rows[inside[of], col.HASH : col.ABOVE]
+        firsts = hashes_of(rows).tolist()
+        new = _own(firsts, flags)
+        if len(set(new)) < len(new) or not hashes.isdisjoint(new):
+            _find_collisions(hashes, firsts, among, flags)
+            new = _own(firsts, flags)
+        rows[:, col.FLAGS] = flags
+        hashes.update(new)
+
+    def forget(self, rows: np.ndarray, hashes: set[int]) -> None:
+        """Takes the hashes of rows that are removed from the group's."""
+        hashes.difference_update(_own(hashes_of(rows).tolist(), rows[:, col.FLAGS].tolist()))
+
+    def _flags(self, rows: np.ndarray, size: int) -> list[int]:
+        """The flags of rows, but for what they have of parents among them; writes the hashes of empty prefixes."""
+        flags, roots = rows[:, col.FLAGS].copy(), np.flatnonzero(rows[:, col.PARENT] < 0)
+        for namespace in set(rows[roots, col.NAMESPACE].tolist()):
+            of, space = roots[rows[roots, col.NAMESPACE] == namespace], self.space(namespace)
+            rows[of, col.ABOVE : col.SIZE], flags[of] = np.frombuffer(space.root, np.int32), space.flags
+        flags |= np.where(rows[:, col.TEXT + size :].any(axis=1), col.EXTRA, 0)
+        flags |= np.where(rows[:, col.FILL] < size, col.PARTIAL, 0)
+        return flags.tolist()
+
+
+def _own(firsts: list[int], flags: list[int]) -> list[int]:
+    """The 64 bits of rows that no other block of the group has."""
+    return [first for first, of in zip(firsts, flags, strict=True) if not of & (col.UNKNOWN | col.COLLISION)]
+
+
+def _find_collisions(taken: set[int], firsts: list[int], among: list[int], flags: list[int]) -> None:
+    """Flags rows whose 64 bits another block has, and those below them; the first of such blocks keeps them."""
+    seen = set(taken)
+    for at, (first, parent) in enumerate(zip(firsts, among, strict=True)):
+        if parent >= 0:
+            flags[at] |= flags[parent] & col.COLLISION
+        if not flags[at] & (col.UNKNOWN | col.COLLISION):
+            flags[at] |= col.COLLISION * (first in seen)
+            seen.add(first)
+
+
+def _cut(content: bytes, fill: int, size: int) -> bytes:
+    """The content of a whole block as that of one with only some tokens."""
+    starts = range(_WORD, len(content), _WORD * size)
+    return fill.to_bytes(_WORD, "little") + b"".join(content[start : start + _WORD * fill] for start in starts)
+
+
+def _chain(hasher: hashlib.blake2b, parent: bytes, content: bytes) -> bytes:
+    """The hash of a block by that of its parent; a copy of the hasher has read the key."""
+    one = hasher.copy()
+    one.update(parent)
+    one.update(content)
+    return one.digest()
+
+
+def _root_of(namespace: int, names: Namespaces, loras: Mapping[int, str], model: str | None, key: bytes) -> bytes:
+    """The root of a namespace."""
+    if namespace not in names:
+        raise ValueError(f"names: got none of namespace {namespace}, wanted the Namespaces that gave it out")
+    salt, lora = names.describe(namespace)
+    name = None if lora is None else loras.get(lora)
+    if name is None and lora is not None:  # as None it would be the name of the model without an adapter
+        raise ValueError(f"loras: got no name of adapter {lora}, wanted one for each adapter in use")
+    return root_hash(model, salt, name, key=key)
+
+
+def _words(name: str, values: ArrayLike) -> np.ndarray:
+    return host_integers(name, values, np.int32, "a list of integers").astype("<i4")
+
+
+def _text(name: str, value: str | None) -> bytes:
+    if value is None:
+        return b"\x00"
+    data = _encoded(name, value, "text or None")
+    return b"\x01" + struct.pack("<I", len(data)) + data
+
+
+def _encoded(name: str, value: str, wanted: str = "text") -> bytes:
+    try:
+        return value.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise ValueError(f"{name}: got {value!r}, wanted {wanted}") from error
+
+
+def _hasher(person: bytes, key: bytes = b"", content: bytes = b"") -> hashlib.blake2b:
+    """BLAKE2b with a person, after a key and some content."""
+    if not isinstance(key, bytes) or len(key) > hashlib.blake2b.MAX_KEY_SIZE:
+        got = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"  # a secret is not shown
+        raise ValueError(f"key: got {got}, wanted at most {hashlib.blake2b.MAX_KEY_SIZE} bytes")
+    return hashlib.blake2b(content, digest_size=_BYTES, key=key, person=person)

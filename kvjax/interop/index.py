@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of what is cached, by the events alone: one fold for all wires, in arrays by (group, block).
+
+    events ── fold ──> changes: rows of the table that were stored, removed or updated
+                          │
+                          └── an encoder per wire (`encoder.py`) ──> bytes
+
+A block has at most one findable node at a time, so a row of words for each block is enough:
+
+    generation, parent (block, generation), fill, level, priority      as in the record that stored the node
+    namespace, depth                                                    of the whole prefix
+    flags, hash                                                         by `hashing.py`, if the map has one
+    hash of the prefix before, size, tokens, extra ids                  the content that the hash is of
+
+Records are copied by one assignment, and a block's content is put together once for its hash and for all wires.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+
+from kvjax._checks import on_state
+from kvjax.events.records import EventKind
+from kvjax.interop import columns as col
+from kvjax.interop.columns import hashes_of, parents_of
+from kvjax.interop.events import HostEvents, host_events, parts_of, runs
+from kvjax.interop.hashing import Hashing
+from kvjax.spec import CacheSpec
+from kvjax.state import CacheState
+
+_NEW = "wanted one that is new"
+_LACKS = "wanted one that the map has: begin with `attach(state)`, and leave no events out"
+
+
+class Change(NamedTuple):
+    """Blocks of one group that events stored, removed or updated, with their rows of the table."""
+
+    kind: EventKind  # STORED, UPDATED, REMOVED, or CLEARED: the group was emptied
+    group: int
+    blocks: np.ndarray  # i[n]
+    rows: np.ndarray  # i32[n, W]; stored, updated: as they are now; removed, cleared: as they were
+    before: np.ndarray | None = None  # updated: i32[n, 2], level and priority before
+    others: frozenset[int] = frozenset()  # cleared: the groups that still have blocks
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes it holds."""
+        return self.rows.nbytes + self.blocks.nbytes
+
+
+class Nodes:
+    """The findable blocks of one group: a table i32[B, W], and the 64-bit hashes of those that have one."""
+
+    def __init__(self, table: np.ndarray, hashes: set[int]):
+        self.table, self.hashes = table, hashes
+
+    @property
+    def live(self) -> np.ndarray:
+        """The blocks that have nodes, parents before children."""
+        blocks = np.flatnonzero(self.table[:, col.FILL])
+        return blocks[np.argsort(self.table[blocks, col.DEPTH], kind="stable")]
+
+
+class _Contents:
+    """The tables of a map, with what hashes their rows. Maps may share one, and count its versions."""
+
+    def __init__(self, spec: CacheSpec, hashing: Hashing | None):
+        self.groups = [Nodes(_empty_table(spec, group.num_ids), set()) for group in spec.groups]
+        self.hashing, self.is_shared, self.version = hashing, False, 0
+
+    def copy(self) -> _Contents:
+        """Contents that no longer change with these, and are not shared."""
+        other = copy.copy(self)
+        other.groups = [Nodes(group.table.copy(), set(group.hashes)) for group in self.groups]
+        other.is_shared, other.version = False, 0
+        return other
+
+
+class NodeMap:
+    """An index of the cached blocks, by the events alone; memory is O(blocks).
+
+    After a ValueError for events that cannot have happened its contents are undefined, until `attach`.
+
+    Attributes:
+      spec: of the cache.
+      groups: the nodes of each group.
+    """
+
+    def __init__(self, spec: CacheSpec, hashing: Hashing | None = None):
+        """Begins with an empty cache.
+
+        Args:
+          spec: of the cache.
+          hashing: hashes blocks as they are stored; None: the map has no hashes.
+        """
+        self.spec, self.hashing = spec, hashing
+        self._contents, self._version = _Contents(spec, hashing), 0
+
+    @property
+    def groups(self) -> list[Nodes]:
+        """The nodes of each group."""
+        return self._contents.groups
+
+    def __len__(self) -> int:
+        return sum(int(np.count_nonzero(group.table[:, col.FILL])) for group in self.groups)
+
+    def copy(self) -> NodeMap:
+        """A map that no longer changes with this one."""
+        other = copy.copy(self)
+        other._contents, other._version = self._contents.copy(), 0
+        return other
+
+    def fold(self, events: Any) -> list[Change]:
+        """Follows events: `Events`, an `EventLog`, or decoded ones; returns what they changed.
+
+        Raises:
+          ValueError: if they cannot have come from a cache with these contents.
+        """
+        contents, events = self._contents, host_events(events, self.spec)
+        if not contents.is_shared:
+            return self._fold(events)
+        version, changes = events.once(contents, self._fold_shared) if events.is_shared else (contents.version, [])
+        if version != self._version:
+            raise ValueError("events: got some after others that were left out, wanted `attach(state)` first")
+        self._version += 1
+        if not events.is_shared:  # others may not get these
+            self._contents, self._version = contents.copy(), 0
+            changes = self._fold(events)
+        return changes
+
+    def _fold_shared(self, events: HostEvents) -> tuple[int, list[Change]]:
+        """Folds for all who share the contents: the version before, and the changes."""
+        self._contents.version += 1
+        return self._contents.version - 1, self._fold(events)
+
+    def _fold(self, events: HostEvents) -> list[Change]:
+        return [change for kind, records, text in _steps(events) for change in self._step(kind, records, text)]
+
+    def _step(self, kind: int, records: np.ndarray, text: np.ndarray) -> Iterator[Change]:
+        """Follows records of one kind, group by group, the first one first."""
+        for number, of in self._by_group(records):
+            if kind == EventKind.STORED:
+                yield self._store(number, records[of], text[of])
+            elif kind == EventKind.REMOVED:
+                yield self._remove(number, records[of])
+            elif kind == EventKind.UPDATED:
+                yield self._update(number, records[of])
+            else:
+                yield self._clear(number)
+
+    def _store(self, number: int, records: np.ndarray, text: np.ndarray) -> Change:
+        group, size = self.groups[number], self.spec.block_size
+        blocks = self._blocks(number, records, "stored")
+        fill, level = records[:, 6], records[:, 7]
+        _refuse(records, group.table[blocks, col.FILL] > 0, _NEW)
+        wrong = (fill < 1) | (fill > size) | (level < 0) | (level > 1)
+        _refuse(records, wrong, f"wanted 1 to {size} tokens at level 0 or 1")
+        rows = np.zeros((len(blocks), group.table.shape[1]), np.int32)
+        rows[:, : col.NAMESPACE], rows[:, col.SIZE], rows[:, col.TEXT :] = records[:, 3:], size, text
+        self._add(number, blocks, rows)
+        return Change(EventKind.STORED, number, blocks, rows)
+
+    def _add(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> None:
+        """Adds nodes by their rows, parents before children; completes the rows."""
+        group, hashing, parents = self.groups[number], self._contents.hashing, self._link(number, blocks, rows)
+        if hashing is not None:
+            hashing.hash(rows, parents, self.spec.block_size, group.hashes)
+        group.table[blocks] = rows
+
+    def _remove(self, number: int, records: np.ndarray) -> Change:
+        blocks = self._blocks(number, records, "removed")
+        self._refuse_missing(number, records, blocks)
+        return self._forget(EventKind.REMOVED, number, blocks)
+
+    def _clear(self, number: int) -> Change:
+        change = self._forget(EventKind.CLEARED, number, self.groups[number].live[::-1])  # children first
+        others = (number for number, group in enumerate(self.groups) if group.table[:, col.FILL].any())
+        return change._replace(others=frozenset(others))
+
+    def _forget(self, kind: EventKind, number: int, blocks: np.ndarray) -> Change:
+        group = self.groups[number]
+        rows = group.table[blocks]
+        group.table[blocks, col.FILL] = 0
+        if self._contents.hashing is not None:
+            self._contents.hashing.forget(rows, group.hashes)
+        return Change(kind, number, blocks, rows)
+
+    def _update(self, number: int, records: np.ndarray) -> Change:
+        """A node may be updated several times, to and fro: the last one counts."""
+        table = self.groups[number].table
+        blocks = self._blocks(number, records, "updated", repeats=True)
+        self._refuse_missing(number, records, blocks)
+        _refuse(records, (records[:, 7] < 0) | (records[:, 7] > 1), "wanted level 0 or 1")
+        distinct = np.array(list(dict.fromkeys(blocks.tolist())), np.int64)
+        before = table[distinct][:, [col.LEVEL, col.PRIORITY]]
+        for block, level, priority in records[:, [2, 7, 8]].tolist():
+            table[block, col.LEVEL], table[block, col.PRIORITY] = level, priority
+        rows = table[distinct]
+        differ = np.any(rows[:, [col.LEVEL, col.PRIORITY]] != before, axis=1)
+        return Change(EventKind.UPDATED, number, distinct[differ], rows[differ], before[differ])
+
+    def write(self, change: Change) -> None:
+        """Applies a change of the map that this one is a copy of; a copy that does so folds no events."""
+        table = self.groups[change.group].table
+        if change.kind in (EventKind.REMOVED, EventKind.CLEARED):
+            table[change.blocks, col.FILL] = 0
+        else:
+            table[change.blocks] = change.rows
+
+    def attach(self, state: CacheState) -> None:
+        """Begins anew with a cache that is not empty, was restored, or goes on without its events having been followed.
+
+        Raises:
+          ValueError: if the cache is of another spec.
+        """
+        tables = _tables_of(state, self.spec)
+        self._contents, self._version = _Contents(self.spec, self.hashing), 0
+        for number, table in enumerate(tables):
+            blocks = Nodes(table, set()).live
+            self._add(number, blocks, table[blocks])
+
+    def snapshot(self) -> list[Change]:
+        """The changes that store all that is cached, in each group parents first and prefixes in one piece."""
+        return [
+            Change(EventKind.STORED, number, blocks, group.table[blocks])
+            for number, group in enumerate(self.groups)
+            for live in (group.live,)
+            for blocks in (live[parents_first(group.table[live])],)
+        ]
+
+    @property
+    def index(self) -> dict[tuple[int, int, tuple], tuple[int, int]]:
+        """{(group, namespace, token path): (level, stated priority)}, as `events.index_of` has it; for tests."""
+        return {
+            (number, int(row[col.NAMESPACE]), self.path(number, int(block))): (
+                int(row[col.LEVEL]),
+                int(row[col.PRIORITY]),
+            )
+            for number, group in enumerate(self.groups)
+            for block in group.live
+            for row in (group.table[block],)
+        }
+
+    def path(self, number: int, block: int) -> tuple:
+        """All tokens of the prefix that ends in a block, with their extra ids where the spec has them."""
+        row, size = self.groups[number].table[block], self.spec.block_size
+        parts, seen = [], set[int]()
+        while True:
+            text = row[col.TEXT :].reshape(-1, size)[:, : row[col.FILL]].tolist()
+            parts.append(text[0] if len(text) == 1 else zip(*text, strict=True))
+            parent = int(row[col.PARENT])
+            if parent < 0 or parent in seen:  # events that cannot have happened may go in a circle
+                return tuple(itertools.chain.from_iterable(reversed(parts)))
+            seen.add(parent)
+            row = self.groups[0].table[parent]
+
+    def _by_group(self, records: np.ndarray) -> list[tuple[int, Any]]:
+        """(group, index into the records) for each group that has any, the first group first."""
+        numbers = records[:, 1]
+        if not len(numbers):
+            return []
+        least, most = int(numbers.min()), int(numbers.max())
+        if least < 0 or most >= len(self.groups):
+            raise ValueError(f"events: got group {most}, wanted 0 to {len(self.groups) - 1}")
+        if least == most:
+            return [(least, slice(None))]
+        return [(number, np.flatnonzero(numbers == number)) for number in np.unique(numbers).tolist()]
+
+    def _blocks(self, number: int, records: np.ndarray, kind: str, repeats: bool = False) -> np.ndarray:
+        """The blocks i32[n] of one group's records, which must be in range, and none of them twice."""
+        blocks = records[:, 2]
+        num_ids = self.spec.groups[number].num_ids
+        if blocks.min() < 0 or blocks.max() >= num_ids:
+            _refuse(records, (blocks < 0) | (blocks >= num_ids), f"wanted block 0 to {num_ids - 1}")
+        if not repeats and len(set(blocks.tolist())) < len(blocks):
+            raise ValueError(f"events: got {kind} of one node twice in group {number}, wanted it once")
+        return blocks
+
+    def _refuse_missing(self, number: int, records: np.ndarray, blocks: np.ndarray) -> None:
+        table = self.groups[number].table
+        _refuse(records, (table[blocks, col.FILL] == 0) | (table[blocks, col.GENERATION] != records[:, 3]), _LACKS)
+
+    def _link(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> list[int]:
+        """Writes what rows have of their parents: namespace, depth, flags and hash of the prefix before.
+
+        The first group links prefixes for all groups. Rows may be parents of others after them.
+
+        Returns:
+          For each row the index of its parent's among them, whose flags and hash it does not have yet; or -1.
+        """
+        first, parent, generation = self.groups[0].table, rows[:, col.PARENT], rows[:, col.PARENT + 1]
+        has_parent = (parent >= 0) & (parent < len(first))
+        above = first[np.where(has_parent, parent, 0)]
+        has_parent &= (above[:, col.FILL] > 0) & (above[:, col.GENERATION] == generation)
+        rows[:, col.NAMESPACE] = np.where(parent < 0, generation, above[:, col.NAMESPACE])
+        rows[:, col.DEPTH] = np.where(parent < 0, 0, above[:, col.DEPTH] + 1)
+        rows[:, col.FLAGS], rows[:, col.ABOVE : col.SIZE] = (
+            np.where(has_parent, above[:, col.FLAGS], 0),
+            above[:, col.HASH : col.ABOVE],
+        )
+        among = [-1] * len(rows)
+        late = np.flatnonzero((parent >= 0) & ~has_parent).tolist()
+        if not late:
+            return among
+        is_first = self.groups[number].table is first
+        where = dict(zip(blocks.tolist(), range(len(blocks)), strict=True)) if is_first else {}
+        columns = (parent, generation, rows[:, col.GENERATION], rows[:, col.NAMESPACE], rows[:, col.DEPTH])
+        parents, wanted, generations, namespaces, depths = (column.tolist() for column in columns)
+        for at in late:
+            before = where.get(parents[at], at)
+            if before >= at or generations[before] != wanted[at]:
+                _impossible("stored under node", 0, parents[at], wanted[at], _LACKS)
+            among[at], namespaces[at], depths[at] = before, namespaces[before], depths[before] + 1
+        rows[:, col.NAMESPACE], rows[:, col.DEPTH] = namespaces, depths
+        return among
+
+
+def share(maps: Iterable[NodeMap]) -> None:
+    """Lets maps of equal contents be one map, which the events of `together` are folded into once.
+
+    Each may still get events of its own, or be attached: then it has contents of its own again.
+    """
+    kept: list[NodeMap] = []
+    for one in sorted(maps, key=lambda one: one.hashing is None):
+        for other in kept:
+            if _is_shareable(one, other):
+                other._contents.is_shared = True
+                one._contents, one._version = other._contents, other._version
+                break
+        else:
+            kept.append(one)
+
+
+def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
+    """Whether a map may use another's contents; one that hashes nothing takes any hashes."""
+    hashing = other._contents.hashing
+    if one.spec != other.spec or one.hashing not in (None, hashing) or other._version != other._contents.version:
+        return False
+    width = slice(None) if one.hashing is not None else slice(0, col.FLAGS)
+    return all(
+        np.array_equal(a.table[:, width], b.table[:, width]) for a, b in zip(one.groups, other.groups, strict=True)
+    )
+
+
+def _steps(events: HostEvents) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """The records in as few runs of one kind as follow each other, with the text of the stored ones.
+
+    Removed and stored records trade places where that changes nothing: first all that are removed.
+    """
+    records, text, kinds, texts = events.records, events.text, events.records[:, 0], 0
+    exchange = (kinds == EventKind.REMOVED) | (kinds == EventKind.STORED)
+    for start, stop in runs(np.where(exchange, 0, kinds)):
+        if not exchange[start]:
+            yield int(kinds[start]), records[start:stop], text[:0]
+            continue
+        for first, last in itertools.pairwise([start, *(start + cut for cut in _cuts(records[start:stop])), stop]):
+            some = records[first:last]
+            yield EventKind.REMOVED, some[some[:, 0] == EventKind.REMOVED], text[:0]
+            stored = some[some[:, 0] == EventKind.STORED]
+            yield EventKind.STORED, stored, text[texts : texts + len(stored)]
+            texts += len(stored)
+
+
+def _cuts(records: np.ndarray) -> list[int]:
+    """The cuts between removed and stored records, so that all that a part removes was there before it.
+
+    A block that is stored and later removed again needs a cut between the two.
+    """
+    kinds = records[:, 0]
+    if np.all(kinds[1:] >= kinds[:-1]):  # REMOVED < STORED: one transition's records, usually
+        return []
+    block = records[:, 1].astype(np.int64) << 32 | records[:, 2]
+    order = np.argsort(block, kind="stable")
+    again = np.flatnonzero((block[order][1:] == block[order][:-1]) & (kinds[order][:-1] == EventKind.STORED))
+    cuts, last = [], 0
+    for stop, start in sorted(zip(order[again + 1].tolist(), order[again].tolist(), strict=True)):
+        if start >= last:  # else the last cut is between them
+            cuts.append(last := stop)
+    return cuts
+
+
+def parents_first(rows: np.ndarray) -> np.ndarray:
+    """The order of rows of a group in which parents come before their children, and chains stay together."""
+    hashes, parents = hashes_of(rows).tolist(), parents_of(rows).tolist()
+    here, children, roots = set(hashes), {}, []
+    for at in np.argsort(rows[:, col.DEPTH], kind="stable").tolist():
+        if parents[at] in here and rows[at, col.DEPTH]:
+            children.setdefault(parents[at], []).append(at)
+        else:
+            roots.append(at)
+    order, waiting = [], roots[::-1]
+    while waiting:
+        at = waiting.pop()
+        order.append(at)
+        waiting += children.get(hashes[at], [])[::-1]
+    return np.array(order, np.int64)
+
+
+def _empty_table(spec: CacheSpec, num_ids: int) -> np.ndarray:
+    """i32[B, W]; a table without nodes."""
+    table = np.zeros((num_ids, col.TEXT + spec.block_size * len(parts_of(spec))), np.int32)
+    table[:, col.SIZE] = spec.block_size
+    return table
+
+
+@on_state
+def _tables_of(state: CacheState, spec: CacheSpec) -> list[np.ndarray]:
+    """The tables of a cache of this spec; a window group's block has the prefix of its block in the first group."""
+    if state.spec != spec:
+        raise ValueError(f"state: got a cache of {state.spec}, wanted one of {spec}")
+    tree = jax.device_get(state.groups[0].blocks)
+    texts = list(tree.text.parts().values())
+    tables = []
+    for group in state.groups:
+        blocks, ids = group.blocks, group.ids
+        wanted = blocks.fill, blocks.generation, blocks.stated_priority(ids), group.on_device(ids)
+        fill, generation, priority, on_device, group0_blocks = jax.device_get((*wanted, group.group0_blocks(ids)))
+        table, group0_blocks = _empty_table(spec, len(fill)), np.where(fill > 0, group0_blocks, 0)
+        table[:, col.GENERATION], table[:, col.FILL] = generation, fill
+        table[:, col.PRIORITY], table[:, col.LEVEL] = priority, ~on_device
+        table[:, col.PARENT : col.PARENT + 2] = tree.parent[group0_blocks]
+        table[:, col.DEPTH] = tree.depth[group0_blocks]
+        table[:, col.TEXT :] = np.concatenate([part[group0_blocks] for part in texts], axis=1)
+        tables.append(table)
+    return tables
+
+
+def _refuse(records: np.ndarray, wrong: np.ndarray, wanted: str) -> None:
+    """Refuses the first record that is wrong."""
+    if wrong.any():
+        kind, number, block, generation = records[np.argmax(wrong), :4].tolist()
+        _impossible(f"{EventKind(kind).name.lower()} of node", number, block, generation, wanted)
+
+
+def _impossible(what: str, number: int, block: int, generation: int, wanted: str) -> NoReturn:
+    raise ValueError(f"events: got {what} {(number, block, generation)}, {wanted}")
