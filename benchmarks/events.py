@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What events cost in the forms that others read, in CPU time of one core, and whether readers are told the truth.
+"""What events cost in the forms that others read, in CPU time of one core, and whether readers get the truth.
 
 Batches of 256 stored blocks go from the arrays of a transition to payloads: prompts of 8 blocks each, and then blocks
 that decoding rows have filled, one of a row. So do batches with as many blocks removed, and payloads back to a mirror.
-A resync is the payloads of a whole index. What the payloads tell is compared with the events.
+A resync is the payloads of a whole index. What the payloads say is compared with the events.
 The batches of stored blocks are written as TensorRT-LLM's JSON lines too, and read back.
 
 The last figures are wall time and CPU time of `generate` with a publisher as its listener, and with all listeners at
@@ -89,12 +89,12 @@ def cpu(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - start, result
 
 
-def drawn(batches: list[Events]) -> int:
+def sum_stored(batches: list[Events]) -> int:
     """The sum of the tokens of the blocks that batches store."""
     return sum(int(batch.text.tokens[batch.kind == EventKind.STORED].astype(np.int64).sum()) for batch in batches)
 
 
-def told(mirror: Mirror, size: int, root: int) -> int:
+def sum_mirrored(mirror: Mirror, size: int, root: int) -> int:
     """The sum of the tokens of all mirrored blocks but the root."""
     return sum(sum(prefix.tokens[-size:]) for prefix in mirror.index) - root
 
@@ -104,13 +104,13 @@ def measure_encoding(batches: int, size: int, chain: int, repeats: int) -> dict[
     traffic = Traffic(batches, size, chain)
     encoder, mirror, least = Encoder(traffic.spec), Mirror(), dict.fromkeys(("stored", "exchanged", "mirrored"), np.inf)
     first = traffic.root()
-    root = drawn([first])
+    root = sum_stored([first])
     for payload in encoder.encode(first):
         mirror.apply(decode(payload))
     for _ in range(repeats):
         for name in ("stored", "exchanged", "removed"):
-            given = getattr(traffic, name)()
-            seconds, payloads = cpu(lambda given=given: [encoder.encode(batch) for batch in given])
+            sent = getattr(traffic, name)()
+            seconds, payloads = cpu(lambda sent=sent: [encoder.encode(batch) for batch in sent])
             least[name] = min(least.get(name, np.inf), seconds)
             read, _ = cpu(lambda payloads=payloads: [mirror.apply(decode(one)) for some in payloads for one in some])
             if name == "stored":
@@ -120,9 +120,10 @@ def measure_encoding(batches: int, size: int, chain: int, repeats: int) -> dict[
                 late.apply(decode(payload))
             wanted = 1 if name == "removed" else 1 + batches * BATCH
             common.require(len(mirror) == len(late) == wanted, f"{len(mirror)} blocks are mirrored, not {wanted}")
-            common.require(late.index == mirror.index, "what was told one by one is not what is told at once")
+            common.require(late.index == mirror.index, "an index read one by one is not the one of a snapshot")
             common.require(
-                name == "removed" or told(mirror, size, root) == drawn(given), "the tokens told are not those drawn"
+                name == "removed" or sum_mirrored(mirror, size, root) == sum_stored(sent),
+                "the tokens read are not those stored",
             )
     number = batches * BATCH
     return {"stored": number / least["stored"], "exchanged": 2 * number / least["exchanged"],
@@ -136,15 +137,16 @@ def measure_lines(batches: int, size: int, chain: int, repeats: int) -> float:
     mirror.follow(writer.lines(traffic.root()))
     [(path, _)] = mirror.index.items()
     for _ in range(repeats):
-        given = traffic.stored()
-        seconds, lines = cpu(lambda given=given: [writer.lines(batch) for batch in given])
+        sent = traffic.stored()
+        seconds, lines = cpu(lambda sent=sent: [writer.lines(batch) for batch in sent])
         least = min(least, seconds)
         for some in lines:
             mirror.follow(some)
-        told = sum(token for prefix in mirror.index for token, _ in prefix.tokens[-size:])
+        total = sum(token for prefix in mirror.index for token, _ in prefix.tokens[-size:])
         common.require(len(mirror) == 1 + batches * BATCH and mirror.complete, f"{len(mirror)} blocks were read")
         common.require(
-            told == drawn(given) + sum(token for token, _ in path.tokens), "the tokens told are not those drawn"
+            total == sum_stored(sent) + sum(token for token, _ in path.tokens),
+            "the tokens read are not those stored",
         )
         for batch in traffic.removed():
             mirror.follow(writer.lines(batch))
@@ -155,16 +157,16 @@ def measure_lines(batches: int, size: int, chain: int, repeats: int) -> float:
 def measure_resync(blocks: int, repeats: int) -> float:
     """CPU seconds of the payloads of an index."""
     traffic, least = Traffic(blocks // BATCH, 16, PROMPT), np.inf
-    given = [traffic.root(), *traffic.stored()]
+    sent = [traffic.root(), *traffic.stored()]
     for _ in range(repeats):
         encoder, mirror = Encoder(traffic.spec), Mirror()
-        for batch in given:
+        for batch in sent:
             encoder.follow(batch)
         seconds, payloads = cpu(encoder.snapshot)
         least = min(least, seconds)
         for payload in payloads:
             mirror.apply(decode(payload))
-        common.require(len(mirror) == blocks // BATCH * BATCH + 1, f"{len(mirror)} blocks were told")
+        common.require(len(mirror) == blocks // BATCH * BATCH + 1, f"{len(mirror)} blocks were read")
     return least
 
 

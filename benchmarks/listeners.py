@@ -3,7 +3,7 @@
 
 Each of a pair begins with an empty cache; pairs alternate in who comes first, and the median pair counts. A publisher
 listens alone, or with it all that kvjax has: an agent, metrics, TensorRT-LLM's lines, a log and a trace. After each run
-what they told is compared with the cache; this takes no part in the time, and so does no subscriber.
+what they publish is compared with the cache; this takes no part in the time, and so does no subscriber.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Work(NamedTuple):
     answers: Sequence[int]
 
 
-class Heard(NamedTuple):
-    """A listener, and what compares what it told with a cache and with what was generated."""
+class Listening(NamedTuple):
+    """A listener, and a check of what it published against a cache and what was generated."""
 
     listener: Callable[[Any], object] | None
     check: Callable[[kvjax.Cache, list[kvjax.serving.Output]], object]
@@ -60,35 +60,35 @@ def make_work(documents: int, questions: int) -> Work:
         block_size=8, dtype="float32",
     )  # fmt: skip
     rng = np.random.default_rng(0)
-    drawn = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
-    asked = [one for text in drawn for one in demo.questions(text, list(text.facts)[:questions])]
-    return Work(model, spec, *zip(*asked, strict=True))
+    texts = [recall.make_document(rng, demo.FACTS) for _ in range(documents)]
+    chosen = [one for text in texts for one in demo.questions(text, list(text.facts)[:questions])]
+    return Work(model, spec, *zip(*chosen, strict=True))
 
 
 @contextlib.contextmanager
-def nobody(spec: kvjax.CacheSpec) -> Iterator[Heard]:
+def nobody(spec: kvjax.CacheSpec) -> Iterator[Listening]:
     """No listener."""
-    yield Heard(None, lambda *_: None)
+    yield Listening(None, lambda *_: None)
 
 
 @contextlib.contextmanager
-def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Heard]:
+def a_publisher(spec: kvjax.CacheSpec) -> Iterator[Listening]:
     """One that publishes as vLLM does."""
 
     def check(cache: kvjax.Cache, outputs: list[kvjax.serving.Output]) -> None:
         index = kvjax.events.index_of(cache.state)
         wanted = sorted(path for _, _, path in index if len(path) % spec.block_size == 0)
         with Subscriber(source.endpoint, source.replay_endpoint) as sub:
-            told = sub.wait(lambda one: one.complete and sorted(prefix.tokens for prefix in one.index) == wanted, 60)
-            common.require(told, f"{len(sub)} blocks were published of {len(wanted)}")
+            reached = sub.wait(lambda one: one.complete and sorted(prefix.tokens for prefix in one.index) == wanted, 60)
+            common.require(reached, f"{len(sub)} blocks were published of {len(wanted)}")
 
     with Publisher(spec, bind=ANY, replay=ANY) as source:
         source.flush()
-        yield Heard(source.publish, check)
+        yield Listening(source.publish, check)
 
 
 @contextlib.contextmanager
-def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Heard]:
+def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Listening]:
     """All of them, as `models.generate` puts them together, and TensorRT-LLM's lines."""
     registry, lines, slices, events = prometheus_client.CollectorRegistry(), io.StringIO(), io.StringIO(), io.StringIO()
     with (
@@ -111,34 +111,34 @@ def all_at_once(spec: kvjax.CacheSpec) -> Iterator[Heard]:
             trace.close()
             _check_trace(slices.getvalue(), len(entries), index, spec.block_size)
 
-        yield Heard(together(spec, *listeners), check)
+        yield Listening(together(spec, *listeners), check)
 
 
 def _check_agent(address: str, spec: kvjax.CacheSpec, index: Entries) -> None:
-    """Who subscribes now is told the names of all whole blocks."""
+    """A new subscriber gets the hashes of all whole blocks."""
     hashes, size, wanted = {(): hashing.root_hash()}, spec.block_size, set[str]()
     for path in sorted((path for _, _, path in index), key=len):
         start = (len(path) - 1) // size * size
         hashes[path] = hashing.block_hash(hashes[path[:start]], path[start:])
         if len(path) % size == 0:
             wanted.add(str(hashing.first_64_bits(hashes[path])))
-    told: list[str] = []
+    entries: list[str] = []
     with grpc.insecure_channel(address) as channel:
         stub = services.KVCacheAgentServiceStub(channel)
         for update in stub.SubscribeToUpdates(messages.SubscriptionRequest()):
-            told += update.cache_ids
+            entries += update.cache_ids
             if update.snapshot_end:
                 break
-    common.require(sorted(told) == sorted(wanted), f"{len(told)} blocks were served of {len(wanted)}")
+    common.require(sorted(entries) == sorted(wanted), f"{len(entries)} blocks were served of {len(wanted)}")
 
 
 def _check_lines(lines: str, index: Entries) -> None:
     mirror = trtllm.Mirror()
     mirror.follow(lines.splitlines())
-    told = {tuple(token for token, _ in prefix.tokens): entry for prefix, entry in mirror.index.items()}
+    entries = {tuple(token for token, _ in prefix.tokens): entry for prefix, entry in mirror.index.items()}
     common.require(
-        mirror.complete and told == {path: entry for (_, _, path), entry in index.items()},
-        f"{len(told)} blocks are in TensorRT-LLM's lines of {len(index)}",
+        mirror.complete and entries == {path: entry for (_, _, path), entry in index.items()},
+        f"{len(entries)} blocks are in TensorRT-LLM's lines of {len(index)}",
     )
 
 
@@ -161,28 +161,28 @@ def _check_metrics(registry: Any, entries: list[dict[str, Any]], outputs: list[k
 def _check_trace(text: str, calls: int, index: Entries, size: int) -> None:
     """There is a slice for each call, and the last counters are those of the cache."""
     slices = json.loads(text)
-    drawn = [one["args"] for one in slices if one["ph"] == "C"][-1]
+    counters = [one["args"] for one in slices if one["ph"] == "C"][-1]
     whole = sum(len(path) % size == 0 for _, _, path in index)
     wanted = {"whole": whole, "partly filled": len(index) - whole}
     common.require(
-        sum(one["ph"] == "X" for one in slices) == calls and drawn == wanted, f"{drawn} is drawn of {wanted}"
+        sum(one["ph"] == "X" for one in slices) == calls and counters == wanted, f"{counters} is drawn of {wanted}"
     )
 
 
 def measure(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int) -> common.Took:
     """Wall and CPU time of `generate` with listeners, to one without: the medians of pairs."""
 
-    def timed(heard_by: Callable[[kvjax.CacheSpec], Any]) -> common.Took:
+    def timed(opened: Callable[[kvjax.CacheSpec], Any]) -> common.Took:
         cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
-        with heard_by(work.spec) as heard:
+        with opened(work.spec) as own:
             cpu, wall = time.process_time(), time.perf_counter()
             outputs, cache, _ = kvjax.generate(
-                work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False, listener=heard.listener
+                work.model, cache, work.prompts, max_new_tokens=NEW_TOKENS, log_events=False, listener=own.listener
             )
             took = common.Took(time.process_time() - cpu, time.perf_counter() - wall)
             right = sum(output.tokens[0] == answer for output, answer in zip(outputs, work.answers, strict=True))
             common.require(right >= 0.98 * len(work.prompts), f"{right} of {len(work.prompts)} answers are right")
-            heard.check(cache, outputs)
+            own.check(cache, outputs)
         return took
 
     ways, ratios = [nobody, listening], []
@@ -194,7 +194,7 @@ def measure(work: Work, listening: Callable[[kvjax.CacheSpec], Any], pairs: int)
 
 
 def profile(work: Work, repeats: int) -> str:
-    """CPU time of a run, and of each listener that is told the run's events alone afterwards: the least of some."""
+    """CPU time of a run, and of each listener that gets the run's events alone afterwards: the least of some."""
     calls, cpu = [], time.process_time()
     cache = jax.block_until_ready(kvjax.Cache.create(work.spec))
     kvjax.generate(
@@ -223,8 +223,8 @@ def profile(work: Work, repeats: int) -> str:
     )
 
 
-def _fed(feed: Any) -> tuple[Callable[[Any], object], Callable[[], object]]:
-    return feed.publish, feed.flush
+def _fed(wire: Any) -> tuple[Callable[[Any], object], Callable[[], object]]:
+    return wire.publish, wire.flush
 
 
 def _written(listener: Callable[[Any], object]) -> tuple[Callable[[Any], object], Callable[[], object]]:
