@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -16,12 +15,12 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
-from kvjax.serving.batch import Batch
 from kvjax.serving.decode import LogitsFn
-from kvjax.serving.held import Listener
-from kvjax.serving.inputs import Inputs
+from kvjax.serving.inputs import Inputs, Listener, RunOptions
+from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
 from kvjax.serving.output import Output
+from kvjax.serving.runner import GenerationRunner
 from kvjax.serving.sampling import Sampling
 from kvjax.state import CacheState
 from kvjax.tiered import TieredCache
@@ -42,12 +41,12 @@ class Progress[C: (Cache, TieredCache)]:
     new: dict[int, list[int]]
     events: list[dict[str, Any]]
     closing: list[dict[str, Any]]
-    _batch: Batch[C] = dataclasses.field(repr=False, compare=False)
+    _state: GenerationState[C] = dataclasses.field(repr=False, compare=False)
 
     @property
     def cache(self) -> C:
         """The latest cache, also after the stream was closed; earlier ones have been donated."""
-        return self._batch.result
+        return self._state.result
 
     @property
     def state(self) -> CacheState:
@@ -137,15 +136,11 @@ def generate[C: (Cache, TieredCache)](
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with. Ctrl-C waits until a jitted loop
         is done; a second one does not, and may cost the cache.
     """
-    inputs = functools.partial(
-        Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
-        namespaces=namespaces, names=names, retention=retention,
+    return run_batch(
+        model, cache, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
+        namespaces=namespaces, names=names, retention=retention, scheduler=Scheduler(chunk=chunk, k=k), clock=clock,
+        logits_fn=logits_fn, steps=steps, fixed_steps=fixed_steps, log_events=log_events, listener=listener,
     )  # fmt: skip
-    batch = Batch(
-        model, cache, inputs, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, listener=listener,
-    )  # fmt: skip
-    return _run(batch)
 
 
 def stream[C: (Cache, TieredCache)](
@@ -182,32 +177,32 @@ def stream[C: (Cache, TieredCache)](
     Yields:
       A `Progress`; the last one has every output finished and every row released.
     """
-    inputs = functools.partial(
-        Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
-        namespaces=namespaces, names=names, retention=retention,
+    options = RunOptions(
+        Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock, logits_fn=logits_fn,
+        log_events=log_events, listener=listener,
     )  # fmt: skip
-    batch = Batch(
-        model, cache, inputs, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, listener=listener,
+    inputs = Inputs(
+        model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds,
+        stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention,
     )  # fmt: skip
-    return _progress(batch)
+    return _progress(GenerationRunner(inputs))
 
 
-def _progress[C: (Cache, TieredCache)](batch: Batch[C]) -> Generator[Progress[C], None, None]:
-    more = True
+def _progress[C: (Cache, TieredCache)](runner: GenerationRunner[C]) -> Generator[Progress[C], None, None]:
+    state, more = runner.state, True
     try:
         while more:
-            batch.events = []
-            with batch.ctrl_c:
-                more = batch.turn()
-                batch.hear()
-            yield Progress(batch.outputs, batch.new, batch.events, batch.closing, batch)
+            state.events = []
+            with state.ctrl_c:
+                more = runner.turn()
+                state.publish()
+            yield Progress(runner.outputs, runner.new, state.events, runner.closing, state)
     except GeneratorExit:
-        batch.close()
+        runner.close()
         raise
     except BaseException as cause:
-        with batch.ctrl_c:
-            raise batch.interrupted(cause) from cause
+        with state.ctrl_c:
+            raise state.interrupted(cause, runner.outputs) from cause
 
 
 def run_batch[C: (Cache, TieredCache)](
@@ -275,33 +270,27 @@ def run_batch[C: (Cache, TieredCache)](
       ValueError: before anything is donated, as `generate` does, and for options of the scheduler that do not fit.
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with.
     """
-    inputs = functools.partial(
-        Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
-        namespaces=namespaces, names=names, retention=retention, priority=priorities, samples=samples,
-    )  # fmt: skip
-    batch = Batch(
-        model, cache, inputs, Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps,
-        clock=clock, logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs,
-        loop=loop,
-    )  # fmt: skip
-    return _run(batch, progress)
-
-
-def _run[C: (Cache, TieredCache)](
-    batch: Batch[C], progress: Callable[[list[Output]], None] | None = None
-) -> tuple[list[Output], C, list[dict[str, Any]]]:
-    """All turns of a batch."""
     check_functions(progress=progress)
+    options = RunOptions(
+        Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps, clock=clock,
+        logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs, loop=loop,
+    )  # fmt: skip
+    inputs = Inputs(
+        model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds,
+        stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention, priorities=priorities,
+        samples=samples,
+    )  # fmt: skip
+    runner = GenerationRunner(inputs)
+    state, more = runner.state, True
     try:
-        with batch.ctrl_c:
-            more = True
+        with state.ctrl_c:
             while more:
-                more = batch.turn()
+                more = runner.turn()
                 if progress is not None:
-                    batch.hear()
-                    progress(batch.outputs)
-            batch.hear()
+                    state.publish()
+                    progress(runner.outputs)
+            state.publish()
     except BaseException as cause:
-        with batch.ctrl_c:
-            raise batch.interrupted(cause) from cause
-    return batch.outputs, batch.result, batch.events
+        with state.ctrl_c:
+            raise state.interrupted(cause, runner.outputs) from cause
+    return runner.outputs, state.result, state.events

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result of a prompt."""
+"""The outputs of requests, on the host."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.serving.requests import Finish, Serving, Stage
 
 
 @dataclasses.dataclass
@@ -29,3 +35,29 @@ class Output:
     finish: str | None = None
     preemptions: int = 0
     top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+
+    def update(self, requests: Any, slot: int) -> list[int]:
+        """Adds what a request in numpy arrays has got meanwhile; returns its new tokens."""
+        start = int(requests.start[slot])
+        new = slice(start + self.prompt_tokens + len(self.tokens), start + int(requests.num_tokens[slot]))
+        tokens = requests.text[new].tolist()
+        self.tokens += tokens
+        self.logprobs += requests.logprobs[new].tolist()
+        if requests.top is not None:
+            likeliest, logprobs = (column[new].tolist() for column in requests.top)
+            self.top_logprobs += [dict(zip(*one, strict=True)) for one in zip(likeliest, logprobs, strict=True)]
+        self.cached_tokens = int(requests.cached[slot])
+        self.preemptions = int(requests.preemptions[slot])
+        finish = Finish(int(requests.finish[slot]))
+        self.finish = None if finish == Finish.NONE else finish.name.lower()
+        return tokens
+
+
+def results(serving: Serving) -> dict[tuple[int, int], Output]:
+    """The output of each request so far, by (slot, generation), on the host."""
+    requests: Any = jax.device_get(serving.requests)
+    found = {}
+    for slot in np.flatnonzero(requests.stage != Stage.EMPTY).tolist():
+        output = found[slot, int(requests.generation[slot])] = Output(int(requests.prompt[slot]))
+        output.update(requests, slot)
+    return found

@@ -13,6 +13,7 @@ A part that is not needed is a loop that does not turn. A branch would copy the 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -22,19 +23,20 @@ from jax import lax
 from kvjax._arrays import Pytree, count, fence, once, put, runs
 from kvjax._checks import integers
 from kvjax.cache import Cache
-from kvjax.events.log import EventLog
+from kvjax.events.log import EventLog, init_log
 from kvjax.events.records import EventKind
 from kvjax.model import Model
 from kvjax.pools.device import Pools
+from kvjax.pools.views import View
 from kvjax.serving.admit import Admitted, admit
 from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.decode import Chosen, LogitsFn, Written, compute, grow, rows_of
 from kvjax.serving.loops import note
 from kvjax.serving.options import Scheduler
+from kvjax.serving.preempt import swaps
 from kvjax.serving.prefill import Chunks, commit_step, fork_samples, mixed_step
-from kvjax.serving.requests import Finish, Serving, Stage
+from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.retire import Retired, retire
-from kvjax.serving.swap import swaps
 
 
 class Served(Pytree):
@@ -186,7 +188,7 @@ def serve(
     """Steps until all requests are over, the model has run so often, or the log may not hold another step's events.
 
     With a host tier also until a request could have blocks that are on the host, `serving.onboard_slot` names it; until
-    a row is to be swapped out or in (`swap.swaps`); or until blocks are refused though there are as many
+    a row is to be swapped out or in (`preempt.swaps`); or until blocks are refused though there are as many
     (`serving.refused` is 1): a loop does not evict those with children on the host. Empty some (`watermark`) and set it
     to 0, or the next step preempts.
 
@@ -217,3 +219,47 @@ def serve(
 
     _, serving, log = lax.while_loop(lambda carry: carry[0], step, (going(serving, log), serving, log))
     return serving, log
+
+
+class _NoModel(Pytree):
+    """Chooses token 0 and writes nothing."""
+
+    def __call__(
+        self, tokens: jax.Array, pools: Pools, view: View, /, *, last: jax.Array | None
+    ) -> tuple[jax.Array, Pools]:
+        del view
+        last = tokens if last is None else last
+        return jnp.zeros((*last.shape, 1), jnp.float32), pools
+
+
+def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0) -> Requests:
+    """The requests as they would be after some steps, if nobody submitted or cancelled anything; jit it.
+
+    When each is admitted and with how many cached tokens, and when it ends, are what then happens, but for what depends
+    on the tokens that a model chooses: stop tokens, and generated text that is found in the cache. Every token that is
+    generated here is 0. What is on the host is not found. Costs a step's bookkeeping, and no bytes.
+
+    Args:
+      serving: the requests and their cache; a batch that is not wanted yet can be `submit`ted to it first.
+      scheduler: static; perhaps another than the one that runs.
+      steps: static; of the model.
+      now: i32[] ms.
+    """
+    spec, state = serving.cache.state.spec, serving.cache.state
+    groups = tuple(dataclasses.replace(group, pools=()) for group in spec.groups)
+    pools = Pools(tuple(() for _ in groups), dataclasses.replace(spec, groups=groups))
+    # No blocks come from the host or go there.
+    scheduler = dataclasses.replace(scheduler, preempt="recompute")
+    requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
+    serving = serving.replace(cache=Cache(state, pools), requests=requests, onboard_slot=jnp.int32(-1))
+    capacity = 4 * worst_step(spec, scheduler) + admission_events(spec, serving.width)
+    end = serving.steps + steps
+
+    def going(serving: Serving) -> jax.Array:
+        return serving.busy & (serving.steps < end)
+
+    def some(serving: Serving) -> Serving:
+        log = init_log(capacity, spec.block_size, spec.extra_ids)
+        return serve(_NoModel(), serving, log, scheduler=scheduler, steps=end - serving.steps, now=now)[0]
+
+    return jax.lax.while_loop(going, some, serving).requests

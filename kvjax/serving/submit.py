@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`submit`: requests are checked, get slots, and wait there."""
+"""Requests come in by `submit`, which checks them and gives them slots; `cancel` ends them, `drain` empties slots."""
 
 from __future__ import annotations
 
@@ -102,6 +102,48 @@ def submit(
         requests=requests, arrivals=serving.arrivals + count(good), dirty=serving.dirty | jnp.any(good)
     )
     return serving, status, jnp.where(good, slots, -1), jnp.where(good, requests[slots].generation, -1)
+
+
+def cancel(serving: Serving, slots: ArrayLike, generations: ArrayLike) -> tuple[Serving, jax.Array]:
+    """Ends requests; one that runs keeps its row until the next step begins.
+
+    Args:
+      serving: where.
+      slots: i32[R].
+      generations: i32[R]; as `submit` returned them.
+
+    Returns:
+      The requests; and i32[R], the status of each: BAD_REQUEST if it is over, or its slot has another request by now.
+    """
+    slots, requests = integers("slots", slots, ("R",)), serving.requests
+    generations = integers("generations", generations, slots.shape)
+    there = (slots >= 0) & (slots < requests.size) & (pick(requests.generation, slots) == generations)
+    stage = pick(requests.stage, slots)
+    there = there & ((stage == Stage.WAITING) | (stage == Stage.RUNNING))
+    gone = put(jnp.zeros((requests.size,), jnp.bool_), slots, True, there, unique=False)
+    orphans = (requests.parent >= 0) & pick(gone, requests.parent)
+    requests = requests.replace(
+        stage=jnp.where(gone, int(Stage.CANCELLED), requests.stage),
+        finish=jnp.where(gone, int(Finish.CANCELLED), requests.finish),
+        ended=jnp.where(gone, serving.steps, requests.ended),
+        parent=jnp.where(orphans & (requests.stage == Stage.WAITING), -1, requests.parent),
+    )
+    serving = serving.replace(requests=requests, dirty=serving.dirty | jnp.any(gone))
+    return serving, jnp.where(there, int(Status.OK), int(Status.BAD_REQUEST))
+
+
+def drain(serving: Serving) -> Serving:
+    """Empties the slots of requests that are over and have no row; read their `results` before."""
+    requests = serving.requests
+    over = (requests.stage == Stage.DONE) | (requests.stage == Stage.CANCELLED)
+    of_rows = put(jnp.zeros_like(over), serving.row, True, serving.row >= 0)
+    over = over & ~of_rows
+    return serving.replace(
+        requests=requests.replace(
+            stage=jnp.where(over, int(Stage.EMPTY), requests.stage),
+            generation=requests.generation + over.astype(jnp.int32),
+        )
+    )
 
 
 class _Flat(NamedTuple):

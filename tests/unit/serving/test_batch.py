@@ -16,9 +16,9 @@ import pytest
 import kvjax
 from kvjax import Cache
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, batch
+from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, runner
+from kvjax.serving.preempt import swaps
 from kvjax.serving.requests import Stage, init_serving
-from kvjax.serving.swap import swaps
 from tests.oracle.bytes_machine import SIZE, VOCAB
 from tests.serving_kit import HOST, MODEL, assert_chained, make_cache, state_of
 
@@ -199,18 +199,18 @@ def test_a_failed_move_costs_the_rows_beside_it_nothing(monkeypatch):
 
 def test_a_row_that_stays_in_use_is_an_error(monkeypatch):
     """Nothing leaves one behind today: here a row's release is lost on the way."""
-    monkeypatch.setattr(batch.Batch, "_drain", lambda self, requests: self._occupy())
-    monkeypatch.setattr(batch.Batch, "_occupy", occupy_a_row, raising=False)
+    monkeypatch.setattr(runner.GenerationRunner, "_update_outputs", occupy_a_row)
     with pytest.raises(GenerationInterrupted, match=r"rows \[2\] are in use, and no request has them") as caught:
         kvjax.run_batch(MODEL, make_cache(9, HOST), [[1, 2]], max_new_tokens=1, scheduler=SWAP)
     assert not np.asarray(state_of(caught.value.cache).seqs.length).any()
 
 
-def occupy_a_row(self):
+def occupy_a_row(self, requests):
     """Admits a prompt of nobody's into the last row."""
-    cache = self.cache
-    if not int(cache.state.seqs.length[2]):
-        self.cache, _ = jax.jit(Cache.admit)(cache, 2, np.arange(4, dtype=np.int32) % VOCAB, 4)
+    serving = self.state.serving
+    if not int(serving.cache.state.seqs.length[2]):
+        cache, _ = jax.jit(Cache.admit)(serving.cache, 2, np.arange(4, dtype=np.int32) % VOCAB, 4)
+        self.state.serving = serving.replace(cache=cache)
 
 
 def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):

@@ -206,6 +206,6 @@ def test_padded_prompts_are_refused(use, array):
 
 
 def test_prompts_of_equal_lengths_are_lists():
-    ids = kvjax.serving.inputs.prompt_ids
+    ids = kvjax.serving.inputs.check_prompts
     for prompts in ([[1, 2], [3, 4]], ((1, 2), (3, 4)), list(np.array([[1, 2], [3, 4]])), np.zeros((0,), np.int32)):
         assert [prompt.tolist() for prompt in ids(prompts)] == [list(prompt) for prompt in prompts]

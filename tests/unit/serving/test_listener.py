@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, batch
+from kvjax.serving import GenerationInterrupted, runner
 from tests.serving_kit import (
     HOST,
     MODEL,
@@ -138,13 +138,13 @@ def last_call(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_is_heard_of_while_the_next_one_runs(way, monkeypatch):
     """But a `Progress` comes when all before it has been heard of."""
-    order, serve = [], batch._serve
+    order, serve = [], runner._serve
 
     def noted(*args, **options):
         order.append("loop")
         return serve(*args, **options)
 
-    monkeypatch.setattr(batch, "_serve", functools.update_wrapper(noted, serve))
+    monkeypatch.setattr(runner, "_serve", functools.update_wrapper(noted, serve))
     way(start(), prompts_of(0), listener=lambda _: order.append("heard"))
     loops = order.count("loop")
     wanted = ["loop", "heard"] * loops if way is spread else ["loop", *["loop", "heard"] * (loops - 1), "heard"]
@@ -218,7 +218,7 @@ def test_ctrl_c_waits_for_the_listener(way):
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_leaves(at, monkeypatch):
     """It comes where the loop is waited for."""
-    read, count = batch.Batch._read, itertools.count(1)
+    read, count = runner.GenerationRunner._read, itertools.count(1)
 
     def interrupted(self):
         if next(count) == at:
@@ -226,7 +226,7 @@ def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_le
             press()
         return read(self)
 
-    monkeypatch.setattr(batch.Batch, "_read", interrupted)
+    monkeypatch.setattr(runner.GenerationRunner, "_read", interrupted)
     ear = Ear()
     with pytest.raises(GenerationInterrupted) as caught:
         together(start(), prompts_of(0), listener=ear)
