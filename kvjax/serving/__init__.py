@@ -4,13 +4,11 @@
 from kvjax._compile import compiler_options
 from kvjax.model import Model
 from kvjax.serving.capacity import worst_step
-from kvjax.serving.decode import Rows
+from kvjax.serving.decode import Decoded, Rows, decode, decode_log, step
 from kvjax.serving.generation import Progress, generate, run_batch, stream
 from kvjax.serving.interrupt import GenerationInterrupted
-from kvjax.serving.loops import Decoded, decode, decode_log, step
 from kvjax.serving.options import Scheduler
-from kvjax.serving.output import Output, results
-from kvjax.serving.requests import Requests, Serving, init_serving
+from kvjax.serving.requests import Output, Requests, Serving, init_serving, results
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.serve import serve, serve_step, what_if
 from kvjax.serving.show import show_requests, show_step

@@ -19,7 +19,7 @@ from kvjax.serving.decode import LogitsFn
 from kvjax.serving.inputs import Inputs, Listener, RunOptions
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
-from kvjax.serving.output import Output
+from kvjax.serving.requests import Output
 from kvjax.serving.runner import GenerationRunner
 from kvjax.serving.sampling import Sampling
 from kvjax.state import CacheState
@@ -92,8 +92,7 @@ def generate[C: (Cache, TieredCache)](
     them a namespace of its own (`Namespaces`): otherwise stale K/V are reused, and nothing says so.
 
     Args:
-      model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`. It also gets views in
-        mixed form, on one line; see `Model`.
+      model: see `step`. It also gets views in mixed form, on one flat batch; see `Model`.
       cache: is donated: go on with the returned one. Rows in use already are left alone. With a host tier, prompts
         find blocks there too, and blocks that have to leave the device go there: before each loop those that rows may
         need as they grow, and between loops those that a prompt needs to be admitted. Blocks that a prompt longer than
@@ -113,18 +112,18 @@ def generate[C: (Cache, TieredCache)](
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       chunk: prompt tokens that one model call computes, of one row or of several; beside them a token of each row that
         decodes.
-      steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C heard.
+      steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C acts.
       k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. Never more than half of
         `steps`. What is chosen does not depend on it.
       fixed_steps: whether every block runs k steps of the model, even if fewer are wanted: for a GPU without command
         buffers, see `compiler_options`.
       log_events: whether to decode the events.
       listener: called on this thread with every `Events` and `EventLog` of the run, each once and in their order,
-        whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It hears of a loop while the next
-        one runs. It copies what it keeps: all that it gets may be donated next. Ctrl-C waits for it. What it raises
-        ends the run as Ctrl-C does; what follows it hears too, before the error is raised. It must not read the cache,
-        which the running loop has been given: whoever wants its metadata beside the events, as for `show` in another
-        thread, reads a `stream` and takes `progress.state`.
+        whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It gets the events of a loop while
+        the next one runs. It copies what it keeps: all of it may be donated next. Ctrl-C waits for it. If it raises,
+        the run ends as by Ctrl-C; it gets the events of that too before the error is raised. It must not read the
+        cache, which the running loop has been given: to see its metadata beside the events, as for `show` in another
+        thread, read a `stream` and take `progress.state`.
 
     Returns:
       list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
@@ -171,8 +170,9 @@ def stream[C: (Cache, TieredCache)](
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener
-    has heard of a loop when its `Progress` comes. It hears of these releases too; what it raises at them comes out of
-    the stream's `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the caller's.
+    has got the events of a loop when its `Progress` comes. It gets those of these releases too; an error that it raises
+    then comes out of the stream's `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C
+    is the caller's.
 
     Yields:
       A `Progress`; the last one has every output finished and every row released.
@@ -237,8 +237,8 @@ def run_batch[C: (Cache, TieredCache)](
     full, and where blocks are to be brought back from the host tier.
 
     Args:
-      model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`.
-      cache: is donated: go on with the returned one. Rows in use already are left alone.
+      model: see `generate`.
+      cache: is donated: go on with the returned one; see `generate`.
       prompts: token ids.
       max_new_tokens: for all prompts, or for each.
       sampling: how tokens are chosen, for all prompts or one for each; None: greedy.

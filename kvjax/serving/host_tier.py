@@ -63,9 +63,10 @@ class HostTier[C: (Cache, TieredCache)]:
 
         If none can be emptied, the next step preempts.
         """
-        before = self._num_empty()
+        before = [int(group.num_empty) for group in self.state.cache.state.groups]
         self.empty_blocks()
-        if any(now > then for now, then in zip(self._num_empty(), before, strict=True)):
+        groups = self.state.cache.state.groups
+        if any(int(group.num_empty) > number for group, number in zip(groups, before, strict=True)):
             self.state.serving = self.state.serving.replace(refused=jnp.int32(0))
 
     def onboard(self, requests: Any, slot: int, row: int) -> None:
@@ -86,7 +87,6 @@ class HostTier[C: (Cache, TieredCache)]:
             events, lost = self._call(
                 TieredCache.admit, np.array([row], np.int32), tokens, np.array([num_tokens], np.int32), **options
             )
-            self._leave_rows(lost)
         placed = np.array([slot, row], np.int32)
         self.state.serving = _has_row(self.state.serving, placed, events.cached[0], events.ok)
 
@@ -101,25 +101,15 @@ class HostTier[C: (Cache, TieredCache)]:
         if not rows.any:
             return False
         verb, row = (TieredCache.swap_out, rows.out) if rows.out >= 0 else (TieredCache.swap_in, rows.back)
-        events, lost = self._call(verb, row)
-        self._leave_rows(lost)
+        events, _ = self._call(verb, row)
         if not bool(events.ok):
             self.state.serving = self.state.serving.replace(refused=jnp.int32(1))
         return True
 
-    def _num_empty(self) -> list[int]:
-        """Empty blocks of each group."""
-        return [int(group.num_empty) for group in self.state.cache.state.groups]
-
-    def _leave_rows(self, rows: list[int]) -> None:
-        """Takes rows that have been released, since they lost K/V, from their requests, which wait again."""
-        for row in rows:
-            self.state.serving = _leave(self.state.serving, np.int32(row), np.bool_(False))
-
     def _call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
         """Calls a verb that moves blocks; returns the events and the rows that failed moves cost K/V, with a warning.
 
-        These rows are released: their prompts wait, and find less in the cache the next time.
+        These rows are released: their requests wait again, and find less in the cache the next time.
         """
         state, lost, removed, failed = self.state, [], [], None
         try:
@@ -131,4 +121,6 @@ class HostTier[C: (Cache, TieredCache)]:
         state.publish(events, *removed)
         if failed is not None:  # last, since a warning may be made an error
             warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
+        for row in lost:
+            state.serving = _leave(state.serving, np.int32(row), np.bool_(False))
         return events, lost

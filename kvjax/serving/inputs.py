@@ -18,8 +18,8 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import Events
 from kvjax.model import Model, check_model
 from kvjax.policies.retention import UNSTATED, Retention
-from kvjax.serving.decode import LogitsFn
-from kvjax.serving.loops import check_cache
+from kvjax.pools.host import HostPools
+from kvjax.serving.decode import LogitsFn, check_cache
 from kvjax.serving.options import Scheduler
 from kvjax.serving.sampling import Sampling
 from kvjax.tiered import TieredCache
@@ -53,22 +53,9 @@ class RunOptions:
 
 
 class Inputs[C: (Cache, TieredCache)]:
-    """The checked arguments of a generation.
+    """The checked arguments of a generation; see `generate` and `run_batch`.
 
     Lists for each prompt are arrays [outputs] here: an output is a sample of a prompt.
-
-    Attributes:
-      model: see `step`.
-      cache: on the device.
-      host: pools of the host tier; None without one.
-      spec: of the cache.
-      own_rows: bool[S]; rows that the generation may use.
-      options: those of all prompts.
-      prompts: token ids of each output.
-      first_sample: the output that is the first sample of the same prompt.
-      sampling: of arrays [outputs]; None: all are greedy.
-      stop_tokens: i32[K]; -1 is none.
-      retention: of arrays [outputs, ...], or None.
     """
 
     def __init__(
@@ -93,13 +80,12 @@ class Inputs[C: (Cache, TieredCache)]:
         lists = prompts, max_new_tokens, sampling, seeds, stop_tokens, namespaces, retention, priorities, samples
         instead = "inside one use kvjax.serving.serve or kvjax.serving.decode"
         check_on_host("generation", (model, cache.state, cache.pools, lists), instead)
-        self.model, self.options = model, options
-        self.cache: Cache = cache.cache if isinstance(cache, TieredCache) else cache
-        self.host = cache.host if isinstance(cache, TieredCache) else None
+        self.model, self.options, self.spec = model, options, cache.state.spec
+        self.cache: Cache = cache.cache if isinstance(cache, TieredCache) else cache  # on the device
+        self.host: HostPools | None = cache.host if isinstance(cache, TieredCache) else None
         check_alive(self.cache, self.host)
-        self.spec = cache.state.spec
         options.scheduler.check(self.spec)
-        self.own_rows = np.asarray(cache.state.seqs.length) == 0
+        self.own_rows = np.asarray(cache.state.seqs.length) == 0  # bool[S]; rows that the generation may use
 
         checked = check_prompts(prompts)
         number = len(checked)
@@ -114,13 +100,14 @@ class Inputs[C: (Cache, TieredCache)]:
             return jax.tree.map(lambda x: x[of_prompt], values)
 
         self.prompts = [checked[n] for n in of_prompt]
-        self.first_sample, self.max_new_tokens = each(np.cumsum(copies) - copies), each(most)
+        self.first_sample = each(np.cumsum(copies) - copies)  # the output that is the first one of the same prompt
+        self.max_new_tokens = each(most)
         self.sampling: Sampling | None = each(samplings(sampling, number))
-        self.seeds = _of_each("seeds", _or(seeds, range(outputs)), outputs, np.uint32, of=whose)
+        self.seeds = _of_each("seeds", seeds, outputs, np.uint32, default=range(outputs), of=whose)
         self.namespaces = each(_namespaces(namespaces, number, names))
-        self.priorities = each(_of_each("priorities", _or(priorities, [0] * number), number))
+        self.priorities = each(_of_each("priorities", priorities, number, default=[0] * number))
         stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids")
-        self.stop_tokens = np.pad(stop, (0, bucket(len(stop), 4) - len(stop)), constant_values=-1)
+        self.stop_tokens = np.pad(stop, (0, bucket(len(stop), 4) - len(stop)), constant_values=-1)  # i32[K]
         self.retention: Retention | None = each(retentions(retention, number, self.spec.retention))
 
     def submission(
@@ -128,10 +115,8 @@ class Inputs[C: (Cache, TieredCache)]:
     ) -> tuple[dict[str, Any], np.ndarray]:
         """Arguments of `submit` for some outputs, for each slot, padded.
 
-        Samples run at the same time, in a row each. If they are more than the rows, they are several fork groups.
-
-        Returns:
-          The arguments; and i32[outputs], how far each is behind the first one of its fork group.
+        Samples run at the same time, in a row each. If they are more than the rows, they are several fork groups. Also
+        returns i32[outputs], how far each is behind the first one of its fork group.
         """
 
         def each(values: Any) -> Any:
@@ -175,34 +160,29 @@ def check_prompts(prompts: Any) -> list[np.ndarray]:
             f"prompts: got an array {list(np.shape(prompts))}, wanted a list for each prompt, without padding: "
             "[row[:length] for row, length in zip(array, lengths)]"
         )
-    return [_check_prompt(prompt, number) for number, prompt in enumerate(prompts)]
-
-
-def _check_prompt(prompt: Any, number: int) -> np.ndarray:
-    wanted = "wanted a list of token ids for each prompt"
-    if isinstance(prompt, str):
-        raise ValueError(f"prompts: got the text {reprlib.repr(prompt)} for prompt {number}, {wanted}")
-    try:
-        tokens = np.asarray(prompt)
-    except ValueError:  # lists of different lengths
-        tokens = None
-    if tokens is None or tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        raise ValueError(f"prompts: got {reprlib.repr(prompt)} for prompt {number}, {wanted}")
-    return tokens
+    checked, wanted = [], "wanted a list of token ids for each prompt"
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            raise ValueError(f"prompts: got the text {reprlib.repr(prompt)} for prompt {number}, {wanted}")
+        try:
+            tokens = np.asarray(prompt)
+        except ValueError:  # lists of different lengths
+            tokens = None
+        if tokens is None or tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise ValueError(f"prompts: got {reprlib.repr(prompt)} for prompt {number}, {wanted}")
+        checked.append(tokens)
+    return checked
 
 
 def _of_each(
-    name: str, values: Any, number: int, dtype: Any = np.int32, wanted: str = "a number", of: str = "prompts"
+    name: str, values: Any, number: int, dtype: Any = np.int32, *, default: Any = None, wanted="a number", of="prompts"
 ) -> np.ndarray:
-    """A number for each prompt, [number]; errors say of what else if not `of` prompts."""
+    """A number for each of `number` prompts, or of what else `of` names, [number]; `default`: the numbers for None."""
+    values = default if values is None else values
     numbers = host_integers(name, values, dtype, f"{wanted} for each of {number} {of}")
     if numbers.shape != (number,):
         raise ValueError(f"{name}: got {numbers.size}, wanted one for each of {number} {of}")
     return numbers
-
-
-def _or[T](values: T | None, default: Any) -> Any:
-    return default if values is None else values
 
 
 def _positive(name: str, value: int | Sequence[int], number: int) -> np.ndarray:
@@ -219,7 +199,7 @@ def _namespaces(namespaces: Any, number: int, names: Namespaces | None) -> np.nd
     if not isinstance(names, Namespaces | None):
         raise ValueError(f"names: got {reprlib.repr(names)}, wanted a kvjax.Namespaces or None")
     wanted = "a number, as kvjax.Namespaces gives,"
-    checked = _of_each("namespaces", _or(namespaces, [0] * number), number, wanted=wanted)
+    checked = _of_each("namespaces", namespaces, number, default=[0] * number, wanted=wanted)
     for prompt, namespace in enumerate(checked.tolist()):
         if names is not None and namespace not in names:
             raise ValueError(

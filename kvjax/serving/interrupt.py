@@ -23,8 +23,7 @@ from kvjax.events.mirror import to_list
 from kvjax.events.records import Events
 from kvjax.processes import agreed_time
 from kvjax.serving.inputs import Inputs, read_clock
-from kvjax.serving.output import Output
-from kvjax.serving.requests import Serving
+from kvjax.serving.requests import Output, Serving
 from kvjax.tiered import TieredCache
 from kvjax.verbs.release import release
 
@@ -59,11 +58,10 @@ class CtrlC:
         self._noted = False
 
     def __enter__(self) -> CtrlC:
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -93,18 +91,13 @@ class GenerationState[C: (Cache, TieredCache)]:
 
     Between two jitted calls `serving` and `host` are what the last one returned. A Ctrl-C at any other time waits
     (`ctrl_c`), so that none comes between a call that takes the cache and the assignment of the cache it returns.
-
-    Attributes:
-      serving: the requests, with the cache.
-      host: pools of the host tier; None without one.
-      events: decoded.
-      unpublished: events that neither `events` nor the listener has got yet; none is lost with the call that made them.
     """
 
     def __init__(self, inputs: Inputs[C], serving: Serving):
         self.serving, self.host = serving, inputs.host
         self._own_rows, self._options, self._time = inputs.own_rows, inputs.options, np.int32(0)
-        self.events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []  # decoded
+        # Those that neither `events` nor the listener has got yet; none is lost with the call that made them.
         self.unpublished: list[Events | EventLog] = []
         self.ctrl_c = CtrlC()
 

@@ -22,8 +22,7 @@ from kvjax.serving.host_tier import HostTier
 from kvjax.serving.inputs import Inputs, bucket
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
-from kvjax.serving.output import Output
-from kvjax.serving.requests import Serving, Stage, init_serving
+from kvjax.serving.requests import Output, Serving, Stage, init_serving
 from kvjax.serving.serve import serve, serve_step
 from kvjax.serving.submit import submit
 from kvjax.tiered import TieredCache
@@ -49,14 +48,7 @@ MOST_SPARE = 2**18  # tokens: each has a few numbers of 4 bytes
 
 
 class GenerationRunner[C: (Cache, TieredCache)]:
-    """One generation, from its prompts to their outputs, turn by turn.
-
-    Attributes:
-      state: the requests with their cache, and the events.
-      outputs: of each prompt, so far.
-      new: {prompt: its tokens of the last turn}.
-      closing: decoded events of `close`.
-    """
+    """One generation, from its prompts to their outputs, turn by turn."""
 
     def __init__(self, inputs: Inputs[C]):
         self.inputs, self.spec, options = inputs, inputs.spec, inputs.options
@@ -64,8 +56,8 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         # a limit of k - 1 steps less is not far below what was asked for.
         k = min(options.scheduler.most_steps(self.spec), (options.steps + 1) // 2)
         self.scheduler, self.limit = dataclasses.replace(options.scheduler, k=k), np.int32(options.steps - k + 1)
-        self.new: dict[int, list[int]] = {}
-        self.closing: list[dict[str, Any]] = []
+        self.new: dict[int, list[int]] = {}  # output number: its tokens of the last turn
+        self.closing: list[dict[str, Any]] = []  # decoded events of `close`
         self.outputs = [Output(len(prompt)) for prompt in inputs.prompts]
         self.output_of_slot, self.submitted = self._admissible(), False
         lengths = np.array([len(inputs.prompts[n]) for n in self.output_of_slot], np.int32)

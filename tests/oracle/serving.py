@@ -21,8 +21,7 @@ from kvjax import Cache, Status
 from kvjax.events.log import init_log
 from kvjax.serving.capacity import worst_step
 from kvjax.serving.options import Scheduler as Options
-from kvjax.serving.output import results
-from kvjax.serving.requests import Stage, init_serving
+from kvjax.serving.requests import Stage, init_serving, results
 from kvjax.serving.serve import serve_step
 from kvjax.serving.submit import cancel, drain, submit
 from tests import drive
