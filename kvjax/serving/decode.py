@@ -55,10 +55,8 @@ def step[C: (Cache, TieredCache)](
     """Computes and commits the next tokens of some rows, for which `admit` or `extend` made room; jit and donate it.
 
     Args:
-      model: called as `model(tokens i32[R, C], pools, view, last=i32[R])`, it returns `(logits f32[R, V], pools)`: the
-        logits of position `last` of each row, and the pools with the tokens' K/V. With `last=None` it returns all
-        logits, f32[R, C, V]; a model needs that for `logits="all"` only. See `Model`. An argument of `jit` has
-        to be a pytree: a function closed over its weights goes in as `jax.tree_util.Partial(fn, weights)`.
+      model: see `Model`; called with `last=None` for `logits="all"` only. An argument of `jit` has to be a pytree: a
+        function closed over its weights goes in as `jax.tree_util.Partial(fn, weights)`.
       cache: the cache. One with a host tier is for host code: its own program takes and donates it.
       tokens: i32[R, C]; each row's next tokens, padded with valid ids.
       count: i32[R]; how many they are; 0 leaves a row alone.
@@ -299,7 +297,7 @@ class Decoded(NamedTuple):
 
 
 def decode_log(spec: CacheSpec, steps: int) -> EventLog:
-    """A log that holds at least `steps` steps' events in ordinary use; the loop stops early if it is nearly full."""
+    """A log that holds the events of at least `steps` steps in ordinary use; the loop ends if it is nearly full."""
     usual = steps * spec.max_seqs * len(spec.groups) // 2
     return init_log(usual + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
 
@@ -332,19 +330,18 @@ def decode(
 ) -> tuple[Cache, Rows, EventLog, Decoded]:
     """Up to `steps` decode steps for all active rows, in blocks of up to k; jit and donate it.
 
-    For callers who admit rows and compute their prompts themselves, as with `step`. It admits nobody: see `serve`.
-    Ends early if no row is active, if the pool has too few blocks for all of them, or if the log is nearly full. What
-    it chooses does not depend on k.
+    The caller admits rows and computes their prompts, as with `step`; `serve` admits requests. The loop ends early if
+    no row is active, if the pool has too few blocks for all of them, or if the log is nearly full. What it chooses does
+    not depend on k.
 
     Args:
       model: see `step`.
-      cache: its active rows have all but `rows.token` committed, and no room yet for that.
-      rows: where each row stands.
+      cache: its active rows have all but `rows.token` committed, and no block yet for that.
+      rows: the state of each row.
       log: of `decode_log`; takes the events.
       steps: static.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
-      sampling: how each row chooses, leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is
-        compiled.
+      sampling: leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is compiled.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       k: static; the most steps of a block, 1 to P; P if None.
       fixed_steps: static; every block runs k steps of the model, even if fewer are wanted. For a GPU without command

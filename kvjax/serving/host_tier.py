@@ -83,7 +83,7 @@ class HostTier[C: (Cache, TieredCache)]:
             "reserve_tokens": self.scheduler.chunk if len(self.spec.groups) > 1 else None,
         }
         lost = [row]
-        while row in lost:
+        while row in lost:  # and once in any case
             events, lost = self._call(
                 TieredCache.admit, np.array([row], np.int32), tokens, np.array([num_tokens], np.int32), **options
             )
@@ -119,7 +119,7 @@ class HostTier[C: (Cache, TieredCache)]:
             removed, failed = [failure.removed], str(failure)
         state.serving, state.host = state.serving.replace(cache=tiered.cache), tiered.host
         state.publish(events, *removed)
-        if failed is not None:  # last, since a warning may be made an error
+        if failed is not None:  # behind what must not be lost, since a warning may be made an error
             warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
         for row in lost:
             state.serving = _leave(state.serving, np.int32(row), np.bool_(False))

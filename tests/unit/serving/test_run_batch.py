@@ -270,7 +270,7 @@ def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
     serving = init_serving(cache.cache, [12, 12], capacity=64, width=32)
     running, slots = np.full(2, Stage.RUNNING, np.int32), np.array([0, 1, -1], np.int32)
     requests = serving.requests.replace(
-        stage=running, known=np.full(2, 8, np.int32), parent=np.array([-1, parent], np.int32)
+        stage=running, num_tokens=np.full(2, 8, np.int32), parent=np.array([-1, parent], np.int32)
     )
     options = dataclasses.replace(OPTIONS, preempt="swap", watermark=9)
     assert int(swaps(serving.replace(requests=requests, row=slots), options).back) == back
