@@ -175,19 +175,19 @@ class Ear:
     """A listener that does something at some of its calls, behind all else.
 
     Attributes:
-      heard: all events, decoded.
+      events: all events, decoded.
       totals: of all events.
       calls: how often it was called.
     """
 
     def __init__(self, do=None, at=()):
         self.do, self.at = do, at
-        self.heard, self.totals, self.calls = [], kvjax.events.Totals(), 0
+        self.events, self.totals, self.calls = [], kvjax.events.Totals(), 0
 
     def __call__(self, events):
         assert not any(x.is_deleted() for x in jax.tree.leaves(events))
         self.calls += 1
-        self.heard += kvjax.to_list(events)
+        self.events += kvjax.to_list(events)
         self.totals = self.totals.add(events)
         if self.calls in self.at:
             self.do()
