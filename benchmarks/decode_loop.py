@@ -2,7 +2,7 @@
 """A decode loop over the paged cache against the same loop over contiguous K/V.
 
 Both generate greedily with one Llama-shaped model of 10 million parameters, 16 rows up to a context of 1,024 tokens,
-in one jitted loop with the K/V donated. The paged loop is `kvjax.serving.loops.decode` with all that it does, in a pool
+in one jitted loop with the K/V donated. The paged loop is `kvjax.serving.decode` with all that it does, in a pool
 whose blocks are scattered and full, so that every new block is an evicted one. The contiguous loop has K/V arrays of
 just the right length, a length for each row, and nothing else: no blocks, no events, no stop tokens. It has two
 versions: "contiguous" multiplies the queries of a group by K one by one, which is the fastest way on CPU that we
@@ -29,7 +29,7 @@ from jax import lax
 import kvjax
 from benchmarks import common
 from benchmarks.contiguous import attend_contiguous, contiguous_kv, contiguous_step
-from kvjax.serving import loops
+from kvjax import serving
 from kvjax.serving.sampling import sample
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
@@ -73,7 +73,7 @@ class Start(NamedTuple):
     """
 
     cache: kvjax.Cache
-    rows: loops.Rows
+    rows: serving.Rows
     layers: tuple[tuple[jax.Array, jax.Array], ...]
 
     @property
@@ -118,7 +118,7 @@ def make_start(model: Decoder, size: Size) -> Start:
         cache, logits, _ = step(model, cache, np.take_along_axis(prompts, chunk, axis=1), np.minimum(left, CHUNK))
         token = jnp.where((left > 0) & (left <= CHUNK), jnp.argmax(logits, axis=1).astype(jnp.int32), token)
     seeds = each.astype(jnp.uint32)
-    rows = loops.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
+    rows = serving.Rows(token, jnp.ones((size.rows,), jnp.bool_), jnp.full((size.rows,), size.steps), seeds)
     return Start(cache, rows, jax.jit(contiguous_kv)(cache))
 
 
@@ -154,11 +154,11 @@ def take_turns(programs: Programs, clock, rounds: int, calls: int = 1) -> tuple[
 
 def paged_loop(model, start: Start, size: Size, steps: int = CALL_STEPS):
     """Begins with `start`; a call is `steps` steps of the engine's loop."""
-    begin = start.cache, start.rows, loops.decode_log(start.cache.state.spec, size.steps)
+    begin = start.cache, start.rows, serving.decode_log(start.cache.state.spec, size.steps)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def run(model, state):
-        *state, decoded = loops.decode(model, *state, steps=steps, sampling=None, stop=jnp.asarray([-1]))
+        *state, decoded = serving.decode(model, *state, steps=steps, sampling=None, stop=jnp.asarray([-1]))
         return tuple(state), (decoded.tokens, decoded.logprobs)
 
     return lambda: jax.tree.map(jnp.copy, begin), functools.partial(run, model)

@@ -25,7 +25,7 @@ import kvjax
 from benchmarks import common, gpu
 from benchmarks.decode_loop import no_model
 from benchmarks.gpu import Record
-from kvjax.serving import loops
+from kvjax import serving
 from models.config import LayerConfig, ModelConfig
 from models.decoder import Decoder
 
@@ -173,12 +173,12 @@ def time_loop(
     """Times the decode loop from a state, k steps at a time, compiled with these options of XLA."""
     spec = state.spec
     one = jnp.ones((spec.max_seqs,), jnp.int32)
-    rows = loops.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
-    loop = functools.partial(loops.decode, steps=size.steps, sampling=None, k=k)
+    rows = serving.Rows(one, one > 0, one * (size.steps + 1), one.astype(jnp.uint32))
+    loop = functools.partial(serving.decode, steps=size.steps, sampling=None, k=k)
     loop = jax.jit(loop, donate_argnames=("cache", "log"), compiler_options=options)
     times, tokens = [], []
     for _ in range(size.rounds + 1):
-        cache, log = kvjax.Cache(jax.tree.map(jnp.copy, state), pools), loops.decode_log(spec, size.steps)
+        cache, log = kvjax.Cache(jax.tree.map(jnp.copy, state), pools), serving.decode_log(spec, size.steps)
         jax.block_until_ready((cache, log))
         began = time.perf_counter()
         cache, _, _, decoded = jax.block_until_ready(loop(model, cache, rows, log, stop=-one[:1]))

@@ -159,7 +159,7 @@ def in_place() -> dict[str, float]:
     """Compiles the decode loop without running it; temporaries and donated bytes as a percentage of the pools."""
     from flax import nnx
 
-    from kvjax.serving import loops
+    from kvjax import serving
     from models.config import LayerConfig, ModelConfig
     from models.decoder import Decoder
 
@@ -167,10 +167,10 @@ def in_place() -> dict[str, float]:
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=1024, max_seqs=16, max_length=1024, dtype="float32")
     cache = jax.eval_shape(lambda: kvjax.Cache.create(spec))
-    log = jax.eval_shape(lambda: loops.decode_log(spec, STEPS))
+    log = jax.eval_shape(lambda: serving.decode_log(spec, STEPS))
     each = jax.ShapeDtypeStruct((16,), jnp.int32)
-    rows = loops.Rows(each, jax.ShapeDtypeStruct((16,), jnp.bool_), each, jax.ShapeDtypeStruct((16,), jnp.uint32))
-    decode = jax.jit(functools.partial(loops.decode, steps=STEPS, sampling=None), donate_argnames=("cache", "log"))
+    rows = serving.Rows(each, jax.ShapeDtypeStruct((16,), jnp.bool_), each, jax.ShapeDtypeStruct((16,), jnp.uint32))
+    decode = jax.jit(functools.partial(serving.decode, steps=STEPS, sampling=None), donate_argnames=("cache", "log"))
     compiled = decode.lower(model, cache, rows, log, stop=jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
     pools = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(cache.pools))
     shapes = {",".join(map(str, array.shape)) for array in jax.tree.leaves(cache.pools)}

@@ -20,9 +20,8 @@ from jax import lax
 
 import kvjax
 from benchmarks import common
-from kvjax import Cache
+from kvjax import Cache, serving
 from kvjax.events import EventLog, append, init_log
-from kvjax.serving import loops
 from kvjax.serving.sampling import sample
 
 _admit = jax.jit(Cache.admit, donate_argnums=0)
@@ -66,7 +65,7 @@ def prefill(
 
 _prefill = jax.jit(prefill, static_argnames="chunk", donate_argnames=("cache", "log"))
 _decode = jax.jit(
-    functools.partial(loops.decode, sampling=None), static_argnames="steps", donate_argnames=("cache", "log")
+    functools.partial(serving.decode, sampling=None), static_argnames="steps", donate_argnames=("cache", "log")
 )
 
 
@@ -127,8 +126,8 @@ def _decode_rows(
     token, active, left, seed = (np.zeros(cache.state.spec.max_seqs, t) for t in ("i4", "?", "i4", "u4"))
     for row, number in live.items():
         token[row], active[row], left[row] = outputs[number][-1], True, new_tokens - len(outputs[number])
-    rows = loops.Rows(*map(jnp.asarray, (token, active, left, seed)))
-    log, stop = loops.decode_log(cache.state.spec, steps), np.zeros(0, np.int32)
+    rows = serving.Rows(*map(jnp.asarray, (token, active, left, seed)))
+    log, stop = serving.decode_log(cache.state.spec, steps), np.zeros(0, np.int32)
     cache, _, _, decoded = _decode(model, cache, rows, log, steps=steps, stop=stop)
     common.require(not bool(decoded.out_of_blocks), "static batches: there are too few blocks")
     tokens = np.asarray(decoded.tokens)

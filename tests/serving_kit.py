@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from kvjax.serving import Scheduler, batch
+from kvjax.serving import Scheduler, host_tier, runner
 from tests.drive import VERBS, padded
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
 
@@ -140,7 +140,7 @@ class Calls:
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
-        places = [(batch, "_submit"), (batch, "_serve"), (batch, "_has_row")]
+        places = [(runner, "_submit"), (runner, "_serve"), (host_tier, "_has_row")]
         places += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
             places += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
@@ -175,19 +175,19 @@ class Ear:
     """A listener that does something at some of its calls, behind all else.
 
     Attributes:
-      heard: all events, decoded.
+      events: all events, decoded.
       totals: of all events.
       calls: how often it was called.
     """
 
     def __init__(self, do=None, at=()):
         self.do, self.at = do, at
-        self.heard, self.totals, self.calls = [], kvjax.events.Totals(), 0
+        self.events, self.totals, self.calls = [], kvjax.events.Totals(), 0
 
     def __call__(self, events):
         assert not any(x.is_deleted() for x in jax.tree.leaves(events))
         self.calls += 1
-        self.heard += kvjax.to_list(events)
+        self.events += kvjax.to_list(events)
         self.totals = self.totals.add(events)
         if self.calls in self.at:
             self.do()

@@ -4,19 +4,15 @@
 from kvjax._compile import compiler_options
 from kvjax.model import Model
 from kvjax.serving.capacity import worst_step
-from kvjax.serving.decode import Rows
-from kvjax.serving.ending import cancel, drain, results
-from kvjax.serving.forecast import what_if
+from kvjax.serving.decode import Decoded, Rows, decode, decode_log, step
 from kvjax.serving.generation import Progress, generate, run_batch, stream
 from kvjax.serving.interrupt import GenerationInterrupted
-from kvjax.serving.loops import Decoded, decode, decode_log, step
 from kvjax.serving.options import Scheduler
-from kvjax.serving.output import Output
-from kvjax.serving.requests import Requests, Serving, init_serving
+from kvjax.serving.requests import Output, Requests, Serving, init_serving, results
 from kvjax.serving.sampling import Sampling
-from kvjax.serving.serve import serve, serve_step
+from kvjax.serving.serve import serve, serve_step, what_if
 from kvjax.serving.show import show_requests, show_step
-from kvjax.serving.submit import submit
+from kvjax.serving.submit import cancel, drain, submit
 
 __all__ = [
     "Decoded",

@@ -15,9 +15,8 @@ from kvjax.events.log import EventLog
 from kvjax.policies.retention import Retention, is_retention
 from kvjax.pools.device import apply
 from kvjax.serving.capacity import admission_events, most_blocks, reserved, sample_blocks
-from kvjax.serving.loops import note
-from kvjax.serving.options import Scheduler
-from kvjax.serving.order import first, sort_keys
+from kvjax.serving.decode import note
+from kvjax.serving.options import Scheduler, first, sort_keys
 from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.state import NO_BLOCK, Match
 from kvjax.verbs._request import TIERS, checked_prompt, checked_text
@@ -25,33 +24,20 @@ from kvjax.verbs.admit import admit_row, find, let_go
 
 
 class Admitted(Pytree):
-    """The requests admitted in a step, in order, all i32[S], -1 for none.
-
-    Attributes:
-      slots: the requests.
-      rows: the rows that they got.
-      cached: tokens that were found in the cache.
-    """
+    """The requests admitted in a step, in order; all i32[S], -1 for none."""
 
     slots: jax.Array
     rows: jax.Array
-    cached: jax.Array
+    cached: jax.Array  # tokens that were found in the cache
 
 
 def admit(
     serving: Serving, log: EventLog, scheduler: Scheduler, tried: jax.Array, log_room: int, now: jax.Array
 ) -> tuple[Serving, EventLog, Admitted]:
-    """Admits waiting requests in their order; one that cannot be admitted is passed over, at most `patience` times.
+    """Admits waiting requests in their order, if tried bool[]; one that cannot be admitted is passed over.
 
-    Where no row runs and nobody can be admitted, the first one is over: no block will ever become free for it.
-
-    Args:
-      serving: the requests, behind `grow`.
-      log: takes the events.
-      scheduler: static.
-      tried: bool[]; whether to try at all: a request waits, and there is a row to have.
-      log_room: static; events that have to fit into the log afterwards.
-      now: i32[] ms.
+    It stops where fewer than `log_room` events would fit into the log afterwards. Where no row runs and nobody can be
+    admitted, the first request is over: no block will ever become free for it.
     """
     log_room += admission_events(serving.cache.state.spec, serving.width)
 
@@ -193,7 +179,7 @@ def _waits_for_prefix(
 
 
 def _retention(serving: Serving, slot: jax.Array) -> Retention | None:
-    """The retention of request slot i32[]; blocks with generated tokens are no prompt's, if it comes back."""
+    """The retention of request slot i32[]; if it comes back, blocks with generated tokens are not the prompt's."""
     request = serving.requests[slot]
     prompt = request.prompt
 
@@ -206,7 +192,10 @@ def _retention(serving: Serving, slot: jax.Array) -> Retention | None:
 
 
 def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
-    """Notes that request slot i32[] has got row i32[], where done bool[], with so many tokens cached i32[]."""
+    """Notes that request slot i32[] has got row i32[], where done bool[], with so many tokens cached i32[].
+
+    Its samples get other free rows, where they wait until its prompt is computed.
+    """
     requests = serving.requests
     samples = requests.samples_of(slot) & done
     first_time = done & (requests[slot].preemptions == 0)
@@ -219,15 +208,10 @@ def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, 
         row=put(serving.row, row, slot, done),
         leads=put(serving.leads, row, jnp.any(samples), done),
     )
-    return _hold_rows(serving, samples)
-
-
-def _hold_rows(serving: Serving, samples: jax.Array) -> Serving:
-    """Gives free rows to requests, where bool[W]: samples that wait there until their parent's prompt is computed."""
     slots, _ = compact(jnp.where(samples, np.arange(samples.shape[0], dtype=np.int32), -1))
     rows = np.arange(serving.row.shape[0], dtype=np.int32)
     free, _ = compact(jnp.where(serving.free, rows, -1))
-    slots, requests = fit(slots, rows.shape[0], NO_BLOCK), serving.requests
+    slots = fit(slots, rows.shape[0], NO_BLOCK)
     requests = requests.replace(
         stage=jnp.where(samples, int(Stage.RUNNING), requests.stage),
         admitted=jnp.where(samples & (requests.admitted < 0), serving.steps, requests.admitted),
@@ -236,13 +220,9 @@ def _hold_rows(serving: Serving, samples: jax.Array) -> Serving:
 
 
 def has_row(serving: Serving, placed: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
-    """After an admission between loops: a request runs, or is admitted without its blocks on the host the next time.
+    """Notes an admission between loops, of a slot to a row, placed i32[2], with so many tokens cached i32[].
 
-    Args:
-      serving: the requests; the cache has admitted one of them.
-      placed: i32[2]; its slot, and the row that it was to get.
-      cached: i32[]; tokens that were found.
-      done: bool[]; whether it has the row.
+    If it failed, not done bool[], the next one does without the request's blocks on the host.
     """
     slot, row = placed[0], placed[1]
     requests = serving.requests.at(slot, ~done, onboard=False)

@@ -71,23 +71,23 @@ def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Arr
 def most_blocks(spec: CacheSpec, scheduler: Scheduler, max_tokens: jax.Array) -> list[jax.Array]:
     """For each group i32[...]: the most blocks that a request of up to max_tokens i32[...] holds at a time."""
     size, ahead = spec.block_size, max(scheduler.chunk, scheduler.most_steps(spec))
-    whole = -(-(max_tokens - 1) // size)
-    found = [whole]
-    for group in spec.groups[1:]:
-        assert group.window is not None
-        seen = -(-(group.window - 2 + ahead) // size) + 1 + -(-group.sink_tokens // size)  # from anywhere on
-        found.append(jnp.minimum(whole, seen))
+    whole, found = -(-(max_tokens - 1) // size), []
+    for group in spec.groups:
+        if group.window is None:
+            found.append(whole)
+        else:
+            seen = -(-(group.window - 2 + ahead) // size) + 1 + -(-group.sink_tokens // size)  # from anywhere on
+            found.append(jnp.minimum(whole, seen))
     return found
 
 
 def sample_blocks(
     spec: CacheSpec, scheduler: Scheduler, max_tokens: jax.Array, prompt: jax.Array, samples: jax.Array
 ) -> list[jax.Array]:
-    """For each group i32[...]: the most blocks that samples bool[..., K] add to the row that leads them.
+    """For each group i32[...]: the most blocks that samples bool[..., K], of max_tokens i32[K], add to their leader's.
 
-    They share the whole blocks of their prompt, i32[...] tokens, with it. In a window group each may release them at
-    another time than the others. All sharers of a last block are counted as copying it: one more than do. max_tokens
-    i32[K] are those of each possible sample.
+    They share the whole blocks of their prompt, i32[...] tokens, with it; in a window group each may release them at
+    another time. All sharers of a last block are counted as copying it: one more than do.
     """
     shared, cut = prompt // spec.block_size, jnp.any(samples, axis=-1) & (prompt % spec.block_size > 0)
     found = []
@@ -101,9 +101,9 @@ def sample_blocks(
 def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, jax.Array]]:
     """For each group, i32[] each: blocks that the running rows may come to need, and their limit.
 
-    A request fits by `reserve="goal"` if its blocks and those are at most the limit. Rows of full attention keep what
-    they share as long as they run, so that it counts once: they need what they do not hold yet. Rows with a window
-    release shared blocks one after the other, and each may then need as many as alone.
+    A request fits by `reserve="goal"` if its blocks and those are at most the limit. Without a window a row keeps what
+    it shares as long as it runs, so that it counts once: it needs what it does not hold yet. With a window rows release
+    shared blocks one after the other, and each may then need as many as alone.
     """
     state, request = serving.cache.state, serving.by_row
     most = most_blocks(state.spec, scheduler, request.max_tokens)
@@ -126,14 +126,9 @@ def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, ja
 def num_steps(state: CacheState, new: jax.Array, k: int, log_room: jax.Array) -> jax.Array:
     """The most steps, i32[] from 1 to k, for which each group has the blocks, and the log room for the events.
 
-    Sharers of a last block are counted as if each of them copied it, although its last holder may keep it. So the
-    answer 1 is no promise: a step may be refused, or may succeed where counting says that it cannot.
-
-    Args:
-      state: the cache.
-      new: i32[S]; the most tokens that each row can write, 0 for those that are not active.
-      k: static.
-      log_room: i32[]; events that the log still holds.
+    new i32[S] are the most tokens that each row can write. Sharers of a last block are counted as if each of them
+    copied it, although its last holder may keep it. So the answer 1 is no promise: a step may be refused, or may
+    succeed where counting says that it cannot.
     """
     size, length, committed = state.spec.block_size, state.seqs.length[None], state.seqs.committed[None]
     steps = np.arange(1, k + 1, dtype=np.int32)[:, None]

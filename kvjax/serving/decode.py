@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block of steps: the bookkeeping of up to k decode steps at once.
+"""A step of given tokens, and the decode loop, which does the bookkeeping of up to k steps at once.
 
     grow        `extend` once: blocks for the next tokens of each row that decodes, min(n, what the row can still write)
     compute     n times view -> model -> choice; the K/V of each step go to the next slot of those blocks
@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,58 @@ from jax import lax
 
 from kvjax._arrays import Pytree, pick
 from kvjax.cache import Cache
+from kvjax.events.log import EventLog, append, init_log
 from kvjax.events.records import Events
+from kvjax.gpu.choice import MAX_RECORDS, fused
 from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
-from kvjax.serving.capacity import num_steps
+from kvjax.serving.capacity import num_steps, worst_events
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Serving, Stage
 from kvjax.serving.sampling import Choice, Sampling, sample
+from kvjax.spec import CacheSpec
+from kvjax.tiered import TieredCache
 
 LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def step[C: (Cache, TieredCache)](
+    model: Model,
+    cache: C,
+    tokens: jax.Array,
+    count: jax.Array,
+    seqs: jax.Array | None = None,
+    *,
+    now: Any = 0,
+    logits: Literal["last", "all"] = "last",
+) -> tuple[C, jax.Array, Events]:
+    """Computes and commits the next tokens of some rows, for which `admit` or `extend` made room; jit and donate it.
+
+    Args:
+      model: see `Model`; called with `last=None` for `logits="all"` only. An argument of `jit` has to be a pytree: a
+        function closed over its weights goes in as `jax.tree_util.Partial(fn, weights)`.
+      cache: the cache. One with a host tier is for host code: its own program takes and donates it.
+      tokens: i32[R, C]; each row's next tokens, padded with valid ids.
+      count: i32[R]; how many they are; 0 leaves a row alone.
+      seqs: i32[R]; the rows, -1 for padding; None for all S.
+      now: i32[] ms.
+      logits: static; "last", or "all" for speculation and the log-probabilities of a prompt.
+
+    Returns:
+      The cache; logits f32[R, V] after each row's last token, or f32[R, C, V] after every token; and the events.
+
+    Raises:
+      ValueError: if the cache was donated before, an argument has another shape or dtype, the model returns something
+        else, or cannot give all logits.
+    """
+    check_cache(cache)
+    return cast(Any, cache.step(model, tokens, count, seqs, now=now, logits=logits))  # of the kind of `cache`
+
+
+def check_cache(cache: Any) -> None:
+    """Raises a ValueError if this is no cache with its pools."""
+    if not isinstance(cache, Cache | TieredCache):
+        raise ValueError(f"cache: got a {type(cache).__name__}, wanted a Cache(state, pools) or a TieredCache")
 
 
 class Rows(Pytree):
@@ -58,12 +102,10 @@ class Rows(Pytree):
 class Chosen(Pytree):
     """Tokens that were chosen, with their log-probabilities; one array, since each write is a kernel on a GPU.
 
-    Attributes:
-      bits: i32[2 + 2 T, S, n]; the tokens, -1 for none, and the bits of the log-probabilities; then the T likeliest
-        tokens, and the bits of theirs.
+    It holds the tokens, -1 for none, and the bits of their log-probabilities; then the same of the T likeliest tokens.
     """
 
-    bits: jax.Array
+    bits: jax.Array  # i32[2 + 2 T, S, n]
 
     @property
     def tokens(self) -> jax.Array:
@@ -108,24 +150,45 @@ def _bits(logprobs: jax.Array) -> jax.Array:
 
 
 def _nothing(number: int) -> np.ndarray:
-    """i32[number, 1, 1]; no token, and 0 for all that is said of it."""
+    """i32[number, 1, 1]; no token, and zeros."""
     return np.array([-1, *[0] * (number - 1)], np.int32)[:, None, None]
 
 
 class Written(Pytree):
-    """The result of a block of steps.
+    """The result of a block of steps."""
 
-    Attributes:
-      count: i32[S]; tokens of each row whose K/V were written.
-      chosen: what was chosen after each of them; k columns.
-    """
-
-    count: jax.Array
-    chosen: Chosen
+    count: jax.Array  # i32[S]; tokens of each row whose K/V were written
+    chosen: Chosen  # the choice after each of them; k columns
 
     def text(self, first: jax.Array) -> jax.Array:
         """i32[S, k]; the tokens that were written, of which the first i32[S] had been chosen before."""
         return jnp.concatenate([first[:, None], self.chosen.tokens[:, :-1]], axis=1)
+
+
+class Chooser(NamedTuple):
+    """The way in which rows choose tokens from logits."""
+
+    stop: jax.Array  # i32[K], or i32[S, K] for each row
+    sampling: Sampling | None  # leaves [] or [S]; None: greedy
+    logits_fn: LogitsFn | None
+    top: int = 0  # T
+
+    @classmethod
+    def of(cls, serving: Serving, logits_fn: LogitsFn | None) -> Chooser:
+        """As the rows' requests want it."""
+        request = serving.by_row
+        return cls(request.stop, request.sampling, logits_fn, serving.requests.num_top)
+
+    def __call__(self, logits: jax.Array, rows: Rows, positions: jax.Array) -> Choice:
+        """The next token of each row, at positions i32[S]."""
+        if self.logits_fn is not None:
+            logits = self.logits_fn(logits, rows.token, positions)
+        options: dict[str, Any] = {"top_logprobs": self.top}
+        if self.sampling is not None:
+            if rows.prompt is None:
+                raise ValueError("rows.prompt: got None, wanted the tokens of each row's prompt, or sampling=None")
+            options |= {"stop": self.stop, "generated": positions - rows.prompt}
+        return sample(logits, self.sampling, rows.seed, positions, **options)
 
 
 def last_tokens(serving: Serving) -> jax.Array:
@@ -147,11 +210,8 @@ def grow(
     """Takes blocks for the next tokens of all rows that decode: for k steps, or for one where `single` bool[].
 
     Fewer, if there are too few blocks, or log_room i32[] for events. While a request waits for a row or for blocks, a
-    block of steps also ends where the first row is sure to end.
-
-    Returns:
-      The requests and the events; i32[], the number n of steps, 0 if blocks were refused; and i32[S], how many tokens
-      each decode row may write in them.
+    block of steps also ends where the first row is sure to end. Also returns the number n of steps i32[], 0 if blocks
+    were refused; and i32[S], the tokens that each row that decodes may write in them.
     """
     requests, request, seqs, decode = serving.requests, serving.by_row, serving.cache.state.seqs, serving.decoding
     left = jnp.where(decode, request.max_tokens - request.num_tokens, 0)
@@ -174,12 +234,9 @@ def compute(
     rows: Rows,
     new: jax.Array,
     steps: jax.Array,
+    choose: Chooser,
     *,
     k: int,
-    stop: jax.Array,
-    sampling: Sampling | None,
-    top: int = 0,
-    logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
 ) -> tuple[Pools, Rows, Written]:
     """Steps of the model for all active rows, into blocks that `extend` has taken; the metadata stay as they are.
@@ -189,12 +246,9 @@ def compute(
       cache: its active rows have all but `rows.token` committed, and blocks for min(new, steps) tokens.
       rows: the state of each row.
       new: i32[S]; the most tokens that each row can write.
-      steps: i32[]; how many steps, 0 to k; it ends early once no row is active.
+      steps: i32[], 0 to k; the loop ends early once no row is active.
+      choose: for all rows.
       k: static; the most steps.
-      stop: i32[K], or i32[S, K] for each row; stop tokens.
-      sampling: leaves [] or [S]; None: greedy.
-      top: static; T, of how many of the likeliest tokens to note the log-probabilities.
-      logits_fn: static; as in `decode`.
       fixed_steps: static; always loops k times.
 
     Returns:
@@ -210,13 +264,13 @@ def compute(
         view = cache.view(active.astype(jnp.int32), 1, written=written)
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
         written = written + active.astype(jnp.int32)
-        choice = choose(logits, rows, committed + written, stop, sampling, logits_fn, top)
+        choice = choose(logits, rows, committed + written)
         chosen = chosen.put(Chosen.of(choice), number[0])
-        rows, number = advance(rows, active, choice.tokens, stop, committed + written < max_length), number + 1
+        rows, number = _advance(rows, active, choice.tokens, choose.stop, committed + written < max_length), number + 1
         return number, jnp.any(rows.active & (number < steps)), pools, rows, written, chosen
 
     zeros = jnp.zeros_like(new)
-    none = Chosen.none(new.shape[0], k, top)
+    none = Chosen.none(new.shape[0], k, choose.top)
     start = zeros, jnp.any(rows.active & (steps > 0)), cache.pools, rows, zeros, none
     if fixed_steps:
         _, _, pools, rows, written, chosen = lax.fori_loop(0, k, lambda _, carry: one(carry), start)
@@ -225,30 +279,107 @@ def compute(
     return pools, rows, Written(written, chosen.only(written[:, None] > np.arange(k, dtype=np.int32)[None]))
 
 
-def choose(
-    logits: jax.Array,
-    rows: Rows,
-    positions: jax.Array,
-    stop: jax.Array,
-    sampling: Sampling | None,
-    logits_fn: LogitsFn | None,
-    top: int = 0,
-) -> Choice:
-    """The next token of each row, at positions i32[S]; stop i32[K] or i32[S, K]."""
-    if logits_fn is not None:
-        logits = logits_fn(logits, rows.token, positions)
-    if sampling is None:
-        return sample(logits, None, rows.seed, positions, top_logprobs=top)
-    if rows.prompt is None:
-        raise ValueError("rows.prompt: got None, wanted the tokens of each row's prompt, or sampling=None")
-    generated = positions - rows.prompt
-    return sample(logits, sampling, rows.seed, positions, stop=stop, generated=generated, top_logprobs=top)
-
-
-def advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fits: jax.Array) -> Rows:
+def _advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fits: jax.Array) -> Rows:
     """The rows after each row where chose bool[S] took `token` i32[S]; fits bool[S]: the row can hold it."""
     each = jnp.moveaxis(stop, -1, 0)  # of [], or [S]
     stopped = functools.reduce(operator.or_, [token == one for one in each], jnp.zeros_like(chose))
     left = rows.left - chose.astype(jnp.int32)
     on = rows.active & (~chose | (~stopped & (left > 0) & fits))
     return rows.replace(token=jnp.where(chose, token, rows.token), left=left, active=on)
+
+
+class Decoded(NamedTuple):
+    """Choices of a jitted loop: tokens i32[S, steps] (-1: none), logprobs f32[S, steps], and whether blocks ran out."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    out_of_blocks: jax.Array
+
+
+def decode_log(spec: CacheSpec, steps: int) -> EventLog:
+    """A log that holds the events of at least `steps` steps in ordinary use; the loop ends if it is nearly full."""
+    usual = steps * spec.max_seqs * len(spec.groups) // 2
+    return init_log(usual + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
+
+
+def note(log: EventLog, *events: Events) -> EventLog:
+    """`append`, as one kernel where there is one."""
+
+    def kernel(log: EventLog, *events: Events, interpret: bool = False) -> EventLog:
+        from kvjax.gpu.log import append_events  # late: to import Triton takes a tenth of a second
+
+        return append_events(log, events, interpret)
+
+    few = max(transition.kind.shape[0] for transition in events) <= MAX_RECORDS
+    return fused(kernel, append, log, *events) if few else append(log, *events)
+
+
+def decode(
+    model: Model,
+    cache: Cache,
+    rows: Rows,
+    log: EventLog,
+    *,
+    steps: int,
+    stop: jax.Array,
+    sampling: Sampling | None,
+    logits_fn: LogitsFn | None = None,
+    k: int | None = None,
+    fixed_steps: bool = False,
+    now: Any = 0,
+) -> tuple[Cache, Rows, EventLog, Decoded]:
+    """Up to `steps` decode steps for all active rows, in blocks of up to k; jit and donate it.
+
+    The caller admits rows and computes their prompts, as with `step`; `serve` admits requests. The loop ends early if
+    no row is active, if the pool has too few blocks for all of them, or if the log is nearly full. What it chooses does
+    not depend on k.
+
+    Args:
+      model: see `step`.
+      cache: its active rows have all but `rows.token` committed, and no block yet for that.
+      rows: the state of each row.
+      log: of `decode_log`; takes the events.
+      steps: static.
+      stop: i32[K], or i32[S, K] for each row; stop tokens.
+      sampling: leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is compiled.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      k: static; the most steps of a block, 1 to P; P if None.
+      fixed_steps: static; every block runs k steps of the model, even if fewer are wanted. For a GPU without command
+        buffers, where the device waits for the host at each turn of a loop of unknown length.
+      now: i32[] ms, the same for all steps.
+
+    Raises:
+      ValueError: if k is out of range, or `rows.prompt` is missing.
+    """
+    spec = cache.state.spec
+    k = Scheduler(k=k).most_steps(spec)
+    choose = Chooser(stop, sampling, logits_fn)
+
+    def going(number: jax.Array, rows: Rows, log: EventLog, out_of_blocks: jax.Array) -> jax.Array:
+        enough = log.room >= worst_events(spec, spec.max_seqs)
+        return jnp.any(rows.active & (number < steps) & ~out_of_blocks & enough)
+
+    def block(carry):
+        _, number, cache, rows, log, chosen, refused, _ = carry
+        room = spec.max_length - cache.state.seqs.length
+        want = jnp.minimum(jnp.minimum(rows.left, room), jnp.minimum(steps - number, k))
+        want = jnp.where(rows.active, jnp.maximum(want, 1), 0)
+        n = jnp.where(refused, 1, jnp.minimum(num_steps(cache.state, want, k, log.room), steps - number))
+        cache, extended = cache.extend(rows.active, jnp.minimum(want, n), max_tokens=k, now=now)
+        begun, first = rows.active & extended.ok, rows.token
+        granted = jnp.where(extended.ok, n, 0)
+        pools, rows, done = compute(model, cache, rows, want, granted, choose, k=k, fixed_steps=fixed_steps)
+        cache, committed = cache.replace(pools=pools).commit(done.text(first), done.count, now=now)
+        if k > 1:
+            cache, _ = cache.trim(begun, max_tokens=k)
+        log = note(log, extended, committed)
+        chosen, number = chosen.put(done.chosen, number), number + jnp.max(done.count)
+        refused, out_of_blocks = ~extended.ok, ~extended.ok & (n == 1)
+        more = going(number, rows, log, out_of_blocks)  # here, so that the loop's condition is no kernel
+        return more, number, cache, rows, log, chosen, refused, out_of_blocks
+
+    zero, false = jnp.int32(0), jnp.bool_(False)
+    chosen = Chosen.none(spec.max_seqs, steps + k - 1)  # the last block may begin anywhere
+    start = going(zero, rows, log, false), zero, cache, rows, log, chosen, false, false
+    _, _, cache, rows, log, chosen, _, out_of_blocks = lax.while_loop(lambda carry: carry[0], block, start)
+    return cache, rows, log, Decoded(chosen.tokens[:, :steps], chosen.logprobs[:, :steps], out_of_blocks)

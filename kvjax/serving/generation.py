@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -16,12 +15,12 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
-from kvjax.serving.batch import Batch
 from kvjax.serving.decode import LogitsFn
-from kvjax.serving.held import Listener
-from kvjax.serving.inputs import Inputs
+from kvjax.serving.inputs import Inputs, Listener, RunOptions
+from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
-from kvjax.serving.output import Output
+from kvjax.serving.requests import Output
+from kvjax.serving.runner import GenerationRunner
 from kvjax.serving.sampling import Sampling
 from kvjax.state import CacheState
 from kvjax.tiered import TieredCache
@@ -42,12 +41,12 @@ class Progress[C: (Cache, TieredCache)]:
     new: dict[int, list[int]]
     events: list[dict[str, Any]]
     closing: list[dict[str, Any]]
-    _batch: Batch[C] = dataclasses.field(repr=False, compare=False)
+    _state: GenerationState[C] = dataclasses.field(repr=False, compare=False)
 
     @property
     def cache(self) -> C:
         """The latest cache, also after the stream was closed; earlier ones have been donated."""
-        return self._batch.result
+        return self._state.result
 
     @property
     def state(self) -> CacheState:
@@ -93,8 +92,7 @@ def generate[C: (Cache, TieredCache)](
     them a namespace of its own (`Namespaces`): otherwise stale K/V are reused, and nothing says so.
 
     Args:
-      model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`. It also gets views in
-        mixed form, on one line; see `Model`.
+      model: see `step`. It also gets views in mixed form, on one flat batch; see `Model`.
       cache: is donated: go on with the returned one. Rows in use already are left alone. With a host tier, prompts
         find blocks there too, and blocks that have to leave the device go there: before each loop those that rows may
         need as they grow, and between loops those that a prompt needs to be admitted. Blocks that a prompt longer than
@@ -114,18 +112,18 @@ def generate[C: (Cache, TieredCache)](
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       chunk: prompt tokens that one model call computes, of one row or of several; beside them a token of each row that
         decodes.
-      steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C heard.
+      steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C acts.
       k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. Never more than half of
         `steps`. What is chosen does not depend on it.
       fixed_steps: whether every block runs k steps of the model, even if fewer are wanted: for a GPU without command
         buffers, see `compiler_options`.
       log_events: whether to decode the events.
       listener: called on this thread with every `Events` and `EventLog` of the run, each once and in their order,
-        whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It hears of a loop while the next
-        one runs. It copies what it keeps: all that it gets may be donated next. Ctrl-C waits for it. What it raises
-        ends the run as Ctrl-C does; what follows it hears too, before the error is raised. It must not read the cache,
-        which the running loop has been given: whoever wants its metadata beside the events, as for `show` in another
-        thread, reads a `stream` and takes `progress.state`.
+        whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It gets the events of a loop while
+        the next one runs. It copies what it keeps: all of it may be donated next. Ctrl-C waits for it. If it raises,
+        the run ends as by Ctrl-C; it gets the events of that too before the error is raised. It must not read the
+        cache, which the running loop has been given: to see its metadata beside the events, as for `show` in another
+        thread, read a `stream` and take `progress.state`.
 
     Returns:
       list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
@@ -137,15 +135,11 @@ def generate[C: (Cache, TieredCache)](
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with. Ctrl-C waits until a jitted loop
         is done; a second one does not, and may cost the cache.
     """
-    inputs = functools.partial(
-        Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
-        namespaces=namespaces, names=names, retention=retention,
+    return run_batch(
+        model, cache, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
+        namespaces=namespaces, names=names, retention=retention, scheduler=Scheduler(chunk=chunk, k=k), clock=clock,
+        logits_fn=logits_fn, steps=steps, fixed_steps=fixed_steps, log_events=log_events, listener=listener,
     )  # fmt: skip
-    batch = Batch(
-        model, cache, inputs, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, listener=listener,
-    )  # fmt: skip
-    return _run(batch)
 
 
 def stream[C: (Cache, TieredCache)](
@@ -176,38 +170,39 @@ def stream[C: (Cache, TieredCache)](
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener
-    has heard of a loop when its `Progress` comes. It hears of these releases too; what it raises at them comes out of
-    the stream's `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the caller's.
+    has got the events of a loop when its `Progress` comes. It gets those of these releases too; an error that it raises
+    then comes out of the stream's `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C
+    is the caller's.
 
     Yields:
       A `Progress`; the last one has every output finished and every row released.
     """
-    inputs = functools.partial(
-        Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
-        namespaces=namespaces, names=names, retention=retention,
+    options = RunOptions(
+        Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock, logits_fn=logits_fn,
+        log_events=log_events, listener=listener,
     )  # fmt: skip
-    batch = Batch(
-        model, cache, inputs, Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, listener=listener,
+    inputs = Inputs(
+        model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds,
+        stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention,
     )  # fmt: skip
-    return _progress(batch)
+    return _progress(GenerationRunner(inputs))
 
 
-def _progress[C: (Cache, TieredCache)](batch: Batch[C]) -> Generator[Progress[C], None, None]:
-    more = True
+def _progress[C: (Cache, TieredCache)](runner: GenerationRunner[C]) -> Generator[Progress[C], None, None]:
+    state, more = runner.state, True
     try:
         while more:
-            batch.events = []
-            with batch.ctrl_c:
-                more = batch.turn()
-                batch.hear()
-            yield Progress(batch.outputs, batch.new, batch.events, batch.closing, batch)
+            state.events = []
+            with state.ctrl_c:
+                more = runner.turn()
+                state.publish()
+            yield Progress(runner.outputs, runner.new, state.events, runner.closing, state)
     except GeneratorExit:
-        batch.close()
+        runner.close()
         raise
     except BaseException as cause:
-        with batch.ctrl_c:
-            raise batch.interrupted(cause) from cause
+        with state.ctrl_c:
+            raise state.interrupted(cause, runner.outputs) from cause
 
 
 def run_batch[C: (Cache, TieredCache)](
@@ -242,8 +237,8 @@ def run_batch[C: (Cache, TieredCache)](
     full, and where blocks are to be brought back from the host tier.
 
     Args:
-      model: see `step`; a function closed over its weights goes in as `jax.tree_util.Partial`.
-      cache: is donated: go on with the returned one. Rows in use already are left alone.
+      model: see `generate`.
+      cache: is donated: go on with the returned one; see `generate`.
       prompts: token ids.
       max_new_tokens: for all prompts, or for each.
       sampling: how tokens are chosen, for all prompts or one for each; None: greedy.
@@ -275,33 +270,27 @@ def run_batch[C: (Cache, TieredCache)](
       ValueError: before anything is donated, as `generate` does, and for options of the scheduler that do not fit.
       GenerationInterrupted: from an error or Ctrl-C, with the cache to go on with.
     """
-    inputs = functools.partial(
-        Inputs.of, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
-        namespaces=namespaces, names=names, retention=retention, priority=priorities, samples=samples,
-    )  # fmt: skip
-    batch = Batch(
-        model, cache, inputs, Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps,
-        clock=clock, logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs,
-        loop=loop,
-    )  # fmt: skip
-    return _run(batch, progress)
-
-
-def _run[C: (Cache, TieredCache)](
-    batch: Batch[C], progress: Callable[[list[Output]], None] | None = None
-) -> tuple[list[Output], C, list[dict[str, Any]]]:
-    """All turns of a batch."""
     check_functions(progress=progress)
+    options = RunOptions(
+        Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps, clock=clock,
+        logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs, loop=loop,
+    )  # fmt: skip
+    inputs = Inputs(
+        model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds,
+        stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention, priorities=priorities,
+        samples=samples,
+    )  # fmt: skip
+    runner = GenerationRunner(inputs)
+    state, more = runner.state, True
     try:
-        with batch.ctrl_c:
-            more = True
+        with state.ctrl_c:
             while more:
-                more = batch.turn()
+                more = runner.turn()
                 if progress is not None:
-                    batch.hear()
-                    progress(batch.outputs)
-            batch.hear()
+                    state.publish()
+                    progress(runner.outputs)
+            state.publish()
     except BaseException as cause:
-        with batch.ctrl_c:
-            raise batch.interrupted(cause) from cause
-    return batch.outputs, batch.result, batch.events
+        with state.ctrl_c:
+            raise state.interrupted(cause, runner.outputs) from cause
+    return runner.outputs, state.result, state.events

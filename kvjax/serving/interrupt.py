@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interruption of a generation: Ctrl-C, put off until it does no harm, and the error with the cache."""
+"""The interruption of a generation: Ctrl-C, put off until it does no harm, and the error with the cache.
+
+`GenerationState` is all that an interruption has to save: the cache, which jitted calls take by donation, and events.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,24 @@ import functools
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from kvjax._arrays import alive
+from kvjax._compile import OutermostJit
+from kvjax.cache import Cache
+from kvjax.events.log import EventLog
+from kvjax.events.mirror import to_list
+from kvjax.events.records import Events
+from kvjax.processes import agreed_time
+from kvjax.serving.inputs import Inputs, read_clock
+from kvjax.serving.requests import Output, Serving
+from kvjax.tiered import TieredCache
+from kvjax.verbs.release import release
+
+_release = OutermostJit(release)
 
 
 class GenerationInterrupted(RuntimeError):
@@ -20,7 +40,7 @@ class GenerationInterrupted(RuntimeError):
       events: decoded, those of the releases included: since the last `Progress` of `stream`, or all of `generate`.
     """
 
-    def __init__(self, message: str, cache: Any, outputs: list[Any], events: list[dict[str, Any]]):
+    def __init__(self, message: str, cache: Any, outputs: list[Output], events: list[dict[str, Any]]):
         super().__init__(message)
         self.cache, self.outputs, self.events = cache, outputs, events
 
@@ -38,11 +58,10 @@ class CtrlC:
         self._noted = False
 
     def __enter__(self) -> CtrlC:
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
@@ -65,3 +84,91 @@ class CtrlC:
             handler(number, frame)
         else:
             self._noted, self._pending = True, functools.partial(handler, number, frame)
+
+
+class GenerationState[C: (Cache, TieredCache)]:
+    """The cache and the events of a generation.
+
+    Between two jitted calls `serving` and `host` are what the last one returned. A Ctrl-C at any other time waits
+    (`ctrl_c`), so that none comes between a call that takes the cache and the assignment of the cache it returns.
+    """
+
+    def __init__(self, inputs: Inputs[C], serving: Serving):
+        self.serving, self.host = serving, inputs.host
+        self._own_rows, self._options, self._time = inputs.own_rows, inputs.options, np.int32(0)
+        self.events: list[dict[str, Any]] = []  # decoded
+        # Those that neither `events` nor the listener has got yet; none is lost with the call that made them.
+        self.unpublished: list[Events | EventLog] = []
+        self.ctrl_c = CtrlC()
+
+    @property
+    def cache(self) -> Cache:
+        """The cache on the device."""
+        return self.serving.cache
+
+    @property
+    def result(self) -> C:
+        """The cache as it is now, of the kind that was given."""
+        return cast(C, self.cache if self.host is None else TieredCache(self.cache, self.host))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the cache is here: no call to which it was donated died."""
+        return alive((self.cache, self.host))
+
+    def now(self) -> np.int32:
+        """The time for the next jitted call; acts on Ctrl-C before."""
+        self.ctrl_c.act()
+        if (clock := self._options.clock) is not None:
+            self._time = np.int32(agreed_time(self.cache.state, read_clock(clock)))
+        return self._time
+
+    def publish(self, *events: Events | EventLog, keep: int = 0) -> None:
+        """Passes events on in their order, but for the last `keep`; if the listener raises, later ones stay too."""
+        self.unpublished += events
+        while len(self.unpublished) > keep:
+            if self._options.log_events:
+                self.events += to_list(self.unpublished[0])
+            oldest = self.unpublished.pop(0)
+            if self._options.listener is not None:
+                self._options.listener(oldest)
+
+    def rows_in_use(self) -> np.ndarray:
+        """Rows of this generation that have tokens, i32[K]."""
+        return np.flatnonzero(self._own_rows & (np.asarray(self.cache.state.seqs.length) > 0))
+
+    def release_rows(self) -> None:
+        """Releases all rows of this generation, at any point of it; the events are still to be published.
+
+        Donates nothing, so nothing can be lost here. The time is the last reading of the clock, since the clock may
+        have failed.
+        """
+        rows = self.rows_in_use()
+        if rows.size:
+            seqs = np.full(self._own_rows.shape, -1, np.int32)
+            seqs[rows] = rows
+            state, events = _release(self.cache.state, seqs, now=self._time)
+            self.serving = self.serving.replace(cache=Cache(state, self.cache.pools))
+            self.unpublished.append(events)
+
+    def interrupted(self, cause: BaseException, outputs: list[Output]) -> GenerationInterrupted:
+        """The error that has the cache as `cause` leaves it."""
+        cache, how = None, "the call that it had been donated to did not return: there is no cache"
+        if self.alive:
+            try:
+                jax.block_until_ready((self.cache, self.host))  # shows a call that died on the device
+                cache = self.result
+                self.release_rows()
+                cache, how = self.result, "go on with this error's `cache`"
+            except Exception as error:
+                how = f"{'there is no cache' if cache is None else 'its rows are not released'}: {error}"
+            for _ in self.unpublished[:]:
+                try:
+                    self.publish()
+                except BaseException as error:  # the generation ends already, by `cause`
+                    how += f"; at its last events the listener raised {_describe(error)}"
+        return GenerationInterrupted(f"interrupted by {_describe(cause)}; {how}", cache, outputs, self.events)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's options."""
+"""The scheduler's options, and the order in which requests are admitted and get chunks; the last one is preempted.
+
+The order is lexicographic, by arrays of sort keys: late requests first, then those with the smallest `Scheduler.order`,
+then the earliest.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,23 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from kvjax._arrays import pick
 from kvjax._checks import static_int
-from kvjax.serving.requests import Requests
+from kvjax.serving.requests import Requests, Serving
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 Order = Callable[[Requests, CacheState], jax.Array]
+SortKeys = tuple[jax.Array, ...]  # of one shape; the first decides
 
 
 def by_priority(requests: Requests, state: CacheState) -> jax.Array:
     """i32[W]; the default order: higher priorities first."""
     del state
     return -requests.priority
-
-
-def steps_of_a_block(spec: CacheSpec, k: int | None) -> int:
-    """The most steps of a block: k, or P for None; a ValueError if k is out of range."""
-    k = spec.block_size if k is None else static_int("k", k, 1)
-    if k > spec.block_size:
-        raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
-    return k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +106,10 @@ class Scheduler:
 
     def most_steps(self, spec: CacheSpec) -> int:
         """The most decode steps of a block; a ValueError if k is out of range."""
-        return steps_of_a_block(spec, self.k)
+        k = spec.block_size if self.k is None else int(self.k)
+        if k > spec.block_size:
+            raise ValueError(f"k: got {k}, wanted at most the block size, {spec.block_size}")
+        return k
 
     def chunk_tokens(self, spec: CacheSpec) -> int:
         """B: positions of a mixed step that are for chunks; a ValueError if there are none."""
@@ -120,3 +122,37 @@ class Scheduler:
     def chunk_width(self, spec: CacheSpec) -> int:
         """The most tokens of one chunk."""
         return min(self.chunk, self.chunk_tokens(spec))
+
+
+def sort_keys(serving: Serving, scheduler: Scheduler) -> SortKeys:
+    """The sort keys of the requests, all [W]."""
+    requests = serving.requests
+    key = scheduler.order(requests, serving.cache.state)
+    return late_first(requests.passed >= scheduler.patience, key, requests.arrival)
+
+
+def sort_keys_by_row(serving: Serving, scheduler: Scheduler) -> SortKeys:
+    """The sort keys of the rows' requests, all [S]."""
+    return pick(sort_keys(serving, scheduler), serving.row)
+
+
+def late_first(late: jax.Array, *keys: jax.Array) -> SortKeys:
+    """Sort keys, of which the last is the arrival, with those that are late, bool[W], before the others."""
+    *others, arrival = keys
+    return (~late).astype(jnp.int32), *(jnp.where(late, jnp.zeros_like(key), key) for key in others), arrival
+
+
+def first(keys: SortKeys, where: jax.Array) -> jax.Array:
+    """i32[]; the first entry in order, of those where bool[W]; -1 if none."""
+    return _extreme(keys, where, jnp.min, jnp.max)
+
+
+def last(keys: SortKeys, where: jax.Array) -> jax.Array:
+    """i32[]; the last entry in order, of those where bool[W]; -1 if none."""
+    return _extreme(keys, where, jnp.max, jnp.min)
+
+
+def _extreme(keys: SortKeys, where: jax.Array, best, worst) -> jax.Array:
+    for key in keys:
+        where = where & (key == best(jnp.where(where, key, worst(key))))
+    return jnp.where(jnp.any(where), jnp.argmax(where).astype(jnp.int32), -1)

@@ -26,28 +26,19 @@ from kvjax.model import Model, forward
 from kvjax.pools.device import Pools
 from kvjax.pools.views import mixed
 from kvjax.serving.capacity import needs
-from kvjax.serving.decode import Chosen, LogitsFn, choose, last_tokens, rows_of
-from kvjax.serving.loops import note
-from kvjax.serving.options import Scheduler
-from kvjax.serving.order import late_first, sort_keys_by_row
+from kvjax.serving.decode import Chooser, Chosen, LogitsFn, last_tokens, note, rows_of
+from kvjax.serving.options import Scheduler, late_first, sort_keys_by_row
 from kvjax.serving.requests import Serving
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, checked_text
-from kvjax.verbs.commit import Written, pass_width, publish_spans, store, write, write_fused
-
-Arrays = tuple[jax.Array, jax.Array, jax.Array]
+from kvjax.verbs.commit import pass_width, publish_spans, store, write, write_fused
 
 
 class Chunks(Pytree):
-    """Rows whose prompts are computed in a step, in order, all i32[R].
+    """Rows whose prompts are computed in a step, in order; all i32[R]."""
 
-    Attributes:
-      rows: -1 for none.
-      count: how many tokens of each.
-    """
-
-    rows: jax.Array
-    count: jax.Array
+    rows: jax.Array  # -1 for none
+    count: jax.Array  # tokens of each
 
 
 def mixed_step(
@@ -64,8 +55,7 @@ def mixed_step(
 ) -> tuple[Serving, EventLog, Chunks, Chosen]:
     """Computes chunks and one token of the rows that decode bool[S], and lets rows choose, if where bool[] holds.
 
-    Returns:
-      The requests and the log; the chunks, stored; and the choices, k columns.
+    Also returns the chunks, which are stored, and the choices in k columns.
     """
     spec, rows = serving.cache.state.spec, decode.shape[0]
     size = scheduler.chunk_tokens(spec)
@@ -82,11 +72,8 @@ def mixed_step(
         source = _prompts_of_samples(serving, ready & serving.leads)
         serving, ready = serving.replace(leads=serving.leads & ~ready), ready | (source >= 0)
         logits = pick(logits, jnp.where(source >= 0, source, np.arange(rows, dtype=np.int32)))
-        request = serving.by_row
-        choice = choose(
-            logits, rows_of(serving, decode), request.num_tokens, request.stop, request.sampling, logits_fn,
-            serving.requests.num_top,
-        )  # fmt: skip
+        last, positions = rows_of(serving, decode), serving.by_row.num_tokens
+        choice = Chooser.of(serving, logits_fn)(logits, last, positions)
         chosen = Chosen.of(choice).only((decode | ready)[:, None])
         requests, chosen = fence(serving.requests, chosen)  # or their text, which is written behind the loop, is copied
         return serving.replace(requests=requests), log, chunks, nothing.put(chosen, jnp.int32(0))
@@ -176,14 +163,12 @@ def _store_chunks(
     tokens of a row that decodes.
     """
 
-    def commit(
-        state: CacheState, log: EventLog, chunk: Chunk, now: jax.Array, *, interpret: bool = False
-    ) -> tuple[CacheState, EventLog]:
+    def commit(state, log, chunk, now, *, interpret=False):
         del interpret  # plain jax, beside a kernel
         state, stored, updated = write(state, chunk, now)
         return state, note(log, _committed(state, stored, updated))
 
-    def keep(state: CacheState, log: EventLog, chunk: Chunk, now: jax.Array) -> tuple[CacheState, EventLog]:
+    def keep(state, log, chunk, now):
         del now
         return store(state, chunk), log
 
@@ -205,22 +190,21 @@ def commit_step(
     end = pick(start, chunks.rows)
     span = Span(chunks.rows, end - chunks.count, end, width)
 
-    def plain(state: CacheState, decoded: Chunk, arrays: Arrays, now: jax.Array) -> Written:
-        spans = [Span(*arrays, width), decoded.span]
+    def plain(state, decoded, of_rows, start, end, now):
+        spans = [Span(of_rows, start, end, width), decoded.span]
         return publish_spans(store(state, decoded), spans, pass_width(rows, k, size), now)
 
-    def kernel(
-        state: CacheState, decoded: Chunk, arrays: Arrays, now: jax.Array, *, interpret: bool = False
-    ) -> Written:
-        del arrays  # `_store_chunks` has published them
+    def kernel(state, decoded, of_rows, start, end, now, *, interpret=False):
+        del of_rows, start, end  # `_store_chunks` has published them
         return write_fused(state, decoded, now, spare=span.most_filled(size), interpret=interpret)
 
-    args = state, decoded, span[:3], now
+    args = state, decoded, *span[:3], now
     state, stored, updated = fused(kernel, plain, *args) if serves(state, rows, k) else plain(*args)
     return state, _committed(state, stored, updated)
 
 
 def _committed(state: CacheState, stored: list[Records], updated: list[Records]) -> Events:
+    """The events of a commit that nothing can refuse."""
     return assemble(state, jnp.full((1,), Status.OK, jnp.int32), updated=updated, stored=stored)
 
 

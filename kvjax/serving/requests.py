@@ -16,6 +16,7 @@ Source: vLLM v1's scheduler, which knows no phases either.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -81,10 +82,7 @@ class Requests(Pytree):
       finish: i32[W]; `Finish`.
       cached: i32[W]; tokens that were found in the cache when it was first admitted.
       preemptions: i32[W].
-      submitted: i32[W]; steps of the model that had been run then, as in the next three.
-      admitted: i32[W]; when it first got a row; -1 before.
-      first_token: i32[W]; when its first token was chosen; -1 before.
-      ended: i32[W]; -1 before.
+      submitted, admitted, first_token, ended: i32[W]; steps of the model that had been run then; -1 before.
     """
 
     text: jax.Array
@@ -277,33 +275,82 @@ def init_serving(
         raise ValueError(f"capacity: got {capacity}, wanted a multiple of {size}, at least {total}")
     total = max(capacity or total, size)
 
-    def full(value: Any = 0, dtype: Any = np.int32, shape: tuple[int, ...] = (num,)) -> Any:
+    def full(shape: tuple[int, ...] = (num,), value: Any = 0, dtype: Any = np.int32) -> Any:
         """An array of the host, each a new one: all are moved at once, without a program for each, and donated."""
         return np.full(shape, value, dtype)
 
-    top = None
+    top = retention = None
     if static_int("top_logprobs", top_logprobs, 0):
-        top = full(shape=(total, top_logprobs)), full(0, np.float32, (total, top_logprobs))
-    retention = None
+        top = full((total, top_logprobs)), full((total, top_logprobs), dtype=np.float32)
     if num_ranges is not None:
-        retention = Retention(full(shape=(num, num_ranges, 4)), full(shape=(num, 2)))
-    sampling = None if greedy else jax.tree.map(lambda leaf: full(leaf, leaf.dtype), Sampling())
+        retention = Retention(full((num, num_ranges, 4)), full((num, 2)))
+    sampling = None if greedy else jax.tree.map(lambda leaf: full(value=leaf, dtype=leaf.dtype), Sampling())
     requests = Requests(
-        text=full(shape=(total,)), logprobs=full(0, np.float32, (total,)), top=top,
-        keys=full(0, np.uint32, (total // size, 2)), start=starts, capacity=capacities,
-        generation=full(), stage=full(int(Stage.EMPTY)), prompt=full(), num_tokens=full(), max_tokens=full(),
-        priority=full(), arrival=full(), passed=full(), parent=full(-1), namespace=full(),
-        seed=full(0, np.uint32), sampling=sampling, stop=full(-1, shape=(num, num_stop_tokens)),
-        retention=retention, onboard=full(True, np.bool_), finish=full(), cached=full(), preemptions=full(),
-        submitted=full(), admitted=full(-1), first_token=full(-1), ended=full(-1),
+        text=full((total,)), logprobs=full((total,), dtype=np.float32), top=top,
+        keys=full((total // size, 2), dtype=np.uint32), start=starts, capacity=capacities, generation=full(),
+        stage=full(value=int(Stage.EMPTY)), prompt=full(), num_tokens=full(), max_tokens=full(), priority=full(),
+        arrival=full(), passed=full(), parent=full(value=-1), namespace=full(), seed=full(dtype=np.uint32),
+        sampling=sampling, stop=full((num, num_stop_tokens), -1), retention=retention,
+        onboard=full(value=True, dtype=np.bool_), finish=full(), cached=full(), preemptions=full(), submitted=full(),
+        admitted=full(value=-1), first_token=full(value=-1), ended=full(value=-1),
     )  # fmt: skip
-    each, one = {"shape": (rows,)}, {"shape": ()}
     state = {
-        "requests": requests, "row": full(-1, **each), "leads": full(False, np.bool_, **each), "steps": full(**one),
-        "arrivals": full(**one), "dirty": full(False, np.bool_, **one), "skipped_steps": full(**each),
-        "out_of_blocks": full(False, np.bool_, **each), "refused": full(**one), "chunks_deferred": full(**one),
-        "onboard_slot": full(-1, **one),
+        "requests": requests, "row": full((rows,), -1), "leads": full((rows,), False, np.bool_), "steps": full(()),
+        "arrivals": full(()), "dirty": full((), False, np.bool_), "skipped_steps": full((rows,)),
+        "out_of_blocks": full((rows,), False, np.bool_), "refused": full(()), "chunks_deferred": full(()),
+        "onboard_slot": full((), -1),
     }  # fmt: skip
     largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
     width = largest if width is None else static_int("width", width, 1)
     return Serving(cache=cache, width=width, **jax.device_put(state))
+
+
+@dataclasses.dataclass
+class Output:
+    """One prompt's result.
+
+    Attributes:
+      tokens: the generated tokens, the stop token included.
+      logprobs: their log-probabilities.
+      top_logprobs: for each of them the likeliest tokens with their log-probabilities, the likeliest first; empty if
+        that was not asked for.
+      prompt_tokens: tokens of the prompt.
+      cached_tokens: those that were found in the cache and not computed, when it was first admitted.
+      preemptions: how often it had to give its row up and wait again.
+      finish: "stop" (a stop token), "length" (as many as wanted), "row_full", "no_blocks", "cancelled", "bad_request";
+        None while it goes on, and if the generation was interrupted.
+    """
+
+    prompt_tokens: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+    finish: str | None = None
+    preemptions: int = 0
+    top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+
+    def update(self, requests: Any, slot: int) -> list[int]:
+        """Adds what a request in numpy arrays has got meanwhile; returns its new tokens."""
+        start = int(requests.start[slot])
+        new = slice(start + self.prompt_tokens + len(self.tokens), start + int(requests.num_tokens[slot]))
+        tokens = requests.text[new].tolist()
+        self.tokens += tokens
+        self.logprobs += requests.logprobs[new].tolist()
+        if requests.top is not None:
+            likeliest, logprobs = (column[new].tolist() for column in requests.top)
+            self.top_logprobs += [dict(zip(*one, strict=True)) for one in zip(likeliest, logprobs, strict=True)]
+        self.cached_tokens = int(requests.cached[slot])
+        self.preemptions = int(requests.preemptions[slot])
+        finish = Finish(int(requests.finish[slot]))
+        self.finish = None if finish == Finish.NONE else finish.name.lower()
+        return tokens
+
+
+def results(serving: Serving) -> dict[tuple[int, int], Output]:
+    """The output of each request so far, by (slot, generation), on the host."""
+    requests: Any = jax.device_get(serving.requests)
+    found = {}
+    for slot in np.flatnonzero(requests.stage != Stage.EMPTY).tolist():
+        output = found[slot, int(requests.generation[slot])] = Output(int(requests.prompt[slot]))
+        output.update(requests, slot)
+    return found

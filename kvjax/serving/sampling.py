@@ -98,19 +98,12 @@ def _host_numbers(values: Any, dtype: Any) -> np.ndarray | None:
 
 
 class Choice(NamedTuple):
-    """The token chosen for each row.
+    """The token chosen for each row; log-probabilities are under the logits as they came, whatever the sampling."""
 
-    Attributes:
-      tokens: i32[R].
-      logprobs: f32[R]; their log-probabilities under the logits as they came, whatever the sampling.
-      top_tokens: i32[R, n]; the likeliest tokens under the logits as they came, the likeliest first; None if n is 0.
-      top_logprobs: f32[R, n]; their log-probabilities; None if n is 0.
-    """
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    top_tokens: jax.Array | None = None
-    top_logprobs: jax.Array | None = None
+    tokens: jax.Array  # i32[R]
+    logprobs: jax.Array  # f32[R]
+    top_tokens: jax.Array | None = None  # i32[R, n]; the likeliest tokens, the likeliest first; None if n is 0
+    top_logprobs: jax.Array | None = None  # f32[R, n]; None if n is 0
 
 
 def sample(
@@ -123,15 +116,13 @@ def sample(
     generated: jax.Array | None = None,
     top_logprobs: int = 0,
 ) -> Choice:
-    """Chooses a token for each row.
+    """Chooses a token for each row, by its logits, sampling, seed and position alone, whatever batch it is in.
 
-    A row's choice depends on its logits, sampling, seed and position alone, not on the batch it is in. What no row of
-    the batch needs is not computed: a batch that is greedy throughout draws nothing, and one without top-k and top-p
-    does not sort.
+    A batch that is greedy throughout draws nothing, and one without top-k and top-p does not sort.
 
     Args:
       logits: f32[R, V].
-      sampling: how; leaves [] or [R]. None: greedy, and nothing else is traced.
+      sampling: leaves [] or [R]. None: greedy, and nothing else is traced.
       seeds: u32[R].
       positions: i32[R]; of the tokens that are chosen.
       stop: i32[K] or i32[R, K]; stop tokens, for `min_tokens`; ids outside 0..V-1 are padding. None: there are none.
@@ -155,28 +146,22 @@ def sample(
 
     if sampling is None:
         return scored(_likeliest(logits))
-    needed, programs = _programs(logits, sampling.each_row(len(logits)), seeds, positions, stop, generated)
+    sampling = sampling.each_row(len(logits))
+    needed, programs = _programs(logits, sampling, seeds, positions, *_stops(sampling, len(logits), stop, generated))
     # The scores are in the branches: a greedy one finds the largest logit, which they need, with the token.
     return lax.switch(needed, [lambda program=program: scored(program()) for program in programs])
 
 
 def _programs(
-    logits: jax.Array,
-    sampling: Sampling,
-    seeds: jax.Array,
-    positions: jax.Array,
-    stop: jax.Array | None,
-    generated: jax.Array | None,
+    logits: jax.Array, sampling: Sampling, seeds: jax.Array, positions: jax.Array, stop: jax.Array, early: jax.Array
 ) -> tuple[jax.Array, tuple[Callable[[], jax.Array], ...]]:
-    """Four programs that choose by a sampling with leaves [R], each for all rows that those before it are for.
+    """Four programs () -> i32[R] that choose by a sampling with leaves [R], each for all rows of those before it too.
 
-    Returns:
-      i32[], the number of the first program that is for all rows of the batch; and the programs, () -> i32[R].
+    And i32[], the number of the first one that is for all rows of the batch.
     """
-    rows, size = logits.shape
+    size = logits.shape[-1]
     draws = sampling.temperature > 0
     restricts = draws & (((sampling.top_k > 0) & (sampling.top_k < size)) | (sampling.top_p < 1))
-    stop, early = _stops(sampling, rows, stop, generated)
 
     def draw(limit: Callable[[jax.Array, Sampling], jax.Array]) -> jax.Array:
         """As `jax.random.categorical`, without noise for greedy rows."""

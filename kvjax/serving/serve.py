@@ -13,6 +13,7 @@ A part that is not needed is a loop that does not turn. A branch would copy the 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -22,39 +23,29 @@ from jax import lax
 from kvjax._arrays import Pytree, count, fence, once, put, runs
 from kvjax._checks import integers
 from kvjax.cache import Cache
-from kvjax.events.log import EventLog
+from kvjax.events.log import EventLog, init_log
 from kvjax.events.records import EventKind
 from kvjax.model import Model
 from kvjax.pools.device import Pools
+from kvjax.pools.views import View
 from kvjax.serving.admit import Admitted, admit
 from kvjax.serving.capacity import admission_events, worst_step
-from kvjax.serving.decode import Chosen, LogitsFn, Written, compute, grow, rows_of
-from kvjax.serving.loops import note
+from kvjax.serving.decode import Chooser, Chosen, LogitsFn, Written, compute, grow, note, rows_of
 from kvjax.serving.options import Scheduler
+from kvjax.serving.preempt import Retired, retire, swaps
 from kvjax.serving.prefill import Chunks, commit_step, fork_samples, mixed_step
-from kvjax.serving.requests import Finish, Serving, Stage
-from kvjax.serving.retire import Retired, retire
-from kvjax.serving.swap import swaps
+from kvjax.serving.requests import Finish, Requests, Serving, Stage
 
 
 class Served(Pytree):
-    """The result of a step of the scheduler.
-
-    Attributes:
-      retired: which rows were released, and which requests preempted.
-      admitted: which requests got rows.
-      n: i32[]; for how many decode steps there were blocks; 0 if they were refused.
-      mixed: bool[]; whether it was a mixed step.
-      chunks: rows that had chunks, in order.
-      chosen: the choices of each row, k columns.
-    """
+    """The result of a step of the scheduler."""
 
     retired: Retired
     admitted: Admitted
-    n: jax.Array
-    mixed: jax.Array
+    n: jax.Array  # i32[]; decode steps for which there were blocks; 0 if they were refused
+    mixed: jax.Array  # bool[]; whether it was a mixed step
     chunks: Chunks
-    chosen: Chosen
+    chosen: Chosen  # k columns
 
 
 def serve_step(
@@ -98,11 +89,8 @@ def serve_step(
     serving, cache = serving.replace(requests=requests), serving.cache
 
     def block(carry: tuple[Pools, Written]) -> tuple[Pools, Written]:
-        request = serving.by_row
-        pools, _, written = compute(
-            model, cache.replace(pools=carry[0]), rows, new, steps, k=k, stop=request.stop, sampling=request.sampling,
-            top=requests.num_top, logits_fn=logits_fn, fixed_steps=fixed_steps,
-        )  # fmt: skip
+        at, choose = cache.replace(pools=carry[0]), Chooser.of(serving, logits_fn)
+        pools, _, written = compute(model, at, rows, new, steps, choose, k=k, fixed_steps=fixed_steps)
         return pools, written
 
     start = cache.pools, Written(jnp.zeros_like(new), Chosen.none(new.shape[0], k, requests.num_top))
@@ -185,13 +173,13 @@ def serve(
 ) -> tuple[Serving, EventLog]:
     """Steps until all requests are over, the model has run so often, or the log may not hold another step's events.
 
-    With a host tier also until a request could have blocks that are on the host, `serving.onboard_slot` names it; until
-    a row is to be swapped out or in (`swap.swaps`); or until blocks are refused though there are as many
+    With a host tier also until a request could have blocks that are on the host (`serving.onboard_slot` names it),
+    until a row is to be swapped out or in (`preempt.swaps`), or until blocks are refused though counted
     (`serving.refused` is 1): a loop does not evict those with children on the host. Empty some (`watermark`) and set it
     to 0, or the next step preempts.
 
     Args:
-      model: as all others see `serve_step`.
+      model: see `kvjax.step`.
       serving: the requests and their cache.
       log: takes the events.
       scheduler: static.
@@ -217,3 +205,41 @@ def serve(
 
     _, serving, log = lax.while_loop(lambda carry: carry[0], step, (going(serving, log), serving, log))
     return serving, log
+
+
+@jax.tree_util.Partial
+def _no_model(tokens: jax.Array, pools: Pools, view: View, /, *, last: jax.Array | None) -> tuple[jax.Array, Pools]:
+    """Chooses token 0 and writes nothing."""
+    del view
+    last = tokens if last is None else last
+    return jnp.zeros((*last.shape, 1), jnp.float32), pools
+
+
+def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0) -> Requests:
+    """The requests as they would be after some steps, if nobody submitted or cancelled anything; jit it.
+
+    When each is admitted, with how many cached tokens, and when it ends are as they will be, but for what depends on
+    the tokens that a model chooses: stop tokens, and generated text that is found in the cache. Here it chooses 0.
+    Blocks on the host are not found. Costs the bookkeeping of the steps, and no bytes.
+
+    Args:
+      serving: the requests and their cache; a batch that is only considered can be `submit`ted to it first.
+      scheduler: static; perhaps another than the one that runs.
+      steps: static; of the model.
+      now: i32[] ms.
+    """
+    spec, state = serving.cache.state.spec, serving.cache.state
+    groups = tuple(dataclasses.replace(group, pools=()) for group in spec.groups)
+    pools = Pools(tuple(() for _ in groups), dataclasses.replace(spec, groups=groups))
+    # No blocks come from the host or go there.
+    scheduler = dataclasses.replace(scheduler, preempt="recompute")
+    requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
+    serving = serving.replace(cache=Cache(state, pools), requests=requests, onboard_slot=jnp.int32(-1))
+    capacity = 4 * worst_step(spec, scheduler) + admission_events(spec, serving.width)
+    end = serving.steps + steps
+
+    def run(serving: Serving) -> Serving:
+        log = init_log(capacity, spec.block_size, spec.extra_ids)
+        return serve(_no_model, serving, log, scheduler=scheduler, steps=end - serving.steps, now=now)[0]
+
+    return lax.while_loop(lambda serving: serving.busy & (serving.steps < end), run, serving).requests

@@ -19,19 +19,12 @@ _OVER = (Stage.DONE, Stage.CANCELLED)
 
 
 class _Line(NamedTuple):
-    """A line of a drawing.
+    """A line of a drawing."""
 
-    Attributes:
-      where: the row, or the stage of a request without one.
-      slot: of the request; -1: none.
-      state: of the request, in words.
-      computed: tokens of the request that are in its row.
-    """
-
-    where: str
-    slot: int
-    state: str
-    computed: int = 0
+    where: str  # the row, or the stage of a request without one
+    slot: int  # of the request; -1: none
+    state: str  # of the request, in words
+    computed: int = 0  # tokens of the request that are in its row
 
     @property
     def texts(self) -> tuple[str, str, str]:

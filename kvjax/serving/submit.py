@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`submit`: requests are checked, get slots, and wait there."""
+"""Requests come in by `submit`, which checks them and gives them slots; `cancel` ends them, `drain` empties slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax.serving.capacity import most_blocks, sample_blocks
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
-from kvjax.state import CacheState, Group, Text
+from kvjax.state import CacheState, Text
 from kvjax.verbs._request import first_failure
 
 
@@ -68,24 +68,19 @@ def submit(
     spec, requests = serving.cache.state.spec, serving.requests
     tokens, lengths = integers("tokens", tokens, ("T",)), integers("lengths", lengths, ("R",))
     (number,) = lengths.shape
-    new, priority, namespace, parent = (
-        each_row(name, value, (number,))
-        for name, value in (
-            ("max_new_tokens", max_new_tokens), ("priority", priority), ("namespace", namespace),
-            ("sample_of", sample_of),
-        )
-    )  # fmt: skip
+    new, priority = each_row("max_new_tokens", max_new_tokens, (number,)), each_row("priority", priority, (number,))
+    namespace, parent = each_row("namespace", namespace, (number,)), each_row("sample_of", sample_of, (number,))
     flat, stop = _Flat.of(tokens, lengths), _stop_tokens(stop_tokens, number, requests.stop.shape[1])
     max_tokens = lengths + jnp.clip(new, 0, spec.max_length + 2)  # beyond that it is refused, and must not overflow
     bad = (lengths < 1) | (flat.start + lengths > tokens.shape[0]) | (new < 1)
-    bad = bad | (namespace < 0) | flat.any(flat.tokens < 0) | _no_sample(flat, lengths, namespace, parent)
+    bad = bad | (namespace < 0) | flat.any(flat.tokens < 0) | _no_sample(flat, namespace, parent)
     samples = parent[None] == np.arange(number, dtype=np.int32)[:, None]
     full = (max_tokens - 1 > min(spec.max_length, serving.width)) | (jnp.sum(samples, axis=1) >= spec.max_seqs)
     large = _never_fits(serving.cache.state, scheduler, lengths, max_tokens, samples)
     status, slots = _take_slots(requests, (parent, max_tokens, bad, full, large), slots)
     good, zero = status == Status.OK, jnp.zeros((number,), jnp.int32)
     seed = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (number,))
-    requests = _write_prompts(requests, slots, good, flat, lengths, namespace, spec.block_size)
+    requests = _write_prompts(requests, slots, good, flat, namespace, spec.block_size)
     requests = requests.at(
         slots, good, stage=int(Stage.WAITING), prompt=lengths, num_tokens=lengths, max_tokens=max_tokens,
         priority=priority, arrival=serving.arrivals + rank(good), passed=zero,
@@ -104,22 +99,53 @@ def submit(
     return serving, status, jnp.where(good, slots, -1), jnp.where(good, requests[slots].generation, -1)
 
 
-class _Flat(NamedTuple):
-    """Several lists on one axis, one after the other.
+def cancel(serving: Serving, slots: ArrayLike, generations: ArrayLike) -> tuple[Serving, jax.Array]:
+    """Ends requests; one that runs keeps its row until the next step begins.
 
-    Attributes:
-      tokens: i32[T].
-      start: i32[R]; where each list starts.
-      owner: i32[T]; the list of each entry.
-      offset: i32[T]; its index in the list.
-      real: bool[T]; whether it belongs to a list.
+    Args:
+      serving: where.
+      slots: i32[R].
+      generations: i32[R]; as `submit` returned them.
+
+    Returns:
+      The requests; and i32[R], the status of each: BAD_REQUEST if it is over, or its slot has another request by now.
     """
+    slots, requests = integers("slots", slots, ("R",)), serving.requests
+    generations = integers("generations", generations, slots.shape)
+    there = (slots >= 0) & (slots < requests.size) & (pick(requests.generation, slots) == generations)
+    stage = pick(requests.stage, slots)
+    there = there & ((stage == Stage.WAITING) | (stage == Stage.RUNNING))
+    gone = put(jnp.zeros((requests.size,), jnp.bool_), slots, True, there, unique=False)
+    orphans = (requests.parent >= 0) & pick(gone, requests.parent)
+    requests = requests.replace(
+        stage=jnp.where(gone, int(Stage.CANCELLED), requests.stage),
+        finish=jnp.where(gone, int(Finish.CANCELLED), requests.finish),
+        ended=jnp.where(gone, serving.steps, requests.ended),
+        parent=jnp.where(orphans & (requests.stage == Stage.WAITING), -1, requests.parent),
+    )
+    serving = serving.replace(requests=requests, dirty=serving.dirty | jnp.any(gone))
+    return serving, jnp.where(there, int(Status.OK), int(Status.BAD_REQUEST))
 
-    tokens: jax.Array
-    start: jax.Array
-    owner: jax.Array
-    offset: jax.Array
-    real: jax.Array
+
+def drain(serving: Serving) -> Serving:
+    """Empties the slots of requests that are over and have no row; read their `results` before."""
+    requests = serving.requests
+    over = (requests.stage == Stage.DONE) | (requests.stage == Stage.CANCELLED)
+    of_rows = put(jnp.zeros_like(over), serving.row, True, serving.row >= 0)
+    over = over & ~of_rows
+    stage, generation = jnp.where(over, int(Stage.EMPTY), requests.stage), requests.generation + over.astype(jnp.int32)
+    return serving.replace(requests=requests.replace(stage=stage, generation=generation))
+
+
+class _Flat(NamedTuple):
+    """Several lists on one axis, one after the other."""
+
+    tokens: jax.Array  # i32[T]
+    lengths: jax.Array  # i32[R]; of the lists
+    start: jax.Array  # i32[R]; the index of each list's first entry
+    owner: jax.Array  # i32[T]; the list of each entry
+    offset: jax.Array  # i32[T]; its index in the list
+    is_valid: jax.Array  # bool[T]; whether it belongs to a list
 
     @classmethod
     def of(cls, tokens: jax.Array, lengths: jax.Array) -> _Flat:
@@ -127,19 +153,19 @@ class _Flat(NamedTuple):
         index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         owner = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
         start = ends - jnp.maximum(lengths, 0)
-        return cls(tokens, start, owner, index - pick(start, owner), owner < lengths.shape[0])
+        return cls(tokens, lengths, start, owner, index - pick(start, owner), owner < lengths.shape[0])
 
     def any(self, where: jax.Array) -> jax.Array:
         """bool[R]; whether it holds for some entry of each list, where bool[T]."""
         found = jnp.zeros(self.start.shape, jnp.bool_)
-        return put(found, self.owner, True, where & self.real, unique=False)
+        return put(found, self.owner, True, where & self.is_valid, unique=False)
 
 
-def _no_sample(flat: _Flat, lengths: jax.Array, namespace: jax.Array, parent: jax.Array) -> jax.Array:
+def _no_sample(flat: _Flat, namespace: jax.Array, parent: jax.Array) -> jax.Array:
     """bool[R]; entries that say they are samples of another one, and have another prompt, or name no such entry."""
     lead = jnp.maximum(parent, 0)
     same = pick(flat.tokens, pick(flat.start, pick(lead, flat.owner)) + flat.offset) == flat.tokens
-    alike = (pick(lengths, lead) == lengths) & (pick(namespace, lead) == namespace) & ~flat.any(~same)
+    alike = (pick(flat.lengths, lead) == flat.lengths) & (pick(namespace, lead) == namespace) & ~flat.any(~same)
     first = (pick(parent, lead) < 0) & (parent < np.arange(parent.shape[0], dtype=np.int32))
     return (parent >= 0) & ~(alike & first)
 
@@ -149,22 +175,18 @@ def _never_fits(
 ) -> jax.Array:
     """bool[R]; requests that, with their samples bool[R, R], need more blocks than a group has besides those pinned.
 
-    Pinned blocks may be their own: as many as a prompt has whole blocks, where it keeps what it shares.
+    Pinned are blocks that are held, but by no row. They may be the request's own: as many as its prompt has whole
+    blocks, where it keeps what it shares.
     """
     fits, most = jnp.ones(max_tokens.shape, jnp.bool_), most_blocks(state.spec, scheduler, max_tokens)
     more = sample_blocks(state.spec, scheduler, max_tokens, prompt, samples)
     for group, spec, own, of_samples in zip(state.groups, state.spec.groups, most, more, strict=True):
-        pinned = _pinned(group)
+        table, refcount = group.table.reshape(-1), group.blocks.refcount
+        of_rows = put(jnp.zeros(refcount.shape, jnp.bool_), table, True, table >= 0, unique=False)
+        pinned = count((refcount > 0) & ~of_rows & group.on_device(group.ids))
         shared = jnp.minimum(pinned, prompt // state.spec.block_size) if spec.window is None else 0
         fits = fits & (own + of_samples <= group.num_blocks - pinned + shared)
     return ~fits
-
-
-def _pinned(group: Group) -> jax.Array:
-    """i32[]; blocks that are held, but by no row."""
-    table = group.table.reshape(-1)
-    of_rows = put(jnp.zeros(group.blocks.refcount.shape, jnp.bool_), table, True, table >= 0, unique=False)
-    return count((group.blocks.refcount > 0) & ~of_rows & group.on_device(group.ids))
 
 
 def _take_slots(
@@ -182,7 +204,7 @@ def _take_slots(
         free = integers("slots", slots, (number,))
         free = jnp.where((free >= 0) & (free < requests.size) & pick(empty, free), free, -1)
 
-    def take(carry: tuple[jax.Array, jax.Array], entry: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def take(carry, entry):
         num_taken, taken = carry
         parent, max_tokens, bad, full, large = pick(entries, entry)
         index = num_taken if slots is None else entry
@@ -202,26 +224,20 @@ def _take_slots(
 
 
 def _write_prompts(
-    requests: Requests,
-    slots: jax.Array,
-    good: jax.Array,
-    flat: _Flat,
-    lengths: jax.Array,
-    namespace: jax.Array,
-    size: int,
+    requests: Requests, slots: jax.Array, good: jax.Array, flat: _Flat, namespace: jax.Array, size: int
 ) -> Requests:
     """Stores prompts, and the keys of their whole blocks."""
     start = requests[slots].start
-    where = flat.real & pick(good, flat.owner)
+    where = flat.is_valid & pick(good, flat.owner)
     text = put(requests.text, pick(start, flat.owner) + flat.offset, flat.tokens, where)
-    blocks = _Flat.of(jnp.zeros((max(flat.tokens.shape[0] // size, 1),), jnp.int32), lengths // size)
+    blocks = _Flat.of(jnp.zeros((max(flat.tokens.shape[0] // size, 1),), jnp.int32), flat.lengths // size)
     at = pick(start, blocks.owner) // size + blocks.offset
     none, contents = jnp.zeros((1, 2), jnp.uint32), Text(pick(text.reshape(-1, size), at), None)
     words = prefix_keys(none, contents, size, blocks.offset, chain)
     # Sums over all blocks of the batch; a prompt's begin after those of the prompts before it.
     before = jnp.where((blocks.start > 0)[:, None], pick(words, blocks.start - 1), np.uint32(0))
     keys = words + pick(root_key(namespace) - before, blocks.owner)
-    keys = put(requests.keys, at, keys, blocks.real & pick(good, blocks.owner))
+    keys = put(requests.keys, at, keys, blocks.is_valid & pick(good, blocks.owner))
     return requests.replace(text=text, keys=keys)
 
 

@@ -33,7 +33,7 @@ import kvjax
 from benchmarks import gpu
 from kvjax.events.log import init_log
 from kvjax.serving import Scheduler, init_serving, serve, worst_step
-from kvjax.serving.loops import Rows, decode, decode_log
+from kvjax.serving.decode import Rows, decode, decode_log
 from models.config import LayerConfig
 from tests.kernels import gpu_thunks
 from tests.kernels.gpu_compile import (

@@ -599,7 +599,7 @@ class Life:
         return values, tokens, np.array([len(line) for line in new], np.int32), extra
 
     def _decode(self, request: Request) -> None:
-        """A block of up to k steps, as `serving/loops.py` runs it: rows may stop early."""
+        """A block of up to k steps, as `serving/decode.py` runs it: rows may stop early."""
         seqs, k = self.state.seqs, request["k"]
         want = np.zeros(ROWS, np.int32)
         for seq, row in self.rows.items():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.serving import loops
+from kvjax import serving
 from kvjax.serving.capacity import num_steps
 from kvjax.serving.decode import Rows
 from tests import drive
@@ -85,7 +85,7 @@ def single(steps: int, **options: Any) -> Callable[..., Any]:
 @functools.cache
 def in_blocks(k: int, steps: int, **options: Any) -> Callable[..., Any]:
     """Jitted: `decode` in blocks of up to k steps; `fixed_steps` and `logits_fn` are as there."""
-    return _jit(loops.decode, steps=steps, k=k, **options)
+    return _jit(serving.decode, steps=steps, k=k, **options)
 
 
 def _jit(decode: Callable[..., Any], **options: Any) -> Callable[..., Any]:

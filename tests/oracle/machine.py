@@ -372,7 +372,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.decode_block(**block)
 
     def decode_block(self, k, idle, left, stops, tokens, log):
-        """A block of steps as `decode` of `serving/loops.py` does it; each row stops after so many tokens."""
+        """A block of steps as `decode` of `serving/decode.py` does it; each row stops after so many tokens."""
         active = [seq in self.ready and seq != idle for seq in range(ROWS)]
         lengths = [row.length for row in self.oracle.rows]
         want = [max(min(a, WIDTH - b, k), 1) * on for a, b, on in zip(left, lengths, active, strict=True)]

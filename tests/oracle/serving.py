@@ -20,11 +20,10 @@ import kvjax
 from kvjax import Cache, Status
 from kvjax.events.log import init_log
 from kvjax.serving.capacity import worst_step
-from kvjax.serving.ending import cancel, drain, results
 from kvjax.serving.options import Scheduler as Options
-from kvjax.serving.requests import Stage, init_serving
+from kvjax.serving.requests import Stage, init_serving, results
 from kvjax.serving.serve import serve_step
-from kvjax.serving.submit import submit
+from kvjax.serving.submit import cancel, drain, submit
 from tests import drive
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, Config, Faults, Life, Row, name_of
 from tests.oracle.cache import Oracle

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode loop with its books kept after every step: what `serving.loops.decode` was before it ran in blocks.
+"""The decode loop with its books kept after every step: what `kvjax.serving.decode` was before it ran in blocks.
 
 It shares nothing with the blocks but the verbs, `step`, `sample` and the types that go in and out.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.events.log import append
-from kvjax.serving.loops import Decoded, step
+from kvjax.serving.decode import Decoded, step
 from kvjax.serving.sampling import sample
 
 

@@ -12,7 +12,7 @@ from kvjax.blocks import dedup
 from kvjax.events.records import COLUMNS
 from kvjax.gpu import choice
 from kvjax.gpu import dedup as gpu_dedup
-from kvjax.serving.loops import note
+from kvjax.serving.decode import note
 from tests import drive
 from tests.drive import EXTRA, PLAIN
 from tests.unit.gpu.histories import Both, History, interpreted

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 import kvjax
 from kvjax.gpu.memory import run
-from kvjax.serving.loops import note
+from kvjax.serving.decode import note
 from tests.unit.gpu.races import barriers_of, kernels_of, races_of
 
 pytestmark = pytest.mark.long

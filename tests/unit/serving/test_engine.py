@@ -220,13 +220,13 @@ def test_logs_have_room_for_the_worst_step(layers, host):
         max_length=32, block_size=4,
     )  # fmt: skip
 
-    def told():
+    def step_and_release():
         """What a step tells, with room for the worst."""
         state, extended = kvjax.extend(kvjax.init(spec), jnp.ones(3, bool))
         _, committed = kvjax.commit(state, jnp.zeros((3, 1), jnp.int32), jnp.ones(3, jnp.int32))
         return extended.records, committed.records
 
-    worst = sum(records.shape[0] for records in jax.eval_shape(told))
+    worst = sum(records.shape[0] for records in jax.eval_shape(step_and_release))
     assert decode_log(spec, 0).records.shape[0] >= 2 * worst
 
 

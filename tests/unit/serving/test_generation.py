@@ -24,16 +24,16 @@ __all__ = ["ctrl_c_is_heard"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_generates_and_its_listener_hears_every_event(way):
-    cache, heard = start(), []
+def test_each_way_generates_and_its_listener_gets_every_event(way):
+    cache, published = start(), []
     for cached in (0, 12):  # the last token's logits are wanted
         ear = Ear()
         outputs, cache, events = way(cache, prompts_of(0), listener=ear)
         assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 6)] * 2
         assert [output.cached_tokens for output in outputs] == [cached] * 2
-        assert events == ear.heard and ear.totals.reused_tokens == 2 * cached
-        heard += events
-        assert_whole(cache, heard, prompts_of(0), outputs)
+        assert events == ear.events and ear.totals.reused_tokens == 2 * cached
+        published += events
+        assert_whole(cache, published, prompts_of(0), outputs)
 
 
 def test_a_stream_hands_out_tokens_as_they_come():
@@ -63,5 +63,5 @@ def test_what_a_listener_raises_leaves_a_cache_that_goes_on():
     ear = Ear(fail, [1])
     with pytest.raises(GenerationInterrupted, match="interrupted by MemoryError: no memory; go on with") as caught:
         together(start(), prompts_of(0), listener=ear)
-    assert caught.value.events == ear.heard
-    assert_whole(caught.value.cache, ear.heard, prompts_of(0), caught.value.outputs)
+    assert caught.value.events == ear.events
+    assert_whole(caught.value.cache, ear.events, prompts_of(0), caught.value.outputs)

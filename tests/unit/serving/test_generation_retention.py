@@ -28,8 +28,8 @@ MODEL = jax.tree_util.Partial(successor)
 
 def generate(cache, prompts, new, retention=None, **options):
     """`retention` is that of the first prompt."""
-    said = [retention or worth(35), *[None] * (len(prompts) - 1)]
-    return kvjax.generate(MODEL, cache, prompts, max_new_tokens=new, chunk=16, steps=16, retention=said, **options)
+    each = [retention or worth(35), *[None] * (len(prompts) - 1)]
+    return kvjax.generate(MODEL, cache, prompts, max_new_tokens=new, chunk=16, steps=16, retention=each, **options)
 
 
 def worth(priority, ttl=None, **options):
@@ -73,10 +73,10 @@ def test_a_time_to_live_ends_by_the_clock():
 
 def test_each_prompt_has_a_retention_of_its_own():
     """Those that wait too; and the events tell it."""
-    said = [kvjax.Retention.of([(0, 4, 10), (4, None, 20)]), None, kvjax.Retention.of(decode_priority=60), worth(90)]
+    each = [kvjax.Retention.of([(0, 4, 10), (4, None, 20)]), None, kvjax.Retention.of(decode_priority=60), worth(90)]
     prompts = [[n] * 9 for n in (1, 2, 3, 4)]
     cache = kvjax.Cache.create(SPEC, kvjax.policies.priority())
-    _, cache, events = kvjax.generate(MODEL, cache, prompts, max_new_tokens=8, chunk=16, steps=16, retention=said)
+    _, cache, events = kvjax.generate(MODEL, cache, prompts, max_new_tokens=8, chunk=16, steps=16, retention=each)
     stored = {tuple(e["tokens"]): e["priority"] for e in events if e["kind"] == "stored" and len(e["tokens"]) == 4}
     assert [stored[n, n, n, n] for n in (1, 2, 3, 4)] == [20, 35, 35, 90]  # of equal blocks the second
     assert [stored[n, n + 1, n + 2, n + 3] for n in (1, 2, 3, 4)] == [20, 35, 35, 35]  # begun by the prompt
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_named():
     bare = kvjax.Cache.create(kvjax.make_spec(LAYERS, num_blocks=12, **SHAPE))
     with pytest.raises(ValueError, match="retention: got 1, wanted one for each of 2 prompts"):
         kvjax.generate(MODEL, bare, [[1], [2]], retention=[None])
-    for said in (worth(50), [None, worth(50)]):
+    for retentions in (worth(50), [None, worth(50)]):
         with pytest.raises(ValueError, match=r"retention: got one, wanted None \(the spec was made with retention=F"):
-            kvjax.generate(MODEL, bare, [[1], [2]], retention=said)
+            kvjax.generate(MODEL, bare, [[1], [2]], retention=retentions)
     kvjax.generate(MODEL, bare, [[], []], retention=[None, None])

@@ -50,11 +50,11 @@ def refused(message, model=MODEL, prompts=((1, 2, 3),), use=kvjax.generate, **op
     ],
 )
 def test_a_model_that_is_called_otherwise_is_told_how(wrong, takes):
-    asked = r"wanted one that is called as model\(tokens, pools, view, last=\); see kvjax\.serving\.Model"
-    error = refused(rf"^model: got one that takes {takes} \(.*\), {asked}", Partial(wrong))
+    call = r"wanted one that is called as model\(tokens, pools, view, last=\); see kvjax\.serving\.Model"
+    error = refused(rf"^model: got one that takes {takes} \(.*\), {call}", Partial(wrong))
     assert isinstance(error.__cause__, TypeError)
     tokens, count = np.zeros((2, 1), np.int32), np.ones(2, np.int32)
-    with pytest.raises(ValueError, match=asked):
+    with pytest.raises(ValueError, match=call):
         jax.eval_shape(kvjax.step, Partial(wrong), kvjax.Cache.create(SPEC), tokens, count)
 
 
@@ -101,8 +101,8 @@ def test_a_layer_in_training_mode_is_told_of_eval(layer):
     with pytest.raises(Exception, match=r"[Cc]annot|needs PRNG|its call changes") as caught:
         kvjax.generate(model, cache, [[1, 2, 3]])
     assert isinstance(caught.value, ValueError) or type(caught.value).__module__ == "flax.errors"
-    said = [str(caught.value), *getattr(caught.value, "__notes__", ())]
-    assert sum("model.eval()?" in text for text in said) == 1
+    texts = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert sum("model.eval()?" in text for text in texts) == 1
     kvjax.check(cache.state)
     if isinstance(model, nnx.Module):
         model.eval()
@@ -206,6 +206,6 @@ def test_padded_prompts_are_refused(use, array):
 
 
 def test_prompts_of_equal_lengths_are_lists():
-    ids = kvjax.serving.inputs.prompt_ids
+    ids = kvjax.serving.inputs.check_prompts
     for prompts in ([[1, 2], [3, 4]], ((1, 2), (3, 4)), list(np.array([[1, 2], [3, 4]])), np.zeros((0,), np.int32)):
         assert [prompt.tolist() for prompt in ids(prompts)] == [list(prompt) for prompt in prompts]

@@ -51,8 +51,8 @@ pytestmark = pytest.mark.long
 def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
     """By Ctrl-C before the call or as it returns, or by an error; each time the same cache goes on."""
     cache, events = start(kind, host), []
-    outputs, cache, told = together(cache, prompts_of(0))
-    events += told
+    outputs, cache, decoded = together(cache, prompts_of(0))
+    events += decoded
     run = 0
     for how, cause in (
         ({"before": press}, KeyboardInterrupt),
@@ -66,12 +66,12 @@ def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
                 run += 1
                 prompts = prompts_of(run)
                 try:
-                    outputs, cache, told = (together, spread)[n % 2](cache, prompts)
+                    outputs, cache, decoded = (together, spread)[n % 2](cache, prompts)
                     assert [output.finish for output in outputs] == ["length"] * 2
                 except kvjax.serving.GenerationInterrupted as error:
                     causes.append(type(error.__cause__))
-                    outputs, cache, told = error.outputs, error.cache, error.events
-                events += told
+                    outputs, cache, decoded = error.outputs, error.cache, error.events
+                events += decoded
                 lossy = (
                     kind == "windows" and host
                 )  # what a chunk pushes out of a window's blocks does not go to the host
@@ -84,15 +84,15 @@ def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
 def test_the_last_call_is_followed_by_ctrl_c_too(monkeypatch):
     cache, events = start(), []
     calls = Calls(monkeypatch)
-    _, cache, told = together(cache, prompts_of(0))
+    _, cache, decoded = together(cache, prompts_of(0))
     calls.at, calls.count, calls.after = calls.count, 0, press
     with pytest.raises(kvjax.serving.GenerationInterrupted) as caught:
         together(cache, prompts_of(9))
     assert [output.finish for output in caught.value.outputs] == ["length"] * 2
-    assert_whole(caught.value.cache, events + told + caught.value.events, prompts_of(9), caught.value.outputs)
+    assert_whole(caught.value.cache, events + decoded + caught.value.events, prompts_of(9), caught.value.outputs)
 
 
-def test_a_second_ctrl_c_acts_at_once_and_may_cost_the_cache(monkeypatch):
+def test_a_second_ctrl_c_is_heard_at_once_and_may_cost_the_cache(monkeypatch):
     calls = Calls(monkeypatch)
     calls.at, calls.after = 3, lambda: (press(), press())
     with pytest.raises(
@@ -262,9 +262,9 @@ def test_a_failed_move_is_tried_again_and_then_done_without(monkeypatch):
     for prompt in prompts_of(0):
         before = len(failed)
         with pytest.warns(RuntimeWarning, match=r"computed again: group 0: .*: no memory"):
-            outputs, cache, told = together(cache, [prompt])
+            outputs, cache, decoded = together(cache, [prompt])
         assert len(failed) == before + 1
-        events += told
+        events += decoded
         assert outputs[0].finish == "length"
         assert_whole(cache, events, [prompt], outputs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listener hears every event of a generation once and in order, however it ends; what it raises costs no cache.
+"""A listener gets every event of a generation once and in order, however it ends; what it raises costs no cache.
 
 On the prompts and the programs of `serving_kit.py`.
 """
@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, batch
+from kvjax.serving import GenerationInterrupted, runner
 from tests.serving_kit import (
     HOST,
     MODEL,
@@ -51,16 +51,16 @@ def moves_fail(monkeypatch, to="device"):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("log_events", [True, False])
-def test_every_event_is_heard_once_and_in_order(way, log_events):
-    cache, heard = start(host=HOST), []
+def test_every_event_is_published_once_and_in_order(way, log_events):
+    cache, published = start(host=HOST), []
     for prompts in (prompts_of(0), prompts_of(1), prompts_of(0)):
         ear = Ear()
-        outputs, cache, told = way(cache, prompts, listener=ear, log_events=log_events)
-        assert told == (ear.heard if log_events else [])
+        outputs, cache, decoded = way(cache, prompts, listener=ear, log_events=log_events)
+        assert decoded == (ear.events if log_events else [])
         assert ear.totals.queried_tokens == sum(map(len, prompts))
         assert ear.totals.reused_tokens == sum(output.cached_tokens for output in outputs)
-        heard += ear.heard
-        assert_whole(cache, heard, prompts, outputs)
+        published += ear.events
+        assert_whole(cache, published, prompts, outputs)
     assert ear.totals.reused_tokens and ear.totals.onboarded_blocks and ear.totals.offloaded_blocks
 
 
@@ -68,38 +68,38 @@ def test_every_event_is_heard_once_and_in_order(way, log_events):
 def test_what_it_raises_ends_the_run_wherever_it_is_raised(moves, monkeypatch):
     """At each of its calls, one after the other; of both halves of a failed move too."""
     cache = start(host=HOST)
-    _, cache, heard = together(cache, prompts_of(0) + prompts_of(1))
+    _, cache, published = together(cache, prompts_of(0) + prompts_of(1))
     if moves == "fail":
         moves_fail(monkeypatch)
-    said = []
+    messages = []
     for at in itertools.count(1):
         ear, prompts = Ear(fail, [at]), prompts_of(at % 2)
         try:
             with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):
-                outputs, cache, told = WAYS[at % 3](cache, prompts, listener=ear)
+                outputs, cache, decoded = WAYS[at % 3](cache, prompts, listener=ear)
         except GenerationInterrupted as error:
-            said.append(str(error))
-            outputs, cache, told = error.outputs, error.cache, error.events
-        heard += ear.heard
-        assert told == ear.heard
+            messages.append(str(error))
+            outputs, cache, decoded = error.outputs, error.cache, error.events
+        published += ear.events
+        assert decoded == ear.events
         lossy = moves == "fail"  # a failed move takes what it was to bring back
-        assert_whole(cache, heard, () if lossy else prompts, () if lossy else outputs)
+        assert_whole(cache, published, () if lossy else prompts, () if lossy else outputs)
         if ear.calls < at:
             break
     assert at > 4
-    assert said == ["interrupted by MemoryError: no memory; go on with this error's `cache`"] * (at - 1)
+    assert messages == ["interrupted by MemoryError: no memory; go on with this error's `cache`"] * (at - 1)
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_both_halves_of_a_failed_move_are_heard(raises, monkeypatch):
+def test_both_halves_of_a_failed_move_are_published(raises, monkeypatch):
     """Also by a listener that raises at the first, at the second, and at the releases that follow."""
-    _, cache, heard = together(start(host=HOST), prompts_of(0) + prompts_of(1))
+    _, cache, published = together(start(host=HOST), prompts_of(0) + prompts_of(1))
     moves_fail(monkeypatch, "host" if raises else "device")
-    failures, told = [], kvjax.tiered.FailedTransfer.__init__
+    failures, init = [], kvjax.tiered.FailedTransfer.__init__
     ear = Ear(lambda: fail() if failures and raises else None, ALWAYS)
 
     def noted(self, *args):
-        told(self, *args)
+        init(self, *args)
         failures.append((kvjax.to_list(self.events), kvjax.to_list(self.removed)))
 
     monkeypatch.setattr(kvjax.tiered.FailedTransfer, "__init__", noted)
@@ -112,13 +112,13 @@ def test_both_halves_of_a_failed_move_are_heard(raises, monkeypatch):
             _, cache, _ = together(cache, prompts_of(0)[:1], listener=ear, log_events=False)
     ((ordered, removed),) = failures
     assert {event["kind"] for event in removed} == {"removed"} and ordered
-    at = ear.heard.index(ordered[0])
-    assert ear.heard[at : at + len(ordered) + len(removed)] == ordered + removed
-    assert_whole(cache, heard + ear.heard)
+    at = ear.events.index(ordered[0])
+    assert ear.events[at : at + len(ordered) + len(removed)] == ordered + removed
+    assert_whole(cache, published + ear.events)
 
 
 def test_a_warning_that_is_an_error_costs_neither_the_cache_nor_events(monkeypatch):
-    _, cache, heard = together(start(host=HOST), prompts_of(0) + prompts_of(1))
+    _, cache, published = together(start(host=HOST), prompts_of(0) + prompts_of(1))
     moves_fail(monkeypatch)
     ear = Ear()
     with (
@@ -126,8 +126,8 @@ def test_a_warning_that_is_an_error_costs_neither_the_cache_nor_events(monkeypat
         pytest.raises(GenerationInterrupted, match="by RuntimeWarning: what was") as caught,
     ):
         together(cache, prompts_of(0), listener=ear)
-    assert caught.value.events == ear.heard
-    assert_whole(caught.value.cache, heard + ear.heard)
+    assert caught.value.events == ear.events
+    assert_whole(caught.value.cache, published + ear.events)
 
 
 def last_call(way):
@@ -136,23 +136,23 @@ def last_call(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loop_is_heard_of_while_the_next_one_runs(way, monkeypatch):
-    """But a `Progress` comes when all before it has been heard of."""
-    order, serve = [], batch._serve
+def test_the_events_of_a_loop_are_published_while_the_next_one_runs(way, monkeypatch):
+    """But a `Progress` comes when all events before it are published."""
+    order, serve = [], runner._serve
 
     def noted(*args, **options):
         order.append("loop")
         return serve(*args, **options)
 
-    monkeypatch.setattr(batch, "_serve", functools.update_wrapper(noted, serve))
-    way(start(), prompts_of(0), listener=lambda _: order.append("heard"))
+    monkeypatch.setattr(runner, "_serve", functools.update_wrapper(noted, serve))
+    way(start(), prompts_of(0), listener=lambda _: order.append("events"))
     loops = order.count("loop")
-    wanted = ["loop", "heard"] * loops if way is spread else ["loop", *["loop", "heard"] * (loops - 1), "heard"]
+    wanted = ["loop", "events"] * loops if way is spread else ["loop", *["loop", "events"] * (loops - 1), "events"]
     assert order == wanted and loops > 1
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_it_raises_at_the_releases_is_said_and_loses_nothing(way):
+def test_what_it_raises_at_the_releases_is_raised_and_loses_nothing(way):
     def leave():
         raise SystemExit("enough")
 
@@ -162,9 +162,9 @@ def test_what_it_raises_at_the_releases_is_said_and_loses_nothing(way):
     assert isinstance(caught.value.__cause__, SystemExit)
     behind = "; at its last events the listener raised SystemExit: enough" * (last_call(way) - 1)
     assert str(caught.value) == f"interrupted by SystemExit: enough; go on with this error's `cache`{behind}"
-    assert caught.value.events == ear.heard and ear.calls == last_call(way)
-    assert caught.value.outputs[0].tokens  # of the loop whose events it was told
-    assert_whole(caught.value.cache, ear.heard, prompts_of(0), caught.value.outputs)
+    assert caught.value.events == ear.events and ear.calls == last_call(way)
+    assert caught.value.outputs[0].tokens  # of the loop whose events it got
+    assert_whole(caught.value.cache, ear.events, prompts_of(0), caught.value.outputs)
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -172,14 +172,14 @@ def test_a_stream_that_is_closed_tells_of_its_releases(raises):
     ear = Ear(fail, ALWAYS[1:] if raises else ())
     stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=ear)
     progress = next(stream)
-    assert ear.heard == progress.events
+    assert ear.events == progress.events
     if raises:
         with pytest.raises(MemoryError, match="no memory"):
             stream.close()
     else:
         stream.close()
-    assert progress.closing and ear.heard == progress.events + progress.closing
-    assert_whole(progress.cache, ear.heard, prompts_of(0), progress.outputs)
+    assert progress.closing and ear.events == progress.events + progress.closing
+    assert_whole(progress.cache, ear.events, prompts_of(0), progress.outputs)
 
 
 def test_a_stream_whose_cache_has_gone_elsewhere_tells_nothing_more():
@@ -212,13 +212,13 @@ def test_ctrl_c_waits_for_the_listener(way):
     assert isinstance(caught.value.__cause__, KeyboardInterrupt) and came_back
     assert ear.calls == last_call(way)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert_whole(caught.value.cache, ear.heard, prompts_of(0), caught.value.outputs)
+    assert_whole(caught.value.cache, ear.events, prompts_of(0), caught.value.outputs)
 
 
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_leaves(at, monkeypatch):
     """It comes where the loop is waited for."""
-    read, count = batch.Batch._read, itertools.count(1)
+    read, count = runner.GenerationRunner._read, itertools.count(1)
 
     def interrupted(self):
         if next(count) == at:
@@ -226,10 +226,10 @@ def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_le
             press()
         return read(self)
 
-    monkeypatch.setattr(batch.Batch, "_read", interrupted)
+    monkeypatch.setattr(runner.GenerationRunner, "_read", interrupted)
     ear = Ear()
     with pytest.raises(GenerationInterrupted) as caught:
         together(start(), prompts_of(0), listener=ear)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
-    assert caught.value.events == ear.heard
-    assert_whole(caught.value.cache, ear.heard)
+    assert caught.value.events == ear.events
+    assert_whole(caught.value.cache, ear.events)

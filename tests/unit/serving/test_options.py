@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.serving import Scheduler
-from kvjax.serving.held import _reading
+from kvjax.serving.inputs import read_clock
 
 SPEC = kvjax.make_spec([kvjax.LayerSpec(1, 4)], num_blocks=8, max_seqs=2, max_length=16, block_size=4, dtype="float32")
 VOCAB = 8
@@ -76,6 +76,6 @@ def test_an_option_of_another_type_makes_no_scheduler(name, value):
 
 def test_a_clock_may_have_any_ints():
     """Beyond 32 bits too, and numpy's: only differences count."""
-    assert [_reading(lambda x=x: x) for x in (2**32 + 5, -1, 2**31, np.int64(2**40), np.int32(-3))] == [
+    assert [read_clock(lambda x=x: x) for x in (2**32 + 5, -1, 2**31, np.int64(2**40), np.int32(-3))] == [
         5, -1, -(2**31), 0, -3
     ]  # fmt: skip

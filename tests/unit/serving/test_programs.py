@@ -9,7 +9,7 @@ from jax.tree_util import Partial
 
 import kvjax
 from kvjax._compile import OutermostJit
-from kvjax.serving import Sampling, Scheduler, batch
+from kvjax.serving import Sampling, Scheduler, runner
 from kvjax.serving.requests import Stage
 
 VOCAB = 13
@@ -31,13 +31,13 @@ def ended(model, serving, log, *, scheduler, steps, logits_fn, fixed_steps, now)
 
 
 def compiled():
-    return [getattr(batch, name)._jitted._cache_size() for name in PROGRAMS]
+    return [getattr(runner, name)._jitted._cache_size() for name in PROGRAMS]
 
 
 @pytest.mark.long
 def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
     """A mixed step's trace also tells the size of the vocabulary."""
-    shapes, serve = [], batch._serve
+    shapes, serve = [], runner._serve
 
     def noted(tokens, pools, view, *, last):
         shapes.append(tokens.shape)
@@ -47,7 +47,7 @@ def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
         serve.eval_shape(*args, **options)
         return ended(*args, **options)
 
-    monkeypatch.setattr(batch, "_serve", traced)
+    monkeypatch.setattr(runner, "_serve", traced)
     kvjax.generate(Partial(noted), kvjax.Cache.create(SPEC), [[1, 2, 3]])
     assert shapes == [(1, SPEC.max_seqs + Scheduler().chunk), (SPEC.max_seqs, 1)]
 
@@ -56,7 +56,7 @@ def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
 def test_another_batch_compiles_nothing(monkeypatch, real):
     if not real:
         options = {"static_argnames": ("scheduler", "logits_fn", "fixed_steps"), "donate_argnames": ("serving", "log")}
-        monkeypatch.setattr(batch, "_serve", OutermostJit(ended, **options))
+        monkeypatch.setattr(runner, "_serve", OutermostJit(ended, **options))
     model, cache, rng, seen = Partial(successor), kvjax.Cache.create(SPEC), np.random.default_rng(0), []
     before = compiled()
     for number in (1, 3, 8, 12):

@@ -11,9 +11,9 @@ import kvjax
 from kvjax.serving import init_serving, show_requests, show_step
 from kvjax.serving.admit import Admitted
 from kvjax.serving.decode import Chosen
+from kvjax.serving.preempt import Retired
 from kvjax.serving.prefill import Chunks
 from kvjax.serving.requests import Finish, Stage
-from kvjax.serving.retire import Retired
 from kvjax.serving.serve import Served
 from tests.drive import PLAIN, TIERS
 

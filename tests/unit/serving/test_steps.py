@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serving.loops import decode
+from kvjax.serving.decode import decode
 from tests import drive
 from tests.oracle import single_steps
 from tests.oracle.decoding import (

@@ -178,7 +178,7 @@ def test_an_aborted_request_gives_back_what_it_holds():
 
 @pytest.mark.slow
 @row("v0 waiting, running, swapped")
-def test_the_stages_of_a_request_and_a_row_that_rests():
+def test_the_stages_of_a_request_and_a_row_that_is_swapped_out():
     desk = Desk(VLLM)
     _, (slot,), _ = desk.submit(A)
     stages = [desk.stage(slot)] + [desk.stage(slot) for _ in desk.steps()]

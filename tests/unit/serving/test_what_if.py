@@ -18,11 +18,11 @@ from tests import drive
 from tests.oracle.bytes_machine import SIZE
 from tests.oracle.serving import AT_ONCE, COLUMNS, COUNTS, LINE, LOG, OPTIONS, SLOTS, config
 
-SAID = (
+FIELDS = (
     "stage", "finish", "num_tokens", "admitted", "cached", "first_token", "ended", "preemptions", "passed", "arrival",
 )  # fmt: skip
 QUICK = {"xla_backend_optimization_level": 0}
-NUMBER = 4 * SLOTS  # of slots, so that a forecast needs more events than its log holds at once
+NUMBER = 4 * SLOTS  # of slots, so that `what_if` needs more events than its log holds at once
 _submit, _cancel = jax.jit(submit, static_argnames="scheduler"), jax.jit(cancel)
 
 
@@ -40,9 +40,9 @@ def submitted(serving, rng, documents, scheduler):
     lead = np.array([-1, -1, rng.integers(-1, 2)], np.int32)
     if lead[-1] >= 0:
         prompts[-1], lengths[-1] = prompts[lead[-1]], lengths[lead[-1]]
-    line = drive.padded(np.concatenate(prompts), LINE)
+    flat = drive.padded(np.concatenate(prompts), LINE)
     new, priority = (rng.integers(least, most, AT_ONCE).astype(np.int32) for least, most in ((1, 12), (0, 3)))
-    return _submit(serving, line, lengths, new, scheduler=scheduler, priority=priority, sample_of=lead)[0]
+    return _submit(serving, flat, lengths, new, scheduler=scheduler, priority=priority, sample_of=lead)[0]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def submitted(serving, rng, documents, scheduler):
 )
 def test_what_if_is_what_then_happens(name, layers):
     scheduler, spec = OPTIONS[name], config(layers).spec()
-    asked = jax.jit(functools.partial(what_if, scheduler=scheduler, steps=400), compiler_options=QUICK)
+    predict = jax.jit(functools.partial(what_if, scheduler=scheduler, steps=400), compiler_options=QUICK)
     model = jax.tree_util.Partial(successor)
     run = jax.jit(functools.partial(serve, model, scheduler=scheduler), compiler_options=QUICK)
     waited = found = preempted = 0
@@ -73,22 +73,22 @@ def test_what_if_is_what_then_happens(name, layers):
             slots = rng.integers(NUMBER, size=1).astype(np.int32)
             if rng.random() < 0.3:
                 serving, _ = _cancel(serving, slots, np.asarray(serving.requests.generation)[slots])
-        said, begin = asked(serving), int(serving.steps)
+        predicted, begin = predict(serving), int(serving.steps)
         while bool(serving.busy):
             serving, _ = run(serving, init_log(LOG, SIZE), steps=np.int32(400))
-        for field in SAID:
+        for field in FIELDS:
             np.testing.assert_array_equal(
-                getattr(said, field), getattr(serving.requests, field), f"{field}, seed {seed}"
+                getattr(predicted, field), getattr(serving.requests, field), f"{field}, seed {seed}"
             )
-        later = np.asarray(said.admitted) > begin
+        later = np.asarray(predicted.admitted) > begin
         waited += int(later.sum())
-        found += int(np.asarray(said.cached)[later].sum())
-        preempted += int(np.asarray(said.preemptions).sum())
-        assert not np.isin(np.asarray(said.stage), (Stage.WAITING, Stage.RUNNING)).any()
+        found += int(np.asarray(predicted.cached)[later].sum())
+        preempted += int(np.asarray(predicted.preemptions).sum())
+        assert not np.isin(np.asarray(predicted.stage), (Stage.WAITING, Stage.RUNNING)).any()
     assert waited > 20
     assert found > 20
     assert bool(preempted) == (scheduler.reserve == "known")
-    assert asked._cache_size() == run._cache_size() == 1
+    assert predict._cache_size() == run._cache_size() == 1
 
 
 @pytest.mark.slow
@@ -106,15 +106,15 @@ def test_what_if_finds_nothing_on_the_host():
     assert int(kvjax.lookup(tiered.state, np.array(prompts[0]), 21).host_tokens) == 20
 
     serving = init_serving(tiered.cache, [32] * 2, greedy=True)
-    line, lengths = np.concatenate(prompts).astype(np.int32), np.full(2, 21, np.int32)
-    serving, status, *_ = _submit(serving, line, lengths, np.full(2, 3, np.int32), scheduler=scheduler)
+    flat, lengths = np.concatenate(prompts).astype(np.int32), np.full(2, 21, np.int32)
+    serving, status, *_ = _submit(serving, flat, lengths, np.full(2, 3, np.int32), scheduler=scheduler)
     assert not np.any(status)
-    said = jax.jit(functools.partial(what_if, scheduler=scheduler, steps=50))(serving)
+    predicted = jax.jit(functools.partial(what_if, scheduler=scheduler, steps=50))(serving)
     run = jax.jit(functools.partial(serve, model, scheduler=scheduler, steps=50))
     asks, _ = run(serving, init_log(LOG, SIZE))
     assert (int(asks.onboard_slot), int(asks.steps)) == (0, 0)  # the loop ends for the first one
     alone = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
     done, _ = run(serving.replace(requests=alone), init_log(LOG, SIZE))
-    for field in SAID:
-        np.testing.assert_array_equal(getattr(said, field), getattr(done.requests, field), field)
-    assert np.asarray(said.cached).tolist() == [0, 20]
+    for field in FIELDS:
+        np.testing.assert_array_equal(getattr(predicted, field), getattr(done.requests, field), field)
+    assert np.asarray(predicted.cached).tolist() == [0, 20]

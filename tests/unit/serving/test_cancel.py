@@ -11,8 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.serving import results
-from kvjax.serving.ending import cancel, drain
+from kvjax.serving import cancel, drain, results
 from kvjax.serving.requests import Stage
 from tests.oracle.bytes_machine import VOCAB
 from tests.oracle.serving import COLUMNS, SIZE, SLOTS, program

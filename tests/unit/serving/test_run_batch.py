@@ -16,9 +16,9 @@ import pytest
 import kvjax
 from kvjax import Cache
 from kvjax.pools import host as host_pool
-from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, batch
+from kvjax.serving import GenerationInterrupted, Sampling, Scheduler, runner
+from kvjax.serving.preempt import swaps
 from kvjax.serving.requests import Stage, init_serving
-from kvjax.serving.swap import swaps
 from tests.oracle.bytes_machine import SIZE, VOCAB
 from tests.serving_kit import HOST, MODEL, assert_chained, make_cache, state_of
 
@@ -130,8 +130,8 @@ def test_no_prompt_no_program():
 
 
 @pytest.mark.parametrize("host", [HOST, pytest.param(2, marks=pytest.mark.slow)])
-def test_rows_rest_on_the_host_instead_of_being_preempted(host, monkeypatch):
-    """With 12 blocks there the host has room for each row that has to rest; with 2 some are preempted after all."""
+def test_rows_are_swapped_out_instead_of_being_preempted(host, monkeypatch):
+    """With 12 blocks there the host has room for each row that is swapped out; with 2 some are preempted after all."""
     moved = {"swap_out": [], "swap_in": []}
 
     def counting(method, calls):
@@ -199,18 +199,18 @@ def test_a_failed_move_costs_the_rows_beside_it_nothing(monkeypatch):
 
 def test_a_row_that_stays_in_use_is_an_error(monkeypatch):
     """Nothing leaves one behind today: here a row's release is lost on the way."""
-    monkeypatch.setattr(batch.Batch, "_drain", lambda self, requests: self._occupy())
-    monkeypatch.setattr(batch.Batch, "_occupy", occupy_a_row, raising=False)
+    monkeypatch.setattr(runner.GenerationRunner, "_update_outputs", occupy_a_row)
     with pytest.raises(GenerationInterrupted, match=r"rows \[2\] are in use, and no request has them") as caught:
         kvjax.run_batch(MODEL, make_cache(9, HOST), [[1, 2]], max_new_tokens=1, scheduler=SWAP)
     assert not np.asarray(state_of(caught.value.cache).seqs.length).any()
 
 
-def occupy_a_row(self):
+def occupy_a_row(self, requests):
     """Admits a prompt of nobody's into the last row."""
-    cache = self.cache
-    if not int(cache.state.seqs.length[2]):
-        self.cache, _ = jax.jit(Cache.admit)(cache, 2, np.arange(4, dtype=np.int32) % VOCAB, 4)
+    serving = self.state.serving
+    if not int(serving.cache.state.seqs.length[2]):
+        cache, _ = jax.jit(Cache.admit)(serving.cache, 2, np.arange(4, dtype=np.int32) % VOCAB, 4)
+        self.state.serving = serving.replace(cache=cache)
 
 
 def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
@@ -232,11 +232,11 @@ def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_row_rests_until_the_chunks_of_the_others_fit(monkeypatch):
+def test_a_row_is_swapped_out_until_the_chunks_of_the_others_fit(monkeypatch):
     """Two prompts, of 11 and 8 blocks, in chunks of 4: with windows a prompt takes its blocks chunk by chunk.
 
-    There are 11 blocks, so that 3 are left behind the first chunks, and the second row has to rest. If it came back
-    before the first row has its next chunk, it would have to rest again before anything is computed.
+    There are 11 blocks, so that 3 are left behind the first chunks, and the second row is swapped out. If it came back
+    before the first row has its next chunk, it would be swapped out again before anything is computed.
     """
     calls, swap_out = [], kvjax.tiers.TieredCache.swap_out
 
@@ -264,19 +264,19 @@ def test_a_row_rests_until_the_chunks_of_the_others_fit(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("parent", "back"), [(0, 0), (-1, -1)], ids=["sample", "another prompt"])
 def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
-    """Whatever room there is: they wait for its prompt. Another prompt can go on, and the row waits for its blocks."""
+    """With any number of blocks they wait for its prompt. Another prompt goes on, and the row waits for its blocks."""
     cache, _ = make_cache(9, HOST).admit(0, np.arange(8, dtype=np.int32) % VOCAB, 8)
     cache, _ = cache.swap_out(0)
     serving = init_serving(cache.cache, [12, 12], capacity=64, width=32)
     running, slots = np.full(2, Stage.RUNNING, np.int32), np.array([0, 1, -1], np.int32)
     requests = serving.requests.replace(
-        stage=running, known=np.full(2, 8, np.int32), parent=np.array([-1, parent], np.int32)
+        stage=running, num_tokens=np.full(2, 8, np.int32), parent=np.array([-1, parent], np.int32)
     )
     options = dataclasses.replace(OPTIONS, preempt="swap", watermark=9)
     assert int(swaps(serving.replace(requests=requests, row=slots), options).back) == back
 
 
-def test_rows_rest_only_where_there_is_a_host_tier():
+def test_rows_are_swapped_out_only_where_there_is_a_host_tier():
     with pytest.raises(ValueError, match="preempt: got 'swap', wanted 'recompute'"):
         kvjax.run_batch(MODEL, make_cache(9), [[1]], scheduler=dataclasses.replace(OPTIONS, preempt="swap"))
 
@@ -404,9 +404,9 @@ def test_a_retained_prompt_survives_what_evicts_the_others():
         kvjax.run_batch, jax.tree_util.Partial(successor), max_new_tokens=4, scheduler=OPTIONS, steps=25
     )
     nothing = kvjax.Retention.of([(0, 8, 35)])
-    for said, kept in ((kvjax.Retention.of([(0, 8, 100)]), 8), (nothing, 0)):
+    for retention, kept in ((kvjax.Retention.of([(0, 8, 100)]), 8), (nothing, 0)):
         cache = Cache.create(spec, kvjax.policies.priority())
-        outputs, cache, events = run(cache, prompts, retention=[said, *[nothing] * 7])
+        outputs, cache, events = run(cache, prompts, retention=[retention, *[nothing] * 7])
         assert [output.tokens for output in outputs] == [[prompt[-1] + i for i in range(1, 5)] for prompt in prompts]
         assert any(event["kind"] == "removed" for event in events)
         outputs, cache, _ = run(cache, [[*prompts[0][:8], 990, 991]], retention=[nothing])
