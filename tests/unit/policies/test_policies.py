@@ -392,7 +392,7 @@ class FreeQueue:
     def touch(self, block):
         self._link(self.before.pop(block), self.after.pop(block))
 
-    def free(self, block, contents, worth=None, now=0):
+    def free(self, block, contents, stated=None, now=0):
         """Blocks with contents go to the end, others to the front."""
         left = self.before["tail"] if contents else "head"
         right = self.after[left]
@@ -424,11 +424,11 @@ class PriorityQueues:
             queue.pop(block, None)
         self.expiring = [entry for entry in self.expiring if entry[1] != block]
 
-    def free(self, block, contents, worth=(35, None), now=0):
+    def free(self, block, contents, stated=(35, None), now=0):
         if not contents:
             self.empty.append(block)
             return
-        priority, ttl = worth
+        priority, ttl = stated
         self.queues[priority][block] = None
         if ttl is not None and priority != 35:
             self.expiring.append((now + ttl, block))
@@ -448,24 +448,24 @@ class Manager:
 
     def __init__(self, structure):
         self.free, self.removed = structure, []
-        self.held, self.worth = [0] * NUM_BLOCKS, [(35, None)] * NUM_BLOCKS
+        self.held, self.stated = [0] * NUM_BLOCKS, [(35, None)] * NUM_BLOCKS
         self.contents, self.rows, self.now = {}, {}, 0
 
     def _room(self, count):
         return self.held.count(0) >= count
 
-    def _take(self, worth):
+    def _take(self, stated):
         block = self.free.take(self.contents, self.now)
         if block in self.contents:
             self.removed.append(self.contents.pop(block))
-        self.held[block], self.worth[block] = 1, worth
+        self.held[block], self.stated[block] = 1, stated
         return block
 
     def admit(self, row, tokens, ranges, decode):
         """Whether there was room."""
 
-        def worth(place):
-            return next((w for start, end, *w in ranges if start <= place * SIZE < end), None)
+        def stated(column):
+            return next((w for start, end, *w in ranges if start <= column * SIZE < end), None)
 
         where = {path: block for block, path in self.contents.items()}
         paths = [tuple(tokens[:end]) for end in range(SIZE, len(tokens), SIZE)]
@@ -473,12 +473,12 @@ class Manager:
         new = -(-len(tokens) // SIZE) - len(found)
         if not self._room(new + sum(not self.held[block] for block in found)):
             return False
-        for place, block in enumerate(found):
+        for column, block in enumerate(found):
             if not self.held[block]:
                 self.free.touch(block)
             self.held[block] += 1
-            self.worth[block] = worth(place) or self.worth[block]
-        table = found + [self._take(worth(len(found) + i) or (35, None)) for i in range(new)]
+            self.stated[block] = stated(column) or self.stated[block]
+        table = found + [self._take(stated(len(found) + i) or (35, None)) for i in range(new)]
         self.rows[row] = (table, list(tokens), decode)
         self._fill(row)
         return True
@@ -504,7 +504,7 @@ class Manager:
         for block in reversed(self.rows.pop(row)[0]):
             self.held[block] -= 1
             if not self.held[block]:
-                self.free.free(block, self.contents.get(block), self.worth[block], self.now)
+                self.free.free(block, self.contents.get(block), self.stated[block], self.now)
 
 
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -543,10 +543,10 @@ def random_prompt(rng, documents):
     kept = int(rng.integers(length + 1))
     tokens = [*documents[rng.integers(4), :kept].tolist(), *rng.integers(0, 3, length - kept).tolist()]
     first, last = sorted(rng.integers(0, length + 1, 2).tolist())
-    *worths, decode = zip(
+    *priorities, decode = zip(
         rng.choice([0, 35, 60, 90], 3).tolist(), [t or None for t in rng.integers(0, 30, 3).tolist()], strict=True
     )
-    ranges = [(a, b, *worth) for a, b, worth in ((0, first, worths[0]), (first, last, worths[1])) if a < b]
+    ranges = [(a, b, *stated) for a, b, stated in ((0, first, priorities[0]), (first, last, priorities[1])) if a < b]
     return tokens, ranges, decode
 
 

@@ -95,14 +95,14 @@ def test_a_time_to_live_that_ended_stays_over():
     day = 24 * 60 * 60 * 1000
     cache, ms = cache_of(3), 2**31 - 2 * day
     serve(cache, 0, [1] * 4, stated((0, None, 90, 10)), now=wrapped(ms))
-    worth, known = [], np.asarray(cache.state.groups[0].blocks.fill) > 0
+    found, findable = [], np.asarray(cache.state.groups[0].blocks.fill) > 0
     for _ in range(12):
         ms += 10 * day
         serve(cache, 1, [2] * 4, now=wrapped(ms))
         blocks = cache.state.groups[0].blocks
-        (block,) = np.flatnonzero(known & (np.asarray(blocks.tokens)[:, 0] == 1))
-        worth.append(int(priority_at(blocks, jnp.int32(wrapped(ms)))[block]))
-    assert worth == [35] * 12
+        (block,) = np.flatnonzero(findable & (np.asarray(blocks.tokens)[:, 0] == 1))
+        found.append(int(priority_at(blocks, jnp.int32(wrapped(ms)))[block]))
+    assert found == [35] * 12
 
 
 def test_an_earlier_time_is_no_news():
