@@ -31,16 +31,6 @@ INSTEAD = {
 }  # fmt: skip
 # Words that a tree or a room may still have in its names: shorten a line when it has been cleaned.
 STILL = {
-    "kvjax/serving": {
-        "asked", "feed", "forecast", "fresh", "goal", "heard", "here", "kept", "known", "mine", "moment", "naming",
-        "orphans", "place", "places", "room", "rooms", "said", "there", "told",
-    },
-    "kvjax/interop": {
-        "asked", "far", "feed", "fresh", "heard", "here", "kept", "known", "mine", "moment", "naming", "orphans",
-        "outlet", "place", "room", "said", "survey", "teller", "there", "told",
-    },
-    "kvjax/events": {"room"},  # of an `EventLog`
-    "kvjax/names.py": {"known"},
     "kvjax/debug": {"drawn"},  # by a drawing
     "models": {"feed", "place", "places"},  # `demo.feed`; the places in the demo's documents
     "benchmarks": {"asked", "drawn", "feed", "heard", "naming", "told", "twin", "twins"},
@@ -55,7 +45,7 @@ PROSE = (
     "anchor", "arriving", "cow", "heard", "mine", "news", "orphan", "orphans", "outlet", "party", "resting", "rests",
     "shadow", "starved", "stuck", "survey", "teller", "urgency", "worth",
 )  # fmt: skip
-STILL_IN_PROSE = {"kvjax/interop": {"heard", "teller"}, "kvjax/serving": {"heard", "party"}}
+STILL_IN_PROSE: dict[str, set[str]] = {}
 
 
 def files(*trees):
