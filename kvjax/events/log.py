@@ -30,7 +30,7 @@ class EventLog(Records):
     cached: jax.Array
 
     @property
-    def room(self) -> jax.Array:
+    def num_free(self) -> jax.Array:
         """i32[]; events that still fit; a loop goes on while this is at least its step's worst case."""
         return self.records.shape[0] - self.size
 
@@ -59,7 +59,7 @@ def init_log(capacity: int, block_size: int, extra_ids: bool = False) -> EventLo
 def append(log: EventLog, *events: Events) -> EventLog:
     """Adds the events of transitions to the log, in one pass.
 
-    The caller has checked `log.room`: what does not fit is lost.
+    The caller has checked `log.num_free`: what does not fit is lost.
     """
     records = joined(*events)
     text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(transition.text for transition in events))

@@ -326,15 +326,15 @@ def share(maps: Iterable[NodeMap]) -> None:
 
     Each may still get events of its own, or be attached: then it has contents of its own again.
     """
-    kept: list[NodeMap] = []
+    distinct_maps: list[NodeMap] = []
     for one in sorted(maps, key=lambda one: one.hashing is None):
-        for other in kept:
+        for other in distinct_maps:
             if _is_shareable(one, other):
                 other._contents.is_shared = True
                 one._contents, one._version = other._contents, other._version
                 break
         else:
-            kept.append(one)
+            distinct_maps.append(one)
 
 
 def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
@@ -388,9 +388,9 @@ def _cuts(records: np.ndarray) -> list[int]:
 def parents_first(rows: np.ndarray) -> np.ndarray:
     """The order of rows of a group in which parents come before their children, and chains stay together."""
     hashes, parents = hashes_of(rows).tolist(), parents_of(rows).tolist()
-    here, children, roots = set(hashes), {}, []
+    own, children, roots = set(hashes), {}, []
     for at in np.argsort(rows[:, col.DEPTH], kind="stable").tolist():
-        if parents[at] in here and rows[at, col.DEPTH]:
+        if parents[at] in own and rows[at, col.DEPTH]:
             children.setdefault(parents[at], []).append(at)
         else:
             roots.append(at)

@@ -151,8 +151,8 @@ class Trace:
             table = self.nodes.groups[number].table
             fill, host = table[:, col.FILL], table[:, col.LEVEL] == 1
             for on, level in enumerate(self._levels(number)):
-                here = host == bool(on)
-                whole, all_ = np.count_nonzero(here & (fill == size)), np.count_nonzero(here & (fill > 0))
+                on_level = host == bool(on)
+                whole, all_ = np.count_nonzero(on_level & (fill == size)), np.count_nonzero(on_level & (fill > 0))
                 named = {"whole": whole, "partly filled": all_ - whole}
                 self._counter(f"findable blocks, {level}{self._suffix(number)}", now, named)
 

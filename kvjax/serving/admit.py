@@ -49,15 +49,15 @@ def admit(
         num_skipped = num_skipped + (~done).astype(jnp.int32)
         late = jnp.any(skipped & (serving.requests.passed >= scheduler.patience))
         admitted = put(admitted, count(admitted.slots >= 0), Admitted(slot, row, cached), done)
-        over = late | (num_skipped >= scheduler.max_skips) | (serving.onboard_slot >= 0) | (log.room < log_room)
+        over = late | (num_skipped >= scheduler.max_skips) | (serving.onboard_slot >= 0) | (log.num_free < log_room)
         goes_on = ~over & jnp.any(serving.free) & jnp.any(serving.requests.waiting & ~skipped)
         return serving, log, goes_on, skipped, num_skipped, admitted
 
     none = jnp.full(serving.row.shape, -1, jnp.int32)
     skipped = jnp.zeros(serving.requests.stage.shape, jnp.bool_)
-    start = serving, log, tried & (log.room >= log_room), skipped, jnp.int32(0), Admitted(none, none, none)
+    start = serving, log, tried & (log.num_free >= log_room), skipped, jnp.int32(0), Admitted(none, none, none)
     serving, log, *_, admitted = lax.while_loop(lambda carry: carry[2], attempt, start)
-    full = (log.room < log_room) | (serving.onboard_slot >= 0)
+    full = (log.num_free < log_room) | (serving.onboard_slot >= 0)
     serving = serving.replace(dirty=serving.dirty & (~tried | full))
     return once(tried & ~full, lambda serving: _give_up(serving, scheduler), serving), log, admitted
 

@@ -356,15 +356,15 @@ def decode(
     choose = Chooser(stop, sampling, logits_fn)
 
     def going(number: jax.Array, rows: Rows, log: EventLog, out_of_blocks: jax.Array) -> jax.Array:
-        enough = log.room >= worst_events(spec, spec.max_seqs)
+        enough = log.num_free >= worst_events(spec, spec.max_seqs)
         return jnp.any(rows.active & (number < steps) & ~out_of_blocks & enough)
 
     def block(carry):
         _, number, cache, rows, log, chosen, refused, _ = carry
-        room = spec.max_length - cache.state.seqs.length
-        want = jnp.minimum(jnp.minimum(rows.left, room), jnp.minimum(steps - number, k))
+        free_slots = spec.max_length - cache.state.seqs.length
+        want = jnp.minimum(jnp.minimum(rows.left, free_slots), jnp.minimum(steps - number, k))
         want = jnp.where(rows.active, jnp.maximum(want, 1), 0)
-        n = jnp.where(refused, 1, jnp.minimum(num_steps(cache.state, want, k, log.room), steps - number))
+        n = jnp.where(refused, 1, jnp.minimum(num_steps(cache.state, want, k, log.num_free), steps - number))
         cache, extended = cache.extend(rows.active, jnp.minimum(want, n), max_tokens=k, now=now)
         begun, first = rows.active & extended.ok, rows.token
         granted = jnp.where(extended.ok, n, 0)

@@ -74,7 +74,7 @@ def serve_step(
     serving, log, retired = retire(serving, log, scheduler, now)
     tried = _tries(serving, scheduler, retired)
     single = _has_chunks(serving, scheduler) | tried
-    serving, extended, n, new = grow(serving, scheduler, k, single, log.room - log_room, now)
+    serving, extended, n, new = grow(serving, scheduler, k, single, log.num_free - log_room, now)
     log = once(single, lambda log: note(log, extended), log)  # else there are no events between these and the commit's
     serving, log, admitted = admit(serving, log, scheduler, tried, log_room, now)
 
@@ -194,7 +194,7 @@ def serve(
 
     def going(serving: Serving, log: EventLog) -> jax.Array:
         more = serving.busy & (serving.onboard_slot < 0) & ~swaps(serving, scheduler).any
-        return more & (serving.steps < end) & (log.room >= worst + one_admission)
+        return more & (serving.steps < end) & (log.num_free >= worst + one_admission)
 
     def step(carry):
         _, serving, log = carry

@@ -112,19 +112,19 @@ def cancel(serving: Serving, slots: ArrayLike, generations: ArrayLike) -> tuple[
     """
     slots, requests = integers("slots", slots, ("R",)), serving.requests
     generations = integers("generations", generations, slots.shape)
-    there = (slots >= 0) & (slots < requests.size) & (pick(requests.generation, slots) == generations)
+    is_valid = (slots >= 0) & (slots < requests.size) & (pick(requests.generation, slots) == generations)
     stage = pick(requests.stage, slots)
-    there = there & ((stage == Stage.WAITING) | (stage == Stage.RUNNING))
-    gone = put(jnp.zeros((requests.size,), jnp.bool_), slots, True, there, unique=False)
-    orphans = (requests.parent >= 0) & pick(gone, requests.parent)
+    is_valid = is_valid & ((stage == Stage.WAITING) | (stage == Stage.RUNNING))
+    gone = put(jnp.zeros((requests.size,), jnp.bool_), slots, True, is_valid, unique=False)
+    followers = (requests.parent >= 0) & pick(gone, requests.parent)
     requests = requests.replace(
         stage=jnp.where(gone, int(Stage.CANCELLED), requests.stage),
         finish=jnp.where(gone, int(Finish.CANCELLED), requests.finish),
         ended=jnp.where(gone, serving.steps, requests.ended),
-        parent=jnp.where(orphans & (requests.stage == Stage.WAITING), -1, requests.parent),
+        parent=jnp.where(followers & (requests.stage == Stage.WAITING), -1, requests.parent),
     )
     serving = serving.replace(requests=requests, dirty=serving.dirty | jnp.any(gone))
-    return serving, jnp.where(there, int(Status.OK), int(Status.BAD_REQUEST))
+    return serving, jnp.where(is_valid, int(Status.OK), int(Status.BAD_REQUEST))
 
 
 def drain(serving: Serving) -> Serving:

@@ -31,7 +31,7 @@ def decode(
 
     def going(carry):
         number, _, rows, log, decoded = carry
-        return (number < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & (log.room >= most_events(spec))
+        return (number < steps) & jnp.any(rows.active) & ~decoded.out_of_blocks & (log.num_free >= most_events(spec))
 
     def one(carry):
         number, cache, rows, log, decoded = carry

@@ -31,10 +31,7 @@ INSTEAD = {
 }  # fmt: skip
 # Words that a tree or a room may still have in its names: shorten a line when it has been cleaned.
 STILL = {
-    "kvjax/serving": {"orphans", "room", "there"},
-    "kvjax/interop": {"here", "kept", "place", "there"},
     "kvjax/debug": {"drawn"},  # by a drawing
-    "kvjax/events": {"room"},  # of an `EventLog`
     "models": {"feed", "place", "places"},  # `demo.feed`; the places in the demo's documents
     "benchmarks": {"drawn", "twin", "twins"},  # random; a kernel's XLA twin; rows with equal prompts
 }  # fmt: skip

@@ -52,8 +52,8 @@ class UpdateEncoder(EventEncoder[Update]):
         found = []
         for number in sorted(self.groups):
             (old_rows, old_keys), (new_rows, new_keys) = (self._published(nodes, number) for nodes in (old, new))
-            kept = {*old_keys} & {*new_keys}
-            gone, added = (np.array([key not in kept for key in keys], bool) for keys in (old_keys, new_keys))
+            both = {*old_keys} & {*new_keys}
+            gone, added = (np.array([key not in both for key in keys], bool) for keys in (old_keys, new_keys))
             found += self._removed(number, old_rows[gone][::-1]) + self._stored(number, new_rows[added])
         return found
 

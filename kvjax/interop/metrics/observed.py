@@ -83,7 +83,7 @@ class Observed:
         back = 0
         for start, stop in runs(records[:, 0]):
             self._live(records[start:stop], now)
-            back += self._place(records[start:stop])
+            back += self._follow_levels(records[start:stop])
         found = int(np.asarray(events.cached).sum())
         if isinstance(events, Events):
             self._move(events.moves)
@@ -104,7 +104,7 @@ class Observed:
                 elif kind == EventKind.STORED:
                     lives.begin(found[:, 2], now)
 
-    def _place(self, records: np.ndarray) -> int:
+    def _follow_levels(self, records: np.ndarray) -> int:
         """Follows records of one kind: on which level blocks are. The tokens in those that left the host."""
         found = self._of_group(records, self._first)
         blocks, back = found[:, 2], 0
@@ -123,9 +123,9 @@ class Observed:
 
     def _move(self, transfer: Transfer) -> None:
         """Counts moves: between tiers the greater pool row is on the host."""
-        there = transfer.block >= 0
+        is_move = transfer.block >= 0
         for number, size in enumerate(self._block_bytes):
-            of = there & (transfer.group == number)
+            of = is_move & (transfer.group == number)
             for tier, towards in (
                 ("host", transfer.target > transfer.source),
                 ("device", transfer.target < transfer.source),

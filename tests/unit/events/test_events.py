@@ -78,7 +78,7 @@ def test_events_of_several_transitions_are_appended_at_once(capacity):
 def test_a_log_packs_and_tells_its_room():
     log = append(append(init_log(20, 4), SOME), SOME)
     assert kvjax.to_list(log) == DECODED * 2
-    assert (int(log.size), int(log.room)) == (14, 6)
+    assert (int(log.size), int(log.num_free)) == (14, 6)
     assert kvjax.to_list(init_log(3, 4)) == []
 
 
@@ -94,7 +94,7 @@ def test_a_log_counts_what_its_admissions_looked_up_and_found():
 
 def test_what_a_log_cannot_hold_is_lost_and_nothing_else():
     log = append(append(init_log(9, 4), SOME), SOME)
-    assert (int(log.size), int(log.room)) == (9, 0)
+    assert (int(log.size), int(log.num_free)) == (9, 0)
     assert kvjax.to_list(log) == (DECODED * 2)[:9]
 
 

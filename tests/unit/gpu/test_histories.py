@@ -146,7 +146,7 @@ def test_logs_are_equal(extra_ids):
             kernel = note(log, *both)
         log = kvjax.events.append(log, *both)
         chex.assert_trees_all_equal(kernel, log)
-    assert int(log.room) == 0
+    assert int(log.num_free) == 0
 
 
 def events_of(empty, rng, size, log):
