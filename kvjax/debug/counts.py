@@ -7,8 +7,8 @@ import dataclasses
 
 import numpy as np
 
-from kvjax._checks import on_state
 from kvjax._summary import Condition, block_counts, count_lines
+from kvjax.checks import on_state
 from kvjax.debug.inspect import Inspection, inspect_group
 from kvjax.state import CacheState
 

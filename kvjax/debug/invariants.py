@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax._checks import on_state
 from kvjax.blocks import index
+from kvjax.checks import on_state
 from kvjax.debug.text import show
 from kvjax.debug.words import seqs
 from kvjax.events.records import Events, Status

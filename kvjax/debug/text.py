@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax._checks import on_state
 from kvjax._summary import Condition, uncounted
+from kvjax.checks import on_state
 from kvjax.debug.changes import changes
 from kvjax.debug.counts import tally
 from kvjax.debug.inspect import Inspection, inspect_group

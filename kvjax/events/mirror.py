@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax._checks import on_state
+from kvjax.checks import on_state
 from kvjax.events.log import EventLog
 from kvjax.events.records import COLUMNS, EventKind, Events
 from kvjax.state import CacheState

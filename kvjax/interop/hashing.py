@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax._checks import host_integers
 from kvjax.blocks.keys import Namespaces
+from kvjax.checks import host_integers
 from kvjax.events.mirror import Node, decoded, node_of, parent_of
 from kvjax.interop import columns as col
 from kvjax.interop.columns import hashes_of

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from kvjax._checks import on_state
+from kvjax.checks import on_state
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
 from kvjax.interop.columns import hashes_of, parents_of

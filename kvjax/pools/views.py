@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, pick, sum_before
-from kvjax._checks import each_row, integers, on_state, row_mask, static_int
+from kvjax.checks import each_row, integers, on_state, row_mask, static_int
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax._checks import check_alive, check_functions
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
+from kvjax.checks import check_alive, check_functions
 from kvjax.model import Model
 from kvjax.policies.retention import Retention
 from kvjax.serving.decode import LogitsFn

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax._checks import check_alive, check_functions, check_on_host, host_integers, static_int
 from kvjax.blocks.keys import Namespaces
 from kvjax.cache import Cache
+from kvjax.checks import check_alive, check_functions, check_on_host, host_integers, static_int
 from kvjax.events.log import EventLog
 from kvjax.events.records import Events
 from kvjax.model import Model, check_model

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import pick
-from kvjax._checks import static_int
+from kvjax.checks import static_int
 from kvjax.serving.requests import Requests, Serving
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState

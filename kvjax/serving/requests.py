@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import Pytree, pick, put, runs
-from kvjax._checks import static_int
 from kvjax.cache import Cache
+from kvjax.checks import static_int
 from kvjax.events.records import Named
 from kvjax.policies.retention import Retention
 from kvjax.serving.sampling import Sampling

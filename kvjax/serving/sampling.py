@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import count, in_any, put
-from kvjax._checks import integers, static_int
+from kvjax.checks import integers, static_int
 
 _DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_tokens": np.int32}
 

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax._arrays import Pytree, count, fence, once, put, runs
-from kvjax._checks import integers
 from kvjax.cache import Cache
+from kvjax.checks import integers
 from kvjax.events.log import EventLog, init_log
 from kvjax.events.records import EventKind
 from kvjax.model import Model

@@ -12,8 +12,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import compact, count, pick, put, rank
-from kvjax._checks import each_row, integers
 from kvjax.blocks.keys import chain, prefix_keys, root_key
+from kvjax.checks import each_row, integers
 from kvjax.events.records import Status
 from kvjax.policies.retention import UNSTATED, Retention
 from kvjax.serving.capacity import most_blocks, sample_blocks

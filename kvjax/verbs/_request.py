@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax._arrays import either, pick
-from kvjax._checks import integers
 from kvjax.blocks.publish import forget_all
 from kvjax.blocks.rows import Prompt
 from kvjax.blocks.victims import Taken
+from kvjax.checks import integers
 from kvjax.events.records import Events, Records, Status, joined, no_records
 from kvjax.events.transfer import Transfer
 from kvjax.policies.ring import lru

@@ -16,7 +16,6 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, compact, count, fence, pick
-from kvjax._checks import each_row, integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.holders import hold, hold_source, let_go_of_sources
 from kvjax.blocks.match import longest_match
@@ -25,6 +24,7 @@ from kvjax.blocks.rows import Prompt, fit, read_row, write_prompt, write_row
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import order_copy, priorities
 from kvjax.blocks.victims import Taken
+from kvjax.checks import each_row, integers, on_state, static_int
 from kvjax.events.records import EventKind, Events, Records, Status, joined, record
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.policies.retention import UNSTATED, Retention, apply_retention, by_column

@@ -12,13 +12,13 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import count, fence, loop, pick, put, rank, repeated
-from kvjax._checks import integers, on_state
 from kvjax.blocks import windows
 from kvjax.blocks.dedup import Filled, resolve
 from kvjax.blocks.holders import merge
 from kvjax.blocks.publish import publish
 from kvjax.blocks.rows import Chunk, Span, write_text
 from kvjax.blocks.tiers import take_over
+from kvjax.checks import integers, on_state
 from kvjax.events.records import COLUMNS, Events, Records, Status
 from kvjax.gpu.choice import fused, serves
 from kvjax.state import CacheState

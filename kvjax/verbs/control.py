@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from kvjax._arrays import add, count, either, is_among, pick, repeated
-from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.tiers import find_unevictable, keep_host_policy
+from kvjax.checks import integers, on_state, static_int
 from kvjax.events.records import EventKind, Events, Status, record
 from kvjax.state import NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import assemble, chosen, first_failure, replace_group

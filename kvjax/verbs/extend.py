@@ -11,13 +11,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, count, pick, put, rank, repeated, runs
-from kvjax._checks import each_row, integers, on_state, row_mask, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.copy_on_write import settle, unshare
 from kvjax.blocks.publish import forget
 from kvjax.blocks.rows import copy_text, table_entry
 from kvjax.blocks.take import take
 from kvjax.blocks.tiers import priorities
+from kvjax.checks import each_row, integers, on_state, row_mask, static_int
 from kvjax.events.records import EventKind, Events, Records, Status, no_records, record
 from kvjax.events.transfer import Transfer, no_moves
 from kvjax.gpu.choice import fused, serves

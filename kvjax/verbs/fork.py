@@ -8,10 +8,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import add, fence, pick, put, repeated
-from kvjax._checks import each_row, integers, on_state, one_or_more
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back_shared
 from kvjax.blocks.rows import read_row, write_row
+from kvjax.checks import each_row, integers, on_state, one_or_more
 from kvjax.events.records import Events, Status
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, first_failure, one_after_the_other

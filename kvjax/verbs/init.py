@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from kvjax._checks import integers
 from kvjax.blocks import index, windows
+from kvjax.checks import integers
 from kvjax.spec import CacheSpec, GroupSpec
 from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host, Sequences, Text
 from kvjax.verbs._request import checked_policy

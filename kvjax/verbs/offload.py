@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from kvjax._arrays import count, fence, is_among, pick, put, repeated
-from kvjax._checks import integers, on_state, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
@@ -30,6 +29,7 @@ from kvjax.blocks.take import take
 from kvjax.blocks.tiers import find_unevictable, host_of, priorities, with_ancestors
 from kvjax.blocks.transfers import Outgoing, transfer
 from kvjax.blocks.victims import Taken, claim
+from kvjax.checks import integers, on_state, static_int
 from kvjax.events.records import Events, Status
 from kvjax.events.transfer import Transfer
 from kvjax.state import LOST, NO_BLOCK, CacheState, Group

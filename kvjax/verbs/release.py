@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from kvjax._arrays import fence, pick
-from kvjax._checks import integers, on_state, one_or_more
 from kvjax.blocks import index, windows
 from kvjax.blocks.dedup import link, same_content
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.blocks.publish import publish
 from kvjax.blocks.rows import Row, read_row, write_row
+from kvjax.checks import integers, on_state, one_or_more
 from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.verbs._request import assemble, first_failure, one_after_the_other

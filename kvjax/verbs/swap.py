@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from kvjax._arrays import compact, pick, put
-from kvjax._checks import integers, on_state
 from kvjax.blocks import windows
 from kvjax.blocks.rows import Row, read_row
 from kvjax.blocks.transfers import Outgoing, transfer
 from kvjax.blocks.victims import Taken, claim
+from kvjax.checks import integers, on_state
 from kvjax.events.records import Events, Records, Status
 from kvjax.state import NO_BLOCK, CacheState
 from kvjax.verbs._request import conclude, first_failure, put_taken

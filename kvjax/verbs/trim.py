@@ -11,10 +11,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax._arrays import fence, put, runs
-from kvjax._checks import on_state, row_mask, static_int
 from kvjax.blocks import windows
 from kvjax.blocks.rows import table_entry
 from kvjax.blocks.tiers import push_empty
+from kvjax.checks import on_state, row_mask, static_int
 from kvjax.events.records import Events, Status
 from kvjax.gpu.choice import fused, serves
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from kvjax._arrays import pick
-from kvjax._checks import each_row, integers, on_state, one_or_more
 from kvjax.blocks import windows
 from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import forget_all, leave_index
 from kvjax.blocks.rows import Row, read_row, write_row
+from kvjax.checks import each_row, integers, on_state, one_or_more
 from kvjax.events.records import Events, Records, Status
 from kvjax.policies.retention import cut_off
 from kvjax.state import NO_BLOCK, CacheState

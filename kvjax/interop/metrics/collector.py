@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from kvjax._checks import on_state
+from kvjax.checks import on_state
 from kvjax.debug.counts import tally
 from kvjax.debug.inspect import Condition, inspect_group
 from kvjax.events.log import EventLog
