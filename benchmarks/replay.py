@@ -58,7 +58,7 @@ class Size(NamedTuple):
 
 QUICK = Size(rows=4, num_blocks=400, requests=12, checked=12)
 # How blocks are reserved, and whether a request waits for a prefix that a row is about to compute.
-WAYS = list(itertools.product(("goal", "known", "batch"), (True, False)))
+WAYS = list(itertools.product(("max_tokens", "num_tokens", "batch"), (True, False)))
 
 
 def way_name(reserve: str, waits: bool) -> str:

@@ -140,7 +140,7 @@ def _fits(
         ids = group.in_this_group(match.blocks)
         found = (ids >= 0) & group_spec.keeps(columns, cached, size)
         held = found & (pick(group.blocks.refcount, ids) > 0)
-        if scheduler.reserve == "known":
+        if scheduler.reserve == "num_tokens":
             spare = jnp.where(jnp.any(serving.running), scheduler.watermark, 0)
             need, limit = new + count(found & ~held), group.available - spare
         else:

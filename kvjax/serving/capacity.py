@@ -101,9 +101,9 @@ def sample_blocks(
 def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, jax.Array]]:
     """For each group, i32[] each: blocks that the running rows may come to need, and their limit.
 
-    A request fits by `reserve="goal"` if its blocks and those are at most the limit. Without a window a row keeps what
-    it shares as long as it runs, so that it counts once: it needs what it does not hold yet. With a window rows release
-    shared blocks one after the other, and each may then need as many as alone.
+    A request fits by `reserve="max_tokens"` if its blocks and those are at most the limit. Without a window a row keeps
+    what it shares as long as it runs, so that it counts once: it needs what it does not hold yet. With a window rows
+    release shared blocks one after the other, and each may then need as many as alone.
     """
     state, request = serving.cache.state, serving.by_row
     most = most_blocks(state.spec, scheduler, request.max_tokens)

@@ -36,9 +36,10 @@ class Scheduler:
     """The options of the scheduler; static.
 
     Attributes:
-      reserve: when a request is admitted. "goal": when blocks suffice for all that it and the running ones can still
-        become; nothing is ever preempted. "known": when they suffice for the tokens that it has, and `watermark` more;
-        running requests are preempted where blocks run out. "batch": as "goal", when no row runs.
+      reserve: when a request is admitted. "max_tokens": when blocks suffice for all that it and the running ones can
+        still become; nothing is ever preempted. "num_tokens": when they suffice for the tokens that it has, and
+        `watermark` more; running requests are preempted where blocks run out. "batch": as "max_tokens", when no row
+        runs.
       chunk: the most tokens of a row that a mixed step computes.
       chunk_rows: R, the most rows that have chunks in a mixed step.
       budget: positions of a mixed step: one for each of the S rows, the others for chunks. None: S + `chunk`.
@@ -46,7 +47,7 @@ class Scheduler:
       k: the most decode steps of a block, 1 to P; None: P. `serve` returns behind whole blocks alone, so tokens come
         as many at a time.
       k_waiting: the same while a request waits.
-      watermark: blocks that stay available when "known" admits, unless no row runs.
+      watermark: blocks that stay available when "num_tokens" admits, unless no row runs.
       patience: how many later requests may be admitted before a request is late. Late requests are first in the order,
         and no later one is admitted before them. A row is late after so many mixed steps without a chunk.
       preempt: "recompute": a preempted request waits, and computes again what it does not find in the cache when it
@@ -61,11 +62,11 @@ class Scheduler:
       order: (requests, state) -> [W]; requests with the smallest value come first, then the earliest. They are admitted
         and get chunks in this order; the last one is preempted.
 
-    Source: TensorRT-LLM's GUARANTEED_NO_EVICT, MAX_UTILIZATION and STATIC_BATCH ("goal", "known", "batch"), and its
-    duplicate deferral (`wait_for_prefix`); vLLM's token budget and watermark; MAX's prefill coalescing.
+    Source: TensorRT-LLM's GUARANTEED_NO_EVICT, MAX_UTILIZATION and STATIC_BATCH ("max_tokens", "num_tokens", "batch"),
+    and its duplicate deferral (`wait_for_prefix`); vLLM's token budget and watermark; MAX's prefill coalescing.
     """
 
-    reserve: Literal["goal", "known", "batch"] = "goal"
+    reserve: Literal["max_tokens", "num_tokens", "batch"] = "max_tokens"
     chunk: int = 128
     chunk_rows: int = 4
     budget: int | None = None
@@ -88,7 +89,11 @@ class Scheduler:
         for name in (*positive, *stated):
             static_int(name, getattr(self, name), 1)
         static_int("watermark", self.watermark, 0)
-        kinds = {"reserve": ("goal", "known", "batch"), "chunks": ("fcfs", "equal"), "preempt": ("recompute", "swap")}
+        kinds = {
+            "reserve": ("max_tokens", "num_tokens", "batch"),
+            "chunks": ("fcfs", "equal"),
+            "preempt": ("recompute", "swap"),
+        }
         for name, values in kinds.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, wanted one of {values}")

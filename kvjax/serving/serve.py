@@ -231,9 +231,9 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     spec, state = serving.cache.state.spec, serving.cache.state
     groups = tuple(dataclasses.replace(group, pools=()) for group in spec.groups)
     pools = Pools(tuple(() for _ in groups), dataclasses.replace(spec, groups=groups))
-    # No blocks come from the host or go there.
-    scheduler = dataclasses.replace(scheduler, preempt="recompute")
-    requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
+    # No blocks come from the host or go there, and a model of one token has no others that are likely.
+    scheduler, top = dataclasses.replace(scheduler, preempt="recompute"), serving.requests.top
+    requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard), top=None)
     serving = serving.replace(cache=Cache(state, pools), requests=requests, onboard_slot=jnp.int32(-1))
     capacity = 4 * worst_step(spec, scheduler) + admission_events(spec, serving.width)
     end = serving.steps + steps
@@ -242,4 +242,5 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
         log = init_log(capacity, spec.block_size, spec.extra_ids)
         return serve(_no_model, serving, log, scheduler=scheduler, steps=end - serving.steps, now=now)[0]
 
-    return lax.while_loop(lambda serving: serving.busy & (serving.steps < end), run, serving).requests
+    serving = lax.while_loop(lambda serving: serving.busy & (serving.steps < end), run, serving)
+    return serving.requests.replace(top=top)

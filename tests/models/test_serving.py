@@ -21,7 +21,7 @@ LENGTH = FACTS * recall.FACT_TOKENS + recall.QUESTION_TOKENS
 FEWEST = -(-(LENGTH + NEW - 1) // SIZE)  # blocks: just enough for one row
 PLENTY = NUMBER * FEWEST
 MARGIN = 2e-3  # of the two likeliest tokens: what is computed in another order may differ by less
-SCHEDULER = Scheduler(reserve="known", chunk=16, chunk_rows=4, max_skips=8)
+SCHEDULER = Scheduler(reserve="num_tokens", chunk=16, chunk_rows=4, max_skips=8)
 LOG = 8_000
 
 

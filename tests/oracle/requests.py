@@ -109,15 +109,15 @@ class Options:
     """What the scheduler is told once.
 
     Attributes:
-      reserve: "goal": a request is admitted when blocks suffice for all that it and the running ones can still become;
-        "batch": the same, when no row runs; "known": when they suffice for the tokens that it has.
+      reserve: "max_tokens": a request is admitted when blocks suffice for all that it and the running ones can still
+        become; "batch": the same, when no row runs; "num_tokens": when they suffice for the tokens that it has.
       chunk: the most tokens of a row that a mixed step computes.
       chunk_rows: the most rows that have chunks in a mixed step.
       budget: positions of a mixed step; each row has one, the others are for chunks. None: as many as a chunk has.
       chunks: who gets those: "fcfs", as many as they can use in their order; "equal", the same number each.
       k: the most decode steps of a block of steps.
       k_waiting: the same while a request waits.
-      watermark: blocks that "known" leaves, unless no row runs.
+      watermark: blocks that "num_tokens" leaves, unless no row runs.
       patience: how often later requests may be admitted before one.
       max_skips: the most requests that one step passes over since they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
@@ -125,7 +125,7 @@ class Options:
       order: who is first, the smallest; then who arrived first. Preempted is the last.
     """
 
-    reserve: Literal["goal", "known", "batch"] = "goal"
+    reserve: Literal["max_tokens", "num_tokens", "batch"] = "max_tokens"
     chunk: int = 64
     chunk_rows: int = 4
     budget: int | None = None

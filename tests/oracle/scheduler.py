@@ -294,7 +294,7 @@ class Scheduler:
         samples = self._samples(request)
         if len(self._free_rows()) <= len(samples):
             return False
-        count = self._fits_known if self.options.reserve == "known" else self._fits_goal
+        count = self._fits_num_tokens if self.options.reserve == "num_tokens" else self._fits_max_tokens
         cached, found = self.cache.found(request.tokens, namespace=request.namespace)
         goals = [sample.goal for sample in samples]
         return all(
@@ -302,7 +302,7 @@ class Scheduler:
             for group in self.cache.groups
         )
 
-    def _fits_known(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
+    def _fits_num_tokens(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
         """Whether a group has the blocks that the row holds once it is admitted, and the watermark."""
         length = request.known if len(self.cache.groups) == 1 else min(request.known, cached + self.options.chunk)
         new = self._blocks(length) - len(found)
@@ -310,7 +310,7 @@ class Scheduler:
         watermark = self.options.watermark if any(self.rows) else 0
         return new + cold + more <= self._available(group) - watermark
 
-    def _fits_goal(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
+    def _fits_max_tokens(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
         """Whether a group has the blocks that this row and those that run can still come to need.
 
         Rows of full attention keep what they share as long as they run, so that it counts once. Rows with a window let

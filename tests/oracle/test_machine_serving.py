@@ -12,7 +12,7 @@ import pytest
 from tests.oracle.bytes_machine import SIZE
 from tests.oracle.serving import COUNTS, OPTIONS, Both, program
 
-LONG = [("goal", 3, "windows")]
+LONG = [("max_tokens", 3, "windows")]
 ALL = itertools.product(OPTIONS, (1, 3, SIZE), ("full", "windows"))
 BY_NIGHT = [case for case in ALL if case not in LONG]
 NIGHTLY = 10_000  # steps of the machine, of all cases together
@@ -47,5 +47,5 @@ def test_both_schedulers_do_the_same(name, k, layers):
             tally += both.tally
     rare = [thing for thing in HAPPENS if not tally[thing]]
     assert not rare, f"never happened: {rare} in {dict(tally)}"
-    assert bool(tally["preempted"]) == (options.reserve == "known")
+    assert bool(tally["preempted"]) == (options.reserve == "num_tokens")
     assert program(options, layers)._cache_size() == 1

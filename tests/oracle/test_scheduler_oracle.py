@@ -101,7 +101,7 @@ def test_a_cancelled_row_is_free_after_the_next_step_and_drained_then():
 
 def test_the_last_in_order_is_preempted_and_keeps_its_place():
     """Three rows of two blocks each fill the cache; each then wants one more."""
-    watched = watch(num_blocks=6, options=Options(reserve="known", k=1, chunk=8))
+    watched = watch(num_blocks=6, options=Options(reserve="num_tokens", k=1, chunk=8))
     first, last, second = watched.submit(Ask(text(8, 10), 14, 1), Ask(text(8, 20), 14), Ask(text(8, 30), 14, 1))
     assert admitted(watched.step()) == slots(first, second, last)
     report = watched.step()
@@ -112,7 +112,7 @@ def test_the_last_in_order_is_preempted_and_keeps_its_place():
 
 
 def test_what_a_request_finds_when_it_comes_back_is_not_counted():
-    options = Options(reserve="known", k=1, chunk=16, wait_for_prefix=False)
+    options = Options(reserve="num_tokens", k=1, chunk=16, wait_for_prefix=False)
     watched = watch(num_blocks=4, options=options)
     _, last = watched.submit(Ask(text(5), 14), Ask(text(5), 14))
     watched.step()
@@ -211,7 +211,7 @@ def test_a_refused_block_of_steps_is_followed_by_one_step_and_that_by_a_preempti
 
 def test_goal_leaves_room_for_all_that_running_rows_can_become():
     """Each of them needs three blocks at its end, though one at first; so two of three run."""
-    for reserve, number in (("goal", 2), ("known", 3)):
+    for reserve, number in (("max_tokens", 2), ("num_tokens", 3)):
         watched = watch(num_blocks=8, options=Options(reserve=reserve, k=1))
         watched.submit(*(Ask([number], 10) for number in range(3)))
         assert len(watched.step().admitted) == number
@@ -227,7 +227,7 @@ def test_goal_counts_a_shared_prefix_once():
 
 
 def test_known_leaves_the_watermark_unless_no_row_runs():
-    watched = watch(num_blocks=4, options=Options(reserve="known", watermark=2, k=1, chunk=8))
+    watched = watch(num_blocks=4, options=Options(reserve="num_tokens", watermark=2, k=1, chunk=8))
     first, second, third = watched.submit(Ask(text(8, 10), 9), Ask([1], 3), Ask([2], 3))
     assert admitted(watched.step()) == slots(first)
     assert admitted(watched.step()) == slots(second, third)
@@ -294,7 +294,7 @@ def test_documents_that_many_ask_about_are_computed_once(chunk):
     assert computed[True] == 3 * 16 + 18 * 2 + generated < computed[False]
 
 
-@pytest.mark.parametrize("reserve", ["goal", "known", "batch"])
+@pytest.mark.parametrize("reserve", ["max_tokens", "num_tokens", "batch"])
 @pytest.mark.parametrize("patience", [1, 4])
 @pytest.mark.parametrize("why", ["priority", "size", "prefix"])
 def test_nobody_starves(reserve, patience, why):
@@ -332,7 +332,7 @@ def test_nobody_starves_in_a_row():
 
 def test_nobody_starves_by_being_preempted():
     """More important ones never end to come; some run all the time, and fill the cache."""
-    options = Options("known", 4, k=1, patience=4, max_skips=2)
+    options = Options("num_tokens", 4, k=1, patience=4, max_skips=2)
     for blocks in (6, 7, 8, 9):
         watched = watch(blocks, rows=4, options=options)
         victim = None
@@ -439,7 +439,7 @@ def test_of_equal_blocks_of_one_call_the_first_rows_stays():
 
 def test_a_request_that_comes_back_states_what_it_stated():
     """Tokens that it generated keep their priority, though they are admitted with its prompt."""
-    watched = watch(num_blocks=4, rows=2, options=Options(reserve="known", k=1, chunk=8))
+    watched = watch(num_blocks=4, rows=2, options=Options(reserve="num_tokens", k=1, chunk=8))
     stated = Retention([(0, None, Priority(80))], Priority(20))
     watched.submit(Ask(text(4, 10), 17, priority=1), Ask(text(4, 20), 17, retention=stated))
     request = watched.scheduler.requests[1]
@@ -475,7 +475,7 @@ def test_a_short_request_needs_less_than_a_window_sees():
 
 
 def test_a_chunk_without_blocks_stalls_and_then_others_are_preempted():
-    options = Options(reserve="known", k=1, chunk=4, chunk_rows=4)
+    options = Options(reserve="num_tokens", k=1, chunk=4, chunk_rows=4)
     watched = watch(40, 4, rows=3, options=options, windows=[(8, 0, 4)])
     first, *others = watched.submit(*(Ask(text(16, 40 * number), 20) for number in range(3)))
     reports = []
@@ -566,7 +566,7 @@ def test_samples_of_a_cancelled_prompt_go_on_by_themselves(running):
 
 
 def test_a_preempted_prompt_takes_its_samples_along():
-    watched = watch(num_blocks=6, rows=4, options=Options(reserve="known", k=1, chunk=1))
+    watched = watch(num_blocks=6, rows=4, options=Options(reserve="num_tokens", k=1, chunk=1))
     (first,) = watched.submit(Ask(text(8, 50), 20, priority=1))
     while first.known < 12:
         watched.step()
@@ -610,7 +610,7 @@ def draw(rng, reserve, waits, tight):
         seen = -(-(window - 2 + max(chunk, k)) // size) + 1 - (-sinks // size)
         windows = [(window, sinks, min(most, seen) + rng.choice((0, 1, 2, 3, 5, 20)))]
     blocks = most + (40 if tight else rng.choice((0, 0, 1, 2, 5, 40)))
-    cache = Refusing if reserve == "known" and rng.random() < 0.2 else Oracle
+    cache = Refusing if reserve == "num_tokens" and rng.random() < 0.2 else Oracle
     partial = rng.random() < 0.8
     watched = watch(
         blocks, size, rows, most, rng.choice((5, 9)), options, cache, windows=windows, partial_reuse=partial
@@ -659,25 +659,27 @@ def history(seed, reserve, waits, tight=False):
     ends = collections.Counter(request.finish.name for request in watched.asks)
     if not pins and not watched.others and not isinstance(watched.cache, Refusing):
         assert not ends["NO_BLOCKS"]
-        if reserve != "known":
+        if reserve != "num_tokens":
             assert not any(watched.happened[what] for what in ("preempted", "refused", "out_of_blocks"))
     return watched.happened + ends
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "computes twice"])
-@pytest.mark.parametrize("reserve", ["goal", "known", "batch"])
+@pytest.mark.parametrize("reserve", ["max_tokens", "num_tokens", "batch"])
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 600), marks=pytest.mark.long)], ids=["", "more"])
 def test_histories(seeds, reserve, waits):
     """Each accepted request ends once, in bounded time, with the tokens that it has alone, and nothing is held."""
     happened = sum((history(seed, reserve, waits) for seed in seeds), collections.Counter())
     expected = {"mixed", "block of steps", "forked", "STOP", "LENGTH", "CANCELLED", "NO_BLOCKS", "submit NO_BLOCKS"}
-    assert expected | ({"preempted", "out_of_blocks", "refused"} if reserve == "known" else set()) <= set(+happened)
+    assert expected | ({"preempted", "out_of_blocks", "refused"} if reserve == "num_tokens" else set()) <= set(
+        +happened
+    )
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.long)], ids=["", "more"])
 def test_histories_of_samples_and_windows_with_few_blocks(seeds):
-    """Where the most is shared, "goal" still never preempts."""
-    happened = sum((history(seed, "goal", seed % 2 == 0, tight=True) for seed in seeds), collections.Counter())
+    """Where the most is shared, "max_tokens" still never preempts."""
+    happened = sum((history(seed, "max_tokens", seed % 2 == 0, tight=True) for seed in seeds), collections.Counter())
     assert 2 * happened["forked"] > len(seeds)
 
 
@@ -714,7 +716,7 @@ def told(kind, *args, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("reserve", ["goal", "known", "batch"])
+@pytest.mark.parametrize("reserve", ["max_tokens", "num_tokens", "batch"])
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 300), marks=pytest.mark.long)], ids=["", "more"])
 def test_a_scheduler_whose_blocks_are_single_steps_is_one_without_blocks(seeds, reserve, monkeypatch):
     for seed in seeds:

@@ -255,7 +255,7 @@ def test_the_clock_of_a_replay_goes_on_while_nothing_is_to_be_done():
 @pytest.mark.slow
 def test_a_replay_reuses_what_the_scheduler_in_plain_python_reuses(tmp_path, monkeypatch):
     file, picture = tmp_path / "replay.json", tmp_path / "replay.png"
-    monkeypatch.setattr(replay, "WAYS", [("goal", True), ("known", False)])
+    monkeypatch.setattr(replay, "WAYS", [("max_tokens", True), ("num_tokens", False)])
     monkeypatch.setattr(sys, "argv", ["replay", "--quick", "--json", str(file), "--plot", str(picture)])
     replay.main()
     metrics = json.loads(file.read_text())["metrics"]

@@ -12,7 +12,7 @@ from tests import drive
 from tests.oracle.bytes_machine import SIZE
 from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, OPTIONS, ROWS, SLOTS, config, program
 
-KNOWN = OPTIONS["known"]
+OVERCOMMITS = OPTIONS["num_tokens"]
 ROOM = COLUMNS * SIZE
 BY_DEFAULT = {"priority": 0, "sample_of": -1}
 _submit = jax.jit(submit, static_argnames="scheduler")
@@ -39,14 +39,14 @@ class Story:
         priority, lead = (np.full(3, options.pop(name, none), np.int32) for name, none in BY_DEFAULT.items())
         assert not options
         self.serving, *answers = _submit(
-            self.serving, line, lengths, new, scheduler=KNOWN, priority=priority,
+            self.serving, line, lengths, new, scheduler=OVERCOMMITS, priority=priority,
             stop_tokens=np.full((3, 1), -1, np.int32), sample_of=lead,
         )  # fmt: skip
         return [np.asarray(answer).tolist() for answer in answers]
 
     def step(self, number=1):
         for _ in range(number):
-            self.serving, _, served = program(KNOWN)(MODEL, self.serving, init_log(LOG, SIZE))
+            self.serving, _, served = program(OVERCOMMITS)(MODEL, self.serving, init_log(LOG, SIZE))
             kvjax.check(self.serving.cache.state)
         return served
 

@@ -15,7 +15,7 @@ from kvjax.serving import cancel, drain, results
 from kvjax.serving.requests import Stage
 from tests.oracle.bytes_machine import VOCAB
 from tests.oracle.serving import COLUMNS, SIZE, SLOTS, program
-from tests.unit.serving.stories import KNOWN, Story
+from tests.unit.serving.stories import OVERCOMMITS, Story
 
 pytestmark = pytest.mark.long
 PROMPT = [1, 2, 0, 1, 2, 2, 0, 0, 1, 2, 0, 1, 1, 0]  # three blocks and a half, computed in three chunks
@@ -131,7 +131,7 @@ def test_nothing_is_compiled_after_the_first_round_of_2000_requests(caplog):
         jax.jit(something_new)(np.int32(1))
     assert compiled(caplog) == ["something_new"]
     assert {"length", "cancelled"} <= set(ends)
-    assert program(KNOWN)._cache_size() == 1
+    assert program(OVERCOMMITS)._cache_size() == 1
     story.until_done()
     story.step()
     story.serving = _drain(story.serving)

@@ -54,7 +54,7 @@ def test_an_option_that_does_not_fit_is_named_before_anything_is_donated(use, op
         ({"top_logprobs": VOCAB + 1}, "top_logprobs: got 9, wanted at most the vocabulary, 8"),
         ({"top_logprobs": -1}, "top_logprobs: got -1, wanted an int of at least 0"),
         ({"top_logprobs": "3"}, "top_logprobs: got '3', wanted an int of at least 0"),
-        ({"scheduler": "known"}, "scheduler: got 'known', wanted a kvjax.serving.Scheduler or None"),
+        ({"scheduler": "num_tokens"}, "scheduler: got 'num_tokens', wanted a kvjax.serving.Scheduler or None"),
         ({"scheduler": ""}, "scheduler: got '', wanted a kvjax.serving.Scheduler or None"),
         ({"scheduler": Scheduler(budget=2)}, "budget: got 2, wanted more than the 2 rows"),
         ({"progress": 1}, "progress: got 1, wanted a function or None"),

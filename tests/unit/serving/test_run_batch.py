@@ -23,7 +23,7 @@ from tests.oracle.bytes_machine import SIZE, VOCAB
 from tests.serving_kit import HOST, MODEL, assert_chained, make_cache, state_of
 
 pytestmark = pytest.mark.long
-OPTIONS = Scheduler(reserve="known", chunk=8, chunk_rows=2)
+OPTIONS = Scheduler(reserve="num_tokens", chunk=8, chunk_rows=2)
 SWAP = dataclasses.replace(OPTIONS, preempt="swap", wait_for_prefix=False)
 
 
@@ -251,7 +251,9 @@ def test_a_row_is_swapped_out_until_the_chunks_of_the_others_fit(monkeypatch):
         layers, num_blocks=11, num_host_blocks=12, max_seqs=2, max_length=64, block_size=SIZE, dtype="float32"
     )
     prompts = [[1, *[0, 1, 2] * 13, 1], [2, *[1, 0, 2] * 10]]
-    options = Scheduler(reserve="known", chunk=16, chunk_rows=2, budget=2 + 32, preempt="swap", wait_for_prefix=False)
+    options = Scheduler(
+        reserve="num_tokens", chunk=16, chunk_rows=2, budget=2 + 32, preempt="swap", wait_for_prefix=False
+    )
     outputs, cache, _ = kvjax.run_batch(
         MODEL, kvjax.tiers.TieredCache.create(spec), prompts, max_new_tokens=3, scheduler=options
     )

@@ -20,7 +20,7 @@ from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve
 from kvjax.serving.requests import Stage
 from tests.oracle.bytes_machine import SIZE, VOCAB
 from tests.oracle.serving import LOG, MODEL, ROWS, SLOTS, program
-from tests.unit.serving.stories import KNOWN, ROOM, Story
+from tests.unit.serving.stories import OVERCOMMITS, ROOM, Story
 
 pytestmark = pytest.mark.long
 
@@ -46,12 +46,12 @@ def test_nobody_is_passed_over_more_often_than_patience_allows():
         story.step()
         story.serving = drain(story.serving)
         requests = story.serving.requests
-        assert int(requests.passed[slot]) <= KNOWN.patience
+        assert int(requests.passed[slot]) <= OVERCOMMITS.patience
         if int(requests.admitted[slot]) >= 0:
             break
     else:
         raise AssertionError("it starves")
-    assert int(requests.passed[slot]) == KNOWN.patience
+    assert int(requests.passed[slot]) == OVERCOMMITS.patience
 
 
 def test_a_late_cancel_hits_nobody_and_a_cancelled_row_is_free_after_the_next_step():
@@ -113,7 +113,7 @@ def shortest_first(requests, state):
 @pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_policy_of_ones_own_decides_who_is_first(jitted):
     """Who is admitted first, and whose prompt is computed first."""
-    scheduler = dataclasses.replace(KNOWN, order=shortest_first)
+    scheduler = dataclasses.replace(OVERCOMMITS, order=shortest_first)
     step = program(scheduler) if jitted else functools.partial(serve_step, scheduler=scheduler)
     story, model = Story(), jax.tree.map(jnp.asarray, MODEL)
     story.submit([1, 2] * 5, [2, 0, 1], [0] * 8)
@@ -128,7 +128,7 @@ def test_a_policy_of_ones_own_decides_who_is_first(jitted):
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({"reserve": "all"}, r"reserve: got 'all', wanted one of \('goal', 'known', 'batch'\)"),
+        ({"reserve": "all"}, r"reserve: got 'all', wanted one of \('max_tokens', 'num_tokens', 'batch'\)"),
         ({"chunks": "lifo"}, r"chunks: got 'lifo', wanted one of \('fcfs', 'equal'\)"),
         ({"chunk": 0}, "chunk: got 0, wanted an int of at least 1"),
         ({"watermark": -1}, "watermark: got -1, wanted an int of at least 0"),
@@ -146,8 +146,8 @@ def test_the_loop_stays_on_the_device_and_copies_no_pool():
         [kvjax.LayerSpec(1, 2)] * 2, num_blocks=16_384, max_seqs=4, max_length=64, block_size=4, dtype="float32"
     )
     serving = init_serving(Cache.create(spec), [65] * 8)
-    log = init_log(4 * worst_step(spec, KNOWN), 4)
-    run = jax.jit(functools.partial(serve, scheduler=KNOWN, steps=64), donate_argnums=(1, 2))
+    log = init_log(4 * worst_step(spec, OVERCOMMITS), 4)
+    run = jax.jit(functools.partial(serve, scheduler=OVERCOMMITS, steps=64), donate_argnums=(1, 2))
     compiled = run.lower(MODEL, serving, log).compile()
     (pool,) = serving.cache.pools.arrays[0]
     shape = re.escape(f"f32[{','.join(map(str, pool.shape))}]")
@@ -185,8 +185,8 @@ def test_the_likeliest_tokens_are_noted_with_each_one_chosen():
     serving = init_serving(story.serving.cache, [ROOM + 1] * SLOTS, top_logprobs=3)
     story.serving = serving
     story.submit([1, 2, 3], [4] * 9, new=6)
-    run = jax.jit(functools.partial(serve, scheduler=KNOWN, steps=100))
-    log = init_log(2 * LOG + 2 * worst_step(serving.cache.state.spec, KNOWN), SIZE)
+    run = jax.jit(functools.partial(serve, scheduler=OVERCOMMITS, steps=100))
+    log = init_log(2 * LOG + 2 * worst_step(serving.cache.state.spec, OVERCOMMITS), SIZE)
     serving, _ = run(jax.tree_util.Partial(pairs, jnp.asarray(table)), story.serving, log)
     scores = np.asarray(jax.nn.log_softmax(table, axis=-1))
     for prompt, output in zip([[1, 2, 3], [4] * 9], results(serving).values(), strict=True):

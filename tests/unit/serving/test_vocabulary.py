@@ -22,8 +22,8 @@ from tests.drive import PLAIN, TIERS, Driver
 from tests.oracle.bytes_machine import SIZE
 from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, OPTIONS, ROWS, SLOTS, config, program
 
-VLLM = Scheduler(reserve="known", chunk=3, chunk_rows=2, budget=ROWS + 5, k=4, k_waiting=2, watermark=1)
-TRT = OPTIONS["goal"]
+VLLM = Scheduler(reserve="num_tokens", chunk=3, chunk_rows=2, budget=ROWS + 5, k=4, k_waiting=2, watermark=1)
+TRT = OPTIONS["max_tokens"]
 STATIC = Scheduler(reserve="batch", chunk=6, chunk_rows=2, k=4)
 TESTS = {}
 _submit = jax.jit(submit, static_argnames="scheduler")
@@ -349,14 +349,14 @@ def under_pressure(scheduler):
 @pytest.mark.slow
 @row("CapacityScheduler, `GUARANTEED_NO_EVICT`")
 def test_an_admitted_request_is_never_preempted():
-    assert TRT.reserve == "goal" and Scheduler().reserve == "goal"
+    assert TRT.reserve == "max_tokens" and Scheduler().reserve == "max_tokens"
     number, paused, _ = under_pressure(TRT)
     assert (number, paused) == (2, [])
 
 
 @row("CapacityScheduler, `MAX_UTILIZATION`")
 def test_more_are_admitted_and_some_preempted():
-    assert VLLM.reserve == "known"
+    assert VLLM.reserve == "num_tokens"
     number, paused, tokens = under_pressure(VLLM)
     assert number == 3 and paused and tokens == under_pressure(TRT)[2]
 

@@ -48,9 +48,9 @@ def submitted(serving, rng, documents, scheduler):
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        pytest.param("known", "full", marks=pytest.mark.long),
-        pytest.param("goal", "full", marks=pytest.mark.slow),
-        pytest.param("known", "windows", marks=pytest.mark.slow),
+        pytest.param("num_tokens", "full", marks=pytest.mark.long),
+        pytest.param("max_tokens", "full", marks=pytest.mark.slow),
+        pytest.param("num_tokens", "windows", marks=pytest.mark.slow),
         pytest.param("batch", "full", marks=pytest.mark.slow),
         pytest.param("tight", "full", marks=pytest.mark.slow),
     ],
@@ -87,7 +87,7 @@ def test_what_if_is_what_then_happens(name, layers):
         assert not np.isin(np.asarray(predicted.stage), (Stage.WAITING, Stage.RUNNING)).any()
     assert waited > 20
     assert found > 20
-    assert bool(preempted) == (scheduler.reserve == "known")
+    assert bool(preempted) == (scheduler.reserve == "num_tokens")
     assert predict._cache_size() == run._cache_size() == 1
 
 
@@ -118,3 +118,11 @@ def test_what_if_finds_nothing_on_the_host():
     for field in FIELDS:
         np.testing.assert_array_equal(getattr(predicted, field), getattr(done.requests, field), field)
     assert np.asarray(predicted.cached).tolist() == [0, 20]
+
+
+def test_requests_may_want_the_likeliest_tokens():
+    """The model of `what_if` has a vocabulary of one token."""
+    serving = init_serving(Cache.create(config("full").spec()), [8, 8], top_logprobs=2)
+    predict = functools.partial(what_if, scheduler=OPTIONS["num_tokens"], steps=8)
+    shapes = jax.eval_shape(predict, serving)
+    assert jax.tree.map(jnp.shape, shapes.top) == jax.tree.map(jnp.shape, serving.requests.top)
