@@ -92,7 +92,7 @@ class Driver:
     Attributes:
       cache: a `CacheState`, a `Cache` or a `TieredCache`; all have the same verbs.
       events: of the last verb.
-      heard: all events, decoded.
+      recorded: all events, decoded.
       mirror: the index by all events.
       totals: of all events.
     """
@@ -104,7 +104,7 @@ class Driver:
         self.mirror = kvjax.fold(kvjax.events.snapshot(self.state))
         self.totals = kvjax.events.Totals()
         self.events: Any = None
-        self.heard: list[dict[str, Any]] = []
+        self.recorded: list[dict[str, Any]] = []
 
     @property
     def state(self) -> Any:
@@ -119,12 +119,12 @@ class Driver:
             self.cache, events = getattr(self.cache, verb)(*args, **options)
         else:
             self.cache, events = self.verbs[verb](self.cache, *args, **options)
-        self.hear(events)
+        self.follow(events)
         if self.verified:
             self.verify(verb, before)
         if complete and events.transfer is not None and self.cache is self.state:
             self.cache, done = self.verbs["complete"](self.cache, events.transfer, True)
-            self.hear(done)
+            self.follow(done)
             if self.verified:
                 self.verify("complete", before)
             self.events = events
@@ -136,11 +136,11 @@ class Driver:
         assert bool(events.ok), (verb, names(events))
         return events
 
-    def hear(self, events: Events) -> None:
-        heard = kvjax.to_list(events)
-        self.mirror, self.totals = kvjax.fold(heard, self.mirror), self.totals.add(events)
+    def follow(self, events: Events) -> None:
+        decoded = kvjax.to_list(events)
+        self.mirror, self.totals = kvjax.fold(decoded, self.mirror), self.totals.add(events)
         self.events = events
-        self.heard += heard
+        self.recorded += decoded
 
     def verify(self, verb: str, before: Any) -> None:
         """Verifies what the last verb, called on a cache in the state `before`, has left."""

@@ -128,7 +128,7 @@ def fail():
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_is_heard():
+def ctrl_c_acts():
     """A shell's background jobs begin with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -171,7 +171,7 @@ class Calls:
         self.at = 0
 
 
-class Ear:
+class Listener:
     """A listener that does something at some of its calls, behind all else.
 
     Attributes:

@@ -470,7 +470,7 @@ class Life:
 
     # How verbs are run.
 
-    def hear(self, events: Any) -> list[dict[str, Any]]:
+    def follow(self, events: Any) -> list[dict[str, Any]]:
         records = kvjax.to_list(events) if not isinstance(events, list) else events
         self.mirror = kvjax.fold(records, self.mirror)
         for event in records:
@@ -495,7 +495,7 @@ class Life:
             self.note(verb, events)
             if gone is not None:
                 self.tally["failed"] += 1
-                self.hear(gone)
+                self.follow(gone)
             return events, lost
         tiers = {"tiers": BOTH} if verb in ("admit", "extend") else {}
         state, events = self.programs[verb](self.cache.state, *args, **tiers, **kwargs)
@@ -518,7 +518,7 @@ class Life:
     def completed(self, transfer: kvjax.tiers.Transfer, ok: bool) -> list[int]:
         state, done = self.programs["complete"](self.cache.state, transfer, np.bool_(ok))
         self.cache = Cache(state, self.cache.pools)
-        self.hear(done)
+        self.follow(done)
         lost = np.flatnonzero(np.asarray(done.status) == Status.HELD).tolist()
         for row in lost:
             self.on_cache("release", np.asarray([row, -1], np.int32))
@@ -528,7 +528,7 @@ class Life:
         status = np.asarray(events.status)
         self.tally[verb] += bool((status == Status.OK).any())
         self.tally.update(Status(s).name for s in status.tolist() if s)
-        self.hear(events)
+        self.follow(events)
         return events
 
     def lose(self, lost: list[int]) -> None:
@@ -778,7 +778,7 @@ class Life:
         self.tally["failed in generate"] += len(failed)
         self.tally["beside other rows"] += len(self.rows) > 0
         self.cache, self.host = (cache, None) if isinstance(cache, Cache) else (cache.cache, cache.host)
-        self.hear(events)
+        self.follow(events)
         for prompt, space, most, output in zip(prompts, spaces, request["most"], outputs, strict=True):
             path = tuple(prompt)
             if not self.rows and not self.pins:

@@ -131,7 +131,7 @@ class Decoding:
       cache: state and pools.
       rows: where each row stands.
       texts: (token, log-probability) of all that each row has chosen.
-      heard: events since `begin`, block numbers replaced by texts.
+      recorded: events since `begin`, block numbers replaced by texts.
       counted: what `num_steps` said before each call, for blocks of up to P steps.
       out_of_blocks: whether the loop ended for lack of blocks.
     """
@@ -145,7 +145,7 @@ class Decoding:
             jnp.zeros(S, jnp.int32), jnp.zeros(S, bool), jnp.zeros(S, jnp.int32), jnp.arange(S, dtype="u4"),
             jnp.zeros(S, jnp.int32),
         )  # fmt: skip
-        self.mirror, self.heard, self.counted = kvjax.events.Mirror(), collections.Counter(), []
+        self.mirror, self.recorded, self.counted = kvjax.events.Mirror(), collections.Counter(), []
         self.texts: list[list[tuple[int, float]]] = [[] for _ in range(S)]
         self.out_of_blocks, self.log_room, self.stop = False, 200, jnp.full((4,), -7, jnp.int32)
         self.log = kvjax.events.init_log(200, SIZE)
@@ -173,7 +173,7 @@ class Decoding:
         self.activate(np.flatnonzero(used & ~idle), start.left)
         self.rows = self.rows.replace(prompt=self.cache.state.seqs.committed)
         self.stop = jnp.asarray(drive.padded(start.stop, 4, -7))
-        self.heard, self.counted, self.first_call = collections.Counter(), [], calls(self.cache)
+        self.recorded, self.counted, self.first_call = collections.Counter(), [], calls(self.cache)
         self.texts = [[] for _ in range(S)]
         return self
 
@@ -188,14 +188,14 @@ class Decoding:
         while np.any(left := np.maximum(lengths - np.asarray(self.cache.state.seqs.committed), 0)):
             tokens = np.take_along_axis(lines, (lengths - left)[:, None] % WIDTH, axis=1)
             self.cache, logits, events = STEP(MODEL, self.cache, tokens, np.minimum(left, 1))
-            self.hear(kvjax.to_list(events))
+            self.follow(kvjax.to_list(events))
             chosen = jnp.argmax(logits, axis=1).astype(jnp.int32)
             self.rows = self.rows.replace(token=jnp.where(left == 1, chosen, self.rows.token))
 
     def ask(self, verb: str, *args: Any, **options: Any) -> None:
         self.cache, events = drive.METHODS[verb](self.cache, *args, **options)
         assert bool(events.ok), (verb, drive.names(events))
-        self.hear(kvjax.to_list(events))
+        self.follow(kvjax.to_list(events))
 
     def activate(self, seqs: Any, left: Sequence[int]) -> None:
         active = jnp.isin(jnp.arange(S), jnp.asarray(seqs))
@@ -219,7 +219,7 @@ class Decoding:
             MODEL, self.cache, rows, log, stop=self.stop, now=np.int32(now), sampling=sampling
         )
         self.records = np.asarray(log.records)[int(self.log.num_free) - self.log_room : int(log.size)]
-        self.hear(kvjax.to_list(log))
+        self.follow(kvjax.to_list(log))
         self.out_of_blocks = bool(decoded.out_of_blocks)
         state = self.cache.state
         kvjax.check(state)
@@ -238,13 +238,13 @@ class Decoding:
         assert spec.max_length == WIDTH
         return int(grown.max())
 
-    def hear(self, heard: Sequence[dict[str, Any]]) -> None:
+    def follow(self, decoded: Sequence[dict[str, Any]]) -> None:
         """Folds events, and notes them by what they say of texts."""
-        for event in heard:
+        for event in decoded:
             known, self.mirror = self.mirror.nodes, kvjax.fold([event], self.mirror)
             node = event["group"], event.get("block"), event.get("generation")
             text = {**known, **self.mirror.nodes}.get(node, (event.get("num_tokens"),))
-            self.heard[event["kind"], event["group"], text] += 1
+            self.recorded[event["kind"], event["group"], text] += 1
 
     # What is left behind.
 
@@ -255,7 +255,7 @@ class Decoding:
 
     @property
     def evicts(self) -> bool:
-        return any(kind == "removed" for kind, *_ in self.heard)
+        return any(kind == "removed" for kind, *_ in self.recorded)
 
     def rows_left(self) -> dict[str, Any]:
         """What is said of each row when the loop has ended."""

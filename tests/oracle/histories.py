@@ -22,7 +22,7 @@ def choose(request: Request, position: int) -> int:
 def alone(ask: Ask) -> tuple[list[int], Finish]:
     """What the model makes of a request that runs by itself: all its tokens, and why it ends."""
     request = Request(0, tokens=list(ask.tokens), seed=ask.seed)
-    while len(request.tokens) < ask.goal:
+    while len(request.tokens) < ask.max_tokens:
         request.tokens.append(choose(request, len(request.tokens)))
         if request.tokens[-1] in ask.stop:
             return request.tokens, Finish.STOP
@@ -103,7 +103,7 @@ class Watch:
         Each step computes at least one token of the first request that runs. What is computed twice, since a request
         was preempted, or seldom a refusal of blocks, is allowed as much again.
         """
-        return 2 * sum(ask.goal for ask in self.asks.values()) + 2 * len(self.asks) + 2
+        return 2 * sum(ask.max_tokens for ask in self.asks.values()) + 2 * len(self.asks) + 2
 
     def run(self) -> Watch:
         """Steps until nothing is left to do, and verifies the end."""
@@ -183,9 +183,9 @@ class Watch:
         counted = report.chunks.get(row, 0) + (len(chosen) if row in report.decoded else 0)
         assert written - start == counted
         if chosen:
-            assert request.tokens[-len(chosen) :] == chosen and written == request.known - 1 == known.length
+            assert request.tokens[-len(chosen) :] == chosen and written == request.num_tokens - 1 == known.length
         elif request.stage == Stage.RUNNING:
-            assert request.known > written
+            assert request.num_tokens > written
 
     def _verify_blocks(self) -> None:
         """Blocks are held by rows and pins alone, and there are enough."""
@@ -205,5 +205,5 @@ class Watch:
             if request.finish in (Finish.STOP, Finish.LENGTH):
                 assert (request.tokens, request.finish) == (tokens, finish)
             else:
-                assert request.tokens == tokens[: request.known]
+                assert request.tokens == tokens[: request.num_tokens]
         assert not any(row.length for number, row in enumerate(self.cache.rows) if number not in self.others)

@@ -36,7 +36,7 @@ class Ask:
     """A request as it is submitted; `sample_of` is the number of an earlier one of the batch with the same prompt."""
 
     tokens: Sequence[int]
-    goal: int
+    max_tokens: int
     priority: int = 0
     namespace: int = 0
     seed: int = 0
@@ -53,7 +53,7 @@ class Request:
       slot, generation: its name; no other request ever has the same.
       tokens: its prompt, then what was generated.
       prompt: tokens of the prompt.
-      goal: tokens at which it ends. The last one is never written into the cache.
+      max_tokens: tokens at which it ends. The last one is never written into the cache.
       arrival: a number in order of submission.
       passed: later requests that were admitted while it waited.
       parent: the request whose prompt it is another sample of, until that is computed.
@@ -66,7 +66,7 @@ class Request:
     stage: Stage = Stage.EMPTY
     tokens: list[int] = dataclasses.field(default_factory=list)
     prompt: int = 0
-    goal: int = 0
+    max_tokens: int = 0
     priority: int = 0
     arrival: int = 0
     namespace: int = 0
@@ -83,7 +83,7 @@ class Request:
     ended: int = -1
 
     @property
-    def known(self) -> int:
+    def num_tokens(self) -> int:
         """How many tokens there are."""
         return len(self.tokens)
 

@@ -80,7 +80,8 @@ class Scheduler:
                 answers.append((status, -1, -1))
                 continue
             self.requests[slot.slot] = taken[-1] = Request(
-                slot.slot, slot.generation, Stage.WAITING, list(ask.tokens), len(ask.tokens), ask.goal, ask.priority,
+                slot.slot, slot.generation, Stage.WAITING, list(ask.tokens), len(ask.tokens), ask.max_tokens,
+                ask.priority,
                 self.arrivals, ask.namespace, ask.seed, ask.stop, ask.retention, submitted=self.steps,
                 parent=taken[ask.sample_of] if ask.sample_of >= 0 else None,
             )  # fmt: skip
@@ -99,18 +100,19 @@ class Scheduler:
 
     def _check(self, ask: Ask, samples: Sequence[Ask], slot: Request | None) -> Status:
         cache, prompt = self.cache, len(ask.tokens)
-        if not prompt or min(ask.tokens) < 0 or ask.goal <= prompt or ask.namespace < 0:
+        if not prompt or min(ask.tokens) < 0 or ask.max_tokens <= prompt or ask.namespace < 0:
             return Status.BAD_REQUEST
         if slot is None:
             return Status.HELD
-        full = ask.goal - 1 > cache.max_blocks_per_seq * cache.block_size or ask.goal > self.rooms[slot.slot]
+        most = min(cache.max_blocks_per_seq * cache.block_size + 1, self.rooms[slot.slot])
+        full = ask.max_tokens > most
         if full or len(samples) >= len(self.rows):
             return Status.ROW_FULL
         for group in cache.groups:
-            more = self._for_samples(group, prompt, [sample.goal for sample in samples])
+            more = self._for_samples(group, prompt, [sample.max_tokens for sample in samples])
             pinned = self._pinned(group)
             shared = min(pinned, prompt // cache.block_size) if group.window is None else 0  # if they are its prefix
-            if self.most(group, ask.goal) + more > group.num_blocks - pinned + shared:
+            if self.most(group, ask.max_tokens) + more > group.num_blocks - pinned + shared:
                 return Status.NO_BLOCKS
         return Status.OK
 
@@ -195,7 +197,7 @@ class Scheduler:
         self.out_of_blocks.discard(row)
         self.passed[row] = 0
         if self.cache.rows[row].length:
-            assert self._heard(self.cache.release(row)).ok
+            assert self._record(self.cache.release(row)).ok
         self.refused, self.changed = 0, True
         report.released.append(row)
 
@@ -212,14 +214,14 @@ class Scheduler:
         While a request waits for a row or for blocks, a block of steps ends where the first row is known to end.
         """
         most, decoding = self.options.k, self.decoding()
-        left = {row: self._request(row).goal - self._request(row).known for row in decoding}
+        left = {row: self._request(row).max_tokens - self._request(row).num_tokens for row in decoding}
         want = [min(left.get(row, 0), most) for row in range(len(self.rows))]
         limit = most
         if any(request.stage == Stage.WAITING for request in self.requests):
             limit = min(most, self.options.k_waiting, *left.values())
         n = 1 if single or self.refused > 1 else min(limit, self.cache.num_steps(want, most, log_room))
         more = [max(0, min(count, n) - self._room(row)) for row, count in enumerate(want)]
-        result = self._heard(self.cache.extend([count > 0 for count in more], more))
+        result = self._record(self.cache.extend([count > 0 for count in more], more))
         report.n, self.refused = (n, 0) if result.ok else (0, n)
 
     # 3. Admit.
@@ -263,7 +265,7 @@ class Scheduler:
             row, request.tokens, namespace=request.namespace, retention=_stated(request),
             reserve_tokens=self.options.chunk if len(self.cache.groups) > 1 else None,
         )  # fmt: skip
-        if not self._heard(result).ok:
+        if not self._record(result).ok:
             return False
         request.stage, self.rows[row] = Stage.RUNNING, request
         if not request.preemptions:
@@ -279,7 +281,7 @@ class Scheduler:
         size = self.cache.block_size
         whole = self.cache.found(request.tokens, namespace=request.namespace)[0] // size
         end = (whole + 1) * size
-        if not self.options.wait_for_prefix or end > request.known - 1 or end > request.prompt:
+        if not self.options.wait_for_prefix or end > request.num_tokens - 1 or end > request.prompt:
             return False
         return any(
             self._request(row).namespace == request.namespace
@@ -296,15 +298,17 @@ class Scheduler:
             return False
         count = self._fits_num_tokens if self.options.reserve == "num_tokens" else self._fits_max_tokens
         cached, found = self.cache.found(request.tokens, namespace=request.namespace)
-        goals = [sample.goal for sample in samples]
+        limits = [sample.max_tokens for sample in samples]
         return all(
-            count(group, request, cached, found[group.number], self._for_samples(group, request.prompt, goals))
+            count(group, request, cached, found[group.number], self._for_samples(group, request.prompt, limits))
             for group in self.cache.groups
         )
 
     def _fits_num_tokens(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
         """Whether a group has the blocks that the row holds once it is admitted, and the watermark."""
-        length = request.known if len(self.cache.groups) == 1 else min(request.known, cached + self.options.chunk)
+        length = request.num_tokens
+        if len(self.cache.groups) > 1:
+            length = min(length, cached + self.options.chunk)
         new = self._blocks(length) - len(found)
         cold = sum(block != NO_BLOCK and not group.blocks[block].refcount for block in found)
         watermark = self.options.watermark if any(self.rows) else 0
@@ -316,7 +320,7 @@ class Scheduler:
         Rows of full attention keep what they share as long as they run, so that it counts once. Rows with a window let
         go of it one after the other, and each may then need as many blocks as alone.
         """
-        most = self.most(group, request.goal) + more
+        most = self.most(group, request.max_tokens) + more
         if group.window is None:
             held = sum(group.blocks[block].refcount > 0 for block in found)
             return most - held + sum(self._future(group, row) for row in self._running()) <= self._available(group)
@@ -382,7 +386,7 @@ class Scheduler:
             if all(needed[group.number] <= self._available(group) for group in self.cache.groups):
                 having[row] = count
         more = [max(0, having.get(row, 0) - self._room(row)) for row in range(len(self.rows))]
-        if not self._heard(self.cache.extend([count > 0 for count in more], more)).ok:
+        if not self._record(self.cache.extend([count > 0 for count in more], more)).ok:
             having = {}
         self.out_of_blocks = set(chunks) - set(having)
         return having
@@ -393,7 +397,7 @@ class Scheduler:
         for row in self.leads.intersection(ready):
             for other in self._running():
                 if self._request(other).parent is self.rows[row]:
-                    assert self._heard(self.cache.fork(row, other)).ok
+                    assert self._record(self.cache.fork(row, other)).ok
                     self._request(other).parent, self._request(other).cached = None, self._request(row).prompt
                     forked.append(other)
         self.leads.difference_update(ready)
@@ -409,21 +413,21 @@ class Scheduler:
                     written[row] += 1
                     self._choose(row, self.steps + number, report)
         self._commit(written)
-        assert self._heard(self.cache.trim([row in written for row in range(len(self.rows))])).ok
+        assert self._record(self.cache.trim([row in written for row in range(len(self.rows))])).ok
         self.steps += max(written.values(), default=0)
         self.chunks_deferred = self.chunks_deferred + 1 if self.prefilling() else 0
 
     def _choose(self, row: int, step: int, report: Report) -> None:
         """Chooses the next token of a row, in this step of the model."""
         request = self._request(row)
-        if request.known == request.prompt:
+        if request.num_tokens == request.prompt:
             request.first_token, self.changed = step, True
-        token = self.model(request, request.known)
+        token = self.model(request, request.num_tokens)
         request.tokens.append(token)
         report.chosen.setdefault(row, []).append(token)
         if token in request.stop:
             request.end(Finish.STOP, step)
-        elif request.known == request.goal:
+        elif request.num_tokens == request.max_tokens:
             request.end(Finish.LENGTH, step)
 
     def _commit(self, counts: Mapping[int, int]) -> None:
@@ -432,9 +436,9 @@ class Scheduler:
         for row, count in counts.items():
             texts[row] = self._request(row).tokens[self._committed(row) :][:count]
         numbers = [counts.get(row, 0) for row in range(len(self.rows))]
-        assert self._heard(self.cache.commit(texts, numbers, seqs=list(counts))).ok
+        assert self._record(self.cache.commit(texts, numbers, seqs=list(counts))).ok
 
-    def _heard(self, result: Result) -> Result:
+    def _record(self, result: Result) -> Result:
         self.events += result.events
         return result
 
@@ -445,7 +449,7 @@ class Scheduler:
         request = self.rows[row]
         if request is None or request.stage != Stage.RUNNING or request.parent:
             return 0
-        return request.known - self._committed(row)
+        return request.num_tokens - self._committed(row)
 
     def decoding(self) -> list[int]:
         """Rows that want one token. That of a row that leads is a chunk, since samples fork before it chooses."""
@@ -492,19 +496,20 @@ class Scheduler:
 
     # Counting blocks.
 
-    def most(self, group: Group, goal: int) -> int:
+    def most(self, group: Group, max_tokens: int) -> int:
         """The most blocks of a group that a request holds at a time."""
-        whole = self._blocks(goal - 1)
+        whole = self._blocks(max_tokens - 1)
         if group.window is None:
             return whole
         ahead = max(self.options.chunk, self.options.k)
         seen = group.window - 1 + ahead  # tokens, from anywhere in a block on
         return min(whole, self._blocks(seen - 1) + 1 + self._blocks(group.sink_tokens))
 
-    def _for_samples(self, group: Group, prompt: int, goals: Sequence[int]) -> int:
+    def _for_samples(self, group: Group, prompt: int, limits: Sequence[int]) -> int:
         """The most blocks that samples of a prompt add; all sharers of its last block are counted as copying it."""
         shared = prompt // self.cache.block_size if group.window is None else 0
-        return sum(max(0, self.most(group, goal) - shared) for goal in goals) + (bool(goals) and self._is_cut(prompt))
+        alone = sum(max(0, self.most(group, max_tokens) - shared) for max_tokens in limits)
+        return alone + (bool(limits) and self._is_cut(prompt))
 
     def _needs(self, group: Group, row: int, count: int) -> int:
         """Blocks that a row needs to write so many tokens; a copy of its last block, if it may have to copy it."""
@@ -516,11 +521,11 @@ class Scheduler:
     def _future(self, group: Group, row: int) -> int:
         """Blocks of the group with full attention that a row that runs may still take."""
         held = len(self.cache.rows[row].tables[group.number])
-        return max(0, self.most(group, self._request(row).goal) - held) + self._copies(group, row)
+        return max(0, self.most(group, self._request(row).max_tokens) - held) + self._copies(group, row)
 
     def _share(self, group: Group, row: int) -> int:
         """The most blocks of a group with a window that a row that runs holds at a time, or takes for a copy."""
-        return self.most(group, self._request(row).goal) + self._copies(group, row)
+        return self.most(group, self._request(row).max_tokens) + self._copies(group, row)
 
     def _copies(self, group: Group, row: int) -> int:
         """Blocks that a row may take for a copy, or, for the row that leads, one of its samples."""
@@ -562,9 +567,9 @@ def cached_tokens(
     cache: Oracle, options: Options, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> int:
     """How many tokens of prompts that arrive at once are found in the cache, where this is generated behind each."""
-    goals = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
-    scheduler = Scheduler(cache, options, lambda request, at: outputs[request.slot][at - request.prompt], goals)
-    answers = scheduler.submit([Ask(prompt, goal) for prompt, goal in zip(prompts, goals, strict=True)])
+    limits = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
+    scheduler = Scheduler(cache, options, lambda request, at: outputs[request.slot][at - request.prompt], limits)
+    answers = scheduler.submit([Ask(prompt, max_tokens) for prompt, max_tokens in zip(prompts, limits, strict=True)])
     assert all(status == Status.OK for status, *_ in answers)
     while not all(request.over for request in scheduler.requests):
         scheduler.step()

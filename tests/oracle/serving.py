@@ -71,8 +71,10 @@ def choose(request: Request, position: int) -> int:
 def alone(request: Request) -> list[int]:
     """The tokens of a request, and all that the model would generate for it if it ran by itself."""
     whole = dataclasses.replace(request, tokens=request.tokens[: request.prompt])
-    while whole.known < request.goal and not (whole.known > request.prompt and whole.tokens[-1] in request.stop):
-        whole.tokens.append(choose(whole, whole.known))
+    while whole.num_tokens < request.max_tokens:
+        if whole.num_tokens > request.prompt and whole.tokens[-1] in request.stop:
+            break
+        whole.tokens.append(choose(whole, whole.num_tokens))
     return whole.tokens
 
 
@@ -143,7 +145,7 @@ class Both:
 
         lengths = column(len(ask.tokens) for ask in batch)
         self.serving, *answers = _submit(
-            self.serving, line, lengths, column(ask.goal for ask in batch) - lengths, scheduler=self.options,
+            self.serving, line, lengths, column(ask.max_tokens for ask in batch) - lengths, scheduler=self.options,
             priority=column(ask.priority for ask in batch), namespace=column(ask.namespace for ask in batch),
             sample_of=column(ask.sample_of for ask in batch),
             stop_tokens=np.array([[*ask.stop, -1][:1] for ask in batch], np.int32),
@@ -180,7 +182,7 @@ class Both:
             assert (output.finish, output.cached_tokens) == (request.finish.name.lower(), request.cached)
             assert output.preemptions == request.preemptions
             whole = alone(request)
-            assert request.tokens == whole[: request.known]
+            assert request.tokens == whole[: request.num_tokens]
             assert request.tokens == whole or request.finish in (Finish.CANCELLED, Finish.NO_BLOCKS)
             self.tally[f"finish {request.finish.name}"] += 1
 
@@ -198,8 +200,8 @@ class Both:
         assert [(row, number) for row, number in chunks if number] == list(wanted.chunks.items())
         chosen = {row: tokens[tokens >= 0].tolist() for row, tokens in enumerate(served.chosen.tokens)}
         assert {row: tokens for row, tokens in chosen.items() if tokens} == wanted.chosen
-        heard = self.life.hear(kvjax.to_list(log))
-        kinds = collections.Counter(event["kind"] for event in heard)
+        decoded = self.life.follow(kvjax.to_list(log))
+        kinds = collections.Counter(event["kind"] for event in decoded)
         assert kinds == collections.Counter(event.kind for event in self.oracle.events)
         self.tally.update(kinds)
         self.tally.update(admitted=len(admitted), preempted=len(wanted.preempted), mixed=wanted.mixed)

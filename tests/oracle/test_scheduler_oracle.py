@@ -56,7 +56,7 @@ def test_what_could_never_run_is_refused(ask, status):
 
 def test_what_never_fits_is_refused_and_pinned_blocks_count():
     scheduler = watch(num_blocks=5).scheduler
-    assert [scheduler.submit([Ask([1], goal)])[0][0] for goal in (22, 21)] == [Status.NO_BLOCKS, Status.OK]
+    assert [scheduler.submit([Ask([1], max_tokens)])[0][0] for max_tokens in (22, 21)] == [Status.NO_BLOCKS, Status.OK]
     drained = watch(num_blocks=5)
     drained.submit(Ask(text(5), 6))
     drained.run()
@@ -128,14 +128,14 @@ def test_a_request_that_is_alone_and_does_not_fit_is_over():
     watched.submit(Ask(text(8, 50), 9))
     watched.run()
     (request,) = watched.submit(Ask(text(4), 16))
-    while request.known < 7:
+    while request.num_tokens < 7:
         watched.step()
     rng = random.Random(3)
     while len(watched.pins[0]) < 2:
         watched.pin(rng)
     while not request.over:
         watched.step()
-    assert request.finish == Finish.NO_BLOCKS and request.known == 9 and not any(watched.scheduler.rows)
+    assert request.finish == Finish.NO_BLOCKS and request.num_tokens == 9 and not any(watched.scheduler.rows)
     watched.run()
 
 
@@ -252,7 +252,7 @@ def test_look_limits_how_many_are_passed_over():
 
 
 def test_an_order_of_ones_own():
-    watched = watch(rows=1, options=Options(k=1, order=lambda request, cache: request.goal))
+    watched = watch(rows=1, options=Options(k=1, order=lambda request, cache: request.max_tokens))
     requests = watched.submit(Ask([1], 9), Ask([2], 3), Ask([3], 6), Ask([4], 3))
     watched.run()
     assert watched.over == [requests[number] for number in (1, 3, 2, 0)]
@@ -290,7 +290,7 @@ def test_documents_that_many_ask_about_are_computed_once(chunk):
         watched.submit(*asks)
         watched.run()
         computed[waits] = watched.computed
-    generated = sum(ask.goal - len(ask.tokens) - 1 for ask in asks)
+    generated = sum(ask.max_tokens - len(ask.tokens) - 1 for ask in asks)
     assert computed[True] == 3 * 16 + 18 * 2 + generated < computed[False]
 
 
@@ -307,8 +307,8 @@ def test_nobody_starves(reserve, patience, why):
             _, victim = watched.submit(Ask([*text(12), 90], 14, 2), Ask(text(16), 20))
         while len(watched.waiting) < 3:
             fresh = [100 + watched.scheduler.arrivals, 99]  # more important ones want the chunks, too
-            goal = 3 + len(watched.asks) % 3
-            watched.submit(Ask([*fresh, 98, 97], 6, 1) if why == "priority" else Ask(fresh[:1], goal))
+            max_tokens = 3 + len(watched.asks) % 3
+            watched.submit(Ask([*fresh, 98, 97], 6, 1) if why == "priority" else Ask(fresh[:1], max_tokens))
         watched.step()
         if victim and victim.over:
             break
@@ -394,7 +394,7 @@ def test_a_stop_token_ends_a_row_inside_a_block_of_steps():
     short, long = watched.submit(Ask([1], 20, stop=[stop]), Ask([2], 20))
     watched.run()
     number = choose_alone([1], 24).index(stop) + 1
-    assert short.finish == Finish.STOP and short.known == 1 + number
+    assert short.finish == Finish.STOP and short.num_tokens == 1 + number
     assert (short.first_token, short.ended, long.ended) == (1, number, 19)
 
 
@@ -402,7 +402,7 @@ def choose_alone(tokens, number):
     request = watch().scheduler.requests[0]
     request.tokens = list(tokens)
     for _ in range(number):
-        request.tokens.append(choose(request, request.known))
+        request.tokens.append(choose(request, request.num_tokens))
     return request.tokens[len(tokens) :]
 
 
@@ -471,7 +471,8 @@ def test_rows_with_a_window_are_counted_as_if_they_shared_nothing(pinned):
 def test_a_short_request_needs_less_than_a_window_sees():
     """The next token of a long one sees 7 tokens, in up to 3 blocks."""
     watched = watch(windows=[(8, 0, 2)], options=Options(k=1, chunk=1))
-    assert [watched.scheduler.submit([Ask([1], goal)])[0][0] for goal in (10, 9)] == [Status.NO_BLOCKS, Status.OK]
+    statuses = [watched.scheduler.submit([Ask([1], max_tokens)])[0][0] for max_tokens in (10, 9)]
+    assert statuses == [Status.NO_BLOCKS, Status.OK]
 
 
 def test_a_chunk_without_blocks_stalls_and_then_others_are_preempted():
@@ -490,8 +491,8 @@ def test_a_chunk_without_blocks_stalls_and_then_others_are_preempted():
 # Samples.
 
 
-def family(number, tokens, goal, **more):
-    return [Ask(tokens, goal, seed=seed, sample_of=min(seed, 1) - 1, **more) for seed in range(number)]
+def family(number, tokens, max_tokens, **more):
+    return [Ask(tokens, max_tokens, seed=seed, sample_of=min(seed, 1) - 1, **more) for seed in range(number)]
 
 
 def test_samples_fork_when_their_prompt_is_computed():
@@ -568,7 +569,7 @@ def test_samples_of_a_cancelled_prompt_go_on_by_themselves(running):
 def test_a_preempted_prompt_takes_its_samples_along():
     watched = watch(num_blocks=6, rows=4, options=Options(reserve="num_tokens", k=1, chunk=1))
     (first,) = watched.submit(Ask(text(8, 50), 20, priority=1))
-    while first.known < 12:
+    while first.num_tokens < 12:
         watched.step()
     parent, sample = watched.submit(*family(2, text(8), 9))
     watched.step()
@@ -634,9 +635,15 @@ def batch(rng, watched, documents, tight):
     stop, namespace = rng.choice(((), (), (1,))), rng.choice((0, 0, 1))
     samples = rng.randint(1, 3) if rng.random() < (0.8 if tight else 0.25) else 0
     for number in range(1 + samples):
-        goal = min(len(tokens) + rng.randint(1, longest), longest + 1)
+        max_tokens = min(len(tokens) + rng.randint(1, longest), longest + 1)
         yield Ask(
-            tokens, goal, rng.choice((0, 0, 1, 2)), namespace, rng.randrange(9), stop, sample_of=min(number, 1) - 1
+            tokens,
+            max_tokens,
+            rng.choice((0, 0, 1, 2)),
+            namespace,
+            rng.randrange(9),
+            stop,
+            sample_of=min(number, 1) - 1,
         )
 
 
@@ -689,7 +696,7 @@ class Single(Scheduler):
     def grow(self, report, single, log_room):
         decoding = self.decoding()
         full = [row in decoding and not self._room(row) for row in range(len(self.rows))]
-        ok = self._heard(self.cache.extend(full, full)).ok
+        ok = self._record(self.cache.extend(full, full)).ok
         report.n, self.refused = int(ok), int(not ok)
 
     def compute_block(self, report):

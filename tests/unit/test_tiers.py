@@ -70,7 +70,7 @@ class Fed(Driver):
         cache, events = feed(self.cache.cache, *lines({row: new}, ROWS, WIDTH))
         assert bool(events.ok)
         self.cache = self.cache.replace(cache)
-        self.hear(events)
+        self.follow(events)
 
     def serve(self, seq, text):
         """A whole life of a sequence; how many tokens it found."""
@@ -96,8 +96,8 @@ class Life(Fed):
             return set(request(*args, **options)) == {"OK"}
         except kvjax.tiers.FailedTransfer as error:
             self.cache, self.failures = error.tiered, self.failures + 1
-            self.hear(error.events)
-            self.hear(error.removed)
+            self.follow(error.events)
+            self.follow(error.removed)
             for row in error.lost:
                 self.texts.pop(row, None)
             return False
@@ -235,7 +235,7 @@ def test_a_block_on_the_move_cannot_be_found():
     cache = Driver(moving)
     cache.ask("complete", transfer, False)
     assert cache.found(asked) == 0
-    assert [event["kind"] for event in cache.heard] == ["removed", "removed"]
+    assert [event["kind"] for event in cache.recorded] == ["removed", "removed"]
     assert int(cache.state.groups[0].host.num_empty) == 4
 
 
@@ -257,7 +257,7 @@ class Tenants(Driver):
         new = text[int(self.state.seqs.committed[seq]) :]
         cache, events = _compute(self.cache.cache, *lines({seq: new}, 3, self.width), namespace)
         self.cache = self.cache.replace(cache)
-        self.hear(events)
+        self.follow(events)
 
     def serve(self, text, namespace=0, seq=2):
         assert self.admit_all([seq], [text], [namespace]).ok
@@ -319,7 +319,7 @@ def test_a_tail_on_the_host_is_not_stored_as_if_it_were_on_the_device():
     cache.start(0, range(1, 7))
     cache.do("swap_out", 0)
     cache.do("release", 0)
-    assert kvjax.fold(cache.heard).index == kvjax.events.index_of(cache.state)
+    assert kvjax.fold(cache.recorded).index == kvjax.events.index_of(cache.state)
 
 
 def test_errors_name_the_argument():

@@ -217,9 +217,9 @@ class Lines:
 
     def __init__(self, spec: kvjax.CacheSpec, known: kvjax.Namespaces):
         self.known, self.writer, self.mirror = known, trtllm.Writer(spec, names=known), trtllm.Mirror()
-        self.hear([])  # the groups
+        self.follow([])  # the groups
 
-    def hear(self, events: Any) -> None:
+    def follow(self, events: Any) -> None:
         self.mirror.follow(self.writer.lines(events))
 
     def agrees(self, mirror: Mirror) -> bool:

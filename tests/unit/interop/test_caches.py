@@ -45,13 +45,13 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
         every = range(int(config.spec().bare), len(config.spec().groups))
         readers = [stack.enter_context(Reader(served.address, groups)) for groups in ((), every)]
         lines = Lines(config.spec(), known)
-        lossy, heard, steps = Lossy(subs[1], 1), bytes_machine.Life.hear, iter(range(10**9))
+        lossy, follow_events, steps = Lossy(subs[1], 1), bytes_machine.Life.follow, iter(range(10**9))
 
-        def hear(life, events):
+        def follow(life, events):
             source.publish(events)
             served.publish(events)
-            lines.hear(events)
-            found = heard(life, events)
+            lines.follow(events)
+            found = follow_events(life, events)
             step = next(steps)
             if step == STEPS[name] // 2:
                 subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
@@ -64,7 +64,7 @@ def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
                 assert all(reader.agrees(wanted) for reader in readers[1:])
             return found
 
-        monkeypatch.setattr(bytes_machine.Life, "hear", hear)
+        monkeypatch.setattr(bytes_machine.Life, "follow", follow)
         life = bytes_machine.live(config, seed=5, steps=STEPS[name])
         wanted = projected(life.mirror, life.spec, known, **extra)
         assert lossy.lost and all(agrees(sub, wanted) for sub in subs) and lines.agrees(life.mirror)
@@ -103,6 +103,6 @@ def assert_law(spec, asked, **extra):
             if events is not None:
                 source.publish(events)
                 served.publish(events)
-                lines.hear(events)
+                lines.follow(events)
         assert agrees(sub, projected(trial.mirror, spec, known, **extra)) and lines.agrees(trial.mirror)
         assert reader.agrees(named(trial.mirror, spec, known, groups=every))

@@ -251,10 +251,10 @@ def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spe
 @pytest.mark.long
 def test_digests_are_those_of_the_paths_over_windows_and_a_host_tier():
     story, names = stories.tiers(), kvjax.Namespaces()
-    known = block_hashes(story.heard, names=names, model="m")
+    known = block_hashes(story.recorded, names=names, model="m")
     assert known == block_hashes(kvjax.events.snapshot(story.state), names=names, model="m")
     assert {group for group, *_ in known} == {0, 1} and known.keys() == story.mirror.nodes.keys()
-    assert {event["kind"] for event in story.heard} >= {"stored", "updated"}
+    assert {event["kind"] for event in story.recorded} >= {"stored", "updated"}
     for node, digest in known.items():
         namespace, path, *_ = story.mirror.nodes[node]
         assert digest == of_path(namespace, path, TIERS.block_size, TIERS.extra_ids, names)

@@ -21,7 +21,7 @@ from tests.serving_kit import (
     OPTIONS,
     WAYS,
     Calls,
-    ctrl_c_is_heard,
+    ctrl_c_acts,
     fail,
     make_spec,
     press,
@@ -33,7 +33,7 @@ from tests.unit.interop.forest import Lines, named, projected
 from tests.wire_kit import Lossy, Reader, agent, agrees, hurried, publisher, subscriber
 
 ENDS = {"length", "closed", "failing", "KeyboardInterrupt", "MemoryError", "EOFError", "failed moves"}
-__all__ = ["ctrl_c_is_heard", "hurried"]
+__all__ = ["ctrl_c_acts", "hurried"]
 pytestmark = pytest.mark.long
 
 
@@ -102,7 +102,7 @@ class Runs:
 
 
 @pytest.mark.parametrize(("kind", "runs"), [("plain", 24), pytest.param("windows", 40, marks=pytest.mark.slow)])
-def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeypatch):
+def test_events_give_the_index_and_so_do_subscribers(kind, runs, monkeypatch):
     known, spec = kvjax.Namespaces(), make_spec(kind, host=HOST)
     known(salt="tenant a"), known(lora=3)
     with contextlib.ExitStack() as stack:
@@ -118,7 +118,7 @@ def test_what_is_heard_gives_the_index_and_so_do_subscribers(kind, runs, monkeyp
             nonlocal mirror
             source.publish(events)
             served.publish(events)
-            lines.hear(events)
+            lines.follow(events)
             nodes.fold(events)
             mirror = kvjax.fold(kvjax.to_list(events), mirror)
 

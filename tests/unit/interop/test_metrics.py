@@ -29,8 +29,8 @@ class Watched(Driver):
         self.registry = prometheus_client.CollectorRegistry()
         self.metrics = Metrics(self.registry, spec)
 
-    def hear(self, events):
-        super().hear(events)
+    def follow(self, events):
+        super().follow(events)
         self.metrics.observe(events)
 
     def value(self, name, **labels):

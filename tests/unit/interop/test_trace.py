@@ -195,10 +195,10 @@ def test_a_trace_of_a_stream(kind):
 @pytest.mark.long
 def test_a_trace_of_a_batch_has_a_slice_for_each_loop():
     """Its steps are not told apart."""
-    file, cache, heard = io.StringIO(), start(), []
+    file, cache, kinds = io.StringIO(), start(), []
 
     def listen(events):
-        heard.append(type(events))
+        kinds.append(type(events))
         trace.write(events)
 
     with Trace(make_spec(), file) as trace:
@@ -206,4 +206,4 @@ def test_a_trace_of_a_batch_has_a_slice_for_each_loop():
         _, cache, _ = batched(cache, prompts_of(0), listener=listen)
         assert trace.nodes.index == kvjax.events.index_of(state_of(cache))
     slices = [one["name"] for one in only(checked(file.getvalue()), "X")]
-    assert len(slices) == len(heard) and slices.count("loop") == heard.count(kvjax.events.EventLog) > 0
+    assert len(slices) == len(kinds) and slices.count("loop") == kinds.count(kvjax.events.EventLog) > 0

@@ -88,7 +88,7 @@ def law(shape, seed, rounds, **options):
                 wanted = projected(forest.mirror, spec, known, **extra)
                 assert all(agrees(sub, wanted) for sub in subs)
         lost += lossy.lost
-        forest.draw(20)  # nobody hears of these
+        forest.draw(20)  # nobody gets these
     with publisher(spec, **given, **again) as second:
         for node in whole(forest):
             second.publish([node])
@@ -445,10 +445,10 @@ def test_messages_of_others_leave_the_mirror_right(beset, messages):
         stranger.send_multipart(frames)
     stranger.send_multipart([b"the", b"last", b"one"])
 
-    def heard(one):
+    def followed(one):
         return sum(one.counts.values()) > sum(before.values()) and one.complete and one.index == wanted
 
-    assert sub.wait(heard, LONG), (sub.counts, sub.index)
+    assert sub.wait(followed, LONG), (sub.counts, sub.index)
     assert source.counts["replays_given_up"] == 0
 
 

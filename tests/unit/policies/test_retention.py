@@ -44,10 +44,10 @@ def cache_of(num_blocks):
 
 def serve(cache, seq, tokens, retention=None, now=0):
     """One request from admit to release; what its events say."""
-    before = len(cache.heard)
+    before = len(cache.recorded)
     cache.start(seq, tokens, retention=retention, now=now)
     cache.do("release", seq, now=now)
-    return cache.heard[before:]
+    return cache.recorded[before:]
 
 
 def stated(*ranges, **options):

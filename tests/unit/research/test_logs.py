@@ -102,14 +102,14 @@ def test_a_caches_own_log_and_its_wire_give_the_requests(tmp_path):
     """Three prompts of a cache: the second shares one block of 4 tokens with the first, the third only hits."""
     cache = Driver(kvjax.init(PLAIN))
     file, payloads = io.StringIO(), []
-    log, encoder, follow = Log(file, clock=lambda: 0.0), Encoder(PLAIN), cache.hear
+    log, encoder, follow_events = Log(file, clock=lambda: 0.0), Encoder(PLAIN), cache.follow
 
-    def hear(events):
-        follow(events)
+    def follow(events):
+        follow_events(events)
         log.write(events)
         payloads.extend(encoder.encode(events, 0.0))
 
-    cache.hear = hear
+    cache.follow = follow
     for seq, tokens in enumerate(([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9, 9, 9, 9], [1, 2, 3, 4, 5])):
         cache.start(seq, tokens)
         cache.do("release", seq)

@@ -10,9 +10,9 @@ from tests.serving_kit import (
     OPTIONS,
     WAYS,
     Calls,
-    Ear,
+    Listener,
     assert_whole,
-    ctrl_c_is_heard,
+    ctrl_c_acts,
     fail,
     press,
     prompts_of,
@@ -20,18 +20,18 @@ from tests.serving_kit import (
     together,
 )
 
-__all__ = ["ctrl_c_is_heard"]
+__all__ = ["ctrl_c_acts"]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_generates_and_its_listener_gets_every_event(way):
     cache, published = start(), []
     for cached in (0, 12):  # the last token's logits are wanted
-        ear = Ear()
-        outputs, cache, events = way(cache, prompts_of(0), listener=ear)
+        listener = Listener()
+        outputs, cache, events = way(cache, prompts_of(0), listener=listener)
         assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", 6)] * 2
         assert [output.cached_tokens for output in outputs] == [cached] * 2
-        assert events == ear.events and ear.totals.reused_tokens == 2 * cached
+        assert events == listener.events and listener.totals.reused_tokens == 2 * cached
         published += events
         assert_whole(cache, published, prompts_of(0), outputs)
 
@@ -60,8 +60,8 @@ def test_ctrl_c_leaves_a_cache_that_goes_on(way, monkeypatch):
 
 
 def test_what_a_listener_raises_leaves_a_cache_that_goes_on():
-    ear = Ear(fail, [1])
+    listener = Listener(fail, [1])
     with pytest.raises(GenerationInterrupted, match="interrupted by MemoryError: no memory; go on with") as caught:
-        together(start(), prompts_of(0), listener=ear)
-    assert caught.value.events == ear.events
-    assert_whole(caught.value.cache, ear.events, prompts_of(0), caught.value.outputs)
+        together(start(), prompts_of(0), listener=listener)
+    assert caught.value.events == listener.events
+    assert_whole(caught.value.cache, listener.events, prompts_of(0), caught.value.outputs)

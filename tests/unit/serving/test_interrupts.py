@@ -24,7 +24,7 @@ from tests.serving_kit import (
     Calls,
     assert_whole,
     collect_in_a_trace,
-    ctrl_c_is_heard,
+    ctrl_c_acts,
     fail,
     make_spec,
     press,
@@ -35,7 +35,7 @@ from tests.serving_kit import (
     together,
 )
 
-__all__ = ["ctrl_c_is_heard"]
+__all__ = ["ctrl_c_acts"]
 pytestmark = pytest.mark.long
 
 
@@ -92,7 +92,7 @@ def test_the_last_call_is_followed_by_ctrl_c_too(monkeypatch):
     assert_whole(caught.value.cache, events + decoded + caught.value.events, prompts_of(9), caught.value.outputs)
 
 
-def test_a_second_ctrl_c_is_heard_at_once_and_may_cost_the_cache(monkeypatch):
+def test_a_second_ctrl_c_acts_at_once_and_may_cost_the_cache(monkeypatch):
     calls = Calls(monkeypatch)
     calls.at, calls.after = 3, lambda: (press(), press())
     with pytest.raises(

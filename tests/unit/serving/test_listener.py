@@ -21,10 +21,10 @@ from tests.serving_kit import (
     OPTIONS,
     RELEASE,
     WAYS,
-    Ear,
+    Listener,
     assert_whole,
     collect_in_a_trace,
-    ctrl_c_is_heard,
+    ctrl_c_acts,
     fail,
     press,
     prompts_of,
@@ -33,7 +33,7 @@ from tests.serving_kit import (
     together,
 )
 
-__all__ = ["ctrl_c_is_heard"]
+__all__ = ["ctrl_c_acts"]
 pytestmark = pytest.mark.long
 ALWAYS = range(1, 1000)
 
@@ -54,14 +54,14 @@ def moves_fail(monkeypatch, to="device"):
 def test_every_event_is_published_once_and_in_order(way, log_events):
     cache, published = start(host=HOST), []
     for prompts in (prompts_of(0), prompts_of(1), prompts_of(0)):
-        ear = Ear()
-        outputs, cache, decoded = way(cache, prompts, listener=ear, log_events=log_events)
-        assert decoded == (ear.events if log_events else [])
-        assert ear.totals.queried_tokens == sum(map(len, prompts))
-        assert ear.totals.reused_tokens == sum(output.cached_tokens for output in outputs)
-        published += ear.events
+        listener = Listener()
+        outputs, cache, decoded = way(cache, prompts, listener=listener, log_events=log_events)
+        assert decoded == (listener.events if log_events else [])
+        assert listener.totals.queried_tokens == sum(map(len, prompts))
+        assert listener.totals.reused_tokens == sum(output.cached_tokens for output in outputs)
+        published += listener.events
         assert_whole(cache, published, prompts, outputs)
-    assert ear.totals.reused_tokens and ear.totals.onboarded_blocks and ear.totals.offloaded_blocks
+    assert listener.totals.reused_tokens and listener.totals.onboarded_blocks and listener.totals.offloaded_blocks
 
 
 @pytest.mark.parametrize("moves", ["move", "fail"])
@@ -73,18 +73,18 @@ def test_what_it_raises_ends_the_run_wherever_it_is_raised(moves, monkeypatch):
         moves_fail(monkeypatch)
     messages = []
     for at in itertools.count(1):
-        ear, prompts = Ear(fail, [at]), prompts_of(at % 2)
+        listener, prompts = Listener(fail, [at]), prompts_of(at % 2)
         try:
             with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):
-                outputs, cache, decoded = WAYS[at % 3](cache, prompts, listener=ear)
+                outputs, cache, decoded = WAYS[at % 3](cache, prompts, listener=listener)
         except GenerationInterrupted as error:
             messages.append(str(error))
             outputs, cache, decoded = error.outputs, error.cache, error.events
-        published += ear.events
-        assert decoded == ear.events
+        published += listener.events
+        assert decoded == listener.events
         lossy = moves == "fail"  # a failed move takes what it was to bring back
         assert_whole(cache, published, () if lossy else prompts, () if lossy else outputs)
-        if ear.calls < at:
+        if listener.calls < at:
             break
     assert at > 4
     assert messages == ["interrupted by MemoryError: no memory; go on with this error's `cache`"] * (at - 1)
@@ -96,7 +96,7 @@ def test_both_halves_of_a_failed_move_are_published(raises, monkeypatch):
     _, cache, published = together(start(host=HOST), prompts_of(0) + prompts_of(1))
     moves_fail(monkeypatch, "host" if raises else "device")
     failures, init = [], kvjax.tiered.FailedTransfer.__init__
-    ear = Ear(lambda: fail() if failures and raises else None, ALWAYS)
+    listener = Listener(lambda: fail() if failures and raises else None, ALWAYS)
 
     def noted(self, *args):
         init(self, *args)
@@ -105,29 +105,29 @@ def test_both_halves_of_a_failed_move_are_published(raises, monkeypatch):
     monkeypatch.setattr(kvjax.tiered.FailedTransfer, "__init__", noted)
     if raises:
         with pytest.raises(GenerationInterrupted, match=r"(raised MemoryError.*){2}") as caught:
-            together(cache, prompts_of(2) + prompts_of(3), listener=ear, log_events=False)
+            together(cache, prompts_of(2) + prompts_of(3), listener=listener, log_events=False)
         cache = caught.value.cache
     else:
         with pytest.warns(RuntimeWarning, match="computed again"):
-            _, cache, _ = together(cache, prompts_of(0)[:1], listener=ear, log_events=False)
+            _, cache, _ = together(cache, prompts_of(0)[:1], listener=listener, log_events=False)
     ((ordered, removed),) = failures
     assert {event["kind"] for event in removed} == {"removed"} and ordered
-    at = ear.events.index(ordered[0])
-    assert ear.events[at : at + len(ordered) + len(removed)] == ordered + removed
-    assert_whole(cache, published + ear.events)
+    at = listener.events.index(ordered[0])
+    assert listener.events[at : at + len(ordered) + len(removed)] == ordered + removed
+    assert_whole(cache, published + listener.events)
 
 
 def test_a_warning_that_is_an_error_costs_neither_the_cache_nor_events(monkeypatch):
     _, cache, published = together(start(host=HOST), prompts_of(0) + prompts_of(1))
     moves_fail(monkeypatch)
-    ear = Ear()
+    listener = Listener()
     with (
         warnings.catch_warnings(category=RuntimeWarning, action="error"),
         pytest.raises(GenerationInterrupted, match="by RuntimeWarning: what was") as caught,
     ):
-        together(cache, prompts_of(0), listener=ear)
-    assert caught.value.events == ear.events
-    assert_whole(caught.value.cache, published + ear.events)
+        together(cache, prompts_of(0), listener=listener)
+    assert caught.value.events == listener.events
+    assert_whole(caught.value.cache, published + listener.events)
 
 
 def last_call(way):
@@ -156,38 +156,38 @@ def test_what_it_raises_at_the_releases_is_raised_and_loses_nothing(way):
     def leave():
         raise SystemExit("enough")
 
-    ear = Ear(leave, ALWAYS)
+    listener = Listener(leave, ALWAYS)
     with pytest.raises(GenerationInterrupted) as caught:
-        way(start(), prompts_of(0), listener=ear)
+        way(start(), prompts_of(0), listener=listener)
     assert isinstance(caught.value.__cause__, SystemExit)
     behind = "; at its last events the listener raised SystemExit: enough" * (last_call(way) - 1)
     assert str(caught.value) == f"interrupted by SystemExit: enough; go on with this error's `cache`{behind}"
-    assert caught.value.events == ear.events and ear.calls == last_call(way)
+    assert caught.value.events == listener.events and listener.calls == last_call(way)
     assert caught.value.outputs[0].tokens  # of the loop whose events it got
-    assert_whole(caught.value.cache, ear.events, prompts_of(0), caught.value.outputs)
+    assert_whole(caught.value.cache, listener.events, prompts_of(0), caught.value.outputs)
 
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_stream_that_is_closed_tells_of_its_releases(raises):
-    ear = Ear(fail, ALWAYS[1:] if raises else ())
-    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=ear)
+    listener = Listener(fail, ALWAYS[1:] if raises else ())
+    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
     progress = next(stream)
-    assert ear.events == progress.events
+    assert listener.events == progress.events
     if raises:
         with pytest.raises(MemoryError, match="no memory"):
             stream.close()
     else:
         stream.close()
-    assert progress.closing and ear.events == progress.events + progress.closing
-    assert_whole(progress.cache, ear.events, prompts_of(0), progress.outputs)
+    assert progress.closing and listener.events == progress.events + progress.closing
+    assert_whole(progress.cache, listener.events, prompts_of(0), progress.outputs)
 
 
 def test_a_stream_whose_cache_has_gone_elsewhere_tells_nothing_more():
-    ear = Ear()
-    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=ear)
+    listener = Listener()
+    stream = kvjax.stream(MODEL, start(), prompts_of(0), **OPTIONS, listener=listener)
     RELEASE(next(stream).cache, np.asarray([0], np.int32), now=np.int32(0))
     stream.close()
-    assert ear.calls == 1
+    assert listener.calls == 1
 
 
 def test_a_listener_may_compute_while_its_stream_is_collected_in_a_trace():
@@ -206,13 +206,13 @@ def test_a_listener_may_compute_while_its_stream_is_collected_in_a_trace():
 @pytest.mark.parametrize("way", WAYS)
 def test_ctrl_c_waits_for_the_listener(way):
     came_back = []
-    ear = Ear(lambda: (press(), came_back.append(True)), [1])
+    listener = Listener(lambda: (press(), came_back.append(True)), [1])
     with pytest.raises(GenerationInterrupted) as caught:
-        way(start(), prompts_of(0), listener=ear)
+        way(start(), prompts_of(0), listener=listener)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt) and came_back
-    assert ear.calls == last_call(way)
+    assert listener.calls == last_call(way)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert_whole(caught.value.cache, ear.events, prompts_of(0), caught.value.outputs)
+    assert_whole(caught.value.cache, listener.events, prompts_of(0), caught.value.outputs)
 
 
 @pytest.mark.parametrize("at", [2, 3])
@@ -227,9 +227,9 @@ def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_le
         return read(self)
 
     monkeypatch.setattr(runner.GenerationRunner, "_read", interrupted)
-    ear = Ear()
+    listener = Listener()
     with pytest.raises(GenerationInterrupted) as caught:
-        together(start(), prompts_of(0), listener=ear)
+        together(start(), prompts_of(0), listener=listener)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
-    assert caught.value.events == ear.events
-    assert_whole(caught.value.cache, ear.events)
+    assert caught.value.events == listener.events
+    assert_whole(caught.value.cache, listener.events)

@@ -101,7 +101,7 @@ def assert_same(blocks, one):
     assert blocks.bytes() == one.bytes()
     assert blocks.held() == one.held()
     if not (blocks.evicts or one.evicts):
-        assert blocks.heard == one.heard
+        assert blocks.recorded == one.recorded
         assert index_of(blocks) == index_of(one)
 
 
@@ -189,7 +189,7 @@ def stuck(num_blocks):
     child = np.flatnonzero((np.asarray(group.blocks.fill) > 0) & (np.asarray(group.blocks.depth) == 1)).astype(np.int32)
     child = drive.padded(child[np.asarray(group.blocks.refcount)[child] == 0], 2, kvjax.state.NO_BLOCK)
     state, events = drive.VERBS["offload"](decoding.cache.state, child)
-    decoding.hear(kvjax.to_list(events))
+    decoding.follow(kvjax.to_list(events))
     state, done = drive.VERBS["complete"](state, events.transfer, True)
     assert bool(events.ok) and bool(done.ok)
     decoding.cache = decoding.cache.replace(state=state)

@@ -226,7 +226,7 @@ def test_a_block_is_taken_when_the_last_one_is_full_and_copied_when_it_is_shared
     driver.do("fork", 0, 1)
     shared = table(driver, 0)[2]
     assert driver.grow(1, 1, 0, 0) == ["OK"] * 4
-    (copy,) = [event for event in driver.heard if event["kind"] == "copied"]
+    (copy,) = [event for event in driver.recorded if event["kind"] == "copied"]
     ours, theirs = table(driver, 0), table(driver, 1)
     assert ours[:2] == theirs[:2] and {ours[2], theirs[2]} == {shared, copy["block"]} and copy["source"] == shared
 

@@ -48,7 +48,7 @@ def cached(model, size):
 
     def step(tokens, count):
         cache.cache, logits, events = jitted(model, cache.cache, tokens, count)
-        cache.hear(events)
+        cache.follow(events)
         return logits
 
     assert cache.admit(0, PROMPT) == ["OK"]

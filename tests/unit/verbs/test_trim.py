@@ -31,7 +31,7 @@ def test_rows_give_back_what_they_have_not_used():
     assert cache.status("trim", rows(2), max_tokens=MOST) == ["OK"] * 4
     assert cache.state.seqs.length.tolist() == cache.state.seqs.committed.tolist() == [7, 0, 9, 6]
     assert np.sum(np.asarray(cache.state.groups[0].table[2]) >= 0) == 3  # its third block has one token
-    assert not [event for event in cache.heard if event["kind"] != "stored"]
+    assert not [event for event in cache.recorded if event["kind"] != "stored"]
 
 
 def test_what_is_trimmed_was_never_cached():
