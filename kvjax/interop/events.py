@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -38,6 +39,29 @@ class HostEvents:
     events: Events | EventLog | None = None
     is_shared: bool = False
     _found: dict[int, tuple[object, Any]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[int, np.ndarray, np.ndarray], ...]:
+        """(kind, records, text of the stored ones) in as few runs of one kind as follow each other.
+
+        Removed and stored records trade places where that changes nothing: first all that are removed.
+        """
+        return tuple(self._steps())
+
+    def _steps(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        records, text, kinds, texts = self.records, self.text, self.records[:, 0], 0
+        exchange = (kinds == EventKind.REMOVED) | (kinds == EventKind.STORED)
+        for start, stop in runs(np.where(exchange, 0, kinds)):
+            if not exchange[start]:
+                yield int(kinds[start]), records[start:stop], text[:0]
+                continue
+            cuts = _cuts(records[start:stop])
+            for first, last in itertools.pairwise([start, *(start + cut for cut in cuts), stop]):
+                some = records[first:last]
+                yield EventKind.REMOVED, some[some[:, 0] == EventKind.REMOVED], text[:0]
+                stored = some[some[:, 0] == EventKind.STORED]
+                yield EventKind.STORED, stored, text[texts : texts + len(stored)]
+                texts += len(stored)
 
     def once(self, owner: object, compute: Callable[[HostEvents], Any]) -> Any:
         """Computes something for an owner the first time that it is asked for, and keeps it, an error too."""
@@ -99,6 +123,24 @@ def runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
     """The (start, stop) of runs of equal values."""
     cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
     return ((start, stop) for start, stop in itertools.pairwise(cuts) if start < stop)
+
+
+def _cuts(records: np.ndarray) -> list[int]:
+    """The cuts between removed and stored records, so that all that a part removes was there before it.
+
+    A block that is stored and later removed again needs a cut between the two.
+    """
+    kinds = records[:, 0]
+    if np.all(kinds[1:] >= kinds[:-1]):  # REMOVED < STORED: one transition's records, usually
+        return []
+    block = records[:, 1].astype(np.int64) << 32 | records[:, 2]
+    order = np.argsort(block, kind="stable")
+    again = np.flatnonzero((block[order][1:] == block[order][:-1]) & (kinds[order][:-1] == EventKind.STORED))
+    cuts, last = [], 0
+    for stop, start in sorted(zip(order[again + 1].tolist(), order[again].tolist(), strict=True)):
+        if start >= last:  # else the last cut is between them
+            cuts.append(last := stop)
+    return cuts
 
 
 def pieces(parts: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:

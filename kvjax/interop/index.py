@@ -29,7 +29,7 @@ from kvjax.checks import on_state
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
 from kvjax.interop.columns import hashes_of, parents_of
-from kvjax.interop.events import HostEvents, host_events, parts_of, runs
+from kvjax.interop.events import HostEvents, host_events, parts_of
 from kvjax.interop.hashing import Hashing
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
@@ -140,7 +140,7 @@ class NodeMap:
         return self._contents.version - 1, self._fold(events)
 
     def _fold(self, events: HostEvents) -> list[Change]:
-        return [change for kind, records, text in _steps(events) for change in self._step(kind, records, text)]
+        return [change for kind, records, text in events.steps for change in self._step(kind, records, text)]
 
     def _step(self, kind: int, records: np.ndarray, text: np.ndarray) -> Iterator[Change]:
         """Follows records of one kind, group by group, the first one first."""
@@ -346,43 +346,6 @@ def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
     return all(
         np.array_equal(a.table[:, width], b.table[:, width]) for a, b in zip(one.groups, other.groups, strict=True)
     )
-
-
-def _steps(events: HostEvents) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The records in as few runs of one kind as follow each other, with the text of the stored ones.
-
-    Removed and stored records trade places where that changes nothing: first all that are removed.
-    """
-    records, text, kinds, texts = events.records, events.text, events.records[:, 0], 0
-    exchange = (kinds == EventKind.REMOVED) | (kinds == EventKind.STORED)
-    for start, stop in runs(np.where(exchange, 0, kinds)):
-        if not exchange[start]:
-            yield int(kinds[start]), records[start:stop], text[:0]
-            continue
-        for first, last in itertools.pairwise([start, *(start + cut for cut in _cuts(records[start:stop])), stop]):
-            some = records[first:last]
-            yield EventKind.REMOVED, some[some[:, 0] == EventKind.REMOVED], text[:0]
-            stored = some[some[:, 0] == EventKind.STORED]
-            yield EventKind.STORED, stored, text[texts : texts + len(stored)]
-            texts += len(stored)
-
-
-def _cuts(records: np.ndarray) -> list[int]:
-    """The cuts between removed and stored records, so that all that a part removes was there before it.
-
-    A block that is stored and later removed again needs a cut between the two.
-    """
-    kinds = records[:, 0]
-    if np.all(kinds[1:] >= kinds[:-1]):  # REMOVED < STORED: one transition's records, usually
-        return []
-    block = records[:, 1].astype(np.int64) << 32 | records[:, 2]
-    order = np.argsort(block, kind="stable")
-    again = np.flatnonzero((block[order][1:] == block[order][:-1]) & (kinds[order][:-1] == EventKind.STORED))
-    cuts, last = [], 0
-    for stop, start in sorted(zip(order[again + 1].tolist(), order[again].tolist(), strict=True)):
-        if start >= last:  # else the last cut is between them
-            cuts.append(last := stop)
-    return cuts
 
 
 def parents_first(rows: np.ndarray) -> np.ndarray:

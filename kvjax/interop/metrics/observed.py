@@ -10,7 +10,7 @@ from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.events.totals import Totals
 from kvjax.events.transfer import Transfer
-from kvjax.interop.events import arrays, listened, runs
+from kvjax.interop.events import arrays, listened
 from kvjax.spec import CacheSpec
 
 BOUNDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)  # seconds
@@ -76,14 +76,14 @@ class Observed:
           ValueError: for anything else, and for blocks of another size.
         """
         read = listened(events, self.spec)
-        records, events = read.records, arrays(read)
+        events = arrays(read)
         if isinstance(events, Events):  # nothing is computed on a device
             events = events.replace(transfer=jax.device_get(events.moves))
         self.totals = self.totals.add(events)
         back = 0
-        for start, stop in runs(records[:, 0]):
-            self._live(records[start:stop], now)
-            back += self._follow_levels(records[start:stop])
+        for _, records, _ in read.steps:
+            self._live(records, now)
+            back += self._follow_levels(records)
         found = int(np.asarray(events.cached).sum())
         if isinstance(events, Events):
             self._move(events.moves)
