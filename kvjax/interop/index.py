@@ -123,6 +123,8 @@ class NodeMap:
           ValueError: if they cannot have come from a cache with these contents.
         """
         contents, events = self._contents, host_events(events, self.spec)
+        if not len(events.records):  # which not all who share ask for
+            return []
         if not contents.is_shared:
             return self._fold(events)
         version, changes = events.once(contents, self._fold_shared) if events.is_shared else (contents.version, [])

@@ -165,6 +165,24 @@ def test_maps_that_share_part_when_one_gets_events_alone_or_is_attached():
     assert [len(one) for one in maps] == [2, 3, 3] and maps[2].index == kvjax.fold([*KNOWN, *later]).index
 
 
+def test_events_that_change_no_index_leave_those_who_share_together():
+    """A publisher looks no further at them; a trace folds them."""
+
+    class Publisher:
+        def __init__(self):
+            self.nodes = NodeMap(PLAIN)
+
+        def publish(self, events):
+            if len(events.records):
+                self.nodes.fold(events)
+
+    source, nodes = Publisher(), NodeMap(PLAIN)
+    listener = together(PLAIN, nodes.fold, source.publish)
+    for events in (KNOWN, [], [removed(2, 1)]):
+        listener(arrays_of(events, PLAIN))
+    assert source.nodes.groups is nodes.groups and len(nodes) == 1
+
+
 def test_maps_of_other_contents_do_not_share():
     one, other = NodeMap(PLAIN), NodeMap(PLAIN)
     one.fold(KNOWN)
