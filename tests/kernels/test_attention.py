@@ -57,9 +57,15 @@ def test_narrow_dtypes(dtype, implementation):
     check_prefill(Case([9, 0, 37, 130], dtype=dtype, width=64), implementation, [9, 0, 1, 30])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["plain", "window", "all"])
-@pytest.mark.parametrize(("stored", "dtype"), [("int8", "bfloat16"), ("float8_e4m3fn", "float16")])
+BOTH_DTYPES = [("int8", "all"), ("float8_e4m3fn", "plain")]
+QUANTISED = [
+    pytest.param(stored, dtype, name, marks=pytest.mark.long if (stored, name) in BOTH_DTYPES else pytest.mark.slow)
+    for stored, dtype in (("int8", "bfloat16"), ("float8_e4m3fn", "float16"))
+    for name in ("plain", "window", "all")
+]
+
+
+@pytest.mark.parametrize(("stored", "dtype", "name"), QUANTISED)
 def test_quantised_pools(stored, dtype, name, implementation):
     shape = {"kv_heads": 2, "group": 2, "width": 32, "block_size": 8}
     case = Case([1, 0, 37, 200], **shape, dtype=dtype, stored=stored)

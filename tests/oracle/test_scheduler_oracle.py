@@ -673,7 +673,7 @@ def history(seed, reserve, waits, tight=False):
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "computes twice"])
 @pytest.mark.parametrize("reserve", ["max_tokens", "num_tokens", "batch"])
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 600), marks=pytest.mark.long)], ids=["", "more"])
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 600), marks=pytest.mark.slow)], ids=["", "more"])
 def test_histories(seeds, reserve, waits):
     """Each accepted request ends once, in bounded time, with the tokens that it has alone, and nothing is held."""
     happened = sum((history(seed, reserve, waits) for seed in seeds), collections.Counter())
@@ -683,7 +683,7 @@ def test_histories(seeds, reserve, waits):
     )
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.long)], ids=["", "more"])
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.slow)], ids=["", "more"])
 def test_histories_of_samples_and_windows_with_few_blocks(seeds):
     """Where the most is shared, "max_tokens" still never preempts."""
     happened = sum((history(seed, "max_tokens", seed % 2 == 0, tight=True) for seed in seeds), collections.Counter())
