@@ -243,7 +243,7 @@ class Both:
                 assert request is not None
                 items = tuple(request.tokens[: len(row.tokens)])
                 life.rows[seq] = Row(request.namespace, tuple(request.tokens), items)
-        life.look()
+        life.inspect()
         life.verify()
         life.poison()
         self.serving = self.serving.replace(cache=life.cache)
