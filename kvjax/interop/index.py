@@ -296,7 +296,7 @@ class NodeMap:
         Returns:
           For each row the index of its parent's among them, whose flags and hash it does not have yet; or -1.
         """
-        first, parent, generation = self.groups[0].table, rows[:, col.PARENT], rows[:, col.PARENT + 1]
+        first, parent, generation = self.groups[0].table, rows[:, col.PARENT], rows[:, col.PARENT_GENERATION]
         has_parent = (parent >= 0) & (parent < len(first))
         above = first[np.where(has_parent, parent, 0)]
         has_parent &= (above[:, col.FILL] > 0) & (above[:, col.GENERATION] == generation)
