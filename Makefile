@@ -10,8 +10,8 @@ ARGS ?=
 CUDA ?= cuda13
 BASE ?= HEAD~1
 # Test files are dealt out to one process per core: most of their time is compilation. tests/conftest.py orders them,
-# and keeps what a run compiles for the next one.
-PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=25
+# and keeps what a run compiles for the next one. A process that dies ends the run: pytest-xdist would wait for its files.
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=25
 OLDEST := .venv-jax0112
 JAXLIB := import importlib.metadata as m; print(m.version('jaxlib'))
 BENCHMARKS := $(basename $(notdir $(shell grep -l __main__ benchmarks/*.py)))

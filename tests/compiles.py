@@ -22,6 +22,29 @@ def forget_old_programs(folder: pathlib.Path, days: float = 14) -> None:
             path.unlink(missing_ok=True)
 
 
+class ProgramLimit:
+    """A plugin of pytest that forgets compiled programs before a process has too many memory maps (65,530 on Linux).
+
+    Each program takes some. A process without room for another one dies by a segmentation fault. To count the maps
+    takes 0.1 s, so it is done once in a while; no test adds more than 10,000.
+    """
+
+    MAPS, MAX_MAPS, PROGRAMS_PER_CHECK = pathlib.Path("/proc/self/maps"), 40_000, 100
+
+    def __init__(self):
+        self._num_programs = 0
+        jax.monitoring.register_event_duration_secs_listener(self._record)
+
+    def _record(self, event, seconds, **_):
+        self._num_programs += event == COMPILED
+
+    def pytest_runtest_teardown(self):
+        if self._num_programs >= self.PROGRAMS_PER_CHECK:
+            self._num_programs = 0
+            if self.MAPS.exists() and self.MAPS.read_bytes().count(b"\n") > self.MAX_MAPS:
+                jax.clear_caches()
+
+
 class Compiles:
     """A plugin of pytest that counts what its process compiles; processes that a test starts are not known here.
 

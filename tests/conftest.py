@@ -19,9 +19,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 import hypothesis
 import jax
-import pytest
 
-from tests.compiles import Compiles, forget_old_programs
+from tests.compiles import Compiles, ProgramLimit, forget_old_programs
 
 # Virtual devices, for tests of meshes (tests/mesh.py); all others use the first one.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -53,23 +52,13 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
     if "PROGRAMS" in globals():  # not in the processes of pytest-xdist, for which the first one has set the variable
         forget_old_programs(pathlib.Path(PROGRAMS))
+    config.pluginmanager.register(ProgramLimit())
     if config.getoption("durations") is not None:
         config.pluginmanager.register(Compiles())
 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
-
-
-MAPS = pathlib.Path("/proc/self/maps")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forget_programs():
-    """Each compiled program takes memory maps of the process, whose number is limited (65,530 on Linux)."""
-    yield
-    if not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 40_000:
-        jax.clear_caches()
 
 
 # "default": the same examples every time, so that a red run stays red.
