@@ -26,10 +26,10 @@ class ProgramLimit:
     """A plugin of pytest that forgets compiled programs before a process has too many memory maps (65,530 on Linux).
 
     Each program takes some. A process without room for another one dies by a segmentation fault. To count the maps
-    takes 0.1 s, so it is done once in a while; no test adds more than 10,000.
+    takes 0.1 s, so it is done once in a while; no test adds more than 25,000.
     """
 
-    MAPS, MAX_MAPS, PROGRAMS_PER_CHECK = pathlib.Path("/proc/self/maps"), 40_000, 100
+    MAPS, MAX_MAPS, PROGRAMS_PER_CHECK = pathlib.Path("/proc/self/maps"), 30_000, 100
 
     def __init__(self):
         self._num_programs = 0
