@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,68 +14,169 @@ import numpy as np
 from jax.core import Tracer
 
 QUANTISED = ("int8", "float8_e4m3fn")
+RECURRENT = "recurrent"  # key of the group of recurrent layers, where others have their window
+NUM_TOKENS = "num_tokens"  # the array of a snapshot that says how many tokens it is after
+
+
+class StateArray(NamedTuple):
+    """One array of a recurrent layer's state.
+
+    Attributes:
+      name: of the array.
+      shape: its shape.
+      dtype: its dtype, by name.
+      axis: the axis that a mesh divides; None: each device has all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    axis: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The K/V shape of one attention layer: K kv heads of width D, and which tokens it can see.
+    """What one layer keeps of the tokens before: K/V of K heads of width D, a latent (`latent`), a state (`recurrent`).
 
     Attributes:
-      kv_heads: K.
-      head_dim: D.
+      kv_heads: K; 0 of a recurrent layer.
+      head_dim: D; 0 likewise.
       window: how many last tokens a token attends to, itself included; None: full attention.
       sink_tokens: how many first tokens of a sequence stay in the cache whatever the window.
+      values: of a layer of latents: V is the first `values` columns of K. None: K and V are apart.
+      arrays: of a recurrent layer: the arrays of its state.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
     sink_tokens: int = 0
+    values: int | None = None
+    arrays: tuple[StateArray, ...] = ()
 
     def __post_init__(self):
-        _positive("kv_heads", self.kv_heads)
-        _positive("head_dim", self.head_dim)
+        if not self.arrays:
+            _positive("kv_heads", self.kv_heads)
+            _positive("head_dim", self.head_dim)
         _window(self.window, self.sink_tokens)
+
+    @classmethod
+    def latent(cls, width: int, values: int) -> LayerSpec:
+        """A layer of multi-head latent attention: one array of `width` columns a token, read by all query heads.
+
+        Args:
+          width: columns of the latent, those of the rotated key included (DeepSeek V3: 512 + 64).
+          values: V is the first so many columns of K (DeepSeek V3: 512).
+
+        Raises:
+          ValueError: if `values` is not in 1..width.
+
+        Source: DeepSeek-V2, whose attention is computed over latents with the projections absorbed.
+        """
+        _positive("width", width)
+        _positive("values", values)
+        if values > width:
+            raise ValueError(f"values: got {values} of a latent of {width} columns, wanted at most {width}")
+        return cls(1, width, values=values)
+
+    @classmethod
+    def recurrent(cls, arrays: Mapping[str, Any], *, axes: Mapping[str, int] | None = None) -> LayerSpec:
+        """A layer that carries a state from token to token (gated delta rule, Mamba), which `kvjax.recur` computes.
+
+        Args:
+          arrays: the arrays of the state of one sequence by their names: shapes of float32, or
+            `jax.ShapeDtypeStruct`s.
+          axes: for each array that a mesh divides the axis, such as that of the heads.
+
+        Raises:
+          ValueError: naming the argument.
+        """
+        if not isinstance(arrays, Mapping) or not arrays:
+            raise ValueError(f"arrays: got {arrays!r}, wanted the shape of at least one array by its name")
+        axes = {} if axes is None else axes
+        if unknown := [name for name in axes if name not in arrays]:
+            raise ValueError(f"axes: got {unknown[0]!r}, wanted one of the arrays {sorted(arrays)}")
+        return cls(0, 0, arrays=tuple(_state_array(name, of, axes.get(name)) for name, of in arrays.items()))
+
+
+def _state_array(name: str, array: Any, axis: int | None) -> StateArray:
+    shape, dtype = (array.shape, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else (array, "float32")
+    where = f"arrays[{name!r}]"
+    if not isinstance(name, str) or name == NUM_TOKENS:
+        raise ValueError(f"arrays: got an array {name!r}, wanted a name other than {NUM_TOKENS!r}")
+    if not isinstance(shape, Sequence) or not shape:
+        raise ValueError(f"{where}: got {array!r}, wanted a shape of at least one axis")
+    for size in shape:
+        _positive(where, size)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{where}: got {_dtype_name(dtype)}, wanted a floating dtype")
+    if axis is not None and not (isinstance(axis, int) and 0 <= axis < len(shape)):
+        raise ValueError(f"axes[{name!r}]: got {axis!r}, wanted an axis of shape {tuple(shape)}")
+    return StateArray(name, tuple(shape), _dtype_name(dtype), axis)
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolSpec:
-    """One pool: the layers of a group that share (K, D), with the dtype of their K/V.
+    """One pool: the layers of a group that keep arrays of equal shapes, with the dtype of their K/V.
 
     Attributes:
       layers: the model's layer numbers, in the order in which the pool stacks them.
       kv_heads: K.
       head_dim: D.
       dtype: element type of the K/V bytes, by name. An int8 or float8_e4m3fn pool is quantised: it has a float32
-        scale for each token and head beside it.
+        scale for each token and head beside it. A recurrent layer's arrays have their own.
+      values, arrays: as in `LayerSpec`.
     """
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     dtype: str = "bfloat16"
+    values: int | None = None
+    arrays: tuple[StateArray, ...] = ()
 
     @property
     def quantised(self) -> bool:
         """Whether the pool has scales."""
-        return self.dtype in QUANTISED
+        return self.dtype in QUANTISED and not self.arrays
+
+    def block_shape(self, block_size: int) -> Any:
+        """The shape and dtype of one layer's block, a `jax.ShapeDtypeStruct`: [2, K, P, D], or [1, 1, P, D] of latents.
+
+        A block of a recurrent layer is a snapshot: a dict of its arrays, and how many tokens it is after, i32[].
+        """
+        if self.arrays:
+            arrays = {array.name: jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype)) for array in self.arrays}
+            return {NUM_TOKENS: jax.ShapeDtypeStruct((), jnp.int32), **arrays}
+        parts = 2 if self.values is None else 1
+        return jax.ShapeDtypeStruct((parts, self.kv_heads, block_size, self.head_dim), jnp.dtype(self.dtype))
+
+    @property
+    def mesh_axes(self) -> Any:
+        """The axis of the pool's array, [N + 1, L, *`block_shape`], that a mesh divides; -1: none, as of latents."""
+        if self.arrays:
+            return {NUM_TOKENS: -1} | {one.name: -1 if one.axis is None else 2 + one.axis for one in self.arrays}
+        return 3 if self.values is None else -1
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block: K and V of `block_size` positions in every layer of the pool, their scales included."""
-        vector = self.head_dim * jnp.dtype(self.dtype).itemsize + (4 if self.quantised else 0)
-        return 2 * len(self.layers) * self.kv_heads * block_size * vector
+        """Bytes of one block in every layer of the pool: `block_size` positions, or a snapshot; scales included."""
+        blocks = jax.tree.leaves(self.block_shape(block_size))
+        scales = math.prod(blocks[0].shape[:-1]) * 4 if self.quantised else 0
+        return len(self.layers) * (sum(block.size * block.dtype.itemsize for block in blocks) + scales)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """All layers that share one attention window: one set of block ids and block tables.
+    """All layers that share one attention window, or all recurrent ones: one set of block ids and block tables.
 
     Attributes:
       num_blocks: N, device blocks.
-      pools: one per distinct (kv heads, head width) among the layers; empty for a cache of metadata alone.
-      window: attention window in tokens, None for full attention.
+      pools: one per distinct shape of a block among the layers; empty for a cache of metadata alone.
+      window: attention window in tokens, None for full attention. Of recurrent layers 2: the next token needs the
+        block of the token before, which holds the state after it.
       num_host_blocks: H, blocks of the host tier.
       sink_tokens: how many first tokens of a sequence stay whatever the window.
+      recurrent: whether its layers are recurrent.
     """
 
     num_blocks: int
@@ -81,6 +184,12 @@ class GroupSpec:
     window: int | None = None
     num_host_blocks: int = 0
     sink_tokens: int = 0
+    recurrent: bool = False
+
+    @property
+    def key(self) -> int | str | None:
+        """What names the group in `num_blocks`, `num_host_blocks` and `shares`: its window, or "recurrent"."""
+        return RECURRENT if self.recurrent else self.window
 
     @property
     def num_ids(self) -> int:
@@ -130,16 +239,28 @@ class CacheSpec:
             _positive(name, getattr(self, name))
         if not self.groups:
             raise ValueError("groups: got none, wanted at least one GroupSpec")
-        seen = [(group.window, group.sink_tokens) for group in self.groups]
-        if seen[0] != (None, 0) or any(window is None for window, _ in seen[1:]) or len(set(seen)) < len(seen):
+        seen = [(group.key, group.sink_tokens) for group in self.groups]
+        if seen[0] != (None, 0) or any(key is None for key, _ in seen[1:]) or len(set(seen)) < len(seen):
             raise ValueError(f"groups: got windows and sinks {seen}, wanted (None, 0) first and then different windows")
+        if self.partial_reuse and self.has_recurrent:
+            raise ValueError(
+                "partial_reuse: got True with recurrent layers, wanted False: their state inside a block is not kept"
+            )
         for group in self.groups:
             _positive("num_blocks", group.num_blocks)
             _int("num_host_blocks", group.num_host_blocks, 0)
             _window(group.window, group.sink_tokens)
             for pool in group.pools:
-                _positive("kv_heads", pool.kv_heads)
-                _positive("head_dim", pool.head_dim)
+                if bool(pool.arrays) != group.recurrent:
+                    raise ValueError(f"groups: got {pool} in a group with recurrent={group.recurrent}, wanted another")
+                if not pool.arrays:
+                    _positive("kv_heads", pool.kv_heads)
+                    _positive("head_dim", pool.head_dim)
+
+    @property
+    def has_recurrent(self) -> bool:
+        """Whether a group has recurrent layers."""
+        return any(group.recurrent for group in self.groups)
 
     @property
     def has_host(self) -> bool:
@@ -168,6 +289,8 @@ class CacheSpec:
             return ""
         if group.window is None:
             return f"group {number}, full attention{', without K/V' if self.bare else ''}: "
+        if group.recurrent:
+            return f"group {number}, recurrent: "
         sinks = f" and the first {group.sink_tokens:,}" if group.sink_tokens else ""
         return f"group {number}, window of {group.window:,}{sinks}: "
 
@@ -188,22 +311,24 @@ class CacheSpec:
 def make_spec(
     layers: Sequence[LayerSpec] = (),
     *,
-    num_blocks: int | Mapping[int | None, int],
+    num_blocks: int | Mapping[int | str | None, int],
     max_seqs: int,
     max_length: int,
     block_size: int = 16,
     dtype: jax.typing.DTypeLike = "bfloat16",
-    num_host_blocks: int | Mapping[int | None, int] = 0,
+    num_host_blocks: int | Mapping[int | str | None, int] = 0,
     extra_ids: bool = False,
-    partial_reuse: bool = True,
+    partial_reuse: bool | None = None,
     retention: bool = False,
     offload_min_priority: int = 0,
 ) -> CacheSpec:
     """Describes a cache for a model's layers.
 
     Args:
-      layers: one entry per attention layer, in the model's order; none for a cache of metadata alone.
-      num_blocks: N, device blocks of each group, or of each window {window: N} with None for full attention.
+      layers: one entry per layer that keeps something of the tokens before, in the model's order; none for a cache of
+        metadata alone.
+      num_blocks: N, device blocks of each group, or of each window {window: N} with None for full attention and
+        "recurrent" for recurrent layers.
       max_seqs: S, sequences held at once.
       max_length: tokens that one sequence can hold, rounded up to whole blocks.
       block_size: P, tokens per block.
@@ -211,14 +336,15 @@ def make_spec(
         CPU converts all of a float8_e4m3fn pool at every use: take int8 there.
       num_host_blocks: H, blocks of the host tier, given like num_blocks.
       extra_ids: whether tokens carry extra ids. To readers of events outside (`kvjax.interop`) 0 is text.
-      partial_reuse: whether to reuse part of a block by a copy.
+      partial_reuse: whether to reuse part of a block by a copy. None: where it can be, which is not with recurrent
+        layers; True with these is refused.
       retention: whether blocks have priorities and times to live.
       offload_min_priority: blocks of lower priority that have to leave the device are removed, not offloaded.
 
     Returns:
-      The spec: layers grouped by window, the full one first and then from small to large; inside a group one pool per
-      (kv heads, head width). If all layers have windows, a bare first group has blocks for all rows and all
-      cached blocks.
+      The spec: layers grouped by window, the full one first, then from small to large, then recurrent layers; inside a
+      group one pool per shape of a block. If no layer has full attention, a bare first group has blocks for all rows
+      and all cached blocks.
 
     Raises:
       ValueError: naming the argument, what was given and what was wanted.
@@ -234,7 +360,7 @@ def make_spec(
         max_seqs=max_seqs,
         max_blocks_per_seq=max_blocks,
         extra_ids=extra_ids,
-        partial_reuse=partial_reuse,
+        partial_reuse=not any(group.recurrent for group in groups) if partial_reuse is None else partial_reuse,
         retention=retention,
         offload_min_priority=offload_min_priority,
     )
@@ -247,56 +373,77 @@ def _dtype_name(dtype: jax.typing.DTypeLike) -> str:
         raise ValueError(f"dtype: got {dtype!r}, wanted the name or type of a number format") from None
 
 
+_Key = tuple[bool, int | None, int]  # of a group: whether it is recurrent, its window, its sinks
+
+
 def _groups(
     layers: Sequence[LayerSpec],
     dtype: str,
-    num_blocks: int | Mapping[int | None, int],
-    num_host_blocks: int | Mapping[int | None, int],
+    num_blocks: int | Mapping[int | str | None, int],
+    num_host_blocks: int | Mapping[int | str | None, int],
     max_held: int,
 ) -> tuple[GroupSpec, ...]:
-    """The groups of a model's layers, the full one first and then from small windows to large.
+    """The groups of a model's layers: the full one first, from small windows to large, then the recurrent one.
 
     A bare first group has `max_held` blocks, as many as all rows can hold, plus as many as the other groups.
     """
-    shapes = _shapes(layers)
+    pools = _pools(layers, dtype)
 
-    def group(pools: Mapping[tuple[int, int], list[int]], window: int | None = None, sink_tokens: int = 0) -> GroupSpec:
-        blocks = _of_window("num_blocks", num_blocks, window)
-        host = _of_window("num_host_blocks", num_host_blocks, window)
-        return GroupSpec(blocks, _pools(pools, dtype), window, host, sink_tokens)
+    def group(key: _Key) -> GroupSpec:
+        recurrent, window, sink_tokens = key
+        of_key = GroupSpec(1, tuple(pools.get(key, ())), window, 0, sink_tokens, recurrent)
+        return dataclasses.replace(
+            of_key,
+            num_blocks=_of_group("num_blocks", num_blocks, of_key),
+            num_host_blocks=_of_group("num_host_blocks", num_host_blocks, of_key),
+        )
 
-    full = shapes.pop((None, 0), {})
-    windows = [group(pools, window, sinks) for (window, sinks), pools in sorted(shapes.items())]
-    if windows and not full:
-        return GroupSpec(max_held + sum(one.num_ids for one in windows)), *windows
-    return group(full), *windows
+    full = (False, None, 0)
+    others = [group(key) for key in sorted(pools.keys() - {full})]
+    _check_keys("num_blocks", num_blocks, others)
+    _check_keys("num_host_blocks", num_host_blocks, others)
+    if others and full not in pools:
+        return GroupSpec(max_held + sum(one.num_ids for one in others)), *others
+    return group(full), *others
 
 
-def _shapes(layers: Sequence[LayerSpec]) -> dict[tuple[int | None, int], dict[tuple[int, int], list[int]]]:
-    """The numbers of a model's layers: {(window, sink tokens): {(kv heads, head width): layer numbers}}."""
-    shapes: dict[tuple[int | None, int], dict[tuple[int, int], list[int]]] = {}
+def _pools(layers: Sequence[LayerSpec], dtype: str) -> dict[_Key, list[PoolSpec]]:
+    """The pools of each group's layers."""
+    numbers: dict[_Key, dict[tuple[Any, ...], list[int]]] = {}
     if not isinstance(layers, Iterable):
-        raise ValueError(f"layers: got {layers!r}, wanted one LayerSpec for each attention layer")
+        raise ValueError(f"layers: got {layers!r}, wanted one LayerSpec for each layer")
     for number, layer in enumerate(layers):
         if not isinstance(layer, LayerSpec):
             raise ValueError(f"layers[{number}]: got {layer!r}, wanted a LayerSpec")
         if layer.window is None and layer.sink_tokens:
             raise ValueError(f"layers[{number}].sink_tokens: got {layer.sink_tokens} without a window, wanted 0")
-        group = shapes.setdefault((layer.window, layer.sink_tokens), {})
-        group.setdefault((layer.kv_heads, layer.head_dim), []).append(number)
-    return shapes
+        key = (True, 2, 0) if layer.arrays else (False, layer.window, layer.sink_tokens)
+        shape = layer.kv_heads, layer.head_dim, layer.values, layer.arrays
+        numbers.setdefault(key, {}).setdefault(shape, []).append(number)
+    return {
+        key: [
+            PoolSpec(tuple(of_shape), heads, width, dtype, values, arrays)
+            for (heads, width, values, arrays), of_shape in shapes.items()
+        ]
+        for key, shapes in numbers.items()
+    }
 
 
-def _of_window(argument: str, numbers: int | Mapping[int | None, int], window: int | None) -> int:
+def _of_group(argument: str, numbers: int | Mapping[int | str | None, int], group: GroupSpec) -> int:
     if not isinstance(numbers, Mapping):
         return numbers
-    if window not in numbers:
-        raise ValueError(f"{argument}: got {dict(numbers)}, wanted a number for window {window}")
-    return numbers[window]
+    if group.key not in numbers:
+        raise ValueError(f"{argument}: got {dict(numbers)}, wanted a number for {_described(group)}")
+    return numbers[group.key]
 
 
-def _pools(shapes: Mapping[tuple[int, int], list[int]], dtype: str) -> tuple[PoolSpec, ...]:
-    return tuple(PoolSpec(tuple(numbers), k, d, dtype) for (k, d), numbers in shapes.items())
+def _check_keys(argument: str, numbers: Any, groups: Sequence[GroupSpec]) -> None:
+    if isinstance(numbers, Mapping) and RECURRENT in numbers and not any(group.recurrent for group in groups):
+        raise ValueError(f"{argument}: got a number for {RECURRENT!r} without recurrent layers, wanted none")
+
+
+def _described(group: GroupSpec) -> str:
+    return "recurrent layers" if group.recurrent else f"window {group.window}"
 
 
 def _window(window: int | None, sink_tokens: int) -> None:

@@ -5,12 +5,15 @@ A pool is one array `[N + 1, L, 2, K, P, D]`: one block is one contiguous run, t
 inside it each (layer, K or V, head) is one contiguous tile `[P, D]`, to read in attention. The last pool row is
 scratch: padding is written there, and nobody reads it. Never slice a layer out of a pool: that copies it. A scan over
 layers carries the pools, and names a layer by its index in its pool.
-The scales of a quantised pool are in a sibling array, which is copied and moved with the pool.
+The scales of a quantised pool are in a sibling array, which is copied and moved with the pool. A pool of latents is
+`[N + 1, L, 1, 1, P, D]`. The pool of recurrent layers is a dict of arrays, each `[N + 1, L, ...]`: a block is a
+snapshot, the state of a sequence after some token (`pools/recurrent.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import reprlib
 from collections.abc import Callable
 from typing import Any
@@ -34,19 +37,19 @@ class Pools(Pytree, static=("spec", "placement")):
     """The K/V of a cache. Valid only beside the state made with it.
 
     Attributes:
-      arrays: per group, per pool [N + 1, L, 2, K, P, D].
+      arrays: per group, per pool [N + 1, L, 2, K, P, D]; of recurrent layers {name: [N + 1, L, ...]}.
       spec: static; shapes.
       scales: per group, per pool f32[N + 1, L, 2, K, P] if it is quantised, else None; the K/V are array * scale.
       placement: static; how the kv heads are divided among devices. None: not at all.
     """
 
-    arrays: tuple[tuple[jax.Array, ...], ...]
+    arrays: tuple[tuple[Any, ...], ...]
     spec: CacheSpec
     scales: tuple[tuple[jax.Array | None, ...], ...] | None = None
     placement: Placement | None = None
 
-    def at(self, layer: int | jax.Array, index: ArrayLike | None = None) -> tuple[int, int, int | jax.Array, jax.Array]:
-        """(group, pool in the group, index in the pool, the pool's array) of a model's layer.
+    def at(self, layer: int | jax.Array, index: ArrayLike | None = None) -> tuple[int, int, int | jax.Array, Any]:
+        """(group, pool in the group, index in the pool, the pool's arrays) of a model's layer.
 
         With `index` the layer only names the pool, and the index is this one, clamped to the pool's layers.
         """
@@ -56,8 +59,8 @@ class Pools(Pytree, static=("spec", "placement")):
         group, pool, own = self.spec.locate(layer)
         array = self.arrays[group][pool]
         if index is not None:
-            index = _scalar("index", index)
-            own = jnp.clip(index, 0, min(array.shape[1] - 1, jnp.iinfo(index.dtype).max)).astype(jnp.int32)
+            index, num_layers = _scalar("index", index), len(self.spec.groups[group].pools[pool].layers)
+            own = jnp.clip(index, 0, min(num_layers - 1, jnp.iinfo(index.dtype).max)).astype(jnp.int32)
         return group, pool, own, array
 
     def _in_only_pool(self, layer: jax.Array) -> tuple[int, jax.Array]:
@@ -85,7 +88,7 @@ class Pools(Pytree, static=("spec", "placement")):
             return function(**operands)
         return self.placement.over_heads(function, operands, axes, out_axes)
 
-    def with_pool(self, group: int, pool: int, array: jax.Array, scales: jax.Array | None = None) -> Pools:
+    def with_pool(self, group: int, pool: int, array: Any, scales: jax.Array | None = None) -> Pools:
         """These pools with another array for one pool, and its scales if it has any."""
         pools = self.replace(arrays=_with(self.arrays, group, pool, array))
         if self.scales is None or scales is None:
@@ -130,7 +133,7 @@ def _scalar(name: str, value: ArrayLike) -> jax.Array:
     return value
 
 
-def _with(arrays, group: int, pool: int, array: jax.Array):
+def _with(arrays, group: int, pool: int, array: Any):
     arrays = [list(of_group) for of_group in arrays]
     arrays[group][pool] = array
     return tuple(map(tuple, arrays))
@@ -149,22 +152,28 @@ def init_pools(spec: CacheSpec, *, mesh: Mesh | None = None, heads: str | None =
     """
     placement, sharding = placement_of(spec, mesh, heads)
 
-    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def zeros(shape: tuple[int, ...], dtype: Any, axis: int) -> jax.Array:
         if sharding is None:
             return jnp.zeros(shape, dtype)
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding(axis))()
 
-    def shape(group: GroupSpec, pool: PoolSpec) -> tuple[int, ...]:
-        return group.num_blocks + 1, len(pool.layers), 2, pool.kv_heads, spec.block_size
+    def arrays(group: GroupSpec, pool: PoolSpec) -> Any:
+        rows = group.num_blocks + 1, len(pool.layers)
+        return jax.tree.map(
+            lambda block, axis: zeros((*rows, *block.shape), block.dtype, axis),
+            pool.block_shape(spec.block_size), pool.mesh_axes,
+        )  # fmt: skip
 
-    def each(make):
+    def scales(group: GroupSpec, pool: PoolSpec) -> jax.Array | None:
+        block = pool.block_shape(spec.block_size)
+        shape = group.num_blocks + 1, len(pool.layers), *block.shape[:-1]
+        return zeros(shape, jnp.float32, pool.mesh_axes) if pool.quantised else None
+
+    def each(make: Callable[[GroupSpec, PoolSpec], Any]) -> Any:
         return tuple(tuple(make(group, pool) for pool in group.pools) for group in spec.groups)
 
-    arrays = each(lambda group, pool: zeros((*shape(group, pool), pool.head_dim), jnp.dtype(pool.dtype)))
-    scales = None
-    if any(pool.quantised for group in spec.groups for pool in group.pools):
-        scales = each(lambda group, pool: zeros(shape(group, pool), jnp.float32) if pool.quantised else None)
-    return Pools(arrays, spec, scales, placement)
+    quantised = any(pool.quantised for group in spec.groups for pool in group.pools)
+    return Pools(each(arrays), spec, each(scales) if quantised else None, placement)
 
 
 def write(
@@ -249,18 +258,21 @@ def apply(pools: Pools, events: Events, *, implementation: str | None = None) ->
     def copy(pool, sources, targets, num_copies):
         return pallas_kernels.call("copy_blocks", pool, sources, targets, num_copies, implementation=implementation)
 
-    for number, arrays in enumerate(pools.arrays):
+    def copied(array: jax.Array, axis: int, copies: dict[str, jax.Array]) -> jax.Array:
+        return given.over_heads(copy, {"pool": array, **copies}, {"pool": axis}, axis)
+
+    given = pools
+    for number, group in enumerate(pools.spec.groups):
         wanted = (events.kind == EventKind.COPIED) & (events.group == number)
         # Indices of the wanted records, packed to the front.
         index = jnp.arange(wanted.size, dtype=jnp.int32)
         order = put(jnp.zeros_like(index), rank(wanted), index, wanted)
         copies = {"sources": events.source[order], "targets": events.block[order], "num_copies": count(wanted)}
-        for pool, array in enumerate(arrays):
+        each = functools.partial(copied, copies=copies)
+        for pool, spec in enumerate(group.pools):
+            scales = pools.scales_of(number, pool)
             with jax.named_scope("copy_blocks"):
-                copied = [
-                    pools.over_heads(copy, {"pool": x, **copies}, {"pool": 3}, 3)
-                    for x in (array, pools.scales_of(number, pool))
-                    if x is not None
-                ]
-            pools = pools.with_pool(number, pool, *copied)
+                array = jax.tree.map(each, pools.arrays[number][pool], spec.mesh_axes)
+                scales = None if scales is None else each(scales, spec.mesh_axes)
+            pools = pools.with_pool(number, pool, array, scales)
     return pools

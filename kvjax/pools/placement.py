@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, PoolSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Placement:
         Args:
           function: computes each head by itself. It must not close over an array.
           operands: arrays, ints or None.
-          axes: which axis of an operand has the heads; the other operands are the same everywhere.
+          axes: which axis of an operand has the heads; -1, and for operands that are not named: all have the same.
           out_axes: likewise for the results, a tree.
 
         Raises:
@@ -47,7 +47,7 @@ class Placement:
         mesh = self._mesh()
         if self.heads in mesh.manual_axes:  # the caller has mapped the whole step: these are a device's own heads
             return function(**operands)
-        specs = {name: self.partition(axes.get(name)) for name in operands}
+        specs = {name: self.partition(axes.get(name, -1)) for name in operands}
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
         if explicit:
@@ -71,9 +71,9 @@ class Placement:
             )
         return mesh
 
-    def partition(self, axis: int | None) -> P:
-        """The partition of an array that has the heads in this axis."""
-        return P() if axis is None else P(*[None] * axis, self.heads)
+    def partition(self, axis: int) -> P:
+        """The partition of an array that has the heads in this axis; -1: that is the same everywhere."""
+        return P() if axis < 0 else P(*[None] * axis, self.heads)
 
 
 def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
@@ -88,8 +88,8 @@ def _placed(name: str, x: Any, wanted: NamedSharding) -> Any:
 
 def placement_of(
     spec: CacheSpec, mesh: Mesh | None, heads: str | None
-) -> tuple[Placement | None, NamedSharding | None]:
-    """The placement of pools, and the sharding of their arrays; None if there is no mesh. See `init_pools`."""
+) -> tuple[Placement | None, Callable[[int], NamedSharding] | None]:
+    """The placement of pools, and the sharding of an array by its axis of heads; None without a mesh: `init_pools`."""
     if mesh is None and heads is None:
         return None, None
     num_shards(spec, mesh, heads)
@@ -101,20 +101,28 @@ def placement_of(
             "all that uses it, or axis_types=(jax.sharding.AxisType.Auto,) * n in jax.make_mesh"
         )
     placement = Placement(mesh.abstract_mesh, cast(str, heads))
-    return placement, NamedSharding(mesh, placement.partition(3))
+    return placement, lambda axis: NamedSharding(mesh, placement.partition(axis))
 
 
 def num_shards(spec: CacheSpec, mesh: Mesh | AbstractMesh | None, heads: str | None) -> int:
-    """The number of parts into which the axis `heads` of a mesh divides the kv heads; ValueError if it cannot."""
+    """The number of parts into which the axis `heads` of a mesh divides the pools; ValueError if it cannot."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh: got {mesh!r}, wanted a jax.sharding.Mesh, such as jax.make_mesh makes")
     if heads not in mesh.axis_names:
         raise ValueError(f"heads: got {heads!r}, wanted one of the mesh's axes {mesh.axis_names}")
     shards = mesh.shape[heads]
     for pool in (pool for group in spec.groups for pool in group.pools):
-        if pool.kv_heads % shards:
-            raise ValueError(
-                f"heads: got axis {heads!r} of {shards} devices, wanted one that divides the {pool.kv_heads} kv heads "
-                f"of layers {list(pool.layers)}"
-            )
+        for size, what in _divided(pool):
+            if size % shards:
+                raise ValueError(
+                    f"heads: got axis {heads!r} of {shards} devices, wanted one that divides the {size} {what} "
+                    f"of layers {list(pool.layers)}"
+                )
     return shards
+
+
+def _divided(pool: PoolSpec) -> list[tuple[int, str]]:
+    """The sizes that a mesh has to divide, with names; a latent is the same on each device."""
+    if pool.arrays:
+        return [(one.shape[one.axis], f"parts of {one.name!r}") for one in pool.arrays if one.axis is not None]
+    return [(pool.kv_heads, "kv heads")] if pool.values is None else []
