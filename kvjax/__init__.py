@@ -16,7 +16,7 @@ from kvjax.cache import Cache
 from kvjax.debug import check, show
 from kvjax.events import Events, Status, fold, to_list
 from kvjax.policies import Retention, by_score, lru
-from kvjax.pools import apply, attend, init_pools, ragged, view, write
+from kvjax.pools import apply, attend, init_pools, ragged, recur, view, write
 from kvjax.serving import Sampling, generate, run_batch, step, stream
 from kvjax.sizing import plan
 from kvjax.spec import CacheSpec, LayerSpec, make_spec
@@ -61,6 +61,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "write",
     "apply",
     "attend",
+    "recur",
     "view",
     "ragged",
     # events

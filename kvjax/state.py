@@ -124,6 +124,8 @@ class Blocks(Pytree):
       retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever); None where the spec asks for none.
       expiry: i32[B, 2]; when the time to live of a released block ends, in ms of 64 bits (high, low); None likewise.
       time: i32[2]; the latest `now` of a verb, in 64 bits; None likewise.
+      passed: bool[B]; in a group of recurrent layers, snapshots that a row has gone past, but where no prompts part;
+        None in every other group.
     """
 
     refcount: jax.Array
@@ -141,6 +143,7 @@ class Blocks(Pytree):
     retention: jax.Array | None = None
     expiry: jax.Array | None = None
     time: jax.Array | None = None
+    passed: jax.Array | None = None
 
     tokens = property(lambda self: self.text.tokens)
     extra_ids = property(lambda self: self.text.extra_ids)
@@ -317,6 +320,10 @@ class Group(Pytree):
         """bool[...]; whether the findable blocks ids i32[...] have no findable child on either tier."""
         return (pick(self.blocks.children, ids) == 0) & (self._on_host("num_host_children", ids, np.int32(0)) == 0)
 
+    def num_children(self, ids: jax.Array) -> jax.Array:
+        """i32[...]; findable children of blocks ids i32[...], on both tiers."""
+        return pick(self.blocks.children, ids) + self._on_host("num_host_children", ids, np.int32(0))
+
     def in_this_group(self, ids: jax.Array) -> jax.Array:
         """i32[...]; the blocks with the same prefixes as blocks ids i32[...] of the first group, or NO_BLOCK."""
         return ids if self.window_block is None else jnp.where(ids >= 0, pick(self.window_block, ids), NO_BLOCK)
@@ -360,6 +367,8 @@ class Match(Pytree):
       shared: i32[]; how many tokens it shares.
       device_tokens: i32[]; matched tokens whose K/V are on the device, in every group.
       host_tokens: i32[]; matched tokens whose K/V are on the host, in some group.
+      unusable_tokens: i32[]; tokens beyond these that the first group has, but no snapshot of the recurrent layers;
+        None without such layers.
     """
 
     blocks: jax.Array
@@ -369,6 +378,7 @@ class Match(Pytree):
     shared: jax.Array
     device_tokens: jax.Array
     host_tokens: jax.Array
+    unusable_tokens: jax.Array | None = None
 
     @property
     def cached_tokens(self) -> jax.Array:

@@ -87,5 +87,47 @@ def query_tiles(
     return Work(row, token, count, position, jnp.zeros_like(row), jnp.where(count > 0, position + count, 0))
 
 
+def tile_width(width: int, size: int) -> int:
+    """The tokens of a tile, at most `width`, so that a block of `size` is cut into equal tiles, the last one aside."""
+    return -(-size // -(-size // width))
+
+
+def block_tiles(
+    tokens: int, lengths: jax.Array, starts: jax.Array, counts: jax.Array, max_count: int, width: int, size: int
+) -> tuple[Work, jax.Array]:
+    """Cuts every row's tokens into tiles that end at the ends of blocks of `size`; see `query_tiles`.
+
+    Args:
+      tokens: T, tokens and padding together.
+      lengths: i32[R]; tokens of each row, those that are cut included.
+      starts: i32[R]; where each row's tokens begin; ascending.
+      counts: i32[R]; tokens of each row.
+      max_count: static bound on counts.
+      width: tokens of a tile, from `tile_width`.
+      size: P.
+
+    Returns:
+      The work; and i32[], the number of tiles.
+    """
+    per_block, within = -(-size // width), (lengths - counts) % size
+
+    def tile_of(offset: jax.Array) -> jax.Array:  # counted from the row's first block on
+        return offset // size * per_block + offset % size // width
+
+    def begin_of(tile: jax.Array) -> jax.Array:
+        return tile // per_block * size + jnp.minimum(tile % per_block * width, size)
+
+    first = tile_of(within)
+    tiles = jnp.where(counts > 0, tile_of(within + counts - 1) - first + 1, 0)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    item = jnp.arange(min(tokens, starts.shape[0] * max_count), dtype=jnp.int32)
+    row = jnp.minimum(_sum(item[:, None] >= ends[None]), starts.shape[0] - 1)
+    tile = first[row] + item - (ends - tiles)[row]
+    begin = jnp.maximum(begin_of(tile) - within[row], 0)
+    count = jnp.clip(begin_of(tile + 1) - within[row] - begin, 0, jnp.maximum(counts[row] - begin, 0))
+    position = (lengths - counts)[row] + begin
+    return Work(row, starts[row] + begin, count, position, jnp.zeros_like(row), position + count), ends[-1]
+
+
 def _sum(x: jax.Array) -> jax.Array:
     return jnp.sum(x, axis=1, dtype=jnp.int32)

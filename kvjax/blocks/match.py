@@ -79,7 +79,8 @@ def longest_match(
     source_on_host = functools.reduce(jnp.logical_or, [_on_host(group, source) for group in state.groups])
     host_tokens = count(on_host) * size + jnp.where(source_on_host, shared, 0)
     device_tokens = whole * size + shared - host_tokens
-    return Match(found, whole, uncopied, source, shared, device_tokens, host_tokens)
+    unusable = leading(matches) * size - device_tokens - host_tokens if state.spec.has_recurrent else None
+    return Match(found, whole, uncopied, source, shared, device_tokens, host_tokens, unusable)
 
 
 def _on_host(group: Group, ids: jax.Array) -> jax.Array:

@@ -88,8 +88,8 @@ def remove(
 
 def forget(group: Group, number: int, removed: Records) -> tuple[Group, Records]:
     """Removes a window group's blocks whose `group0_block` is in `removed`; also returns as many records, removed."""
-    own = group.in_this_group(removed.block)
-    return remove(group, number, windows.POLICY, own, (removed.kind == EventKind.REMOVED) & (own >= 0))
+    own, policy = group.in_this_group(removed.block), windows.own_policy(group.blocks)
+    return remove(group, number, policy, own, (removed.kind == EventKind.REMOVED) & (own >= 0))
 
 
 def forget_all(state: CacheState, number: int, removed: Records) -> tuple[CacheState, list[Records]]:

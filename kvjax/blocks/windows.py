@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Window groups: blocks that layers with a sliding attention window share.
+"""Window groups: blocks that layers with a sliding attention window share, or recurrent layers.
 
 The first group holds all blocks of every sequence: it compares contents, links prefixes and finds them, once for all
 groups. A window group has blocks of its own for the positions that its layers can still see. Each is linked to
@@ -11,6 +11,10 @@ the block of the first group with the same prefix, its `group0_block`:
 A block is found through that block, and leaves the index with it, so hits are exact here too. Victims are chosen by age
 alone: the front of a sequence leaves before its end, since no block depends on another.
 
+A recurrent layer is a window of 2: the next token needs the block of the token before, which holds the state after it,
+a snapshot. Snapshots that a row has gone past leave first, but not where prompts part: what stays are the ends of
+conversations and the prefixes that prompts share.
+
 Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hybrid cache coordinator.
 """
 
@@ -21,21 +25,34 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kvjax._arrays import add, fence, pick, put, runs
+from kvjax._arrays import add, fence, last_of_each, pick, put, runs
 from kvjax.blocks.dedup import Dedup, Filled
 from kvjax.blocks.holders import give_back_shared, hold, merge
-from kvjax.blocks.tiers import take_over
+from kvjax.blocks.tiers import take_over, touch_host
 from kvjax.events.records import EventKind, Records, record
+from kvjax.policies.classes import by_class
 from kvjax.policies.ring import lru
 from kvjax.spec import GroupSpec
-from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy, Group
-
-POLICY = lru()  # of all window groups
+from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group
 
 
-def policy_of(number: int, policy: EvictionPolicy) -> EvictionPolicy:
-    """The policy that chooses a group's victims: the cache's in the first group, age alone in the others."""
-    return policy if number == 0 else POLICY
+def _is_wanted(blocks: Blocks, ids: jax.Array) -> jax.Array:
+    assert blocks.passed is not None
+    return jnp.where(pick(blocks.passed, ids), 0, 1)
+
+
+WINDOWS = lru()
+SNAPSHOTS = by_class(_is_wanted, classes=2, name="snapshots")
+
+
+def policy_of(state: CacheState, number: int) -> EvictionPolicy:
+    """The policy that chooses a group's victims: the cache's in the first group, in others their own."""
+    return state.policy if number == 0 else own_policy(state.groups[number].blocks)
+
+
+def own_policy(blocks: Blocks) -> EvictionPolicy:
+    """The policy of a window group: by age alone, of snapshots those first that a row has gone past."""
+    return WINDOWS if blocks.passed is None else SNAPSHOTS
 
 
 def link_blocks(
@@ -55,9 +72,13 @@ def link_blocks(
         EventKind.STORED, where, group=number, block=own, generation=pick(generation, own), source=parent[:, 0],
         source_generation=parent[:, 1], num_tokens=fill,
     )  # fmt: skip
+    passed = None if blocks.passed is None else put(blocks.passed, own, False, where)
     group = group.replace(
         blocks=blocks.replace(
-            generation=generation, fill=put(blocks.fill, own, fill, where), hits=put(blocks.hits, own, 0, where)
+            generation=generation,
+            fill=put(blocks.fill, own, fill, where),
+            hits=put(blocks.hits, own, 0, where),
+            passed=passed,
         ),
         group0_block=put(group0_block, own, target, where),
         window_block=put(window_block, target, own, where),
@@ -82,8 +103,9 @@ def follow(
     duplicate = group.in_this_group(dedup.target)
     swap = good & (duplicate >= 0) & (duplicate != own)
     group, duplicate, swap = fence(group, duplicate, swap)
-    group, updated = take_over(group, number, POLICY, own, duplicate, swap & dedup.first)
-    group = merge(group, POLICY, own, duplicate, swap, dedup.first, now)
+    policy = own_policy(group.blocks)
+    group, updated = take_over(group, number, policy, own, duplicate, swap & dedup.first)
+    group = merge(group, policy, own, duplicate, swap, dedup.first, now)
     table = put(group.table, where, duplicate, swap)
     return group.replace(table=table), stored, updated
 
@@ -101,19 +123,51 @@ def _group0_and_window_blocks(group: Group) -> tuple[jax.Array, jax.Array]:
 
 
 def slide(
-    group: Group, spec: GroupSpec, rows: jax.Array, start: jax.Array, end: jax.Array, max_tokens: int, size: int, now
+    group: Group,
+    spec: GroupSpec,
+    tree: Group,
+    rows: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    max_tokens: int,
+    size: int,
+    now,
 ) -> Group:
     """Releases blocks of different rows i32[R] that leave the window when written tokens grow from start to end i32[R].
 
-    A row can have grown by at most `max_tokens`, which is static.
+    A row can have grown by at most `max_tokens`, which is static. `tree` is the first group.
     """
     columns = runs(spec.first_column(start, size), -(-max_tokens // size))
     where = (jnp.broadcast_to(rows[:, None], columns.shape), columns)
     ids = pick(group.table, where)
     leave = (ids >= 0) & ~spec.keeps(columns, end[:, None], size)
     table, ids, leave = fence(group.table, ids, leave)
-    group = group.replace(table=put(table, where, NO_BLOCK, leave))
-    return give_back_shared(group, POLICY, ids.reshape(-1), 1, leave.reshape(-1), now)
+    group, ids, leave = group.replace(table=put(table, where, NO_BLOCK, leave)), ids.reshape(-1), leave.reshape(-1)
+    if group.blocks.passed is not None:
+        alone = tree.num_children(group.group0_blocks(ids)) <= 1
+        passed = put(group.blocks.passed, ids, alone, leave, unique=False)  # equal of equal blocks
+        group = group.replace(blocks=group.blocks.replace(passed=passed))
+    return give_back_shared(group, own_policy(group.blocks), ids, 1, leave, now)
+
+
+def keep_parting(group: Group, tree: Group, parents: jax.Array, where: jax.Array, now: jax.Array) -> Group:
+    """Keeps the snapshots at which prompts part: of prefixes parents i32[K] of the first group, where bool[K].
+
+    Those are the parents of blocks that were just published; a parent may occur several times.
+    """
+    passed = group.blocks.passed
+    if passed is None:
+        return group
+    ids = group.in_this_group(parents)
+    where = where & (ids >= 0) & pick(passed, ids) & (tree.num_children(parents) > 1)
+    refcount, first = last_of_each(group.blocks.refcount, ids, where)
+    refcount = put(refcount, ids, pick(group.blocks.refcount, ids), first)
+    passed = put(passed, ids, False, where, unique=False)
+    group = group.replace(blocks=group.blocks.replace(refcount=refcount, passed=passed))
+    idle, on_device = first & (pick(refcount, ids) == 0), group.on_device(ids)
+    group = touch_host(group, SNAPSHOTS, ids, idle & ~on_device, now)
+    ids = jnp.where(idle & on_device, ids, NO_BLOCK)
+    return group.replace(policy=SNAPSHOTS.touched(group.policy, group.blocks, ids, now))
 
 
 def regain(

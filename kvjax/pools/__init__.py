@@ -4,6 +4,7 @@
 from kvjax.pools.attention import attend
 from kvjax.pools.device import Pools, apply, init_pools, write
 from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
+from kvjax.pools.recurrent import recur
 from kvjax.pools.views import View, mixed, ragged, view
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "mixed",
     "move",
     "ragged",
+    "recur",
     "view",
     "write",
 ]

@@ -276,7 +276,7 @@ def _take(
         if number > 0:  # blocks that left the first group's index leave the others' too
             group, gone = forget(group, number, taken[0].removed)
             forgotten.append(gone)
-        good, policy = status == Status.OK, windows.policy_of(number, state.policy)
+        good, policy = status == Status.OK, windows.policy_of(state, number)
         group = hold(group, found.blocks, found.hits & good)
         source = jnp.where(good, found.source, NO_BLOCK)
         group = hold_source(group, source)

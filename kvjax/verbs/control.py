@@ -77,7 +77,7 @@ def unpin(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: in
     # As a row's blocks: the last one first, but whatever the order of the list, children before their parents.
     metadata = chosen_group.blocks
     order = children_first(metadata, ids[::-1], (named & ok & (pick(metadata.fill, ids) > 0))[::-1])
-    policy = windows.policy_of(group, state.policy)
+    policy = windows.policy_of(state, group)
     chosen_group = give_back(chosen_group, policy, order, ok & (order != NO_BLOCK), now)
     state = replace_group(state, group, chosen_group)
     return state, assemble(state, first_failure((~ok, Status.BAD_REQUEST)))
@@ -158,7 +158,7 @@ def reset(state: CacheState) -> tuple[CacheState, Events]:
     )
     groups, cleared = [], []
     for number, group in enumerate(state.groups):
-        policy = windows.policy_of(number, state.policy)
+        policy = windows.policy_of(state, number)
         empty, old = init_group(state.spec, number, policy, group.num_blocks), group.blocks
         blocks = empty.blocks.replace(generation=old.generation, clock=old.clock, time=old.time)
         empty = empty.replace(blocks=blocks, policy=policy.forgot(group.policy, group.ids))

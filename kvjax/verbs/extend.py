@@ -149,7 +149,7 @@ def grow(
     block_priorities = priorities(state, now, tiers)
     groups, removed, copied, taken, new_blocks = [], [], [], [], []
     for number, (group_spec, (group, writers), wanted) in enumerate(zip(spec.groups, shared, new, strict=True)):
-        policy = windows.policy_of(number, state.policy)
+        policy = windows.policy_of(state, number)
         if taken:  # blocks that left the first group's index leave the others' too
             group, forgotten = forget(group, number, taken[0].removed)
             removed.insert(0, forgotten)

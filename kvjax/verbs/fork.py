@@ -88,7 +88,7 @@ def beam_step(
         ids = table.T[::-1].reshape(-1)
         less = jnp.broadcast_to(1 - heirs, table.T.shape).reshape(-1)
         group = group.replace(table=put(all_rows, seqs, moved, ok))
-        policy = windows.policy_of(number, state.policy)
+        policy = windows.policy_of(state, number)
         groups.append(give_back_shared(group, policy, ids, less, (ids >= 0) & ~bad, now))
 
     state = state.replace(groups=tuple(groups), seqs=put(old, seqs, pick(old, pick(seqs, parents)), ok))

@@ -77,8 +77,10 @@ def init_group(
     if number == 0:
         blocks, own = _init_blocks(num_ids, spec), dict[str, Any](links=index.init_links(num_ids))
     else:  # the first group has the contents and the index for all groups
-        blocks = _init_blocks(num_ids, dataclasses.replace(spec, retention=False)).replace(text=None, key=None)
-        policy, policy_state = windows.POLICY, None
+        passed = jnp.zeros((num_ids,), jnp.bool_) if group.recurrent else None
+        blocks = _init_blocks(num_ids, dataclasses.replace(spec, retention=False))
+        blocks = blocks.replace(text=None, key=None, passed=passed)
+        policy, policy_state = windows.own_policy(blocks), None
         own = dict[str, Any](links=None, group0_block=_none(num_ids), window_block=_none(spec.groups[0].num_ids))
     return Group(
         blocks=blocks,

@@ -61,7 +61,7 @@ def offload(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     claimed_blocks, claimed = claim(before, ids, good & (ids >= 0))
     all_claimed = good & (count(claimed) == count(named))
     taken = transfer(
-        chosen_group.replace(blocks=claimed_blocks), group, windows.policy_of(group, state.policy),
+        chosen_group.replace(blocks=claimed_blocks), group, windows.policy_of(state, group),
         Outgoing(ids, claimed, claimed), now,
     )  # fmt: skip
     status = first_failure((held, Status.HELD), (~all_claimed, Status.BAD_REQUEST), (~taken.ok, Status.NO_BLOCKS))
@@ -110,7 +110,7 @@ def onboard(state: CacheState, blocks: ArrayLike, *, now: ArrayLike = 0, group: 
     taken = take_unheld(state, group, holding, ids.shape[0], now, onboarded=onboarded)
     waited = before.released - before.clock  # of equally deep ones the first that was released stays the first
     order = jnp.lexsort((waited, -jnp.where(ancestors, before.depth, -1))).astype(jnp.int32)
-    policy = windows.policy_of(group, state.policy)
+    policy = windows.policy_of(state, group)
     taken = taken.replace(group=give_back(taken.group, policy, order, pick(ancestors, order), now))
     after, removed = put_taken(state, group, taken)
     status = jnp.where((status == Status.OK) & ~taken.ok, jnp.int32(Status.NO_BLOCKS), status)
@@ -178,7 +178,7 @@ def complete(
         lost = is_among(group.blocks.fill.shape[0], ids, current & ~ok)
         hurt = hurt | jnp.any((group.table >= 0) & pick(lost, group.table), axis=1)
         most = lost.shape[0] if max_removed is None else min(static_int("max_removed", max_removed, 1), lost.shape[0])
-        policy = windows.policy_of(number, state.policy)
+        policy = windows.policy_of(state, number)
         # The findable ones of the lost blocks leave the index with all their descendants.
         doomed = descendants(group.blocks, lost & (group.blocks.fill > 0))
         order = children_first(group.blocks, group.ids, doomed)[:most]
@@ -200,7 +200,7 @@ def _tiered_group(state: CacheState, number: int) -> Group:
 def take_unheld(state: CacheState, number: int, group: Group, size: int, now: jax.Array, **options: jax.Array) -> Taken:
     """`take` over both tiers for no new holders, with the policy of group `number`."""
     return take(
-        group, number, windows.policy_of(number, state.policy), jnp.int32(0), size, now,
+        group, number, windows.policy_of(state, number), jnp.int32(0), size, now,
         priorities=priorities(state, now)[number], min_priority=state.spec.offload_min_priority, **options,
     )  # fmt: skip
 

@@ -47,7 +47,7 @@ def release(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[C
     if state.spec.partial_reuse:
         state, stored = store_tail(state, row, ok)
     groups = [
-        give_back(group, windows.policy_of(number, state.policy), table[::-1], (ok & (table >= 0))[::-1], now)
+        give_back(group, windows.policy_of(state, number), table[::-1], (ok & (table >= 0))[::-1], now)
         for number, (group, table) in enumerate(zip(state.groups, row.tables, strict=True))
     ]
     state = state.replace(groups=tuple(groups))

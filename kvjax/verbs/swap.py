@@ -53,7 +53,7 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
         blocks = blocks.replace(refcount=put(blocks.refcount, ids, 1, private))  # also of blocks that stay
         taken.append(
             transfer(
-                group.replace(blocks=blocks), number, windows.policy_of(number, state.policy),
+                group.replace(blocks=blocks), number, windows.policy_of(state, number),
                 Outgoing(ids, leaves, leaves, held=True), now,
             )
         )  # fmt: skip

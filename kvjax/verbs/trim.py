@@ -65,8 +65,7 @@ def cut(state: CacheState, length: jax.Array, most: int) -> CacheState:
     columns = runs(-(-length // size), -(-most // size))
     beyond = columns * size < state.seqs.length[:, None]
     groups = [
-        _discard(group, windows.policy_of(number, state.policy), columns, beyond)
-        for number, group in enumerate(state.groups)
+        _discard(group, windows.policy_of(state, number), columns, beyond) for number, group in enumerate(state.groups)
     ]
     return state.replace(groups=tuple(groups), seqs=state.seqs.replace(length=length))
 

@@ -37,7 +37,8 @@ def truncate(state: CacheState, seq: ArrayLike, length: ArrayLike, *, now: Array
 
     Returns:
       The cache; and events, E = 1 a row and group: removed. Status BAD_REQUEST, also where a window goes back over
-      blocks that are no longer on the device.
+      blocks that are no longer on the device; with recurrent layers, where committed tokens are cut off anywhere but
+      at the end of a block: there is no state after the token before.
 
     Source: TensorRT-LLM's rewindKVCache.
     """
@@ -56,10 +57,13 @@ def rewind(
 ) -> tuple[CacheState, list[Records], jax.Array]:
     """Cuts row `seq` back to `length` tokens where ok bool[]; also returns records, removed, and whether it was done.
 
-    A window that goes back over blocks which have left it and are no longer on the device prevents the cut.
+    A window that goes back over blocks which have left it and are no longer on the device prevents the cut; so does a
+    cut into what a recurrent layer has only one state after.
     """
     size, columns = state.spec.block_size, jnp.arange(row.tables[0].shape[0], dtype=jnp.int32)
     keep, committed = -(-length // size), jnp.minimum(row.committed, length)
+    if state.spec.has_recurrent:
+        ok = ok & ((length >= row.committed) | (length % size == 0))
     lacking = [
         (columns < keep) & group_spec.keeps(columns, committed, size) & (table < 0)
         for group_spec, table in zip(state.spec.groups[1:], row.tables[1:], strict=True)
@@ -68,7 +72,7 @@ def rewind(
     groups, tables = [], []
     for number, (group, table) in enumerate(zip((state.groups[0], *regained), full, strict=True)):
         dropped = ok & (columns >= keep) & (table >= 0)
-        policy = windows.policy_of(number, state.policy)
+        policy = windows.policy_of(state, number)
         groups.append(give_back(group, policy, table[::-1], dropped[::-1], now))
         tables.append(jnp.where(dropped, NO_BLOCK, table))
     group, block = groups[0], pick(tables[0], keep - 1)[None]
