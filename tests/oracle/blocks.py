@@ -92,6 +92,7 @@ class Block:
     move: int = 0  # number of the move that brings it where it is, if that has not been completed
     unevictable: bool = False  # on the device, when blocks last moved, with a descendant on the host or moving
     queued: int = 0  # turn when it began to wait for its eviction in its tier
+    passed: bool = False  # of a recurrent group: a row has gone past it, and no prompts part there
 
 
 @dataclasses.dataclass
@@ -124,6 +125,8 @@ class Row:
 class Group:
     """The blocks of one attention window, None for full attention; `index` is the block of each node.
 
+    A `recurrent` group has a window of 2: of a sequence the next token needs the block of the token before.
+
     At most `num_blocks` blocks are on the device and `num_host_blocks` on the host; which, each block tells.
     """
 
@@ -133,6 +136,7 @@ class Group:
     blocks: list[Block]
     window: int | None = None
     sink_tokens: int = 0
+    recurrent: bool = False
     index: dict[Node, int] = dataclasses.field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
@@ -147,6 +151,11 @@ class Group:
         return (
             self.window is None or column * size < self.sink_tokens or (column + 1) * size > written - self.window + 1
         )
+
+
+def snapshots(block: Block) -> tuple[bool, int]:
+    """The score of recurrent groups: first those that a row has gone past, by age in each class."""
+    return not block.passed, block.queued
 
 
 def lru(block: Block) -> int:

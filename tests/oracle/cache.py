@@ -39,6 +39,7 @@ from tests.oracle.blocks import (
     Row,
     Status,
     lru,
+    snapshots,
 )
 from tests.oracle.tiers import Tiers
 
@@ -65,11 +66,12 @@ class Oracle(Tiers):
         num_host_blocks: int = 0,
         offload_min_priority: int = 0,
         bare: bool = False,
+        recurrent: int = 0,
     ):
         """An empty cache; among leaves the block of the lowest `score` is evicted first, then the older one.
 
-        `windows` are (tokens, sink tokens, blocks) of further groups. Each group has so many host blocks, but not a
-        `bare` first one.
+        `windows` are (tokens, sink tokens, blocks) of further groups; a last group of recurrent layers has so many
+        blocks. Each group has so many host blocks, but not a `bare` first one.
         """
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
@@ -79,6 +81,8 @@ class Oracle(Tiers):
         self.groups = [self._group(0, num_blocks, 0 if bare else num_host_blocks)]
         for number, (window, sinks, blocks) in enumerate(windows, 1):
             self.groups.append(self._group(number, blocks, num_host_blocks, window, sinks))
+        if recurrent:
+            self.groups.append(self._group(len(self.groups), recurrent, num_host_blocks, 2, recurrent=True))
         self.rows = [self._free_row() for _ in range(max_seqs)]
         self.clock = self.turn = self.moves = 0
         self.now = 0  # ms; set by the caller
@@ -258,7 +262,7 @@ class Oracle(Tiers):
         A block whose content is already cached is swapped for the cached one. The rows are done in the order of `seqs`,
         so of several that fill equal blocks the first one's stays; None: all rows, in theirs.
         """
-        status, events, slid = [Status.OK] * len(self.rows), [], []
+        status, events, slid, published = [Status.OK] * len(self.rows), [], [], []
         for seq in range(len(self.rows)) if seqs is None else seqs:
             row, count = self.rows[seq], num_tokens[seq]
             new = list(tokens[seq][: max(count, 0)])
@@ -278,6 +282,7 @@ class Oracle(Tiers):
                         continue
                     if duplicate is None:
                         events.append(self._publish(group, table[i], node))
+                        published += [node] if group.number == 0 else []
                     else:
                         if group.blocks[duplicate].host:  # its contents are on the device now
                             group.blocks[duplicate].host, group.blocks[duplicate].move = False, 0
@@ -288,9 +293,20 @@ class Oracle(Tiers):
                         self._drop(group, table[i])
                         table[i] = duplicate
             slid.append((row, before))
+        self._keep_parting([self._parent(node) for node in published])
         for row, before in slid:
             self._slide(row, before)
         return Result(status, events)
+
+    def _keep_parting(self, parents: list[Node]) -> None:
+        """Snapshots at which prompts part now no longer count as passed, and wait anew."""
+        for i, node in enumerate(parents):
+            for group in self.groups:
+                block = group.blocks[group.index[node]] if group.recurrent and node in group.index else None
+                if block and block.passed and node not in parents[i + 1 :] and len(self._children(node)) > 1:
+                    block.passed = False
+                    if not block.refcount:
+                        block.queued, self.turn = self.turn, self.turn + 1
 
     def fork(self, src, dst) -> Result:
         """Free row `dst` shares all blocks of row `src`, whose tokens must all be written."""
@@ -316,6 +332,9 @@ class Oracle(Tiers):
         if row is None or not 1 <= length <= row.length or row.swapped:
             return Result([Status.BAD_REQUEST])
         committed, last = min(len(row.tokens), length), self._blocks_for(length)
+        has_recurrent = any(group.recurrent for group in self.groups)
+        if has_recurrent and length < len(row.tokens) and length % self.block_size:
+            return Result([Status.BAD_REQUEST])  # no state after the token before is kept
         regained = []
         for group in self.groups[1:]:
             for i in range(last):
@@ -413,6 +432,16 @@ class Oracle(Tiers):
     def lookup(self, tokens, *, namespace=0, extra_ids=None, tiers=True) -> int:
         """How many tokens of a prompt `admit` would find; changes nothing."""
         return self._match(namespace, self._pair(tokens, extra_ids), tiers)[2]
+
+    def unusable(self, tokens, *, namespace=0, extra_ids=None, tiers=True) -> int:
+        """How many tokens beyond these the first group has."""
+        prompt = tuple(self._pair(tokens, extra_ids)[:-1])
+        ends = range(self.block_size, len(prompt) + 1, self.block_size)
+        whole = list(
+            itertools.takewhile(lambda end: self._reachable(self.groups[0], (namespace, prompt[:end]), tiers), ends)
+        )
+        usable = self.lookup(tokens, namespace=namespace, extra_ids=extra_ids, tiers=tiers)
+        return len(whole) * self.block_size - usable
 
     def found(self, tokens, *, namespace=0) -> tuple[int, list[list[int]]]:
         """What `admit` would find on the device: the number of tokens, and each group's blocks of the whole ones.
@@ -600,7 +629,7 @@ class Oracle(Tiers):
         if above is not None and group.number == 0:
             self.blocks[above].children += 1
         group.blocks[block] = dataclasses.replace(
-            group.blocks[block], node=node, parent=above, hits=0, stored=self.clock
+            group.blocks[block], node=node, parent=above, hits=0, stored=self.clock, passed=False
         )
         self.clock += 1
         return Event("stored", *node, group.number)
@@ -642,7 +671,7 @@ class Oracle(Tiers):
         } - set(spared)
         on_device = [b for b in self.index.values() if not self.blocks[b].host] if group.number == 0 else []
         children = collections.Counter(self.blocks[b].parent for b in on_device)
-        score = self.score if group.number == 0 else lru
+        score = self.score if group.number == 0 else snapshots if group.recurrent else lru
         while len(victims) < missing:
             leaves = [b for b in candidates if not children[b]]
             if not tiers:  # what has descendants on the host must stay
@@ -699,6 +728,8 @@ class Oracle(Tiers):
             table = row.tables[group.number]
             for i, block in enumerate(table):
                 if group.sees(i, before, self.block_size) and not group.sees(i, len(row.tokens), self.block_size):
+                    if block != NO_BLOCK and group.blocks[block].node:
+                        group.blocks[block].passed = len(self._children(group.blocks[block].node)) <= 1
                     self._drop(group, block)
                     table[i] = NO_BLOCK
 
@@ -709,8 +740,10 @@ class Oracle(Tiers):
 
     # Small things.
 
-    def _group(self, number: int, blocks: int, host: int, window: int | None = None, sinks: int = 0) -> Group:
-        return Group(number, blocks, host, [Block() for _ in range(blocks + host)], window, sinks)
+    def _group(
+        self, number: int, blocks: int, host: int, window: int | None = None, sinks: int = 0, recurrent: bool = False
+    ) -> Group:
+        return Group(number, blocks, host, [Block() for _ in range(blocks + host)], window, sinks, recurrent)
 
     def _free_row(self) -> Row:
         return Row(tables=[[] for _ in self.groups])

@@ -33,6 +33,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "windows": {"layers": [(None, 0), (6, 3)]},
     "windows, retention": {"policy": "priority", "retention": True, "layers": [(None, 0), (6, 3)]},
     "windows alone": {"layers": [(5, 0), (9, 1)], "partial_reuse": False},
+    "recurrent": {"layers": [(None, 0), "recurrent"]},
+    "recurrent alone": {"layers": ["recurrent"]},
+    "recurrent, host": {"layers": [(None, 0), (6, 3), "recurrent"], "num_host_blocks": 3},
     "host": {"num_host_blocks": 5},
     "host, windows": {"layers": [(None, 0), (6, 3)], "num_host_blocks": 3},
     "host, retention": {
@@ -109,15 +112,18 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, config, blocks):
         options = dict(CONFIGS[config])
         chosen, score = POLICIES[options.pop("policy", "lru")]
-        layers = [kvjax.LayerSpec(1, 1, *layer) for layer in options.pop("layers", [])]
+        layers = [
+            kvjax.LayerSpec.recurrent({"state": (1,)}) if layer == "recurrent" else kvjax.LayerSpec(1, 1, *layer)
+            for layer in options.pop("layers", [])
+        ]
         spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=ROWS, max_length=WIDTH, block_size=SIZE, **options)
         self.timed, self.extra, self.host = spec.retention, spec.extra_ids, spec.has_host
         self.state = kvjax.init(spec, chosen, num_blocks=jnp.int32(blocks))
-        windows = [(group.window, group.sink_tokens, blocks) for group in spec.groups[1:]]
+        windows = [(group.window, group.sink_tokens, blocks) for group in spec.groups[1:] if not group.recurrent]
         first = spec.groups[0].num_blocks if spec.bare else blocks
         self.oracle = Oracle(
             first, SIZE, ROWS, BLOCKS_PER_ROW, spec.partial_reuse, score or lru, windows,
-            options.get("num_host_blocks", 0), spec.offload_min_priority, spec.bare,
+            options.get("num_host_blocks", 0), spec.offload_min_priority, spec.bare, blocks * spec.has_recurrent,
         )  # fmt: skip
         if self.timed:
             self.oracle.score = self.oracle.priority
@@ -409,6 +415,9 @@ class CacheMachine(RuleBasedStateMachine):
             tiers=BOTH if wide else BOTH[:1],
         )  # fmt: skip
         assert int(match.cached_tokens) == self.oracle.lookup(tokens, namespace=namespace, extra_ids=ids, tiers=wide)
+        if match.unusable_tokens is not None:
+            unusable = self.oracle.unusable(tokens, namespace=namespace, extra_ids=ids, tiers=wide)
+            assert int(match.unusable_tokens) == unusable
 
     @precondition(lambda self: self.used)
     @rule(
