@@ -5,6 +5,7 @@ The K/V of a token are a hash of (namespace, all tokens up to it, layer, K or V)
 
 - each slot of a row's written tokens, where the row's view or its blocks on the host have it, holds the row's own;
 - each findable block of every group, on both tiers, holds the K/V of its path;
+- of recurrent layers, each row's snapshot and each findable one is the name of its text;
 - `check` passes, and the events give the index;
 
 and everything else may be overwritten with NaN, for nobody may read it.
@@ -41,6 +42,7 @@ from tests import drive
 from tests.drive import BOTH
 
 SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
+RECURRENT, WIDEST = "recurrent", 3  # a layer of a configuration; tokens of its tiles, fewer than a block's
 AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of an admit, tokens of an extend, blocks of an offload, watermark
 
 Path = tuple[Any, ...]
@@ -74,6 +76,31 @@ def vectors(names: Any, layers: int, xp: Any = np) -> Any:
     return xp.stack([large, large * part / 127], axis=-1)
 
 
+def values_of(names: Any, before: Any, layers: tuple[Any, ...], xp: Any = np) -> Any:
+    """f32[..., L, 2, 2]; for each layer K and V; for a recurrent one the states before the tokens and after them.
+
+    Those are names and 1; `before` i32[...] has 0 before a text's first token.
+    """
+    found, states = vectors(names, len(layers), xp), xp.stack([before, names + 1], axis=-1).astype(xp.float32)
+    states = xp.stack([states, states], axis=-1)
+    each = [states if layer == RECURRENT else found[..., at, :, :] for at, layer in enumerate(layers)]
+    return xp.stack(each, axis=-3)
+
+
+def cell(states: dict[str, jax.Array], inputs: jax.Array, count: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A recurrent layer whose state is the name of the text, or NaN if it did not begin with the right one."""
+    signs = signs_of(states["name"].shape[1])[None, :, 0]
+
+    def step(state, at):
+        before, after = (inputs[:, at, which, None] * signs for which in (0, 1))
+        new = jnp.where(state == before, after, jnp.nan)
+        state = jnp.where((at < count)[:, None], new, state)
+        return state, state
+
+    state, outputs = jax.lax.scan(step, states["name"], jnp.arange(inputs.shape[1], dtype=jnp.int32))
+    return jnp.moveaxis(outputs, 0, 1), {"name": state}
+
+
 def named(vector: Any, xp: Any = np) -> Any:
     """i32[...]; the names of keys f32[..., 2] of layer 0."""
     return xp.rint(vector[..., 0]).astype(xp.int32) - 1
@@ -94,11 +121,11 @@ class Chain(Pytree, static=("layers",)):
 
     Attributes:
       roots: i32[V]; the name before a prompt's first token, by this token, since a model does not know its tenants.
-      layers: static.
+      layers: static; those of the configuration.
     """
 
     roots: jax.Array
-    layers: int
+    layers: tuple[Any, ...]
 
     def __call__(self, tokens, pools, view, *, last):
         first = jnp.where(view.num_tokens > 0, view.lengths - view.num_tokens, 0)
@@ -109,6 +136,7 @@ class Chain(Pytree, static=("layers",)):
             name = start
             names = jnp.stack([name := advance(name, tokens[:, i]) for i in range(tokens.shape[1])], axis=1)
             chosen = jnp.take_along_axis(names, last[:, None], axis=1)[:, 0]
+            begins = jnp.full(names.shape, -1, jnp.int32).at[:, 0].set(start)
         else:
             position = jnp.arange(tokens.shape[1], dtype=jnp.int32)
             begins = jnp.full(position.shape, -1, jnp.int32)
@@ -120,8 +148,11 @@ class Chain(Pytree, static=("layers",)):
                 return name, name
 
             names = jax.lax.scan(one, jnp.int32(0), (begins, tokens[0]))[1][None]
-            chosen = names[0, last]
-        return jax.nn.one_hot(chosen % VOCAB, VOCAB), write(pools, view, vectors(names, self.layers, jnp))
+            chosen, begins = names[0, last], begins[None]
+        earlier = jnp.pad(names[:, :-1], [(0, 0), (1, 0)])
+        before = jnp.where(view.positions > 0, jnp.where(begins >= 0, begins, earlier) + 1, 0)
+        values = values_of(names, before, self.layers, jnp)
+        return jax.nn.one_hot(chosen % VOCAB, VOCAB), write(pools, view, values)
 
     def names_before(self, opening, pools, view, first):
         """i32[R]; the names before the rows' tokens at positions first i32[R], the first of which are `opening`."""
@@ -138,7 +169,7 @@ class Chain(Pytree, static=("layers",)):
         for number, (spec, table) in enumerate(zip(pools.spec.groups, view.tables, strict=True)):
             position = jnp.arange(table.shape[1] * SIZE, dtype=jnp.int32)[None]
             seen = (position < first[:, None]) & visible(spec, position, first[:, None])
-            for p in range(len(spec.pools)):
+            for p in range(0 if spec.recurrent else len(spec.pools)):
                 wrong = jnp.any(jnp.isnan(read(pools, number, p)), axis=(1, 2, 3, 5))[table]
                 found = found | jnp.any(wrong.reshape(seen.shape) & seen, axis=1)
         return found
@@ -158,10 +189,14 @@ def read(pools: Any, group: int, pool: int) -> Any:
 
 
 def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
-    signs = signs_of(pools.arrays[-1][0].shape[3])
     for layer in range(values.shape[2]):
-        k, v = (values[:, :, layer, which, None] * signs[None, None] for which in (0, 1))
-        pools = kvjax.write(pools, layer, k, v, view)
+        array = pools.at(layer)[-1]
+        if isinstance(array, dict):
+            _, pools = kvjax.recur(cell, pools, layer, view, values[:, :, layer, :, 0], width=WIDEST)
+        else:
+            signs = signs_of(array.shape[3])
+            k, v = (values[:, :, layer, which, None] * signs[None, None] for which in (0, 1))
+            pools = kvjax.write(pools, layer, k, v, view)
     return pools
 
 
@@ -263,7 +298,7 @@ class Config:
     """The options of a cache, and the requests to it.
 
     Attributes:
-      layers: (window, sink tokens) of each layer.
+      layers: (window, sink tokens) of each layer, or RECURRENT.
       rows: S.
       width: tokens of a row.
       blocks: N of each group; a bare first one has what it needs.
@@ -280,7 +315,7 @@ class Config:
       options: for `make_spec`.
     """
 
-    layers: tuple[tuple[int | None, int], ...] = ((None, 0), (None, 0))
+    layers: tuple[Any, ...] = ((None, 0), (None, 0))
     rows: int = ROWS
     width: int = WIDTH
     blocks: int = 7
@@ -296,7 +331,13 @@ class Config:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def spec(self) -> CacheSpec:
-        layers = [kvjax.LayerSpec(self.heads, 2, *layer) for layer in self.layers]
+        state = {"name": (self.heads,)}
+        layers = [
+            kvjax.LayerSpec.recurrent(state, axes={"name": 0})
+            if layer == RECURRENT
+            else kvjax.LayerSpec(self.heads, 2, *layer)
+            for layer in self.layers
+        ]
         return kvjax.make_spec(
             layers, num_blocks=self.blocks, num_host_blocks=self.host, max_seqs=self.rows, max_length=self.width,
             block_size=SIZE, dtype=self.dtype, **self.options,
@@ -384,6 +425,9 @@ class Life:
             found = int(seqs.committed[seq]), int(seqs.namespace[seq]), int(seqs.length[seq]) > 0
             assert found == (len(row.items), row.namespace, seq in self.rows), f"row {seq} has {found}, wanted {row}"
         for number, (demand, owners) in enumerate(self.demands()):
+            if self.spec.groups[number].recurrent:
+                self.verify_snapshots(number, demand, owners)
+                continue
             for p, pool in enumerate(self.spec.groups[number].pools):
                 got = self.read(number, p)  # [N + H, P, L, 2, K, D]
                 wanted = vectors(demand, len(self.config.layers))[:, :, list(pool.layers)]
@@ -391,6 +435,22 @@ class Life:
                 if wrong.any():
                     row, at = np.argwhere(wrong)[0].tolist()
                     raise AssertionError(self.complaint(number, p, row, at, got[row, at], owners))
+
+    def verify_snapshots(self, number: int, demand: np.ndarray, owners: Any) -> None:
+        """Of what a block is to hold of a text, the last name is its snapshot."""
+        tiers = [pools.arrays[number][0] for pools in self.bytes if pools is not None]
+        names, lengths = (
+            np.concatenate([tiers[0][part][:-1], *(tier[part] for tier in tiers[1:])])
+            for part in ("name", "num_tokens")
+        )
+        last = np.max(np.where(demand >= 0, np.arange(SIZE), -1), axis=1)
+        for row in np.flatnonzero(last >= 0).tolist():
+            wanted = (demand[row, last[row]] + 1) * signs_of(names.shape[2])[:, 0]
+            got, lacks = names[row], (lengths[row] - last[row] - 1) % SIZE
+            if np.any(got != wanted) or np.any(lacks):
+                whose = [who for who, rows in owners if row in rows]
+                found = f"holds {got.tolist()} after {lengths[row].tolist()} tokens, wanted {wanted.tolist()}"
+                raise AssertionError(f"group {number}, snapshot {row} is read by {whose}, and {found}")
 
     def read(self, group: int, pool: int) -> np.ndarray:
         """f32[N + H, P, L, 2, K, D]; what the slots of both tiers hold, without the signs of the heads."""
@@ -421,13 +481,17 @@ class Life:
                 held = table[where // SIZE] >= 0
                 lost = ~held & visible(spec, where, len(row.items))
                 assert not lost.any(), f"row {seq} sees nothing at {where[lost]} in group {number}"
+                if spec.recurrent:  # blocks that it has gone past are still held only if nothing was written since
+                    held &= where >= len(row.items) - 1
                 rows, where = table[where // SIZE][held], where[held]
                 want(f"row {seq}", rows, where % SIZE, names_of(row.namespace, row.items)[where])
             for (of, block, _), (namespace, path, *_) in self.mirror.nodes.items():
                 if of == number:
                     start = (len(path) - 1) // SIZE * SIZE
-                    names = names_of(namespace, path)[start:]
-                    want(f"block {block} {path}", np.full(len(names), slot[block]), np.arange(len(names)), names)
+                    names, at = names_of(namespace, path)[start:], np.arange(len(path) - start)
+                    if spec.recurrent:
+                        names, at = names[-1:], at[-1:]
+                    want(f"block {block} {path}", np.full(len(names), slot[block]), at, names)
             found.append((demand, owners))
         return found
 
@@ -449,6 +513,9 @@ class Life:
             of_tier = [np.concatenate([free[:n], np.ones((1, SIZE), bool)]), free[n:]]
             for pools, mask in zip(self.bytes, of_tier, strict=True):
                 if pools is None:
+                    continue
+                if self.spec.groups[number].recurrent:  # the numbers of tokens stay: they may be right for another text
+                    pools.arrays[number][0]["name"][mask.all(axis=1)] = np.nan
                     continue
                 scales = pools.scales[number] if pools.scales else [None] * len(pools.arrays[number])
                 for x, scale in zip(pools.arrays[number], scales, strict=True):
@@ -586,14 +653,16 @@ class Life:
 
     def appended(self, new: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Adds items to the rows; their K/V f32[S, T, L, 2, 2], tokens i32[S, T], counts i32[S] and extra ids."""
-        values = np.zeros((ROWS, WIDTH, len(self.config.layers), 2, 2), np.float32)
+        layers = self.config.layers
+        values = np.zeros((ROWS, WIDTH, len(layers), 2, 2), np.float32)
         for seq, line in enumerate(new):
             if line:
                 row = self.rows[seq]
                 start = len(row.items)
                 row.items += line
-                names = names_of(row.namespace, row.items)[start:]
-                values[seq, : len(line)] = vectors(names, len(self.config.layers))
+                names = names_of(row.namespace, row.items)
+                before = np.concatenate([[0], names[:-1] + 1]).astype(np.int32)
+                values[seq, : len(line)] = values_of(names[start:], before[start:], layers)
         tokens = np.stack([padded([x[0] if self.extra else x for x in line]) for line in new])
         extra = np.stack([padded([x[1] for x in line]) for line in new]) if self.extra else None
         return values, tokens, np.array([len(line) for line in new], np.int32), extra
@@ -772,7 +841,7 @@ class Life:
                 how = {"scheduler": options, "priorities": request["priorities"]}
             run = with_kernels(run) if self.config.kernels else run
             outputs, cache, events = run(
-                Chain(roots, len(self.config.layers)), cache, prompts, max_new_tokens=request["most"],
+                Chain(roots, self.config.layers), cache, prompts, max_new_tokens=request["most"],
                 namespaces=spaces, steps=4, **how,
             )  # fmt: skip
         self.tally["failed in generate"] += len(failed)
@@ -1035,7 +1104,11 @@ CONFIGS = {
     "windows, int8": Config((FULL, (6, 1)), reserve_tokens=5, dtype="int8"),
     "windows alone, host": Config(((5, 0), (9, 2)), host=4),
     "windows, host, int8": Config((FULL, (6, 1)), host=4, dtype="int8"),
+    "fast recurrent": Config((FULL, RECURRENT), host=5, generate=False, verbs=FAST),
+    "recurrent": Config((FULL, RECURRENT, (6, 1), RECURRENT), reserve_tokens=5),
+    "recurrent, host": Config((FULL, RECURRENT, RECURRENT), host=5, methods=True),
     "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
+    "mesh, recurrent": Config((FULL, RECURRENT), heads=2),
     "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", methods=True, heads=2),
     "windows, host, methods": Config((FULL, (6, 0), (9, 1)), host=4, reserve_tokens=5, methods=True),
 }
