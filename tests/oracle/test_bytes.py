@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every byte that anyone may read is the right one, after every step of random histories (`bytes_machine.py`)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import Cache
+from kvjax.pools import recurrent
 from tests.oracle import bytes_machine
 from tests.oracle.bytes_machine import CONFIGS, SIZE, carry_out, live
 
@@ -120,6 +123,58 @@ def test_mistakes_in_a_block_of_steps_are_noticed(mistake, noticed, monkeypatch)
             carry_out(CONFIGS["fast host"], lambda _: history)
 
 
+def no_ends(monkeypatch):
+    """A `recur` that keeps no snapshot at the end of a block."""
+    put = recurrent._Snapshots.put
+
+    def wrong(snapshots, slot, states, num_tokens):
+        new = put(snapshots, slot, states, num_tokens)
+        return jax.tree.map(lambda new, old: jnp.where(num_tokens % SIZE == 0, old, new), new, snapshots)
+
+    monkeypatch.setattr(recurrent._Snapshots, "put", wrong)
+
+
+def partial(monkeypatch):
+    """A cache that reuses a part of a block."""
+    monkeypatch.setattr(kvjax.CacheSpec, "__post_init__", lambda spec: None)
+
+
+def anywhere(monkeypatch):
+    """A `truncate` that cuts into blocks."""
+    monkeypatch.setattr(kvjax.CacheSpec, "has_recurrent", False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mistake", "step", "noticed"),
+    [
+        (None, 0, ""), (no_ends, 2, "snapshot .* after .3. tokens"), (partial, 4, "snapshot .* after .6. tokens"),
+        (forgetful, 6, "row 0"), (anywhere, 7, "snapshot .* after .9. tokens"),
+    ],
+)  # fmt: skip
+def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch):
+    rows, programs, config = np.zeros((3, 16), int).tolist(), bytes_machine.programs(False), CONFIGS["fast recurrent"]
+    if mistake is partial:
+        config = dataclasses.replace(config, options={"partial_reuse": True})
+    history = [
+        *served([0, 1, 2, 0, 1, 2]),
+        *served([0, 1, 2, 0, 1, 1])[:2],
+        asked("decode", k=4, active=[True] * 3, counts=[3, 0, 0], tokens=rows, wide=False),
+        asked("truncate", seq=0, drop=2),
+    ]
+    if mistake is None:
+        tally = carry_out(config, lambda _: history).tally
+        assert_happened(tally, "hit", "decode", "BAD_REQUEST")
+        return
+    mistake(monkeypatch)
+    for name, function in {
+        "compute": bytes_machine.compute, "decode": bytes_machine.block_of_steps, "Cache.truncate": Cache.truncate,
+    }.items():  # fmt: skip
+        monkeypatch.setitem(programs, name, jax.jit(lambda *args, function=function: function(*args)))
+    with pytest.raises(AssertionError, match=f"^step {step}, .*{noticed}"):
+        carry_out(config, lambda _: history)
+
+
 @pytest.mark.long
 def test_bytes_with_kernels():
     life = live(CONFIGS["fast kernels"], seed=3, steps=500)
@@ -131,6 +186,11 @@ def test_bytes_with_kernels():
 @pytest.mark.long
 def test_quantised_bytes_under_windows():
     assert_happened(live(CONFIGS["fast windows"], seed=0, steps=400).tally, "hit", "partial hit", "merged", "slid")
+
+
+@pytest.mark.long
+def test_bytes_of_recurrent_layers():
+    assert_happened(live(CONFIGS["fast recurrent"], seed=3, steps=400).tally, "hit", "merged", "slid", "offloaded")
 
 
 @pytest.mark.slow
