@@ -148,8 +148,8 @@ def anywhere(monkeypatch):
 @pytest.mark.parametrize(
     ("mistake", "step", "noticed"),
     [
-        (None, 0, ""), (no_ends, 2, "snapshot .* after .3. tokens"), (partial, 4, "snapshot .* after .6. tokens"),
-        (forgetful, 6, "row 0"), (anywhere, 7, "snapshot .* after .9. tokens"),
+        (None, 0, ""), (no_ends, 2, "snapshot .* after .2. tokens"), (partial, 4, "snapshot .* after .6. tokens"),
+        (forgetful, 6, "row 0"), (anywhere, 7, "snapshot .* after .8. tokens"),
     ],
 )  # fmt: skip
 def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch):
