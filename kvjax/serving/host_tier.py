@@ -26,7 +26,10 @@ _swaps = OutermostJit(swaps, static_argnames="scheduler")
 
 
 class HostTier[C: (Cache, TieredCache)]:
-    """Offloads, onboards and swaps blocks of a generation; `steps` are the most steps of the model in a loop."""
+    """Offloads, onboards and swaps blocks of a generation; `steps` are the most steps of the model in a loop.
+
+    Where a move cannot be made, the next step preempts.
+    """
 
     def __init__(self, state: GenerationState[C], scheduler: Scheduler, steps: int):
         self.state, self.scheduler, self.steps = state, scheduler, steps
@@ -34,11 +37,7 @@ class HostTier[C: (Cache, TieredCache)]:
         self.groups = () if state.host is None else self.spec.host_groups
 
     def empty_blocks(self) -> None:
-        """Offloads blocks until as many are empty as the next loop may take; what a loop evicts is lost.
-
-        Fewer, where the host has too few blocks. A request that is admitted where blocks have to be evicted for it
-        comes back to `onboard`.
-        """
+        """Offloads blocks until as many are empty as the next loop may take, if the host has space for them."""
         if not self.groups:
             return
         requests, slots = self.state.serving.requests, np.asarray(self.state.serving.row)
@@ -59,10 +58,7 @@ class HostTier[C: (Cache, TieredCache)]:
                 target = empty if events.ok else (empty + target) // 2
 
     def empty_refused(self) -> None:
-        """Empties blocks that the loop was refused, since their children are on the host.
-
-        If none can be emptied, the next step preempts.
-        """
+        """Empties blocks that the loop was refused, since their children are on the host."""
         before = [int(group.num_empty) for group in self.state.cache.state.groups]
         self.empty_blocks()
         groups = self.state.cache.state.groups
@@ -70,10 +66,7 @@ class HostTier[C: (Cache, TieredCache)]:
             self.state.serving = self.state.serving.replace(refused=jnp.int32(0))
 
     def onboard(self, requests: Any, slot: int, row: int) -> None:
-        """Admits a request, in numpy arrays, with its blocks on the host; without them if that cannot be done.
-
-        A move that fails takes its blocks out of the index, so that the request is tried again without them.
-        """
+        """Admits a request, in numpy arrays, with its blocks on the host; without them if that cannot be done."""
         num_tokens = int(requests.num_tokens[slot])
         tokens = np.zeros((1, self.state.serving.width), np.int32)
         tokens[0, :num_tokens] = requests.text[requests.start[slot] :][:num_tokens]
@@ -83,7 +76,7 @@ class HostTier[C: (Cache, TieredCache)]:
             "reserve_tokens": self.scheduler.chunk if len(self.spec.groups) > 1 else None,
         }
         lost = [row]
-        while row in lost:  # and once in any case
+        while row in lost:  # once in any case; a move that fails takes its blocks out of the index
             events, lost = self._call(
                 TieredCache.admit, np.array([row], np.int32), tokens, np.array([num_tokens], np.int32), **options
             )
@@ -91,10 +84,7 @@ class HostTier[C: (Cache, TieredCache)]:
         self.state.serving = _has_row(self.state.serving, placed, events.cached[0], events.ok)
 
     def swap(self) -> bool:
-        """Swaps a row out or in, if one is to be; whether there was one.
-
-        If that cannot be done, the next step preempts.
-        """
+        """Swaps a row out or in, if one is to be; whether there was one."""
         if self.scheduler.preempt != "swap":
             return False
         rows = jax.device_get(_swaps(self.state.serving, scheduler=self.scheduler))
@@ -107,10 +97,7 @@ class HostTier[C: (Cache, TieredCache)]:
         return True
 
     def _call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
-        """Calls a verb that moves blocks; returns the events and the rows that failed moves cost K/V, with a warning.
-
-        These rows are released: their requests wait again, and find less in the cache the next time.
-        """
+        """Calls a verb that moves blocks; returns the events, and rows whose K/V failed moves lost, with a warning."""
         state, lost, removed, failed = self.state, [], [], None
         try:
             tiered, events = verb(state.result, *args, now=state.now(), **options)
@@ -121,6 +108,6 @@ class HostTier[C: (Cache, TieredCache)]:
         state.publish(events, *removed)
         if failed is not None:  # behind what must not be lost, since a warning may be made an error
             warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
-        for row in lost:
+        for row in lost:  # their requests wait again, and find less in the cache the next time
             state.serving = _leave(state.serving, np.int32(row), np.bool_(False))
         return events, lost

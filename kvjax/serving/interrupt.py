@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interruption of a generation: Ctrl-C, put off until it does no harm, and the error with the cache.
-
-`GenerationState` is all that an interruption has to save: the cache, which jitted calls take by donation, and events.
-"""
+"""The interruption of a generation: Ctrl-C, put off until it does no harm, and the error with the cache."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ class GenerationInterrupted(RuntimeError):
 class CtrlC:
     """Ctrl-C inside `with`: noted, and acted on by `act` and where the `with` ends; a second one acts at once.
 
-    To act is to call the handler that was in force before the `with` and is restored after it. Only the main thread
-    gets signals, so nothing is put off in others.
+    To act is to call the caller's handler. Only the main thread gets signals, so nothing is put off in others.
     """
 
     def __init__(self) -> None:
@@ -87,7 +83,7 @@ class CtrlC:
 
 
 class GenerationState[C: (Cache, TieredCache)]:
-    """The cache and the events of a generation.
+    """All that an interruption has to save: the cache, which jitted calls take by donation, and the events.
 
     Between two jitted calls `serving` and `host` are what the last one returned. A Ctrl-C at any other time waits
     (`ctrl_c`), so that none comes between a call that takes the cache and the assignment of the cache it returns.
@@ -138,15 +134,12 @@ class GenerationState[C: (Cache, TieredCache)]:
         return np.flatnonzero(self._own_rows & (np.asarray(self.cache.state.seqs.length) > 0))
 
     def release_rows(self) -> None:
-        """Releases all rows of this generation, at any point of it; the events are still to be published.
-
-        Donates nothing, so nothing can be lost here. The time is the last reading of the clock, since the clock may
-        have failed.
-        """
+        """Releases all rows of this generation, at any point of it; the events are still to be published."""
         rows = self.rows_in_use()
         if rows.size:
             seqs = np.full(self._own_rows.shape, -1, np.int32)
             seqs[rows] = rows
+            # Nothing is donated, so that nothing can be lost. The clock may have failed: this is its last reading.
             state, events = _release(self.cache.state, seqs, now=self._time)
             self.serving = self.serving.replace(cache=Cache(state, self.cache.pools))
             self.unpublished.append(events)

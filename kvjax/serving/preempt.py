@@ -31,10 +31,7 @@ class Retired(Pytree):
 
 
 def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array) -> tuple[Serving, EventLog, Retired]:
-    """Releases the rows of requests that are over; then preempts while the next token of some row does not fit.
-
-    The last row in order goes first, and never the only one. A request that is alone and does not fit is over.
-    """
+    """Releases the rows of requests that are over; then preempts while the next token of some row does not fit."""
     rows = np.arange(serving.row.shape[0], dtype=np.int32)
 
     def more(serving: Serving) -> jax.Array:
@@ -62,22 +59,17 @@ def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array
 
 
 def _victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """i32[]; the row to preempt, or to end if it is the only one; -1 if there is none.
-
-    The last one in order; one that is swapped out only if a single other one runs, or if blocks could not be had.
-    """
+    """i32[]; the row to preempt, or to end if it is the only one: the last one in order; -1 if there is none."""
     seqs = serving.cache.state.seqs
     candidates, swapped_out = serving.running & (seqs.length > 0), seqs.swapped_out
     awake = count(candidates & ~swapped_out)
+    # One that is swapped out leaves only if a single other one runs, or if blocks could not be had.
     give_up = jnp.any(candidates & swapped_out) & ((awake <= 1) | (serving.refused == 1))
     return last(sort_keys_by_row(serving, scheduler), candidates & (swapped_out == give_up))
 
 
 def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
-    """Takes row i32[] from its request; one that runs waits again, with its place in the order, or where bool[] ends.
-
-    The cache's row is as before: it is to be released, or has been. A row without a request changes no request.
-    """
+    """Takes row i32[] from its request, if it has one; one that runs waits again, or `ends` bool[]."""
     requests, running, slot = serving.requests, serving.running, pick(serving.row, row)
     preempted = pick(running, row)
     waits, ends = preempted & ~ends, preempted & ends
@@ -138,7 +130,7 @@ def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
 def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
     """The first swapped-out row in order, if there are blocks for it and for what all rows need next, or if none runs.
 
-    At least a block for each row, and the next chunk of each row that prefills: one that found no blocks for its chunk
+    They need at least a block each, and the next chunk of a row that prefills: one that found no blocks for its chunk
     behind the return would swap a row out again. -1 if the row's blocks could not be had: the loop preempts then.
     """
     state = serving.cache.state

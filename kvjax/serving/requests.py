@@ -64,7 +64,7 @@ class Requests(Pytree):
       keys: u32[F / P, 2]; of the whole blocks of prompts (`blocks/keys.py`).
       start: i32[W]; the index of its first token, a multiple of P.
       capacity: i32[W]; how many tokens fit there.
-      generation: i32[W].
+      generation, namespace, preemptions: i32[W].
       stage: i32[W]; `Stage`.
       prompt: i32[W]; tokens of the prompt.
       num_tokens: i32[W]; tokens so far, those of the prompt included.
@@ -73,7 +73,6 @@ class Requests(Pytree):
       arrival: i32[W]; a number in order of submission.
       passed: i32[W]; later requests that were admitted while this one waited.
       parent: i32[W]; slot of the request whose prompt this one is another sample of, until that is computed; or -1.
-      namespace: i32[W].
       seed: u32[W].
       sampling: of each, [W]; None: all are greedy.
       stop: i32[W, K]; tokens that end it; -1 is none.
@@ -81,7 +80,6 @@ class Requests(Pytree):
       onboard: bool[W]; whether its blocks on the host, if there are any, are brought back before it is admitted.
       finish: i32[W]; `Finish`.
       cached: i32[W]; tokens that were found in the cache when it was first admitted.
-      preemptions: i32[W].
       submitted, admitted, first_token, ended: i32[W]; steps of the model that had been run then; -1 before.
     """
 
@@ -217,10 +215,7 @@ class Serving(Pytree, static=("width",)):
 
     @property
     def num_pending(self) -> jax.Array:
-        """i32[S]; tokens that each row has yet to compute: 1 is decode, more is prefill.
-
-        0 where it waits for its parent, or is swapped out.
-        """
+        """i32[S]; tokens that each row has yet to compute; 0 where it waits for its parent, or is swapped out."""
         request, seqs = self.by_row, self.cache.state.seqs
         computes = self.running & (request.parent < 0) & ~seqs.swapped_out
         return jnp.where(computes, request.num_tokens - seqs.committed, 0)

@@ -96,10 +96,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         return most
 
     def _empty_slots(self) -> Serving:
-        """A slot for each prompt, in arrays of few sizes: most batches find the programs of the first one.
-
-        Slots and tokens are rounded up, at least to `MIN_SLOTS` and to what the rows hold.
-        """
+        """A slot for each prompt, in arrays of few sizes: most batches find the programs of the first one."""
         spec, inputs, size, max_tokens = self.spec, self.inputs, self.spec.block_size, self.max_tokens
         number = bucket(max(len(max_tokens), 1), MIN_SLOTS)
         least = min(spec.max_seqs * (spec.max_length + size), MOST_SPARE)
@@ -114,10 +111,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         )  # fmt: skip
 
     def turn(self) -> bool:
-        """Enters the loop of the scheduler once, and reads what it did; returns whether there is more to do.
-
-        Its events may stay to be published.
-        """
+        """Enters the loop of the scheduler once, and reads what it did; returns whether there is more to do."""
         state, options = self.state, self.inputs.options
         self.new = {}
         if not self.output_of_slot:
@@ -135,7 +129,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         else:
             state.serving, log, _ = _serve_step(self.inputs.model, state.serving, log, **arguments)
         state.unpublished.append(log)
-        state.publish(keep=1)  # what the turns before left, while the device works
+        state.publish(keep=1)  # what the turns before left, while the device works; this turn's events stay
         requests, row, onboard_slot, refused = self._read()
         self._update_outputs(requests)
         if refused == 1:

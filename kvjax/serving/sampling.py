@@ -155,10 +155,7 @@ def sample(
 def _programs(
     logits: jax.Array, sampling: Sampling, seeds: jax.Array, positions: jax.Array, stop: jax.Array, early: jax.Array
 ) -> tuple[jax.Array, tuple[Callable[[], jax.Array], ...]]:
-    """Four programs () -> i32[R] that choose by a sampling with leaves [R], each for all rows of those before it too.
-
-    And i32[], the number of the first one that is for all rows of the batch.
-    """
+    """Four programs () -> i32[R], each for all rows of those before it too; before them, i32[], which one is needed."""
     size = logits.shape[-1]
     draws = sampling.temperature > 0
     restricts = draws & (((sampling.top_k > 0) & (sampling.top_k < size)) | (sampling.top_p < 1))
@@ -206,10 +203,7 @@ def _without(logits: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """f32[R, V]; logits, -inf for the tokens that each row's top-k and then its top-p leave out.
-
-    A token that is as likely as one that stays also stays. The likeliest always stays.
-    """
+    """f32[R, V]; logits, -inf for tokens that each row's top-k and then top-p leave out; equally likely ones stay."""
     rows, size = logits.shape
     sampling = sampling.each_row(rows)
     order = _descending(logits)
