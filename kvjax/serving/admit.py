@@ -77,10 +77,7 @@ def _give_up(serving: Serving, scheduler: Scheduler) -> Serving:
 def _admit_one(
     serving: Serving, log: EventLog, scheduler: Scheduler, slot: jax.Array, now: jax.Array
 ) -> tuple[Serving, EventLog, jax.Array, jax.Array, jax.Array]:
-    """Admits request slot i32[] if it can be, or notes that it needs the host for that.
-
-    Also returns its row, whether it was admitted, and the tokens found for it.
-    """
+    """Admits request slot i32[] if it can be; also returns its row, whether it was, and the tokens found for it."""
     tokens = serving.requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
     state, request = serving.cache.state, serving.requests[slot]
     text = checked_text(state.spec, tokens, None)

@@ -113,9 +113,8 @@ def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, ja
 def num_steps(state: CacheState, new: jax.Array, k: int, log_room: jax.Array) -> jax.Array:
     """The most steps, i32[] from 1 to k, for which each group has the blocks, and the log room for the events.
 
-    new i32[S] are the most tokens that each row can write. Sharers of a last block are counted as if each of them
-    copied it, although its last holder may keep it. So the answer 1 is no promise: a step may be refused, or may
-    succeed where counting says that it cannot.
+    new i32[S] are the most tokens that each row can write. Sharers of a last block are counted as if each copied it,
+    although its last holder may keep it. So 1 is no promise: a step may be refused, or succeed in spite of the count.
     """
     size, length, committed = state.spec.block_size, state.seqs.length[None], state.seqs.committed[None]
     steps = np.arange(1, k + 1, dtype=np.int32)[:, None]

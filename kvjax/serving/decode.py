@@ -324,8 +324,8 @@ def decode(
       sampling: leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is compiled.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       k: static; the most steps of a block, 1 to P; P if None.
-      fixed_steps: static; every block runs k steps of the model, even if fewer are wanted. For a GPU without command
-        buffers, where the device waits for the host at each turn of a loop of unknown length.
+      fixed_steps: static; every block runs k steps of the model, even if fewer are wanted: for a GPU without command
+        buffers, where each turn of a loop of unknown length waits for the host.
       now: i32[] ms, the same for all steps.
 
     Raises:

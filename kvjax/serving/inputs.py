@@ -53,10 +53,7 @@ class RunOptions:
 
 
 class Inputs[C: (Cache, TieredCache)]:
-    """The checked arguments of a generation; see `generate` and `run_batch`.
-
-    Lists for each prompt are arrays [outputs] here: an output is a sample of a prompt.
-    """
+    """The checked arguments of `run_batch`, those of each prompt as arrays [outputs]: a prompt has one a sample."""
 
     def __init__(
         self,

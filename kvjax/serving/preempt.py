@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that leave: `retire`, the first part of a step, and the choice of rows to preempt and to swap.
 
-Rows whose request is over are released. If blocks are short then, others are preempted: their requests wait again.
-With `Scheduler(preempt="swap")` their blocks do, on the host, until there are blocks for them again. A loop moves no
-blocks between the tiers: it ends where a row is to be swapped out or in; the host moves the blocks, and enters it
-again. Nobody is admitted while a row is swapped out.
+Preempted requests wait again; with `Scheduler(preempt="swap")` their blocks do, on the host. A loop moves no blocks
+between the tiers: it ends where a row is to be swapped out or in; the host moves the blocks, and enters it again.
+Nobody is admitted while a row is swapped out.
 
 Source: vLLM v0, whose swapped requests come before those that wait.
 """
@@ -128,10 +127,10 @@ def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
 
 
 def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """The first swapped-out row in order, if there are blocks for it and for what all rows need next, or if none runs.
+    """The first swapped-out row in order, if there are blocks for it and for what all need next, or if none runs.
 
     They need at least a block each, and the next chunk of a row that prefills: one that found no blocks for its chunk
-    behind the return would swap a row out again. -1 if the row's blocks could not be had: the loop preempts then.
+    behind the return would swap a row out again.
     """
     state = serving.cache.state
     swapped_out = serving.running & state.seqs.swapped_out
@@ -145,4 +144,5 @@ def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
         table = pick(group.table, row)
         absent = count((table >= 0) & ~group.on_device(table))
         fits = fits & (absent + jnp.maximum(count(awake) + 1, blocks) + scheduler.watermark <= group.available)
+    # If the row's blocks could not be had, the loop preempts.
     return jnp.where((row >= 0) & (fits | ~jnp.any(awake & ~samples)) & (serving.refused != 1), row, -1)

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mixed step: the next token of every decode row and chunks of prompts, computed as one flat batch.
 
-Rows get chunks in order, as long as the token budget lasts, and with windows the blocks for them. The model runs over
-one position for each row and B for chunks. Then rows that decode choose a token, and rows whose prompt is complete,
-with their samples.
-
 `commit_step`, at the end of each step, makes blocks that filled findable.
 """
 

@@ -167,13 +167,11 @@ class Serving(Pytree, static=("width",)):
       requests: what is to be done.
       row: i32[S]; the slot of each row's request; -1: none.
       leads: bool[S]; rows for whose prompts samples wait in other rows.
-      steps: i32[]; steps of the model so far.
-      arrivals: i32[]; requests so far.
+      steps, arrivals: i32[]; steps of the model so far, and requests.
       dirty: bool[]; whether something has happened since nobody more could be admitted.
       skipped_steps: i32[S]; mixed steps since each row last got a chunk, in which it had tokens for one.
       out_of_blocks: bool[S]; rows that found no block for their chunk in the last mixed step.
-      refused: i32[]; the number of steps for which blocks could not be had in the last step, though counted, 1 for a
-        chunk; or 0.
+      refused: i32[]; steps for which blocks, though counted, could not be had in the last step, 1 for a chunk; or 0.
       chunks_deferred: i32[]; blocks of steps for which chunks have waited for others.
       onboard_slot: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
       width: static; the most tokens that a request has when it is admitted.
@@ -255,8 +253,8 @@ def init_serving(
       cache: rows in use already are left alone.
       max_tokens: for each slot, how many tokens a request may have, generated ones included.
       capacity: F, if more than the slots take together, so that few shapes are compiled.
-      width: the most tokens that a request has when it is admitted, generated ones of a preempted request included;
-        the cost of an admission follows it. None: that of the largest slot.
+      width: the most tokens that a request has when it is admitted, generated ones of a preempted one included; the
+        cost of an admission follows it. None: that of the largest slot.
       num_stop_tokens: K.
       num_ranges: of each request's retention; None: no request has one.
       greedy: whether no request samples; then nothing else is compiled.
@@ -307,8 +305,7 @@ class Output:
     Attributes:
       tokens: the generated tokens, the stop token included.
       logprobs: their log-probabilities.
-      top_logprobs: for each of them the likeliest tokens with their log-probabilities, the likeliest first; empty if
-        that was not asked for.
+      top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
       preemptions: how often it had to give its row up and wait again.
