@@ -140,10 +140,6 @@ def _prices(spec: CacheSpec) -> tuple[list[_Window], list[int]]:
     return windows, [price or 1 for price in prices]
 
 
-def _pools(spec: CacheSpec, window: _Window):
-    return [pool for group in spec.groups if group.window == window for pool in group.pools]
-
-
 def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[int | None, float]) -> list[int]:
     """The exact weight of each window's share."""
     if shares == "equal":
@@ -199,7 +195,8 @@ def _largest(fits: Callable[[_Counts], bool], budget: int, prices: list[int], we
 
 def _most_blocks(spec: CacheSpec, window: _Window) -> int:
     """The most blocks of one window that int32 can count, those of the host included."""
-    widest = max([8, spec.block_size, *(pool.kv_heads for pool in _pools(spec, window))])
+    heads = [pool.kv_heads for group in spec.groups if group.window == window for pool in group.pools]
+    widest = max([8, spec.block_size, *heads])
     return _MOST_SLOTS // widest - 1
 
 

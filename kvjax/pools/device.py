@@ -209,21 +209,15 @@ def write(
     for name, x in (("k", k), ("v", v)):
         if x.shape != wanted:
             raise ValueError(f"{name}: got shape {x.shape}, wanted {wanted} for this view and layer {layer}")
-    operands = {
-        "pool": array,
-        "scales": pools.scales_of(group, pool),
-        "index": index,
-        "k": k,
-        "v": v,
-        "slots": view.slots[group],
-    }
+    scales, slots = pools.scales_of(group, pool), view.slots[group]
+    operands = {"pool": array, "scales": scales, "index": index, "k": k, "v": v, "slots": slots}
 
     def append(pool, scales, index, k, v, slots):
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
         args = (pool, index, k, v, slots.reshape(-1)) + (() if scales is None else (scales,))
         return pallas_kernels.call("append_kv", *args, implementation=implementation)
 
-    quantised = operands["scales"] is not None
+    quantised = scales is not None
     with jax.named_scope("write"):
         axes = {"pool": 3, "scales": 3, "k": 2, "v": 2}
         written = pools.over_heads(append, operands, axes, (3, 3) if quantised else 3)
