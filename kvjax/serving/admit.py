@@ -182,11 +182,8 @@ def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, 
     requests = requests.at(slot, first_time, cached=cached, admitted=serving.steps)
     earlier = (requests.stage == Stage.WAITING) & (requests.arrival < requests[slot].arrival)
     requests = requests.replace(passed=requests.passed + (done & earlier).astype(jnp.int32))
-    serving = serving.replace(
-        requests=requests,
-        row=put(serving.row, row, slot, done),
-        leads=put(serving.leads, row, jnp.any(samples), done),
-    )
+    slots, leads = put(serving.row, row, slot, done), put(serving.leads, row, jnp.any(samples), done)
+    serving = serving.replace(requests=requests, row=slots, leads=leads)
     # Its samples get other free rows, where they wait until its prompt is computed.
     slots, _ = compact(jnp.where(samples, np.arange(samples.shape[0], dtype=np.int32), -1))
     rows = np.arange(serving.row.shape[0], dtype=np.int32)

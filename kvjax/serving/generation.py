@@ -166,9 +166,9 @@ def stream[C: (Cache, TieredCache)](
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener
-    has got the events of a loop when its `Progress` comes. It gets those of these releases too; an error that it raises
-    then comes out of the stream's `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C
-    is the caller's.
+    has got the events of a loop when its `Progress` comes, and gets those of these releases; an error that it then
+    raises comes out of `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the
+    caller's.
 
     Yields:
       A `Progress`; the last one has every output finished and every row released.

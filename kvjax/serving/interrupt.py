@@ -43,10 +43,7 @@ class GenerationInterrupted(RuntimeError):
 
 
 class CtrlC:
-    """Ctrl-C inside `with`: noted, and acted on by `act` and where the `with` ends; a second one acts at once.
-
-    To act is to call the caller's handler. Only the main thread gets signals, so nothing is put off in others.
-    """
+    """Ctrl-C inside `with`: noted, and acted on by `act` and where the `with` ends; a second one acts at once."""
 
     def __init__(self) -> None:
         self._handler: Callable[..., Any] | None = None  # the caller's, while ours is installed
@@ -55,7 +52,7 @@ class CtrlC:
 
     def __enter__(self) -> CtrlC:
         handler = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(handler):
+        if threading.current_thread() is threading.main_thread() and callable(handler):  # no other thread gets signals
             self._handler = handler
             signal.signal(signal.SIGINT, self._note)
         return self
@@ -68,7 +65,7 @@ class CtrlC:
             self.act()
 
     def act(self) -> None:
-        """Acts on a Ctrl-C that was noted and not yet acted on."""
+        """Calls the caller's handler for a Ctrl-C that was noted and not yet acted on."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()

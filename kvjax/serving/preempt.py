@@ -82,14 +82,10 @@ def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
     requests = requests.at(serving.row, samples, stage=int(Stage.WAITING)).without_parent(slot, ~waits)
     free = samples | (np.arange(samples.shape[0], dtype=np.int32) == row)
     return serving.replace(
-        requests=requests,
-        row=jnp.where(free, -1, serving.row),
-        leads=serving.leads & ~free,
-        skipped_steps=jnp.where(free, 0, serving.skipped_steps),
-        out_of_blocks=serving.out_of_blocks & ~free,
-        refused=jnp.zeros_like(serving.refused),
-        dirty=jnp.bool_(True),
-    )
+        requests=requests, row=jnp.where(free, -1, serving.row), leads=serving.leads & ~free,
+        skipped_steps=jnp.where(free, 0, serving.skipped_steps), out_of_blocks=serving.out_of_blocks & ~free,
+        refused=jnp.zeros_like(serving.refused), dirty=jnp.bool_(True),
+    )  # fmt: skip
 
 
 class Swaps(Pytree):

@@ -190,10 +190,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
 
 
 class HostTier[C: (Cache, TieredCache)]:
-    """Offloads, onboards and swaps blocks of a generation; `steps` are the most steps of the model in a loop.
-
-    Where a move cannot be made, the next step preempts.
-    """
+    """Moves blocks between the tiers; `steps` are the most in a loop. Where a move cannot be made, a step preempts."""
 
     def __init__(self, state: GenerationState[C], scheduler: Scheduler, steps: int):
         self.state, self.scheduler, self.steps = state, scheduler, steps

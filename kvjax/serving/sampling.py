@@ -146,8 +146,15 @@ def sample(
 
     if sampling is None:
         return scored(_likeliest(logits))
-    sampling = sampling.each_row(len(logits))
-    needed, programs = _programs(logits, sampling, seeds, positions, *_stops(sampling, len(logits), stop, generated))
+    rows = len(logits)
+    sampling = sampling.each_row(rows)
+    if stop is None:
+        stop, early = jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows,), jnp.bool_)
+    else:
+        stop = integers("stop", stop, ("K",) if jnp.ndim(stop) == 1 else (rows, "K"))
+        early = integers("generated", generated, (rows,)) < sampling.min_tokens  # too early for a stop token
+        stop = jnp.broadcast_to(stop, (rows, stop.shape[-1]))
+    needed, programs = _programs(logits, sampling, seeds, positions, stop, early)
     # The scores are in the branches: a greedy one finds the largest logit, which they need, with the token.
     return lax.switch(needed, [lambda program=program: scored(program()) for program in programs])
 
@@ -182,17 +189,6 @@ def _programs(
 def _likeliest(logits: jax.Array) -> jax.Array:
     """i32[R]."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def _stops(
-    sampling: Sampling, rows: int, stop: jax.Array | None, generated: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Stop tokens i32[R, K], and bool[R]: whether it is too early for them."""
-    if stop is None:
-        return jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows,), jnp.bool_)
-    stop = integers("stop", stop, ("K",) if jnp.ndim(stop) == 1 else (rows, "K"))
-    early = integers("generated", generated, (rows,)) < sampling.min_tokens
-    return jnp.broadcast_to(stop, (rows, stop.shape[-1])), early
 
 
 def _without(logits: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
