@@ -77,11 +77,8 @@ def take_over(
         num_host_children=add(host.num_host_children, parent, -1, has_parent, unique=False),
         policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
     )
-    host = host.replace(
-        unevictable=_mark_unevictable(
-            host, blocks.parent[:, 0], target, where & (pick(host.num_host_children, target) > 0)
-        )
-    )
+    above, stays = blocks.parent[:, 0], where & (pick(host.num_host_children, target) > 0)
+    host = host.replace(unevictable=_mark_unevictable(host, above, target, stays))
     blocks = blocks.replace(children=add(blocks.children, parent, 1, has_parent, unique=False))
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
 

@@ -31,9 +31,7 @@ def grow_rows(
 ) -> tuple[CacheState, jax.Array, Records, Records, jax.Array]:
     """As `verbs/extend.grow`, for a state that `choice.serves`: all rows or none, exactly the same.
 
-    Returns:
-      The cache; bool[], whether every row could grow; records, removed and copied; and i32[], how many blocks are
-      missing.
+    Also returns bool[], whether every row could grow; records, removed and copied; and i32[], missing blocks.
     """
     spec = state.spec
     width = (max_tokens + spec.block_size - 2) // spec.block_size + 1
