@@ -110,7 +110,7 @@ def _admit_one(
 def _fits(
     serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """bool[] each; whether there are blocks for a request and its samples bool[W], and whether some may be evicted."""
+    """bool[] each; whether a request and its samples bool[W] fit, and whether cached blocks may leave for them."""
     state, request = serving.cache.state, serving.requests[slot]
     spec, size = state.spec, state.spec.block_size
     num_tokens, max_tokens, prompt = request.num_tokens, request.max_tokens, request.prompt

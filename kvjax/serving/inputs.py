@@ -53,7 +53,7 @@ class RunOptions:
 
 
 class Inputs[C: (Cache, TieredCache)]:
-    """The checked arguments of `run_batch`, those of each prompt as arrays [outputs]: a prompt has one a sample."""
+    """The checked arguments of `run_batch`; those of each prompt are arrays [outputs], an output for each sample."""
 
     def __init__(
         self,

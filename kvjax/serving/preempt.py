@@ -68,7 +68,7 @@ def _victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
 
 
 def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
-    """Takes row i32[] from its request, if it has one; one that runs waits again, or `ends` bool[]."""
+    """Takes row i32[], which the caller releases, from its request: one that runs waits again, or is over if `ends`."""
     requests, running, slot = serving.requests, serving.running, pick(serving.row, row)
     preempted = pick(running, row)
     waits, ends = preempted & ~ends, preempted & ends

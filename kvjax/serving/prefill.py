@@ -144,7 +144,7 @@ def compute_flat(
 def _store_chunks(
     state: CacheState, log: EventLog, chunk: Chunk, k: int, now: jax.Array
 ) -> tuple[CacheState, EventLog]:
-    """Stores chunks, which `commit_step` publishes with the decoded tokens, up to k of each row, if it is no kernel."""
+    """Stores chunks for `commit_step` to publish, or publishes them, where that is one kernel for k tokens of a row."""
 
     def commit(state, log, chunk, now, *, interpret=False):
         del interpret  # plain jax: the kernel of `commit_step` takes at most a block of each row
