@@ -144,11 +144,11 @@ def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[
     if shares == "equal":
         return [1] * len(windows)
     if shares == "bytes":
-        kept = dict.fromkeys(windows, 0)  # bytes of a sequence
+        sizes = dict.fromkeys(windows, 0)  # bytes of a sequence
         for group in spec.groups[spec.bare :]:
             seen = spec.max_length if group.window is None else group.window + group.sink_tokens
-            kept[group.window] += min(spec.max_length, seen) * group.block_bytes(spec.block_size)
-        return [num_bytes or 1 for num_bytes in kept.values()]
+            sizes[group.window] += min(spec.max_length, seen) * group.block_bytes(spec.block_size)
+        return [size or 1 for size in sizes.values()]
     wanted = f"wanted 'equal', 'bytes' or a weight for each of the windows {windows}"
     if not isinstance(shares, Mapping) or set(shares) != set(windows):
         raise ValueError(f"shares: got {shares!r}, {wanted}")

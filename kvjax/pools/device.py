@@ -217,7 +217,7 @@ def write(
         args = (pool, index, k, v, slots.reshape(-1)) + (() if scales is None else (scales,))
         return pallas_kernels.call("append_kv", *args, implementation=implementation)
 
-    quantised = scales is not None
+    quantised = operands["scales"] is not None
     with jax.named_scope("write"):
         axes = {"pool": 3, "scales": 3, "k": 2, "v": 2}
         written = pools.over_heads(append, operands, axes, (3, 3) if quantised else 3)
