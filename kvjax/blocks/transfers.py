@@ -100,8 +100,8 @@ def take_over_tiers(
     taken = transfer(group_after_claim, number, policy, outgoing, now, onboarded=onboarded, need=need, popped=popped)
     ok = fits & taken.ok
     group, ids = either(ok, taken.group, group), jnp.where(ok, taken.ids, NO_BLOCK)[:size]
-    removed, updated, moves = (part.only(ok) for part in (taken.removed, taken.updated, taken.orders))
-    return Taken(group, ids, ok, removed, updated, moves)
+    removed, updated = (records.only(ok) for records in (taken.removed, taken.updated))
+    return Taken(group, ids, ok, removed, updated, taken.orders.only(ok))
 
 
 def transfer(
