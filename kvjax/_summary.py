@@ -96,10 +96,7 @@ def slots_reached(table: np.ndarray, num_tokens: np.ndarray, num_ids: int, size:
 
 
 def count_lines(stats: Any, since: Any = None) -> list[str]:
-    """Counts in words, of the device and of the host if there is one; with `since`, earlier counts, their changes.
-
-    Both have the fields of `kvjax.debug.Stats`.
-    """
+    """Counts in words, as `kvjax.debug.Stats` has them, of both tiers; with `since`, earlier counts, their changes."""
     if since is None and not stats.num_blocks:
         return ["num_blocks out of range: no block is in use"]
     number = lambda name: change(getattr(since or stats, name), getattr(stats, name))  # noqa: E731

@@ -133,15 +133,10 @@ def _of_one_device(
 
 def _prices(spec: CacheSpec) -> tuple[list[_Window], list[int]]:
     """The windows that share a budget, and what a block of each takes of it: K/V bytes, or 1 where there are none."""
-    windows = list(dict.fromkeys(group.window for group in spec.groups[spec.bare :]))
-    prices = [
-        sum(group.block_bytes(spec.block_size) for group in spec.groups if group.window == window) for window in windows
-    ]
-    return windows, [price or 1 for price in prices]
-
-
-def _pools(spec: CacheSpec, window: _Window):
-    return [pool for group in spec.groups if group.window == window for pool in group.pools]
+    prices: dict[_Window, int] = {}
+    for group in spec.groups[spec.bare :]:
+        prices[group.window] = prices.get(group.window, 0) + group.block_bytes(spec.block_size)
+    return list(prices), [price or 1 for price in prices.values()]
 
 
 def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[int | None, float]) -> list[int]:
@@ -149,19 +144,11 @@ def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[
     if shares == "equal":
         return [1] * len(windows)
     if shares == "bytes":
-        lengths = {
-            group: min(spec.max_length, spec.max_length if group.window is None else group.window + group.sink_tokens)
-            for group in spec.groups
-        }
-        return [
-            sum(
-                tokens * group.block_bytes(spec.block_size)
-                for group, tokens in lengths.items()
-                if group.window == window
-            )
-            or 1
-            for window in windows
-        ]
+        sizes = dict.fromkeys(windows, 0)  # bytes of a sequence
+        for group in spec.groups[spec.bare :]:
+            seen = spec.max_length if group.window is None else group.window + group.sink_tokens
+            sizes[group.window] += min(spec.max_length, seen) * group.block_bytes(spec.block_size)
+        return [size or 1 for size in sizes.values()]
     wanted = f"wanted 'equal', 'bytes' or a weight for each of the windows {windows}"
     if not isinstance(shares, Mapping) or set(shares) != set(windows):
         raise ValueError(f"shares: got {shares!r}, {wanted}")
@@ -199,7 +186,8 @@ def _largest(fits: Callable[[_Counts], bool], budget: int, prices: list[int], we
 
 def _most_blocks(spec: CacheSpec, window: _Window) -> int:
     """The most blocks of one window that int32 can count, those of the host included."""
-    widest = max([8, spec.block_size, *(pool.kv_heads for pool in _pools(spec, window))])
+    heads = [pool.kv_heads for group in spec.groups if group.window == window for pool in group.pools]
+    widest = max([8, spec.block_size, *heads])
     return _MOST_SLOTS // widest - 1
 
 

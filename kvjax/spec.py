@@ -229,14 +229,7 @@ def make_spec(
     max_blocks = -(-max_length // block_size)
     groups = _groups(layers, _dtype_name(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
     return CacheSpec(
-        groups=groups,
-        block_size=block_size,
-        max_seqs=max_seqs,
-        max_blocks_per_seq=max_blocks,
-        extra_ids=extra_ids,
-        partial_reuse=partial_reuse,
-        retention=retention,
-        offload_min_priority=offload_min_priority,
+        groups, block_size, max_seqs, max_blocks, extra_ids, partial_reuse, retention, offload_min_priority
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from kvjax.serving import Scheduler, host_tier, runner
+from kvjax.serving import Scheduler, runner
 from tests.drive import VERBS, padded
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
 
@@ -140,7 +140,7 @@ class Calls:
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
-        places = [(runner, "_submit"), (runner, "_serve"), (host_tier, "_has_row")]
+        places = [(runner, "_submit"), (runner, "_serve"), (runner, "_has_row")]
         places += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
             places += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]

@@ -7,17 +7,6 @@ from kvjax.pools.host import HostPools, TransferError, init_host_pools, move
 from kvjax.pools.views import View, mixed, ragged, view
 
 __all__ = [
-    "HostPools",
-    "Pools",
-    "TransferError",
-    "View",
-    "apply",
-    "attend",
-    "init_host_pools",
-    "init_pools",
-    "mixed",
-    "move",
-    "ragged",
-    "view",
-    "write",
-]
+    "HostPools", "Pools", "TransferError", "View", "apply", "attend", "init_host_pools", "init_pools", "mixed", "move",
+    "ragged", "view", "write",
+]  # fmt: skip
