@@ -73,23 +73,20 @@ class Lifetimes:
     Attributes:
       counts: i64[14]; how many lasted up to each of `BOUNDS`, but longer than up to the one before; then the others.
       seconds: in all.
+      since: f64[B]; when blocks were stored, NaN for those whose beginning nobody saw.
     """
 
     def __init__(self, num_ids: int):
         self.counts, self.seconds = np.zeros(len(BOUNDS) + 1, np.int64), 0.0
-        self._since = np.full(num_ids, np.nan)
-
-    def begin(self, blocks: np.ndarray, now: float) -> None:
-        """Blocks are stored."""
-        self._since[blocks] = now
+        self.since = np.full(num_ids, np.nan)
 
     def end(self, blocks: np.ndarray, now: float) -> None:
-        """Blocks are removed; those whose beginning nobody saw do not count."""
-        lasted = now - self._since[blocks]
+        """Blocks are removed."""
+        lasted = now - self.since[blocks]
         lasted = lasted[~np.isnan(lasted)]
         self.counts += np.bincount(np.searchsorted(BOUNDS, lasted), minlength=len(self.counts))
         self.seconds += float(lasted.sum())
-        self._since[blocks] = np.nan
+        self.since[blocks] = np.nan
 
 
 class Observed:
@@ -102,6 +99,7 @@ class Observed:
       hits: tokens that admissions found, by tier.
       moved: bytes of ordered moves to each tier, by group.
       lifetimes: by group.
+      levels: i64[B]; of the blocks of the first group that has K/V.
     """
 
     def __init__(self, spec: CacheSpec):
@@ -113,11 +111,7 @@ class Observed:
         # Of the first group that has K/V: all that an admission finds, or what a window still sees of it.
         self._first = int(spec.bare)
         self._fill = np.full(spec.groups[self._first].num_ids, spec.block_size)
-        self._level = np.zeros(spec.groups[self._first].num_ids, np.int64)
-
-    def set_levels(self, levels: np.ndarray) -> None:
-        """Sets the levels i64[B] of the first group with K/V, of a cache whose events were not all observed."""
-        self._level[:] = levels
+        self.levels = np.zeros(spec.groups[self._first].num_ids, np.int64)
 
     def add(self, events: Events | EventLog, now: float) -> None:
         """Adds events, at a time in seconds.
@@ -152,7 +146,7 @@ class Observed:
             elif kind == EventKind.REMOVED:
                 lives.end(found[:, 2], now)
             elif kind == EventKind.STORED:
-                lives.begin(found[:, 2], now)
+                lives.since[found[:, 2]] = now  # it begins
             if number == self._first:
                 back = self._follow_levels(kind, found)
         return back
@@ -161,11 +155,11 @@ class Observed:
         """Follows the levels of the first group's blocks. The tokens in those that left the host."""
         blocks, levels, back = records[:, 2], records[:, 7], 0
         if kind == EventKind.UPDATED:
-            came = np.unique(blocks[(levels == 0) & (self._level[blocks] == 1)])
+            came = np.unique(blocks[(levels == 0) & (self.levels[blocks] == 1)])
             back = int(self._fill[came].sum())
-            self._level[blocks] = levels
+            self.levels[blocks] = levels
         elif kind == EventKind.STORED:
-            self._level[blocks], self._fill[blocks] = levels, records[:, 6]
+            self.levels[blocks], self._fill[blocks] = levels, records[:, 6]
         return back
 
     def _move(self, transfer: Transfer) -> None:
@@ -239,7 +233,7 @@ class Metrics:
         reading = _read(state, self._groups)
         with self._lock:
             self._reading = reading
-            self._seen.set_levels(reading.levels)
+            self._seen.levels[:] = reading.levels  # not all events may have been observed
 
     def serve(self, port: int, host: str = "127.0.0.1") -> str:
         """Answers scrapes from a thread of its own, until `close`.

@@ -245,7 +245,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         self.port = self._bind(f"{host}:{port}", credentials)
         self.address = f"{host}:{self.port}"
         self._server.start()
-        self._start()
+        self._thread.start()
 
     def _bind(self, address: str, credentials: Any) -> int:
         try:

@@ -203,9 +203,7 @@ class Encoder(EventEncoder[bytes]):
 
     def _extra_keys(self, ids: np.ndarray) -> list[list[Any] | None]:
         """For each row the extra keys of its extra ids i32[n, P or 0]; an empty list if none has any."""
-        some = ids.any(axis=1)
-        rows = zip(ids.tolist(), some.tolist(), strict=True) if some.any() else ()
-        return [self._extra_keys_of(row) if any_ else None for row, any_ in rows]
+        return [self._extra_keys_of(row) if any(row) else None for row in ids.tolist()] if ids.any() else []
 
     def _extra_keys_of(self, ids: list[int]) -> list[list[Any]]:
         """[name, offset] for each run of equal extra ids other than 0.

@@ -130,7 +130,7 @@ class Publisher(PublisherThread[Encoder]):
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._start()
+        self._thread.start()
 
     @property
     def last(self) -> int | None:
@@ -234,7 +234,6 @@ class History:
 class _Answer:
     """A replay in flight: the frames that are still to be sent, the next one taken out, and until when it may rest."""
 
-    peer: bytes
     frames: Iterator[list[bytes]]
     waiting: list[bytes] | None
     deadline: float
@@ -310,14 +309,9 @@ class Replayer:
                 self._waiting.append((peer, start))
                 continue
             self._last[peer] = now
-            frames = self._answer(peer, start)
-            self._active.append(_Answer(peer, frames, next(frames), now + self._timeout))
-
-    def _answer(self, peer: bytes, start: int) -> Iterator[list[bytes]]:
-        """The frames of all answers to a request."""
-        for number, payload in self._history.since(start):
-            yield self._frames(peer, number.to_bytes(8, "big"), payload)
-        yield self._frames(peer, END, b"")
+            messages = [(number.to_bytes(8, "big"), payload) for number, payload in self._history.since(start)]
+            frames = iter([self._frames(peer, *message) for message in [*messages, (END, b"")]])
+            self._active.append(_Answer(frames, next(frames), now + self._timeout))
 
     def _frames(self, peer: bytes, number: bytes, payload: bytes) -> list[bytes]:
         return [peer, b"", *self._topic, number, payload]
