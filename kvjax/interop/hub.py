@@ -18,7 +18,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from kvjax.events.log import EventLog
@@ -170,7 +169,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             self.close()
         except (ValueError, TimeoutError):

@@ -15,7 +15,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -175,17 +174,12 @@ class Reading(NamedTuple):
 
     Attributes:
       timestamp: when.
-      blocks, slots: {(group, tier, condition): blocks, filled slots}.
-      moving: {group: blocks in transit}.
-      rows: active rows, and those that are free.
+      gauges: the name, text, labels and values of each family of metrics.
       levels: i64[B]; of the blocks of the first group that has K/V.
     """
 
     timestamp: float
-    blocks: dict[tuple[int, str, str], int]
-    slots: dict[tuple[int, str, str], int]
-    moving: dict[int, int]
-    rows: dict[str, int]
+    gauges: list[tuple[str, str, list[str], dict[Any, int]]]
     levels: np.ndarray
 
 
@@ -270,7 +264,7 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def describe(self) -> Iterator[Any]:
@@ -303,11 +297,8 @@ class Metrics:
         reading = self._reading
         if reading is None:
             return
-        labels = ["group", "tier", "condition"]
-        yield _family(Gauge, "kvjax_blocks", "Blocks.", labels, reading.blocks)
-        yield _family(Gauge, "kvjax_filled_slots", "Token positions whose K/V are written.", labels, reading.slots)
-        yield _family(Gauge, "kvjax_in_transit_blocks", "Blocks on the move.", ["group"], reading.moving)
-        yield _family(Gauge, "kvjax_rows", "Rows for sequences.", ["condition"], reading.rows)
+        for gauge in reading.gauges:
+            yield _family(Gauge, *gauge)
         age = time.monotonic() - reading.timestamp
         yield Gauge("kvjax_state_age_seconds", "Since blocks and rows were read.", value=age)
 
@@ -348,7 +339,14 @@ def _read(state: CacheState, groups: range) -> Reading:
         moving[number] = stats.in_transit_blocks
         rows = {"active": stats.active_rows, "free": stats.num_rows - stats.active_rows}
     levels = (inspected[groups.start].condition >= Condition.ON_HOST_EMPTY).astype(np.int64)
-    return Reading(time.monotonic(), blocks, slots, moving, rows, levels)
+    labels = ["group", "tier", "condition"]
+    gauges = [
+        ("kvjax_blocks", "Blocks.", labels, blocks),
+        ("kvjax_filled_slots", "Token positions whose K/V are written.", labels, slots),
+        ("kvjax_in_transit_blocks", "Blocks on the move.", ["group"], moving),
+        ("kvjax_rows", "Rows for sequences.", ["condition"], rows),
+    ]
+    return Reading(time.monotonic(), gauges, levels)
 
 
 if __name__ == "__main__":
