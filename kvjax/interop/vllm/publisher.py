@@ -113,7 +113,7 @@ class Publisher(PublisherThread[Encoder]):
                 static_int(name, value, 0)
         super().__init__(Encoder(spec, model=model, **options), queue_bytes=queue_bytes, heartbeat=heartbeat)
         self._counts |= {"messages": 0, "resyncs": 0}
-        self._next = time.time_ns() // 1000 if first_seq is None else first_seq
+        self._next = time.time_ns() // 1000 if first_seq is None else int(first_seq)
         self._history = History(NodeMap(spec), self._encoder.snapshot_of, buffer_batches, buffer_bytes)
         self._context, self._replayer, self.replay_endpoint = zmq.Context(), None, None
         try:
