@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.interop.agent import Agent, messages
 from kvjax.interop.vllm import Publisher, Subscriber
-from kvjax.interop.vllm import replay as replays
+from kvjax.interop.vllm import publisher as publishers
 from tests.unit.interop.forest import spec_of
 
 PLAIN = spec_of("plain")
@@ -38,7 +38,7 @@ def updated(block, generation, level, priority=35):
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
     """Peers need not wait for a second between replays."""
-    monkeypatch.setattr(replays, "INTERVAL", 0.01)
+    monkeypatch.setattr(publishers, "INTERVAL", 0.01)
 
 
 def publisher(spec=PLAIN, **options):

@@ -21,7 +21,7 @@ from grpc_tools import protoc
 import kvjax
 from kvjax.interop import hashing
 from kvjax.interop.agent import Agent, messages, service, services
-from kvjax.interop.agent.updates import MOST_HASHES
+from kvjax.interop.agent.service import MOST_HASHES
 from tests.drive import TIMEOUT
 from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, named, namespaces, spec_of
@@ -318,10 +318,10 @@ def unread(source, groups=()):
 def flood(source, seconds=LONG):
     """Publishes until somebody is late."""
     tokens, until, number = [7] * 4, time.monotonic() + seconds, 0
-    while not any(stream.ended for stream in list(source._broadcaster.streams)) and time.monotonic() < until:
+    while not any(stream.ended for stream in list(source._streams)) and time.monotonic() < until:
         number += 1
         source.publish([stored(0, number, 0, tokens), removed(0, number)])
-    assert any(stream.ended is service.End.LATE for stream in list(source._broadcaster.streams))
+    assert any(stream.ended is service.End.LATE for stream in list(source._streams))
 
 
 def test_a_subscriber_that_is_late_ends_and_may_come_again():

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.interop.log import Log, entry, plot, report
-from kvjax.interop.log.__main__ import main
+from kvjax.interop.log import Log, entry, main, plot, report
 from tests.drive import output_of
 from tests.unit.debug import stories
 from tests.unit.interop.forest import Forest, arrays_of, spec_of

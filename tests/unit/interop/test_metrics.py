@@ -13,8 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.interop import metrics
-from kvjax.interop.metrics import Metrics, collector, dashboard
-from kvjax.interop.metrics.observed import Observed
+from kvjax.interop.metrics import Metrics, Observed, dashboard
 from kvjax.interop.vllm import Publisher
 from tests.drive import BOTH, PLAIN, ROOT, TIERS, TIMEOUT, Driver, padded
 from tests.unit.interop.forest import arrays_of
@@ -156,7 +155,7 @@ def test_lifetimes_are_from_stored_to_removed():
     )
     [lives] = seen.lifetimes
     assert lives.seconds == 2 + 4 + 4
-    assert dict(zip(metrics.observed.BOUNDS, lives.counts.tolist(), strict=False))[3] == 1
+    assert dict(zip(metrics.BOUNDS, lives.counts.tolist(), strict=False))[3] == 1
     assert lives.counts.sum() == 3 and lives.counts[4] == 2
 
 
@@ -282,4 +281,4 @@ def test_the_dashboard_is_printed():
 
 
 def test_every_total_has_a_text():
-    assert all(text.endswith(".") for text in collector._TOTALS.values())
+    assert all(text.endswith(".") for text in metrics._TOTALS.values())

@@ -14,7 +14,7 @@ import zmq
 import kvjax
 from kvjax.interop.sockets import END
 from kvjax.interop.vllm import Curve, Subscriber
-from kvjax.interop.vllm import replay as replays
+from kvjax.interop.vllm import publisher as publishers
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
 from tests.wire_kit import (
     ANY,
@@ -323,8 +323,8 @@ def test_lookups_name_salts_as_the_publisher_does():
 
 
 def test_replays_wait_their_turn_and_always_end(monkeypatch):
-    monkeypatch.setattr(replays, "WAITING_OF_PEER", 2)
-    monkeypatch.setattr(replays, "INTERVAL", 0.3)
+    monkeypatch.setattr(publishers, "WAITING_OF_PEER", 2)
+    monkeypatch.setattr(publishers, "INTERVAL", 0.3)
     with publisher() as source, raw(zmq.DEALER, source.replay_endpoint) as socket:
         source.publish(CHAIN)
         assert source.flush(LONG)
@@ -403,7 +403,7 @@ def test_what_is_no_request_is_refused():
 def beset():
     """A subscriber to which others can publish too, and the publisher whose cache it mirrors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replays, "INTERVAL", 0.01)
+        patch.setattr(publishers, "INTERVAL", 0.01)
         with Subscriber(ANY, bind=True, max_message=1 << 16) as placed:
             endpoint = placed.endpoint
         with publisher(bind=None, connect=endpoint) as source, contextlib.ExitStack() as stack:

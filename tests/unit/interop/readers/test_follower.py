@@ -6,8 +6,8 @@ import dataclasses
 import msgspec
 import pytest
 
-from kvjax.interop.readers import follower as followers
-from kvjax.interop.readers.follower import Follower
+from kvjax.interop.readers import subscriber
+from kvjax.interop.readers.subscriber import Follower
 from kvjax.interop.sockets import END
 from kvjax.interop.vllm import Encoder
 from tests.unit.interop.forest import spec_of
@@ -150,7 +150,7 @@ def test_a_broken_answer_is_not_complete():
 
 def test_messages_that_wait_for_a_replay_are_bounded(monkeypatch):
     """Messages without events have few bytes, but are objects all the same."""
-    monkeypatch.setattr(followers, "_WAITING_BYTES", 10_000)
+    monkeypatch.setattr(subscriber, "_WAITING_BYTES", 10_000)
     one = Follower(True, 1000)
     for _ in range(2):
         for number in range(100, 200):
