@@ -12,8 +12,7 @@ import numpy as np
 
 from kvjax.blocks import index
 from kvjax.checks import on_state
-from kvjax.debug.text import show
-from kvjax.debug.words import seqs
+from kvjax.debug.text import seqs, show
 from kvjax.events.records import Events, Status
 from kvjax.policies.ring import Ring
 from kvjax.state import LOST, NO_BLOCK, CacheState

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax._pictures import AMBER, BLUE, FAINT, GREEN, INK, PINK, RED, TEAL, VIOLET, new_figure, picture
-from kvjax._summary import Condition
 from kvjax.checks import on_state
 from kvjax.debug.counts import tally
-from kvjax.debug.inspect import Inspection, inspect_group
+from kvjax.debug.inspect import Condition, Inspection, inspect_group
 from kvjax.state import NO_BLOCK, CacheState
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from kvjax.spec import CacheSpec
-from kvjax.testing.request import MAX_TOKENS, Fields
+from kvjax.testing.expected import MAX_TOKENS, Fields
 
 
 def parts(spec: CacheSpec, num_namespaces: int) -> SearchStrategy[list[Fields]]:

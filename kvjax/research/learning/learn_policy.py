@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES, Learned, class_at
-from kvjax.research.learning.reuse import Counts, count, counted, density, releases
-from kvjax.research.simulators.hits import Rule
-from kvjax.research.traces.trace import Trace
+from kvjax.research.learning.learned import CLASSES, NUM_AGES, NUM_LENGTHS, Learned, age_limits, age_range, class_number
+from kvjax.research.simulators.hits import Rule, check_rule, num_cached
+from kvjax.research.traces.trace import Trace, next_uses
 
 Hazard = Literal["mlp", "counted"]
 _NETS, _HIDDEN = 4, 16
@@ -78,6 +77,90 @@ def learn_policy(trace: Trace, *, rule: Rule = "full", seed: int = 0, hazard: Ha
     return Learned(all_releases.lengths, density(share).astype(np.float32), notes)
 
 
+class Releases(NamedTuple):
+    """The release of each block by each request, in a cache that throws nothing out."""
+
+    request: np.ndarray  # i32[K]; the request that releases it
+    classes: np.ndarray  # i32[K]; its class then
+    released: np.ndarray  # i64[K]; the clock then, which counts releases and publications, as `Blocks.clock` does
+    used: np.ndarray  # i64[K]; the clock when the next request uses it, or at the end
+    again: np.ndarray  # bool[K]; whether one does
+    start: np.ndarray  # i64[R + 1]; the clock when each request comes, and at the end
+    lengths: np.ndarray  # i32[NUM_LENGTHS - 1]; see `Densities`
+
+
+class Counts(NamedTuple):
+    """Counts of each class at each age."""
+
+    used: np.ndarray  # f64[NUM_CLASSES, NUM_AGES]; blocks that were used again at that age
+    # f64[NUM_CLASSES, NUM_AGES]; blocks that became as old as that, those half that the trace leaves there
+    seen: np.ndarray
+
+
+def releases(trace: Trace, rule: Rule) -> Releases:
+    """All releases of a trace. Prompts are divided into ranges of lengths that are equally frequent."""
+    check_rule(rule)
+    stored, request, depth = num_cached(trace, rule), trace.owners, trace.depths
+    is_stored = depth < stored[request]
+    request, depth, ids = request[is_stored], depth[is_stored], trace.ids[is_stored]
+    following = next_uses(ids)
+    again = following >= 0
+    order = np.argsort(ids, kind="stable")
+    first = np.flatnonzero(np.diff(ids[order], prepend=-1))
+    hits = np.empty(len(ids), np.int64)  # uses before this one
+    hits[order] = np.arange(len(ids)) - np.repeat(first, np.diff(first, append=len(ids)))
+    new = np.bincount(request[hits == 0], minlength=len(trace))
+    start = np.concatenate([[0], np.cumsum(new + stored)])
+    released = start[request] + new[request] + stored[request] - 1 - depth
+    used = np.where(again, start[request[following]], start[-1])
+    cuts = np.arange(1, NUM_LENGTHS) / NUM_LENGTHS
+    lengths = np.ceil(np.quantile(stored, cuts)).astype(np.int32) if len(trace) else np.zeros(len(cuts), np.int32)
+    length = stored[request]
+    classes = class_number(hits, length, depth + 1 == length, lengths)
+    return Releases(request, classes, released, used, again, start, lengths)
+
+
+def count(all_releases: Releases, first: int, last: int) -> Counts:
+    """Counts of the releases of requests first..last-1, until the last of them is over."""
+    chosen = (all_releases.request >= first) & (all_releases.request < last)
+    end = all_releases.start[last]
+    again = all_releases.again[chosen] & (all_releases.used[chosen] < end)
+    age = np.minimum(all_releases.used[chosen], end) - all_releases.released[chosen]
+    cell = all_releases.classes[chosen] * NUM_AGES + np.asarray(age_range(np.minimum(age, 2**31 - 1)))
+    table = lambda weights: np.bincount(cell, weights, len(CLASSES) * NUM_AGES).reshape(-1, NUM_AGES)  # noqa: E731
+    ended = table(np.ones(len(cell)))
+    later = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
+    return Counts(table(again * 1.0), later + table(np.where(again, 1.0, 0.5)))
+
+
+def counted(counts: Counts, prior: float = 20.0) -> np.ndarray:
+    """f64[NUM_CLASSES, NUM_AGES]; the share of blocks that are used again at an age, of those that become as old.
+
+    To the blocks of each class it adds `prior` blocks of all classes together.
+    """
+    together = counts.used.sum(axis=0) / np.maximum(counts.seen.sum(axis=0), 1)
+    return (counts.used + prior * together) / (counts.seen + prior)
+
+
+def density(hazard: np.ndarray) -> np.ndarray:
+    """f64[C, NUM_AGES]; the expected hits per block and time of a block, by its hazard f64[C, NUM_AGES]; see `counted`.
+
+    A block of some age that stays until it is used again, or else until a later age, yields a share of a hit and takes
+    a block for some time. Its hit density is the most of hits over time that any later age gives. It is the Gittins
+    index of a block that is evicted for good at that age.
+
+    Source: LHD's hit density (Beckmann et al. 2018), whose horizon is one for all; Gittins 1979.
+    """
+    hazard = np.minimum(hazard, 1 - 1e-6)  # some always stay: the share that is left never becomes 0
+    left = np.cumprod(1 - hazard, axis=1)
+    left = np.concatenate([np.ones((len(hazard), 1)), left[:, :-1]], axis=1)
+    hits, time = left * hazard, left * np.diff(age_limits()) * (1 - hazard / 2)
+    best = np.empty_like(hazard)
+    for age in range(NUM_AGES):
+        best[:, age] = np.max(np.cumsum(hits[:, age:], axis=1) / np.cumsum(time[:, age:], axis=1), axis=1)
+    return best
+
+
 def _fitted(whole: Counts, seen: Counts, held_out: Counts, seed: int) -> tuple[np.ndarray, dict[str, Any]]:
     """The hazard f64[NUM_CLASSES, NUM_AGES], and notes on the fit."""
     fit = _program()
@@ -92,9 +175,8 @@ def _fitted(whole: Counts, seen: Counts, held_out: Counts, seed: int) -> tuple[n
 
 def _features() -> tuple[np.ndarray, np.ndarray]:
     """f32[NUM_CLASSES, F] and f32[NUM_AGES, G]; the features of a class and of an age."""
-    classes = [class_at(number) for number in range(NUM_CLASSES)]
-    ranges = [sorted(set(values)) for values in zip(*classes, strict=True)]
-    one_hot = [[one == value for one, values in zip(own, ranges, strict=True) for value in values] for own in classes]
+    ranges = [sorted(set(values)) for values in zip(*CLASSES, strict=True)]
+    one_hot = [[one == value for one, values in zip(own, ranges, strict=True) for value in values] for own in CLASSES]
     age = np.linspace(-1, 1, NUM_AGES)[:, None]
     waves = [wave(np.pi * times * age / 2) for times, wave in itertools.product((1, 2, 4), (np.sin, np.cos))]
     return np.array(one_hot, np.float32), np.concatenate([age, *waves], axis=1).astype(np.float32)

@@ -29,7 +29,9 @@ from kvjax.state import Blocks, EvictionPolicy
 
 NUM_LENGTHS = 8
 _HITS = (1, 2, 4)  # the least hits of each range but the first
-NUM_CLASSES = (len(_HITS) + 1) * NUM_LENGTHS * 2
+# The range of hits, the range of lengths, and whether it is a last block, of each class.
+CLASSES = tuple(np.ndindex(len(_HITS) + 1, NUM_LENGTHS, 2))
+NUM_CLASSES = len(CLASSES)
 _LOW = 5  # ages below 1.5 * 2^_LOW are one range
 NUM_AGES = 2 * (31 - _LOW)
 _FORMAT = "kvjax densities 1"
@@ -65,12 +67,6 @@ def class_number(hits: Any, length: Any, is_last: Any, lengths: Any) -> Any:
     hit_range = sum((hits >= least).astype(np.int32) for least in _HITS)
     length_range = (length[:, None] >= lengths[None]).astype(np.int32).sum(-1, dtype=np.int32)
     return (hit_range * NUM_LENGTHS + length_range) * 2 + is_last.astype(np.int32)
-
-
-def class_at(number: int) -> tuple[int, int, bool]:
-    """The range of hits, the range of lengths, and whether it is a last block, of a class."""
-    rest, is_last = divmod(number, 2)
-    return rest // NUM_LENGTHS, rest % NUM_LENGTHS, bool(is_last)
 
 
 def _class_of(blocks: Blocks, ids: jax.Array, weights: Densities) -> jax.Array:
@@ -120,14 +116,11 @@ class Learned:
 
     def __post_init__(self):
         """Raises ValueError for weights of another shape or type, or that are not finite."""
-        for name, shape, kind in (
-            ("lengths", (NUM_LENGTHS - 1,), np.int32), ("table", (NUM_CLASSES, NUM_AGES), np.float32),
-        ):  # fmt: skip
-            value = np.asarray(getattr(self, name))
-            if value.shape != shape or value.dtype != kind or not np.all(np.isfinite(value)):
-                raise ValueError(
-                    f"{name}: got {value.dtype}{list(value.shape)}, wanted finite {np.dtype(kind)}{list(shape)}"
-                )
+        lengths, table = np.zeros(NUM_LENGTHS - 1, np.int32), np.zeros((NUM_CLASSES, NUM_AGES), np.float32)
+        for name, like in (("lengths", lengths), ("table", table)):
+            value, kind = np.asarray(getattr(self, name)), f"{like.dtype}{list(like.shape)}"
+            if f"{value.dtype}{list(value.shape)}" != kind or not np.all(np.isfinite(value)):
+                raise ValueError(f"{name}: got {value.dtype}{list(value.shape)}, wanted finite {kind}")
 
     @functools.cached_property
     def policy(self) -> EvictionPolicy:

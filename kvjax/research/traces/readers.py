@@ -151,11 +151,7 @@ class _Columns:
 
 
 def _without_contents(
-    columns: _Columns,
-    path: str | pathlib.Path,
-    block_size: int,
-    model: Sessions | None,
-    own_sessions: list[str] | None,
+    columns: _Columns, path: str | pathlib.Path, block_size: int, model: Sessions | None, own_sessions: list[str] | None
 ) -> Trace:
     """A trace whose ids are made here, by the sessions of a model or those that the source has."""
     for where, tokens in zip(columns.where, columns.input_length, strict=True):
@@ -175,12 +171,9 @@ def _without_contents(
 
 
 FORMATS: dict[str, Callable[..., Trace]] = {
-    "mooncake": read_mooncake,
-    "bailian": read_bailian,
-    "azure": read_azure,
-    "burst": read_burst,
+    "mooncake": read_mooncake, "bailian": read_bailian, "azure": read_azure, "burst": read_burst,
     "events": read_events,
-}
+}  # fmt: skip
 
 
 def read_trace(path: str | pathlib.Path, format: str | None = None, **options: Any) -> Trace:

@@ -176,20 +176,12 @@ def make_trace(
         if n and time[n] < time[n - 1]:
             raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
     ids, parent = _forest(hash_ids, two_parents, where)
+    starts = np.cumsum([0, *map(len, hash_ids)], dtype=np.int32)
     kinds = () if kind is None else tuple(dict.fromkeys(kind))
     return Trace(
-        np.asarray(time, np.float64),
-        np.asarray(input_length, np.int32),
-        np.asarray(output_length, np.int32),
-        ids,
-        np.concatenate([[0], np.cumsum([len(prompt) for prompt in hash_ids])]).astype(np.int32),
-        parent,
-        block_size,
-        None if kind is None else np.asarray([kinds.index(name) for name in kind], np.int32),
-        kinds,
-        None if session is None else _numbered(session),
-        tuple(notes),
-    )
+        np.asarray(time, np.float64), np.asarray(input_length, np.int32), np.asarray(output_length, np.int32), ids,
+        starts, parent, block_size, _numbered(kind), kinds, _numbered(session), tuple(notes),
+    )  # fmt: skip
 
 
 def _forest(
@@ -236,7 +228,7 @@ def _check_fields(number: int, *fields: Sequence[object] | None) -> None:
             raise ValueError(f"{name}: got {len(values)} values, wanted one for each of {number} prompts")
 
 
-def _numbered(values: Sequence[object]) -> np.ndarray:
-    """i32[R]; equal numbers for equal values, from 0 in order of first use."""
+def _numbered(values: Sequence[object] | None) -> np.ndarray | None:
+    """i32[R]; equal numbers for equal values, from 0 in order of first use; None for None."""
     seen: dict[object, int] = {}
-    return np.asarray([seen.setdefault(value, len(seen)) for value in values], np.int32)
+    return None if values is None else np.asarray([seen.setdefault(value, len(seen)) for value in values], np.int32)
