@@ -79,25 +79,19 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
         np.maximum.at(slots, table[is_block], inside(num_tokens)[is_block])
         return slots
 
+    condition = np.where(blocks.fill > 0, Condition.CACHED, Condition.EMPTY)
+    condition = np.where(blocks.refcount > 0, Condition.ACTIVE, condition)
+    unused = (condition == Condition.EMPTY) & (ids >= own.num_blocks) & (ids < len(own.empty)) & on_device
+    condition = np.where(on_device, condition, condition + (Condition.ON_HOST_EMPTY - Condition.EMPTY))
     written = np.maximum(reach(seqs.committed), blocks.fill)
     counted = is_block & on_device[np.where(is_block, table, 0)]
     return Inspection(
-        condition=_conditions(own, on_device), moving=np.asarray(own.moving(ids)), refcount=blocks.refcount,
-        written=written, reserved=np.maximum(reach(seqs.length), written), fill=blocks.fill,
+        condition=np.where(unused, Condition.UNUSED, condition), moving=np.asarray(own.moving(ids)), fill=blocks.fill,
+        refcount=blocks.refcount, written=written, reserved=np.maximum(reach(seqs.length), written),
         tokens=tree.blocks.tokens[_group0_blocks(own, tree, is_block)], parent=blocks.parent,
         generation=blocks.generation, table=table, length=seqs.length, committed=seqs.committed,
         held=np.sum(np.where(counted, inside(seqs.committed), 0), axis=1), swapped=np.asarray(seqs.swapped_out),
     )  # fmt: skip
-
-
-def _conditions(group: Any, on_device: np.ndarray) -> np.ndarray:
-    """i32[B]; the `Condition` of each block."""
-    ids, blocks = np.arange(len(on_device), dtype=np.int32), group.blocks
-    cached_or_empty = np.where(blocks.fill > 0, Condition.CACHED, Condition.EMPTY)
-    condition = np.where(blocks.refcount > 0, Condition.ACTIVE, cached_or_empty)
-    unused = (condition == Condition.EMPTY) & (ids >= group.num_blocks) & (ids < len(group.empty)) & on_device
-    to_host = Condition.ON_HOST_EMPTY - Condition.EMPTY
-    return np.where(unused, Condition.UNUSED, np.where(on_device, condition, condition + to_host))
 
 
 def _group0_blocks(group: Any, tree: Any, is_block: np.ndarray) -> np.ndarray:

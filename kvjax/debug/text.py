@@ -18,7 +18,7 @@ from kvjax.debug.inspect import Condition, Inspection, inspect_group
 from kvjax.state import NO_BLOCK, CacheState
 
 _ALONE = 4  # rows without company that each get a line, at one branching
-_Branch = tuple[int, int, int, list[int], bool]  # depth, columns from and to, rows, whether they go on together
+_Branch = tuple[int, list[int], list[int]]  # depth, blocks, rows; without blocks these go on alone
 _MANY = 9  # the most holders that one digit shows
 _SIGNS = {
     Condition.UNUSED: " ", Condition.EMPTY: ".", Condition.CACHED: "c", Condition.ACTIVE: "a",
@@ -44,8 +44,7 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
       state: the cache; not traced.
       since: an earlier state of the same spec: then only what has changed since is drawn, its rows and its blocks.
       width: columns to stay within.
-      max_lines: the most lines for each part of a group; the rest is counted, and a map of many used blocks gives one
-        character to several.
+      max_lines: the most lines for each part of a group; the rest is counted, and a map draws several blocks as one.
 
     Returns:
       Several lines. The tree of contents is left out of a group with more blocks in use (active or cached) than
@@ -119,12 +118,16 @@ def _shared(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
         return
     yield "shared prefixes and their branches:"
     drawn = found[:max_lines]
-    heads = [_head(tables, branch, width // 2) for branch in drawn]
-    owners = [seqs(rows) if one else f"{seqs(rows)}, each alone" for *_, rows, one in drawn]
+    indents = ["   " * depth for depth, *_ in drawn]
+    heads = [
+        indent + (fit(runs(blocks), width // 2 - len(indent)) if blocks else "...")
+        for indent, (_, blocks, _) in zip(indents, drawn, strict=True)
+    ]
+    owners = [seqs(rows) if blocks else f"{seqs(rows)}, each alone" for _, blocks, rows in drawn]
     first, second = (min(max(map(len, texts)), width // 3) for texts in (heads, owners))
-    for branch, head, owner in zip(drawn, heads, owners, strict=True):
+    for (_, blocks, _), head, owner in zip(drawn, heads, owners, strict=True):
         line = f"{head:<{first}}  {fit(owner.split(' '), width // 2):<{second}}  "
-        yield line + _text(seen, tables, branch, width - len(line))
+        yield line + (_text(seen, blocks, width - len(line)) if blocks else "")
     if len(found) > max_lines:
         yield "and more branches"
 
@@ -143,28 +146,19 @@ def _branches(tables: dict[int, list[int]], rows: list[int], start: int, depth: 
     end = start
     while len(parts := _by_block(tables, rows, end)) == 1 and len(parts[0]) == len(rows):
         end += 1
-    yield depth, start, end, rows, True
+    yield depth, tables[rows[0]][start:end], rows
     alone = [part for part in parts if len(part) == 1]
     for part in sorted(parts, key=len, reverse=True):
         if len(part) > 1 or len(alone) <= _ALONE:
             yield from _branches(tables, part, end, depth + 1)
     if len(alone) > _ALONE:
-        yield depth + 1, end, end, [seq for (seq,) in alone], False
+        yield depth + 1, [], [seq for (seq,) in alone]
 
 
-def _head(tables: dict[int, list[int]], branch: _Branch, width: int) -> str:
-    depth, start, end, rows, one = branch
-    indent = "   " * depth
-    return indent + (fit(runs(tables[rows[0]][start:end]), width - len(indent)) if one else "...")
-
-
-def _text(seen: Inspection, tables: dict[int, list[int]], branch: _Branch, width: int) -> str:
-    """The tokens that are written in a branch, or as many as fit."""
-    _, start, end, rows, one = branch
-    if not one:
-        return ""
-    blocks = np.clip(tables[rows[0]][start:end], 0, len(seen.tokens) - 1)
-    tokens = [str(token) for block in blocks for token in seen.tokens[block, : seen.written[block]]]
+def _text(seen: Inspection, blocks: list[int], width: int) -> str:
+    """The tokens that are written in blocks, or as many as fit."""
+    inside = np.clip(blocks, 0, len(seen.tokens) - 1)
+    tokens = [str(token) for block in inside for token in seen.tokens[block, : seen.written[block]]]
     count = f"{len(tokens):,} tokens  " if tokens else "nothing written"
     return count + fit([*tokens[:width], *tokens[width:][-1:]], width - len(count))
 

@@ -57,8 +57,7 @@ def by_class(
     Args:
       fn: (blocks, ids i32[K]) to i32[K], the classes of released blocks, cut to 0..classes-1. NO_BLOCK is padding.
       score: (blocks, heads i32[C]) to f32[C] or i32[C], the score of each class's head; of equal ones the lower class
-        loses its head. Where a class has none heads has NO_BLOCK, and the score does not matter. None: lower classes
-        leave before higher ones.
+        loses its head. Where a class has none heads has NO_BLOCK, and no score matters. None: lower classes first.
       classes: C.
       timed: whether both functions take the time, i32[] ms, too, as their last argument.
       init: num_ids to a state of the functions' own, a pytree of arrays such as weights; both take it after their other
@@ -97,7 +96,13 @@ class _Options:
 class _Init(_Options):
     def __call__(self, num_ids: int) -> Chains:
         """See `EvictionPolicy.init`."""
-        return _init_chains(num_ids, self.classes, () if self.init is None else self.init(num_ids))
+        none = lambda size: jnp.full((size,), _NONE, jnp.int32)  # noqa: E731
+        return Chains(
+            order=jnp.zeros((2 * num_ids,), jnp.int32), follows=none(2 * num_ids),
+            stamp=none(num_ids), label=jnp.zeros((num_ids,), jnp.int32),
+            begin=none(self.classes), first=none(self.classes), last=none(self.classes), end=jnp.int32(0),
+            exposed=jnp.int32(NO_BLOCK), parked=jnp.bool_(False), own=() if self.init is None else self.init(num_ids),
+        )  # fmt: skip
 
 
 class _Push(_Options):
@@ -256,17 +261,6 @@ class Chains(NamedTuple):
     exposed: jax.Array  # i32[]; a parked block whose last child left in the last call, or NO_BLOCK. It is next
     parked: jax.Array  # bool[]; whether any entry was ever parked
     own: Any  # a state of the policy's functions
-
-
-def _init_chains(num_ids: int, classes: int, own: Any) -> Chains:
-    """The chains of C classes, without blocks."""
-    none = lambda size: jnp.full((size,), _NONE, jnp.int32)  # noqa: E731
-    return Chains(
-        order=jnp.zeros((2 * num_ids,), jnp.int32), follows=none(2 * num_ids),
-        stamp=none(num_ids), label=jnp.zeros((num_ids,), jnp.int32),
-        begin=none(classes), first=none(classes), last=none(classes), end=jnp.int32(0),
-        exposed=jnp.int32(NO_BLOCK), parked=jnp.bool_(False), own=own,
-    )  # fmt: skip
 
 
 def _make_space(chains: Chains, blocks: Blocks, number: jax.Array) -> Chains:

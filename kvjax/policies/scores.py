@@ -34,8 +34,8 @@ def by_score(
     other policy, a decode step on a GPU runs as many small kernels. And window groups always use `lru`.
 
     Made again of the same functions it is an equal policy, which reuses compiled programs: what else the functions read
-    must not change. Functions that can be imported let it pickle. A score may have a state of its own, here how often
-    each block was released:
+    must not change. Functions that can be imported let it pickle. A score may have a state, here how often each block
+    was released:
 
         often = by_score(
             lambda blocks, seen: seen,
@@ -251,11 +251,9 @@ def trt_leaf() -> EvictionPolicy:
     """The order of TensorRT-LLM, for study: that of `priority()`, but a time to live that ends counts as a release.
 
     A block whose time is over goes to the back of the queue of priority 35 and begins to age there; `priority()` counts
-    on from its release. Empty blocks are taken first, as everywhere in kvjax. Costs a sort of all blocks in
-    a call that evicts; needs a spec with `retention`.
+    on from its release. A call that evicts sorts all blocks; needs a spec with `retention`.
 
-    Source: TensorRT-LLM's LRUEvictionPolicy with `refresh` before every request, in its form where only leaves are
-    evicted.
+    Source: TensorRT-LLM's LRUEvictionPolicy that evicts leaves alone, with `refresh` before every request.
     """
     return by_score(_queue_position, timed=True, name="trt_leaf")
 

@@ -3,8 +3,7 @@
 
 from kvjax.research.figures import Summary, hits_by_age, hits_by_depth, reuse_times, summary, unbounded
 from kvjax.research.learning.compare_learned import Comparison, compare_learned
-from kvjax.research.learning.learn_policy import learn_policy
-from kvjax.research.learning.learned import Learned
+from kvjax.research.learning.learned import Learned, learn_policy
 from kvjax.research.simulators.belady import belady
 from kvjax.research.simulators.hits import RULES, Hits, Rule
 from kvjax.research.simulators.lru_curve import lru_curve, reuse_distances

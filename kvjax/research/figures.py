@@ -67,6 +67,10 @@ class Summary:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
+        reuse = ""
+        if self.reuse_ms is not None:
+            low, middle, high = (f"{time / 1000:,.1f}" for time in self.reuse_ms)
+            reuse = f"; the others' next use is {middle} s later in the median, half of them {low} to {high} s"
         speed = f"{self.overlap[0]:,g} prompt tokens/s and {self.overlap[1]:,g} ms a token of an answer"
         lines = [
             f"requests     {self.requests:,} in {self.span_ms / 1000:,.1f} s; "
@@ -78,7 +82,7 @@ class Summary:
             f"unbounded    hits {self.rate:.4f} by blocks, {self.token_rate:.4f} by tokens, "
             f"{self.mean_rate:.4f} in the mean of requests",
             f"rule         {self.rule}: {RULES[self.rule]}",
-            f"reuse        {self.used_once:,} ids are in one request only{self._reuse()}",
+            f"reuse        {self.used_once:,} ids are in one request only{reuse}",
         ]
         if self.sessions is not None:
             lines.append(f"sessions     {self.sessions:,}")
@@ -93,12 +97,6 @@ class Summary:
             "refused      a request longer than the cache: it hits nothing and counts as requested",
         ]
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
-
-    def _reuse(self) -> str:
-        if self.reuse_ms is None:
-            return ""
-        low, middle, high = (f"{time / 1000:,.1f}" for time in self.reuse_ms)
-        return f"; the others' next use is {middle} s later in the median, half of them {low} to {high} s"
 
 
 def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (10_000, 50)) -> Summary:
@@ -165,7 +163,7 @@ def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
       i32[Z, W], blocks found at each depth, W the longest prompt; and i32[W], blocks requested there.
     """
     depths = np.arange(int(hits.trace.lengths.max(initial=0)))
-    longer = lambda lengths: np.array([np.sum(lengths > depth) for depth in depths], np.int32)  # noqa: E731
+    longer = lambda lengths: np.sum(lengths > depths[:, None], axis=1, dtype=np.int32)  # noqa: E731
     found = [longer(blocks) for blocks in hits.blocks]
     return np.array(found, np.int32).reshape(len(hits.sizes), len(depths)), longer(hits.trace.lengths)
 
@@ -203,9 +201,8 @@ def _since_last_use(trace: Trace) -> np.ndarray:
 def _found_in_answers(trace: Trace, rule: Rule, found: np.ndarray) -> tuple[int, int]:
     """The gain if answers were stored: blocks found beside i32[R], and the number of prompts that find them.
 
-    It is an estimate, since traces do not say which prompt has an answer. A prompt is taken for the next turn of an
-    earlier request if it begins with the full blocks of its prompt, at least two, not with a last block that was filled
-    in part, and is no shorter than its prompt and answer together. Then it would find all blocks that these fill.
+    A prompt is taken for the next turn of an earlier request if it begins with all full blocks of that prompt, two or
+    more, not with one filled in part, and could hold its answer. Then it would find all blocks that both fill.
     """
     # Last full block of a prompt -> (tokens of prompt and answer, block filled in part, -1 if none) of its requests.
     ends: dict[int, list[tuple[int, int]]] = {}

@@ -138,8 +138,7 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
                 trial.do(request)
 
     `Request` says which requests there are, and their fields: those of its first table, and of its second where the
-    spec has a host tier. Tokens are 0, 1 or 2, so that prefixes are shared; a row may be one that there is not, and a
-    prompt one token too long.
+    spec has a host tier. Tokens are 0, 1 or 2, so that prefixes are shared; a row may be unknown, a prompt too long.
 
     Args:
       spec: of the cache on trial; keep it small.

@@ -7,7 +7,7 @@ import collections
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -15,11 +15,10 @@ import numpy as np
 
 from kvjax.debug.invariants import check
 from kvjax.events.mirror import Mirror, fold, index_of, to_list
-from kvjax.events.records import Events, Status
+from kvjax.events.records import Events, Records, Status
 from kvjax.spec import CacheSpec
 from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy
-from kvjax.testing.composites import adopt, differing, transitions
-from kvjax.testing.expected import Expected, Fields, Row, arguments_of, pool_rows
+from kvjax.testing.expected import Expected, Fields, Row, adopt, arguments_of, pool_rows
 from kvjax.testing.requests import SMALL, Request, random_requests
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
@@ -154,7 +153,7 @@ class Trial:
         name = getattr(fn, "__name__", type(fn).__name__)
         before, mirror = jax.device_get(self.state), self.mirror
         state, returned = _result(fn(self.state, *args), before)
-        events = transitions(returned)
+        events = _transitions(returned)
         self.state = state
         try:
             self._apply(name, events, before, partial)
@@ -194,7 +193,7 @@ class Trial:
     def _verify_index(self) -> None:
         """The fold law."""
         found, folded = index_of(self.state), self.mirror.index
-        assert found == folded, f"the events do not give the index: {differing(found, folded)}"
+        assert found == folded, f"the events do not give the index: {_differing(found, folded)}"
 
     def _verify_rows(self, state: CacheState) -> None:
         """Each row has the right length, and would read its own text."""
@@ -265,6 +264,42 @@ class Trial:
                 assert holders <= most, f"block {record['block']} was removed, which {holders} hold"
 
 
+def _transitions(result: Any) -> list[Events]:
+    """The events of a composite, one for each transition in their order; those that `scan` stacked taken apart.
+
+    Raises:
+      ValueError: if they are no events, or stacked beside others, so that their order is not clear.
+    """
+    found = jax.tree.leaves(jax.device_get(result), is_leaf=lambda part: isinstance(part, Records))
+    kinds = [type(part).__name__ for part in found if not isinstance(part, Events)]
+    if kinds or not found:
+        raise ValueError(f"fn: got events of {kinds or 'no transition'}, wanted an Events, or several in their order")
+    axes = max(events.records.ndim for events in found) - 2
+    if axes == 0:
+        return found
+    if len(found) > 1:
+        raise ValueError("fn: got events that scan stacked beside others, wanted all in their order")
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), found[0])
+    return [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(len(flat.records))]
+
+
+def _differing(cache: Mapping[Any, Any], events: Mapping[Any, Any]) -> str:
+    """The differences of two indexes, in words."""
+    alone = {"in the cache": cache.items() - events.items(), "by the events": events.items() - cache.items()}
+    parts = []
+    for where, entries in alone.items():
+        words = [_entry(*entry) for entry in sorted(entries, key=str)]
+        more = f"; and {len(words) - 3} more" if len(words) > 3 else ""
+        parts += [f"{where} alone: {'; '.join(words[:3])}{more}"] if words else []
+    return "; ".join(parts)
+
+
+def _entry(key: tuple[int, int, tuple], value: Collection[int]) -> str:
+    group, namespace, path = key
+    level, priority = value
+    return f"group {group}, namespace {namespace}, tokens {list(path)}, level {level}, priority {priority}"
+
+
 def _result(result: Any, before: CacheState) -> tuple[CacheState, Any]:
     """The state and the events that a composite returned, or a ValueError."""
     pair = isinstance(result, tuple) and len(result) == 2
@@ -301,13 +336,11 @@ def check_policy(
       seed: of the requests.
       steps: how many requests.
       spec: of the cache; keep it small, so that blocks run short. With windows or a host tier `delivers` must be False.
-      delivers: whether the policy claims to find every victim: then a prompt that fits by the count of empty and
-        cached blocks must be admitted.
+      delivers: whether the policy finds every victim: a prompt that fits into empty and cached blocks is admitted.
       pstate: the policy's own state to begin with, None for what its `init` makes.
 
     Returns:
-      How often each verb was done, each status came and each kind of event; `["removed"]` tells whether the policy
-      had anything to choose.
+      How often each verb was done, each status came and each kind of event; `["removed"]`: the policy's choices.
 
     Raises:
       AssertionError: naming the step and its request.

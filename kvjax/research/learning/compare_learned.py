@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.research.learning.learn_policy import learn_policy
-from kvjax.research.learning.learned import Learned
+from kvjax.research.learning.learned import Learned, learn_policy
 from kvjax.research.simulators.belady import belady
 from kvjax.research.simulators.hits import RULES, Rule
 from kvjax.research.simulators.lru_curve import lru_curve

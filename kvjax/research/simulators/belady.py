@@ -33,8 +33,7 @@ def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = Fa
     """The hits of every request under the best policy there could be, for the rule "papers".
 
     For the rules "kvjax" and "full" this is an upper bound that may be out of reach: this cache may hold what theirs
-    hold, but there a last block that comes back does not hit. All sizes run at once in one program, which is compiled
-    for each number of sizes.
+    hold, but there a last block that comes back does not hit. All sizes run in one program, compiled for their number.
 
     Args:
       trace: the requests.

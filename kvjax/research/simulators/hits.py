@@ -56,8 +56,7 @@ def check_sizes(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
 class Hits:
     """The hits of every request in caches of several sizes.
 
-    Requests follow one another unless `replay` gets an `overlap`, and answers are not stored; `summary` estimates what
-    that hides.
+    Requests follow one another unless `replay` gets an `overlap`. Answers are not stored (see `summary`).
 
     Attributes:
       trace: the requests.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -189,19 +190,17 @@ def _caches(sizes: np.ndarray, trace: Trace, held: np.ndarray, rows: int) -> tup
 
 
 def _rows_and_ends(trace: Trace, overlap: Overlap) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The arrays of requests that overlap, beside those of `request_arrays`.
+    """The arrays of requests that overlap beside those of `request_arrays`, and of their ends, i32[R] each.
 
-    Returns:
-      Of each request, i32[R]: its row (the lowest that is free when it begins), the blocks of its answer, and the ends
-      from..to-1 that come before it begins and after the request before it began. Of each end, i32[R]: the row, and ms
-      since the first request.
+    Of a request its row (the lowest free one), the blocks of its answer, and the ends from..to-1 since the request
+    before it. Of an end the row, and ms since the first request.
     """
-    rows, free = np.zeros(len(trace), np.int32), list(range(int(overlap.running.max(initial=1))))[::-1]
+    rows, free = np.zeros(len(trace), np.int32), list(range(int(overlap.running.max(initial=1))))
     for request, begins in zip(overlap.request.tolist(), overlap.admit.tolist(), strict=True):
         if begins:
-            rows[request] = free.pop(free.index(min(free)))
+            rows[request] = heapq.heappop(free)
         else:
-            free.append(int(rows[request]))
+            heapq.heappush(free, int(rows[request]))
     ended = ~overlap.admit
     to = np.cumsum(ended, dtype=np.int32)[overlap.admit]
     begins = {"row": rows, "answer": overlap.blocks - trace.lengths, "from": to - np.diff(to, prepend=0), "to": to}

@@ -54,8 +54,7 @@ def simulate(
 
     Args:
       trace: the requests; the time in ms since the first one is the policy's `now`.
-      policy: the eviction policy, `lru()` if None. The balance of `cost_aware` is divided by the trace's block size, as
-        in `replay`.
+      policy: the eviction policy, `lru()` if None. The balance of `cost_aware` is divided as in `replay`.
       sizes: i32[Z]; blocks of each cache.
       rule: what counts as a hit; see `RULES`.
       policy_state: the policy's own state to begin with, with a leading axis Z, as for `replay`.

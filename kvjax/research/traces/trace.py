@@ -168,7 +168,10 @@ def make_trace(
     """
     number = len(hash_ids)
     where = where if where is not None else [f"request {n}" for n in range(number)]
-    _check_fields(number, time, input_length, output_length, kind, session)
+    fields = {"time": time, "input_length": input_length, "output_length": output_length, "kind": kind}
+    for name, values in (fields | {"session": session}).items():
+        if values is not None and len(values) != number:
+            raise ValueError(f"{name}: got {len(values)} values, wanted one for each of {number} prompts")
     if block_size < 1:
         raise ValueError(f"block_size: got {block_size}, wanted at least 1 token")
     for n in range(number):
@@ -219,13 +222,6 @@ def _check_request(where: str, input_length: int, output_length: int, blocks: in
         raise ValueError(
             f"{where}: hash_ids: got {blocks}, wanted {begun} for {input_length} tokens in blocks of {block_size}"
         )
-
-
-def _check_fields(number: int, *fields: Sequence[object] | None) -> None:
-    names = ("time", "input_length", "output_length", "kind", "session")
-    for name, values in zip(names, fields, strict=True):
-        if values is not None and len(values) != number:
-            raise ValueError(f"{name}: got {len(values)} values, wanted one for each of {number} prompts")
 
 
 def _numbered(values: Sequence[object] | None) -> np.ndarray | None:

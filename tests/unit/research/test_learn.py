@@ -13,9 +13,19 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.research import Learned, compare_learned, learn_policy, lru_curve, make_trace, replay
-from kvjax.research.learning import learn_policy as module
-from kvjax.research.learning.learn_policy import count, counted, density, releases
-from kvjax.research.learning.learned import CLASSES, NUM_AGES, NUM_CLASSES, age_limits, age_range, class_number
+from kvjax.research.learning import learned as module
+from kvjax.research.learning.learned import (
+    CLASSES,
+    NUM_AGES,
+    NUM_CLASSES,
+    age_limits,
+    age_range,
+    class_number,
+    count,
+    counted,
+    density,
+    releases,
+)
 from kvjax.testing import check_policy
 from tests.oracle import research
 from tests.oracle import research_learned as oracle
