@@ -110,9 +110,8 @@ class _Push(_Options):
         """See `EvictionPolicy.touch`."""
         label = self.fn(blocks, ids, *self.extra_arguments(chains.own, now))
         if label.shape != ids.shape or not jnp.issubdtype(label.dtype, jnp.integer):
-            raise ValueError(
-                f"by_class: fn returns {label.dtype}{list(label.shape)}, wanted integers of shape {list(ids.shape)}"
-            )
+            found, wanted = f"{label.dtype}{list(label.shape)}", f"integers of shape {list(ids.shape)}"
+            raise ValueError(f"by_class: fn returns {found}, wanted {wanted}")
         label = jnp.clip(label.astype(jnp.int32), 0, self.classes - 1)
         return _append(_make_space(chains, blocks, count(ids >= 0)), ids, label, ids >= 0)
 

@@ -221,10 +221,9 @@ def _common(first: Sequence[Item], second: Sequence[Item]) -> int:
 def _rows(expected: Expected, state: CacheState) -> Iterator[tuple[int, Row]]:
     """The rows in use, with the text that the blocks of the first group hold."""
     tree, size = state.groups[0], expected.spec.block_size
+    fields = state.seqs.namespace, state.seqs.length, state.seqs.committed
     for seq in np.flatnonzero(state.seqs.length).tolist():
-        namespace, length, committed = (
-            int(x[seq]) for x in (state.seqs.namespace, state.seqs.length, state.seqs.committed)
-        )
+        namespace, length, committed = (int(field[seq]) for field in fields)
         blocks = tree.table[seq][: -(-committed // size)]
         parts = [x[blocks].reshape(-1)[:committed].tolist() for x in tree.blocks.text.parts().values()]
         items: list[Any] = [(token, *extra, 0)[:2] for token, *extra in zip(*parts, strict=True)]
@@ -243,9 +242,8 @@ def _has_lost(group: Any, seq: int) -> bool:
 def _pins(expected: Expected, state: CacheState) -> list[np.ndarray]:
     """The pins that still hold, and all other blocks held beside the rows, a row's length at a time."""
     group, width = state.groups[0], expected.spec.max_blocks_per_seq
-    left = np.asarray(group.blocks.refcount) - np.bincount(
-        group.table[group.table >= 0], minlength=len(group.blocks.refcount)
-    )
+    refcount, held = np.asarray(group.blocks.refcount), group.table[group.table >= 0]
+    left = refcount - np.bincount(held, minlength=len(refcount))
     pins = []
     for pin in expected.pins:
         if np.all(left[pin[pin >= 0]] > 0):
@@ -293,7 +291,9 @@ def arguments_of(request: Fields, state: CacheState, expected: Expected) -> dict
         case "evict":
             return {"blocks": np.array([request["block"]], np.int32)}
         case "pin":
-            return _pin(request, state)
+            table = np.asarray(state.groups[0].table)[min(request["seq"], spec.max_seqs - 1)]
+            findable = (np.asarray(state.groups[0].blocks.fill)[table] > 0) & (table >= 0)
+            return {"blocks": np.where(findable & (np.arange(len(table)) < request["num_blocks"]), table, NO_BLOCK)}
         case "unpin":
             return {"blocks": expected.pins[request["which"] % len(expected.pins)]} if expected.pins else None
         case "reset":
@@ -319,13 +319,6 @@ def _commit(request: Fields, spec: CacheSpec, expected: Expected) -> dict[str, A
     columns = [np.stack([_padded([item[i] for item in items], spec.max_length) for items in new]) for i in range(2)]
     counts = np.array([len(items) for items in new], np.int32)
     return {**_text(spec, *columns), "num_tokens": counts} if counts.any() else None
-
-
-def _pin(request: Fields, state: CacheState) -> dict[str, Any]:
-    """The findable ones of a row's first blocks."""
-    table = np.asarray(state.groups[0].table)[min(request["seq"], state.spec.max_seqs - 1)]
-    findable = (np.asarray(state.groups[0].blocks.fill)[table] > 0) & (table >= 0)
-    return {"blocks": np.where(findable & (np.arange(len(table)) < request["num_blocks"]), table, NO_BLOCK)}
 
 
 def _cached_blocks(request: Fields, state: CacheState, on_host: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import collections
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -204,9 +204,8 @@ class Trial:
             kv_ids = np.array(self._expected.kv_ids(row.namespace, row.items), int)
             for number, group in enumerate(state.groups if not row.lost else ()):
                 index, seen = self._expected.locate(group, seq, np.arange(len(row.items)))
-                assert np.array_equal(self._expected.slots[number][index], kv_ids[seen]), (
-                    f"row {seq} would read what is not its own"
-                )
+                held = self._expected.slots[number][index]
+                assert np.array_equal(held, kv_ids[seen]), f"row {seq} would read what is not its own"
 
     def _verify_cached(self, state: CacheState) -> None:
         """Each findable block holds the K/V of the tokens in its event."""
@@ -215,9 +214,8 @@ class Trial:
             items = self._expected.items(path)
             start = (len(items) - 1) // size * size
             held = self._expected.slots[number][pool_rows(state.groups[number])[block], : len(items) - start]
-            assert held.tolist() == self._expected.kv_ids(namespace, items)[start:], (
-                f"block {block} does not hold what it claims"
-            )
+            kv_ids = self._expected.kv_ids(namespace, items)[start:]
+            assert held.tolist() == kv_ids, f"block {block} does not hold what it claims"
 
     def _verify_holders(self, state: CacheState) -> None:
         """The holders of a block are rows and pins."""
@@ -288,16 +286,13 @@ def _differing(cache: Mapping[Any, Any], events: Mapping[Any, Any]) -> str:
     alone = {"in the cache": cache.items() - events.items(), "by the events": events.items() - cache.items()}
     parts = []
     for where, entries in alone.items():
-        words = [_entry(*entry) for entry in sorted(entries, key=str)]
+        words = [
+            f"group {group}, namespace {namespace}, tokens {list(path)}, level {level}, priority {priority}"
+            for (group, namespace, path), (level, priority) in sorted(entries, key=str)
+        ]
         more = f"; and {len(words) - 3} more" if len(words) > 3 else ""
         parts += [f"{where} alone: {'; '.join(words[:3])}{more}"] if words else []
     return "; ".join(parts)
-
-
-def _entry(key: tuple[int, int, tuple], value: Collection[int]) -> str:
-    group, namespace, path = key
-    level, priority = value
-    return f"group {group}, namespace {namespace}, tokens {list(path)}, level {level}, priority {priority}"
 
 
 def _result(result: Any, before: CacheState) -> tuple[CacheState, Any]:

@@ -31,7 +31,6 @@ from kvjax.verbs.init import init
 _FIELDS_OF_A_TRACE = frozenset(
     ("children", "clock", "depth", "fill", "generation", "hits", "parent", "refcount", "released", "stored")
 )
-_FACTOR = 4  # from one width to the next
 
 
 def simulate(
@@ -90,19 +89,13 @@ def _arguments(
             f"policy: got {policy}, which reads {', '.join(missing)} of blocks, wanted one that reads only "
             f"{', '.join(sorted(_FIELDS_OF_A_TRACE))} (replay takes any policy)"
         )
-    widths = _widths(int(trace.lengths.max(initial=1)))
+    widths = [16]  # 64, 256, ...: a request is served in as many columns as the least of them that it fits into
+    while widths[-1] < trace.lengths.max(initial=1):
+        widths.append(4 * widths[-1])
     width = np.append(np.searchsorted(widths, trace.lengths), -1).astype(np.int32)  # behind the last request none
     requests = request_arrays(trace, rule) | {"width": width}
     ids = np.concatenate([trace.ids, np.zeros(widths[-1], np.int32)])  # a slice of any width is never cut off
-    return spec, policy, rule == "papers", widths, blocks, states, requests, ids
-
-
-def _widths(longest: int) -> tuple[int, ...]:
-    """16, 64, 256, ...: a request is served in as many columns as the least of them that it fits into."""
-    widths = [16]
-    while widths[-1] < longest:
-        widths.append(widths[-1] * _FACTOR)
-    return tuple(widths)
+    return spec, policy, rule == "papers", tuple(widths), blocks, states, requests, ids
 
 
 @functools.lru_cache(maxsize=64)

@@ -175,7 +175,15 @@ def make_trace(
     if block_size < 1:
         raise ValueError(f"block_size: got {block_size}, wanted at least 1 token")
     for n in range(number):
-        _check_request(where[n], input_length[n], output_length[n], len(hash_ids[n]), block_size)
+        if input_length[n] < 1 or output_length[n] < 0:
+            raise ValueError(
+                f"{where[n]}: got {input_length[n]} and {output_length[n]} tokens, wanted a prompt of at least 1 and "
+                "an answer of at least 0"
+            )
+        blocks, begun = len(hash_ids[n]), -(-input_length[n] // block_size)
+        if blocks != begun:
+            wanted = f"{begun} for {input_length[n]} tokens in blocks of {block_size}"
+            raise ValueError(f"{where[n]}: hash_ids: got {blocks}, wanted {wanted}")
         if n and time[n] < time[n - 1]:
             raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
     ids, parent = _forest(hash_ids, two_parents, where)
@@ -209,19 +217,6 @@ def _forest(
             ids.append(block)
             above = block
     return np.asarray(ids, np.int32), np.asarray(parent, np.int32)
-
-
-def _check_request(where: str, input_length: int, output_length: int, blocks: int, block_size: int) -> None:
-    if input_length < 1 or output_length < 0:
-        raise ValueError(
-            f"{where}: got {input_length} and {output_length} tokens, wanted a prompt of at least 1 and an answer of "
-            "at least 0"
-        )
-    begun = -(-input_length // block_size)
-    if blocks != begun:
-        raise ValueError(
-            f"{where}: hash_ids: got {blocks}, wanted {begun} for {input_length} tokens in blocks of {block_size}"
-        )
 
 
 def _numbered(values: Sequence[object] | None) -> np.ndarray | None:
