@@ -220,45 +220,38 @@ def _serve(
     ids: jax.Array,
 ) -> jax.Array:
     """i32[R, Z]; blocks that each request found in a cache of each size, or -1 where it was refused beside others."""
-    if ends is None:
-        one = functools.partial(_serve_alone, ids)
-    else:
-        one = functools.partial(_serve_overlapped, ids, ends, longest_answer)
+    one = functools.partial(_serve_one, ids, ends, longest_answer)
     caches = jax.vmap(lambda size, state: init(spec, policy, size, policy_state=state))(sizes, states)
     step = lambda caches, request: jax.vmap(one, in_axes=(0, None))(caches, request)  # noqa: E731
     return lax.scan(step, caches, requests)[1]
 
 
-def _serve_alone(ids: jax.Array, cache: CacheState, request: dict[str, jax.Array]) -> tuple[CacheState, jax.Array]:
-    """Serves a request from its prompt to its end."""
+def _serve_one(
+    ids: jax.Array, ends: dict[str, jax.Array] | None, longest_answer: int, cache: CacheState,
+    request: dict[str, jax.Array],
+) -> tuple[CacheState, jax.Array]:  # fmt: skip
+    """Releases the requests that end before this one begins, admits it, and reserves blocks for its answer.
+
+    Without `ends` no requests overlap: it releases this one.
+    """
+    row, seqs = (0, None) if ends is None else (request["row"], request["row"][None])
+    if ends is not None:
+        rows, times = ends["row"], ends["now"]
+        end = lambda number, cache: release(cache, rows[number], now=times[number])[0]  # noqa: E731
+        cache = lax.fori_loop(request["from"], request["to"], end, cache)
     start, now, width = request["start"], request["now"], cache.spec.max_blocks_per_seq
-    cache, admitted = admit(cache, 0, lax.dynamic_slice_in_dim(ids, start, width), request["length"], now=now)
-    found = admitted.cached[0]
-    # A block that is not committed, filled in part, becomes empty when the row is released. Where the request was
-    # refused the row is free, so that both verbs are refused too.
-    tokens = lax.dynamic_slice_in_dim(ids, start + found, width)[None]
-    cache, _ = commit(cache, tokens, (request["cached"] - found)[None], now=now)
-    cache, _ = release(cache, 0, now=now)
-    return cache, found
-
-
-def _serve_overlapped(
-    ids: jax.Array, ends: dict[str, jax.Array], longest_answer: int, cache: CacheState, request: dict[str, jax.Array]
-) -> tuple[CacheState, jax.Array]:
-    """Releases the requests that end before this one begins, admits it, and reserves blocks for its answer."""
-
-    def end(number, cache):
-        return release(cache, ends["row"][number], now=ends["now"][number])[0]
-
-    cache = lax.fori_loop(request["from"], request["to"], end, cache)
-    start, row, now, width = request["start"], request["row"], request["now"], cache.spec.max_blocks_per_seq
     cache, admitted = admit(cache, row, lax.dynamic_slice_in_dim(ids, start, width), request["length"], now=now)
     found, ok = admitted.cached[0], admitted.ok
     tokens = lax.dynamic_slice_in_dim(ids, start + found, width)[None]
-    cache, _ = commit(cache, tokens, (request["cached"] - found)[None], seqs=row[None], now=now)
+    cache, _ = commit(cache, tokens, (request["cached"] - found)[None], seqs=seqs, now=now)
     if longest_answer:
         wanted = request["answer"][None]
-        cache, extended = extend(cache, wanted > 0, wanted, seqs=row[None], max_tokens=longest_answer, now=now)
+        cache, extended = extend(cache, wanted > 0, wanted, seqs=seqs, max_tokens=longest_answer, now=now)
         ok &= extended.ok
         cache, _ = release(cache, jnp.where(ok, -1, row), now=now)  # without an answer the prompt is held in vain
+    if ends is None:
+        # A block that is not committed, filled in part, becomes empty when the row is released. Where the request was
+        # refused the row is free, so that commit and release are refused too.
+        cache, _ = release(cache, row, now=now)
+        return cache, found
     return cache, jnp.where(ok, found, -1)
