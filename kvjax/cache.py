@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
-from kvjax._summary import one_line
 from kvjax.checks import check_alive, face, integers
+from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events
 from kvjax.ledger import human, pool_bytes

@@ -134,14 +134,11 @@ def _pools(spec: CacheSpec, num_blocks: Sequence[int]) -> list[Entry]:
     for group, blocks in zip(spec.groups, num_blocks, strict=True):
         for pool in group.pools if blocks else ():
             block, layers = pool.block_bytes(spec.block_size), plural(len(pool.layers), "layer")
-            name = f"K/V, {layers} x {plural(pool.kv_heads, 'head')} x {pool.head_dim} {pool.dtype}{_window(group)}"
+            sinks = f" and {plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
+            window = "" if group.window is None else f", window {group.window:,}{sinks}"
+            name = f"K/V, {layers} x {plural(pool.kv_heads, 'head')} x {pool.head_dim} {pool.dtype}{window}"
             entries.append(Entry(name, blocks * block, f"{blocks:,} x {block:,}"))
     return entries
-
-
-def _window(group: GroupSpec) -> str:
-    sinks = f" and {plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
-    return "" if group.window is None else f", window {group.window:,}{sinks}"
 
 
 def pool_bytes(spec: CacheSpec) -> tuple[int, int]:
@@ -162,7 +159,6 @@ def table(lines: Sequence[Entry]) -> list[str]:
 
 
 def plural(number: int, noun: str) -> str:
-    """The number and the noun, as in "1 step" or "2 steps"."""
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 

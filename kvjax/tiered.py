@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kvjax._compile import OutermostJit
-from kvjax._summary import one_line
 from kvjax.cache import Cache, reader
 from kvjax.checks import check_alive, check_on_host, face
+from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
 from kvjax.ledger import human, pool_bytes

@@ -20,7 +20,7 @@ from kvjax.research import (
     summary,
     write_mooncake,
 )
-from kvjax.research.__main__ import main
+from kvjax.research.__main__ import _POLICIES, main
 from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES
 from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
 from tests.unit.research.cases import comparison, cut
@@ -163,10 +163,7 @@ def test_gains_are_drawn_for_each_part(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (
-            ["sweep", "--policies", "mru"],
-            "got 'mru', wanted cost_aware, fifo, lfu, lru, random, FILE.npz that learn",
-        ),
+        (["sweep", "--policies", "nobody"], f"got 'nobody', wanted {', '.join(_POLICIES)}, FILE.npz that learn"),
         (["sweep", "--policies", f"{__name__}:SIZES"], "wanted an EvictionPolicy"),
         (["sweep", "--policies", "kvjax:nothing"], "kvjax:nothing is None"),
         (["sweep", "--rule", "papers", "--policies", f"{__name__}:SMALLEST_FIRST"], 'rule: got "papers"'),

@@ -13,9 +13,19 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.research import Learned, compare_learned, learn_policy, lru_curve, make_trace, replay
-from kvjax.research.learning import learn_policy as module
-from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES, age_limits, age_range, class_at, class_number
-from kvjax.research.learning.reuse import count, counted, density, releases
+from kvjax.research.learning import learned as module
+from kvjax.research.learning.learned import (
+    CLASSES,
+    NUM_AGES,
+    NUM_CLASSES,
+    age_limits,
+    age_range,
+    class_number,
+    count,
+    counted,
+    density,
+    releases,
+)
 from kvjax.testing import check_policy
 from tests.oracle import research
 from tests.oracle import research_learned as oracle
@@ -54,8 +64,8 @@ def test_classes_are_numbered():
     found = class_number(hits, length, last, lengths)
     assert found.tolist() == [oracle.label(*case, lengths) for case in cases_]
     assert set(found.tolist()) == set(range(NUM_CLASSES))
-    assert len({class_at(number) for number in range(NUM_CLASSES)}) == NUM_CLASSES
-    assert class_at(found[cases_.index((2, 5, True))]) == (2, 2, True)
+    assert len(set(CLASSES)) == NUM_CLASSES
+    assert CLASSES[found[cases_.index((2, 5, True))]] == (2, 2, True)
 
 
 @given(st.integers(0, 2**32 - 1))
