@@ -28,7 +28,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-# Programs run for microseconds here and take seconds to compile; a night's tests may be worth the optimiser's time.
+# Programs run for microseconds here and take seconds to compile. Only a night's tests let the optimiser work.
 jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_PROFILE") != "nightly")
 
 

@@ -173,8 +173,8 @@ class Driver:
 
     def grow(self, *counts: int, **options: Any) -> list[str]:
         """Asks for room for so many more tokens of each row."""
-        asked = np.array(counts, np.int32)
-        return self.status("extend", asked > 0, asked, max_tokens=MOST, **options)
+        num_tokens = np.array(counts, np.int32)
+        return self.status("extend", num_tokens > 0, num_tokens, max_tokens=MOST, **options)
 
     def start(self, seq: int, tokens: Sequence[int], **options: Any) -> int:
         """Admits a prompt and commits what is not cached of it; how much is."""

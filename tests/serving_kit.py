@@ -140,21 +140,21 @@ class Calls:
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
-        places = [(runner, "_submit"), (runner, "_serve"), (host_tier, "_has_row")]
-        places += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
+        targets = [(runner, "_submit"), (runner, "_serve"), (host_tier, "_has_row")]
+        targets += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
-            places += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
-        for where, name in places:
+            targets += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
+        for where, name in targets:
             monkeypatch.setattr(where, name, self.wrap(getattr(where, name)))
 
     def wrap(self, program):
         def call(*args, **kwargs):
             self.count += 1
-            here = self.count == self.at
-            if here and self.before:
+            is_due = self.count == self.at
+            if is_due and self.before:
                 self.before()
             result = program(*args, **kwargs)
-            if here and self.after:
+            if is_due and self.after:
                 self.after()
             return result
 

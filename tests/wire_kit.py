@@ -23,8 +23,8 @@ ADDED, REMOVED, GPU, CPU = 1, 2, 1, 2
 
 def stored(block, generation, parent, tokens, group=0, **more):
     above = {"parent": None, "namespace": parent} if isinstance(parent, int) else {"parent": parent}
-    known = {"kind": "stored", "group": group, "block": block, "generation": generation, "level": 0, "priority": 35}
-    return {**known, **above, "tokens": tokens, **more}
+    fields = {"kind": "stored", "group": group, "block": block, "generation": generation, "level": 0, "priority": 35}
+    return {**fields, **above, "tokens": tokens, **more}
 
 
 def removed(block, generation, group=0):
@@ -86,13 +86,13 @@ def whole(forest):
     """Events that store all that is cached."""
     nodes = sorted(forest.mirror.nodes.items(), key=lambda item: (len(item[1][1]), item[0]))
     size, extra = forest.spec.block_size, forest.spec.extra_ids
-    places = {(ns, path): node for node, (ns, path, *_) in nodes if node[0] == 0}
+    of_path = {(ns, path): node for node, (ns, path, *_) in nodes if node[0] == 0}
     events = []
     for node, (ns, path, level, priority) in nodes:
         start = (len(path) - 1) // size * size
         items = [*path[start:]]
         text = {"tokens": [i[0] for i in items], "extra_ids": [i[1] for i in items]} if extra else {"tokens": items}
-        above = {"parent": places[ns, path[:start]][1:]} if start else {"parent": None, "namespace": ns}
+        above = {"parent": of_path[ns, path[:start]][1:]} if start else {"parent": None, "namespace": ns}
         event = {"kind": "stored", "group": node[0], "block": node[1], "generation": node[2]}
         events.append({**event, **above, **text, "level": level, "priority": priority})
     return events

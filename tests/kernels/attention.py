@@ -71,8 +71,8 @@ class Case:
                 kv = np.clip(kv / scale[..., None], -127, 127)
             kv = np.asarray(jnp.asarray(kv, jnp.float32).astype(stored or dtype).astype(jnp.float32))
             slot = np.arange(length)
-            place = self.tables[row, slot // block_size], self.layer, slice(None), slice(None), slot % block_size
-            pool[place], scales[place] = kv, scale
+            index = self.tables[row, slot // block_size], self.layer, slice(None), slice(None), slot % block_size
+            pool[index], scales[index] = kv, scale
             self.kv.append(kv * scale[..., None] if scaled else kv)
         self.pool = jnp.asarray(pool, stored or dtype)
         self.scales = jnp.asarray(scales) if stored and scaled else None

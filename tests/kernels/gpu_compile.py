@@ -213,7 +213,7 @@ CASES = {
 GPUS = {"step_sharded": 4}  # all others: one
 
 
-def place(target: str, gpus: int, args, *specs):
+def on_gpus(target: str, gpus: int, args, *specs):
     """The arguments on so many GPUs, divided by a prefix of specs if one is given; and the mesh."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[target][1], topology=f"1x1x{gpus}")
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(gpus,), axis_names=("x",))
@@ -235,11 +235,11 @@ def account(ptx: pathlib.Path, arch: str) -> dict[str, dict[str, int]]:
     """What ptxas says of each Pallas kernel of a file."""
     (ptxas,) = [path for folder in sys.path for path in glob.glob(f"{folder}/nvidia/*/bin/ptxas")][:1]
     command = [ptxas, "-v", f"-arch={arch}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     text, kernels = ptx.read_text(), {}
     for name, stack, stores, loads, registers in re.findall(
         r"function '(\w+(?:_attention|_kv|_blocks|_rows)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
-        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", said, re.DOTALL,
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", output, re.DOTALL,
     ):  # fmt: skip
         body = text[text.index(f".entry {name}") :]
         body = body[: body.find(".entry ", 10)]
@@ -287,7 +287,7 @@ def layer_bytes(args) -> int:
 def measure(target: str, case: str) -> dict[str, Any]:
     """Compiles one case; what came of it."""
     function, args, donate, *specs = CASES[case]()
-    args, mesh = place(target, GPUS.get(case, 1), args, *specs)
+    args, mesh = on_gpus(target, GPUS.get(case, 1), args, *specs)
     with tempfile.TemporaryDirectory() as dump:
         os.environ["MOSAIC_GPU_DUMP_TO"] = dump
         lowered, compiled = compile_for(mesh, function, args, donate, dump, xla_dump_emitter_re=".*")

@@ -44,7 +44,7 @@ from tests.kernels.gpu_compile import (
     compile_for,
     divided,
     i32,
-    place,
+    on_gpus,
     prepare,
     small_llama,
 )
@@ -53,7 +53,7 @@ from tests.kernels.gpu_thunks import Counts, Thunk
 BUDGETS = pathlib.Path(__file__).parents[1] / "data" / "gpu_step_budgets.json"
 PARTS = ("all", "model", "start", "block", "step", "mixed", "seldom", "around")
 HELD = ("stops", "kernels", "copies", "launches")  # against budgets
-TOLD = ("whiles", "conditionals", "command_buffers", "rare")
+SHOWN = ("whiles", "conditionals", "command_buffers", "rare")
 BUFFERS = gpu.DECIDES["device"]["xla_gpu_enable_command_buffer"]
 VOCABULARY, STEPS, BLOCK = 32_000, 32, 16
 
@@ -238,7 +238,7 @@ def measure(name: str, rare: Sequence[str] = ()) -> dict[str, Counts]:
     """Compiles one program for an H200; its counts."""
     make, buffers, gpus = PROGRAMS[name]
     function, args, donate, *specs = make()
-    args, mesh = place("h200", gpus, args, *specs)
+    args, mesh = on_gpus("h200", gpus, args, *specs)
     options = {} if buffers is None else gpu.DECIDES["device"] | {"xla_gpu_enable_command_buffer": buffers}
     with tempfile.TemporaryDirectory() as dump:
         _, compiled = compile_for(mesh, function, args, donate, dump, **options)
@@ -317,7 +317,7 @@ def _slack(count: int) -> int:
 def line(part: str, counts: Mapping[str, int], budgets: Budgets) -> str:
     """A line of the table."""
     cells = [f"{counts.get(what, 0):5} of {budgets.of(part).get(what, '-'):>3}" for what in HELD]
-    cells += [f"{counts.get(what, 0):6}" for what in TOLD]
+    cells += [f"{counts.get(what, 0):6}" for what in SHOWN]
     bars = [f"{what} {kind} {n}" for what, kinds in budgets.bars.get(part, {}).items() for kind, n in kinds.items()]
     return f"{part:32}{' '.join(cells)}  {', '.join(bars)}".rstrip()
 
@@ -330,7 +330,7 @@ def main() -> None:
     form.add_argument("--update", action="store_true", help="write what is measured as the budgets")
     args, budgets, measured = parser.parse_args(), Budgets(), {}
     if not args.json:
-        print(f"{'jaxlib ' + budgets.installed:32}{' '.join(f'{what:>12}' for what in HELD)} {' '.join(TOLD)}")
+        print(f"{'jaxlib ' + budgets.installed:32}{' '.join(f'{what:>12}' for what in HELD)} {' '.join(SHOWN)}")
     for name in args.programs or PROGRAMS:
         parts = measure(name, budgets.rare)
         if args.json:

@@ -48,7 +48,7 @@ def test_with_command_buffers_a_whole_loop_is_one(name):
 
 @needs_toolchain
 @pytest.mark.parametrize("name", ALL)
-def test_the_models_kernels_are_told_from_the_loops(name):
+def test_the_models_kernels_are_distinguished_from_the_loops(name):
     parts = parts_of(name)
     if name.startswith("extend"):
         assert set(parts) == {"all"}

@@ -57,8 +57,8 @@ def test_quantised_append(dtype, heads, width, source):
     wanted = jax.jit(xla.append_kv)(*args)
     got = jax.jit(functools.partial(triton.append_kv, interpret=True))(*args)
     real, index = slots < 32, (slots[slots < 32] // 4, 1, slice(None), slice(None), slots[slots < 32] % 4)
-    for new, twin, old, values in zip(got, wanted, (pool, scales), quantise(kv, dtype), strict=True):
-        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, twin)))
+    for new, of_xla, old, values in zip(got, wanted, (pool, scales), quantise(kv, dtype), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, of_xla)))
         expected = np.array(old)
         expected[index] = np.asarray(values).reshape(2, 6, *expected[index].shape[2:]).swapaxes(0, 1)[real]
         np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, expected)))
@@ -143,7 +143,7 @@ def test_a_gpu_without_float8_appends_none(monkeypatch):
         triton.append_kv(pool, 0, k, k, jnp.zeros(1, jnp.int32), scales)
 
 
-def test_where_there_is_no_gpu_the_twin_serves_and_a_named_kernel_refuses():
+def test_without_a_gpu_xla_serves_and_a_named_kernel_refuses():
     pool, blocks = pool_of(), jnp.array([3, 1], jnp.int32)
     run = functools.partial(pallas_kernels.call, "gather_blocks")
     np.testing.assert_array_equal(jax.jit(run)(pool, blocks), xla.gather_blocks(pool, blocks))

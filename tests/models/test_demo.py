@@ -36,7 +36,7 @@ def session() -> demo.Session:
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_what_is_drawn_stays_within_the_columns(monkeypatch, width):
+def test_bars_and_tables_stay_within_the_columns(monkeypatch, width):
     """Not the maps, which `kvjax.show` keeps within the columns it is told."""
     widths = []
     monkeypatch.setattr(demo.kvjax, "show", lambda state, **options: widths.append(options["width"]) or "map")

@@ -118,7 +118,7 @@ def test_names_and_layout_are_hugging_faces(tmp_path, family):
     "prefixes",
     [("language_model.model.", "language_model."), pytest.param(("model.language_model.", ""), marks=pytest.mark.long)],
 )
-def test_the_decoder_is_found_beside_towers(tmp_path, prefixes, tied):
+def test_the_decoder_is_found_among_towers(tmp_path, prefixes, tied):
     """Older and newer checkpoints with towers; layers that reuse K/V may have projections that nobody reads."""
     model = make("gemma4_text", tie_word_embeddings=tied, **GEMMA4)
     save(model, tmp_path)
@@ -343,7 +343,7 @@ def test_the_first_tensor_of_floats_gives_the_dtype(saved, tmp_path):
 
 
 @pytest.mark.parametrize("layers", [3, 2_000, 10_000_000])
-def test_layers_that_no_tensor_is_of_are_told_at_once(folder, layers):
+def test_layers_that_no_tensor_is_of_are_reported_at_once(folder, layers):
     change(folder / loading.CONFIG, num_hidden_layers=layers)
     begin = time.process_time()
     with pytest.raises(ValueError, match=rf"num_hidden_layers: got {layers}, wanted 2: no tensor is of layer 2$"):

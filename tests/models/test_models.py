@@ -447,7 +447,7 @@ def test_golden_copies_are_small():
     assert all(path.stat().st_size < 2_000_000 for path in GOLDENS.rglob("*"))
 
 
-def test_tally_allows_rounding_and_near_ties_only():
+def test_tally_allows_rounding_and_close_ties_only():
     reference = np.array([1.0, 3.0, 2.0], np.float32)
     tally = verify.Tally()
     tally.compare(reference + 1e-3, reference, 1)

@@ -42,8 +42,8 @@ def prompts():
     documents, found = [recall.make_document(rng, FACTS) for _ in range(4)], []
     for number in range(NUMBER):
         document, facts = documents[number % 4], int(rng.integers(2, FACTS + 1))
-        asked = recall.encode(recall.question(list(document.facts)[rng.integers(facts)]))
-        found.append(document.ids[: facts * recall.FACT_TOKENS] + asked)
+        question = recall.encode(recall.question(list(document.facts)[rng.integers(facts)]))
+        found.append(document.ids[: facts * recall.FACT_TOKENS] + question)
     return found
 
 

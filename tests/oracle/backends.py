@@ -25,7 +25,7 @@ from tests import drive
 from tests.oracle.cache import NO_BLOCK, Oracle, Priority, Result, Retention
 
 _NUM_STEPS = jax.jit(num_steps, static_argnames="k")
-_ROOM = 2**30  # of a log without end
+_AMPLE = 2**30  # of a log without end
 
 
 class Prompt(NamedTuple):
@@ -115,8 +115,8 @@ class OracleBackend:
         return self._outcome(self.cache.extend(self._at(row, True), num_tokens, tiers=True))
 
     def num_steps(self, row: int) -> int:
-        room = self.cache.block_size * self.cache.max_blocks_per_seq - self.cache.rows[row].length
-        return self.cache.num_steps(self._at(row, min(self.k, room)), self.k, _ROOM)
+        capacity = self.cache.block_size * self.cache.max_blocks_per_seq - self.cache.rows[row].length
+        return self.cache.num_steps(self._at(row, min(self.k, capacity)), self.k, _AMPLE)
 
     def trim(self, row: int) -> Outcome:
         return self._outcome(self.cache.trim(self._at(row, True), self.k))
@@ -213,8 +213,8 @@ class LibraryBackend:
         return self._do("extend", active, count, max_tokens=self.spec.max_length, now=now, driver=driver)
 
     def num_steps(self, row: int) -> int:
-        room = self.spec.max_length - int(self.value.seqs.length[row])
-        return int(_NUM_STEPS(self.value, self._at(row, min(self.k, room)), self.k, np.int32(_ROOM)))
+        capacity = self.spec.max_length - int(self.value.seqs.length[row])
+        return int(_NUM_STEPS(self.value, self._at(row, min(self.k, capacity)), self.k, np.int32(_AMPLE)))
 
     def trim(self, row: int) -> Outcome:
         return self._do("trim", self._at(row, True), max_tokens=self.spec.max_length)

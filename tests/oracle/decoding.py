@@ -50,8 +50,8 @@ def read_all(tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array) -> An
         group, _, index, array = pools.at(layer)
         seen = (at < view.lengths[:, None] - 1) & visible(pools.spec.groups[group], at, position[:, None])
         for which in (0, 1):
-            known = array[view.tables[group], index, which, 0, :, 0].reshape(seen.shape)
-            parts = jnp.where(jnp.isnan(known), 4_711.0, known).astype(jnp.int32) * (at % 5 + which + 1) % PRIME
+            values = array[view.tables[group], index, which, 0, :, 0].reshape(seen.shape)
+            parts = jnp.where(jnp.isnan(values), 4_711.0, values).astype(jnp.int32) * (at % 5 + which + 1) % PRIME
             number = (number + jnp.sum(jnp.where(seen, parts, 0), axis=1)) % PRIME
     for layer in range(num_layers(pools.spec)):
         key = ((number + layer) % PRIME).astype(jnp.float32)[:, None, None, None]
@@ -241,9 +241,9 @@ class Decoding:
     def follow(self, decoded: Sequence[dict[str, Any]]) -> None:
         """Folds events, and notes them by what they say of texts."""
         for event in decoded:
-            known, self.mirror = self.mirror.nodes, kvjax.fold([event], self.mirror)
+            nodes, self.mirror = self.mirror.nodes, kvjax.fold([event], self.mirror)
             node = event["group"], event.get("block"), event.get("generation")
-            text = {**known, **self.mirror.nodes}.get(node, (event.get("num_tokens"),))
+            text = {**nodes, **self.mirror.nodes}.get(node, (event.get("num_tokens"),))
             self.recorded[event["kind"], event["group"], text] += 1
 
     # What is left behind.
@@ -260,9 +260,9 @@ class Decoding:
     def rows_left(self) -> dict[str, Any]:
         """What is said of each row when the loop has ended."""
         seqs, rows = self.cache.state.seqs, self.rows
-        told = {"length": seqs.length, "committed": seqs.committed, "token": rows.token, "left": rows.left,
+        fields = {"length": seqs.length, "committed": seqs.committed, "token": rows.token, "left": rows.left,
                 "active": rows.active}  # fmt: skip
-        return {name: np.asarray(x).tolist() for name, x in told.items()} | {"out of blocks": self.out_of_blocks}
+        return {name: np.asarray(x).tolist() for name, x in fields.items()} | {"out of blocks": self.out_of_blocks}
 
     def held(self) -> list[int]:
         """Blocks of each group that rows hold."""
@@ -278,6 +278,6 @@ class Decoding:
             for layer in range(num_layers(pools.spec)):
                 group, _, index, array = pools.at(layer)
                 seen = at[np.asarray(visible(pools.spec.groups[group], at, written))]
-                known = np.asarray(array)[np.asarray(tables[group])[seq, seen // SIZE], index, :, 0, seen % SIZE]
-                found.append(known.tolist())
+                values = np.asarray(array)[np.asarray(tables[group])[seq, seen // SIZE], index, :, 0, seen % SIZE]
+                found.append(values.tolist())
         return found

@@ -49,7 +49,7 @@ class Watch:
         self.passed: collections.Counter[Request] = collections.Counter()
         self.over: list[Request] = []
         self.pins: list[list[int]] = [[] for _ in self.cache.groups]
-        self.others = [row for row, known in enumerate(self.cache.rows) if known.length]
+        self.others = [row for row, seq in enumerate(self.cache.rows) if seq.length]
         self.computed = 0
         self.happened: collections.Counter[str] = collections.Counter()
 
@@ -77,10 +77,10 @@ class Watch:
 
     def cancel(self, request: Request) -> bool:
         """Cancels a request; False if it is too late."""
-        there = self.scheduler.requests[request.slot] is request and not request.over
+        is_open = self.scheduler.requests[request.slot] is request and not request.over
         status = self.scheduler.cancel(request.slot, request.generation)
-        assert (status == Status.OK) == there
-        return there
+        assert (status == Status.OK) == is_open
+        return is_open
 
     def pin(self, rng: random.Random) -> None:
         """Holds the blocks of some cached text, or lets go of all that are held."""
@@ -92,9 +92,9 @@ class Watch:
             namespace, path = rng.choice(sorted(self.cache.index))
             ends = [*range(self.cache.block_size, len(path), self.cache.block_size), len(path)]
             for group in self.cache.groups:
-                there = [group.index[namespace, path[:end]] for end in ends if (namespace, path[:end]) in group.index]
-                assert self.cache.pin(there, group.number).ok
-                self.pins[group.number] = there
+                blocks = [group.index[namespace, path[:end]] for end in ends if (namespace, path[:end]) in group.index]
+                assert self.cache.pin(blocks, group.number).ok
+                self.pins[group.number] = blocks
 
     @property
     def bound(self) -> int:
@@ -174,16 +174,16 @@ class Watch:
 
     def _verify_row(self, request: Request, row: int, start: int, report: Report) -> None:
         """A row has written what it says, of its request's tokens, and chooses only behind all of them."""
-        known, chosen = self.cache.rows[row], report.chosen.get(row, [])
-        written = len(known.tokens)
-        assert [token for token, _ in known.tokens] == request.tokens[:written]
+        seq, chosen = self.cache.rows[row], report.chosen.get(row, [])
+        written = len(seq.tokens)
+        assert [token for token, _ in seq.tokens] == request.tokens[:written]
         if request.parent:
-            assert not known.length and not chosen
+            assert not seq.length and not chosen
             return
         counted = report.chunks.get(row, 0) + (len(chosen) if row in report.decoded else 0)
         assert written - start == counted
         if chosen:
-            assert request.tokens[-len(chosen) :] == chosen and written == request.num_tokens - 1 == known.length
+            assert request.tokens[-len(chosen) :] == chosen and written == request.num_tokens - 1 == seq.length
         elif request.stage == Stage.RUNNING:
             assert request.num_tokens > written
 

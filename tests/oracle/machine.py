@@ -316,8 +316,8 @@ class CacheMachine(RuleBasedStateMachine):
         amount=st.sampled_from((0, 1, 3, 99, 99, 100, -1)), same=st.booleans(), negative=st.booleans(),
     )  # fmt: skip
     def commit(self, tokens, amount, same, negative):
-        room = [row.length - len(row.tokens) for row in self.oracle.rows]
-        counts = [min(amount, r) if amount < 100 else r + 1 for r in room]
+        reserved = [row.length - len(row.tokens) for row in self.oracle.rows]
+        counts = [min(amount, r) if amount < 100 else r + 1 for r in reserved]
         if same:
             tokens = [[0] * WIDTH] * ROWS
         if negative:
@@ -363,8 +363,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(blocks=blocks_of_steps, forked=st.booleans())
     def decode(self, blocks, forked):
         """Blocks of steps for the rows in use, once their prompts are written; perhaps two rows share theirs."""
-        room = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
-        self.write([[0] * WIDTH] * ROWS, room)
+        reserved = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
+        self.write([[0] * WIDTH] * ROWS, reserved)
         ready, free = self.ready, [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
         if forked and ready and free:
             self.fork([ready[0], ready[-1]], [free[0], free[-1]])

@@ -122,8 +122,8 @@ def belady(prompts: Prompts, uses: list[list[int]], size: int, bypass: bool = Fa
     return hits
 
 
-def _evict(cached: dict[int, int], heap: list[tuple[int, int, int]], room: int) -> None:
-    while len(cached) > room:
+def _evict(cached: dict[int, int], heap: list[tuple[int, int, int]], capacity: int) -> None:
+    while len(cached) > capacity:
         use, _, block = heapq.heappop(heap)
         if cached.get(block) == -use:
             del cached[block]
@@ -175,7 +175,7 @@ def most_hits(prompts: Prompts, size: int, bypass: bool = False) -> int:
         found = sum(1 for _ in itertools.takewhile(cached.__contains__, prompt))
         stays = frozenset() if bypass else frozenset(prompt)
         others = sorted((cached | set(prompt)) - stays)
-        kept = itertools.combinations(others, min(len(others), size - len(stays)))
-        return found + max(best(request + 1, stays.union(some)) for some in kept)
+        choices = itertools.combinations(others, min(len(others), size - len(stays)))
+        return found + max(best(request + 1, stays.union(some)) for some in choices)
 
     return best(0, frozenset())

@@ -45,8 +45,8 @@ def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: in
     used, seen = np.zeros((2, (len(HITS) + 1) * (len(lengths) + 1) * 2, AGES))
 
     def over(block: int, again: bool) -> None:
-        own, released, counts_here = out.pop(block)
-        if not counts_here:
+        own, released, counted = out.pop(block)
+        if not counted:
             return
         age = age_range(clock - released)
         seen[own, :age] += 1
@@ -77,12 +77,12 @@ class Classed(Scored):
         super().__init__(size, lambda cache: cache.stored)
         self.table, self.lengths, self.label = table, lengths, np.zeros(size, np.int64)
 
-    def serve(self, ids: list[int], kept: int, taken: int) -> int:
-        found = super().serve(ids, kept, taken)
+    def serve(self, ids: list[int], published: int, taken: int) -> int:
+        found = super().serve(ids, published, taken)
         if len(ids) <= len(self.holds):
-            for depth, each in enumerate(ids[:kept]):
+            for depth, each in enumerate(ids[:published]):
                 block = self.of[each]
-                self.label[block] = label(int(self.hits[block]), kept, depth + 1 == kept, self.lengths)
+                self.label[block] = label(int(self.hits[block]), published, depth + 1 == published, self.lengths)
         return found
 
     def evict(self, number: int) -> list[int]:

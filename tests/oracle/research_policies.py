@@ -46,12 +46,12 @@ class Scored:
         self.empty = list(range(size))[::-1]
         self.of: dict[int, int] = {}
 
-    def serve(self, ids: list[int], kept: int, taken: int) -> int:
-        """Serves a request that leaves the first `kept` of its blocks; how many of the first `taken` it finds."""
+    def serve(self, ids: list[int], published: int, taken: int) -> int:
+        """Serves a request that leaves the first `published` of its blocks; how many of the first `taken` it finds."""
         if len(ids) > len(self.holds):
             return 0
         found, row = self.admit(ids, taken)
-        self.commit(ids, found, kept, row)
+        self.commit(ids, found, published, row)
         self.release(row)
         return found
 
@@ -63,9 +63,9 @@ class Scored:
         self.hits[row] += 1
         return found, row + self.take(len(ids) - found)
 
-    def commit(self, ids: list[int], found: int, kept: int, row: list[int]) -> None:
-        """Publishes the first `kept` blocks of a row; one that is cached already takes the place of the row's own."""
-        for i in range(found, kept):
+    def commit(self, ids: list[int], found: int, published: int, row: list[int]) -> None:
+        """Publishes the first `published` blocks of a row; a block that is cached already replaces the row's own."""
+        for i in range(found, published):
             if ids[i] in self.of:
                 self.hits[self.of[ids[i]]] += 1
                 self.give_back(row[i])
@@ -114,10 +114,10 @@ class Scored:
         idle = (self.holds != NONE) & (self.holders == 0)
         leaves = np.flatnonzero(idle & (self.children == 0))
         order = leaves[np.argsort(scores[leaves], kind="stable")].tolist()
-        front = [(scores[block], place, block) for place, block in enumerate(order)]  # sorted, so a heap
+        front = [(scores[block], rank, block) for rank, block in enumerate(order)]  # sorted, so a heap
         gone = []
         while len(gone) < number:
-            _, place, block = heapq.heappop(front)
+            _, rank, block = heapq.heappop(front)
             gone.append(block)
             parent = self.parent[block]
             del self.of[self.holds[block]]
@@ -125,10 +125,10 @@ class Scored:
             if parent != NONE:
                 self.children[parent] -= 1
                 if idle[parent] and not self.children[parent]:
-                    heapq.heappush(front, (scores[parent], place, int(parent)))
+                    heapq.heappush(front, (scores[parent], rank, int(parent)))
         return gone
 
-    def room(self) -> int:
+    def num_available(self) -> int:
         """Blocks that are empty or could leave."""
         return int(np.sum(self.holders == 0))
 
@@ -155,16 +155,16 @@ def overlapped_hits(
         if not begins:
             cache.release(rows.pop(request, []))
             continue
-        ids, kept = trace.blocks(request).tolist(), len(cached_part(trace, request, rule))
-        known = list(itertools.takewhile(cache.of.__contains__, ids[:-1]))
-        idle = sum(1 for each in known if not cache.holders[cache.of[each]])
-        if len(ids) - len(known) > cache.room() - idle:
+        ids, published = trace.blocks(request).tolist(), len(cached_part(trace, request, rule))
+        cached = list(itertools.takewhile(cache.of.__contains__, ids[:-1]))
+        idle = sum(1 for each in cached if not cache.holders[cache.of[each]])
+        if len(ids) - len(cached) > cache.num_available() - idle:
             refused += 1
             continue
         found, row = cache.admit(ids, len(ids) - 1)
-        cache.commit(ids, found, kept, row)
+        cache.commit(ids, found, published, row)
         answer = int(overlap.blocks[request]) - len(ids)
-        if answer > cache.room():
+        if answer > cache.num_available():
             refused += 1
             cache.release(row)
             continue

@@ -86,9 +86,9 @@ class Run:
                 outcome = getattr(self, f"_{step['op']}")(step)
                 self._check(step, outcome, before)
             except Exception as error:
-                said = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
+                message = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
                 label = " ".join([step["op"], *[str(step[key]) for key in ("seq", "pin") if key in step]])
-                raise Mismatch(f"step {number} ({label}): {said}") from error
+                raise Mismatch(f"step {number} ({label}): {message}") from error
 
     # One method per op.
 
@@ -212,8 +212,8 @@ class Run:
             where = f"blocks: got {table}, wanted {wanted}"
             _require((name is None) == (block == NO_BLOCK), f"{where}: null stands for a block that a window released")
             if name not in (None, "*"):
-                known = names.setdefault(name, block)
-                _require(known == block, f"{where}, where {name} is {known}")
+                named = names.setdefault(name, block)
+                _require(named == block, f"{where}, where {name} is {named}")
         taken = collections.Counter(names.values())
         _require(max(taken.values(), default=0) <= 1, f"blocks: two names for one block in {names}")
 

@@ -45,14 +45,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: Oracle, options: Options, choose: Callable[[Request, int], int], rooms: Sequence[int] = (64,) * 16
+        self,
+        cache: Oracle,
+        options: Options,
+        choose: Callable[[Request, int], int],
+        max_tokens: Sequence[int] = (64,) * 16,
     ):
         """No requests, in slots for so many tokens each.
 
         The model is `choose`: the token of a request at a position, by the tokens before it and the request's seed.
         """
-        self.cache, self.options, self.model, self.rooms = cache, options, choose, rooms
-        self.requests = [Request(slot) for slot in range(len(rooms))]
+        self.cache, self.options, self.model, self.max_tokens = cache, options, choose, max_tokens
+        self.requests = [Request(slot) for slot in range(len(max_tokens))]
         self.rows: list[Request | None] = [None] * len(cache.rows)
         self.passed = [0] * len(cache.rows)
         self.leads: set[int] = set()
@@ -104,7 +108,7 @@ class Scheduler:
             return Status.BAD_REQUEST
         if slot is None:
             return Status.HELD
-        most = min(cache.max_blocks_per_seq * cache.block_size + 1, self.rooms[slot.slot])
+        most = min(cache.max_blocks_per_seq * cache.block_size + 1, self.max_tokens[slot.slot])
         full = ask.max_tokens > most
         if full or len(samples) >= len(self.rows):
             return Status.ROW_FULL
@@ -122,7 +126,7 @@ class Scheduler:
         if request is None or request.generation != generation or request.stage == Stage.EMPTY or request.over:
             return Status.BAD_REQUEST
         if request.stage == Stage.WAITING:
-            self._orphan(request)
+            self._detach_samples(request)
         request.end(Finish.CANCELLED, self.steps)
         self.changed = True
         return Status.OK
@@ -162,7 +166,7 @@ class Scheduler:
                 self._leave(row, report)
         while self._lacks_blocks():
             having = [row for row in self._running() if self.cache.rows[row].length]
-            row = max(having, key=self._place_of_row)
+            row = max(having, key=self._rank_of_row)
             request = self._request(row)
             if len(having) > 1:
                 request.stage, request.preemptions = Stage.WAITING, request.preemptions + 1
@@ -192,7 +196,7 @@ class Scheduler:
             if sample.parent is request:
                 sample.stage, self.rows[other] = Stage.WAITING, None
         if request.over:
-            self._orphan(request)
+            self._detach_samples(request)
         self.leads.discard(row)
         self.out_of_blocks.discard(row)
         self.passed[row] = 0
@@ -201,7 +205,7 @@ class Scheduler:
         self.refused, self.changed = 0, True
         report.released.append(row)
 
-    def _orphan(self, request: Request) -> None:
+    def _detach_samples(self, request: Request) -> None:
         """The samples that wait for a request that is over are requests like any other."""
         for sample in self._samples(request):
             sample.parent = None
@@ -220,7 +224,7 @@ class Scheduler:
         if any(request.stage == Stage.WAITING for request in self.requests):
             limit = min(most, self.options.k_waiting, *left.values())
         n = 1 if single or self.refused > 1 else min(limit, self.cache.num_steps(want, most, log_room))
-        more = [max(0, min(count, n) - self._room(row)) for row, count in enumerate(want)]
+        more = [max(0, min(count, n) - self._reserved(row)) for row, count in enumerate(want)]
         result = self._record(self.cache.extend([count > 0 for count in more], more))
         report.n, self.refused = (n, 0) if result.ok else (0, n)
 
@@ -249,14 +253,14 @@ class Scheduler:
         self.changed = False
         if not any(self.rows) and (first := self._next([])):
             first.end(Finish.NO_BLOCKS, self.steps)
-            self._orphan(first)
+            self._detach_samples(first)
             self.changed = True
 
     def _next(self, skipped: Collection[Request]) -> Request | None:
         """The first in order of those that wait and were not skipped."""
         waiting = [request for request in self.requests if request.stage == Stage.WAITING and not request.parent]
         waiting = [request for request in waiting if request not in skipped]
-        return min(waiting, key=self._place, default=None)
+        return min(waiting, key=self._rank, default=None)
 
     def _start(self, request: Request, report: Report) -> bool:
         """Admits a request into the first free row, and gives its samples the next ones; False if it is refused."""
@@ -335,8 +339,8 @@ class Scheduler:
 
     def compute_mixed(self, report: Report) -> None:
         """One token of each row that decodes, and chunks; rows that know no more tokens then choose one."""
-        decode = [row for row in self.decoding() if self._room(row)]
-        chunks = self._make_room(self._deal())
+        decode = [row for row in self.decoding() if self._reserved(row)]
+        chunks = self._extend_chunks(self._plan_chunks())
         report.mixed, report.decoded, report.chunks, report.out_of_blocks = (
             True,
             decode,
@@ -350,7 +354,7 @@ class Scheduler:
         for row in sorted([*decode, *computed, *forked]):
             self._choose(row, self.steps, report)
 
-    def _deal(self) -> dict[int, int]:
+    def _plan_chunks(self) -> dict[int, int]:
         """Deals the positions of a mixed step that are for chunks out to rows, in order.
 
         Rows that got none too often come before the others, the earliest request first.
@@ -359,7 +363,7 @@ class Scheduler:
         left = options.chunk if options.budget is None else options.budget - len(self.rows)
         late = [row for row in prefilling if self.passed[row] >= options.patience]
         rows = sorted(late, key=lambda row: self._request(row).arrival)
-        rows += sorted((row for row in prefilling if row not in late), key=self._place_of_row)
+        rows += sorted((row for row in prefilling if row not in late), key=self._rank_of_row)
         rows = rows[: options.chunk_rows]
         ask = {row: min(self.want(row), options.chunk) for row in rows}
         if options.chunks == "equal":
@@ -374,7 +378,7 @@ class Scheduler:
             self.passed[row] = 0 if chunks.get(row) else self.passed[row] + 1
         return {row: count for row, count in chunks.items() if count}
 
-    def _make_room(self, chunks: Mapping[int, int]) -> dict[int, int]:
+    def _extend_chunks(self, chunks: Mapping[int, int]) -> dict[int, int]:
         """Room for chunks, in order as long as blocks suffice, where prompts have no room as a whole."""
         self.out_of_blocks = set()
         if len(self.cache.groups) == 1:
@@ -385,7 +389,7 @@ class Scheduler:
                 needed[group.number] += self._needs(group, row, count)
             if all(needed[group.number] <= self._available(group) for group in self.cache.groups):
                 having[row] = count
-        more = [max(0, having.get(row, 0) - self._room(row)) for row in range(len(self.rows))]
+        more = [max(0, having.get(row, 0) - self._reserved(row)) for row in range(len(self.rows))]
         if not self._record(self.cache.extend([count > 0 for count in more], more)).ok:
             having = {}
         self.out_of_blocks = set(chunks) - set(having)
@@ -405,11 +409,11 @@ class Scheduler:
 
     def compute_block(self, report: Report) -> None:
         """Up to n decode steps; a row goes on while it has room and its request is not over."""
-        report.decoded = [row for row in self.decoding() if self._room(row)]
+        report.decoded = [row for row in self.decoding() if self._reserved(row)]
         written = dict.fromkeys(report.decoded, 0)
         for number in range(1, max(report.n, 1) + 1):  # where blocks were refused, rows may have room for one token
             for row in report.decoded:
-                if not self._request(row).over and written[row] < self._room(row):
+                if not self._request(row).over and written[row] < self._reserved(row):
                     written[row] += 1
                     self._choose(row, self.steps + number, report)
         self._commit(written)
@@ -465,8 +469,8 @@ class Scheduler:
 
     def _free_rows(self) -> list[int]:
         return [
-            row for row, (request, known) in enumerate(zip(self.rows, self.cache.rows, strict=True))
-            if request is None and not known.length
+            row for row, (request, seq) in enumerate(zip(self.rows, self.cache.rows, strict=True))
+            if request is None and not seq.length
         ]  # fmt: skip
 
     def _request(self, row: int) -> Request:
@@ -477,18 +481,18 @@ class Scheduler:
     def _committed(self, row: int) -> int:
         return len(self.cache.rows[row].tokens)
 
-    def _room(self, row: int) -> int:
+    def _reserved(self, row: int) -> int:
         """Tokens that a row can write at once."""
         return self.cache.rows[row].length - self._committed(row)
 
-    def _place(self, request: Request) -> Any:
+    def _rank(self, request: Request) -> Any:
         """A request's place in the order: those that were passed over too often come before the others."""
         if request.passed >= self.options.patience:
             return 0, 0, request.arrival
         return 1, self.options.order(request, self.cache), request.arrival
 
-    def _place_of_row(self, row: int) -> Any:
-        return self._place(self._request(row))
+    def _rank_of_row(self, row: int) -> Any:
+        return self._rank(self._request(row))
 
     def _samples(self, request: Request) -> list[Request]:
         """The waiting samples of a request, in the order of their slots."""
@@ -513,10 +517,10 @@ class Scheduler:
 
     def _needs(self, group: Group, row: int, count: int) -> int:
         """Blocks that a row needs to write so many tokens; a copy of its last block, if it may have to copy it."""
-        known = self.cache.rows[row]
-        length = max(known.length, len(known.tokens) + count)
-        new = self._blocks(length) - self._blocks(known.length)
-        return new + (length > known.length and self.cache.may_copy(known, group))
+        seq = self.cache.rows[row]
+        length = max(seq.length, len(seq.tokens) + count)
+        new = self._blocks(length) - self._blocks(seq.length)
+        return new + (length > seq.length and self.cache.may_copy(seq, group))
 
     def _future(self, group: Group, row: int) -> int:
         """Blocks of the group with full attention that a row that runs may still take."""
@@ -549,8 +553,8 @@ class Scheduler:
     def _others(self, group: Group) -> int:
         """How often blocks of a group are held by others than the rows that run."""
         tables = [self.cache.rows[row].tables[group.number] for row in self._running()]
-        mine = sum(block != NO_BLOCK for table in tables for block in table)
-        return sum(block.refcount for block in group.blocks) - mine
+        own = sum(block != NO_BLOCK for table in tables for block in table)
+        return sum(block.refcount for block in group.blocks) - own
 
     def _blocks(self, length: int) -> int:
         return -(-length // self.cache.block_size)
@@ -559,7 +563,7 @@ class Scheduler:
 def _stated(request: Request) -> Retention:
     """What a request states of its blocks; those with generated tokens are no prompt's, if it comes back."""
     stated, prompt = request.retention or Retention(), request.prompt
-    ranges = [(start, prompt if end is None else min(end, prompt), worth) for start, end, worth in stated.ranges]
+    ranges = [(start, prompt if end is None else min(end, prompt), priority) for start, end, priority in stated.ranges]
     return Retention([*ranges, (prompt, None, stated.generated)], stated.generated)
 
 

@@ -97,7 +97,7 @@ class Both:
         self.life.cache = Cache.create(self.spec, num_blocks=np.int32(num_blocks))
         serving = init_serving(self.life.cache, [COLUMNS * SIZE + 1] * SLOTS)
         self.serving = jax.device_put(serving, jax.devices()[0])  # as all that comes after, or it is another program
-        windows = [(g.window, g.sink_tokens, num_blocks) for g in self.spec.groups[1:]]
+        windows = [(group.window, group.sink_tokens, num_blocks) for group in self.spec.groups[1:]]
         oracle = Oracle(num_blocks, SIZE, ROWS, COLUMNS, windows=windows)
         self.oracle = Scheduler(oracle, oracle_options(options), choose, [COLUMNS * SIZE + 1] * SLOTS)
         self.documents = self.rng.integers(0, VOCAB, (3, COLUMNS * SIZE)).tolist()
@@ -160,9 +160,9 @@ class Both:
     def prompt(self) -> list[int]:
         """Tokens that mostly begin like a document, and mostly leave room in a row."""
         length = int(self.rng.integers(0 if self.rng.random() < 0.1 else 1, COLUMNS * SIZE - 3))
-        kept = int(self.rng.integers(length + 1)) if self.rng.random() < 0.7 else length
+        shared = int(self.rng.integers(length + 1)) if self.rng.random() < 0.7 else length
         document = self.documents[self.rng.integers(3)]
-        return [*document[:kept], *self.rng.integers(0, VOCAB, length - kept).tolist()]
+        return [*document[:shared], *self.rng.integers(0, VOCAB, length - shared).tolist()]
 
     def cancel(self) -> None:
         """Ends some request, or names one that is no more."""

@@ -23,8 +23,8 @@ def sample(logits: jax.Array, sampling: Static, seeds: jax.Array, positions: jax
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
-        kept = restrict(logits / sampling.temperature, sampling)
-        tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+        restricted = restrict(logits / sampling.temperature, sampling)
+        tokens = jax.vmap(jax.random.categorical)(keys, restricted).astype(jnp.int32)
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, None], axis=1)
     return tokens, scores[:, 0]
 

@@ -46,7 +46,7 @@ def test_bytes_over_two_tiers():
         life.bytes[tier].arrays[0][0][row, 1, 1, 0, slot] -= 1
 
 
-def asked(verb, **request):
+def call(verb, **request):
     return {"verb": verb, "poison": True, "defer": False, "fault": None, **request}
 
 
@@ -56,9 +56,9 @@ def served(*prompts, namespace=0, **request):
     pad = [-1] * (2 - len(prompts))
     prompts = [*prompts, *[[0]] * len(pad)]
     return [
-        asked("admit", seqs=seqs + pad, prompts=prompts, namespaces=[namespace] * 2, wide=True, **request),
-        asked("compute", counts=[16] * 3, tokens=rows),
-        asked("release", seqs=seqs + pad),
+        call("admit", seqs=seqs + pad, prompts=prompts, namespaces=[namespace] * 2, wide=True, **request),
+        call("compute", counts=[16] * 3, tokens=rows),
+        call("release", seqs=seqs + pad),
     ]
 
 
@@ -107,7 +107,7 @@ def test_mistakes_in_a_block_of_steps_are_noticed(mistake, noticed, monkeypatch)
     rows, programs = np.zeros((3, 16), int).tolist(), bytes_machine.programs(False)
     history = [
         *served([0, 1, 2, 0, 1, 2], [1, 1])[:2],
-        asked("decode", k=4, active=[True] * 3, counts=[2, 4, 0], tokens=rows, wide=False),
+        call("decode", k=4, active=[True] * 3, counts=[2, 4, 0], tokens=rows, wide=False),
     ]
     if mistake is not None:
         mistake(monkeypatch)
@@ -139,7 +139,7 @@ def test_bytes_on_a_mesh():
 
 
 @pytest.mark.long
-def test_bytes_of_batches_beside_other_rows():
+def test_bytes_of_batches_with_other_rows():
     """Moves fail while prompts are brought back and rows rest; rows that no request has run and rest beside them."""
     tally = live(CONFIGS["batches"], seed=1, steps=120).tally
     assert_happened(tally, "failed in generate", "generated", "generate hit", "beside other rows", "swap_out")

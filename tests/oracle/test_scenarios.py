@@ -100,7 +100,7 @@ def test_a_block_of_steps_that_stops_early_may_evict_in_vain(backend, tmp_path):
         assert scenarios.run_file(file, backend, k) == ("pass", "")
 
 
-def test_the_whole_set_is_here():
+def test_the_set_is_complete():
     assert len(FILES) == 103
     assert {path.stem for path in FILES} >= LARGE | LARGER
     assert sum(COMMON.values()) == len(FILES) - len(RARE) > 60
@@ -126,14 +126,14 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("said", LIES)
-def test_the_runner_notices(said, tmp_path, capsys):
+@pytest.mark.parametrize("message", LIES)
+def test_the_runner_notices(message, tmp_path, capsys):
     file = tmp_path / "made.json"
-    file.write_text(json.dumps(_steps(ADMIT | {"expect": LIES[said]})))
+    file.write_text(json.dumps(_steps(ADMIT | {"expect": LIES[message]})))
     assert scenarios.main(["--oracle", str(file)]) == 1
     out = capsys.readouterr().out
     assert "fail  made: step 0 (admit a)" in out
-    assert said in out
+    assert message in out
     assert out.endswith("0 passed, 1 failed\n")
 
 

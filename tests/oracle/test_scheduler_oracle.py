@@ -17,8 +17,8 @@ GREEDY = Options(k=1)
 
 def watch(num_blocks=40, size=4, rows=3, most=6, slots=9, options=GREEDY, cache=Oracle, **more):
     """A scheduler over an empty cache, watched."""
-    rooms = (most * size + 1,) * slots
-    return Watch(Scheduler(cache(num_blocks, size, rows, most, **more), options, choose, rooms))
+    max_tokens = (most * size + 1,) * slots
+    return Watch(Scheduler(cache(num_blocks, size, rows, most, **more), options, choose, max_tokens))
 
 
 def text(length, start=0):
@@ -99,7 +99,7 @@ def test_a_cancelled_row_is_free_after_the_next_step_and_drained_then():
 # Retire.
 
 
-def test_the_last_in_order_is_preempted_and_keeps_its_place():
+def test_the_last_in_order_is_preempted_and_keeps_its_turn():
     """Three rows of two blocks each fill the cache; each then wants one more."""
     watched = watch(num_blocks=6, options=Options(reserve="num_tokens", k=1, chunk=8))
     first, last, second = watched.submit(Ask(text(8, 10), 14, 1), Ask(text(8, 20), 14), Ask(text(8, 30), 14, 1))
@@ -161,7 +161,7 @@ def test_blocks_of_steps_are_long_again_once_nobody_more_can_be_admitted():
     assert [watched.step().n for _ in range(3)] == [1, 1, 4]  # the first token is something that has happened
 
 
-def test_num_steps_counts_from_the_room_that_rows_have():
+def test_num_steps_counts_from_what_rows_have_reserved():
     cache = Oracle(2, 4, 2, 2)
     assert cache.admit(0, text(8), reserve_tokens=None).ok and cache.rows[0].length == 8
     assert cache.num_steps([4, 0], 4, 100) == 4  # nothing to take
@@ -184,7 +184,7 @@ def test_the_log_limits_a_block_of_steps():
 
 
 class Refusing(Oracle):
-    """A cache that refuses to extend where counting says that it can, as with blocks stuck behind a host tier."""
+    """A cache that refuses to extend although enough blocks are counted, as with unevictable ones over a host tier."""
 
     rng, often = random.Random(0), 1.0
 
@@ -209,7 +209,7 @@ def test_a_refused_block_of_steps_is_followed_by_one_step_and_that_by_a_preempti
 # Admit.
 
 
-def test_goal_leaves_room_for_all_that_running_rows_can_become():
+def test_max_tokens_leaves_blocks_for_all_that_running_rows_can_become():
     """Each of them needs three blocks at its end, though one at first; so two of three run."""
     for reserve, number in (("max_tokens", 2), ("num_tokens", 3)):
         watched = watch(num_blocks=8, options=Options(reserve=reserve, k=1))
@@ -218,7 +218,7 @@ def test_goal_leaves_room_for_all_that_running_rows_can_become():
         watched.run()
 
 
-def test_goal_counts_a_shared_prefix_once():
+def test_max_tokens_counts_a_shared_prefix_once():
     watched = watch(num_blocks=7, options=Options(k=1, chunk=16))
     watched.submit(Ask([*text(16), 90], 18), Ask([*text(16), 91], 22))
     assert len(watched.step().admitted) == 1  # 5 and then 6, 4 of them the same: one waits for the other's prefix
@@ -226,7 +226,7 @@ def test_goal_counts_a_shared_prefix_once():
     watched.run()
 
 
-def test_known_leaves_the_watermark_unless_no_row_runs():
+def test_num_tokens_leaves_the_watermark_unless_no_row_runs():
     watched = watch(num_blocks=4, options=Options(reserve="num_tokens", watermark=2, k=1, chunk=8))
     first, second, third = watched.submit(Ask(text(8, 10), 9), Ask([1], 3), Ask([2], 3))
     assert admitted(watched.step()) == slots(first)
@@ -242,7 +242,7 @@ def test_batch_admits_when_no_row_runs():
     assert reports[0] == slots(*requests[:2]) and reports[5] == slots(requests[2]) and sum(map(bool, reports)) == 2
 
 
-def test_look_limits_how_many_are_passed_over():
+def test_max_skips_limits_how_many_are_passed_over():
     big, small = Ask(text(20, 50), 22), Ask([1], 3)
     for max_skips, number in ((1, 1), (2, 1), (3, 2)):
         watched = watch(num_blocks=7, rows=4, options=Options(k=1, max_skips=max_skips))
@@ -306,9 +306,9 @@ def test_nobody_starves(reserve, patience, why):
         if number == 8:
             _, victim = watched.submit(Ask([*text(12), 90], 14, 2), Ask(text(16), 20))
         while len(watched.waiting) < 3:
-            fresh = [100 + watched.scheduler.arrivals, 99]  # more important ones want the chunks, too
+            prompt = [100 + watched.scheduler.arrivals, 99]  # more important ones want the chunks, too
             max_tokens = 3 + len(watched.asks) % 3
-            watched.submit(Ask([*fresh, 98, 97], 6, 1) if why == "priority" else Ask(fresh[:1], max_tokens))
+            watched.submit(Ask([*prompt, 98, 97], 6, 1) if why == "priority" else Ask(prompt[:1], max_tokens))
         watched.step()
         if victim and victim.over:
             break
@@ -432,9 +432,9 @@ def test_of_equal_blocks_of_chunks_that_of_the_first_in_order_stays():
 def test_of_equal_blocks_of_one_call_the_first_rows_stays():
     cache = Oracle(4, 4, 2, 2)
     assert cache.admit(0, text(5)).ok and cache.admit(1, text(5)).ok
-    mine = [cache.rows[row].tables[0][0] for row in (0, 1)]
+    blocks = [cache.rows[row].tables[0][0] for row in (0, 1)]
     assert cache.commit([text(5)] * 2, [5, 5], seqs=[1, 0]).ok
-    assert [cache.rows[row].tables[0][0] for row in (0, 1)] == [mine[1]] * 2
+    assert [cache.rows[row].tables[0][0] for row in (0, 1)] == [blocks[1]] * 2
 
 
 def test_a_request_that_comes_back_states_what_it_stated():
@@ -695,12 +695,12 @@ class Single(Scheduler):
 
     def grow(self, report, single, log_room):
         decoding = self.decoding()
-        full = [row in decoding and not self._room(row) for row in range(len(self.rows))]
+        full = [row in decoding and not self._reserved(row) for row in range(len(self.rows))]
         ok = self._record(self.cache.extend(full, full)).ok
         report.n, self.refused = int(ok), int(not ok)
 
     def compute_block(self, report):
-        report.decoded = [row for row in self.decoding() if self._room(row)]
+        report.decoded = [row for row in self.decoding() if self._reserved(row)]
         self.steps += bool(report.decoded)
         for row in report.decoded:
             self._choose(row, self.steps, report)
@@ -708,7 +708,7 @@ class Single(Scheduler):
         self.chunks_deferred = self.chunks_deferred + 1 if self.prefilling() else 0
 
 
-def told(kind, *args, monkeypatch):
+def steps_of(kind, *args, monkeypatch):
     """What a kind of scheduler does in each step of a history, with the cache's events."""
     found = []
 
@@ -727,6 +727,6 @@ def told(kind, *args, monkeypatch):
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 300), marks=pytest.mark.long)], ids=["", "more"])
 def test_a_scheduler_whose_blocks_are_single_steps_is_one_without_blocks(seeds, reserve, monkeypatch):
     for seed in seeds:
-        single, blocks = (told(kind, seed, reserve, True, monkeypatch=monkeypatch) for kind in (Single, Scheduler))
+        single, blocks = (steps_of(kind, seed, reserve, True, monkeypatch=monkeypatch) for kind in (Single, Scheduler))
         assert single == blocks
         assert all(report.n <= 1 for report, _ in blocks)

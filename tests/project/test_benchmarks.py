@@ -56,7 +56,7 @@ def test_report_writes_what_was_measured_where(tmp_path, capsys):
     assert "61.2346" in capsys.readouterr().out
 
 
-def test_details_are_reported_beside_the_metrics(tmp_path, capsys):
+def test_details_are_reported_along_with_the_metrics(tmp_path, capsys):
     common.report("toy", {"ratio": 2}, tmp_path / "result.json", {"fast_s": 0.5})
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["metrics"] == {"ratio": 2} and result["details"] == {"fast_s": 0.5}
@@ -115,7 +115,7 @@ def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("generates", [False, True])
-def test_events_are_told_as_they_happened(tmp_path, monkeypatch, generates):
+def test_events_are_published_as_they_happened(tmp_path, monkeypatch, generates):
     """Also those of a generation, whose programs take long to compile."""
     file = tmp_path / "events.json"
     monkeypatch.setattr(sys, "argv", ["events", "--quick", "--json", str(file)])
@@ -143,9 +143,9 @@ def test_offload_brings_back_what_it_took(tmp_path, monkeypatch):
 def test_scanned_steps_equal_the_unrolled_ones_and_copy_no_pool(tmp_path, monkeypatch):
     file = tmp_path / "scan.json"
     monkeypatch.setattr(sys, "argv", ["scan", "--quick", "--json", str(file)])
-    kept = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_enable_compilation_cache
     scan.main()
-    jax.config.update("jax_enable_compilation_cache", kept)  # the benchmark does without
+    jax.config.update("jax_enable_compilation_cache", before)  # the benchmark does without
     metrics = json.loads(file.read_text())["metrics"]
     assert {"scanned_compile_ratio", "unrolled_compile_ratio", "step_ratio"} <= set(metrics)
     assert metrics.pop("more_temporaries_of_a_layer") <= 1
@@ -309,7 +309,7 @@ def test_gains_are_means_of_the_splits(monkeypatch):
 
 
 @pytest.mark.slow
-def test_learned_policies_stand_beside_lru(capsys):
+def test_learned_policies_are_compared_with_lru(capsys):
     learned.measure(quick=True)
     assert "learned from 300 requests, counted in 0 to 299" in capsys.readouterr().out
 
@@ -371,7 +371,7 @@ def test_a_loop_that_chooses_other_tokens_in_its_second_run_is_an_error(monkeypa
         gpu_step.measure_loops(gpu.Record("toy", [], None), "tiny", 2, quick=True)
 
 
-def test_kernels_say_so_where_there_is_no_gpu(tmp_path, monkeypatch):
+def test_kernels_say_so_without_a_gpu(tmp_path, monkeypatch):
     result = run_kernels(monkeypatch, tmp_path / "none.json")
     assert result["metrics"] == {} and result["not_measured"] == {"everything": "no GPU"}
     verdicts = [verdict for verdicts in result["bars"].values() for verdict in verdicts.values()]

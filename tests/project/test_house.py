@@ -77,7 +77,7 @@ def test_what_kvjax_exports_is_short_and_hides_no_module():
     assert not any(isinstance(getattr(kvjax, name), types.ModuleType) for name in kvjax.__all__)
 
 
-def test_every_name_that_a_room_exports_is_there():
+def test_every_name_that_a_room_exports_exists():
     interop = ("interop", *(f"interop.{name}" for name in ("agent", "log", "metrics", "trtllm", "vllm")))
     for name in ("debug", "events", *interop, "policies", "pools", "research", "serving", "testing", "tiers"):
         room = __import__(f"kvjax.{name}", fromlist=["*"])

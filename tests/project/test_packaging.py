@@ -113,7 +113,7 @@ AGENT_NEEDS = 'kvjax.interop.agent: needs grpcio, grpcio-tools and protobuf (pip
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("room", "absent", "needs"),
+    ("module", "absent", "needs"),
     [
         ("vllm", "msgspec", WIRES_NEED),
         ("vllm", "zmq", WIRES_NEED),
@@ -124,13 +124,13 @@ AGENT_NEEDS = 'kvjax.interop.agent: needs grpcio, grpcio-tools and protobuf (pip
         ("metrics", "prometheus_client", METRICS_NEED),
     ],
 )
-def test_wires_without_their_packages_name_the_extra(room, absent, needs):
+def test_wires_without_their_packages_name_the_extra(module, absent, needs):
     code = f"""
 import sys
 sys.modules[{absent!r}] = None
 import kvjax, kvjax.interop
 try:
-    import kvjax.interop.{room}
+    import kvjax.interop.{module}
 except ImportError as error:
     print(error)
 """

@@ -26,7 +26,7 @@ def no_folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("no_folder")
-def test_programs_are_kept_in_the_users_folder(monkeypatch, tmp_path):
+def test_programs_are_cached_in_the_users_folder(monkeypatch, tmp_path):
     assert kvjax.keep_programs() == str(tmp_path / "kvjax") == jax.config.jax_compilation_cache_dir
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
     jax.config.update(SETTINGS[0], None)
@@ -49,7 +49,7 @@ def test_a_folder_that_is_set_stays_unless_another_is_named(tmp_path):
 
 
 @pytest.mark.usefixtures("no_folder")
-def test_the_next_program_is_kept_in_the_new_folder(tmp_path):
+def test_the_next_program_is_cached_in_the_new_folder(tmp_path):
     """Also where another folder has programs already, and where nothing was kept before."""
     jax.config.update(SETTINGS[1], 0.0)
     for number, name in enumerate(("one", "two")):

@@ -75,7 +75,7 @@ ENTRY %main (x: s32[4]) -> (s32[], s32[], s32[]) {
     assert len(found) == 3 and found[0] == found[1] != found[2]
 
 
-def test_fusions_are_told_by_the_functions_that_they_come_from(capsys):
+def test_fusions_are_listed_by_the_functions_that_they_come_from(capsys):
     _, program, _ = compiled.compile_program(compiled.programs()["fork"]())
     compiled.print_functions(program, 30)
-    assert "distinct fusions" in (said := capsys.readouterr().out) and "  kvjax/verbs/fork.py fork" in said
+    assert "distinct fusions" in (out := capsys.readouterr().out) and "  kvjax/verbs/fork.py fork" in out

@@ -38,7 +38,7 @@ def test_a_method_shows_the_parameters_of_its_verb(owner, name):
     assert getattr(owner, name).__doc__ == drive.verb(name).__doc__
 
 
-def test_every_name_of_a_cache_is_there_on_a_tiered_one():
+def test_a_tiered_cache_has_every_name_of_a_cache():
     names = {name for name in dir(kvjax.Cache.create(SPEC)) if not name.startswith("_")}
     assert names >= {"state", "pools", "create", *METHODS}
     assert not names - set(dir(kvjax.tiers.TieredCache.create(TIERED)))
@@ -100,9 +100,9 @@ def delete(tree):
 @pytest.mark.parametrize("create", [lambda: kvjax.Cache.create(SPEC), lambda: kvjax.tiers.TieredCache.create(TIERED)])
 def test_a_donated_cache_says_so(create):
     calls = [("admit", (0, np.zeros(4, np.int32), 4)), ("release", (0,))]
-    for part, asked in (("pools", []), ("state", [("view", (1,)), ("lookup", (ints(1, 2), 2))])):
+    for part, reads in (("pools", []), ("state", [("view", (1,)), ("lookup", (ints(1, 2), 2))])):
         cache = create()
         delete(getattr(cache, part))
-        for verb, args in calls + asked:
+        for verb, args in calls + reads:
             with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call: go on with what that call"):
                 getattr(cache, verb)(*args)

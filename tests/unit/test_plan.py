@@ -22,7 +22,8 @@ SHAPE = {"max_seqs": 8, "max_length": 256}
 def real_bytes(spec, policy=None) -> int:
     """Bytes of a state and of its pools, built rather than computed."""
     leaves = jax.tree.leaves(cache.init(spec, policy))
-    rows = sum((g.num_blocks + 1) * pool.block_bytes(spec.block_size) for g in spec.groups for pool in g.pools)
+    size = spec.block_size
+    rows = sum((group.num_blocks + 1) * pool.block_bytes(size) for group in spec.groups for pool in group.pools)
     return rows + sum(leaf.nbytes for leaf in leaves)
 
 
@@ -103,8 +104,8 @@ def test_windows_share_both_budgets(layers, shares):
     spec, ledger = plan(layers, budget_bytes=4_000_003, host_budget_bytes=3_000_017, shares=shares, **SHAPE)
     spent, each, host = pool_bytes(spec), block_bytes(spec), pool_bytes(spec, "num_host_blocks")
     if shares == "bytes":
-        kept = {None: 256, 64: 64, 100: 100}
-        wanted = {window: each[window] * kept.get(window, 0) for window in windows}
+        tokens = {None: 256, 64: 64, 100: 100}
+        wanted = {window: each[window] * tokens.get(window, 0) for window in windows}
         if 24 in wanted:  # two groups, one of them with sinks
             wanted[24] = 16 * (2 * 2 * 16 * 2 * 28 + 2 * 1 * 16 * 2 * 24)
     else:
@@ -117,7 +118,7 @@ def test_windows_share_both_budgets(layers, shares):
     assert 3_000_017 - most < ledger.host_used_bytes == sum(host.values()) <= 3_000_017
 
 
-def test_a_plan_with_windows_counts_all_there_is():
+def test_a_plan_with_windows_counts_everything():
     for layers in (GEMMA, SINKS):
         spec, ledger = plan(layers, budget_bytes=600_000, host_budget_bytes=500_000, **SHAPE)
         assert ledger.used_bytes == real_bytes(spec)
@@ -183,8 +184,8 @@ def test_a_sequence_needs_the_blocks_that_the_ledger_says(window, sinks):
     for start in range(1, 5):
         for committed in [0, *range(start, 40, 4)]:
             grown = committed + 4 if committed else start
-            place = np.arange(-(-min(grown, 40) // 4))
-            most = max(most, int(np.sum(spec.groups[1].keeps(place, np.int32(committed), 4))))
+            columns = np.arange(-(-min(grown, 40) // 4))
+            most = max(most, int(np.sum(spec.groups[1].keeps(columns, np.int32(committed), 4))))
     assert most == blocks_per_seq(spec, spec.groups[1])
 
 

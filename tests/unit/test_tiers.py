@@ -22,7 +22,7 @@ def make_spec(**options):
 
 
 @jax.jit
-def feed(cache, tokens, count):
+def compute(cache, tokens, count):
     """Computes the rows' next tokens; the K/V of a token is its number."""
     view = cache.view(count, tokens.shape[1])
     pools, kv = cache.pools, tokens.astype(jnp.float32)[..., None, None]
@@ -45,17 +45,17 @@ def assert_true_bytes(tiered, texts):
     kvjax.check(state)
     host = jax.device_get(state)
     tree = host.groups[0]
-    for g, group in enumerate(host.groups):
+    for number, group in enumerate(host.groups):
         for block in np.flatnonzero((group.blocks.fill > 0) & (group.host.pending_transfer == 0)):
             group0_block = block if group.group0_block is None else group.group0_block[block]
             tokens = tree.blocks.tokens[group0_block, : group.blocks.fill[block]].tolist()
-            assert holds(tiered, g, group.host.pool_row[block], tokens), f"group {g}, block {block}"
+            assert holds(tiered, number, group.host.pool_row[block], tokens), f"group {number}, block {block}"
         for seq, text in texts.items():
             written = text[: host.seqs.committed[seq]]
-            for place, block in enumerate(group.table[seq]):
-                part = written[place * SIZE : (place + 1) * SIZE]
+            for column, block in enumerate(group.table[seq]):
+                part = written[column * SIZE : (column + 1) * SIZE]
                 if block >= 0 and part:
-                    assert holds(tiered, g, group.host.pool_row[block], part), f"row {seq}, place {place}"
+                    assert holds(tiered, number, group.host.pool_row[block], part), f"row {seq}, column {column}"
 
 
 class Fed(Driver):
@@ -64,10 +64,10 @@ class Fed(Driver):
     def __init__(self, **options):
         super().__init__(kvjax.tiers.TieredCache.create(make_spec(**options)))
 
-    def feed(self, row, text):
+    def compute(self, row, text):
         """Computes what is not yet written of a row's text."""
         new = text[int(self.state.seqs.committed[row]) :]
-        cache, events = feed(self.cache.cache, *lines({row: new}, ROWS, WIDTH))
+        cache, events = compute(self.cache.cache, *lines({row: new}, ROWS, WIDTH))
         assert bool(events.ok)
         self.cache = self.cache.replace(cache)
         self.follow(events)
@@ -76,7 +76,7 @@ class Fed(Driver):
         """A whole life of a sequence; how many tokens it found."""
         assert self.admit(seq, text) == ["OK"]
         found = int(self.events.cached[0])
-        self.feed(seq, text)
+        self.compute(seq, text)
         self.do("release", seq)
         return found
 
@@ -107,11 +107,11 @@ class Life(Fed):
         free = [row for row in range(ROWS) if row not in self.texts]
         kind = rng.choice(["start", "start", "start", "end", "end", "grow", "swap", "shift", "watermark"])
         if kind == "start" and free:
-            kept = int(rng.integers(1, WIDTH - 2))
-            text = [*self.documents[rng.integers(3)][:kept], *rng.integers(1, 50, int(rng.integers(0, 3))).tolist()]
+            shared = int(rng.integers(1, WIDTH - 2))
+            text = [*self.documents[rng.integers(3)][:shared], *rng.integers(1, 50, int(rng.integers(0, 3))).tolist()]
             if self.done(self.admit, free[0], text):
                 self.texts[free[0]] = text
-                self.feed(free[0], text)
+                self.compute(free[0], text)
         elif kind == "end" and rows:
             row = int(rng.choice(rows))
             self.do("release", row)
@@ -120,7 +120,7 @@ class Life(Fed):
             row = int(rng.choice(rows))
             if len(self.texts[row]) < WIDTH and self.done(self.grow, *(np.arange(ROWS) == row)):
                 self.texts[row] = [*self.texts[row], int(rng.integers(1, 50))]
-                self.feed(row, self.texts[row])
+                self.compute(row, self.texts[row])
         elif kind == "swap" and rows:
             row = int(rng.choice(rows))
             self.done(self.status, "swap_in" if self.state.seqs.swapped[row] else "swap_out", row)
@@ -184,10 +184,10 @@ def test_after_a_watermark_a_loop_evicts_nothing():
         def one(cache, token):
             tokens, active = jnp.zeros((ROWS, 1), jnp.int32) + token, jnp.arange(ROWS) == 0
             cache, extended = cache.extend(active)
-            cache, committed = feed(cache, tokens, active.astype(jnp.int32))
+            cache, committed = compute(cache, tokens, active.astype(jnp.int32))
             return cache, (kvjax.events.counts(extended)["removed"], extended.ok & committed.ok)
 
-        cache, _ = feed(cache, jnp.full((ROWS, 1), 5, jnp.int32), (jnp.arange(ROWS) == 0).astype(jnp.int32))
+        cache, _ = compute(cache, jnp.full((ROWS, 1), 5, jnp.int32), (jnp.arange(ROWS) == 0).astype(jnp.int32))
         return jax.lax.scan(one, cache, jnp.arange(12, dtype=jnp.int32))
 
     cache, (removed, ok) = loop(tiered.cache.cache)
@@ -202,7 +202,7 @@ def test_after_a_watermark_a_loop_evicts_nothing():
 def test_a_sequence_goes_and_comes_back():
     cache, text = Fed(), list(range(1, 20))
     assert cache.admit(1, text) == ["OK"]
-    cache.feed(1, text)
+    cache.compute(1, text)
     cache.do("swap_out", 1)
     assert int(cache.state.groups[0].num_empty) == 8
     assert cache.grow(0, 1, 0) == ["OK", "HELD", "OK"]
@@ -216,25 +216,25 @@ def test_a_sequence_goes_and_comes_back():
 
 @pytest.mark.slow
 def test_a_block_on_the_move_cannot_be_found():
-    cache, asked = Driver(kvjax.init(ONE)), [*range(1, 10)]
-    cache.start(0, asked[:8])
+    cache, prompt = Driver(kvjax.init(ONE)), [*range(1, 10)]
+    cache.start(0, prompt[:8])
     cache.do("release", 0)
     blocks = np.flatnonzero(np.asarray(cache.state.groups[0].blocks.fill)).astype(np.int32)
-    assert cache.found(asked) == 8
+    assert cache.found(prompt) == 8
     transfer = cache.do("offload", blocks, complete=False).transfer
-    assert cache.found(asked) == 0
+    assert cache.found(prompt) == 0
     assert cache.status("offload", blocks) == ["BAD_REQUEST"]  # not on the device
     assert cache.status("onboard", blocks) == ["HELD"]
     assert cache.status("evict", blocks) == ["HELD"]
     assert cache.status("reset") == ["HELD"]
     moving = cache.state
     cache.do("complete", transfer, True)
-    assert cache.found(asked) == 8
+    assert cache.found(prompt) == 8
     cache.do("complete", transfer, False)  # said twice: what is over is over
-    assert cache.found(asked) == 8
+    assert cache.found(prompt) == 8
     cache = Driver(moving)
     cache.ask("complete", transfer, False)
-    assert cache.found(asked) == 0
+    assert cache.found(prompt) == 0
     assert [event["kind"] for event in cache.recorded] == ["removed", "removed"]
     assert int(cache.state.groups[0].host.num_empty) == 4
 

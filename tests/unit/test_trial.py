@@ -188,7 +188,7 @@ def test_what_a_composite_returns_is_checked():
         trial.apply(lambda state: (state, 3))
 
 
-def follow(spec, asked, rng):
+def follow(spec, history, rng):
     """Requests, some at a time as one composite: where `do` is content, `apply` is too."""
     calls = []
 
@@ -207,8 +207,8 @@ def follow(spec, asked, rng):
         return state, events
 
     one, many = Trial(kvjax.init(spec), verbs={name: recorded(name) for name in VERBS}), Trial(kvjax.init(spec))
-    asked = iter(asked)
-    while part := list(itertools.islice(asked, int(rng.integers(1, 6)))):
+    history = iter(history)
+    while part := list(itertools.islice(history, int(rng.integers(1, 6)))):
         calls.clear()
         for request in part:
             one.do(request)
@@ -228,8 +228,8 @@ def test_what_requests_may_do_a_composite_may():
 def test_what_requests_may_do_a_composite_may_on_any_cache(name):
     @hypothesis.settings(max_examples=100)
     @hypothesis.given(requests(SPECS[name]))
-    def property_test(asked):
-        follow(SPECS[name], asked, np.random.default_rng(len(asked)))
+    def property_test(history):
+        follow(SPECS[name], history, np.random.default_rng(len(history)))
 
     property_test()
 

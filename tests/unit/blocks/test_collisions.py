@@ -28,7 +28,7 @@ def verbs(request, monkeypatch):
     return drive.Verbs(lambda name: lambda *args, **options: drive.verb(name)(*args, **options))
 
 
-def test_what_is_reused_is_what_was_asked_for(verbs):
+def test_reused_tokens_are_those_of_the_prompt(verbs):
     """A model of the slots says what K/V each block really holds: (namespace, prefix) of every written token."""
     spec = kvjax.make_spec(num_blocks=10, max_seqs=S, max_length=LENGTH, block_size=P)
     cache = drive.Driver(kvjax.init(spec), verbs)
@@ -64,7 +64,7 @@ def test_what_is_reused_is_what_was_asked_for(verbs):
     assert reused > 0
 
 
-def test_equal_keys_of_one_call_are_told_apart(verbs):
+def test_equal_keys_of_one_call_are_distinguished(verbs):
     spec = kvjax.make_spec(num_blocks=10, max_seqs=S, max_length=LENGTH, block_size=P)
     state = kvjax.init(spec)
     prompts = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 7, 8]], jnp.int32)

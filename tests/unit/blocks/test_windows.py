@@ -153,7 +153,7 @@ def test_a_copy_moves_a_window_off_a_block_that_is_gone():
 
 
 @pytest.mark.long
-def test_without_room_for_its_copy_a_prefix_over_a_gap_is_not_taken():
+def test_without_a_block_for_its_copy_a_prefix_over_a_gap_is_not_taken():
     story = Story(full=5, window=4)
     story.start(0, TEXT[:12])
     story.do("release", 0)
@@ -179,7 +179,7 @@ def test_a_tail_is_stored_again_in_a_window_that_lost_it():
 
 
 @pytest.mark.long
-def test_a_cut_over_the_edge_brings_blocks_back_if_they_are_there():
+def test_a_cut_over_the_edge_brings_blocks_back_if_they_are_cached():
     story = Story()
     story.start(0, TEXT[:20])
     left = dict(story.held(1))
@@ -274,17 +274,17 @@ def test_layers_are_grouped_by_what_they_see():
     ]  # fmt: skip
     shape = {"max_seqs": 2, "max_length": 64}
     spec = kvjax.make_spec(layers, num_blocks={None: 9, 16: 5, 32: 7}, num_host_blocks={None: 3, 16: 1, 32: 0}, **shape)
-    assert [(g.window, g.sink_tokens, g.num_blocks, g.num_host_blocks) for g in spec.groups] == [
+    assert [(group.window, group.sink_tokens, group.num_blocks, group.num_host_blocks) for group in spec.groups] == [
         (None, 0, 9, 3), (16, 0, 5, 1), (16, 4, 5, 1), (32, 0, 7, 0)
     ]  # fmt: skip
     assert [[pool.layers for pool in group.pools] for group in spec.groups] == [[(1,)], [(3,)], [(5,)], [(0, 4), (2,)]]
     assert [spec.locate(layer) for layer in range(6)] == [
         (3, 0, 0), (0, 0, 0), (3, 1, 0), (1, 0, 0), (3, 0, 1), (2, 0, 0)
     ]  # fmt: skip
-    assert not spec.bare and {g.num_blocks for g in kvjax.make_spec(layers, num_blocks=4, **shape).groups} == {4}
+    assert not spec.bare and {each.num_blocks for each in kvjax.make_spec(layers, num_blocks=4, **shape).groups} == {4}
 
     bare = kvjax.make_spec(layers[:1], num_blocks={32: 7}, **shape)  # blocks for 2 rows of 4, and for what is cached
-    assert bare.bare and [g.num_blocks for g in bare.groups] == [2 * 4 + 7, 7]
+    assert bare.bare and [group.num_blocks for group in bare.groups] == [2 * 4 + 7, 7]
     assert [array.shape[0] for group in kvjax.init_pools(bare).arrays for array in group] == [8]
     state = kvjax.init(bare, num_blocks=3)
     assert [int(group.num_empty) for group in state.groups] == [15, 3]

@@ -29,7 +29,7 @@ def plain() -> Driver:
 
 @functools.cache
 def tiers() -> Driver:
-    """Row 0 is longer than its window; 1 is not yet written; 2 rests on the host, 3 is on its way there.
+    """Row 0 is longer than its window; 1 is not yet written; 2 is swapped out, 3 is on its way to the host.
 
     Two texts are cached: one that begins like row 0, with a part of its own, and one that is on the host.
     """

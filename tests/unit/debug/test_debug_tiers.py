@@ -173,7 +173,7 @@ def test_blocks_out_of_use_keep_their_pool_rows():
 )
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("value", [-5, 99])
-def test_any_numbers_can_be_checked_and_drawn(state, path, number, value):
+def test_any_numbers_can_be_checked_and_plotted(state, path, number, value):
     if number == 0 and path in ("group0_block", "window_block"):
         return
     broken = changed(state, f"groups.{number}.{path}", lambda x: np.full_like(x, value))
@@ -233,7 +233,7 @@ def test_a_forked_window_is_shared_by_two():
     assert (stats(story.state).reserved_slots, stats(story.state, 1).cached_slots) == (0, 8)
 
 
-def test_a_window_groups_blocks_hold_what_those_beside_them_do(state):
+def test_a_window_groups_blocks_hold_what_their_group0_blocks_do(state):
     first, window = inspect_group(state), inspect_group(state, 1)
     names = block_names(state)
     for name in ("first", "last", "swapped out", "swapped end", "moving", "cached", "host cached"):

@@ -240,7 +240,7 @@ def broken(state, **arrays):
     return state.replace(groups=(group,))
 
 
-def test_broken_states_can_be_drawn(story):
+def test_broken_states_can_be_shown(story):
     """`check` shows the state that it objects to, so nothing may go round in circles or out of range."""
     blocks, generation = story.state.groups[0].blocks, int(story.state.groups[0].blocks.generation[4])
     circle = broken(story.state, parent=blocks.parent.at[0].set(jnp.array([4, generation])))
@@ -279,7 +279,7 @@ def test_plot_blocks_draws_a_large_cache_and_long_rows(tmp_path):
     assert picture.shape[1] > 1000
 
 
-def test_plot_blocks_draws_where_it_is_told(story):
+def test_plot_blocks_draws_into_given_axes(story):
     from matplotlib.figure import Figure
 
     before, after = Figure().subplots(1, 2)

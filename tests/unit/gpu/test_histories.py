@@ -63,7 +63,7 @@ def functions(name):
 
 
 @pytest.fixture
-def fresh():
+def no_programs():
     """Kernels are jitted themselves, and so are kept."""
     jax.clear_caches()
     yield
@@ -72,7 +72,7 @@ def fresh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_crowded_buckets(mask, monkeypatch, fresh):
+def test_crowded_buckets(mask, monkeypatch, no_programs):
     monkeypatch.setattr("kvjax.blocks.index.mix", lambda x: mix(x) & np.uint32(mask))
     verbs = Both(0, drive.Verbs(interpreted), drive.Verbs(functions))
     reached = History(PLAIN, 3, verbs=verbs).run(150)
@@ -80,7 +80,7 @@ def test_crowded_buckets(mask, monkeypatch, fresh):
 
 
 @pytest.fixture
-def colliding(monkeypatch, fresh):
+def colliding(monkeypatch, no_programs):
     """A function that leaves keys only some of their bits, and makes verbs with such keys."""
     plain_keys, kernel_keys = dedup.prefix_keys, gpu_dedup.key_of
 

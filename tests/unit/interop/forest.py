@@ -81,11 +81,11 @@ class Forest:
         tokens = [rng.choice([0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**31 - 1]) for _ in range(count)]
         ids = [rng.choice([0, 0, 7, 9]) for _ in range(count)]
         items = tuple(zip(tokens, ids, strict=True)) if self.spec.extra_ids else tuple(tokens)
-        taken = {(group, ns, known) for (group, *_), (ns, known, *_) in nodes.items()}
+        taken = {(group, ns, prefix) for (group, *_), (ns, prefix, *_) in nodes.items()}
         for group in range(len(self.spec.groups)):
             free = self._free(group)
-            there = (group, namespace, path + items) in taken
-            if not free or there or (group and (not events or rng.random() < 0.3)):
+            exists = (group, namespace, path + items) in taken
+            if not free or exists or (group and (not events or rng.random() < 0.3)):
                 continue
             block = rng.choice(free)
             generation = self.generations[group, block] = self.generations.get((group, block), 0) + 1
@@ -105,7 +105,7 @@ class Forest:
         if chosen[0] > 0:
             return [self._event("removed", chosen)]
         namespace, path = nodes[chosen][:2]
-        doomed = [n for n, (ns, known, *_) in nodes.items() if ns == namespace and known[: len(path)] == path]
+        doomed = [n for n, (ns, prefix, *_) in nodes.items() if ns == namespace and prefix[: len(path)] == path]
         return [self._event("removed", node) for node in sorted(doomed, key=lambda n: (-len(nodes[n][1]), -n[0]))]
 
     def _update(self) -> list[dict[str, Any]]:
@@ -126,8 +126,8 @@ def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: b
     events = list(events)
     total = 2 * len(events) + 3
     records, text = np.zeros((total, len(COLUMNS)), np.int32), np.full((2, total, spec.block_size), 77, np.int32)
-    places = range(len(events)) if log else range(1, total, 2)
-    for at, event in zip(places, events, strict=False):
+    indices = range(len(events)) if log else range(1, total, 2)
+    for at, event in zip(indices, events, strict=False):
         row = {**event, "kind": EventKind[event["kind"].upper()]}
         if event["kind"] == "stored":
             source = (-1, event["namespace"]) if event["parent"] is None else event["parent"]
@@ -144,7 +144,7 @@ def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: b
 
 
 def projected(
-    mirror: Mirror, spec: kvjax.CacheSpec, known: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest",
+    mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest",
     loras: dict[int, str] | None = None, extra_name: Any = None, groups: Iterable[int] | None = None,
 ) -> dict[Prefix, tuple[str, ...]]:  # fmt: skip
     """What the wire carries of an index: {prefix: media}."""
@@ -152,10 +152,10 @@ def projected(
     published = set(range(1 if spec.bare else 0, len(spec.groups)) if groups is None else groups)
     nodes = sorted(mirror.nodes.items(), key=lambda item: len(item[1][1]))
     for (group, *_), (namespace, path, level, _) in nodes:
-        if group in published and len(path) % spec.block_size == 0 and namespace in known:
+        if group in published and len(path) % spec.block_size == 0 and namespace in names:
             wired[group, namespace, path] = ("GPU", "CPU")[level]
     for (group, namespace, path), medium in wired.items():
-        salt, number = known.describe(namespace)
+        salt, number = names.describe(namespace)
         lora = None if number is None else (loras or {}).get(number, str(number))
         items = list(path) if spec.extra_ids else [(token, 0) for token in path]
         if any(extra for _, extra in items) and extra_name is None:
@@ -181,17 +181,17 @@ def projected(
 
 
 def written(
-    mirror: Mirror, spec: kvjax.CacheSpec, known: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest"
+    mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest"
 ) -> dict[trtllm.Prefix, tuple[int, int]]:
     """What TensorRT-LLM's form carries of an index: {prefix: (level, priority)}."""
     found, size = {}, spec.block_size
     wired = {
         (group, namespace, path): stated
         for (group, *_), (namespace, path, *stated) in mirror.nodes.items()
-        if (group or not spec.bare) and namespace in known
+        if (group or not spec.bare) and namespace in names
     }
     for (group, namespace, path), (level, priority) in wired.items():
-        salt, number = known.describe(namespace)
+        salt, number = names.describe(namespace)
         lora, wire, after = None if number is None else str(number), salt, None
         if salt is not None and salts == "omit":
             continue
@@ -215,8 +215,8 @@ def written(
 class Lines:
     """A writer of TensorRT-LLM's lines, and a mirror of what it writes."""
 
-    def __init__(self, spec: kvjax.CacheSpec, known: kvjax.Namespaces):
-        self.known, self.writer, self.mirror = known, trtllm.Writer(spec, names=known), trtllm.Mirror()
+    def __init__(self, spec: kvjax.CacheSpec, names: kvjax.Namespaces):
+        self.names, self.writer, self.mirror = names, trtllm.Writer(spec, names=names), trtllm.Mirror()
         self.follow([])  # the groups
 
     def follow(self, events: Any) -> None:
@@ -224,7 +224,7 @@ class Lines:
 
     def agrees(self, mirror: Mirror) -> bool:
         """Whether it knows what the form carries of an index, and that this is all."""
-        wanted = written(mirror, self.writer.nodes.spec, self.known)
+        wanted = written(mirror, self.writer.nodes.spec, self.names)
         assert self.mirror.index == wanted, set(self.mirror.index.items()) ^ set(wanted.items())
         return self.mirror.complete and self.mirror.counts["refused"] == 0
 
@@ -240,7 +240,7 @@ def _start(wired: dict[Any, Any], namespace: int, path: tuple, size: int, group:
 
 
 def named(
-    mirror: Mirror, spec: kvjax.CacheSpec, known: kvjax.Namespaces, *, groups: Iterable[int] | None = None,
+    mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, groups: Iterable[int] | None = None,
     key: bytes = b"", model: str | None = None, loras: dict[int, str] | None = None,
 ) -> dict[tuple[int, str], int]:  # fmt: skip
     """What the agent's wire carries of an index: {(group, cache id): level}; by default of the first group with K/V."""
@@ -250,7 +250,7 @@ def named(
     def digest(namespace: int, path: tuple) -> bytes:
         if (namespace, path) not in digests:
             if not path:
-                salt, number = known.describe(namespace)
+                salt, number = names.describe(namespace)
                 lora = None if number is None else (loras or {}).get(number, str(number))
                 digests[namespace, path] = hashing.root_hash(model, salt, lora, key=key)
             else:
@@ -261,6 +261,6 @@ def named(
         return digests[namespace, path]
 
     for (group, *_), (namespace, path, level, _) in mirror.nodes.items():
-        if group in groups and len(path) % spec.block_size == 0 and namespace in known:
+        if group in groups and len(path) % spec.block_size == 0 and namespace in names:
             found[group, str(hashing.first_64_bits(digest(namespace, path)))] = level
     return found

@@ -19,8 +19,8 @@ import pytest
 from tests.unit.interop.forest import Forest, arrays_of, namespaces, projected, spec_of
 from tests.wire_kit import LONG, agrees, publisher, subscriber, whole
 
-HERE = importlib.util.find_spec("dynamo") is not None and importlib.util.find_spec("dynamo.indexer") is not None
-PYTHON = os.environ.get("KVJAX_DYNAMO_PYTHON", sys.executable if HERE else "")
+INSTALLED = importlib.util.find_spec("dynamo") is not None and importlib.util.find_spec("dynamo.indexer") is not None
+PYTHON = os.environ.get("KVJAX_DYNAMO_PYTHON", sys.executable if INSTALLED else "")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not PYTHON, reason="ai-dynamo-runtime is not installed")]
 SIZE, ADAPTERS = 4, {3: "sql"}
 
@@ -75,7 +75,7 @@ def indexer():
         process.wait()
 
 
-def questions(forest, known):
+def questions(forest, names):
     """Prompts with salt and adapter, and some that nobody has.
 
     Those whose blocks are on the device first and then on the host: the service counts tiers one after the other.
@@ -85,19 +85,19 @@ def questions(forest, known):
             forest.mirror.index.get((0, namespace, path[:end]), (2,))[0] for end in range(SIZE, len(path) + 1, SIZE)
         ]
         if group == 0 and levels == sorted(levels) and 2 not in levels:
-            salt, lora = known.describe(namespace)
+            salt, lora = names.describe(namespace)
             yield [*path, 3, 3, 3, 3], salt, ADAPTERS.get(lora)
             yield [*path], None, None
             yield [5, *path], salt, ADAPTERS.get(lora)
 
 
-def assert_same(one, sub, forest, known):
+def assert_same(one, sub, forest, names):
     """Every question has the same answers, at last."""
-    asked, until = list(questions(forest, known)), time.monotonic() + LONG
-    wanted = [sub.lookup(*question) for question in asked]
+    queries, until = list(questions(forest, names)), time.monotonic() + LONG
+    wanted = [sub.lookup(*question) for question in queries]
     wanted = [(found.tokens, found.media.get("GPU", 0)) for found in wanted]
-    while (got := [one.found(*question) for question in asked]) != wanted:
-        different = [item for item in zip(asked, got, wanted, strict=True) if item[1] != item[2]]
+    while (got := [one.found(*question) for question in queries]) != wanted:
+        different = [item for item in zip(queries, got, wanted, strict=True) if item[1] != item[2]]
         assert time.monotonic() < until, different
         time.sleep(0.1)
     assert any(total > device for total, device in wanted) and any(total == device > 0 for total, device in wanted)
@@ -106,22 +106,22 @@ def assert_same(one, sub, forest, known):
 @pytest.mark.parametrize("form", ["map", "array"])
 def test_the_indexer_answers_as_lookup_does(form):
     """It is there, comes late, misses what a small history has dropped, and sees the publisher come again."""
-    spec, known, forest = spec_of("windows", 30), namespaces(), Forest(spec_of("windows", 30), 3)
-    options = {"names": known, "lora_names": ADAPTERS, "salts": "plain", "form": form, "buffer_batches": 2}
+    spec, names, forest = spec_of("windows", 30), namespaces(), Forest(spec_of("windows", 30), 3)
+    options = {"names": names, "lora_names": ADAPTERS, "salts": "plain", "form": form, "buffer_batches": 2}
     with indexer() as early, indexer() as late:
         with publisher(spec, **options) as source, subscriber(source, salts="plain", replay_timeout=1.0) as sub:
             early.register(source)
             for number in range(12):
                 source.publish(arrays_of(forest.draw(12), spec))
                 if number % 4 == 3:
-                    assert agrees(sub, projected(forest.mirror, spec, known, salts="plain", loras=ADAPTERS))
-                    assert_same(early, sub, forest, known)
+                    assert agrees(sub, projected(forest.mirror, spec, names, salts="plain", loras=ADAPTERS))
+                    assert_same(early, sub, forest, names)
             late.register(source)
-            assert_same(late, sub, forest, known)
+            assert_same(late, sub, forest, names)
             again = {"bind": source.endpoint, "replay": source.replay_endpoint}
         forest.draw(20)
         with publisher(spec, **options, **again) as source, subscriber(source, salts="plain") as sub:
             source.publish(whole(forest))
-            assert agrees(sub, projected(forest.mirror, spec, known, salts="plain", loras=ADAPTERS))
-            assert_same(early, sub, forest, known)
-            assert_same(late, sub, forest, known)
+            assert agrees(sub, projected(forest.mirror, spec, names, salts="plain", loras=ADAPTERS))
+            assert_same(early, sub, forest, names)
+            assert_same(late, sub, forest, names)

@@ -94,7 +94,7 @@ def test_files_of_bare_events_are_read_too():
     assert "median 2 events, 8 of 10 between 1 events and 3 events" in str(found)
 
 
-def test_contents_are_told_apart_by_namespace_prefix_and_extra_ids():
+def test_contents_differ_by_namespace_prefix_and_extra_ids():
     gone = [removed(1, 1)]
     for other in (stored(2, 1, 1, [1, 2, 3, 4]), stored(2, 1, 0, [1, 2, 3, 4], extra_ids=[0, 0, 0, 7]),
                   stored(2, 1, 0, [1, 2, 3]), stored(2, 1, (9, 9), [1, 2, 3, 4])):  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_file_that_begins_in_the_middle_says_so():
     assert "not known     3 events of blocks that this file did not store\n" in str(found)
 
 
-def test_a_cache_that_is_attached_takes_the_place_of_the_one_before():
+def test_a_cache_that_is_attached_replaces_the_one_before():
     """Its blocks were not removed, nor are those of the first cache."""
     found = report([line(0, A, B), line(1, {"kind": "created", "group": 0}, A)])
     assert found.lifetimes == found.again == [] and found.blocks == [(2, 0), (1, 0)]
@@ -168,7 +168,7 @@ def test_the_first_refused_line_is_named_with_its_field(text, complaint):
     assert f"refused       2 lines; {found.first_refused}\n" in str(found)
 
 
-def test_numbers_as_large_as_lines_may_have_are_added_up_and_drawn(recwarn):
+def test_numbers_as_large_as_lines_may_have_are_added_up_and_plotted(recwarn):
     most = 2**53 - 1
     found = report([line(-most, queried=most, cached=most), *[line(most, queried=most)] * 3000])
     assert found.refused == 0 and found.share == 1 / 3001 and str(found)
@@ -195,15 +195,15 @@ def test_any_text_is_read_or_refused(data):
 def test_the_command_prints_the_report(tmp_path, capsys):
     file = tmp_path / "events.jsonl"
     file.write_text("\n".join(LINES))
-    said = output_of(sys.executable, "-W", "error", "-m", "kvjax.interop.log", str(file))
-    assert said == f"{report(LINES)}\n"
+    output = output_of(sys.executable, "-W", "error", "-m", "kvjax.interop.log", str(file))
+    assert output == f"{report(LINES)}\n"
     with pytest.raises(SystemExit) as caught:
         main([str(tmp_path / "none.jsonl")])
     assert caught.value.code == 2 and "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lines", [LINES, LINES[1:2], [json.dumps(A)], []], ids=["all", "stored", "bare", "empty"])
-def test_the_picture_has_what_was_told(tmp_path, lines):
+def test_the_picture_has_what_the_lines_have(tmp_path, lines):
     found = report(lines)
     figure = plot(found, tmp_path / "events.png")
     assert (tmp_path / "events.png").read_bytes()[:4] == b"\x89PNG"

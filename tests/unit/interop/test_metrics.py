@@ -69,7 +69,7 @@ def test_totals_are_those_of_the_events(story):
 
 
 @pytest.mark.long
-def test_hits_are_told_by_tier(story):
+def test_hits_are_counted_by_tier(story):
     device, host = (story.value("kvjax_hit_tokens_total", tier=tier) for tier in ("device", "host"))
     assert (device, host) == (12, 12) and story.totals.reused_tokens == 24
 
@@ -141,9 +141,9 @@ LEVELS = kvjax.make_spec(num_blocks=10, num_host_blocks=6, max_seqs=2, max_lengt
 def observed(*batches, spec=LEVELS, cached=0):
     """What comes of events, each list of them 2 s after the one before."""
     seen = Observed(spec)
-    for moment, events in enumerate(batches):
+    for number, events in enumerate(batches):
         arrays = arrays_of(events, spec)
-        seen.add(arrays.replace(cached=arrays.cached + cached), 2.0 * moment)
+        seen.add(arrays.replace(cached=arrays.cached + cached), 2.0 * number)
     return seen
 
 
@@ -253,17 +253,17 @@ def test_every_name_in_the_dashboards_queries_is_exported():
     with wire, Metrics(registry, TIERS, wires={"vllm": wire}) as one:
         one.set(kvjax.init(TIERS))
         exported = {sample.name: sample.labels.keys() for family in registry.collect() for sample in family.samples}
-    asked = set()
+    queried = set()
     board = dashboard()
     for panel in board["panels"]:
         for target in panel["targets"]:
             for name, labels in re.findall(r"(kvjax_\w+)(?:\{([^}]*)\})?", target["expr"]):
-                asked.add(name)
+                queried.add(name)
                 assert set(re.findall(r"(\w+)=~", labels)) - {"instance"} <= exported[name], target["expr"]
             for labels in re.findall(r"by \(([\w, ]+)\) \(\w*\(?(kvjax_\w+)", target["expr"]):
                 assert set(labels[0].split(", ")) <= {*exported[labels[1]], "le", "instance"}
-    unasked = {name for name in exported if not name.endswith(("_count", "_sum"))} - asked
-    assert unasked == set(), unasked
+    unused = {name for name in exported if not name.endswith(("_count", "_sum"))} - queried
+    assert unused == set(), unused
     for variable in board["templating"]["list"][1:]:
         assert re.search(r"kvjax_\w+", variable["query"]["query"])[0] in exported
 
@@ -277,8 +277,8 @@ def test_the_dashboard_is_printed():
              if all("rate(" in target["expr"] and " / " not in target["expr"] and "quantile" not in target["expr"]
                     for target in panel["targets"])]  # fmt: skip
     assert len(rates) == 4 and set(rates) == {"cps", "Bps"}
-    places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
-    assert len(set(places)) == len(places) and len({panel["id"] for panel in board["panels"]}) == len(places)
+    positions = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
+    assert len(set(positions)) == len(positions) and len({panel["id"] for panel in board["panels"]}) == len(positions)
 
 
 def test_every_total_has_a_text():

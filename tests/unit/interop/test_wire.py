@@ -71,9 +71,9 @@ def decoded(payload):
 
 def law(shape, seed, rounds, **options):
     """A history, with readers who are there, come late, and lose messages; the publisher dies and comes again."""
-    spec, known, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), seed)
+    spec, names, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), seed)
     extra = {"extra_name": "image {}".format} if shape == "extra ids" else {}
-    given = {"names": known, **extra, **options}
+    given = {"names": names, **extra, **options}
     lost = 0
     with publisher(spec, **given) as first:
         again = {"bind": first.endpoint, "replay": first.replay_endpoint}
@@ -85,7 +85,7 @@ def law(shape, seed, rounds, **options):
             if number == rounds // 2:
                 subs.append(subscriber(first, replay_timeout=1.0))
             if number % 3 == 2 or number == rounds - 1:
-                wanted = projected(forest.mirror, spec, known, **extra)
+                wanted = projected(forest.mirror, spec, names, **extra)
                 assert all(agrees(sub, wanted) for sub in subs)
         lost += lossy.lost
         forest.draw(20)  # nobody gets these
@@ -93,7 +93,7 @@ def law(shape, seed, rounds, **options):
         for node in whole(forest):
             second.publish([node])
         second.publish(arrays_of(forest.draw(10), spec))
-        wanted = projected(forest.mirror, spec, known, **extra)
+        wanted = projected(forest.mirror, spec, names, **extra)
         assert all(agrees(sub, wanted) for sub in subs)
         counts = second.counts
     for sub in subs:
@@ -112,7 +112,7 @@ def test_a_subscribers_index_is_the_caches(shape):
     [{"buffer_batches": 3}, {"buffer_bytes": 1500}, {"max_message": 2200}, {"queue_bytes": 1}],
     ids=["few batches are kept", "few bytes are kept", "small messages", "no queue"],
 )
-def test_it_is_so_with_little_room(options):
+def test_it_is_so_with_short_queues(options):
     _, counts = law("windows", 2, 4, **options)
     assert counts["overflows"] > 0 if "queue_bytes" in options else counts["overflows"] == 0
 
@@ -284,15 +284,15 @@ def test_options_are_checked(options, complaint):
         publisher(**options)
 
 
-def test_a_place_that_is_taken_is_named():
+def test_an_address_that_is_taken_is_named():
     with publisher() as source, pytest.raises(OSError, match=r"^bind: tcp://127.0.0.1:\d+: Address already in use"):
         publisher(bind=source.endpoint)
 
 
 def test_sockets_of_this_machine_and_encrypted_ones(tmp_path):
-    here = {"bind": f"ipc://{tmp_path}/events", "replay": f"ipc://{tmp_path}/replay"}
+    local = {"bind": f"ipc://{tmp_path}/events", "replay": f"ipc://{tmp_path}/replay"}
     server, client = (zmq.curve_keypair() for _ in range(2))
-    for options, theirs in ((here, None), ({"curve": Curve(*server)}, Curve(*client, server[0]))):
+    for options, theirs in ((local, None), ({"curve": Curve(*server)}, Curve(*client, server[0]))):
         with publisher(**options) as source, subscriber(source, curve=theirs) as sub:
             source.publish(CHAIN)
             assert sub.wait(lambda one: one.complete and len(one) == 2, LONG)
@@ -309,10 +309,10 @@ def test_a_subscriber_may_bind_for_publishers_that_connect():
 
 
 def test_lookups_name_salts_as_the_publisher_does():
-    known = kvjax.Namespaces()
-    store = [stored(1, 1, known(salt="tenant a"), [1] * 4), stored(2, 1, known(lora=3), [2] * 4)]
+    names = kvjax.Namespaces()
+    store = [stored(1, 1, names(salt="tenant a"), [1] * 4), stored(2, 1, names(lora=3), [2] * 4)]
     for options in ({}, {"key": b"secret"}, {"salts": "plain"}):
-        with publisher(names=known, lora_names={3: "sql"}, **options) as source, subscriber(source, **options) as sub:
+        with publisher(names=names, lora_names={3: "sql"}, **options) as source, subscriber(source, **options) as sub:
             source.publish(store)
             assert sub.wait(lambda one: len(one) == 2, LONG)
             assert sub.lookup([1] * 5, salt="tenant a") == (4, {"GPU": 4}) == sub.lookup([2] * 4, lora="sql")

@@ -87,10 +87,10 @@ class Forest:
         due = self.due if wanted and self.due in self.parked and not children[self.due] else None
         self.due = None if wanted else self.due
         due = None if due == copied else due
-        for look in range(2):
+        for attempt in range(2):
             if len(named) == wanted:
                 break
-            if look:  # too few were found: at all of them again
+            if attempt:  # too few were found: at all of them again
                 self.parked = set()
             rest = [[each for each in members if idle(each) and each not in self.parked] for members in self.classes]
             rest = [[each for each in members if each not in named] for members in rest]

@@ -154,18 +154,18 @@ def test_equal_policies_share_one_trace():
     traces = []
 
     @jax.jit
-    def look(state):
+    def program(state):
         traces.append(state.policy)
         return state.seqs.length
 
     for make in (lambda: by_score(fullest_last, name="x"), lambda: cost_aware(3), lru):
         made()  # so that makers do not remember
         for policy in (make(), pickle.loads(pickle.dumps(make()))):
-            look(kvjax.init(SMALL, policy))
-        look(pickle.loads(pickle.dumps(kvjax.init(SMALL, make()))))
+            program(kvjax.init(SMALL, policy))
+        program(pickle.loads(pickle.dumps(kvjax.init(SMALL, make()))))
     assert traces == [by_score(fullest_last, name="x"), cost_aware(3), lru()]
     for _ in range(2):
-        look(kvjax.init(SMALL, by_score(lambda blocks: blocks.fill, name="x")))
+        program(kvjax.init(SMALL, by_score(lambda blocks: blocks.fill, name="x")))
     assert len(traces) == 5
 
 
@@ -200,7 +200,7 @@ def test_any_protocol_will_do(protocol):
     assert pickle.loads(pickle.dumps(made(), protocol)) == made()
 
 
-class Twin:
+class Unequal:
     """Pickles, and comes back as another."""
 
     def __call__(self, blocks):
@@ -216,7 +216,7 @@ class Twin:
         ),
         (by_score(fullest_last, init=lambda num_ids: ()), r"got fullest_last\(\), whose init .*<lambda>"),
         (by_score(functools.partial(scaled, scale=np.ones(3))), "whose victims cannot be pickled"),
-        (by_score(Twin(), name="mine"), r"got mine\(\), whose victims cannot be pickled .* comes back as another"),
+        (by_score(Unequal(), name="mine"), r"got mine\(\), whose victims cannot be pickled .* comes back as another"),
         (EvictionPolicy(nothing_seen, lambda *args: (), nobody), "whose touch cannot be pickled"),
     ],
 )

@@ -98,7 +98,7 @@ def scored():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCORES)
-def test_whatever_the_score_there_are_victims(name):
+def test_any_score_has_victims(name):
     """`check_policy` demands that what fits by the free count is admitted, and that leaves go first."""
     tally = check_policy(scored(), seed=2, steps=STEPS, pstate=jnp.int32(list(SCORES).index(name)))
     assert tally["removed"] > 10 and tally["NO_BLOCKS"] > 0
@@ -286,8 +286,8 @@ def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):
     cache = a_row_and_something_cached(kvjax.init(spec, counting()))
     before = cache.state
     assert before.groups[0].policy.tolist() == [1, 0, 0]  # the release; all other requests were empty
-    asked = [(verb, {"namespace": 0} if verb == "admit" else {}) for verb in verbs]
-    for verb, options in [*asked, *[("admit", {"namespace": 0, "tiers": BOTH})] * spec.has_host]:
+    calls = [(verb, {"namespace": 0} if verb == "admit" else {}) for verb in verbs]
+    for verb, options in [*calls, *[("admit", {"namespace": 0, "tiers": BOTH})] * spec.has_host]:
         assert set(cache.status(verb, *REFUSED[verb], **options)) != {"OK"}, verb
         chex.assert_trees_all_equal(cache.state, before)
 
@@ -451,7 +451,7 @@ class Manager:
         self.held, self.stated = [0] * NUM_BLOCKS, [(35, None)] * NUM_BLOCKS
         self.contents, self.rows, self.now = {}, {}, 0
 
-    def _room(self, count):
+    def _fits(self, count):
         return self.held.count(0) >= count
 
     def _take(self, stated):
@@ -471,7 +471,7 @@ class Manager:
         paths = [tuple(tokens[:end]) for end in range(SIZE, len(tokens), SIZE)]
         found = [where[path] for path in paths[: next((i for i, p in enumerate(paths) if p not in where), len(paths))]]
         new = -(-len(tokens) // SIZE) - len(found)
-        if not self._room(new + sum(not self.held[block] for block in found)):
+        if not self._fits(new + sum(not self.held[block] for block in found)):
             return False
         for column, block in enumerate(found):
             if not self.held[block]:
@@ -486,7 +486,7 @@ class Manager:
     def grow(self, rows, token):
         """Each of these rows by a token, if there is room for all."""
         new = [row for row in rows if len(self.rows[row][1]) % SIZE == 0]
-        if not self._room(len(new)):
+        if not self._fits(len(new)):
             return False
         for row in rows:
             table, tokens, decode = self.rows[row]
@@ -540,8 +540,8 @@ def presets():
 def random_prompt(rng, documents):
     """A prompt of an odd number of tokens that begins like a document, and what it says of its blocks."""
     length = int(rng.integers(1, LONGEST // SIZE)) * SIZE - 1
-    kept = int(rng.integers(length + 1))
-    tokens = [*documents[rng.integers(4), :kept].tolist(), *rng.integers(0, 3, length - kept).tolist()]
+    shared = int(rng.integers(length + 1))
+    tokens = [*documents[rng.integers(4), :shared].tolist(), *rng.integers(0, 3, length - shared).tolist()]
     first, last = sorted(rng.integers(0, length + 1, 2).tolist())
     *priorities, decode = zip(
         rng.choice([0, 35, 60, 90], 3).tolist(), [t or None for t in rng.integers(0, 30, 3).tolist()], strict=True
@@ -580,10 +580,10 @@ def test_presets_evict_what_their_models_do(structure):
             row = next(row for row in range(seqs) if row not in model.rows)
             tokens, ranges, decode = random_prompt(rng, documents)
             fits = model.admit(row, tokens, ranges, decode)
-            asked = kvjax.Retention.of(ranges, decode_priority=decode[0], decode_ttl=decode[1], max_ranges=2)
+            retention = kvjax.Retention.of(ranges, decode_priority=decode[0], decode_ttl=decode[1], max_ranges=2)
             state, done = turn(
                 state, np.int32(leaving), np.isin(np.arange(seqs), growing), np.int32(token), np.int32(row),
-                np.array(tokens + [0] * (LONGEST - len(tokens)), np.int32), np.int32(len(tokens)), asked,
+                np.array(tokens + [0] * (LONGEST - len(tokens)), np.int32), np.int32(len(tokens)), retention,
                 np.uint32(model.now).view(np.int32),
             )  # fmt: skip
             events = [event for events in done for event in kvjax.to_list(events)]

@@ -12,7 +12,7 @@ from tests.drive import RETENTION, Driver
 
 
 @pytest.mark.parametrize(
-    ("ranges", "options", "said"),
+    ("ranges", "options", "message"),
     [
         ([(0, 4, 50), (3, 8, 50)], {}, r"ranges\[1\].start: got 3, wanted at least 4"),
         ([(4, 4, 50)], {}, r"ranges\[0\].end: got 4, wanted more than its start 4"),
@@ -25,8 +25,8 @@ from tests.drive import RETENTION, Driver
         ([(0, 4, 50)], {"max_ranges": 0}, r"ranges: got 1, wanted at most max_ranges=0"),
     ],
 )
-def test_bad_ranges_are_refused_by_name(ranges, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_ranges_are_refused_by_name(ranges, options, message):
+    with pytest.raises(ValueError, match=message):
         kvjax.Retention.of(ranges, **options)
 
 
@@ -82,7 +82,7 @@ def test_what_follows_a_cut_is_generated():
 @pytest.mark.long
 @pytest.mark.parametrize(("now", "left"), [(9, {1}), (10, {2})])
 def test_a_time_to_live_ends(now, left):
-    """Worth 90 for 10 ms after its release, then no more than any other, and older than the other."""
+    """Its priority is 90 for 10 ms after its release, and then the default one; it is older than the other prompt."""
     cache = cache_of(2)
     serve(cache, 0, [1] * 4, stated((0, None, 90, 10)))
     serve(cache, 0, [2] * 4, stated((0, None, 35)))
@@ -105,7 +105,7 @@ def test_a_time_to_live_that_ended_stays_over():
     assert found == [35] * 12
 
 
-def test_an_earlier_time_is_no_news():
+def test_an_earlier_time_changes_nothing():
     """A verb that is not told the time (it is 0 by default) neither ends a time to live nor prolongs one."""
     for start in (1000, 2**31 + 1000, 3 * 2**30):
         cache = cache_of(3)

@@ -277,7 +277,7 @@ def test_on_a_gpu_xla_computes_the_derivative_and_a_named_kernel_the_result(impl
         assert "stablehlo.scatter" in text and "stablehlo.while" not in text
 
 
-def test_a_named_kernel_that_cannot_serve_here_does_not_fall_back():
+def test_a_named_kernel_that_cannot_serve_does_not_fall_back():
     with pytest.raises(NotImplementedError):
         jax.jit(jax.grad(functools.partial(loss, paged, form="decode", options={}, implementation="triton")))(inputs())
 

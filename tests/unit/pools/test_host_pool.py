@@ -33,8 +33,8 @@ MIXED = INT8[0], FLOAT[1], FLOAT[2]
 
 def make_spec(pools, num_blocks=N, num_host_blocks=H, block_size=4):
     """Two pools in a group of full attention, the others in a group with a window, if there is one."""
-    kept, windows = (pools[:2], pools[2:]), (None, 8)
-    parts = zip(num_blocks, kept, windows, num_host_blocks, strict=False)
+    by_group, windows = (pools[:2], pools[2:]), (None, 8)
+    parts = zip(num_blocks, by_group, windows, num_host_blocks, strict=False)
     return CacheSpec(tuple(GroupSpec(n, p, w, h) for n, p, w, h in parts), block_size, 2, 4)
 
 
@@ -59,40 +59,40 @@ def order(*moves):
 def rows(pools, host):
     """{(group, leaf): u8[N + H + 1, bytes]}: the blocks of the device, those of the host, and the scratch row."""
     found = {}
-    for g in range(len(pools.spec.groups)):
-        kept = [jax.device_get([*x.arrays[g], *(x.scales[g] if x.scales else ())]) for x in (pools, host)]
-        for i, (device, tier) in enumerate(zip(*kept, strict=True)):
+    for number in range(len(pools.spec.groups)):
+        arrays = [jax.device_get([*x.arrays[number], *(x.scales[number] if x.scales else ())]) for x in (pools, host)]
+        for i, (device, tier) in enumerate(zip(*arrays, strict=True)):
             if device is not None:
                 joined = np.concatenate([device[:-1], tier, device[-1:]])
-                found[g, i] = joined.reshape(len(joined), -1).view(np.uint8)
+                found[number, i] = joined.reshape(len(joined), -1).view(np.uint8)
     return found
 
 
 def moved(model, moves):
     """The rows after moves: all sources are read first."""
     result = {key: x.copy() for key, x in model.items()}
-    for (g, i), x in result.items():
+    for (number, i), x in result.items():
         for group, source, target in moves:
-            if group == g:
-                x[target] = model[g, i][source]
+            if group == number:
+                x[target] = model[number, i][source]
     return result
 
 
 def random_moves(rng, num_blocks, num_host_blocks):
     """Distinct targets; sources may come twice, and may be targets of others: then blocks change places."""
     found = []
-    for g, (n, h) in enumerate(zip(num_blocks, num_host_blocks, strict=True)):
+    for number, (n, h) in enumerate(zip(num_blocks, num_host_blocks, strict=True)):
         out, back = rng.integers(0, min(n, h) + 1, 2)
-        found += zip([g] * out, rng.integers(0, n, out), n + rng.permutation(h)[:out], strict=True)
-        found += zip([g] * back, n + rng.integers(0, h, back), rng.permutation(n)[:back], strict=True)
+        found += zip([number] * out, rng.integers(0, n, out), n + rng.permutation(h)[:out], strict=True)
+        found += zip([number] * back, n + rng.integers(0, h, back), rng.permutation(n)[:back], strict=True)
     return [found[i] for i in rng.permutation(len(found))]
 
 
 def step(pools, blocks, zero):
     """Someone else's work on the pools: zeros over some blocks of each group."""
-    for g, ids in enumerate(blocks):
-        arrays = jax.tree.map(lambda x, ids=ids: x.at[ids].set(zero.astype(x.dtype)), host_pool._of(pools, g))
-        pools = host_pool._with(pools, g, arrays)
+    for number, ids in enumerate(blocks):
+        arrays = jax.tree.map(lambda x, ids=ids: x.at[ids].set(zero.astype(x.dtype)), host_pool._of(pools, number))
+        pools = host_pool._with(pools, number, arrays)
     return pools
 
 
@@ -108,14 +108,14 @@ def hostile_rounds(pools, host, rng, rounds):
     donated, model, running, swaps = jax.jit(step, donate_argnums=0), rows(pools, host), 0, 0
     for _ in range(rounds):
         moves = random_moves(rng, *zip(*sizes, strict=True))
-        swaps += any((g, target) in {(g, s) for g, s, _ in moves} for g, _, target in moves)
+        swaps += any((number, target) in {(number, s) for number, s, _ in moves} for number, _, target in moves)
         blocks = [rng.permutation(n)[: n // 2].astype(np.int32) for n, _ in sizes]
         pools, host = host_pool.move(pools, host, order(*moves))
         running += not all(x.is_ready() for x in jax.tree.leaves((pools, host)))
         pools = donated(pools, blocks, np.float32(0))
         model = moved(model, moves)
-        for (g, _), x in model.items():
-            x[blocks[g]] = 0
+        for (number, _), x in model.items():
+            x[blocks[number]] = 0
     assert swaps > rounds // 3
     assert_same(rows(pools, host), model)
     return running
@@ -213,9 +213,9 @@ def test_a_failure_leaves_everything_but_the_targets(monkeypatch, function, call
     assert isinstance(error.__cause__, RuntimeError)
     assert error.overwritten.tolist() == [i in (4, 6) for i in range(13)]  # the two that swap
     after = rows(error.pools, error.host)
-    for (g, i), x in after.items():
-        kept = [row for row in range(len(x)) if (g, row) not in {(g, target) for g, _, target in MOVES}]
-        np.testing.assert_array_equal(x[kept], model[g, i][kept])
+    for (number, i), x in after.items():
+        rest = [row for row in range(len(x)) if (number, row) not in {(number, target) for number, _, target in MOVES}]
+        np.testing.assert_array_equal(x[rest], model[number, i][rest])
     monkeypatch.undo()
     assert_same(rows(*host_pool.move(error.pools, error.host, order(*MOVES))), moved(after, MOVES))  # they can go on
 
@@ -306,9 +306,9 @@ def test_on_a_gpu_both_pools_are_updated_in_place():
 
 def compile_for_gpu():
     """Prints what XLA makes of each program for a GPU: JSON lines."""
-    from tests.kernels.gpu_compile import place
+    from tests.kernels.gpu_compile import on_gpus
 
-    _, mesh = place("h200", 1, ())
+    _, mesh = on_gpus("h200", 1, ())
     Space = jax.memory.Space
     ir = importlib.import_module("jax._src.lib.mlir").ir  # jax does not pass on the memory of what is only described
 

@@ -190,7 +190,7 @@ def test_what_cannot_be_served_is_refused():
         jax.eval_shape(attend_once, cache, q[:, :4])
 
 
-def test_a_model_gives_logits_of_as_many_positions_as_are_asked_for():
+def test_a_model_gives_logits_of_as_many_positions_as_are_requested():
     cache, tokens = cache_of("float32"), np.zeros((1, ROWS + 4), np.int32)
     line = cache.mixed(np.ones(ROWS, bool), ints(-1), ints(0), 4)
     shapes = {"line": (7, 32), "rows": (1, 32), "all": (1, ROWS + 4, 32)}

@@ -220,8 +220,8 @@ def test_replicas_mapped_over_another_axis():
         chex.assert_trees_all_close(
             jax.tree.map(lambda x, i=i: np.asarray(x[i]), out), jax.tree.map(np.asarray, y), atol=2e-6
         )
-        mine = jax.tree.map(lambda x, i=i: np.asarray(x[i]), together.state)
-        chex.assert_trees_all_equal(mine, jax.tree.map(np.asarray, alone.state))
+        own = jax.tree.map(lambda x, i=i: np.asarray(x[i]), together.state)
+        chex.assert_trees_all_equal(own, jax.tree.map(np.asarray, alone.state))
 
 
 @pytest.mark.long

@@ -103,7 +103,7 @@ def test_a_ragged_view_goes_on_after_what_is_written():
 
 
 @pytest.mark.parametrize("form", [functools.partial(view, max_tokens=2), functools.partial(ragged, size=6)])
-def test_there_is_no_room_beyond_what_is_written_and_nothing_is_written_twice(form):
+def test_no_slots_are_beyond_what_is_written_and_nothing_is_written_twice(form):
     state, two = hand_made_state(), jnp.full(4, 2, jnp.int32)
     for written in (3, 4, 2**20):
         got = form(state, two, written=jnp.asarray([written, 0, 0, 0], jnp.int32))
@@ -138,7 +138,7 @@ def test_view_refuses(call, message):
 # pools
 
 
-def test_fresh_pools_can_be_donated():
+def test_new_pools_can_be_donated():
     pools = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(init_pools(SPEC))
     assert [[x.shape for x in group] for group in pools.arrays] == [[(13, 2, 2, 2, 4, 16), (13, 1, 2, 1, 4, 32)]]
 

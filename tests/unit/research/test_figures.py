@@ -136,7 +136,7 @@ def test_answers_would_add_little_to_the_conversation_trace():
     assert round(summary(whole(), "papers").answers_rate, 3) == 0.009
 
 
-def test_a_summary_says_only_what_is_known():
+def test_a_summary_leaves_out_what_the_trace_does_not_have():
     text = str(summary(make_trace([0.5], [3], [0], [[1]], 4)))
     assert "sessions" not in text and "classes" not in text and "next use" not in text
     with pytest.raises(ValueError, match="got no requests"):
@@ -145,7 +145,7 @@ def test_a_summary_says_only_what_is_known():
         summary(cut(3), "b")
 
 
-def test_the_cut_and_a_drawn_trace_equal_plain_python():
+def test_the_cut_and_a_random_trace_equal_plain_python():
     for trace in (cut(400), draw_trace(1, 200)):
         for rule in RULES:
             assert unbounded(trace, rule).blocks.tolist() == [unbounded_in_python(trace, rule)]
@@ -165,7 +165,7 @@ def test_hits_are_counted_by_depth_and_by_age():
     trace = cut(300)
     hits, edges = lru_curve(trace, [300, 1000], "papers"), [0, 1, 3000, 60_000, 120_000]
     found, requested = hits_by_depth(hits)
-    of_age, asked_of_age = hits_by_age(hits, edges)
+    of_age, requested_of_age = hits_by_age(hits, edges)
     for size in range(2):
         depths, ages, last = collections.Counter(), collections.Counter(), {}
         wanted = collections.Counter(), collections.Counter()
@@ -180,7 +180,7 @@ def test_hits_are_counted_by_depth_and_by_age():
         assert dict(enumerate(found[size])) == {n: depths[n] for n in range(found.shape[1])}
         assert dict(enumerate(requested)) == wanted[0]
         assert of_age[size].tolist() == [ages[n] for n in range(4)] and sum(of_age[size]) > 0
-        assert asked_of_age.tolist() == [wanted[1][n] for n in range(4)]
+        assert requested_of_age.tolist() == [wanted[1][n] for n in range(4)]
     assert found.sum(axis=1).tolist() == hits.blocks.sum(axis=1).tolist()
     with pytest.raises(ValueError, match=r"edges: got .*, wanted at least two times in ascending order"):
         hits_by_age(hits, [3, 3])

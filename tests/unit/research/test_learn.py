@@ -80,7 +80,7 @@ def test_what_became_of_all_blocks_is_what_plain_python_counts(rule):
         assert used.sum() > 0
 
 
-def test_a_counted_hazard_is_a_share_with_that_of_all_classes_beside_it():
+def test_a_counted_hazard_is_a_share_smoothed_by_that_of_all_classes():
     counts = count(releases(cases.cut(200), "full"), 0, 200)
     own, age = np.unravel_index(np.argmax(counts.used), counts.used.shape)
     together = counts.used[:, age].sum() / counts.seen[:, age].sum()
@@ -219,13 +219,13 @@ def test_a_comparison_is_what_plain_python_counts_in_each_part():
     assert found.parts == ((100, 200), (150, 300), (200, 300)) and found.learned_from == (100, 150, 200)
     lru = lru_curve(trace, sizes, "full").blocks
     for at, (first, last) in enumerate(found.parts):
-        asked = trace.lengths[first:last].sum()
+        total = trace.lengths[first:last].sum()
         own = [learn_policy(trace[: found.learned_from[at]], seed=seed) for seed in range(2)]
         own = np.array([[hits_of(each, trace, size, "full") for size in sizes] for each in own])[..., first:last]
         base = lru[:, first:last].sum(-1)
         np.testing.assert_allclose(found.gains[at], own.sum(-1) / base - 1)
-        np.testing.assert_allclose(found.rates["learned"][at], own.sum(-1).mean(0) / asked)
-        np.testing.assert_allclose(found.rates["lru"][at], base / asked)
+        np.testing.assert_allclose(found.rates["learned"][at], own.sum(-1).mean(0) / total)
+        np.testing.assert_allclose(found.rates["lru"][at], base / total)
     np.testing.assert_array_equal(found.rates["lru"], found.rates["lru again"])
     assert (found.low <= found.gain).all() and (found.gain <= found.high).all()
     assert (found.rates["bound"] >= found.rates["learned"]).all()

@@ -78,7 +78,7 @@ def test_sessions_that_burst_tells_are_taken_if_a_model_asks_for_reuse(tmp_path)
     assert "assumed" in together.notes[0]
 
 
-def test_drawn_sessions_are_seeded_and_say_so(tmp_path):
+def test_random_sessions_are_seeded_and_say_so(tmp_path):
     random = np.random.default_rng(0)
     rows = [f"2024-05-10 00:{n // 60:02}:{n % 60:02}+00:00,{random.integers(1, 400)},9" for n in range(300)]
     path = text(tmp_path / "trace", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))

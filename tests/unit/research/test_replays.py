@@ -127,7 +127,7 @@ def test_weights_of_a_score_differ_from_cache_to_cache():
 
 
 @pytest.mark.slow
-def test_a_policy_is_told_the_ms_since_the_first_request():
+def test_a_policy_gets_the_ms_since_the_first_request():
     """They may wrap: 2^31 ms later they are negative, and the newest leave first."""
     trace = dataclasses.replace(small_trace(), time=np.full(6, 7e11))
     late = dataclasses.replace(trace, time=trace.time + np.repeat([0, 2**31], [4, 2]))

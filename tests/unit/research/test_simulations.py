@@ -118,7 +118,7 @@ def by_fill(blocks):
 
 @pytest.mark.long
 @given(st.data())
-def test_policies_are_told_what_the_verbs_tell_them(data):
+def test_policies_get_what_the_verbs_give_them(data):
     trace, rule = data.draw(forests()), data.draw(st.sampled_from(["full", "kvjax"]))
     sizes, policy = [LONGEST, 17, MOST], kvjax.by_score(by_fill)
     ours, theirs = (run(trace, policy, sizes, rule=rule).blocks for run in RUNS)
@@ -126,7 +126,7 @@ def test_policies_are_told_what_the_verbs_tell_them(data):
 
 
 @pytest.mark.long
-def test_a_policy_begins_with_its_state_and_is_told_the_time():
+def test_a_policy_begins_with_its_state_and_gets_the_time():
     """The weights differ from cache to cache. The time turns the order around from the fifth request on."""
     policy = kvjax.by_score(
         lambda blocks, weight, now: weight * jnp.where(now < 0, -1, 1) * (blocks.stored - blocks.clock),

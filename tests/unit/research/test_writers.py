@@ -32,7 +32,7 @@ def test_mooncakes_lines_give_the_trace_back(tmp_path, trace):
     equal(read_mooncake(tmp_path / "trace", block_size=trace.block_size), trace)
 
 
-def test_times_between_milliseconds_are_kept(tmp_path):
+def test_times_between_milliseconds_are_preserved(tmp_path):
     trace = dataclasses.replace(cut(20), time=np.arange(20) / 8)
     write_mooncake(trace, tmp_path / "trace")
     equal(read_mooncake(tmp_path / "trace"), trace)

@@ -214,7 +214,7 @@ def test_prompts_wait_for_the_blocks_of_their_windows():
 
 @pytest.mark.parametrize("layers", [[None], [None, 6], [5, 6, 9]])
 @pytest.mark.parametrize("host", [0, 8])
-def test_logs_have_room_for_the_worst_step(layers, host):
+def test_logs_can_hold_the_worst_step(layers, host):
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(1, 1, window) for window in layers], num_blocks=8, num_host_blocks=host, max_seqs=3,
         max_length=32, block_size=4,
@@ -364,11 +364,11 @@ def test_a_step_gives_the_logits_of_every_token():
 def finite_loop(model, cache, rows, log):
     """The decode loop, where the logits of every step have to be finite, those of idle rows too."""
 
-    def look(logits, tokens, positions):
+    def same(logits, tokens, positions):
         chex.assert_tree_all_finite(logits)
         return logits
 
-    return decode(model, cache, rows, log, steps=STEPS, stop=jnp.zeros((1,), jnp.int32), sampling=None, logits_fn=look)
+    return decode(model, cache, rows, log, steps=STEPS, stop=jnp.zeros((1,), jnp.int32), sampling=None, logits_fn=same)
 
 
 def test_no_step_reads_what_was_never_written():
@@ -412,12 +412,12 @@ def test_a_model_that_cannot_give_all_logits_is_named():
 
 def test_top_k_and_top_p_leave_out_the_unlikely():
     logits = jnp.log(jnp.array([[0.5, 0.2, 0.2, 0.06, 0.04]]))
-    kept = lambda **options: np.isfinite(restrict(logits, kvjax.Sampling(1.0, **options)))[0].tolist()  # noqa: E731
-    assert kept(top_k=1) == [True, False, False, False, False]
-    assert kept(top_k=9) == [True] * 5
-    assert kept(top_p=0.5) == [True, False, False, False, False]
-    assert kept(top_p=0.8) == [True, True, True, False, False]
-    assert kept(top_p=1.0) == [True] * 5
+    survivors = lambda **options: np.isfinite(restrict(logits, kvjax.Sampling(1.0, **options)))[0].tolist()  # noqa: E731
+    assert survivors(top_k=1) == [True, False, False, False, False]
+    assert survivors(top_k=9) == [True] * 5
+    assert survivors(top_p=0.5) == [True, False, False, False, False]
+    assert survivors(top_p=0.8) == [True, True, True, False, False]
+    assert survivors(top_p=1.0) == [True] * 5
     chosen = jax.vmap(lambda seed: sample(logits, kvjax.Sampling(1.0), seed[None], jnp.zeros(1, jnp.int32)))(
         jnp.arange(4000, dtype=jnp.uint32)
     )

@@ -175,7 +175,7 @@ def test_a_request_goes_on_where_the_host_can_empty_blocks(num_blocks, seed):
     kvjax.check(state_of(cache))
 
 
-def test_a_failed_move_costs_the_rows_beside_it_nothing(monkeypatch):
+def test_a_failed_move_costs_the_other_rows_nothing(monkeypatch):
     """A prompt is to come back from the host while two others run, and the copy fails once."""
     prompts, copy, failed = prompts_of(9, seed=3), host_pool._copy, []
     _, cache, _ = kvjax.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=1, scheduler=SWAP)
@@ -187,12 +187,12 @@ def test_a_failed_move_costs_the_rows_beside_it_nothing(monkeypatch):
         return copy(targets, sources, rows)
 
     monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
-    fresh, most = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist(), [20, 18, *[2] * 9]
+    first, most = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist(), [20, 18, *[2] * 9]
     with pytest.warns(RuntimeWarning, match="computed again"):
-        outputs, cache, _ = kvjax.run_batch(MODEL, cache, fresh + prompts, max_new_tokens=most, scheduler=SWAP)
+        outputs, cache, _ = kvjax.run_batch(MODEL, cache, first + prompts, max_new_tokens=most, scheduler=SWAP)
     assert failed
     assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", new) for new in most]
-    assert_chained(fresh + prompts, outputs)
+    assert_chained(first + prompts, outputs)
     kvjax.check(state_of(cache))
     assert not np.asarray(state_of(cache).seqs.length).any()
 
@@ -278,7 +278,7 @@ def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
     assert int(swaps(serving.replace(requests=requests, row=slots), options).back) == back
 
 
-def test_rows_are_swapped_out_only_where_there_is_a_host_tier():
+def test_rows_are_swapped_out_only_with_a_host_tier():
     with pytest.raises(ValueError, match="preempt: got 'swap', wanted 'recompute'"):
         kvjax.run_batch(MODEL, make_cache(9), [[1]], scheduler=dataclasses.replace(OPTIONS, preempt="swap"))
 
@@ -406,11 +406,11 @@ def test_a_retained_prompt_survives_what_evicts_the_others():
         kvjax.run_batch, jax.tree_util.Partial(successor), max_new_tokens=4, scheduler=OPTIONS, steps=25
     )
     nothing = kvjax.Retention.of([(0, 8, 35)])
-    for retention, kept in ((kvjax.Retention.of([(0, 8, 100)]), 8), (nothing, 0)):
+    for retention, cached in ((kvjax.Retention.of([(0, 8, 100)]), 8), (nothing, 0)):
         cache = Cache.create(spec, kvjax.policies.priority())
         outputs, cache, events = run(cache, prompts, retention=[retention, *[nothing] * 7])
         assert [output.tokens for output in outputs] == [[prompt[-1] + i for i in range(1, 5)] for prompt in prompts]
         assert any(event["kind"] == "removed" for event in events)
         outputs, cache, _ = run(cache, [[*prompts[0][:8], 990, 991]], retention=[nothing])
-        assert outputs[0].cached_tokens == kept
+        assert outputs[0].cached_tokens == cached
         kvjax.check(cache.state)

@@ -48,13 +48,13 @@ def in_rows(statics):
 @pytest.mark.parametrize("shift", range(len(STATICS)))
 def test_each_row_chooses_what_a_program_of_its_own_chooses(shift):
     numbers = (np.arange(R) * 3 + shift) % len(STATICS)
-    chosen, kept = alone(make_logits(), SEEDS, POSITIONS)
+    chosen, restricted = alone(make_logits(), SEEDS, POSITIONS)
     wanted = [[np.asarray(of)[number][row] for row, number in enumerate(numbers)] for of in zip(*chosen, strict=True)]
     sampling = in_rows([STATICS[number] for number in numbers])
     found = by_row(make_logits(), sampling, SEEDS, POSITIONS, stop=NONE, generated=NEW)
     assert [found.tokens.tolist(), found.logprobs.tolist()] == wanted
     left = np.asarray(limited(make_logits(), sampling) > -jnp.inf)
-    assert np.array_equal(left, [np.asarray(kept)[number][row] for row, number in enumerate(numbers)])
+    assert np.array_equal(left, [np.asarray(restricted)[number][row] for row, number in enumerate(numbers)])
 
 
 @pytest.mark.parametrize("number", range(len(STATICS)))
@@ -70,8 +70,8 @@ def test_one_sampling_for_all_rows(number):
 def test_tokens_as_likely_as_the_last_one_that_stays_stay_too():
     logits = jnp.log(jnp.array([[0.3, 0.2, 0.2, 0.2, 0.1]] * 6, jnp.float32))
     sampling = Sampling(1.0, top_k=[2, 4, 5, 0, 0, 2], top_p=[1, 1, 1, 0.4, 1e-9, 0.2])
-    kept = np.isfinite(limited(logits, sampling)).sum(axis=1)
-    assert kept.tolist() == [4, 4, 5, 4, 1, 1]
+    counts = np.isfinite(limited(logits, sampling)).sum(axis=1)
+    assert counts.tolist() == [4, 4, 5, 4, 1, 1]
 
 
 def test_a_row_depends_on_its_own_logits_sampling_seed_and_position_alone():
@@ -245,9 +245,9 @@ def test_shapes_are_named():
 
 
 def test_samplings_of_prompts_are_one_of_arrays():
-    asked = samplings([Sampling(0.5, 3), None, Sampling(min_tokens=2)], 3)
-    assert [x.tolist() for x in jax.tree.leaves(asked)] == [[0.5, 0, 0], [3, 0, 0], [1, 1, 1], [0, 0, 2]]
-    assert [x.dtype.name for x in jax.tree.leaves(asked)] == ["float32", "int32", "float32", "int32"]
+    packed = samplings([Sampling(0.5, 3), None, Sampling(min_tokens=2)], 3)
+    assert [x.tolist() for x in jax.tree.leaves(packed)] == [[0.5, 0, 0], [3, 0, 0], [1, 1, 1], [0, 0, 2]]
+    assert [x.dtype.name for x in jax.tree.leaves(packed)] == ["float32", "int32", "float32", "int32"]
     one = samplings(Sampling(jnp.array([0.5, 0.25]), top_p=0.5), 2)
     assert [x.tolist() for x in jax.tree.leaves(one)] == [[0.5, 0.25], [0, 0], [0.5, 0.5], [0, 0]]
 

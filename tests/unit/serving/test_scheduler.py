@@ -20,7 +20,7 @@ from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve
 from kvjax.serving.requests import Stage
 from tests.oracle.bytes_machine import SIZE, VOCAB
 from tests.oracle.serving import LOG, MODEL, ROWS, SLOTS, program
-from tests.unit.serving.stories import OVERCOMMITS, ROOM, Story
+from tests.unit.serving.stories import CAPACITY, OVERCOMMITS, Story
 
 pytestmark = pytest.mark.long
 
@@ -182,7 +182,7 @@ def test_the_likeliest_tokens_are_noted_with_each_one_chosen():
         return table[tokens[jnp.arange(tokens.shape[0]), last]], pools
 
     story = Story()
-    serving = init_serving(story.serving.cache, [ROOM + 1] * SLOTS, top_logprobs=3)
+    serving = init_serving(story.serving.cache, [CAPACITY + 1] * SLOTS, top_logprobs=3)
     story.serving = serving
     story.submit([1, 2, 3], [4] * 9, new=6)
     run = jax.jit(functools.partial(serve, scheduler=OVERCOMMITS, steps=100))

@@ -181,7 +181,7 @@ def test_a_log_too_small_for_a_block_makes_it_shorter(loop, layers):
     assert never.call(jitted(*loop)) == 0 and not never.out_of_blocks  # as single steps, which never begin either
 
 
-def stuck(num_blocks):
+def unevictable(num_blocks):
     """A row of 5 tokens beside a cached block that cannot leave, since what follows it is on the host."""
     decoding = Decoding(make_spec("full", num_host_blocks=8), num_blocks)
     decoding.begin(Start({1: TEXT[:5]}, served=[[9] * 8], left=[14] * S))
@@ -201,7 +201,7 @@ def stuck(num_blocks):
 @pytest.mark.parametrize(("num_blocks", "written"), [(4, 7), (5, 11), (6, 14)])
 def test_a_loop_whose_block_is_refused_goes_on_by_single_steps(num_blocks, written, loop):
     """To the last free slot, although a block of steps would be refused again and again."""
-    one, blocks = stuck(num_blocks), stuck(num_blocks)
+    one, blocks = unevictable(num_blocks), unevictable(num_blocks)
     assert_same(blocks.run(jitted(*loop)), one.run(single(STEPS)))
     assert most_written(blocks) == written and blocks.out_of_blocks == (written < 14)
     if len(loop) == 2:
@@ -209,8 +209,8 @@ def test_a_loop_whose_block_is_refused_goes_on_by_single_steps(num_blocks, writt
 
 
 @pytest.mark.long
-def test_blocks_that_are_stuck_behind_the_host_tier_are_counted_in_vain():
-    decoding = stuck(4)
+def test_unevictable_blocks_with_host_children_are_counted_in_vain():
+    decoding = unevictable(4)
     decoding.activate([1], [4] * S)
     state = decoding.run(single(STEPS)).cache.state
     assert state.seqs.length.tolist() == [0, 9, 0, 0] and int(state.groups[0].num_empty) == 0
@@ -221,7 +221,7 @@ def test_blocks_that_are_stuck_behind_the_host_tier_are_counted_in_vain():
         assert drive.names(events)[1] == status
 
 
-def kept(decode_ttl=None):
+def stated(decode_ttl=None):
     return kvjax.Retention.of([(0, 4, 80, 25), (4, None, 20)], decode_priority=60, decode_ttl=decode_ttl)
 
 
@@ -229,7 +229,7 @@ def kept(decode_ttl=None):
 @every_loop
 @pytest.mark.parametrize("num_blocks", [pytest.param(11, marks=pytest.mark.slow), 14, BLOCKS])
 def test_stated_priorities_and_times_to_live(num_blocks, loop):
-    options = {"retention": kept(15), "now": np.int32(3)}
+    options = {"retention": stated(15), "now": np.int32(3)}
     start = Start(FOUR, served=[[10] * 11, [11, *TEXT]], left=[12] * S, options=options)
     spec, ends = make_spec("full", retention=True), []
     for decoded in (single(STEPS), jitted(loop[0], STEPS, *loop[2:])):

@@ -40,14 +40,14 @@ def row(theirs):
     return mark
 
 
-def test_each_row_of_the_page_has_its_test_which_uses_what_is_named_there():
+def test_each_row_of_the_page_has_its_test_which_uses_what_it_names():
     page = (drive.ROOT / "docs" / "vocabulary.md").read_text()
     cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    rows = [(theirs, here) for theirs, here, _ in cells if theirs != "theirs"]
+    rows = [(theirs, ours) for theirs, ours, _ in cells if theirs != "theirs"]
     assert [theirs for theirs, _ in rows] == [*TESTS]
-    for theirs, here in rows:
+    for theirs, ours in rows:
         _, _, body = inspect.getsource(TESTS[theirs]).partition("def ")
-        names = re.findall(r"[a-zA-Z_]+", " ".join(re.findall(r"`([^`]+)`", here)))
+        names = re.findall(r"[a-zA-Z_]+", " ".join(re.findall(r"`([^`]+)`", ours)))
         assert names and all(re.search(rf"\b{name}\b", body) for name in names), (theirs, names)
 
 
@@ -203,15 +203,15 @@ def test_a_request_is_admitted_or_waits_or_is_refused():
 
 
 @row("v1 `allocate_slots`: None")
-def test_room_that_cannot_be_had_is_refused_and_changes_nothing():
+def test_blocks_that_cannot_be_had_are_refused_and_nothing_changes():
     driver = of_blocks(3)
     driver.start(0, A)
     driver.start(1, A[::-1][:4])
     assert driver.admit(2, B) == ["NO_BLOCKS"] and int(driver.events.shortfall) == 2  # the driver compares the states
-    asked = np.array([True, False, False, False]), np.array([1, 0, 0, 0], np.int32)
-    assert driver.status("extend", *asked, max_tokens=drive.MOST)[0] == "NO_BLOCKS"
+    next_token = np.array([True, False, False, False]), np.array([1, 0, 0, 0], np.int32)
+    assert driver.status("extend", *next_token, max_tokens=drive.MOST)[0] == "NO_BLOCKS"
     driver.do("release", 1)
-    driver.do("extend", *asked, max_tokens=drive.MOST)  # by the block that the other gave back
+    driver.do("extend", *next_token, max_tokens=drive.MOST)  # by the block that the other gave back
 
 
 @row("v0 `append_slots`")
@@ -287,7 +287,7 @@ def test_a_row_goes_to_the_host_and_comes_back_as_a_whole():
 
 
 @row("`max_num_seqs`")
-def test_no_more_requests_run_than_there_are_rows():
+def test_no_more_requests_run_than_a_cache_has_rows():
     desk = Desk(VLLM)
     desk.submit(A, B, C)
     desk.submit(A[1:], B[1:], C[1:])
@@ -374,7 +374,7 @@ def test_a_batch_is_admitted_when_the_one_before_is_over():
 
 
 @row("`paused_requests`")
-def test_a_preempted_request_keeps_its_tokens_and_its_place():
+def test_a_preempted_request_keeps_its_tokens_and_its_turn():
     desk = Desk(VLLM, num_blocks=8)
     desk.submit([1] * 5, [2] * 5, [0] * 5, new=8)
     served = next(served for served in desk.steps() if preempted(served))
@@ -387,7 +387,7 @@ def test_a_preempted_request_keeps_its_tokens_and_its_place():
 
 
 @row("MicroBatchScheduler, its chunking policies")
-def test_rows_that_decode_run_beside_chunks_dealt_out_in_order_or_in_equal_shares():
+def test_rows_that_decode_run_with_chunks_given_in_order_or_in_equal_shares():
     for scheduler, dealt in ((VLLM, [3, 2]), (TRT, [2, 2, 2])):
         desk = Desk(scheduler)
         desk.submit([2], new=8)

@@ -228,7 +228,7 @@ def test_a_name_or_a_function_is_no_policy(policy, message):
         kvjax.plan([LayerSpec(1, 8)], max_seqs=2, max_length=8, budget_bytes=10_000, policy=policy)
 
 
-def test_a_traced_layer_needs_an_index_where_there_are_several_pools():
+def test_a_traced_layer_needs_an_index_among_several_pools():
     one = kvjax.Cache.create(kvjax.make_spec([LayerSpec(1, 4)] * 2, **SPEC))
     two = kvjax.Cache.create(kvjax.make_spec([LayerSpec(1, 4), LayerSpec(1, 4, window=4)], **SPEC))
     q = floats(2, 1, 1, 4)
@@ -410,7 +410,7 @@ def test_a_full_row():
     assert cache.grow(0, 2, 0, 0) == OK4
 
 
-def test_a_prompt_that_fits_only_in_part_goes_in_with_less_room():
+def test_a_prompt_that_fits_only_in_part_goes_in_with_fewer_reserved_tokens():
     cache = cache_of(12)
     assert cache.admit(0, [1] * WIDTH) == ["ROW_FULL"]
     assert cache.admit(0, [1] * WIDTH, reserve_tokens=5) == ["OK"] and int(cache.state.seqs.length[0]) == 5

@@ -50,10 +50,10 @@ def test_a_block_that_several_rows_share_stays_the_last_ones(seqs, keeps):
 def test_all_rows_by_name_are_all_rows(counts):
     """In every bit, the events too; whether the call succeeds, lacks blocks or asks for what cannot be."""
     state = shared().state
-    asked = np.array(counts) > 0, ints(*counts)
+    counted = np.array(counts) > 0, ints(*counts)
     chex.assert_trees_all_equal(
-        VERBS["extend"](state, *asked, max_tokens=MOST, seqs=np.arange(S, dtype=np.int32)),
-        VERBS["extend"](state, *asked, max_tokens=MOST),
+        VERBS["extend"](state, *counted, max_tokens=MOST, seqs=np.arange(S, dtype=np.int32)),
+        VERBS["extend"](state, *counted, max_tokens=MOST),
     )
 
 

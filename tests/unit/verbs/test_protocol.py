@@ -60,10 +60,10 @@ def test_the_state_is_first(name):
 
 
 @every_verb
-def test_what_is_asked_for_is_positional(name):
-    asked = [p for p in parameters(name) if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert [p.name for p in asked] == cases.VERBS[name].arguments.split()
-    for p in asked:
+def test_what_a_verb_needs_is_positional(name):
+    positional = [p for p in parameters(name) if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == cases.VERBS[name].arguments.split()
+    for p in positional:
         assert p.annotation == ("Transfer | None" if p.name == "transfer" else "ArrayLike")
         assert p.default == (1 if (name, p.name) == ("extend", "num_tokens") else p.empty)
 

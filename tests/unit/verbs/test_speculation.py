@@ -82,22 +82,22 @@ def speculative(target, draft):
     text, right = [int(np.argmax(target.begin()))], []
     draft.begin()
     while len(text) < NEW:
-        known, guesses = len(text), []
+        length, guesses = len(text), []
         behind = text[int(draft.state.seqs.committed[0]) - len(PROMPT) :]  # what the draft has not read yet
         for _ in range(K):
             assert draft.grow(len(behind)) == ["OK"]
             guesses.append(int(np.argmax(draft.read(behind)[-1])))
             draft.keep(behind)
             behind = guesses[-1:]
-        asked = [text[-1], *guesses]
-        assert target.grow(len(asked)) == ["OK"]
-        chosen = np.argmax(target.read(asked), axis=-1)
+        tokens = [text[-1], *guesses]
+        assert target.grow(len(tokens)) == ["OK"]
+        chosen = np.argmax(target.read(tokens), axis=-1)
         accepted = int(np.sum(np.cumprod(chosen[:K] == guesses)))
-        target.keep(asked[: accepted + 1])
+        target.keep(tokens[: accepted + 1])
         text += [*guesses[:accepted], int(chosen[accepted])]
         right.append(accepted)
         # Of its own guesses the draft keeps what the target took.
-        read = min(known + accepted, int(draft.state.seqs.committed[0]) - len(PROMPT))
+        read = min(length + accepted, int(draft.state.seqs.committed[0]) - len(PROMPT))
         draft.do("truncate", 0, len(PROMPT) + read)
     return text[:NEW], right
 
@@ -142,9 +142,9 @@ class Tree(Driver):
         for other in range(BRANCHES):
             if other != self.row:
                 self.do("fork", self.row, other)
-        self.room(range(BRANCHES), width)
+        self.reserve(range(BRANCHES), width)
 
-    def room(self, rows, width):
+    def reserve(self, rows, width):
         assert self.grow(*[width * (row in rows) for row in range(BRANCHES)]) == ["OK"] * BRANCHES
 
     def commit(self, tokens):
@@ -223,7 +223,7 @@ class Grove(Tree):
 def guess(draft, text):
     """BRANCHES lists of K guesses after a text: the likeliest tokens, and what seems to follow each of them."""
     behind = text[committed(draft.cache)[draft.row] :]
-    draft.room([draft.row], len(behind))
+    draft.reserve([draft.row], len(behind))
     logits = draft.tell({draft.row: behind})[draft.row]
     guesses = [[int(token)] for token in np.argsort(-logits)[:BRANCHES]]
     draft.branch(K - 1)

@@ -115,7 +115,7 @@ def test_policies_are_the_same_object_every_time():
 
 @pytest.mark.parametrize("verb", ["admit", "commit", "release"])
 @pytest.mark.parametrize("retention", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_fresh_state_can_be_donated_and_is_updated_in_place(verb, retention):
+def test_a_new_state_can_be_donated_and_is_updated_in_place(verb, retention):
     state = kvjax.init(dataclasses.replace(SPEC, retention=retention))
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
     assert len(set(pointers)) == len(pointers)

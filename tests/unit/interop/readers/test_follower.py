@@ -190,7 +190,7 @@ def test_without_replays_it_says_what_is_missing():
     assert not one.complete and mirrored(one) == [4] and one.counts["gaps"] == 1
 
 
-def test_without_replays_a_restart_is_told_by_its_numbers():
+def test_without_replays_a_restart_is_seen_by_its_numbers():
     one = follower(False, upto=4)
     one.receive(message(50, PAYLOADS[5]))
     one.receive(message(50, PAYLOADS[5]))
