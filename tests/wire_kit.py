@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of the wires share: events by hand, publishers with subscribers, and agents with readers."""
+"""Tools for tests of the wires: events by hand, publishers with subscribers, and agents with readers."""
 
 import random
 import threading
@@ -37,7 +37,7 @@ def updated(block, generation, level, priority=35):
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
-    """Peers need not wait for a second between replays."""
+    """Replays follow each other at once, not after a second."""
     monkeypatch.setattr(replays, "INTERVAL", 0.01)
 
 
@@ -50,14 +50,14 @@ def subscriber(source, **options):
 
 
 def agrees(sub, wanted, timeout=LONG):
-    """Whether a subscriber comes to have an index, and says that it is complete."""
+    """Whether a subscriber comes to have an index, and to say that it is complete."""
     if sub.wait(lambda one: one.complete and one.index == wanted, timeout):
         return True
     raise AssertionError((sub.counts, sub.complete, set(sub.index.items()) ^ set(wanted.items())))
 
 
 def eventually(condition):
-    """Whether something comes to hold."""
+    """Whether a condition comes to hold in time."""
     until = time.monotonic() + LONG
     while not condition() and time.monotonic() < until:
         time.sleep(0.02)
@@ -68,7 +68,7 @@ CHAIN = [stored(0, 1, 0, [1, 2, 3, 4]), stored(1, 1, (0, 1), [5, 6, 7, 8])]
 
 
 class Lossy:
-    """Loses some of the messages that a subscriber is sent."""
+    """Drops some of the messages to a subscriber."""
 
     def __init__(self, sub, seed, rate=0.3):
         self.rng, self.rate, self.lost, take = random.Random(seed), rate, 0, sub._follower.receive
@@ -103,17 +103,17 @@ def agent(spec=PLAIN, **options):
 
 
 class Reader:
-    """Mirrors an agent, from when it is there, by the update class of a description.
+    """Mirrors an agent from its own start on, with the message class of a description.
 
     An id that is added or removed twice is an error.
 
     Attributes:
       found: {(group, cache id): level}.
-      updates: how many it got.
-      fill: the last levels.
-      parents: {cache id: that of the prefix before}.
+      updates: the number of updates that it got.
+      fill: the last fill levels.
+      parents: {cache id: cache id of the prefix before}.
       complete: whether the snapshot has ended.
-      error: how its stream ended.
+      error: the error that ended its stream.
     """
 
     def __init__(self, address, groups=(), update=messages.KVCacheStateUpdate, credentials=None):
@@ -171,7 +171,7 @@ class Reader:
             return self._changed.wait_for(lambda: condition(self), timeout)
 
     def agrees(self, wanted):
-        """Whether it comes to have these ids, each told once."""
+        """Whether it comes to have these ids, each sent once."""
         if not self.ours:
             wanted = {(None, name): level for (_, name), level in wanted.items()}
         assert self.wait(lambda one: one.found == wanted), set(self.found.items()) ^ set(wanted.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations: the checkpoint's own template, in a sandbox, and tokens that go on where the last turn ended."""
+"""Conversations: the checkpoint's own template, in a sandbox, and tokens that continue the last turn."""
 
 import json
 
@@ -10,7 +10,7 @@ pytest.importorskip("jinja2")
 from models.chat import Chat, load_template
 from models.recall import make_tokenizer
 
-# In the manner of Llama 3 and Qwen: lines and indents of its own that must not show.
+# Like the templates of Llama 3 and Qwen: its own line breaks and indents must not show.
 TEMPLATE = """
 {{- bos_token }}
 {%- for message in messages %}

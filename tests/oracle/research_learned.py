@@ -14,7 +14,7 @@ HITS, AGES = (1, 2, 4), 52
 
 
 def age_range(age: int) -> int:
-    """Two ranges an octave, from 32 on."""
+    """The range of an age: two ranges an octave, from 32 on."""
     octave = max(age, 32).bit_length() - 1
     return 2 * (octave - 5) + (max(age, 32) >= 1.5 * 2**octave)
 
@@ -71,7 +71,7 @@ def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: in
 
 
 class Classed(Scored):
-    """A cache that evicts the oldest leaf of a class, of the class where that one has the lowest hit density."""
+    """A cache that compares the oldest leaves of all classes, and evicts that of the lowest hit density."""
 
     def __init__(self, size: int, table: np.ndarray, lengths: Sequence[int]):
         super().__init__(size, lambda cache: cache.stored)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two caches of different sizes under one vmap, each against an oracle of its own, which may answer differently."""
+"""Two caches of different sizes under one vmap, each against its own oracle. Their answers may differ."""
 
 import os
 from typing import Any
@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from tests import drive
 from tests.oracle.machine import CONFIGS, CacheMachine, joined
 
-pytestmark = pytest.mark.slow  # tests/unit/verbs/test_vmap.py runs before
+pytestmark = pytest.mark.slow  # tests/unit/verbs/test_vmap.py runs by day
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 NAMES = [name for name in CONFIGS if "host" not in name] if NIGHTLY else ["windows, retention"]
 SHARED = ("admit", "admit_batch", "extend", "commit", "fork", "beam_step", "truncate", "trim", "release", "reset")
@@ -33,7 +33,7 @@ VERBS = drive.Verbs(batched)
 
 
 class Recorder:
-    """An oracle, and the calls of its verbs since they were last looked at."""
+    """An oracle that records the calls of its verbs, until they are cleared."""
 
     def __init__(self, oracle):
         self.__dict__.update(oracle=oracle, calls=[])
@@ -54,7 +54,7 @@ class Recorder:
 
 
 class TwoCachesMachine(CacheMachine):
-    """The requests are made up for this machine's cache; the second one gets the same ones."""
+    """The requests are drawn for this machine's cache, and the second cache gets the same ones."""
 
     # These name blocks, which have other numbers in the second cache.
     pin = pin_cached = unpin = unpin_what_a_row_holds = evict = None

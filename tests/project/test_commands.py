@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command lines: errors of one line, text and JSON as they come, Ctrl-C, times told apart, compiled programs."""
+"""The command lines: errors of one line, streamed text and JSON, Ctrl-C, separate times, compiled programs."""
 
 import io
 import json
@@ -29,11 +29,11 @@ from tests.wire_kit import Reader
 
 
 def ends(pipe, keep_programs):
-    """In place of an engine."""
+    """A stand-in for an engine that ends at once."""
 
 
 def sleeps(pipe, keep_programs):
-    """Likewise."""
+    """A stand-in for an engine that never answers."""
     time.sleep(60)
 
 
@@ -48,7 +48,7 @@ QUESTION = ["--prompt", "caf\u00e9", "--prompt", "hello"]
 
 
 def bytes_tokenizer() -> tokenizers.Tokenizer:
-    """One token for each byte, so that an é is two."""
+    """A tokenizer with a token for each byte, so that an é is two."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,13 +67,13 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def away(folders, monkeypatch):
-    """Runs where the models are, and leaves jax's settings alone."""
+    """Runs tests in the folder of the models, and keeps jax's settings unchanged."""
     monkeypatch.chdir(folders)
     monkeypatch.setattr(commands.jax.config, "update", lambda *_: None)
 
 
 def refused(capsys, *arguments, main=generate.main, command="generate"):
-    """The one line that a command says before it exits with 2."""
+    """The one line that a command prints before it exits with 2."""
     with pytest.raises(SystemExit) as caught:
         main([*arguments])
     out, err = capsys.readouterr()
@@ -183,7 +183,7 @@ def test_addresses_that_cannot_be_had_are_named(capsys, tmp_path, option):
 
 
 class Scripted:
-    """A stream in place of a model's: every answer is " fine", and what was asked is noted."""
+    """A stand-in for a model's stream. Every answer is " fine", and the prompts are recorded."""
 
     def __init__(self):
         self.prompts, self.caches = [], []
@@ -265,7 +265,7 @@ def test_what_is_served_stays_until_ctrl_c(capsys, scripted, monkeypatch):
 
 
 def chat(capsys, monkeypatch, turns, *arguments):
-    """What a chat says to some turns."""
+    """The output of a chat for some turns."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(turns))
     return run("--checkpoint", "text", "--chat", *arguments, capsys=capsys)
 
@@ -304,7 +304,7 @@ def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(capsys, scripted, monkeypatc
 
 @pytest.mark.slow
 def test_a_chat_reuses_its_turns_and_gets_them_back_from_the_host(capsys, monkeypatch, tmp_path):
-    """Seven blocks on the device; the second chat through them pushes the first one's out."""
+    """The device has seven blocks. The second chat evicts the first one's to the host."""
     sizes = ["--blocks", "8", "--block-size", "8", "--host-blocks", "16", "--events", str(tmp_path / "events")]
     _, err = chat(capsys, monkeypatch, "a first turn\nand\n", *sizes)
     counts = re.findall(r"(\d+) of (\d+) prompt tokens reused", err)
@@ -343,7 +343,7 @@ def test_ports_that_are_taken_are_named(capsys, option, message):
     [(40, "", 256), (60, "", 256), (225, "", 512), (40, "--max-length 72", 72), (1, "--blocks 3", 48)],
 )
 def test_the_length_of_a_row_is_rounded_up(monkeypatch, prompt, line, length):
-    """So that prompts of other lengths find the programs."""
+    """Prompts of other lengths then share the programs."""
     args = generate._parser().parse_args(line.split())
     monkeypatch.setattr(session, "most_tokens", lambda args, model: args.blocks * args.block_size)
     session.check_length(commands.Parser("generate", ""), args, None, [[1] * prompt, [1]])
@@ -356,14 +356,14 @@ def logged(path):
 
 
 def run(*arguments, capsys):
-    """What a generation says: standard output and standard error. Few shapes, so that little is compiled."""
+    """The standard output and standard error of a generation. Few shapes mean few programs to compile."""
     generate.main([*arguments, "--max-new-tokens", str(NEW), "--rows", "2", "--no-compile-cache"])
     return capsys.readouterr()
 
 
 @pytest.mark.long
 def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypatch):
-    """One test, so that one pair of programs is compiled. Who subscribes is told the same."""
+    """One test, so that one pair of programs is compiled. Subscribers get the same events."""
     endpoints = [f"ipc://{tmp_path}/{name}" for name in ("live", "replay")]
     agent, metrics, show, pages = free_port(), free_port(), generate._Lines.show, []
 
@@ -371,7 +371,7 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
         if not options.get("last"):  # then no block is active any more
             with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics") as page:
                 pages.append(page.read().decode())
-        time.sleep(0.6)  # every second the agent says how full the cache is
+        time.sleep(0.6)  # every second the agent sends how full the cache is
         show(self, outputs, **options)
 
     monkeypatch.setattr(generate._Lines, "show", scrape)
@@ -418,7 +418,7 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["shown", "computed"])
 def test_ctrl_c_prints_what_is_generated(capsys, tmp_path, monkeypatch, where):
-    """While a Progress is shown it is the command's own; while one is computed the stream makes an error of it."""
+    """While a Progress is shown the command handles it. While one is computed the stream turns it into an error."""
     show, stream, shown = generate._Lines.show, kvjax.stream, []
 
     def press_while_shown(self, outputs, **options):
@@ -459,7 +459,7 @@ def test_ctrl_c_before_anything_was_generated(monkeypatch, capsys):
 
 
 def test_scan_is_an_option_of_the_model(monkeypatch, capsys):
-    """Of both commands that load one; what it does is tested where models are."""
+    """Both commands that load a model have it. tests/models tests its effect."""
 
     def load(folder, **options):
         raise ValueError(f"scan={options['scan']}")
@@ -490,7 +490,7 @@ def test_text_that_a_later_token_changes_is_written_anew():
 
 
 def test_compiling_prefill_and_decoding_are_timed_apart():
-    """A loop of known length in place of a model's; a turn that does both is divided by the pace of the others."""
+    """A loop of fixed duration stands in for a model's. A turn that does both is divided by the pace of the others."""
 
     @jax.jit
     def serve(x):
@@ -550,7 +550,7 @@ def test_the_demo_is_a_command():
 
 @pytest.mark.slow
 def test_a_router_finds_what_is_cached():
-    """Two processes under one that asks; it fails by itself where a mirror differs or in turn is as good."""
+    """The router asks two processes. It fails by itself if a mirror differs, or if round-robin finds as much."""
     out = output_of(sys.executable, "-m", "models.router", "--quick")
     assert "mirrors equal the caches: True" in out and "round robin" in out
 
@@ -569,7 +569,7 @@ def test_what_needs_an_extra_says_so(capsys, monkeypatch):
 
 
 def test_an_engine_that_ends_or_is_silent_ends_the_router(monkeypatch):
-    """And no process is left."""
+    """No process is left, either."""
     monkeypatch.setattr(router, "serve", ends)
     ended = router.Remote("one", keep_programs=False)
     with pytest.raises(SystemExit, match="router failed: the process of engine one ended"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tests/compiles.py` tells at the end of a run, and which programs are kept for the next one."""
+"""The report of `tests/compiles.py` at the end of a run, and the cache of programs for the next one."""
 
 import os
 import re

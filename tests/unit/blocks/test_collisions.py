@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that collide all the time may cost hits, and never give a wrong one."""
+"""Keys that collide all the time may cost hits, but never give a wrong one."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def verbs(request, monkeypatch):
 
 
 def test_reused_tokens_are_those_of_the_prompt(verbs):
-    """A model of the slots says what K/V each block really holds: (namespace, prefix) of every written token."""
+    """A model of the slots records each block's real K/V as (namespace, prefix) of every written token."""
     spec = kvjax.make_spec(num_blocks=10, max_seqs=S, max_length=LENGTH, block_size=P)
     cache = drive.Driver(kvjax.init(spec), verbs)
     rng, slots, rows, reused = np.random.default_rng(0), {}, set(), 0
@@ -72,7 +72,7 @@ def test_equal_keys_of_one_call_are_distinguished(verbs):
     state, events = verbs["commit"](state, prompts, jnp.full(S, 4))
     assert events.ok
     kvjax.check(state)
-    for row in range(S):  # whatever was merged, each row still holds its own tokens
+    for row in range(S):  # after any merges, each row still holds its own tokens
         held = [state.groups[0].blocks.tokens[b].tolist() for b in state.groups[0].table[row][:2]]
         assert [t for block in held for t in block] == prompts[row].tolist()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: packing, decoding, and replaying them; what cannot have happened is refused."""
+"""Events: packing, decoding and replaying; impossible ones are refused."""
 
 import dataclasses
 import json
@@ -155,7 +155,7 @@ def test_fold_wants_decoded_events():
 
 @pytest.mark.long
 def test_a_log_in_a_loop_tells_what_the_steps_tell():
-    """Four prompts through two rows of a pool too small for them, once in a scan and once step by step."""
+    """Four prompts run through two rows of a pool too small for them, once in a scan and once step by step."""
     prompts = np.stack([np.full(12, n, np.int32) for n in (1, 2, 1, 3)])
 
     def step(state, prompt):

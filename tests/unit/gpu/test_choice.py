@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a program has the kernels, and where it does not."""
+"""The choice of kernels: the programs that have them, and those that do not."""
 
 import functools
 import sys
@@ -20,7 +20,7 @@ WINDOW = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, window=6)]
 
 
 def has_kernel(verb, state, *args, **options):
-    """Whether the program has a kernel, when it is lowered for a GPU."""
+    """Whether the program has a kernel if it is lowered for a GPU."""
     with lowering_for("cuda"):
         text = str(jax.make_jaxpr(lambda state: getattr(kvjax, verb)(state, *args, **options))(state))
     return "pallas_call" in text
