@@ -167,7 +167,7 @@ def test_tests_are_nobodys_library():
 QUESTIONS = ("What", "How", "Which", "Who", "Whose", "Where")
 
 
-@pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels"])
+@pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels", "tests"])
 def test_docstrings_begin_with_a_noun_or_a_verb(folder):
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Cache` and `TieredCache` as their users meet them: in an editor, as methods, and after a donation."""
+"""`Cache` and `TieredCache` for their users: in an editor, as methods, and after a donation."""
 
 import inspect
 
@@ -30,7 +30,7 @@ def test_a_method_shows_the_parameters_of_its_verb(owner, name):
     method, verb = map(inspect.signature, (getattr(owner, name), drive.verb(name)))
     _, *wanted = verb.parameters.values()
     self, *found = method.parameters.values()
-    if owner is kvjax.tiers.TieredCache:  # both tiers are its business
+    if owner is kvjax.tiers.TieredCache:  # it always uses both tiers
         wanted = [p.replace(default=("device", "host")) if p.name == "tiers" else p for p in wanted]
     assert self.name == "self" and found == wanted
     assert all(p.annotation != "Any" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in found)
@@ -63,7 +63,7 @@ STORY = [
 
 @pytest.mark.parametrize("verb", [verb for verb, *_ in STORY if verb not in ("admit", "extend")])
 def test_a_verb_of_a_tiered_cache_passes_its_arguments_on(verb):
-    """Without running it: the other two order moves, which cannot be traced."""
+    """The verbs are traced, not run. The other two order moves, which cannot be traced."""
     _, args, options = next(step for step in STORY if step[0] == verb)
     tiered = kvjax.tiers.TieredCache.create(TIERED)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` promises fits, exactly, and what it says when nothing does."""
+"""A `plan` fits exactly; its errors say why nothing does."""
 
 import itertools
 
@@ -20,7 +20,7 @@ SHAPE = {"max_seqs": 8, "max_length": 256}
 
 
 def real_bytes(spec, policy=None) -> int:
-    """Bytes of a state and of its pools, built rather than computed."""
+    """The bytes of a state and of its pools, by building the state."""
     leaves = jax.tree.leaves(cache.init(spec, policy))
     size = spec.block_size
     rows = sum((group.num_blocks + 1) * pool.block_bytes(size) for group in spec.groups for pool in group.pools)
@@ -83,7 +83,7 @@ def test_the_ledger_says_when_long_sequences_do_not_fit():
 
 
 def pool_bytes(spec, number="num_blocks") -> dict[int | None, int]:
-    """K/V bytes of each window's blocks."""
+    """The K/V bytes of each window's blocks."""
     found = {group.window: 0 for group in spec.groups[spec.bare :]}
     for group in spec.groups[spec.bare :]:
         found[group.window] += getattr(group, number) * sum(pool.block_bytes(spec.block_size) for pool in group.pools)
@@ -91,7 +91,7 @@ def pool_bytes(spec, number="num_blocks") -> dict[int | None, int]:
 
 
 def block_bytes(spec) -> dict[int | None, int]:
-    """K/V bytes of one block of each window."""
+    """The K/V bytes of one block of each window."""
     found = pool_bytes(spec)
     return {group.window: found[group.window] // group.num_blocks for group in spec.groups[spec.bare :]}
 
@@ -110,7 +110,7 @@ def test_windows_share_both_budgets(layers, shares):
             wanted[24] = 16 * (2 * 2 * 16 * 2 * 28 + 2 * 1 * 16 * 2 * 24)
     else:
         wanted = dict.fromkeys(windows, 1) if shares == "equal" else shares
-    for one, two in itertools.permutations(windows, 2):  # nobody is a block ahead of another
+    for one, two in itertools.permutations(windows, 2):  # no window is a block ahead of another
         assert spent[one] / wanted[one] < (spent[two] + 1.001 * each[two]) / wanted[two]
         assert host[one] / wanted[one] < (host[two] + 1.001 * each[two]) / wanted[two]
     most = max(each.values())
@@ -132,7 +132,7 @@ def test_a_plan_with_windows_counts_everything():
     ],
 )  # fmt: skip
 def test_plan_is_the_last_of_all_steps_that_fit(layers, budget):
-    """Against a walk from the least cache up, each block for the one furthest behind its share."""
+    """It equals a walk from the smallest cache up, in which each block goes to the window furthest behind its share."""
     shares = {None: 1, 64: 4} if layers is GEMMA else {24: 2, 100: 3}
     one = make_spec(layers, num_blocks=1, **SHAPE)
     price = block_bytes(one)
@@ -166,7 +166,7 @@ def test_a_ledger_with_windows_says_what_fits():
         "of 1,536 K/V bytes each, 256 once they have left every window", "of 8 sequences can be 256 tokens long",
     ):  # fmt: skip
         assert part in text, text
-    # A sequence of 256 tokens has 16 blocks; its window of 64 tokens up to 6 while it grows by a block at a time.
+    # A sequence of 256 tokens has 16 blocks, and up to 6 in its window of 64 while it grows by a block at a time.
     assert ledger.num_full_seqs == min(full.num_blocks // 16, window.num_blocks // 6) == 2
     assert full.num_blocks - 32 >= 16 and ledger.num_tokens == 16 * (32 + window.num_blocks - 12)
     given = str(plan(GEMMA, budget_bytes=600_000, num_host_blocks=3, **SHAPE).ledger)
@@ -177,7 +177,7 @@ def test_a_ledger_with_windows_says_what_fits():
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (5, 0), (9, 6), (64, 0)])
 def test_a_sequence_needs_the_blocks_that_the_ledger_says(window, sinks):
-    """Grown by at most a block of four tokens at a time, from any start."""
+    """The sequence grows by at most a block of four tokens at a time, from any start."""
     spec = make_spec([LayerSpec(1, 4), LayerSpec(1, 4, window, sinks)], num_blocks=16, max_seqs=1, max_length=40,
                      block_size=4)  # fmt: skip
     most = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy for property tests of a user's own, and the trial that carries it out on any cache."""
+"""The strategy for a user's own property tests, and the trial that carries it out on any cache."""
 
 import collections
 import sys
@@ -16,7 +16,7 @@ SOME = ("admit", "commit", "release", "offload", "onboard", "complete")
 
 
 def run(spec, history, tally):
-    """The law: the events give the index, after every request; and all that a trial verifies."""
+    """Runs a trial, and asserts the law: the events give the index after every request."""
     trial, mirror = Trial(kvjax.init(spec)), kvjax.events.Mirror()
     for request in history:
         events = trial.do(request)
@@ -97,7 +97,7 @@ LIFE = [
 
 
 def disobeying(name):
-    """The verbs, of which one forgets its orders to move or to copy."""
+    """The verbs, of which one loses its orders to move or copy."""
 
     def verb(*args, **kwargs):
         state, events = jitted_verbs()[name](*args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histories of events that a cache could have, drawn without one, and what a wire should make of them."""
+"""Random histories of events that a cache could have, without a cache, and the right contents of each wire's mirror."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spec_of(shape: str, blocks: int = 10) -> kvjax.CacheSpec:
 
 
 def namespaces() -> kvjax.Namespaces:
-    """Four: nobody's, a salt, an adapter, and both."""
+    """Four namespaces: the plain one, a salt, an adapter, and both."""
     found = kvjax.Namespaces()
     found(salt="tenant a"), found(lora=3), found(salt="tenant b", lora=3)
     return found
@@ -43,7 +43,7 @@ class Forest:
     """Draws events that keep the cache's rules: children are removed first, windows' blocks with the first group's.
 
     Attributes:
-      mirror: what is cached, by `fold`.
+      mirror: the cached blocks, by `fold`.
     """
 
     def __init__(self, spec: kvjax.CacheSpec, seed: int, num_namespaces: int = 4):
@@ -72,7 +72,7 @@ class Forest:
         return [block for block in range(self.spec.groups[group].num_ids) if block not in used]
 
     def _store(self) -> list[dict[str, Any]]:
-        """A new block under a whole one or at a root, and beside it in some of the windows' groups."""
+        """Stores a new block under a whole one or at a root, and the same one in some of the windows' groups."""
         events, nodes, rng = [], self.mirror.nodes, self.rng
         parents = [node for node in self._nodes() if len(nodes[node][1]) % SIZE == 0]
         parent = rng.choice([None, *parents])
@@ -97,7 +97,7 @@ class Forest:
         return events
 
     def _remove(self) -> list[dict[str, Any]]:
-        """A window's block; or a block with all below it and beside it, children first."""
+        """Removes a window's block; or a block with its descendants, in all groups, children first."""
         nodes = self.mirror.nodes
         if not nodes:
             return []
@@ -109,7 +109,7 @@ class Forest:
         return [self._event("removed", node) for node in sorted(doomed, key=lambda n: (-len(nodes[n][1]), -n[0]))]
 
     def _update(self) -> list[dict[str, Any]]:
-        """Some blocks change level or priority, in any order, perhaps to and fro."""
+        """Changes the level or priority of some blocks, in any order, perhaps back and forth."""
         nodes = list(self.mirror.nodes)
         chosen = self.rng.choices(nodes, k=self.rng.randrange(1, 6)) if nodes else []
         return [
@@ -122,7 +122,7 @@ class Forest:
 
 
 def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: bool = False) -> Events | EventLog:
-    """Decoded events as arrays with padding between, or as a log with garbage behind; text beyond a fill is garbage."""
+    """Decoded events as arrays with padding between, or as a log with garbage after them and beyond each text."""
     events = list(events)
     total = 2 * len(events) + 3
     records, text = np.zeros((total, len(COLUMNS)), np.int32), np.full((2, total, spec.block_size), 77, np.int32)
@@ -147,7 +147,7 @@ def projected(
     mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest",
     loras: dict[int, str] | None = None, extra_name: Any = None, groups: Iterable[int] | None = None,
 ) -> dict[Prefix, tuple[str, ...]]:  # fmt: skip
-    """What the wire carries of an index: {prefix: media}."""
+    """The part of an index that vLLM's wire carries: {prefix: media}."""
     found, wired = {}, {}
     published = set(range(1 if spec.bare else 0, len(spec.groups)) if groups is None else groups)
     nodes = sorted(mirror.nodes.items(), key=lambda item: len(item[1][1]))
@@ -183,7 +183,7 @@ def projected(
 def written(
     mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest"
 ) -> dict[trtllm.Prefix, tuple[int, int]]:
-    """What TensorRT-LLM's form carries of an index: {prefix: (level, priority)}."""
+    """The part of an index that TensorRT-LLM's form carries: {prefix: (level, priority)}."""
     found, size = {}, spec.block_size
     wired = {
         (group, namespace, path): stated
@@ -213,7 +213,7 @@ def written(
 
 
 class Lines:
-    """A writer of TensorRT-LLM's lines, and a mirror of what it writes."""
+    """A writer of TensorRT-LLM's lines, and a mirror that reads them."""
 
     def __init__(self, spec: kvjax.CacheSpec, names: kvjax.Namespaces):
         self.names, self.writer, self.mirror = names, trtllm.Writer(spec, names=names), trtllm.Mirror()
@@ -223,16 +223,16 @@ class Lines:
         self.mirror.follow(self.writer.lines(events))
 
     def agrees(self, mirror: Mirror) -> bool:
-        """Whether it knows what the form carries of an index, and that this is all."""
+        """Whether the mirror equals the part of an index that the form carries, and is complete."""
         wanted = written(mirror, self.writer.nodes.spec, self.names)
         assert self.mirror.index == wanted, set(self.mirror.index.items()) ^ set(wanted.items())
         return self.mirror.complete and self.mirror.counts["refused"] == 0
 
 
 def _start(wired: dict[Any, Any], namespace: int, path: tuple, size: int, group: int) -> int:
-    """Where what the wire tells of a path begins: blocks before it that are in no group's index are unknown."""
+    """The start of the known part of a path: blocks before it that are in no group's index are unknown."""
     groups = {number for number, *_ in wired}
-    last = len(path) - (len(path) - 1) % size - 1  # where the last block begins, perhaps a part
+    last = len(path) - (len(path) - 1) % size - 1  # the start of the last block, perhaps a partial one
     for at in range(last, -1, -size):
         if at and not any((number, namespace, path[:at]) in wired for number in {group, *groups}):
             return at
@@ -243,7 +243,7 @@ def named(
     mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, groups: Iterable[int] | None = None,
     key: bytes = b"", model: str | None = None, loras: dict[int, str] | None = None,
 ) -> dict[tuple[int, str], int]:  # fmt: skip
-    """What the agent's wire carries of an index: {(group, cache id): level}; by default of the first group with K/V."""
+    """The part of an index that the agent's wire carries: {(group, cache id): level}, by default of one group."""
     groups = {int(spec.bare)} if groups is None else set(groups)
     found, digests = {}, {}
 

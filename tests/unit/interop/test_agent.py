@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent over real sockets: the law for MAX's clients and for those that ask for more, and bad peers."""
+"""The agent over real sockets: the law for MAX's clients and for those that request more, and bad peers."""
 
 import contextlib
 import inspect
@@ -40,9 +40,9 @@ from tests.wire_kit import (
     updated,
 )
 
-# What MAX's clients are made from, after max/serve/kvcache_agent/kvcache_agent_service_v1.proto in the history of
-# Modular's public repository, of 2025: its versions agree in all that is here. The wheel of MAX 26.7 has no agent. The
-# port is that of `KVCacheAgentServerConfig` in kvcache_agent.py beside it.
+# The description that MAX's clients are made from, after max/serve/kvcache_agent/kvcache_agent_service_v1.proto in the
+# history of Modular's public repository, of 2025. Its versions agree in all of this. The wheel of MAX 26.7 has no
+# agent. The port is that of `KVCacheAgentServerConfig` in kvcache_agent.py of the same folder.
 MAX = """
 syntax = "proto3";
 package max.serve.kvcache_agent.v1;
@@ -59,7 +59,7 @@ service KVCacheAgentService { rpc SubscribeToUpdates(SubscriptionRequest) return
 
 @pytest.fixture(scope="module")
 def theirs(described):
-    """The update of MAX's own description, which knows three fields."""
+    """The update message of MAX's own description, which has three fields."""
     return message_factory.GetMessageClass(described.FindMessageTypeByName(f"{PACKAGE}.KVCacheStateUpdate"))
 
 
@@ -78,7 +78,7 @@ def described(tmp_path_factory):
 
 
 def test_all_that_max_describes_has_the_same_numbers_in_ours(described):
-    """Its service, method, fields and values; ours has more."""
+    """Ours has its service, method, fields and values, and more."""
     theirs, ours = (
         descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
         for file in (described.FindFileByName("max.proto"), messages.DESCRIPTOR)
@@ -168,7 +168,7 @@ def test_it_is_so_without_a_queue():
 
 
 class Hesitant:
-    """A lock before which subscribers' threads wait, so that events come between what they do with it and without."""
+    """A lock that delays subscribers' threads, so that events come between their work with and without it."""
 
     def __init__(self, lock):
         self.lock = lock
@@ -220,7 +220,7 @@ def test_a_large_state_comes_in_pieces():
     assert MOST_HASHES * 2 * (2 + len(str(2**64))) < 1 << 20
 
 
-# How full it is.
+# Fill levels.
 
 
 def test_how_full_the_tiers_are_is_sent_again_and_again():
@@ -248,7 +248,7 @@ def test_without_a_heartbeat_it_is_sent_once():
         assert not reader.wait(lambda one: one.updates > 1, 0.3) and reader.fill
 
 
-# Events that cannot have happened, and what ends.
+# Impossible events, and ends.
 
 
 def test_impossible_events_never_reach_the_caller(caplog):
@@ -306,7 +306,7 @@ def test_threads_end_with_their_owners():
 
 @contextlib.contextmanager
 def unread(source, groups=()):
-    """A subscription of which nothing is read, through a small window."""
+    """A subscription with a small window that is never read."""
     options = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
     with grpc.insecure_channel(source.address, options) as channel:
         stream = channel.unary_stream(METHOD)(messages.SubscriptionRequest(groups=groups).SerializeToString())
@@ -316,7 +316,7 @@ def unread(source, groups=()):
 
 
 def flood(source, seconds=LONG):
-    """Publishes until somebody is late."""
+    """Publishes until a subscriber is late."""
     tokens, until, number = [7] * 4, time.monotonic() + seconds, 0
     while not any(stream.ended for stream in list(source._broadcaster.streams)) and time.monotonic() < until:
         number += 1
@@ -333,7 +333,7 @@ def test_a_subscriber_that_is_late_ends_and_may_come_again():
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert caught.value.details() == "the subscriber reads too slowly: subscribe again"
         assert eventually(lambda: source.counts["subscribers"] == 0) and source.counts["subscribers_late"] == 1
-        assert source.flush(LONG)  # or who comes again is late at once
+        assert source.flush(LONG)  # or a new subscription is late at once
         source.publish(CHAIN[:1])
         with Reader(source.address) as reader:
             assert reader.agrees(named(mirror_of(CHAIN[:1]), PLAIN, kvjax.Namespaces()))
@@ -373,14 +373,14 @@ def test_groups_without_keys_and_values_are_refused():
 
 @pytest.fixture(scope="module")
 def beset():
-    """An agent, somebody who reads it, and a channel for others."""
+    """An agent, a reader of it, and a channel for others."""
     with agent() as source, Reader(source.address) as reader, grpc.insecure_channel(source.address) as channel:
         source.publish(CHAIN)
         yield source, reader, channel
 
 
 def requests():
-    """Requests that are random, oversized, or ask for any groups."""
+    """Requests that are random, oversized, or for any groups."""
     groups = st.lists(st.integers(0, 2**32 - 1) | st.just(0), max_size=4)
     sent = groups.map(lambda some: messages.SubscriptionRequest(groups=some).SerializeToString())
     return st.one_of(st.binary(max_size=60), st.binary(min_size=4090, max_size=6000), sent)
@@ -479,7 +479,7 @@ def certificate(tmp_path_factory):
 
 
 def test_updates_are_encrypted_for_those_who_know_the_certificate(certificate):
-    """Others, and those who come in clear, are told nothing."""
+    """Clients without it, and those without encryption, get no updates."""
     trusting, others = (grpc.ssl_channel_credentials(root) for root in (certificate[1], None))
     with agent(credentials=grpc.ssl_server_credentials([certificate])) as source:
         source.publish(CHAIN)
@@ -493,7 +493,7 @@ def test_updates_are_encrypted_for_those_who_know_the_certificate(certificate):
 
 
 def test_the_description_makes_a_client():
-    """As README has it."""
+    """The client is README's."""
     with agent() as source, grpc.insecure_channel(source.address) as channel:
         source.publish(CHAIN)
         assert source.flush(LONG)

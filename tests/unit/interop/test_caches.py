@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of all wires, of real caches: windows, tiers, namespaces, partial blocks, moves that fail."""
+"""The law of all wires for real caches: windows, tiers, namespaces, partial blocks, failed moves."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from tests.oracle.bytes_machine import CONFIGS
 from tests.unit.interop.forest import Lines, named, projected
 from tests.wire_kit import Lossy, Reader, agent, agrees, hurried, publisher, subscriber
 
-__all__ = ["hurried"]  # peers need not wait here either
+__all__ = ["hurried"]  # peers need not wait in these tests either
 STEPS = {"fast host": 400, "fast windows": 400, "windows, host, int8": 300, "windows alone, host": 300}
 
 SLOW = {False: (), True: pytest.mark.slow}
@@ -30,9 +30,9 @@ def given_out(number):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[CONFIGS[name].generate]) for name in STEPS])
 def test_it_holds_under_histories_whose_bytes_are_compared(name, monkeypatch):
-    """One reader is there from the beginning, one loses messages, one comes in the middle; at last it is attached.
+    """One reader reads from the beginning, one loses messages, one joins in the middle. At last the cache is attached.
 
-    An agent serves the same events to one who knows the first group, and others who ask for all.
+    An agent serves the same events to a reader of the first group, and to others that request all groups.
     """
     names = given_out(bytes_machine.TENANTS)
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVIDIA Dynamo's indexer, which decodes the wire by itself, gives the same answers as `Subscriber.lookup`.
 
-Skipped where `ai-dynamo-runtime` is not installed; KVJAX_DYNAMO_PYTHON names a Python that has it.
+The test is skipped if `ai-dynamo-runtime` is not installed. KVJAX_DYNAMO_PYTHON names a Python that has it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SIZE, ADAPTERS = 4, {3: "sql"}
 
 
 class Indexer:
-    """The service, which forgets all when it ends."""
+    """The indexer service, whose contents end with its process."""
 
     def __init__(self, port):
         self.port = port
@@ -44,7 +44,7 @@ class Indexer:
                  replay_endpoint=source.replay_endpoint)  # fmt: skip
 
     def found(self, tokens, salt, lora):
-        """(tokens found, tokens found on the device)."""
+        """The numbers of tokens found in all, and on the device."""
         tenant = ({"cache_salt": salt} if salt else {}) | ({"lora_name": lora} if lora else {})
         answer = json.loads(self.ask("/query", model_name="m", token_ids=tokens, **tenant))
         found = answer["instances"].get("1", {"longest_matched": 0, "gpu": 0})
@@ -76,9 +76,9 @@ def indexer():
 
 
 def questions(forest, names):
-    """Prompts with salt and adapter, and some that nobody has.
+    """Prompts with salt and adapter, and some that are not cached.
 
-    Those whose blocks are on the device first and then on the host: the service counts tiers one after the other.
+    Their blocks are first on the device and then on the host, because the service counts one tier after the other.
     """
     for (group, namespace, path), _ in forest.mirror.index.items():
         levels = [
@@ -92,7 +92,7 @@ def questions(forest, names):
 
 
 def assert_same(one, sub, forest, names):
-    """Every question has the same answers, at last."""
+    """Asserts that every question comes to have the same answer from both."""
     queries, until = list(questions(forest, names)), time.monotonic() + LONG
     wanted = [sub.lookup(*question) for question in queries]
     wanted = [(found.tokens, found.media.get("GPU", 0)) for found in wanted]
@@ -105,7 +105,7 @@ def assert_same(one, sub, forest, names):
 
 @pytest.mark.parametrize("form", ["map", "array"])
 def test_the_indexer_answers_as_lookup_does(form):
-    """It is there, comes late, misses what a small history has dropped, and sees the publisher come again."""
+    """One indexer is early; one joins late, misses messages that a small history dropped, and sees a restart."""
     spec, names, forest = spec_of("windows", 30), namespaces(), Forest(spec_of("windows", 30), 3)
     options = {"names": names, "lora_names": ADAPTERS, "salts": "plain", "form": form, "buffer_batches": 2}
     with indexer() as early, indexer() as late:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written on vLLM's wire, byte by byte, and each rule that readers have."""
+"""The bytes on vLLM's wire, and each rule that its readers have."""
 
 import struct
 
@@ -40,7 +40,7 @@ def text(value):
 
 
 def encoded(events, **options):
-    """The payloads of some events, the first of which are known."""
+    """The payloads of some events."""
     return Encoder(SPEC, **options).encode(events, NOW)
 
 
@@ -114,7 +114,7 @@ def test_the_ints_of_long_events_have_headers_of_their_own():
     [payload] = encoder.encode(chain, NOW)
     [event] = msgspec.msgpack.decode(payload)[1]
     assert len(event["block_hashes"]) == 4096 and event["token_ids"] == np.ravel(tokens).tolist()
-    assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload)) == payload  # the shortest ints, as everybody writes
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload)) == payload  # the shortest ints, as usual
     [payload] = encoder.encode([removed(b, 1) for b in range(4095, -1, -1)], NOW)
     assert msgspec.msgpack.decode(payload)[1][0]["block_hashes"] == event["block_hashes"][::-1]
 
@@ -127,7 +127,7 @@ def events_of(payloads):
 
 
 def sent(events, **options):
-    """(what, medium, names) of each event of the last of some lists of events."""
+    """(kind, medium, hashes) of each event of the last of some lists of events."""
     encoder = Encoder(SPEC, **options)
     for some in events:
         payloads = encoder.encode(some)
@@ -149,7 +149,7 @@ def test_partly_filled_blocks_and_their_removals_are_left_out():
 
 
 def test_stored_blocks_that_chain_are_one_event():
-    """A block that is left out between them is no end; another branch, level or namespace is."""
+    """A block that is left out between them does not end the event. Another branch, level or namespace does."""
     branch, below = stored(4, 1, (1, 1), [5, 5, 5, 5]), stored(5, 1, (4, 1), [6, 6, 6, 6], level=1)
     part = stored(3, 1, (1, 1), [7])
     c, d = name([5, 5, 5, 5], A), name([6, 6, 6, 6], name([5, 5, 5, 5], A))
@@ -166,7 +166,7 @@ def test_a_change_of_level_is_a_removal_and_a_store_and_one_of_priority_is_nothi
     encoder = Encoder(SPEC)
     encoder.encode([STORE_A])
     assert encoder.encode([updated(1, 1, 0, 80)]) == []
-    assert encoder.encode([updated(1, 1, 1), updated(1, 1, 0)]) == []  # to and fro
+    assert encoder.encode([updated(1, 1, 1), updated(1, 1, 0)]) == []  # back and forth
     moved = events_of(encoder.encode([updated(1, 1, 1)]))
     assert [event["type"] for event in moved] == ["BlockRemoved", "BlockStored"]
     assert [event["medium"] for event in moved] == ["GPU", "CPU"]
@@ -175,7 +175,7 @@ def test_a_change_of_level_is_a_removal_and_a_store_and_one_of_priority_is_nothi
 
 
 def test_moves_in_any_order_are_published_children_first_and_then_parents_first():
-    """`onboard([2, 1, 0])` tells the child first; a reader would lose what is stored before its parent."""
+    """`onboard([2, 1, 0])` has events of the child first. A reader would lose a block stored before its parent."""
     c = name([5, 5, 5, 5], B)
     chain = [STORE_A, STORE_B, stored(3, 1, (2, 1), [5, 5, 5, 5])]
     host = [updated(b, 1, 1) for b in (3, 1, 2)]
@@ -255,7 +255,7 @@ def test_adapters_and_salts():
     roots = [hashing.root_hash(None, salt, lora) for salt, lora in ((None, None), ("tenant a", None), (None, "sql"),
                                                             ("tenant b", "sql"))]  # fmt: skip
     assert spaces == {space: [h(name([1] * 4, root))] for space, root in zip(wanted, roots, strict=True)}
-    assert [event.get("cache_salt") for event in found[4:]] == [a, b]  # of children too
+    assert [event.get("cache_salt") for event in found[4:]] == [a, b]  # those of children, too
     keyed = events_of(Encoder(SPEC, names=names, key=b"secret").encode(store))
     assert keyed[1]["cache_salt"] == "1d9158e1b151eb6f8c248bd7de249b81" and keyed[2]["lora_name"] == "3"
     assert keyed[0]["block_hashes"] == [h(name([1] * 4, hashing.root_hash(key=b"secret"), key=b"secret"))]
@@ -285,7 +285,7 @@ def test_namespaces_that_were_never_given_out_are_left_out_with_all_below():
     store = [stored(1, 1, 1, [1] * 4), stored(2, 1, (1, 1), [2] * 4), stored(3, 1, (2, 1), [2])]
     assert encoder.encode(store) == [] and encoder.left_out == {"unknown_namespace": 2}
     names(salt="late")
-    assert encoder.encode([stored(4, 1, (1, 1), [3] * 4)]) == []  # what is below stays with its parent
+    assert encoder.encode([stored(4, 1, (1, 1), [3] * 4)]) == []  # a child stays with its parent
     assert encoder.encode([stored(5, 1, 1, [3] * 4)]) != []
     assert encoder.encode([removed(3, 1), removed(2, 1), removed(4, 1), removed(1, 1)]) == []
 
@@ -336,7 +336,7 @@ def test_names_of_extra_ids_are_text():
 
 
 def test_of_two_blocks_with_one_name_the_second_is_left_out_with_all_below(monkeypatch):
-    """Two adapters with one name; the second's blocks would pass for the first's."""
+    """Two adapters have one name, so that the second's blocks would pass for the first's."""
     names = kvjax.Namespaces()
     one, two = names(lora=3), names(lora=4)
     encoder = Encoder(SPEC, names=names, lora_names={3: "4"})
@@ -382,7 +382,7 @@ def test_options_are_checked(options, complaint):
         Encoder(SPEC, **options)
 
 
-# The law: what is written tells the index, as far as the wire carries it.
+# The law: the bytes give the index, as far as the wire carries it.
 
 
 @pytest.mark.parametrize("form", ["map", "array", "array-0.11"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests: the same in every process for equal prefixes, whatever happened before, and different for all others."""
+"""Digests: equal in every process for equal prefixes, after any history, and different for all others."""
 
 import hashlib
 import itertools
@@ -20,7 +20,7 @@ FIRST = block_hash(ROOT, range(16))
 
 
 def test_vectors():
-    """Other programs compute these too; they never change."""
+    """Other programs compute these too, so they never change."""
     assert ROOT.hex() == "6491c07cd16c1d744f87c7c119f077ef"
     assert FIRST.hex() == "3accded638a12057a4208d66d88c63eb"
     assert block_hash(FIRST, range(16, 32)).hex() == "6c33524770d343bbc33de176cb79d7be"
@@ -132,7 +132,7 @@ def test_digests_follow_the_events():
     first = block_hashes([{"kind": "created", "group": 0}, stored(0, A, 0, [1, 2]), stored(0, B, A, [3])])
     assert first == {(0, *A): ONE, (0, *B): TWO}
     moved = {"kind": "updated", "group": 0, "block": 3, "generation": 1, "level": 1, "priority": 9}
-    # Block 2 is used again within the same events, by what then follows another prefix.
+    # Block 2 is used again within the same events, after another prefix.
     events = [moved, removed(0, B), removed(0, A), stored(0, C, 0, [7]), {"kind": "copied", "group": 0, "block": 2}]
     labelled, second = with_hashes(events, first)
     assert second == {(0, *C): block_hash(ROOT, [7])} and len(first) == 2
@@ -194,7 +194,7 @@ def test_digests_want_decoded_events():
 
 
 def of_path(namespace, path, size, extra, names):
-    """The digest of a token path by `root` and `block` alone."""
+    """The digest of a token path, by `root_hash` and `block_hash` alone."""
     digest = root_hash("m", *names.describe(namespace))
     for start in range(0, len(path), size):
         piece = path[start : start + size]
@@ -204,7 +204,7 @@ def of_path(namespace, path, size, extra, names):
 
 
 def after(trial, history, names):
-    """The digests after requests, by their events; {(salt, token path): digest} of what was ever stored."""
+    """Verifies the digests of events after requests; returns {(salt, token path): digest} of all stored blocks."""
     spec, hashes, ever = trial.state.spec, {}, {}
     for request in history:
         before, events = trial.mirror, trial.do(request)
@@ -228,7 +228,7 @@ def after(trial, history, names):
 @pytest.mark.long
 @pytest.mark.parametrize("spec", [PLAIN, EXTRA], ids=["plain", "extra ids"])
 def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spec):
-    """The second cache has served others before, so that blocks are others, and numbers the tenants the other way."""
+    """The second cache has served other requests before, so that blocks differ, and numbers tenants the other way."""
     found = []
     for salts, others in (("ab", 0), ("ba", 40)):
         names, numbers = kvjax.Namespaces(), [0]

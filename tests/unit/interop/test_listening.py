@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of all wires, of generations: what writes them is their listener, and they end in every way there is.
+"""The law of all wires for generations, whose listener writes the wires. They end in every possible way.
 
-Windows, tiers, namespaces, moves that fail, Ctrl-C, streams that nobody reads on, and a listener that raises.
+Windows, tiers, namespaces, failed moves, Ctrl-C, abandoned streams, and a listener that raises.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.long
 
 
 def closed(cache, prompts, *, listener, raises=False, **options):
-    """A stream that is read once; perhaps the listener raises as its rows are released."""
+    """A stream that is read once. The listener may raise as its rows are released."""
     reading = True
 
     def listen(events):
@@ -59,10 +59,10 @@ def failing(*args, **options):
 
 
 class Runs:
-    """Generations over one cache, drawn at random; all of them have the same listener.
+    """Random generations over one cache, all with the same listener.
 
     Attributes:
-      ended: how they ended.
+      ended: the ways in which they ended.
     """
 
     def __init__(self, cache, names, monkeypatch, seed, moves):
@@ -75,7 +75,7 @@ class Runs:
         monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
 
     def run(self, listener):
-        """One of them; some end early."""
+        """Runs one of them. Some end early."""
         rng, calls = self.rng, self.calls
         prompts = [prompt for number in rng.sample(range(3), 2) for prompt in prompts_of(number)]
         namespaces = [rng.randrange(len(self.names)) for _ in prompts]
@@ -126,7 +126,7 @@ def test_events_give_the_index_and_so_do_subscribers(kind, runs, monkeypatch):
             lives.run(listener)
             state = state_of(lives.cache)
             kvjax.check(state)
-            assert np.count_nonzero(state.seqs.length) == 2  # the rows that are nobody's here
+            assert np.count_nonzero(state.seqs.length) == 2  # the rows of no generation
             assert mirror.index == nodes.index == kvjax.events.index_of(state)
             if number == runs // 2:
                 subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))

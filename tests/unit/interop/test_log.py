@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of events, and what it tells, by hand."""
+"""The report and the picture of a file of events, by hand."""
 
 import io
 import json
@@ -86,7 +86,7 @@ def test_a_report_by_hand():
 
 
 def test_files_of_bare_events_are_read_too():
-    """Their times are numbers of events, and they do not tell what was looked up."""
+    """Their times are numbers of events, and they have no counts of looked-up tokens."""
     found = report(json.dumps(event) for event in (A, B, removed(2, 1), removed(1, 1), stored(4, 1, 0, [1, 2, 3, 4])))
     assert (found.unit, found.transitions, found.share) == ("events", 0, None)
     assert found.lifetimes == [1, 3] and found.again == [1] and found.blocks[-1] == (1, 0)
@@ -115,7 +115,7 @@ def test_a_file_that_begins_in_the_middle_says_so():
 
 
 def test_a_cache_that_is_attached_replaces_the_one_before():
-    """Its blocks were not removed, nor are those of the first cache."""
+    """There are no removals of its blocks, nor of those of the first cache."""
     found = report([line(0, A, B), line(1, {"kind": "created", "group": 0}, A)])
     assert found.lifetimes == found.again == [] and found.blocks == [(2, 0), (1, 0)]
 
@@ -179,7 +179,7 @@ def test_numbers_as_large_as_lines_may_have_are_added_up_and_plotted(recwarn):
 
 @hypothesis.given(st.data())
 def test_any_text_is_read_or_refused(data):
-    """Parts of what is right, with some characters changed, and anything else."""
+    """Parts of valid lines with some characters changed, and arbitrary text."""
     given = list(data.draw(st.one_of(st.sampled_from(LINES), st.text(max_size=60))))
     for _ in range(data.draw(st.integers(0, 4))):
         if given:

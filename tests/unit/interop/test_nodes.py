@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node map: the same index as `fold`, from arrays, logs, lists and states; what cannot have happened is refused."""
+"""The node map: the same index as `fold`, from arrays, logs, lists and states; impossible events are refused."""
 
 import jax
 import numpy as np
@@ -121,7 +121,7 @@ def test_listeners_together_get_one_batch_and_a_copy_on_the_host(log):
 
 
 class Listener:
-    """What follows a cache by an encoder; as `Publisher` does, it shows its index."""
+    """A follower of a cache with an encoder. It shows its index, as `Publisher` does."""
 
     def __init__(self, **options):
         self.encoder, self.payloads, self.errors = Encoder(PLAIN, **options), [], []
@@ -166,7 +166,7 @@ def test_maps_that_share_part_when_one_gets_events_alone_or_is_attached():
 
 
 def test_events_that_change_no_index_leave_those_who_share_together():
-    """A publisher looks no further at them; a trace folds them."""
+    """A publisher skips them, and a trace folds them."""
 
     class Publisher:
         def __init__(self):
@@ -191,7 +191,7 @@ def test_maps_of_other_contents_do_not_share():
 
 
 def test_a_map_that_missed_events_of_those_who_share_says_so():
-    """A listener that raises keeps the events from those after it."""
+    """A listener that raises keeps the events from the listeners after it."""
     maps = [NodeMap(PLAIN) for _ in range(2)]
     fails = [True]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvjax.interop.vllm ENDPOINT`: any engine's stream, a line an event."""
+"""`python -m kvjax.interop.vllm ENDPOINT`: any engine's stream, as one line for each event."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: each event as Perfetto wants it, and what they tell of a cache, by hand and of a generation."""
+"""Traces: events in Perfetto's form, and their contents, by hand and of a generation."""
 
 import io
 import itertools
@@ -99,7 +99,7 @@ def test_a_file_that_was_not_closed_lacks_its_end_alone():
 
 
 def test_admissions_moves_and_other_transitions_have_tracks():
-    """And say what was looked up, moved and refused."""
+    """Their slices say what was looked up, moved and refused."""
     file, one = io.StringIO(), np.ones(1, np.int32)
     back = Transfer(np.array([[0, 1, 1, 12, 3], [0, 2, 2, 3, 13], [-1] * 5], np.int32))
     empty = arrays_of([], PLAIN)
@@ -147,7 +147,7 @@ def test_what_is_no_transition_is_refused():
 
 
 def test_prompts_have_tracks_by_hand():
-    """A pause is no part of what comes next; the prompts of two streams share tracks."""
+    """A pause is no part of the next slice. The prompts of two streams share tracks."""
     file, outputs = io.StringIO(), [Output(7, [1, 2], cached_tokens=4), Output(5)]
     with Trace(PLAIN, file, clock=ticks()) as trace:
         trace.show(types.SimpleNamespace(new={0: [1, 2]}, outputs=outputs))
@@ -194,7 +194,7 @@ def test_a_trace_of_a_stream(kind):
 
 @pytest.mark.long
 def test_a_trace_of_a_batch_has_a_slice_for_each_loop():
-    """Its steps are not told apart."""
+    """The slice does not divide the loop into steps."""
     file, cache, kinds = io.StringIO(), start(), []
 
     def listen(events):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT-LLM's event JSON: what is written, byte by byte; the law; and what a reader refuses."""
+"""TensorRT-LLM's event JSON: the written bytes, the law, and refusals of a reader."""
 
 import io
 import json
@@ -102,7 +102,7 @@ def test_salts_adapters_ranks_and_extra_ids_by_hand():
 
 
 def test_each_group_with_kv_is_created_by_ascending_window():
-    """Sinks alone tell two of these groups apart; full attention has the largest window."""
+    """Two of these groups differ only in sinks. Full attention has the largest window."""
     layers = [LayerSpec(1, 4, window=w, sink_tokens=s) for w, s in ((None, 0), (8, 0), (8, 4), (100, 0))]
     spec = kvjax.make_spec(layers, num_blocks={None: 9, 8: 7, 100: 6}, max_seqs=1, max_length=32, block_size=4)
     found = [json.loads(line) for line in Writer(spec).lines([])]
@@ -129,7 +129,7 @@ def test_long_chains_are_several_events():
     assert events[1].data.parent == events[0].data.blocks[-1].block_hash
 
 
-# Files, and caches that are not empty.
+# Files, and caches with contents.
 
 
 def test_a_file_gets_the_lines():
@@ -150,7 +150,7 @@ def test_a_file_gets_the_lines():
     "story", [stories.plain, pytest.param(stories.tiers, marks=pytest.mark.long)], ids=["plain", "tiers"]
 )
 def test_a_writer_is_attached_to_a_cache(story):
-    """Also one that had written of another cache, and one that was told what cannot have happened."""
+    """Also a writer that had another cache, and one that got impossible events."""
     state, names = story().state, kvjax.Namespaces()
     file, mirror, wanted = io.StringIO(), Mirror(), written(story().mirror, state.spec, names)
     writer = Writer(state.spec, file)
@@ -199,7 +199,7 @@ def test_namespaces_that_were_never_given_out_and_omitted_salts_are_left_out():
     assert len(writer.lines(store)) == 1 and writer.left_out == {"salt_omitted": 3}
 
 
-# The law: what is written tells the index.
+# The law: the lines give the index.
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -290,7 +290,7 @@ def test_a_refusal_names_line_and_field(form, line, complaint):
 
 @hypothesis.given(st.data())
 def test_any_bytes_are_read_or_refused(data):
-    """Parts of what is right, with some bytes changed, and anything else."""
+    """Parts of valid lines with some bytes changed, and arbitrary bytes."""
     given = bytearray(data.draw(st.one_of(*map(st.just, [line.encode() for line in LINES]), st.binary(max_size=60))))
     for _ in range(data.draw(st.integers(0, 4))):
         if given:

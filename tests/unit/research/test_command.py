@@ -27,7 +27,7 @@ from tests.unit.research.cases import comparison, cut
 
 # A policy of a user's own, in one line.
 LONGEST_FIRST = by_score(lambda blocks: -blocks.depth)
-# One that reads what a trace does not tell: the id of a block is its token.
+# It reads tokens, which a trace does not have: the id of a block is its token.
 SMALLEST_FIRST = by_score(lambda blocks: blocks.tokens[:, 0])
 SIZES = [240, 400]
 
@@ -40,7 +40,7 @@ def file(tmp_path):
 
 
 def run(file, tmp_path, capsys, command, *options):
-    """What a command prints, and the figures that it saves."""
+    """The output of a command, and the figures that it saves."""
     saved = tmp_path / "figures.json"
     main([command, str(file), "--json", str(saved), *options])
     return capsys.readouterr().out, json.loads(saved.read_text())
@@ -97,7 +97,7 @@ def test_a_policy_of_ones_own_runs_along_with_kvjaxs(file, tmp_path, capsys):
 
 
 def test_requests_of_a_sweep_may_overlap(file, tmp_path, capsys, monkeypatch):
-    """What they find then is a matter of `replay`."""
+    """Tests of `replay` cover their hits."""
 
     def found(trace, policy, sizes, *, rule, overlap):
         assert (policy, overlap) == (policies.lru(), [10_000, 50])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces drawn at random: equal for a seed, and made as they say."""
+"""Random traces: equal for equal seeds, and with the properties of their options."""
 
 import collections
 import dataclasses
@@ -43,7 +43,7 @@ def test_one_shot_prompts_share_nothing():
 
 
 def roots(workload, requests=400):
-    """The first block of each first turn: which system prompt it has."""
+    """The first block of each first turn, which identifies its system prompt."""
     trace = draw_trace(0, requests, dataclasses.replace(workload, one_shot=0.0, turns=1.0))
     return trace.ids[trace.starts[:-1]].tolist()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learned policy: its counts and hit densities, that it is the same each time, and that it can beat LRU."""
+"""A learned policy: its counts and hit densities. It is the same each time, and can beat LRU."""
 
 import pickle
 import sys
@@ -26,7 +26,7 @@ BLOCK = 4
 
 
 def sessions_and_one_shots(number=400):
-    """Eight sessions in turn, whose prompts have 3 blocks, and between them prompts of 6 blocks that nobody repeats."""
+    """Eight sessions in turn with prompts of 3 blocks, and between them prompts of 6 blocks that occur once."""
     prompts, unused = [], iter(range(24, 10**6))
     for turn in range(number // 2):
         prompts += [[turn % 8 * 3 + column for column in range(3)], [next(unused) for _ in range(6)]]
@@ -175,7 +175,7 @@ def test_what_cannot_be_learned_is_refused():
 
 @pytest.mark.slow
 def test_caches_evict_what_plain_python_evicts():
-    """Through the verbs, with two policies in one program."""
+    """The verbs run with two policies in one program."""
     trace, size = cases.cut(300), 600
     learned = [learn_policy(trace[:150], rule="kvjax", hazard=hazard) for hazard in ("mlp", "counted")]
     states = jax.tree.map(lambda *x: jnp.stack(x), *(each.state(size) for each in learned))
@@ -187,7 +187,7 @@ def test_caches_evict_what_plain_python_evicts():
 
 @pytest.mark.slow
 def test_a_model_generates_with_a_learned_policy():
-    """It has room for few of the prompts, whose tokens are those that the model says after the right bytes."""
+    """The cache holds few of the prompts. The tokens are the model's choices after the right bytes."""
     layers = [kvjax.LayerSpec(1, 2)] * 2
     spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=2, max_length=24, block_size=BLOCK, dtype="float32")
     learned = learn_policy(cases.cut(200), hazard="counted")

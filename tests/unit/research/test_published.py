@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a published table: blocks singly as in the simplest Python, and the conversation trace's figures."""
+"""Rows of a published table: single blocks as in simple Python, and the conversation trace's figures."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written is read again; libCacheSim's layout by hand."""
+"""Written traces are read again; libCacheSim's layout by hand."""
 
 import dataclasses
 import struct
@@ -62,7 +62,7 @@ def test_next_accesses_are_the_next_ones(tmp_path, trace):
 
 @pytest.mark.slow
 def test_libcachesim_reads_both(tmp_path):
-    """Hit rates of blocks taken singly; its Belady has the next accesses of oracleGeneral only."""
+    """The hit rates are of single blocks. Its Belady has the next accesses of oracleGeneral only."""
     libcachesim = pytest.importorskip("libcachesim")
     trace = whole()
     binary, table = str(tmp_path / "trace.oracleGeneral"), str(tmp_path / "trace.csv")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation with priorities and times to live: blocks of high priority are found again until their time ends.
 
-Prompts of 9 to 16 tokens in pairs, with two ranges each, so that all tests share the same few programs.
+Prompts have 9 to 16 tokens and two ranges each, and run in pairs, so that all tests share the same few programs.
 """
 
 import jax
@@ -18,7 +18,7 @@ SPEC = kvjax.make_spec(LAYERS, num_blocks=12, retention=True, **SHAPE)
 
 
 def successor(tokens, pools, view, *, last):
-    """A model that always says the next number, and stores nothing."""
+    """A model that always predicts the next number, and stores nothing."""
     del view
     return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % VOCAB, VOCAB), pools
 
@@ -27,7 +27,7 @@ MODEL = jax.tree_util.Partial(successor)
 
 
 def generate(cache, prompts, new, retention=None, **options):
-    """`retention` is that of the first prompt."""
+    """Generates, with `retention` for the first prompt."""
     each = [retention or stated(35), *[None] * (len(prompts) - 1)]
     return kvjax.generate(MODEL, cache, prompts, max_new_tokens=new, chunk=16, steps=16, retention=each, **options)
 
@@ -37,10 +37,10 @@ def stated(priority, ttl=None, **options):
 
 
 def cached_tokens(retention, later=0):
-    """How much of a system prompt is found again after others took blocks, `later` ms after its release.
+    """The cached tokens of a system prompt that comes again after others took blocks, `later` ms after its release.
 
-    The pool is then full: of 12 blocks 3 hold the system prompt and its answer, 3 another prompt of about the same
-    age; two prompts are given the 6 empty ones, and take 4 more in the decode loop.
+    Of 12 blocks 3 hold the system prompt and its answer, and 3 another prompt of about the same age. Two more prompts
+    are given the 6 empty ones, and take 4 others in the decode loop.
     """
     time = 2**31 - 20  # a clock may be of any size; this one passes 2**31 on the way
 
@@ -72,7 +72,7 @@ def test_a_time_to_live_ends_by_the_clock():
 
 
 def test_each_prompt_has_a_retention_of_its_own():
-    """Those that wait too; and the events tell it."""
+    """So has each that waits, and the events have the priorities."""
     each = [kvjax.Retention.of([(0, 4, 10), (4, None, 20)]), None, kvjax.Retention.of(decode_priority=60), stated(90)]
     prompts = [[n] * 9 for n in (1, 2, 3, 4)]
     cache = kvjax.Cache.create(SPEC, kvjax.policies.priority())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes of the first hour: what is said of each, before anything is compiled or donated."""
+"""Beginners' mistakes: the error for each, before anything is compiled or donated."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ MODEL = Partial(successor)
 
 
 def refused(message, model=MODEL, prompts=((1, 2, 3),), use=kvjax.generate, **options):
-    """A generation refuses it, and the cache stays as it was."""
+    """Asserts that a generation refuses it, and that the cache does not change; returns the error."""
     cache = kvjax.Cache.create(SPEC)
     with pytest.raises(ValueError, match=message) as caught:
         use(model, cache, prompts, **options)
@@ -180,7 +180,7 @@ def test_a_progress_gives_a_state_that_is_never_donated():
     cache = kvjax.Cache.create(SPEC)
     progress = kvjax.serving.Progress([], {}, [], [], types.SimpleNamespace(result=cache))
     state = progress.state
-    jax.tree.map(lambda x: x.delete(), cache)  # as a loop does that was given it
+    jax.tree.map(lambda x: x.delete(), cache)  # like a loop to which it was donated
     assert "2 rows" in kvjax.show(state)
     kvjax.check(state)
     with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call"):

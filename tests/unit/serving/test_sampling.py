@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch in which each row chooses in its own way: bit for bit what a program for that way alone chooses."""
+"""A batch in which each row has its own sampling, equal in every bit to a program for that sampling alone."""
 
 import functools
 
@@ -34,7 +34,7 @@ def make_logits(seed=0):
 
 @jax.jit
 def alone(logits, seeds, positions):
-    """What each static program chooses for all rows, and which tokens it leaves in."""
+    """The choices of each static program for all rows, and the tokens that its top-k and top-p leave."""
     chosen = [static_sampling.sample(logits, static, seeds, positions) for static in STATICS]
     return chosen, [static_sampling.restrict(logits, static) > -jnp.inf for static in STATICS]
 
@@ -86,7 +86,7 @@ def test_a_row_depends_on_its_own_logits_sampling_seed_and_position_alone():
     assert later.tokens.tolist() != found.tokens.tolist()
 
 
-# What is computed.
+# The operations.
 
 TAKES = [
     ("greedy throughout", Sampling(), 0),
@@ -188,7 +188,7 @@ def test_the_likeliest_tokens_are_those_of_the_logits_as_they_came():
         sample(make_logits(), None, SEEDS, POSITIONS, top_logprobs=most + 1)
 
 
-# The pytree, and what a caller may say.
+# The pytree, and its arguments.
 
 
 def test_a_sampling_is_a_pytree_of_numbers_of_one_type():
@@ -202,7 +202,7 @@ def test_a_sampling_is_a_pytree_of_numbers_of_one_type():
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(one)]
     assert names == [".temperature", ".top_k", ".top_p", ".min_tokens"]
     assert one.replace(top_k=None).top_k == 0 and one.replace(top_k=None).top_p == one.top_p
-    assert jax.tree.map(lambda _: "anything", one).top_p == "anything"  # not checked: jax does so too
+    assert jax.tree.map(lambda _: "anything", one).top_p == "anything"  # not checked, as in jax
     assert jax.jit(lambda x: x)(many).temperature.tolist() == many.temperature.tolist()
 
 
@@ -254,7 +254,7 @@ def test_samplings_of_prompts_are_one_of_arrays():
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_greedy_prompts_have_a_sampling_only_on_a_cpu(monkeypatch, platform):
-    """On a GPU the program that samples has more kernels."""
+    """On a GPU the sampling program has more kernels."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     for greedy in (None, Sampling(), Sampling(top_k=3), [None, Sampling()], []):
         found = samplings(greedy, len(greedy) if isinstance(greedy, list) else 2)

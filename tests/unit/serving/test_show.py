@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `show_requests` and `show_step` draw; docs/scheduler.md has a whole story."""
+"""The output of `show_requests` and `show_step`. docs/scheduler.md has a whole story."""
 
 import textwrap
 
@@ -27,7 +27,7 @@ def ints(*values):
 
 
 def serving(spec=PLAIN, rows=(-1,) * 4, committed=(0,) * 4, out_of_blocks=(False,) * 4, leads=(False,) * 4, **values):
-    """Requests with these values, in the rows given; the cache knows no more than how many tokens a row has."""
+    """Requests with these values, in the given rows. The cache has only the numbers of tokens of its rows."""
     found = init_serving(kvjax.Cache.create(spec), [24] * 7, greedy=True)
     seqs = found.cache.state.seqs.replace(length=ints(*committed), committed=ints(*committed))
     cache = found.cache.replace(state=found.cache.state.replace(seqs=seqs))
@@ -107,7 +107,7 @@ def test_each_group_of_blocks_is_counted():
 
 
 def served(n=1, mixed=False, released=(), preempted=(), admitted=(), chunks=(), chosen=((), (), (), ())):
-    """What a step did; 4 rows, blocks of up to 4 steps."""
+    """The `Served` of a step, for 4 rows and blocks of up to 4 steps."""
     entered = np.full((4, 3), -1, np.int32)
     entered[: len(admitted)] = np.array(admitted, np.int32).reshape(-1, 3)
     dealt = np.full((2, 2), -1, np.int32)

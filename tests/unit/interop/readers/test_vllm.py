@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read: every form and kind of hash, other engines' too; nothing that is malformed."""
+"""The reader of vLLM's wire: every form and kind of hash, other engines' too, and refusals of malformed bytes."""
 
 import array
 
@@ -88,7 +88,7 @@ def test_what_is_malformed_is_refused(payload):
 
 @hypothesis.given(st.data())
 def test_any_bytes_are_read_or_refused(data):
-    """Parts of what is right, with some bytes changed, and anything else."""
+    """Parts of valid messages with some bytes changed, and arbitrary bytes."""
     right = batch({"type": "BlockStored", **A, "extra_keys": [[["i", 0]], None]}, ["BlockRemoved", [7], "GPU"][:0] or
                   {"type": "BlockRemoved", "block_hashes": [9], "medium": "GPU"})  # fmt: skip
     given_ = bytearray(data.draw(st.one_of(st.just(right), st.binary(max_size=60))))
@@ -170,7 +170,7 @@ def test_an_unknown_prefix_is_named():
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_circles_end(group):
-    """Blocks of other engines may name each other, or themselves, as what they follow."""
+    """Blocks of other engines may name each other, or themselves, as parents."""
     mirror = mirror_of(stored([1], 2, [1, 2]), stored([2], 1, [3, 4], group=group), stored([3], 3, [5, 6]))
     assert set(mirror.index) == {
         Prefix(0, None, None, (3, 4, 1, 2), (), 1),
