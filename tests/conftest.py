@@ -66,7 +66,7 @@ MAPS = pathlib.Path("/proc/self/maps")
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Drops compiled programs before a process runs out of memory maps (65,530 on Linux), of which each takes some."""
+    """Each compiled program takes memory maps of the process, whose number is limited (65,530 on Linux)."""
     yield
     if not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()

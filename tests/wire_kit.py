@@ -37,7 +37,7 @@ def updated(block, generation, level, priority=35):
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
-    """Replays follow each other at once, not after a second."""
+    """Peers need not wait for a second between replays."""
     monkeypatch.setattr(replays, "INTERVAL", 0.01)
 
 
