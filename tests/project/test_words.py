@@ -50,9 +50,9 @@ PROSE = (
 
 
 def files(*trees):
-    """The modules of some trees, but not this one, which lists the words."""
+    """The modules of some trees, without this one, which lists the words, and scripts among the data of tests."""
     paths = [path for tree in trees for path in sorted((ROOT / tree).rglob("*.py"))]
-    return [path for path in paths if path.name != pathlib.Path(__file__).name]
+    return [path for path in paths if not relative(path).startswith(("tests/data/", "tests/project/test_words.py"))]
 
 
 def relative(path):
