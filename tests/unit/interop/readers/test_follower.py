@@ -149,7 +149,7 @@ def test_a_broken_answer_is_not_complete():
 
 
 def test_messages_that_wait_for_a_replay_are_bounded(monkeypatch):
-    """Messages without events have few bytes, but count as objects, too."""
+    """Messages without events have few bytes, but are objects all the same."""
     monkeypatch.setattr(followers, "_WAITING_BYTES", 10_000)
     one = Follower(True, 1000)
     for _ in range(2):
