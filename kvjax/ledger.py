@@ -159,6 +159,7 @@ def table(lines: Sequence[Entry]) -> list[str]:
 
 
 def plural(number: int, noun: str) -> str:
+    """A number with its noun."""
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
