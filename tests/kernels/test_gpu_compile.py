@@ -25,7 +25,7 @@ CASES = {
 STEPS = [pytest.param(case, marks=pytest.mark.slow) for case in ("step", "step_scanned", "step_sharded")]
 # By default each kernel once. `long` adds quantised pools, `slow` whole steps, further shapes and the other chip.
 QUICK = {
-    "bookkeeping_16", "decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
+    "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
     "scatter",
 }  # fmt: skip
 SLOW = {

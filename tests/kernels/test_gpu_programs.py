@@ -14,8 +14,8 @@ from tests.kernels.gpu_programs import BUDGETS, HELD, PROGRAMS, Budgets
 from tests.kernels.toolchain import needs_toolchain, results_of
 
 pytestmark = pytest.mark.long
-# CI runs a block of steps, a layer of kernels, and the loop of the scheduler; a night runs the others.
-QUICK = ("block_16", "layer", "scheduled")
+# CI runs a layer of kernels and the loop of the scheduler, with its block of steps; a night runs the others.
+QUICK = ("layer", "scheduled")
 ALL = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
 BUFFERED = {name for name, (_, buffers, _) in PROGRAMS.items() if buffers} - {"loop_sharded"}
 

@@ -32,7 +32,7 @@ def test_equal_to_the_oracle_and_free_of_races(case):
     assert results(*QUICK)[case] is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*LONG, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]])
 def test_more_cases_are_equal_and_free_of_races(case):
     assert results(*(LONG if case in LONG else SLOW))[case] is None

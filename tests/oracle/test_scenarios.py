@@ -49,12 +49,16 @@ STEPS = {"k=1": 1, "k=4": 4, "k=P": 2**30}
 
 
 def growing(short=()):
-    """(path, k): files that append. By default those of `short`, in whole blocks; a night has other k too."""
+    """(path, k): files that append. By default those of `short`, in whole blocks; a night has the others and other k."""
     found = []
     for path in GROWING:
         for name, k in STEPS.items():
-            by_night = path.stem in LARGE | LARGER or name != "k=P"
-            marks = pytest.mark.slow if by_night else [] if (path.stem, name) in short else pytest.mark.long
+            if (path.stem, name) in short:
+                marks = []
+            elif short or path.stem in LARGE | LARGER or name != "k=P":
+                marks = pytest.mark.slow
+            else:
+                marks = pytest.mark.long
             found.append(pytest.param(path, k, marks=marks, id=f"{path.stem}, {name}"))
     return found
 

@@ -29,7 +29,7 @@ GENERATES = 1 + next(number for number, block in enumerate(BLOCKS) if "kvjax.gen
 FIRST = [block for block in BLOCKS[:GENERATES] if "cache.mixed(" not in block]
 
 
-@pytest.mark.parametrize("blocks", [FIRST, pytest.param(BLOCKS, marks=pytest.mark.long)], ids=["first", "all"])
+@pytest.mark.parametrize("blocks", [FIRST, pytest.param(BLOCKS, marks=pytest.mark.slow)], ids=["first", "all"])
 def test_the_readmes_code_runs(blocks, capsys, tmp_path, monkeypatch):
     """By default it runs up to the first generation, without the blocks that need no jit."""
     monkeypatch.chdir(tmp_path)  # it saves a cache, and loads a model

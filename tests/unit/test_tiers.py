@@ -278,7 +278,7 @@ def _compute(cache, tokens, count, namespace):
     return kvjax.Cache(cache.state, kvjax.write(cache.pools, 0, kv, kv, view)).commit(tokens, count)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_a_row_copies_from_is_held_until_the_call_ends():
     """A bug: a later row of the call onboarded another tenant's block into the pool row that an earlier one copied."""
     life = Tenants(num_blocks=3)

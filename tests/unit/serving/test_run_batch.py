@@ -102,6 +102,7 @@ def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
     assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, pytest.param(HOST, marks=pytest.mark.slow)])
 def test_python_can_call_each_step(host):
     """The tokens are the same, with a return to the host after each step."""
@@ -129,6 +130,7 @@ def test_no_prompt_no_program():
     assert int(jnp.sum(cache.state.seqs.length)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [HOST, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_are_swapped_out_instead_of_being_preempted(host, monkeypatch):
     """The host's 12 blocks hold each row that is swapped out. With 2 some rows are preempted after all."""
@@ -213,6 +215,7 @@ def occupy_a_row(self, requests):
         self.state.serving = serving.replace(cache=cache)
 
 
+@pytest.mark.slow
 def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
     """The move is not tried again and again: the loop continues without the row."""
     refusals, swap_in = [], kvjax.tiers.TieredCache.swap_in

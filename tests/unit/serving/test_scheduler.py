@@ -85,6 +85,7 @@ def test_what_can_never_fit_is_refused_when_it_is_submitted():
     assert slots == [-1, -1, -1]
 
 
+@pytest.mark.slow
 def test_pinned_blocks_do_not_stand_in_the_way_of_those_whose_prefix_they_are():
     """Four of six blocks are pinned. Both prompts need five, and only one finds the pinned ones."""
     story = Story(num_blocks=6, pins=4)

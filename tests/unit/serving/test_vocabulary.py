@@ -159,6 +159,7 @@ def test_a_request_waits_until_a_step_admits_it():
     assert admitted(desk.step()) == [3, 0, 1, 2]  # by priority, then by arrival
 
 
+@pytest.mark.slow
 @row("`abort_request`")
 def test_an_aborted_request_gives_back_what_it_holds():
     desk = Desk(VLLM)
@@ -354,6 +355,7 @@ def test_an_admitted_request_is_never_preempted():
     assert (number, paused) == (2, [])
 
 
+@pytest.mark.slow
 @row("CapacityScheduler, `MAX_UTILIZATION`")
 def test_more_are_admitted_and_some_preempted():
     assert VLLM.reserve == "num_tokens"
