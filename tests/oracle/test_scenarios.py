@@ -49,7 +49,7 @@ STEPS = {"k=1": 1, "k=4": 4, "k=P": 2**30}
 
 
 def growing(short=()):
-    """(path, k): files that append. By default those of `short`, in whole blocks; a night has the others and other k."""
+    """(path, k): files that append. By default those of `short` in whole blocks; a night has more, and other k."""
     found = []
     for path in GROWING:
         for name, k in STEPS.items():

@@ -102,7 +102,6 @@ def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
     assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, pytest.param(HOST, marks=pytest.mark.slow)])
 def test_python_can_call_each_step(host):
     """The tokens are the same, with a return to the host after each step."""
