@@ -34,54 +34,18 @@ from kvjax.verbs.truncate import truncate
 __version__ = "0.1.0"
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # states and specs
-    "LayerSpec",
-    "CacheSpec",
-    "make_spec",
-    "plan",
-    "Cache",
-    "CacheState",
-    "Namespaces",
+    "LayerSpec", "CacheSpec", "make_spec", "plan", "Cache", "CacheState", "Namespaces",
     # verbs
-    "init",
-    "admit",
-    "lookup",
-    "extend",
-    "commit",
-    "fork",
-    "truncate",
-    "trim",
-    "release",
-    "beam_step",
-    "pin",
-    "unpin",
-    "evict",
-    "reset",
+    "init", "admit", "lookup", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "pin", "unpin",
+    "evict", "reset",
     # bytes
-    "init_pools",
-    "write",
-    "apply",
-    "attend",
-    "recur",
-    "view",
-    "ragged",
+    "init_pools", "write", "apply", "attend", "recur", "view", "ragged",
     # events
-    "Events",
-    "Status",
-    "to_list",
-    "fold",
+    "Events", "Status", "to_list", "fold",
     # eviction
-    "lru",
-    "by_score",
-    "EvictionPolicy",
-    "Retention",
+    "lru", "by_score", "EvictionPolicy", "Retention",
     # generation
-    "generate",
-    "run_batch",
-    "stream",
-    "step",
-    "Sampling",
-    "keep_programs",
+    "generate", "run_batch", "stream", "step", "Sampling", "keep_programs",
     # looking inside
-    "show",
-    "check",
-]
+    "show", "check",
+]  # fmt: skip

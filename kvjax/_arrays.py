@@ -86,11 +86,8 @@ def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int
 
     Each occurrence writes its own negative number into the counts i32[B], not negative so far, by minimum: the last one
     the smallest. The occurrence that reads itself back is the last. `below`, static, keeps clear of the marks of calls
-    between this one and the overwriting.
-
-    Returns:
-      The counts with marks, -1 - below - k of entry k, which the caller overwrites; and bool[K], the last entry of each
-      id.
+    between this one and the overwriting. Returns the counts with marks, -1 - below - k of entry k, which the caller
+    overwrites; and bool[K], the last entry of each id.
     """
     mark = -1 - below - np.arange(ids.shape[0], dtype=np.int32)
     marked = counts.at[jnp.where(where, ids, counts.shape[0])].min(mark, mode="drop")

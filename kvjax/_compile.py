@@ -71,16 +71,13 @@ def compiler_options(platform: str | None = None) -> dict[str, str]:
 
 
 class OutermostJit:
-    """`jax.jit` with `compiler_options()`, for programs that are never called inside another.
-
-    It asks for the options at the first call, since asking starts jax's backend.
-    """
+    """`jax.jit` with `compiler_options()`, for programs that are never called inside another."""
 
     def __init__(self, function: Callable[..., Any], **options: Any):
         self._function, self._options = function, options
 
     @functools.cached_property
-    def _jitted(self) -> Any:
+    def _jitted(self) -> Any:  # at the first call, since asking for the options starts jax's backend
         return jax.jit(self._function, compiler_options=compiler_options(), **self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

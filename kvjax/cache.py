@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree
-from kvjax._summary import one_line
 from kvjax.checks import check_alive, face, integers
+from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events
 from kvjax.ledger import human, pool_bytes
@@ -47,12 +47,14 @@ def _method[**P](
     return face(method, verb, "Cache")
 
 
-def _reader[**P, R](verb: Callable[Concatenate[CacheState, P], R]) -> Callable[Concatenate[Cache, P], R]:
-    """A question about a state as a method."""
+def reader[**P, R](
+    verb: Callable[Concatenate[CacheState, P], R], called: Callable[..., R] | None = None
+) -> Callable[Concatenate[Any, P], R]:
+    """A question about a state as a method of a cache; `called` is the same, jitted."""
 
-    def method(self: Cache, *args: Any, **kwargs: Any) -> R:
+    def method(self: Any, *args: Any, **kwargs: Any) -> R:
         check_alive(self.state)
-        return verb(self.state, *args, **kwargs)
+        return (called or verb)(self.state, *args, **kwargs)
 
     return face(method, verb, "Cache")
 
@@ -104,10 +106,10 @@ class Cache(Pytree):
     pin = _method(pin)
     unpin = _method(unpin)
     reset = _method(reset)
-    lookup = _reader(lookup)
-    view = _reader(view)
-    ragged = _reader(ragged)
-    mixed = _reader(mixed)
+    lookup = reader(lookup)
+    view = reader(view)
+    ragged = reader(ragged)
+    mixed = reader(mixed)
 
     def __repr__(self) -> str:
         return one_line(self, self.state, f"{human(pool_bytes(self.state.spec)[0])} of K/V")

@@ -133,15 +133,12 @@ def _pools(spec: CacheSpec, num_blocks: Sequence[int]) -> list[Entry]:
     entries = []
     for group, blocks in zip(spec.groups, num_blocks, strict=True):
         for pool in group.pools if blocks else ():
-            block, layers = pool.block_bytes(spec.block_size), _plural(len(pool.layers), "layer")
-            name = f"K/V, {layers} x {_plural(pool.kv_heads, 'head')} x {pool.head_dim} {pool.dtype}{_window(group)}"
+            block, layers = pool.block_bytes(spec.block_size), plural(len(pool.layers), "layer")
+            sinks = f" and {plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
+            window = "" if group.window is None else f", window {group.window:,}{sinks}"
+            name = f"K/V, {layers} x {plural(pool.kv_heads, 'head')} x {pool.head_dim} {pool.dtype}{window}"
             entries.append(Entry(name, blocks * block, f"{blocks:,} x {block:,}"))
     return entries
-
-
-def _window(group: GroupSpec) -> str:
-    sinks = f" and {_plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
-    return "" if group.window is None else f", window {group.window:,}{sinks}"
 
 
 def pool_bytes(spec: CacheSpec) -> tuple[int, int]:
@@ -161,7 +158,8 @@ def table(lines: Sequence[Entry]) -> list[str]:
     return [f"{e.name:<{names}}  {e.num_bytes:>{numbers},} {human(e.num_bytes):>10}  {e.note}".rstrip() for e in lines]
 
 
-def _plural(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
+    """A number with its noun."""
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.ledger import Ledger, make_ledger, table
 from kvjax.pools.placement import num_shards
-from kvjax.spec import CacheSpec, LayerSpec, make_spec
+from kvjax.spec import CacheSpec, GroupSpec, LayerSpec, make_spec
 from kvjax.state import EvictionPolicy
 
 # Slots, (block, kv head) rows of a pool and handles of the index (under eight a block) are int32.
@@ -95,9 +95,12 @@ def plan(
     if not isinstance(model_bytes, int) or model_bytes < 0:
         raise ValueError(f"model_bytes: got {model_bytes!r}, wanted an int of at least 0")
     shape = {"max_seqs": max_seqs, "max_length": max_length, **options}
-    own = _of_one_device(layers, make_spec(layers, num_blocks=1, **shape), mesh, heads)
+    one = make_spec(layers, num_blocks=1, **shape)
+    shards = 1 if mesh is None and heads is None else num_shards(one, mesh, heads)
+    own = [dataclasses.replace(layer, kv_heads=layer.kv_heads // shards) for layer in layers]  # of one device
     one = make_spec(own, num_blocks=1, **shape)
-    windows, prices = _prices(one)
+    windows = list(dict.fromkeys(group.window for group in one.groups[one.bare :]))  # those that share a budget
+    prices = _by_window(one, windows, lambda group: group.block_bytes(one.block_size))
     weights = _weights(one, windows, shares)
     if host_budget_bytes is not None:
         if options.get("num_host_blocks"):
@@ -123,25 +126,9 @@ def plan(
     return Plan(make_spec(layers, num_blocks=dict(zip(windows, best, strict=True)), **shape), ledger(best))
 
 
-def _of_one_device(
-    layers: Sequence[LayerSpec], spec: CacheSpec, mesh: Mesh | AbstractMesh | None, heads: str | None
-) -> list[LayerSpec]:
-    """The layers with the kv heads that one device has."""
-    shards = 1 if mesh is None and heads is None else num_shards(spec, mesh, heads)
-    return [dataclasses.replace(layer, kv_heads=layer.kv_heads // shards) for layer in layers]
-
-
-def _prices(spec: CacheSpec) -> tuple[list[_Window], list[int]]:
-    """The windows that share a budget, and what a block of each takes of it: K/V bytes, or 1 where there are none."""
-    windows = list(dict.fromkeys(group.window for group in spec.groups[spec.bare :]))
-    prices = [
-        sum(group.block_bytes(spec.block_size) for group in spec.groups if group.window == window) for window in windows
-    ]
-    return windows, [price or 1 for price in prices]
-
-
-def _pools(spec: CacheSpec, window: _Window):
-    return [pool for group in spec.groups if group.window == window for pool in group.pools]
+def _by_window(spec: CacheSpec, windows: Sequence[_Window], num_bytes: Callable[[GroupSpec], int]) -> list[int]:
+    """The bytes of all groups of each window; 1 where there are none."""
+    return [sum(num_bytes(group) for group in spec.groups if group.window == window) or 1 for window in windows]
 
 
 def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[int | None, float]) -> list[int]:
@@ -149,19 +136,12 @@ def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[
     if shares == "equal":
         return [1] * len(windows)
     if shares == "bytes":
-        lengths = {
-            group: min(spec.max_length, spec.max_length if group.window is None else group.window + group.sink_tokens)
-            for group in spec.groups
-        }
-        return [
-            sum(
-                tokens * group.block_bytes(spec.block_size)
-                for group, tokens in lengths.items()
-                if group.window == window
-            )
-            or 1
-            for window in windows
-        ]
+
+        def held(group: GroupSpec) -> int:
+            length = spec.max_length if group.window is None else group.window + group.sink_tokens
+            return min(spec.max_length, length) * group.block_bytes(spec.block_size)
+
+        return _by_window(spec, windows, held)
     wanted = f"wanted 'equal', 'bytes' or a weight for each of the windows {windows}"
     if not isinstance(shares, Mapping) or set(shares) != set(windows):
         raise ValueError(f"shares: got {shares!r}, {wanted}")
@@ -199,8 +179,8 @@ def _largest(fits: Callable[[_Counts], bool], budget: int, prices: list[int], we
 
 def _most_blocks(spec: CacheSpec, window: _Window) -> int:
     """The most blocks of one window that int32 can count, those of the host included."""
-    widest = max([8, spec.block_size, *(pool.kv_heads for pool in _pools(spec, window))])
-    return _MOST_SLOTS // widest - 1
+    pools = [pool for group in spec.groups if group.window == window for pool in group.pools]
+    return _MOST_SLOTS // max([8, spec.block_size, *(pool.kv_heads for pool in pools)]) - 1
 
 
 def _host_blocks(

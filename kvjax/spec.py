@@ -36,7 +36,7 @@ class StateArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What one layer keeps of the tokens before: K/V of K heads of width D, a latent (`latent`), a state (`recurrent`).
+    """A layer's part of the cache: K/V of K heads of width D, latents (`latent`), or states (`recurrent`).
 
     Attributes:
       kv_heads: K; 0 of a recurrent layer.
@@ -188,7 +188,7 @@ class GroupSpec:
 
     @property
     def key(self) -> int | str | None:
-        """What names the group in `num_blocks`, `num_host_blocks` and `shares`: its window, or "recurrent"."""
+        """The group's name in `num_blocks`, `num_host_blocks` and `shares`: its window, or "recurrent"."""
         return RECURRENT if self.recurrent else self.window
 
     @property
@@ -355,15 +355,10 @@ def make_spec(
     max_blocks = -(-max_length // block_size)
     groups = _groups(layers, _dtype_name(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
     return CacheSpec(
-        groups=groups,
-        block_size=block_size,
-        max_seqs=max_seqs,
-        max_blocks_per_seq=max_blocks,
-        extra_ids=extra_ids,
-        partial_reuse=not any(group.recurrent for group in groups) if partial_reuse is None else partial_reuse,
-        retention=retention,
-        offload_min_priority=offload_min_priority,
-    )
+        groups, block_size, max_seqs, max_blocks, extra_ids,
+        not any(group.recurrent for group in groups) if partial_reuse is None else partial_reuse,
+        retention, offload_min_priority,
+    )  # fmt: skip
 
 
 def _dtype_name(dtype: jax.typing.DTypeLike) -> str:

@@ -34,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import Pytree, either, pick, unreadable
-from kvjax._summary import one_line
 from kvjax.spec import CacheSpec
 
 DEFAULT_PRIORITY = 35
@@ -407,6 +406,3 @@ class CacheState(Pytree, static=("spec", "policy")):
     seqs: Sequences
     spec: CacheSpec
     policy: EvictionPolicy
-
-    def __repr__(self) -> str:
-        return one_line(self, self)

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kvjax._compile import OutermostJit
-from kvjax._summary import one_line
-from kvjax.cache import Cache
+from kvjax.cache import Cache, reader
 from kvjax.checks import check_alive, check_on_host, face
+from kvjax.debug.counts import one_line
 from kvjax.debug.text import page
 from kvjax.events.records import Events, Status
 from kvjax.ledger import human, pool_bytes
@@ -103,18 +103,6 @@ def _method[**P](
     return face(method, verb, "TieredCache")
 
 
-def _reader[**P, R](
-    verb: Callable[Concatenate[CacheState, P], R], called: Callable[..., R] | None = None
-) -> Callable[Concatenate[TieredCache, P], R]:
-    """A question about a state as a method; `called` is the same, jitted."""
-
-    def method(self: TieredCache, *args: Any, **kwargs: Any) -> R:
-        check_alive(self.state)
-        return (called or verb)(self.state, *args, **kwargs)
-
-    return face(method, verb, "TieredCache")
-
-
 @dataclasses.dataclass(frozen=True)
 class TieredCache:
     """A cache and its host tier, with the verbs of both as methods; for host code, between loops.
@@ -184,10 +172,10 @@ class TieredCache:
     watermark = _moving_method(watermark, "most", "group")
     swap_out = _moving_method(swap_out)
     swap_in = _moving_method(swap_in)
-    lookup = _reader(lookup, OutermostJit(lookup, static_argnames="tiers"))
-    view = _reader(view)
-    ragged = _reader(ragged)
-    mixed = _reader(mixed)
+    lookup = reader(lookup, OutermostJit(lookup, static_argnames="tiers"))
+    view = reader(view)
+    ragged = reader(ragged)
+    mixed = reader(mixed)
 
     def __repr__(self) -> str:
         on_device, on_host = map(human, pool_bytes(self.state.spec))

@@ -8,17 +8,6 @@ from kvjax.verbs.offload import complete, offload, onboard, watermark
 from kvjax.verbs.swap import swap_in, swap_out
 
 __all__ = [
-    "FailedTransfer",
-    "HostPools",
-    "TieredCache",
-    "Transfer",
-    "TransferError",
-    "complete",
-    "init_host_pools",
-    "move",
-    "offload",
-    "onboard",
-    "swap_in",
-    "swap_out",
-    "watermark",
-]
+    "FailedTransfer", "HostPools", "TieredCache", "Transfer", "TransferError", "complete", "init_host_pools", "move",
+    "offload", "onboard", "swap_in", "swap_out", "watermark",
+]  # fmt: skip

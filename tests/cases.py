@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of all policies and verbs, which the tests of both read: a new policy or verb is one entry here."""
+"""Tables of all policies and verbs. The tests of both read them: a new policy or verb is one entry here."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Policy:
     Attributes:
       make: returns the policy.
       shows: its `repr`.
-      evicts: of documents 1, 2 and 3, of two blocks each, those that leave one after the other. They were used last in
-        this order: 3, 2, 1; document 1 was used twice, 2 three times. None: it is tested elsewhere.
+      evicts: the order in which documents 1, 2 and 3, of two blocks each, leave. They were last used in the order 3, 2,
+        1; document 1 was used twice, 2 three times. None: it is tested elsewhere.
       spec: of the cache to verify it on.
     """
 
@@ -48,7 +48,7 @@ POLICIES = {
 ROWS, WIDTH = 3, 16
 OPTIONS = {"num_blocks": 8, "max_seqs": ROWS, "max_length": WIDTH, "block_size": 4}
 LAYERS = [LayerSpec(2, 16), LayerSpec(1, 16, window=8, sink_tokens=2)]
-# Caches for calls of which only the shapes are looked at.
+# Caches for calls of which only the shapes are used.
 SPECS = {
     "plain": kvjax.make_spec(LAYERS[:1], dtype="float32", **OPTIONS),
     "all of it": kvjax.make_spec(

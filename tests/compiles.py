@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run compiles: which files longest, in whichever of its processes; and the programs that it keeps."""
+"""A report of the files that compile longest, over all processes of a run; and the cache of programs on disk."""
 
 import collections
 import pathlib
@@ -9,14 +9,14 @@ import time
 import jax
 import pytest
 
-# jax also records the first where a program comes from the cache on disk; then the second comes just before it.
+# jax also records the first event where a program comes from the cache on disk. The second one then precedes it.
 COMPILED = "/jax/core/compile/backend_compile_duration"
 RETRIEVED = "/jax/compilation_cache/cache_retrieval_time_sec"
-MOST = 10  # files that are told
+MOST = 10  # files that are reported
 
 
 def forget_old_programs(folder: pathlib.Path, days: float = 14) -> None:
-    """Deletes kept programs that no run has read for so long; a file system may note a reading only once a day."""
+    """Deletes programs that no run has read for so long. A file system may note a reading only once a day."""
     for path in folder.glob("*"):
         if time.time() - path.stat().st_atime > days * 86_400:
             path.unlink(missing_ok=True)
@@ -46,7 +46,7 @@ class ProgramLimit:
 
 
 class Compiles:
-    """A plugin of pytest that counts what its process compiles; processes that a test starts are not known here.
+    """A plugin of pytest that counts what its process compiles. Processes that a test starts are not counted.
 
     Attributes:
       file: of the test that runs.
@@ -69,7 +69,7 @@ class Compiles:
         self.file = nodeid.split("::")[0]
 
     def pytest_sessionfinish(self, session):
-        if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, which tells the one that began it
+        if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, which reports to the one that began it
             session.config.workeroutput["compiles"] = dict(self.seconds)
 
     @pytest.hookimpl(optionalhook=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict jax, kept programs, few garbage collections, and how hard Hypothesis tries. Warnings are errors."""
+"""Strict jax, a cache of programs, few garbage collections, and profiles of Hypothesis. Warnings are errors."""
 
 import gc
 import importlib.metadata
@@ -9,7 +9,7 @@ import tempfile
 
 # Before jax is imported. `make gpu` asks for the GPU by setting the variable itself.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# One test process compiles for all of them, and a run for the next one; a night's compiles all anew.
+# Test processes share what they compile, and so do successive runs. A night's run compiles all anew.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     PROGRAMS = f"{pathlib.Path(__file__).parents[1]}/.pytest_cache/jax-{importlib.metadata.version('jaxlib')}"
     if os.environ.get("HYPOTHESIS_PROFILE") == "nightly":
@@ -27,15 +27,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-# Programs run for microseconds here and take seconds to compile; a night's tests may be worth the optimiser's time.
+# Programs run for microseconds here and take seconds to compile. Only a night's tests let the optimiser work.
 jax.config.update("jax_disable_most_optimizations", os.environ.get("HYPOTHESIS_PROFILE") != "nightly")
 
 
-# A trace makes many objects at a time and little garbage: to look for it after 700 takes a fifth of a trace.
+# A trace makes many objects at a time and little garbage. Collecting after every 700 takes a fifth of its time.
 gc.set_threshold(100_000, 50, 100)
 
-# The files that take longest first, so that no process is left alone with one of them: of the default tests, then of
-# the long ones.
+# The files that take longest come first, so that no process ends alone with one of them: those of the default tests,
+# then those of the long ones.
 FIRST = (
     "test_scenarios.py", "test_machine.py", "test_errors.py", "test_bytes.py", "test_pool.py", "test_attention.py",
     "test_machine_serving.py", "test_generation.py", "test_readme.py", "test_kernels.py", "test_models.py",
@@ -48,7 +48,7 @@ FIRST = (
 
 
 def pytest_configure(config):
-    # A run that is killed while it writes a program leaves half of it: the next ones compile it again.
+    # A run that is killed while it writes a program leaves half of it. The next runs compile it again.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
     if "PROGRAMS" in globals():  # not in the processes of pytest-xdist, for which the first one has set the variable
         forget_old_programs(pathlib.Path(PROGRAMS))

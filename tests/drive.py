@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of many kinds need to drive a cache: jitted verbs, shared specs, padding, processes, and `Driver`."""
+"""Tools of many tests to drive a cache: jitted verbs, shared specs, padding, processes, and `Driver`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvjax.testing.trial import static_options
 
 ROOT = pathlib.Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
-# Seconds that a process started by a test may take: enough for a busy machine. One that takes longer hangs.
+# Seconds that a process started by a test may take, enough for a busy machine. One that takes longer hangs.
 TIMEOUT = float(os.environ.get("KVJAX_TEST_TIMEOUT", "600"))
 
-# Tests that do not depend on a shape of their own use these, and so the same compiled programs.
+# Tests that need no shape of their own use these, and so share compiled programs.
 PLAIN = SMALL
 EXTRA = dataclasses.replace(PLAIN, extra_ids=True)
 RETENTION = dataclasses.replace(PLAIN, retention=True)
@@ -40,7 +40,7 @@ HOMES = (kvjax, kvjax.tiers, kvjax.pools, kvjax.debug, kvjax.events)
 
 
 def verb(name: str) -> Callable[..., Any]:
-    """A verb, or another function of a state, by its name, from whichever module exports it."""
+    """A verb or another function of a state, by its name, from the module that exports it."""
     return next(getattr(home, name) for home in HOMES if hasattr(home, name))
 
 
@@ -51,7 +51,7 @@ def static(name: str) -> tuple[str, ...]:
 
 
 class Verbs(dict[str, Callable[..., Any]]):
-    """Jitted verbs by name, each made when it is first asked for. They compile in half the time, and run slowly.
+    """Jitted verbs by name, each made at its first use. They compile in half the time, and run slowly.
 
     Attributes:
       find: the function with a name.
@@ -72,29 +72,29 @@ METHODS = Verbs(lambda name: getattr(kvjax.Cache, name))
 
 
 def padded(values: Any, width: int, fill: Any = 0) -> np.ndarray:
-    """i32[width]; the values, and then `fill`, which may be several numbers, over and over."""
+    """i32[width]: the values, then `fill`, which may be several numbers, again and again."""
     values = np.asarray(values, np.int32)
     return np.concatenate([values, np.resize(np.asarray(fill, np.int32), width - len(values))])
 
 
 def lines(texts: Mapping[int, Sequence[int]], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """i32[rows, width], i32[rows]; a text for some of the rows, and how long each is."""
+    """i32[rows, width] and i32[rows]: the tokens of the texts {row: text}, padded, and their lengths."""
     found = [texts.get(row, ()) for row in range(rows)]
     return np.stack([padded(text, width) for text in found]), np.array([len(text) for text in found], np.int32)
 
 
 class Driver:
-    """A cache whose verbs are called by name, and what its events say; it is verified after each verb.
+    """A cache whose verbs are called by name, with all that its events say. It is verified after each verb.
 
-    `check` holds, the events give the index, and a verb that was refused has changed nothing. Its requests have one
-    width each, so that all of a file are one program: a prompt may be a token longer than a row.
+    `check` holds, the events give the index, and a refused verb has changed nothing. The requests of each verb have one
+    width, so that those of a file share a program. A prompt may be a token longer than a row.
 
     Attributes:
       cache: a `CacheState`, a `Cache` or a `TieredCache`; all have the same verbs.
-      events: of the last verb.
+      events: those of the last verb.
       recorded: all events, decoded.
       mirror: the index by all events.
-      totals: of all events.
+      totals: the totals of all events.
     """
 
     def __init__(self, cache: Any, verbs: Mapping[str, Callable[..., Any]] | None = None, *, verified: bool = True):
@@ -111,7 +111,7 @@ class Driver:
         return getattr(self.cache, "state", self.cache)
 
     def ask(self, verb: str, *args: Any, complete: bool = True, **options: Any) -> Events:
-        """Calls a verb, which may be refused; what it orders to move between tiers has then arrived."""
+        """Calls a verb, which may be refused. The moves between tiers that it orders are then complete."""
         args = tuple(map(_typed, args))
         options = {name: value if name in static(verb) else _typed(value) for name, value in options.items()}
         before = jax.tree.map(np.array, self.state) if self.verified else None  # copies: the cache may be donated
@@ -143,7 +143,7 @@ class Driver:
         self.recorded += decoded
 
     def verify(self, verb: str, before: Any) -> None:
-        """Verifies what the last verb, called on a cache in the state `before`, has left."""
+        """Verifies the cache after the last verb, which was called in the state `before`."""
         kvjax.check(self.state)
         assert kvjax.events.index_of(self.state) == self.mirror.index, "the events do not give the index"
         refused = np.asarray(self.events.status) != Status.OK
@@ -154,11 +154,11 @@ class Driver:
     # Requests.
 
     def status(self, verb: str, *args: Any, **options: Any) -> list[str]:
-        """Calls a verb; what it says of each row."""
+        """Calls a verb, and returns the status of each row."""
         return names(self.ask(verb, *args, **options))
 
     def admit(self, seq: int, tokens: Sequence[int], namespace: int = 0, **options: Any) -> list[str]:
-        """Admits a prompt. The same text follows it in its array: nobody may read that."""
+        """Admits a prompt. The padding behind it repeats its tokens, which nobody may read."""
         width = self.state.spec.max_length + 1
         if self.state.spec.extra_ids:
             options = {"extra_ids": np.zeros(width, np.int32), **options}
@@ -172,19 +172,19 @@ class Driver:
         return self.status("commit", tokens, counts, **options)
 
     def grow(self, *counts: int, **options: Any) -> list[str]:
-        """Asks for room for so many more tokens of each row."""
-        asked = np.array(counts, np.int32)
-        return self.status("extend", asked > 0, asked, max_tokens=MOST, **options)
+        """Reserves slots for so many more tokens of each row."""
+        num_tokens = np.array(counts, np.int32)
+        return self.status("extend", num_tokens > 0, num_tokens, max_tokens=MOST, **options)
 
     def start(self, seq: int, tokens: Sequence[int], **options: Any) -> int:
-        """Admits a prompt and commits what is not cached of it; how much is."""
+        """Admits a prompt and commits the part that is not cached; returns the number of cached tokens."""
         assert self.admit(seq, tokens, **options) == ["OK"], names(self.events)
         cached = int(self.state.seqs.committed[seq])
         assert set(self.write({seq: tokens[cached:]})) == {"OK"}, names(self.events)
         return cached
 
     def found(self, tokens: Sequence[int], **options: Any) -> int:
-        """Tokens that `admit` would find."""
+        """The number of tokens that `admit` would find."""
         text, length = padded(tokens, self.state.spec.max_length + 1, tokens), np.int32(len(tokens))
         cache = self.cache if self.verbs is METHODS else self.state
         return int(self.verbs["lookup"](cache, text, length, namespace=np.int32(0), **options).cached_tokens)
@@ -196,12 +196,12 @@ def names(events: Events) -> list[str]:
 
 
 def _typed(value: Any) -> Any:
-    """Python's integers as i32: to jit they are a type of their own."""
+    """Python's integers as i32, because jit would give them a type of their own."""
     return np.int32(value) if type(value) is int else value
 
 
 def output_of(*command: str, **environment: str) -> str:
-    """What a process prints that runs in the checkout, on the CPU, and ends well."""
+    """The output of a process that runs in the checkout, on the CPU, and ends well."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

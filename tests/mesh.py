@@ -22,10 +22,10 @@ def mesh_of(data: int, heads: int, kind: AxisType = AUTO):
 
 
 def collectives(compiled) -> collections.Counter[str]:
-    """How many collectives of each kind a compiled program has."""
+    """The number of collectives of each kind in a compiled program."""
     return collections.Counter(kind for _, kind in _COLLECTIVE.findall(compiled.as_text()))
 
 
 def sent_shapes(compiled) -> list[str]:
-    """What they make, such as f32[4,1,64]."""
+    """The shapes that collectives make, such as f32[4,1,64]."""
     return [shape for shape, _ in _COLLECTIVE.findall(compiled.as_text())]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools that spoil what is computed from a slot before it is written."""
+"""Pools whose unwritten slots spoil every result that depends on them."""
 
 import jax
 import jax.numpy as jnp
 
 
 def poisoned(pools):
-    """NaN in every slot of pools, in the row for padding too; -128 where they are integers, whose scales are NaN."""
+    """Pools with NaN in every slot, in the row for padding too. Integers are -128, with NaN scales."""
     return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else -128), pools)

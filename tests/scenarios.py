@@ -5,7 +5,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bookkeeping alone; read when jax is imported
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # metadata alone; read when jax is imported
     from tests.oracle.scenarios import main
 
     sys.exit(main())

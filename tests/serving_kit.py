@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of generation share: a model that reads what is cached, a spec for each kind of cache, and ways to run.
+"""Tools for tests of generation: a model that reads the cached K/V, a spec for each kind of cache, and ways to run.
 
-Up to 8 prompts with `OPTIONS` are one program for each spec, whichever way they are run; it takes long to compile.
+Up to 8 prompts with `OPTIONS` share one program for each spec, by any of the ways. It takes long to compile.
 """
 
 import functools
@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 from kvjax.pools import host as host_pool
-from kvjax.serving import Scheduler, host_tier, runner
+from kvjax.serving import Scheduler, runner
 from tests.drive import VERBS, padded
 from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
 
@@ -27,7 +27,7 @@ BLOCKS, HOST, ROWS, LENGTH, BEFORE = 16, 12, 3, 32, 7
 
 @functools.cache
 def make_spec(kind="plain", host=0):
-    """Three rows of 32 tokens; `host` blocks on the second tier."""
+    """A spec of three rows of 32 tokens, with `host` blocks on the second tier."""
     layers = [kvjax.LayerSpec(1, 2, window) for window in LAYERS[kind]]
     return kvjax.make_spec(
         layers, num_blocks=BLOCKS, num_host_blocks=host, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE,
@@ -36,13 +36,13 @@ def make_spec(kind="plain", host=0):
 
 
 def make_cache(num_blocks=BLOCKS, host=0, kind="plain"):
-    """An empty cache; how many of its blocks are in use makes no other program."""
+    """An empty cache. Its number of blocks in use is traced, so that it shares programs."""
     create = kvjax.tiers.TieredCache.create if host else kvjax.Cache.create
     return create(make_spec(kind, host), num_blocks=np.int32(num_blocks))
 
 
 def start(kind="plain", host=0):
-    """A cache with two rows in use, which are not the generation's: its prompts come one at a time."""
+    """A cache with two rows in use, which are not the generation's. So its prompts run one at a time."""
     cache = make_cache(BLOCKS - 4 if host else BLOCKS, host, kind)
     admit = kvjax.tiers.TieredCache.admit if host else ADMIT
     rows, tokens = np.array([1, 2], np.int32), np.zeros((2, 16), np.int32) + np.array([[1], [2]], np.int32)
@@ -61,13 +61,13 @@ def state_of(cache):
 
 
 def prompts_of(number):
-    """Two prompts of 13 tokens that no other number's share blocks with, up to 39."""
+    """Two prompts of 13 tokens, which share no blocks with those of another number; numbers go up to 39."""
     pair = (2 * number, 2 * number + 1)
     return [[*(one // VOCAB**digit % VOCAB for digit in range(SIZE)), 1, 2, 0, 2, 1, 0, 0, 1, 2] for one in pair]
 
 
 def assert_chained(prompts, outputs):
-    """Each token is what the model says after its prompt: no byte that it read was wrong."""
+    """Asserts that each token is the model's choice after its prompt, so that no byte that it read was wrong."""
     for prompt, output in zip(prompts, outputs, strict=True):
         path = tuple(prompt)
         for token in output.tokens:
@@ -76,7 +76,7 @@ def assert_chained(prompts, outputs):
 
 
 def assert_whole(cache, events, prompts=(), outputs=()):
-    """The cache is sound, the generation's rows and no others are released, and what was computed is found."""
+    """Asserts that the cache is sound, just the generation's rows are released, and their tokens are found."""
     state = state_of(cache)
     kvjax.check(state)
     assert state.seqs.length.tolist() == [0, BEFORE, BEFORE]
@@ -129,39 +129,39 @@ def fail():
 
 @pytest.fixture(autouse=True)
 def ctrl_c_acts():
-    """A shell's background jobs begin with SIGINT ignored."""
+    """Lets Ctrl-C act, because a shell's background jobs begin with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 class Calls:
-    """The jitted calls of generations, of which one does something before it, or after."""
+    """The jitted calls of generations. Something may happen before or after one of them."""
 
     def __init__(self, monkeypatch, inner=False):
         self.count, self.at, self.before, self.after = 0, 0, None, None
-        places = [(runner, "_submit"), (runner, "_serve"), (host_tier, "_has_row")]
-        places += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
+        targets = [(runner, "_submit"), (runner, "_serve"), (runner, "_has_row")]
+        targets += [(kvjax.tiers.TieredCache, "admit"), (kvjax.tiers.TieredCache, "watermark")]
         if inner:
-            places += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
-        for where, name in places:
+            targets += [(kvjax.tiered, "_finish"), (host_pool, "_copy")]
+        for where, name in targets:
             monkeypatch.setattr(where, name, self.wrap(getattr(where, name)))
 
     def wrap(self, program):
         def call(*args, **kwargs):
             self.count += 1
-            here = self.count == self.at
-            if here and self.before:
+            is_due = self.count == self.at
+            if is_due and self.before:
                 self.before()
             result = program(*args, **kwargs)
-            if here and self.after:
+            if is_due and self.after:
                 self.after()
             return result
 
         return functools.update_wrapper(call, program)  # with `lower`, which compiles and calls nothing
 
     def each(self, before=None, after=None):
-        """The number of each call, one after the other, to be followed by a run, until a run does not reach it."""
+        """Yields the number of each call in turn. The caller then runs a generation, until one has fewer calls."""
         self.before, self.after = before, after
         for self.at in itertools.count(1):
             self.count = 0
@@ -172,12 +172,12 @@ class Calls:
 
 
 class Listener:
-    """A listener that does something at some of its calls, behind all else.
+    """A listener that acts at some of its calls, after it has collected the events.
 
     Attributes:
       events: all events, decoded.
-      totals: of all events.
-      calls: how often it was called.
+      totals: the totals of all events.
+      calls: the number of its calls.
     """
 
     def __init__(self, do=None, at=()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of the wires share: events by hand, publishers with subscribers, and agents with readers."""
+"""Tools for tests of the wires: events by hand, publishers with subscribers, and agents with readers."""
 
 import random
 import threading
@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.interop.agent import Agent, messages
 from kvjax.interop.vllm import Publisher, Subscriber
-from kvjax.interop.vllm import replay as replays
+from kvjax.interop.vllm import publisher as publishers
 from tests.unit.interop.forest import spec_of
 
 PLAIN = spec_of("plain")
@@ -23,8 +23,8 @@ ADDED, REMOVED, GPU, CPU = 1, 2, 1, 2
 
 def stored(block, generation, parent, tokens, group=0, **more):
     above = {"parent": None, "namespace": parent} if isinstance(parent, int) else {"parent": parent}
-    known = {"kind": "stored", "group": group, "block": block, "generation": generation, "level": 0, "priority": 35}
-    return {**known, **above, "tokens": tokens, **more}
+    fields = {"kind": "stored", "group": group, "block": block, "generation": generation, "level": 0, "priority": 35}
+    return {**fields, **above, "tokens": tokens, **more}
 
 
 def removed(block, generation, group=0):
@@ -38,7 +38,7 @@ def updated(block, generation, level, priority=35):
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
     """Peers need not wait for a second between replays."""
-    monkeypatch.setattr(replays, "INTERVAL", 0.01)
+    monkeypatch.setattr(publishers, "INTERVAL", 0.01)
 
 
 def publisher(spec=PLAIN, **options):
@@ -50,14 +50,14 @@ def subscriber(source, **options):
 
 
 def agrees(sub, wanted, timeout=LONG):
-    """Whether a subscriber comes to have an index, and says that it is complete."""
+    """Whether a subscriber comes to have an index, and to say that it is complete."""
     if sub.wait(lambda one: one.complete and one.index == wanted, timeout):
         return True
     raise AssertionError((sub.counts, sub.complete, set(sub.index.items()) ^ set(wanted.items())))
 
 
 def eventually(condition):
-    """Whether something comes to hold."""
+    """Whether a condition comes to hold in time."""
     until = time.monotonic() + LONG
     while not condition() and time.monotonic() < until:
         time.sleep(0.02)
@@ -68,7 +68,7 @@ CHAIN = [stored(0, 1, 0, [1, 2, 3, 4]), stored(1, 1, (0, 1), [5, 6, 7, 8])]
 
 
 class Lossy:
-    """Loses some of the messages that a subscriber is sent."""
+    """Drops some of the messages to a subscriber."""
 
     def __init__(self, sub, seed, rate=0.3):
         self.rng, self.rate, self.lost, take = random.Random(seed), rate, 0, sub._follower.receive
@@ -86,13 +86,13 @@ def whole(forest):
     """Events that store all that is cached."""
     nodes = sorted(forest.mirror.nodes.items(), key=lambda item: (len(item[1][1]), item[0]))
     size, extra = forest.spec.block_size, forest.spec.extra_ids
-    places = {(ns, path): node for node, (ns, path, *_) in nodes if node[0] == 0}
+    of_path = {(ns, path): node for node, (ns, path, *_) in nodes if node[0] == 0}
     events = []
     for node, (ns, path, level, priority) in nodes:
         start = (len(path) - 1) // size * size
         items = [*path[start:]]
         text = {"tokens": [i[0] for i in items], "extra_ids": [i[1] for i in items]} if extra else {"tokens": items}
-        above = {"parent": places[ns, path[:start]][1:]} if start else {"parent": None, "namespace": ns}
+        above = {"parent": of_path[ns, path[:start]][1:]} if start else {"parent": None, "namespace": ns}
         event = {"kind": "stored", "group": node[0], "block": node[1], "generation": node[2]}
         events.append({**event, **above, **text, "level": level, "priority": priority})
     return events
@@ -103,17 +103,17 @@ def agent(spec=PLAIN, **options):
 
 
 class Reader:
-    """Mirrors an agent, from when it is there, by the update class of a description.
+    """Mirrors an agent from its own start on, with the message class of a description.
 
     An id that is added or removed twice is an error.
 
     Attributes:
       found: {(group, cache id): level}.
-      updates: how many it got.
-      fill: the last levels.
-      parents: {cache id: that of the prefix before}.
+      updates: the number of updates that it got.
+      fill: the last fill levels.
+      parents: {cache id: cache id of the prefix before}.
       complete: whether the snapshot has ended.
-      error: how its stream ended.
+      error: the error that ended its stream.
     """
 
     def __init__(self, address, groups=(), update=messages.KVCacheStateUpdate, credentials=None):
@@ -171,7 +171,7 @@ class Reader:
             return self._changed.wait_for(lambda: condition(self), timeout)
 
     def agrees(self, wanted):
-        """Whether it comes to have these ids, each told once."""
+        """Whether it comes to have these ids, each sent once."""
         if not self.ours:
             wanted = {(None, name): level for (_, name), level in wanted.items()}
         assert self.wait(lambda one: one.found == wanted), set(self.found.items()) ^ set(wanted.items())

@@ -111,15 +111,8 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
 
     broken = lax.while_loop(lambda b: jnp.any(~b & depends(b)), lambda b: b | depends(b), broken)
     good = where & ~broken
-    return Dedup(
-        own=own,
-        target=target,
-        publish=good & (found < 0) & is_first,
-        merge=good & (target != own),
-        first=is_first,
-        key=key,
-        parent=jnp.stack([parent, namespace], axis=-1),
-    )
+    publish, merge = good & (found < 0) & is_first, good & (target != own)
+    return Dedup(own, target, publish, merge, is_first, key, jnp.stack([parent, namespace], axis=-1))
 
 
 def _earliest(key: jax.Array, where: jax.Array) -> jax.Array:

@@ -38,10 +38,7 @@ def let_go_of_sources(group: Group, sources: jax.Array) -> Group:
 
 
 def hold(group: Group, ids: jax.Array, where: jax.Array, *, by: int = 1) -> Group:
-    """Adds a holder to each of the findable blocks ids i32[K], all different, where bool[K]; counts as a hit.
-
-    With by=-1 it undoes that.
-    """
+    """Adds a holder to each of the findable blocks ids i32[K], all different, where bool[K], a hit; by=-1 undoes it."""
     idle = 0 if by > 0 else 1
     changed = count(where & (pick(group.blocks.refcount, ids) == idle) & group.on_device(ids))
     refcount, changed = fence(group.blocks.refcount, changed)

@@ -82,13 +82,8 @@ def insert(links: Links, blocks: Blocks, ids: jax.Array, where: jax.Array) -> Li
     first = pick(blocks.text, (ids, 0))
     buckets = [key_bucket(links, pick(blocks.key, ids)), child_bucket(links, pick(blocks.parent, ids), first)]
     nowhere = np.iinfo(np.int32).max
-    bucket, node = lax.sort(
-        (
-            jnp.where(jnp.concatenate([where, where]), jnp.concatenate(buckets), nowhere),
-            jnp.concatenate([ids, ids + num_ids]),
-        ),
-        num_keys=1,
-    )
+    bucket = jnp.where(jnp.concatenate([where, where]), jnp.concatenate(buckets), nowhere)
+    bucket, node = lax.sort((bucket, jnp.concatenate([ids, ids + num_ids])), num_keys=1)
     # Entries of one bucket are now neighbours: they become a run in front of the bucket's old chain.
     live = bucket != nowhere
     joined = bucket[1:] == bucket[:-1]

@@ -25,10 +25,7 @@ def publish(
 
     Their keys u32[K, 2] are not those of any findable block. A parent i32[K, 2] is (block, namespace), where the
     namespace counts if the block is NO_BLOCK; it may be among them. `depth` i32[K] blocks come before each, and each
-    holds `fill` tokens, i32[] or i32[K].
-
-    Returns:
-      The group and K records, stored.
+    holds `fill` tokens, i32[] or i32[K]. Also returns K records, stored.
     """
     blocks = group.blocks
     generation = add(blocks.generation, ids, 1, where)
@@ -59,10 +56,7 @@ def leave_index(
     """Takes findable blocks ids i32[K], all different, where bool[K], out of the index of group `number`.
 
     Each of them has no findable children, or all of them leave too. `counted` is False after `claim`: then parents
-    count them as children no longer.
-
-    Returns:
-      The group and K records, removed.
+    count them as children no longer. Also returns K records, removed.
     """
     blocks, on_device = group.blocks, group.on_device(ids)
     generations, generation = fence(blocks.generation, pick(blocks.generation, ids))
@@ -95,8 +89,7 @@ def forget(group: Group, number: int, removed: Records) -> tuple[Group, Records]
 def forget_all(state: CacheState, number: int, removed: Records) -> tuple[CacheState, list[Records]]:
     """Removes the window groups' blocks of the prefixes `removed` from group `number`, if it is the first group.
 
-    Returns:
-      The state; and records, removed: those of the window groups, then `removed`.
+    Also returns records, removed: those of the window groups, then `removed`.
     """
     if number > 0:
         return state, [removed]

@@ -65,11 +65,8 @@ class Row(Pytree):
 
 def read_row(state: CacheState, seq: jax.Array) -> Row:
     """Row `seq` i32[]; some row with `exists` False if seq is out of range."""
-    return Row(
-        exists=(seq >= 0) & (seq < state.spec.max_seqs),
-        metadata=pick(state.seqs, seq),
-        tables=tuple(pick(group.table, seq) for group in state.groups),
-    )
+    exists = (seq >= 0) & (seq < state.spec.max_seqs)
+    return Row(exists, pick(state.seqs, seq), tuple(pick(group.table, seq) for group in state.groups))
 
 
 def write_row(

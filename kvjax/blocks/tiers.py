@@ -13,7 +13,7 @@ from kvjax._arrays import add, count, fence, loop, pick, put, rank
 from kvjax.events.records import EventKind, Records, no_records, record
 from kvjax.events.transfer import Transfer, orders
 from kvjax.policies.retention import priority_at
-from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy, Group, Host
+from kvjax.state import NO_BLOCK, Blocks, CacheState, EvictionPolicy, Group, Host
 
 
 def with_ancestors(group: Group, marked: jax.Array, on_device: jax.Array) -> jax.Array:
@@ -40,10 +40,7 @@ def find_unevictable(group: Group) -> Group:
 
 
 def _mark_unevictable(host: Host, parent: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
-    """bool[B]; `Host.unevictable` with device blocks ids i32[K], where bool[K], and all their ancestors marked too.
-
-    Costs a step for each ancestor to mark.
-    """
+    """bool[B]; `Host.unevictable` with device blocks ids i32[K], where bool[K], and all their ancestors marked too."""
 
     def step(carry):
         unevictable, ids, where = carry
@@ -59,10 +56,8 @@ def take_over(
     """Blocks target i32[K] on the host, where bool[K], take the device rows of equal blocks own i32[K], all different.
 
     Comes before `merge`: K/V that have just been computed need not come from the host. Children that stay on the host
-    keep the block and its ancestors from being evicted inside a loop.
-
-    Returns:
-      The group and K records, updated; none without a host tier.
+    keep the block and its ancestors from being evicted inside a loop. Also returns K records, updated; none without a
+    host tier.
     """
     blocks, host = group.blocks, group.host
     if host is None:
@@ -71,10 +66,7 @@ def take_over(
     device_row, host_row = pick(host.pool_row, own), pick(host.pool_row, target)
     parent = pick(blocks.parent, target)[:, 0]
     idle = where & (pick(blocks.refcount, target) == 0)
-    updated = record(
-        EventKind.UPDATED, where, group=number, block=target, generation=pick(blocks.generation, target),
-        priority=blocks.stated_priority(target),
-    )  # fmt: skip
+    updated = updates(blocks, number, target, where, 0)
     (pool_row, pending_transfer), device_row, host_row, idle, updated = fence(
         (host.pool_row, host.pending_transfer), device_row, host_row, idle, updated
     )
@@ -85,13 +77,18 @@ def take_over(
         num_host_children=add(host.num_host_children, parent, -1, has_parent, unique=False),
         policy=policy.forgot(host.policy, jnp.where(where, target, NO_BLOCK)),
     )
-    host = host.replace(
-        unevictable=_mark_unevictable(
-            host, blocks.parent[:, 0], target, where & (pick(host.num_host_children, target) > 0)
-        )
-    )
+    above, stays = blocks.parent[:, 0], where & (pick(host.num_host_children, target) > 0)
+    host = host.replace(unevictable=_mark_unevictable(host, above, target, stays))
     blocks = blocks.replace(children=add(blocks.children, parent, 1, has_parent, unique=False))
     return group.replace(blocks=blocks, host=host, num_cached=group.num_cached + count(idle)), updated
+
+
+def updates(blocks: Blocks, number: int, ids: jax.Array, where: jax.Array, level: jax.Array | int) -> Records:
+    """Records of blocks ids i32[K] of group `number` that come to a level (0 device, 1 host), where bool[K]."""
+    return record(
+        EventKind.UPDATED, where, group=number, block=ids, generation=pick(blocks.generation, ids),
+        priority=blocks.stated_priority(ids), level=level,
+    )  # fmt: skip
 
 
 def keep_host_policy(empty: Group, group: Group, policy: EvictionPolicy) -> Group:

@@ -26,12 +26,12 @@ import jax.numpy as jnp
 
 from kvjax._arrays import Pytree, add, compact, count, either, is_among, pick, put, rank
 from kvjax.blocks.publish import children_first, descendants, leave_index
-from kvjax.blocks.tiers import find_unevictable, host_of, next_move, with_ancestors
+from kvjax.blocks.tiers import find_unevictable, host_of, next_move, updates, with_ancestors
 from kvjax.blocks.victims import Taken, claim
-from kvjax.events.records import EventKind, Records, joined, record
+from kvjax.events.records import joined
 from kvjax.events.transfer import orders
 from kvjax.policies.retention import advance_time
-from kvjax.state import NO_BLOCK, Blocks, EvictionPolicy, Group, Host
+from kvjax.state import NO_BLOCK, EvictionPolicy, Group, Host
 
 
 class Outgoing(Pytree, static=("held",)):
@@ -99,14 +99,9 @@ def take_over_tiers(
     group_after_claim = group.replace(blocks=blocks, policy=pstate)
     taken = transfer(group_after_claim, number, policy, outgoing, now, onboarded=onboarded, need=need, popped=popped)
     ok = fits & taken.ok
-    return Taken(
-        group=either(ok, taken.group, group),
-        ids=jnp.where(ok, taken.ids, NO_BLOCK)[:size],
-        ok=ok,
-        removed=taken.removed.only(ok),
-        updated=taken.updated.only(ok),
-        orders=taken.orders.only(ok),
-    )
+    group, ids = either(ok, taken.group, group), jnp.where(ok, taken.ids, NO_BLOCK)[:size]
+    removed, updated = (records.only(ok) for records in (taken.removed, taken.updated))
+    return Taken(group, ids, ok, removed, updated, taken.orders.only(ok))
 
 
 def transfer(
@@ -122,10 +117,8 @@ def transfer(
 ) -> Taken:
     """Lets `outgoing` blocks leave the device, brings `onboarded` i32[C] back, and takes `need` i32[] empty ones.
 
-    The outgoing blocks of group `number` are claimed. `popped` i32[] blocks that are empty before are used too.
-
-    Returns:
-      What was taken, valid only if `ok`. Removed and updated have records for all that can happen.
+    The outgoing blocks of group `number` are claimed. `popped` i32[] blocks that are empty before are used too. What
+    was taken is valid only if `ok`, with records for all that can happen.
     """
     onboarded = jnp.full((1,), NO_BLOCK, jnp.int32) if onboarded is None else onboarded
     need, popped = (jnp.int32(0) if blocks is None else blocks for blocks in (need, popped))
@@ -245,8 +238,8 @@ def apply_transfers(
     free, index = rows.free, jnp.arange(rows.free.shape[0], dtype=jnp.int32)
     moved = jnp.concatenate([jnp.where(offloaded, outgoing.ids, NO_BLOCK), onboarded])
     level = (jnp.arange(moved.shape[0], dtype=jnp.int32) < offloaded.shape[0]).astype(jnp.int32)
-    updated = _updated(blocks, number, moved, (moved >= 0) & (pick(blocks.fill, moved) > 0), level)
-    through_host = _updated(blocks, number, outgoing.ids, transfers.through_host, 1)
+    updated = updates(blocks, number, moved, (moved >= 0) & (pick(blocks.fill, moved) > 0), level)
+    through_host = updates(blocks, number, outgoing.ids, transfers.through_host, 1)
     ordered = orders(
         moved >= 0, group=number, block=moved, number=next_move(host), source=pick(host.pool_row, moved),
         target=pick(rows.pool_row, moved),
@@ -287,11 +280,3 @@ def apply_transfers(
     group = find_unevictable(group.replace(policy=pstate))
     ids = jnp.where(index < need, free, NO_BLOCK)
     return Taken(group, ids, transfers.ok, joined(through_host, left_index), updated, ordered)
-
-
-def _updated(blocks: Blocks, number: int, ids: jax.Array, where: jax.Array, level: jax.Array | int) -> Records:
-    """Records of blocks ids i32[K] of group `number` that come to a level (0 device, 1 host), where bool[K]."""
-    return record(
-        EventKind.UPDATED, where, group=number, block=ids, generation=pick(blocks.generation, ids),
-        priority=blocks.stated_priority(ids), level=level,
-    )  # fmt: skip

@@ -61,10 +61,7 @@ def link_blocks(
     """Links blocks own i32[K] to blocks target i32[K] of the first group, where bool[K]: they become findable.
 
     All are different. Own ones are not findable yet, and hold `fill` tokens; targets are findable, and without a block
-    in this group, whose number is `number`. `tree` has the blocks of the first group.
-
-    Returns:
-      The group and K records, stored.
+    in this group, whose number is `number`. `tree` has the blocks of the first group. Also returns K records, stored.
     """
     (group0_block, window_block), blocks = _group0_and_window_blocks(group), group.blocks
     generation, parent = add(blocks.generation, own, 1, where), pick(tree.parent, target)
@@ -91,8 +88,7 @@ def follow(
 ) -> tuple[Group, Records, Records]:
     """Publishes or merges a window group's blocks in the filled columns [K], as `dedup` [K] of the first group says.
 
-    Returns:
-      The group; K records, stored; and records, updated.
+    Also returns K records, stored; and records, updated.
     """
     where = (filled.row, filled.column)
     own = pick(group.table, where)
@@ -176,9 +172,7 @@ def regain(
     """Holds again the blocks that a row's windows lack, where ok bool[], if all of them are on the device; else none.
 
     The tables i32[M] are the row's in all groups; for each window group `lacking` bool[M] has the columns to fill.
-
-    Returns:
-      Whether it was done; the window groups; and the tables of all groups.
+    Returns whether it was done, the window groups, and the tables of all groups.
     """
     own = [
         jnp.where(columns, group.in_this_group(tables[0]), NO_BLOCK)

@@ -6,12 +6,4 @@ from kvjax.debug.invariants import RequestError, check, checked
 from kvjax.debug.plots import plot_blocks
 from kvjax.debug.text import show
 
-__all__ = [
-    "RequestError",
-    "Stats",
-    "check",
-    "checked",
-    "plot_blocks",
-    "show",
-    "stats",
-]
+__all__ = ["RequestError", "Stats", "check", "checked", "plot_blocks", "show", "stats"]

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
-from kvjax._summary import Condition, block_counts, count_lines
+from kvjax._arrays import unreadable
 from kvjax.checks import on_state
-from kvjax.debug.inspect import Inspection, inspect_group
+from kvjax.debug.inspect import Condition, Inspection, inspect_group
 from kvjax.state import CacheState
 
 
@@ -112,15 +113,59 @@ def stats(state: CacheState, group: int = 0) -> Stats:
 
 def tally(state: CacheState, seen: Inspection) -> Stats:
     """Counts of an inspected group of `state`."""
-    active, cached = seen.condition == Condition.ACTIVE, seen.condition == Condition.CACHED
+    active, cached = (seen.condition == kind for kind in (Condition.ACTIVE, Condition.CACHED))
+    _, *device, host_empty, host_cached, host_active = np.bincount(seen.condition, minlength=len(Condition)).tolist()
     return Stats(
-        block_size=state.spec.block_size,
-        num_rows=state.spec.max_seqs,
-        active_rows=int(np.sum(seen.length > 0)),
-        row_tokens=int(np.sum(seen.held)),
-        written_slots=int(np.sum(seen.written[active])),
+        block_size=state.spec.block_size, num_rows=state.spec.max_seqs, active_rows=int(np.sum(seen.length > 0)),
+        num_blocks=sum(device), empty_blocks=device[0], cached_blocks=device[1], active_blocks=device[2],
+        row_tokens=int(np.sum(seen.held)), written_slots=int(np.sum(seen.written[active])),
         reserved_slots=int(np.sum((seen.reserved - seen.written)[active])),
-        cached_slots=int(np.sum(seen.fill[cached])),
+        cached_slots=int(np.sum(seen.fill[cached])), host_blocks=host_empty + host_cached + host_active,
+        host_empty_blocks=host_empty, host_cached_blocks=host_cached, host_active_blocks=host_active,
         in_transit_blocks=int(np.sum(seen.moving)),
-        **block_counts(seen.condition),
+    )  # fmt: skip
+
+
+def count_lines(stats: Stats, since: Stats | None = None) -> list[str]:
+    """Counts in words, of the device and of the host if there is one; with `since`, earlier counts, their changes."""
+    if since is None and not stats.num_blocks:
+        return ["num_blocks out of range: no block is in use"]
+    number = lambda name: change(getattr(since or stats, name), getattr(stats, name))  # noqa: E731
+    blocks, on_host = (
+        ", ".join(f"{number(f'{tier}{kind}_blocks')} {kind}" for kind in ("active", "cached", "empty"))
+        for tier in ("", "host_")
     )
+    slots = "" if since else f"; {stats.filled_slots:,} of {stats.total_slots:,} slots filled"
+    rows = f"{number('active_rows')} of {stats.num_rows:,} rows in use"
+    lines = [f"{number('num_blocks')} blocks: {blocks}{slots}; {rows}"]
+    if stats.host_blocks:
+        moving = number("in_transit_blocks")
+        lines.append(f"on the host {stats.host_blocks:,} blocks: {on_host}; {moving} on the move")
+    return lines
+
+
+def change(old: int, new: int) -> str:
+    """The new number, behind the old one if that differs."""
+    return f"{new:,}" if old == new else f"{old:,} -> {new:,}"
+
+
+def one_line(owner: Any, state: Any, *sizes: str) -> str:
+    """One line for a state or for its owner, traced or donated too: shapes, sizes, and counts if it has any."""
+    spec, why = state.spec, uncounted(owner, state)
+    line = f"blocks of {spec.block_size:,} tokens, {spec.max_seqs:,} rows of up to {spec.max_blocks_per_seq:,} blocks"
+    line = ", ".join([line, *sizes])
+    for number, group in enumerate(spec.groups):
+        host = f" and {group.num_host_blocks:,} on the host" if group.num_host_blocks else ""
+        counts = f"{group.num_blocks:,} blocks{host}" if why else str(tally(state, inspect_group(state, number)))
+        line += f"; {spec.group_name(number)}{counts}"
+    return f"{type(owner).__name__}({line}{f'; {why}' if why else ''})"
+
+
+def uncounted(owner: Any, state: Any) -> str:
+    """Why the blocks of an owner's state cannot be counted; "" if they can."""
+    if why := unreadable((state, getattr(owner, "pools", None), getattr(owner, "host", None))):
+        return why
+    shapes = [state.seqs.length.shape, *(group.blocks.refcount.shape for group in state.groups)]
+    if shapes == [(state.spec.max_seqs,), *((group.num_ids,) for group in state.spec.groups)]:
+        return ""
+    return f"batched, {list(shapes[0][:-1])}" if shapes[0][:-1] else "of other shapes"

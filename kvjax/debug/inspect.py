@@ -4,14 +4,28 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import enum
 from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax._summary import Condition, conditions, slots_reached
 from kvjax.state import NO_BLOCK, CacheState
+
+
+class Condition(enum.IntEnum):
+    """The condition of a block. UNUSED blocks lie beyond the capacity that the state was made with.
+
+    The last three are the same on the host; swapped-out rows and pins hold ON_HOST_ACTIVE blocks.
+    """
+
+    UNUSED = 0
+    EMPTY = 1
+    CACHED = 2
+    ACTIVE = 3
+    ON_HOST_EMPTY = 4
+    ON_HOST_CACHED = 5
+    ON_HOST_ACTIVE = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,30 +65,33 @@ def inspect_group(state: CacheState, group: int = 0) -> Inspection:
     blocks, size = own.blocks, state.spec.block_size
     if blocks.refcount.ndim != 1:
         raise ValueError(f"state: got arrays with batch axes {blocks.refcount.shape[:-1]}, wanted one cache of them")
-    ids = np.arange(blocks.refcount.shape[0], dtype=np.int32)
-    table = own.table
+    ids, table = np.arange(len(blocks.refcount), dtype=np.int32), own.table
     is_block = (table >= 0) & (table < len(ids))
-    start = np.arange(table.shape[1]) * size
-    reach = functools.partial(slots_reached, table, num_ids=len(ids), size=size)
     on_device = np.asarray(own.on_device(ids))
+
+    def inside(num_tokens: np.ndarray) -> np.ndarray:
+        """i32[S, M]; slots of each table entry that the first num_tokens i32[S] tokens of its row reach."""
+        return np.clip(num_tokens[:, None] - np.arange(table.shape[1]) * size, 0, size)
+
+    def reach(num_tokens: np.ndarray) -> np.ndarray:
+        """i32[B]; slots from each block's start that they reach in any row."""
+        slots = np.zeros(len(ids), np.int32)
+        np.maximum.at(slots, table[is_block], inside(num_tokens)[is_block])
+        return slots
+
+    condition = np.where(blocks.fill > 0, Condition.CACHED, Condition.EMPTY)
+    condition = np.where(blocks.refcount > 0, Condition.ACTIVE, condition)
+    unused = (condition == Condition.EMPTY) & (ids >= own.num_blocks) & (ids < len(own.empty)) & on_device
+    condition = np.where(on_device, condition, condition + (Condition.ON_HOST_EMPTY - Condition.EMPTY))
     written = np.maximum(reach(seqs.committed), blocks.fill)
     counted = is_block & on_device[np.where(is_block, table, 0)]
     return Inspection(
-        condition=conditions(own),
-        moving=np.asarray(own.moving(ids)),
-        refcount=blocks.refcount,
-        written=written,
-        reserved=np.maximum(reach(seqs.length), written),
-        fill=blocks.fill,
-        tokens=tree.blocks.tokens[_group0_blocks(own, tree, is_block)],
-        parent=blocks.parent,
-        generation=blocks.generation,
-        table=table,
-        length=seqs.length,
-        committed=seqs.committed,
-        held=np.sum(np.where(counted, np.clip(seqs.committed[:, None] - start, 0, size), 0), axis=1),
-        swapped=np.asarray(seqs.swapped_out),
-    )
+        condition=np.where(unused, Condition.UNUSED, condition), moving=np.asarray(own.moving(ids)), fill=blocks.fill,
+        refcount=blocks.refcount, written=written, reserved=np.maximum(reach(seqs.length), written),
+        tokens=tree.blocks.tokens[_group0_blocks(own, tree, is_block)], parent=blocks.parent,
+        generation=blocks.generation, table=table, length=seqs.length, committed=seqs.committed,
+        held=np.sum(np.where(counted, inside(seqs.committed), 0), axis=1), swapped=np.asarray(seqs.swapped_out),
+    )  # fmt: skip
 
 
 def _group0_blocks(group: Any, tree: Any, is_block: np.ndarray) -> np.ndarray:

@@ -12,8 +12,7 @@ import numpy as np
 
 from kvjax.blocks import index
 from kvjax.checks import on_state
-from kvjax.debug.text import show
-from kvjax.debug.words import seqs
+from kvjax.debug.text import seqs, show
 from kvjax.events.records import Events, Status
 from kvjax.policies.ring import Ring
 from kvjax.state import LOST, NO_BLOCK, CacheState
@@ -58,7 +57,7 @@ def check(state: CacheState, *, rows: Collection[int] | None = None) -> None:
     Raises:
       AssertionError: naming the invariants that are broken, with a drawing of the state.
     """
-    host = jax.device_get(state)
+    host: Any = jax.device_get(state)  # numpy arrays, which the type checker takes for arrays of jax
     used = set(np.flatnonzero(host.seqs.length).tolist())
     left = sorted(used - set(used if rows is None else rows))
     broken = [f"{seqs(left)} in use, wanted none but {sorted(rows or ())}"] if left else []
@@ -79,9 +78,9 @@ def _failures(**rules: Any) -> list[str]:
     return [name.replace("_", " ") for name, holds in rules.items() if not np.all(holds)]
 
 
-def _check_rows(state: CacheState, number: int) -> list[str]:
-    seqs, size, group = state.seqs, state.spec.block_size, _numpy(state.groups[number])
-    held, keeps = -(-seqs.length // size), _numpy(state.spec.groups[number].keeps)
+def _check_rows(state: Any, number: int) -> list[str]:
+    seqs, size, group = state.seqs, state.spec.block_size, state.groups[number]
+    held, keeps = -(-seqs.length // size), state.spec.groups[number].keeps
     columns = np.arange(state.spec.max_blocks_per_seq, dtype=np.int32)
     inside = (columns[None] < held[:, None]) & np.asarray(keeps(columns[None], seqs.committed[:, None], size))
     repeats = [len(set(row[mask])) < mask.sum() for row, mask in zip(group.table, inside, strict=True)]
@@ -98,11 +97,6 @@ def _check_rows(state: CacheState, number: int) -> list[str]:
     )
 
 
-def _numpy(tree: Any) -> Any:
-    """The tree as `Any`: the type checker takes the numpy arrays of `device_get` for arrays of jax."""
-    return tree
-
-
 def _inside(ids: np.ndarray, array: np.ndarray) -> np.ndarray:
     """The ids clipped to indices of the array; the caller masks those that were out of range."""
     return np.clip(ids, 0, len(array) - 1)
@@ -112,7 +106,7 @@ def _on_device(group: Any) -> np.ndarray:
     return np.asarray(group.on_device(np.arange(len(group.blocks.fill), dtype=np.int32)))
 
 
-def _check_counts(state: CacheState, group: Any) -> list[str]:
+def _check_counts(state: Any, group: Any) -> list[str]:
     blocks, num_ids, size = group.blocks, group.blocks.refcount.shape[0], len(group.empty)
     holders = np.bincount(group.table[(group.table >= 0) & (group.table < num_ids)], minlength=num_ids)
     on_device = _on_device(group)
@@ -156,7 +150,7 @@ def _host_rules(group: Any, empty: np.ndarray, unused: np.ndarray) -> dict[str, 
     }
 
 
-def _check_prefixes(state: CacheState, group: Any) -> list[str]:
+def _check_prefixes(state: Any, group: Any) -> list[str]:
     """The rules of the first group alone."""
     return _check_tree(group) + _check_links(group)
 
@@ -182,8 +176,8 @@ def _check_tree(group: Any) -> list[str]:
     )
 
 
-def _check_group0_blocks(state: CacheState, group: Any) -> list[str]:
-    tree, blocks = _numpy(state.groups[0]), group.blocks
+def _check_group0_blocks(state: Any, group: Any) -> list[str]:
+    tree, blocks = state.groups[0], group.blocks
     findable, own = np.flatnonzero(blocks.fill > 0), _inside(group.table, blocks.fill)
     group0_blocks = _inside(group.group0_block[findable], tree.blocks.fill)
     rows = (group.table >= 0) & (tree.table >= 0) & (blocks.fill[own] > 0)

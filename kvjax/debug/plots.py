@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax._pictures import AMBER, BLUE, FAINT, GREEN, INK, PINK, RED, TEAL, VIOLET, new_figure, picture
-from kvjax._summary import Condition
 from kvjax.checks import on_state
 from kvjax.debug.counts import tally
-from kvjax.debug.inspect import Inspection, inspect_group
+from kvjax.debug.inspect import Condition, Inspection, inspect_group
 from kvjax.state import NO_BLOCK, CacheState
 
 if TYPE_CHECKING:
@@ -76,7 +75,8 @@ def plot_blocks(
     seen = inspect_group(state, group)
     num_blocks = len(seen.condition)
     per_cell = 1 << (-(-num_blocks // _MOST_CELLS) - 1).bit_length()
-    columns = _columns(-(-num_blocks // per_cell))
+    wide = 2 * math.sqrt(-(-num_blocks // per_cell))  # a map about four times as wide as it is high
+    columns = min(max(1 << math.ceil(math.log2(wide)), 16), 64)
     lanes = np.flatnonzero(seen.in_use).tolist()
     kinds = [*_NAMES][: 8 if state.spec.groups[group].num_host_blocks else 4]
     drawing = _Drawing(columns, numbered=columns <= _MOST_NUMBERED and per_cell == 1, kinds=kinds)
@@ -88,11 +88,6 @@ def plot_blocks(
     if path is not None:
         ax.get_figure(root=True).savefig(path, bbox_inches="tight", pad_inches=0.15)  # pyright: ignore[reportOptionalMemberAccess]
     return ax
-
-
-def _columns(cells: int) -> int:
-    """A power of two that makes the map about four times as wide as it is high."""
-    return min(max(1 << math.ceil(math.log2(2 * math.sqrt(cells))), 16), 64)
 
 
 class _Drawing:

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks, for each group."""
+"""A cache drawn in text: counts, rows, the tree of its contents, and a map of its blocks; or what has changed."""
 
 from __future__ import annotations
 
 import html
 import itertools
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from kvjax._summary import Condition, uncounted
 from kvjax.checks import on_state
-from kvjax.debug.changes import changes
-from kvjax.debug.counts import tally
-from kvjax.debug.inspect import Inspection, inspect_group
-from kvjax.debug.words import fit, holders, runs, seqs, tier_of
+from kvjax.debug.counts import change, count_lines, one_line, tally, uncounted
+from kvjax.debug.inspect import Condition, Inspection, inspect_group
 from kvjax.state import NO_BLOCK, CacheState
 
 _ALONE = 4  # rows without company that each get a line, at one branching
-_Branch = tuple[int, int, int, list[int], bool]  # depth, columns from and to, rows, whether they go on together
+_Branch = tuple[int, list[int], list[int]]  # depth, blocks, rows; without blocks these go on alone
 _MANY = 9  # the most holders that one digit shows
 _SIGNS = {
     Condition.UNUSED: " ", Condition.EMPTY: ".", Condition.CACHED: "c", Condition.ACTIVE: "a",
@@ -29,6 +27,10 @@ _SIGNS = {
 _TO_DEVICE, _TO_HOST = "<", ">"
 _ALIKE = {
     Condition.EMPTY: "empty", Condition.ON_HOST_EMPTY: "empty, on the host", Condition.UNUSED: "not in use",
+}  # fmt: skip
+_WORDS = {
+    Condition.UNUSED: "not in use", Condition.EMPTY: "empty", Condition.CACHED: "cached",
+    Condition.ON_HOST_EMPTY: "empty", Condition.ON_HOST_CACHED: "cached",
 }  # fmt: skip
 
 
@@ -42,8 +44,7 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
       state: the cache; not traced.
       since: an earlier state of the same spec: then only what has changed since is drawn, its rows and its blocks.
       width: columns to stay within.
-      max_lines: the most lines for each part of a group; the rest is counted, and a map of many used blocks gives one
-        character to several.
+      max_lines: the most lines for each part of a group; the rest is counted, and a map draws several blocks as one.
 
     Returns:
       Several lines. The tree of contents is left out of a group with more blocks in use (active or cached) than
@@ -54,21 +55,26 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
       ValueError: if `since` is no state, or one of another spec.
     """
     if since is not None:
-        return changes(since, state, width, max_lines)
-    lines = []
+        return _changes(since, state, width, max_lines)
+    drawings = []
     for number, group in enumerate(state.spec.groups):
         seen = inspect_group(state, number)
         shape = f"blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks"
-        for line in (state.spec.group_name(number) + shape, *tally(state, seen).lines):
-            lines += textwrap.wrap(line, width)
         parts = [_rows(seen, width, max_lines)]
         if group.window is None:
             parts.append(_shared(seen, width, max_lines))
             parts += [_contents(seen, width)] if np.sum(seen.used) <= max_lines else []
-        for part in map(list, [*parts, _map(seen, width, max_lines)]):
-            lines += ["", *part] if part else []
-        lines.append("")
-    return "\n".join(line[:width].rstrip() for line in lines[:-1])
+        heads = state.spec.group_name(number) + shape, *tally(state, seen).lines
+        drawings.append(_drawing(heads, [*parts, _map(seen, width, max_lines)], width))
+    return "\n\n".join(drawings)
+
+
+def _drawing(heads: Iterable[str], parts: Iterable[Iterable[str]], width: int) -> str:
+    """The heads, and the parts that are not empty, in lines of a width."""
+    lines = [words for head in heads for words in textwrap.wrap(head, width)]
+    for part in map(list, parts):
+        lines += ["", *part] if part else []
+    return "\n".join(line[:width].rstrip() for line in lines)
 
 
 def page(cache: Any) -> str:
@@ -79,7 +85,9 @@ def page(cache: Any) -> str:
     return f"<pre>{html.escape(repr(cache) + drawing)}</pre>"
 
 
-setattr(CacheState, "_repr_html_", page)  # noqa: B010 (a state has it from here, since it imports nothing of this room)
+# A state shows itself, and imports nothing of this room.
+setattr(CacheState, "__repr__", lambda state: one_line(state, state))  # noqa: B010
+setattr(CacheState, "_repr_html_", page)  # noqa: B010
 
 
 def _rows(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
@@ -110,12 +118,16 @@ def _shared(seen: Inspection, width: int, max_lines: int) -> Iterator[str]:
         return
     yield "shared prefixes and their branches:"
     drawn = found[:max_lines]
-    heads = [_head(tables, branch, width // 2) for branch in drawn]
-    owners = [seqs(rows) if one else f"{seqs(rows)}, each alone" for *_, rows, one in drawn]
+    indents = ["   " * depth for depth, *_ in drawn]
+    heads = [
+        indent + (fit(runs(blocks), width // 2 - len(indent)) if blocks else "...")
+        for indent, (_, blocks, _) in zip(indents, drawn, strict=True)
+    ]
+    owners = [seqs(rows) if blocks else f"{seqs(rows)}, each alone" for _, blocks, rows in drawn]
     first, second = (min(max(map(len, texts)), width // 3) for texts in (heads, owners))
-    for branch, head, owner in zip(drawn, heads, owners, strict=True):
+    for (_, blocks, _), head, owner in zip(drawn, heads, owners, strict=True):
         line = f"{head:<{first}}  {fit(owner.split(' '), width // 2):<{second}}  "
-        yield line + _text(seen, tables, branch, width - len(line))
+        yield line + (_text(seen, blocks, width - len(line)) if blocks else "")
     if len(found) > max_lines:
         yield "and more branches"
 
@@ -134,28 +146,19 @@ def _branches(tables: dict[int, list[int]], rows: list[int], start: int, depth: 
     end = start
     while len(parts := _by_block(tables, rows, end)) == 1 and len(parts[0]) == len(rows):
         end += 1
-    yield depth, start, end, rows, True
+    yield depth, tables[rows[0]][start:end], rows
     alone = [part for part in parts if len(part) == 1]
     for part in sorted(parts, key=len, reverse=True):
         if len(part) > 1 or len(alone) <= _ALONE:
             yield from _branches(tables, part, end, depth + 1)
     if len(alone) > _ALONE:
-        yield depth + 1, end, end, [seq for (seq,) in alone], False
+        yield depth + 1, [], [seq for (seq,) in alone]
 
 
-def _head(tables: dict[int, list[int]], branch: _Branch, width: int) -> str:
-    depth, start, end, rows, one = branch
-    indent = "   " * depth
-    return indent + (fit(runs(tables[rows[0]][start:end]), width - len(indent)) if one else "...")
-
-
-def _text(seen: Inspection, tables: dict[int, list[int]], branch: _Branch, width: int) -> str:
-    """The tokens that are written in a branch, or as many as fit."""
-    _, start, end, rows, one = branch
-    if not one:
-        return ""
-    blocks = np.clip(tables[rows[0]][start:end], 0, len(seen.tokens) - 1)
-    tokens = [str(token) for block in blocks for token in seen.tokens[block, : seen.written[block]]]
+def _text(seen: Inspection, blocks: list[int], width: int) -> str:
+    """The tokens that are written in blocks, or as many as fit."""
+    inside = np.clip(blocks, 0, len(seen.tokens) - 1)
+    tokens = [str(token) for block in inside for token in seen.tokens[block, : seen.written[block]]]
     count = f"{len(tokens):,} tokens  " if tokens else "nothing written"
     return count + fit([*tokens[:width], *tokens[width:][-1:]], width - len(count))
 
@@ -259,3 +262,143 @@ def _cell(seen: Inspection, blocks: range) -> str:
     if condition != Condition.ACTIVE:
         return _SIGNS[Condition(condition)]
     return str(count) if count <= _MANY else "+"
+
+
+def _changes(before: Any, after: CacheState, width: int, max_lines: int) -> str:
+    """Draws the differences of two states of one spec; see `show`."""
+    if not isinstance(before, CacheState):
+        raise ValueError(f"since: got a {type(before).__name__}, wanted a CacheState, such as an earlier cache.state")
+    if before.spec != after.spec:
+        raise ValueError("since: got a state of another spec, wanted one of the spec of `state`")
+    drawings = []
+    for number in range(len(after.groups)):
+        old, new = inspect_group(before, number), inspect_group(after, number)
+        parts = [[*_changed_rows(old, new, width, max_lines)], [*_changed_blocks(old, new, width, max_lines)]]
+        counts = [tally(before, old), tally(after, new)]
+        if counts[0] != counts[1] or any(parts):
+            first, *others = count_lines(counts[1], counts[0])
+            drawings.append(_drawing([after.spec.group_name(number) + first, *others], parts, width))
+    return "\n\n".join(drawings) or "\n".join(textwrap.wrap(_nothing(before, after), width))
+
+
+def _nothing(before: CacheState, after: CacheState) -> str:
+    """Whether states with equal rows and blocks are equal in all arrays."""
+    leaves = lambda state: jax.tree_util.tree_leaves_with_path(jax.device_get(state))  # noqa: E731
+    old, new = ({jax.tree_util.keystr(path): leaf for path, leaf in leaves(state)} for state in (before, after))
+    other = [name for name in old | new if not (name in old and name in new and np.array_equal(old[name], new[name]))]
+    if not other:
+        return "nothing has changed"
+    return f"no row and no block has changed, but {fit(other, 200)}"
+
+
+def _changed_rows(old: Inspection, new: Inspection, width: int, max_lines: int) -> Iterator[str]:
+    """One line per row that has changed: tokens, tokens written, blocks gained and lost."""
+    fields = ("length", "committed", "swapped")
+    differs = np.any([getattr(old, name) != getattr(new, name) for name in fields], axis=0)
+    changed = np.flatnonzero(differs | np.any(old.table != new.table, axis=1))
+    digits = len(str(len(new.length) - 1))
+    for seq in changed[:max_lines].tolist():
+        line = f"seq {seq:>{digits}}  {_tokens(old, new, seq)}"
+        moved = {"gains": _without(new.table[seq], old.table[seq]), "loses": _without(old.table[seq], new.table[seq])}
+        moved = {verb: runs(blocks) for verb, blocks in moved.items() if blocks}
+        part = (width - len(line)) // max(len(moved), 1)
+        yield line + "".join(f"  {verb} {fit(words, part - len(verb) - 3)}" for verb, words in moved.items())
+    if len(changed) > max_lines:
+        yield f"and {len(changed) - max_lines:,} more rows"
+
+
+def _tokens(old: Inspection, new: Inspection, seq: int) -> str:
+    """The tokens of a row before and after."""
+    if not new.in_use[seq]:
+        return f"free, had {int(old.length[seq]):,} tokens"
+    came = not old.in_use[seq]
+    since = new if came else old
+    lengths = int(since.length[seq]), int(new.length[seq])
+    written = int(since.committed[seq]), int(new.committed[seq])
+    tokens = f"{'new, ' if came else ''}{change(*lengths)} tokens"
+    if written != lengths:
+        tokens += f" ({change(*written)} written)"
+    if old.swapped[seq] != new.swapped[seq]:
+        tokens += ", swapped out" if new.swapped[seq] else ", swapped in"
+    return tokens
+
+
+def _without(blocks: np.ndarray, others: np.ndarray) -> list[int]:
+    return [block for block in blocks.tolist() if block != NO_BLOCK and block not in others]
+
+
+def _changed_blocks(old: Inspection, new: Inspection, width: int, max_lines: int) -> Iterator[str]:
+    """One line for the blocks that changed from one condition to another; empty ones that change the tier have none."""
+    replaced = (old.fill > 0) & (new.fill > 0) & (old.generation != new.generation)
+    fields = ("condition", "moving", "refcount")
+    differs = np.any([getattr(old, name) != getattr(new, name) for name in fields], axis=0)
+    changes: dict[tuple[str, str], list[int]] = {}
+    out_of_use = (old.condition == Condition.UNUSED) != (new.condition == Condition.UNUSED)
+    differs |= replaced | ((old.fill > 0) != (new.fill > 0))
+    for block in np.flatnonzero(differs & (old.used | new.used | out_of_use)).tolist():
+        what = _condition(old, block), _condition(new, block) + (", other contents" if replaced[block] else "")
+        changes.setdefault(what, []).append(block)
+    first, second = (max((len(pair[i]) for pair in changes), default=0) for i in range(2))
+    for was, now in list(changes)[:max_lines]:
+        line = f"{was:>{first}} -> {now:<{second}}  "
+        yield line + fit(runs(changes[was, now]), width - len(line))
+    if len(changes) > max_lines:
+        left = sum(map(len, list(changes.values())[max_lines:]))
+        yield f"and {left:,} more blocks"
+
+
+def _condition(seen: Inspection, block: int) -> str:
+    condition = Condition(int(seen.condition[block]))
+    if condition in (Condition.ACTIVE, Condition.ON_HOST_ACTIVE):
+        words = holders(f"{seen.refcount[block]:,}") + ("" if seen.fill[block] > 0 else ", not findable")
+    else:
+        words = _WORDS[condition]
+    return words + tier_of(seen, block)
+
+
+def runs(ids: Iterable[int]) -> list[str]:
+    """Block ids with runs of three or more, upwards or downwards, and gaps shortened: 2 7-9 - x12, 4."""
+    found: list[list[int]] = []
+    for block in map(int, ids):
+        run = found[-1] if found else []
+        step = block - run[-1] if run else 0
+        straight = abs(step) == 1 and min(block, run[-1]) >= 0 and (len(run) == 1 or run[1] - run[0] == step)
+        if straight or (run and block == run[0] == NO_BLOCK):
+            run.append(block)
+        else:
+            found.append([block])
+    words: list[str] = []
+    for run in found:
+        if run[0] == NO_BLOCK:
+            words += ["-"] if len(run) == 1 else [f"- x{len(run)},"]
+        else:
+            words += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return words
+
+
+def fit(words: list[str], width: int) -> str:
+    """The words joined by blanks; where they are too wide, the middle is left out."""
+    number, text = len(words), " ".join(words)
+    while len(text) > max(width, 12) and number > 2:
+        number -= 1
+        text = " ".join([*words[: number - 1], "...", words[-1]])
+    return text
+
+
+def seqs(numbers: Iterable[int]) -> str:
+    """Rows by number: seq 2, seqs 0 1 3."""
+    numbers = list(numbers)
+    return f"seq{'s' if len(numbers) > 1 else ''} {' '.join(runs(numbers))}"
+
+
+def holders(number: str) -> str:
+    """1 holder, 2 holders."""
+    return f"{number} holder{'' if number == '1' else 's'}"
+
+
+def tier_of(seen: Inspection, block: int) -> str:
+    """The tier of a block, if it is not plainly on the device."""
+    on_host = seen.condition[block] >= Condition.ON_HOST_EMPTY
+    if seen.moving[block]:
+        return ", on its way to the host" if on_host else ", on its way to the device"
+    return ", on the host" if on_host else ""

@@ -12,18 +12,6 @@ from kvjax.events.totals import Totals, counts
 from kvjax.events.transfer import Transfer
 
 __all__ = [
-    "EventKind",
-    "EventLog",
-    "Events",
-    "Mirror",
-    "Status",
-    "Totals",
-    "Transfer",
-    "append",
-    "counts",
-    "fold",
-    "index_of",
-    "init_log",
-    "snapshot",
-    "to_list",
-]
+    "EventKind", "EventLog", "Events", "Mirror", "Status", "Totals", "Transfer", "append", "counts", "fold", "index_of",
+    "init_log", "snapshot", "to_list",
+]  # fmt: skip

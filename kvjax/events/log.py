@@ -47,13 +47,8 @@ def init_log(capacity: int, block_size: int, extra_ids: bool = False) -> EventLo
     def empty() -> jax.Array:
         return jnp.zeros((capacity, block_size), jnp.int32)
 
-    return EventLog(
-        records=jnp.zeros((capacity, len(COLUMNS)), jnp.int32),
-        text=Text(empty(), empty() if extra_ids else None),
-        size=jnp.int32(0),
-        queried=jnp.int32(0),
-        cached=jnp.int32(0),
-    )
+    text = Text(empty(), empty() if extra_ids else None)
+    return EventLog(jnp.zeros((capacity, len(COLUMNS)), jnp.int32), text, jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
 
 def append(log: EventLog, *events: Events) -> EventLog:
@@ -75,12 +70,9 @@ def append(log: EventLog, *events: Events) -> EventLog:
 
 
 def lookups(log: EventLog, events: Iterable[Events]) -> dict[str, jax.Array]:
-    """The log's `queried` and `cached` with those of transitions.
+    """The log's `queried` and `cached` with those of transitions."""
 
-    Verbs that admit nobody have zeros, constants that XLA folds away: no kernel is added for them.
-    """
-
-    def total(name: str) -> jax.Array:
+    def total(name: str) -> jax.Array:  # verbs that admit nobody add zeros, constants that XLA folds away
         return sum((jnp.sum(getattr(one, name), dtype=jnp.int32) for one in events), getattr(log, name))
 
     return {name: total(name) for name in ("queried", "cached")}

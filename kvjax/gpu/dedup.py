@@ -97,7 +97,7 @@ def key_of(memory: Memory, filled: Filled, size: np.int32) -> Key:
     def step(i: jax.Array, content: Key) -> Key:
         position = (i * width + numbered(width))[None]
         counts = where & (position < size)
-        words = token_words(_text(memory, own, position, counts))
+        words = token_words(text_at(memory, own, position, counts))
         parts = [content_words(words, position.astype(jnp.uint32), lane) for lane in LANES]
         mixed = [_signed(jnp.where(counts, part, np.uint32(0))) for part in parts]
         total = [jnp.sum(part, axis=1, dtype=jnp.int32) for part in mixed]
@@ -152,15 +152,15 @@ def _same_text(memory: Memory, one: jax.Array, other: jax.Array, where: jax.Arra
     def step(i: jax.Array, different: jax.Array) -> jax.Array:
         position = (i * width + numbered(width))[None]
         counts = where & (position < size)
-        same = _text(memory, one, position, counts).equals(_text(memory, other, position, counts))
+        same = text_at(memory, one, position, counts).equals(text_at(memory, other, position, counts))
         return different + jnp.sum((~same).astype(jnp.int32), axis=1, dtype=jnp.int32)
 
     start = jnp.zeros(one.shape[:1], jnp.int32)
     return lax.fori_loop(np.int32(0), np.int32(-(-int(size) // width)), step, start) == 0
 
 
-def _text(memory: Memory, block: jax.Array, position: jax.Array, where: jax.Array) -> Text:
-    """The text of blocks i32[lanes, 1] at positions i32[1, width], where bool[lanes, width]."""
+def text_at(memory: Memory, block: jax.Array, position: jax.Array | int, where: jax.Array) -> Text:
+    """The text of blocks i32[...] at positions i32[...], where bool[...]."""
     parts = {name: memory.pick(name, (block, position), where) for name in TEXT if name in memory}
     return Text(**{"extra_ids": None, **parts})
 

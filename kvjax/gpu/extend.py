@@ -13,7 +13,7 @@ from jax import lax
 
 from kvjax.events.records import EventKind, Records, record
 from kvjax.gpu import ring
-from kvjax.gpu.lanes import count, lanes_of, numbered, peers, rank
+from kvjax.gpu.lanes import copy_rows, count, lanes_of, numbered, peers, rank
 from kvjax.gpu.memory import TEXT, Memory, arrays_of, run, with_arrays
 from kvjax.gpu.take import take
 from kvjax.state import CacheState
@@ -31,9 +31,7 @@ def grow_rows(
 ) -> tuple[CacheState, jax.Array, Records, Records, jax.Array]:
     """As `verbs/extend.grow`, for a state that `choice.serves`: all rows or none, exactly the same.
 
-    Returns:
-      The cache; bool[], whether every row could grow; records, removed and copied; and i32[], how many blocks are
-      missing.
+    Also returns bool[], whether every row could grow; records, removed and copied; and i32[], missing blocks.
     """
     spec = state.spec
     width = (max_tokens + spec.block_size - 2) // spec.block_size + 1
@@ -152,22 +150,7 @@ def _hand_out(memory: Memory, span: _Span, ok: jax.Array, size: np.int32) -> Non
     memory.put("table", (span.row, span.column), ids, wanted & ok)
     written = jnp.maximum(memory.pick("committed", span.row, span.begins) - span.first * size, 0)
     copies = copies & ok & (written > 0)
-    memory.when(count(copies) > 0, lambda: _copy_text(memory, ids, block, copies, size))
+    text = [(name, name) for name in TEXT if name in memory]
+    memory.when(count(copies) > 0, lambda: copy_rows(memory, text, block, ids, copies))
     for name, values in {"copies": copies, "ids": ids, "source": block, "written": written}.items():
         memory.put(name, span.row, values, span.begins)
-
-
-def _copy_text(memory: Memory, ids: jax.Array, source: jax.Array, where: jax.Array, size: np.int32) -> None:
-    """Stores in blocks ids i32[lanes], where bool[lanes], the text of their sources; none is a source itself."""
-    width = min(memory.tile(ids.shape[0]), lanes_of(int(size)))
-    ids, source, where = ids[:, None], source[:, None], where[:, None]
-
-    def step(start: jax.Array) -> jax.Array:
-        position = start + numbered(width)[None]
-        counts = where & (position < size)
-        parts = [name for name in TEXT if name in memory]
-        for name, text in [(name, memory.pick(name, (source, position), counts)) for name in parts]:
-            memory.put(name, (ids, position), text, counts)
-        return start + width
-
-    memory.loop(lambda start: start < size, step, jnp.int32(0))

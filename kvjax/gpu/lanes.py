@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +94,27 @@ def add(memory: Memory, names: tuple[str, ...], index: jax.Array, by: int, where
             memory.put(name, index, memory.pick(name, index, last) + by * found.number, last)
 
     memory.when(count(where) > 0, change)
+
+
+def copy_rows(
+    memory: Memory, names: Sequence[tuple[str, str]], source: jax.Array, target: jax.Array, where: jax.Array
+) -> None:
+    """Copies rows source i32[lanes] of arrays to rows target i32[lanes] of others, where bool[lanes], of equal width.
+
+    `names` are pairs of arrays; no row is a source and a target.
+    """
+    columns = memory.shape(names[0][0])[1]
+    width = min(memory.tile(source.shape[0]), lanes_of(columns))
+    source, target, where = source[:, None], target[:, None], where[:, None]
+
+    def copy(start: jax.Array) -> jax.Array:
+        column = start + numbered(width)[None]
+        inside = where & (column < columns)
+        for name, values in [(new, memory.pick(old, (source, column), inside)) for old, new in names]:
+            memory.put(name, (target, column), values, inside)
+        return start + width
+
+    memory.loop(lambda start: start < columns, copy, jnp.int32(0))
 
 
 def exchange(memory: Memory, index: jax.Array, *values: jax.Array) -> list[jax.Array]:

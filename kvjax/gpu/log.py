@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.events.log import EventLog, lookups
 from kvjax.events.records import EventKind, Events
-from kvjax.gpu.lanes import count, lanes_of, numbered, rank
+from kvjax.gpu.lanes import copy_rows, count, lanes_of, numbered, rank
 from kvjax.gpu.memory import TEXT, Memory, run
 from kvjax.state import Text
 
@@ -48,21 +48,6 @@ def _append(memory: Memory, *, lanes: Sequence[int]) -> None:
         where = real & (index < capacity)
         for name in ("records", *TEXT):
             if name in memory:
-                _copy_rows(memory, f"{name}{number}", name, index, where)
+                copy_rows(memory, [(f"{name}{number}", name)], lane, index, where)
         size = size + count(real)
     memory.set_number("size", jnp.minimum(size, capacity))
-
-
-def _copy_rows(memory: Memory, source: str, target: str, index: jax.Array, where: jax.Array) -> None:
-    """Copies row i of an array to row index[i] of another, where bool[lanes]."""
-    lanes, columns = index.shape[0], memory.shape(source)[1]
-    width = min(memory.tile(lanes), lanes_of(columns))
-    lane, index, where = numbered(lanes)[:, None], index[:, None], where[:, None]
-
-    def copy(start: jax.Array) -> jax.Array:
-        column = start + numbered(width)[None]
-        inside = where & (column < columns)
-        memory.put(target, (index, column), memory.pick(source, (lane, column), inside), inside)
-        return start + width
-
-    memory.loop(lambda start: start < columns, copy, jnp.int32(0))

@@ -9,10 +9,9 @@ import numpy as np
 
 from kvjax.blocks import index
 from kvjax.blocks.keys import token_words
-from kvjax.gpu.dedup import Dedup, Filled, key_bucket, table_sizes
+from kvjax.gpu.dedup import Dedup, Filled, key_bucket, table_sizes, text_at
 from kvjax.gpu.lanes import add, count, exchange, peers, rank
-from kvjax.gpu.memory import TEXT, Memory
-from kvjax.state import Text
+from kvjax.gpu.memory import Memory
 
 
 def publish(memory: Memory, filled: Filled, dedup: Dedup, size: np.int32) -> None:
@@ -55,8 +54,7 @@ def _child_bucket(memory: Memory, filled: Filled, where: jax.Array) -> jax.Array
     """`index.child_bucket`."""
     handles, buckets = table_sizes(memory)
     parent = [word.astype(jnp.uint32) for word in (filled.before, filled.link(memory))]
-    parts = {name: memory.pick(name, (filled.own, 0), where) for name in TEXT if name in memory}
-    first = token_words(Text(**{"extra_ids": None, **parts}))
+    first = token_words(text_at(memory, filled.own, 0, where))
     mixed = index.mix(index.mix(parent[0] * np.uint32(0x9E3779B1) + parent[1]) + first)
     return handles + buckets + (mixed & np.uint32(buckets - 1)).astype(jnp.int32)
 

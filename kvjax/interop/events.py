@@ -119,6 +119,12 @@ def arrays(events: Any) -> Events | EventLog:
     return jax.device_get(events)
 
 
+def records_of(events: Events | EventLog) -> np.ndarray:
+    """i32[n, 9]; the records, those of a log without its padding."""
+    records = np.asarray(events.records).reshape(-1, WIDTH)
+    return records[: int(events.size)] if isinstance(events, EventLog) else records
+
+
 def runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
     """The (start, stop) of runs of equal values."""
     cuts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
@@ -163,9 +169,7 @@ def _of_arrays(events: Events | EventLog, spec: CacheSpec) -> HostEvents:
     got = {name: part.shape[-1] for name, part in given.items()}
     if got != dict.fromkeys(names, size):
         raise ValueError(f"events: got blocks of {got}, wanted {dict.fromkeys(names, size)}")
-    parts = [np.asarray(given[name]) for name in names]
-    records = np.asarray(events.records).reshape(-1, WIDTH)
-    records = records[: int(events.size) if isinstance(events, EventLog) else None]
+    parts, records = [np.asarray(given[name]) for name in names], records_of(events)
     kinds = records[:, 0]
     stored = np.flatnonzero(kinds == EventKind.STORED)
     text = np.concatenate([part.reshape(-1, size)[stored] for part in parts], axis=1)

@@ -109,20 +109,14 @@ def salt_text(salt: str | None, salts: str, key: bytes) -> str | None:
 
 
 def block_hashes(
-    events: Iterable[dict[str, Any]],
-    hashes: Mapping[Node, bytes] | None = None,
-    *,
-    names: Namespaces | None = None,
-    loras: Mapping[int, str] | None = None,
-    model: str | None = None,
-    key: bytes = b"",
+    events: Iterable[dict[str, Any]], hashes: Mapping[Node, bytes] | None = None, **options: Any
 ) -> dict[Node, bytes]:
     """The hashes of all prefixes that are cached after some events; see `with_hashes` for the arguments.
 
     Returns:
       {(group, block, generation): hash}; a window group's block has the hash of its whole prefix.
     """
-    return with_hashes(events, hashes, names=names, loras=loras, model=model, key=key)[1]
+    return with_hashes(events, hashes, **options)[1]
 
 
 def with_hashes(

@@ -18,7 +18,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from kvjax.events.log import EventLog
@@ -58,7 +57,7 @@ def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[
 
 
 class PublisherThread[E: EventEncoder](abc.ABC):
-    """The side of a wire that takes a cache's events. Its owner makes what it needs to send, then calls `_start`.
+    """The side of a wire that takes a cache's events. A subclass makes what it needs to send, then starts `_thread`.
 
     Attributes:
       nodes: what is cached by the events so far.
@@ -78,9 +77,6 @@ class PublisherThread[E: EventEncoder](abc.ABC):
         self._callers, self._wake = threading.Lock(), threading.Condition()  # taken in this order
         self._counts = {"overflows": 0, "ignored": 0}
         self._thread = threading.Thread(target=self._run, name=f"kvjax-{self._name}", daemon=True)
-
-    def _start(self) -> None:
-        self._thread.start()
 
     nodes = property(lambda self: self._encoder.nodes)
 
@@ -173,7 +169,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             self.close()
         except (ValueError, TimeoutError):

@@ -229,25 +229,22 @@ class NodeMap:
 
     def snapshot(self) -> list[Change]:
         """The changes that store all that is cached, in each group parents first and prefixes in one piece."""
-        return [
-            Change(EventKind.STORED, number, blocks, group.table[blocks])
-            for number, group in enumerate(self.groups)
-            for live in (group.live,)
-            for blocks in (live[parents_first(group.table[live])],)
-        ]
+        found = []
+        for number, group in enumerate(self.groups):
+            live = group.live
+            blocks = live[parents_first(group.table[live])]
+            found.append(Change(EventKind.STORED, number, blocks, group.table[blocks]))
+        return found
 
     @property
     def index(self) -> dict[tuple[int, int, tuple], tuple[int, int]]:
         """{(group, namespace, token path): (level, stated priority)}, as `events.index_of` has it; for tests."""
-        return {
-            (number, int(row[col.NAMESPACE]), self.path(number, int(block))): (
-                int(row[col.LEVEL]),
-                int(row[col.PRIORITY]),
-            )
-            for number, group in enumerate(self.groups)
-            for block in group.live
-            for row in (group.table[block],)
-        }
+        found = {}
+        for number, group in enumerate(self.groups):
+            for block in group.live.tolist():
+                namespace, level, priority = group.table[block, [col.NAMESPACE, col.LEVEL, col.PRIORITY]].tolist()
+                found[number, namespace, self.path(number, block)] = level, priority
+        return found
 
     def path(self, number: int, block: int) -> tuple:
         """All tokens of the prefix that ends in a block, with their extra ids where the spec has them."""
@@ -302,10 +299,8 @@ class NodeMap:
         has_parent &= (above[:, col.FILL] > 0) & (above[:, col.GENERATION] == generation)
         rows[:, col.NAMESPACE] = np.where(parent < 0, generation, above[:, col.NAMESPACE])
         rows[:, col.DEPTH] = np.where(parent < 0, 0, above[:, col.DEPTH] + 1)
-        rows[:, col.FLAGS], rows[:, col.ABOVE : col.SIZE] = (
-            np.where(has_parent, above[:, col.FLAGS], 0),
-            above[:, col.HASH : col.ABOVE],
-        )
+        rows[:, col.FLAGS] = np.where(has_parent, above[:, col.FLAGS], 0)
+        rows[:, col.ABOVE : col.SIZE] = above[:, col.HASH : col.ABOVE]
         among = [-1] * len(rows)
         late = np.flatnonzero((parent >= 0) & ~has_parent).tolist()
         if not late:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvjax.debug.counts import stats
 from kvjax.events.log import EventLog
 from kvjax.events.records import EventKind, Events
 from kvjax.interop import columns as col
-from kvjax.interop.events import arrays, listened
+from kvjax.interop.events import arrays, listened, records_of
 from kvjax.interop.index import NodeMap
 from kvjax.serving.generation import Progress
 from kvjax.spec import CacheSpec
@@ -75,7 +74,7 @@ class Trace:
         events = arrays(read)
         now, begin = self._clock(), self._begin
         self._begin = now
-        records = _records(events)
+        records = records_of(events)
         args = _args_of(events, records)
         track, name = _track(events, args)
         self._slice(name, begin, now, _CACHE, track, args)
@@ -110,11 +109,8 @@ class Trace:
         now = self._clock()
         for number in self._groups:
             found = stats(state, number)
-            args = [{"active": found.active_blocks, "cached": found.cached_blocks, "empty": found.empty_blocks}]
-            args.append({
-                "active": found.host_active_blocks, "cached": found.host_cached_blocks, "empty": found.host_empty_blocks
-            })  # fmt: skip
-            for level, blocks in zip(self._levels(number), args, strict=False):
+            for level, prefix in zip(self._levels(number), ("", "host_"), strict=False):
+                blocks = {name: getattr(found, f"{prefix}{name}_blocks") for name in ("active", "cached", "empty")}
                 self._counter(f"blocks, {level}{self._suffix(number)}", now, blocks)
         self.mark()
 
@@ -141,7 +137,7 @@ class Trace:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _count(self, now: float) -> None:
@@ -194,14 +190,6 @@ class Trace:
 
     def _us(self, timestamp: float) -> int:
         return round((timestamp - self._start) * 1e6)
-
-
-def _records(events: Events | EventLog) -> np.ndarray:
-    """i32[n, 9]; the records without padding."""
-    records = np.asarray(events.records)
-    records = records.reshape(-1, records.shape[-1])
-    records = records[: int(events.size)] if isinstance(events, EventLog) else records
-    return records[records[:, 0] != EventKind.NONE]
 
 
 def _args_of(events: Events | EventLog, records: np.ndarray) -> dict[str, int]:

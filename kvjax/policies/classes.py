@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import count, loop, pick, put, rank
-from kvjax.policies.scores import is_hashable, ordered, unbound
+from kvjax.policies.scores import Bound, check_hash, ordered
 from kvjax.state import COPYING, NO_BLOCK, Blocks, Eligible, EvictionPolicy
 
 _NONE = -1  # no position
@@ -57,8 +57,7 @@ def by_class(
     Args:
       fn: (blocks, ids i32[K]) to i32[K], the classes of released blocks, cut to 0..classes-1. NO_BLOCK is padding.
       score: (blocks, heads i32[C]) to f32[C] or i32[C], the score of each class's head; of equal ones the lower class
-        loses its head. Where a class has none heads has NO_BLOCK, and the score does not matter. None: lower classes
-        leave before higher ones.
+        loses its head. Where a class has none heads has NO_BLOCK, and no score matters. None: lower classes first.
       classes: C.
       timed: whether both functions take the time, i32[] ms, too, as their last argument.
       init: num_ids to a state of the functions' own, a pytree of arrays such as weights; both take it after their other
@@ -70,68 +69,50 @@ def by_class(
     """
     if classes < 1:
         raise ValueError(f"classes: got {classes}, wanted at least 1")
-    parts = {"fn": unbound(fn), "score": (None, ()) if score is None else unbound(score)}
-    for argument, function in (*((key, value) for key, (value, _) in parts.items()), ("init", init)):
-        if not is_hashable(function):
-            raise ValueError(f"{argument}: got {function!r}, which has no hash, wanted a function")
-    (fn, named), (score, scored) = parts["fn"], parts["score"]
-    options = _Options(fn, named, score, scored, classes, timed, init)
+    label, priced = Bound.of("fn", fn), None if score is None else Bound.of("score", score)
+    check_hash("init", init)
+    options = label, priced, classes, timed, init
     return EvictionPolicy(
-        _Init(options),
-        _Push(options),
-        _Pop(options),
-        _drop,
-        idle=True,
-        name=name or getattr(fn, "__qualname__", type(fn).__qualname__),
-        parameters=(*named, *scored),
-    )
+        _Init(*options), _Push(*options), _Pop(*options), _drop, idle=True,
+        name=name or label.name, parameters=(*label.parameters, *(priced.parameters if priced else ())),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
     """The arguments of `by_class` as a value: closures over them would be equal to no others."""
 
-    fn: Callable[..., jax.Array]
-    fn_parameters: tuple[tuple[str, Any], ...]
-    score: Callable[..., jax.Array] | None
-    score_parameters: tuple[tuple[str, Any], ...]
+    fn: Bound
+    score: Bound | None
     classes: int
     timed: bool
     init: Callable[[int], Any] | None
-    types: tuple[type, ...] = dataclasses.field(init=False)  # 1, 1.0 and True are equal, but may differ as programs
-
-    def __post_init__(self) -> None:
-        types = tuple(type(value) for _, value in (*self.fn_parameters, *self.score_parameters))
-        object.__setattr__(self, "types", types)
 
     def extra_arguments(self, own: Any, now: jax.Array) -> list[Any]:
         """The arguments that both functions take after their others."""
         return [*([] if self.init is None else [own]), *([now] if self.timed else [])]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Init:
-    options: _Options
-
+class _Init(_Options):
     def __call__(self, num_ids: int) -> Chains:
         """See `EvictionPolicy.init`."""
-        own = () if self.options.init is None else self.options.init(num_ids)
-        return _init_chains(num_ids, self.options.classes, own)
+        none = lambda size: jnp.full((size,), _NONE, jnp.int32)  # noqa: E731
+        return Chains(
+            order=jnp.zeros((2 * num_ids,), jnp.int32), follows=none(2 * num_ids),
+            stamp=none(num_ids), label=jnp.zeros((num_ids,), jnp.int32),
+            begin=none(self.classes), first=none(self.classes), last=none(self.classes), end=jnp.int32(0),
+            exposed=jnp.int32(NO_BLOCK), parked=jnp.bool_(False), own=() if self.init is None else self.init(num_ids),
+        )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class _Push:
-    options: _Options
-
+class _Push(_Options):
     def __call__(self, chains: Chains, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Chains:
         """See `EvictionPolicy.touch`."""
-        extra = self.options.extra_arguments(chains.own, now)
-        label = self.options.fn(blocks, ids, *extra, **dict(self.options.fn_parameters))
+        label = self.fn(blocks, ids, *self.extra_arguments(chains.own, now))
         if label.shape != ids.shape or not jnp.issubdtype(label.dtype, jnp.integer):
-            raise ValueError(
-                f"by_class: fn returns {label.dtype}{list(label.shape)}, wanted integers of shape {list(ids.shape)}"
-            )
-        label = jnp.clip(label.astype(jnp.int32), 0, self.options.classes - 1)
+            found, wanted = f"{label.dtype}{list(label.shape)}", f"integers of shape {list(ids.shape)}"
+            raise ValueError(f"by_class: fn returns {found}, wanted {wanted}")
+        label = jnp.clip(label.astype(jnp.int32), 0, self.classes - 1)
         return _append(_make_space(chains, blocks, count(ids >= 0)), ids, label, ids >= 0)
 
 
@@ -150,10 +131,7 @@ class _Turn(NamedTuple):
     parked: jax.Array  # bool[]; as in `Chains`; leaves that were passed over count, too
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pop:
-    options: _Options
-
+class _Pop(_Options):
     def __call__(
         self, chains: Chains, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, size: int
     ) -> tuple[jax.Array, Chains]:
@@ -183,7 +161,7 @@ class _Pop:
         self, chains: Chains, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now: jax.Array, turn: _Turn
     ) -> _Turn:
         """Names a victim, or some of the lowest class, or passes an entry over."""
-        index = np.arange(_CHUNK if self.options.score is None else 1, dtype=np.int32)
+        index = np.arange(_CHUNK if self.score is None else 1, dtype=np.int32)
         on, own = _going(turn, wanted), self.lowest(chains, blocks, turn, now)
         apart, at = turn.exposed >= 0, pick(turn.at, own)
         position = jnp.where(apart, pick(chains.stamp, turn.exposed), at) + index
@@ -206,37 +184,26 @@ class _Pop:
         behind = pick(after, jnp.maximum(count(passes) - 1, 0))
         first = put(turn.first, own[None], behind[None], moves & ~spared & (pick(turn.first, own) == at))
         at = put(turn.at, own[None], behind[None], moves)
-        return _Turn(
-            at,
-            first,
-            put(turn.heads, own[None], self.head(chains, blocks, behind)[None], moves),
-            ids,
-            above,
-            turn.found + count(taken),
-            turn.left - count(moves & (behind < 0)),
-            jnp.where(
-                on,
-                _due(chains, blocks, eligible, at, above, jnp.where(taken[0] & turn.parked, parent[0], NO_BLOCK)),
-                turn.exposed,
-            ),
-            turn.parked | (on & ~passes[0]),
-        )
+        heads = put(turn.heads, own[None], self.head(chains, blocks, behind)[None], moves)
+        found, left = turn.found + count(taken), turn.left - count(moves & (behind < 0))
+        above_it = jnp.where(taken[0] & turn.parked, parent[0], NO_BLOCK)
+        exposed = jnp.where(on, _due(chains, blocks, eligible, at, above, above_it), turn.exposed)
+        return _Turn(at, first, heads, ids, above, found, left, exposed, turn.parked | (on & ~passes[0]))
 
     def head(self, chains: Chains, blocks: Blocks, at: jax.Array) -> jax.Array:
         """i32[...]; the blocks at positions at i32[...], as in `_Turn.heads`; nobody asks if there is no score."""
-        if self.options.score is None:
+        if self.score is None:
             return at
         block, live = _read(chains, blocks, at)
         return jnp.where(live, block, jnp.where(at < 0, NO_BLOCK, _DEAD))
 
     def lowest(self, chains: Chains, blocks: Blocks, turn: _Turn, now: jax.Array) -> jax.Array:
         """i32[]; the class whose head is looked at: one with a dead head, else one of the lowest score."""
-        classes = np.arange(self.options.classes, dtype=np.int32)
+        classes = np.arange(self.classes, dtype=np.int32)
         least = turn.at >= 0
-        if self.options.score is not None:
+        if self.score is not None:
             heads = jnp.where(turn.heads == _DEAD, NO_BLOCK, turn.heads)
-            extra = self.options.extra_arguments(chains.own, now)
-            score = self.options.score(blocks, heads, *extra, **dict(self.options.score_parameters))
+            score = self.score(blocks, heads, *self.extra_arguments(chains.own, now))
             if score.shape != classes.shape:
                 raise ValueError(f"by_class: the score has shape {score.shape}, wanted one per class {classes.shape}")
             score = jnp.where(turn.heads == _DEAD, -jnp.inf, jnp.where(turn.at < 0, jnp.inf, ordered(score)))
@@ -293,17 +260,6 @@ class Chains(NamedTuple):
     exposed: jax.Array  # i32[]; a parked block whose last child left in the last call, or NO_BLOCK. It is next
     parked: jax.Array  # bool[]; whether any entry was ever parked
     own: Any  # a state of the policy's functions
-
-
-def _init_chains(num_ids: int, classes: int, own: Any) -> Chains:
-    """The chains of C classes, without blocks."""
-    none = lambda size: jnp.full((size,), _NONE, jnp.int32)  # noqa: E731
-    return Chains(
-        order=jnp.zeros((2 * num_ids,), jnp.int32), follows=none(2 * num_ids),
-        stamp=none(num_ids), label=jnp.zeros((num_ids,), jnp.int32),
-        begin=none(classes), first=none(classes), last=none(classes), end=jnp.int32(0),
-        exposed=jnp.int32(NO_BLOCK), parked=jnp.bool_(False), own=own,
-    )  # fmt: skip
 
 
 def _make_space(chains: Chains, blocks: Blocks, number: jax.Array) -> Chains:

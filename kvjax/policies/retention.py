@@ -2,8 +2,7 @@
 """Retention: the priorities of the parts of a sequence once nobody holds them, and for how long.
 
 Each block has a priority from 0 to 100 and perhaps a time to live, counted from its last release; when that is over,
-its priority is the default, 35. Needs a spec made with `retention=True`; a policy uses the priorities to choose victims
-(`policies.priority`).
+its priority is the default, 35. Needs a spec made with `retention=True` and a policy such as `policies.priority`.
 
 `now` is 32 bits of ms, which wrap after 49 days. The cache extends it to 64 bits, so that a time to live that is over
 stays over. For that, verbs that take, release or move blocks must come less than 24 days apart.

@@ -64,9 +64,8 @@ def _push(ring: Ring, blocks: Blocks, ids: jax.Array, now: jax.Array) -> Ring:
         return order, stamp, read + chunk, write + count(live)
 
     full = ring.tail - ring.head + count(new) > capacity
-    order, stamp, _, end = loop(
-        lambda carry: full & (carry[2] - ring.tail < 0), squeeze, (ring.order, ring.stamp, ring.head, ring.head)
-    )
+    start = (ring.order, ring.stamp, ring.head, ring.head)
+    order, stamp, _, end = loop(lambda carry: full & (carry[2] - ring.tail < 0), squeeze, start)
     tail = jnp.where(full, end, ring.tail)
     position = tail + rank(new)
     order, stamp = put(order, position & (capacity - 1), ids, new), put(stamp, ids, position, new)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax._arrays import count, in_any, mix, pick
+from kvjax._arrays import count, in_any, mix, pick, put
+from kvjax.policies.retention import later, priority_at
 from kvjax.state import Blocks, Eligible, EvictionPolicy
 
 _AGES = 1 << 24
-MAX_RANK = 120  # of `then_age`: a score is exact up to 2.1e9
 
 
 def by_score(
@@ -34,8 +34,8 @@ def by_score(
     other policy, a decode step on a GPU runs as many small kernels. And window groups always use `lru`.
 
     Made again of the same functions it is an equal policy, which reuses compiled programs: what else the functions read
-    must not change. Functions that can be imported let it pickle. A score may have a state of its own, here how often
-    each block was released:
+    must not change. Functions that can be imported let it pickle. A score may have a state, here how often each block
+    was released:
 
         often = by_score(
             lambda blocks, seen: seen,
@@ -62,18 +62,14 @@ def by_score(
     """
     if touch is not None and init is None:
         raise ValueError("touch: got a function, wanted None (without init= there is no state that it could change)")
-    fn, parameters = unbound(fn)
-    for argument, function in (("fn", fn), ("init", init), ("touch", touch)):
-        if not is_hashable(function):
-            raise ValueError(f"{argument}: got {function!r}, which has no hash, wanted a function")
+    score = Bound.of("fn", fn)
+    check_hash("init", init)
+    check_hash("touch", touch)
+    lowest = _Lowest(score, timed, init is not None)
     return EvictionPolicy(
-        init or _no_state,
-        touch or _untouched,
-        _Lowest(fn, parameters, tuple(type(value) for _, value in parameters), timed, init is not None),
-        idle=touch is None,
-        name=name or getattr(fn, "__qualname__", type(fn).__qualname__),
-        parameters=parameters,
-    )
+        init or _no_state, touch or _untouched, lowest,
+        idle=touch is None, name=name or score.name, parameters=score.parameters,
+    )  # fmt: skip
 
 
 def _no_state(num_ids: int) -> tuple[()]:
@@ -86,18 +82,34 @@ def _untouched(pstate: Any, blocks: Blocks, ids: jax.Array, now: jax.Array) -> A
     return pstate
 
 
-def unbound(fn: Callable[..., jax.Array]) -> tuple[Callable[..., jax.Array], tuple[tuple[str, Any], ...]]:
-    """A partial's function and what it binds by name: partials are equal to nothing else, their parts may be.
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A function and what it takes by name, as a value: partials are equal to nothing else, their parts may be."""
 
-    One that binds by position, or something without a hash such as an array, stays a function like any other.
-    """
-    if not isinstance(fn, functools.partial) or fn.args or not is_hashable(tuple(fn.keywords.values())):
-        return fn, ()
-    return fn.func, tuple(sorted(fn.keywords.items()))
+    fn: Callable[..., jax.Array]
+    parameters: tuple[tuple[str, Any], ...]
+    types: tuple[type, ...]  # of the parameters; 1, 1.0 and True are equal, but may give different programs
+
+    @classmethod
+    def of(cls, argument: str, fn: Callable[..., jax.Array]) -> Bound:
+        """The parts of a partial; one that binds by position, or an array, stays a function like any other."""
+        parameters: tuple[tuple[str, Any], ...] = ()
+        if isinstance(fn, functools.partial) and not fn.args and _is_hashable(tuple(fn.keywords.values())):
+            fn, parameters = fn.func, tuple(sorted(fn.keywords.items()))
+        check_hash(argument, fn)
+        return cls(fn, parameters, tuple(type(value) for _, value in parameters))
+
+    @property
+    def name(self) -> str:
+        """The qualified name of the function."""
+        return getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
+
+    def __call__(self, *args: Any) -> jax.Array:
+        """Calls the function."""
+        return self.fn(*args, **dict(self.parameters))
 
 
-def is_hashable(value: Any) -> bool:
-    """Whether a value can be part of a policy."""
+def _is_hashable(value: Any) -> bool:
     try:
         hash(value)
     except TypeError:
@@ -105,13 +117,17 @@ def is_hashable(value: Any) -> bool:
     return True
 
 
+def check_hash(argument: str, function: Any) -> None:
+    """Raises a ValueError for a function that cannot be part of a policy."""
+    if not _is_hashable(function):
+        raise ValueError(f"{argument}: got {function!r}, which has no hash, wanted a function")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Lowest:
     """`victims` by score, as a value: a closure would be equal to no other closure over the same function."""
 
-    fn: Callable[..., jax.Array]  # the score
-    parameters: tuple[tuple[str, Any], ...]  # what it takes by name
-    types: tuple[type, ...]  # of the parameters; 1, 1.0 and True are equal, but may give different programs
+    fn: Bound  # the score
     timed: bool  # whether fn takes the time
     has_state: bool  # whether fn takes the policy's state
 
@@ -122,19 +138,16 @@ class _Lowest:
 
         def choose():
             extra = [*([pstate] if self.has_state else []), *([now] if self.timed else [])]
-            score = self.fn(blocks, *extra, **dict(self.parameters))
-            if score.shape != blocks.fill.shape:
-                raise ValueError(
-                    f"by_score: the score has shape {score.shape}, wanted one per block {blocks.fill.shape}"
-                )
-            score = ordered(score)
-            return _pop_leaves(score, blocks, eligible, wanted, size)
+            score = self.fn(blocks, *extra)
+            if score.shape != (wanted_shape := blocks.fill.shape):
+                raise ValueError(f"by_score: the score has shape {score.shape}, wanted one per block {wanted_shape}")
+            return _pop_leaves(ordered(score), blocks, eligible, wanted, size)
 
         return lax.cond(in_any(wanted > 0), choose, lambda: jnp.full((size,), -1, jnp.int32)), pstate
 
 
 def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: jax.Array, size: int) -> jax.Array:
-    """i32[size]; the `wanted` lowest by repeated removal of the lowest leaf; a removal can make the parent a leaf."""
+    """i32[size]; the `wanted` lowest, leaf by leaf; a removal can make the parent a leaf."""
     num_ids = score.shape[0]
     leaf = eligible(jnp.arange(num_ids, dtype=jnp.int32)) & (blocks.children == 0)
     _, front = lax.top_k(jnp.where(leaf, -score, -jnp.inf), min(size, num_ids))
@@ -199,9 +212,9 @@ def _stored(blocks: Blocks) -> jax.Array:
 
 
 def then_age(rank: jax.Array, blocks: Blocks) -> jax.Array:
-    """i32[B]; a score that orders by rank i32[B], 0..MAX_RANK, and among equals by age, the oldest release first.
+    """i32[B]; a score that orders by rank i32[B], 0..120, and among equals by age, the oldest release first.
 
-    Blocks that were released more than 16.7 million releases ago count as equally old.
+    Ranks up to 120 keep it exact (2.1e9). Blocks released over 16.7 million releases ago count as equally old.
     """
     age = jnp.minimum(blocks.clock - blocks.released, _AGES - 1)
     return rank * _AGES + (_AGES - 1 - age)
@@ -215,3 +228,41 @@ def random() -> EvictionPolicy:
 
 def _mixed(blocks: Blocks) -> jax.Array:
     return (mix(blocks.released.astype(jnp.uint32)) >> np.uint32(1)).astype(jnp.int32)
+
+
+@functools.cache
+def priority() -> EvictionPolicy:
+    """Evicts the block of the lowest priority, among equals the least recently released; needs a spec with `retention`.
+
+    A parent outlives its cached children, so a tail of high priority protects its whole prefix. Blocks that were
+    released more than 16.7 million releases ago count as equally old.
+
+    Source: TensorRT-LLM's LRUEvictionPolicy, one queue for each priority.
+    """
+    return by_score(_priority_then_age, timed=True, name="priority")
+
+
+def _priority_then_age(blocks: Blocks, now: jax.Array) -> jax.Array:
+    return then_age(priority_at(blocks, now), blocks)
+
+
+@functools.cache
+def trt_leaf() -> EvictionPolicy:
+    """The order of TensorRT-LLM, for study: that of `priority()`, but a time to live that ends counts as a release.
+
+    A block whose time is over goes to the back of the queue of priority 35 and begins to age there; `priority()` counts
+    on from its release. A call that evicts sorts all blocks; needs a spec with `retention`.
+
+    Source: TensorRT-LLM's LRUEvictionPolicy that evicts leaves alone, with `refresh` before every request.
+    """
+    return by_score(_queue_position, timed=True, name="trt_leaf")
+
+
+def _queue_position(blocks: Blocks, now: jax.Array) -> jax.Array:
+    current = priority_at(blocks, now)
+    assert blocks.retention is not None and blocks.expiry is not None
+    over = current != blocks.retention[:, 0]
+    # The expiry is the release plus the time to live, which is -1 where there is none.
+    queued = later(blocks.expiry, jnp.where(over, 0, -blocks.retention[:, 1]))
+    order = jnp.lexsort((blocks.released - blocks.clock, queued[:, 1], queued[:, 0], current)).astype(jnp.int32)
+    return put(jnp.zeros_like(order), order, np.arange(order.shape[0], dtype=np.int32), order >= 0)

@@ -8,18 +8,6 @@ from kvjax.pools.recurrent import recur
 from kvjax.pools.views import View, mixed, ragged, view
 
 __all__ = [
-    "HostPools",
-    "Pools",
-    "TransferError",
-    "View",
-    "apply",
-    "attend",
-    "init_host_pools",
-    "init_pools",
-    "mixed",
-    "move",
-    "ragged",
-    "recur",
-    "view",
-    "write",
-]
+    "HostPools", "Pools", "TransferError", "View", "apply", "attend", "init_host_pools", "init_pools", "mixed", "move",
+    "ragged", "recur", "view", "write",
+]  # fmt: skip

@@ -75,31 +75,22 @@ def attend(
             first = slice(0, decodes)
             parts.append(call("decode_attention", q[first], pool, index, table[first], lengths[first], **options))
         if num_tokens is not None:
-            rest, starts = slice(decodes, None), _starts(starts, *shape[:2])
+            rest = slice(decodes, None)
+            starts = jnp.arange(shape[0], dtype=jnp.int32) * shape[1] if starts is None else starts
             rows = table[rest], lengths[rest], starts[rest] - decodes, num_tokens[rest]
             options["max_count"] = shape[1] - decodes
             parts.append(call("prefill_attention", q[rest], pool, index, *rows, **options))
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
     operands = {
-        "q": q,
-        "pool": array,
-        "index": index,
-        "table": view.tables[group],
-        "scales": pools.scales_of(group, pool),
-        "sinks": sinks,
-        "lengths": view.lengths,
+        "q": q, "pool": array, "index": index, "table": view.tables[group], "scales": pools.scales_of(group, pool),
+        "sinks": sinks, "lengths": view.lengths,
         **({} if is_decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
-    }
+    }  # fmt: skip
     with jax.named_scope("attend"):
         axes = {"q": 2, "pool": 3, "scales": 3, "sinks": 0}
         result = pools.over_heads(compute, operands, axes, (1, 1) if return_lse else 1)
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
-
-
-def _starts(starts: jax.Array | None, rows: int, count: int) -> jax.Array:
-    """i32[R]; where each row's tokens start on the flat axis."""
-    return jnp.arange(rows, dtype=jnp.int32) * count if starts is None else starts
 
 
 def _check(q, array, view, window, soft_cap, sinks) -> None:

@@ -218,14 +218,8 @@ def write(
     for name, x in (("k", k), ("v", v)):
         if x.shape != wanted:
             raise ValueError(f"{name}: got shape {x.shape}, wanted {wanted} for this view and layer {layer}")
-    operands = {
-        "pool": array,
-        "scales": pools.scales_of(group, pool),
-        "index": index,
-        "k": k,
-        "v": v,
-        "slots": view.slots[group],
-    }
+    scales, slots = pools.scales_of(group, pool), view.slots[group]
+    operands = {"pool": array, "scales": scales, "index": index, "k": k, "v": v, "slots": slots}
 
     def append(pool, scales, index, k, v, slots):
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))

@@ -177,9 +177,8 @@ def _rows(state: CacheState, num_tokens, seqs, written):
 def _packed(count: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Rows of count i32[R] tokens on one axis of `size` positions, one after the other.
 
-    Returns:
-      i32[R], where each row starts; i32[R], how many of its tokens fit; i32[1, size], whose each position is; and
-      i32[1, size], which of its owner's tokens, from 0 on, or beyond them for padding.
+    Returns i32[R], where each row starts; i32[R], how many of its tokens fit; and i32[1, size], each position's owner
+    and which of its tokens that is, from 0 on, or beyond them for padding.
     """
     starts = jnp.minimum(sum_before(count), size)
     count = jnp.minimum(count, size - starts)

@@ -20,8 +20,7 @@ import numpy as np
 from kvjax import policies
 from kvjax.research.figures import summary, unbounded
 from kvjax.research.learning.compare_learned import compare_learned
-from kvjax.research.learning.learn_policy import learn_policy
-from kvjax.research.learning.learned import Learned
+from kvjax.research.learning.learned import Learned, learn_policy
 from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
 from kvjax.research.simulators.belady import belady
 from kvjax.research.simulators.hits import RULES, Hits, Rule

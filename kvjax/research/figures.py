@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.research.simulators.hits import RULES, Hits, Rule, num_hittable
 from kvjax.research.simulators.lru_curve import lru_curve
-from kvjax.research.simulators.overlap import overlapping
+from kvjax.research.simulators.replay import overlapping
 from kvjax.research.traces.trace import Trace, previous_uses
 
 _SHARED = 2  # full blocks that make a later prompt the next turn; one alone may be a system prompt
@@ -67,6 +67,10 @@ class Summary:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
+        reuse = ""
+        if self.reuse_ms is not None:
+            low, middle, high = (f"{time / 1000:,.1f}" for time in self.reuse_ms)
+            reuse = f"; the others' next use is {middle} s later in the median, half of them {low} to {high} s"
         speed = f"{self.overlap[0]:,g} prompt tokens/s and {self.overlap[1]:,g} ms a token of an answer"
         lines = [
             f"requests     {self.requests:,} in {self.span_ms / 1000:,.1f} s; "
@@ -78,7 +82,7 @@ class Summary:
             f"unbounded    hits {self.rate:.4f} by blocks, {self.token_rate:.4f} by tokens, "
             f"{self.mean_rate:.4f} in the mean of requests",
             f"rule         {self.rule}: {RULES[self.rule]}",
-            f"reuse        {self.used_once:,} ids are in one request only{self._reuse()}",
+            f"reuse        {self.used_once:,} ids are in one request only{reuse}",
         ]
         if self.sessions is not None:
             lines.append(f"sessions     {self.sessions:,}")
@@ -93,12 +97,6 @@ class Summary:
             "refused      a request longer than the cache: it hits nothing and counts as requested",
         ]
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
-
-    def _reuse(self) -> str:
-        if self.reuse_ms is None:
-            return ""
-        low, middle, high = (f"{time / 1000:,.1f}" for time in self.reuse_ms)
-        return f"; the others' next use is {middle} s later in the median, half of them {low} to {high} s"
 
 
 def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (10_000, 50)) -> Summary:
@@ -118,37 +116,22 @@ def summary(trace: Trace, rule: Rule = "full", overlap: tuple[float, float] = (1
     gaps, steps = reuse_times(trace), np.diff(np.unique(trace.time))
     low, middle, high = np.quantile(gaps, (0.25, 0.5, 0.75)).tolist() if len(gaps) else (0.0, 0.0, 0.0)
     answers, turns = _found_in_answers(trace, rule, hits.blocks[0])
-    counted = None
+    kinds = None
     if trace.kind is not None:
-        numbers = np.bincount(trace.kind, minlength=len(trace.kinds)).tolist()
-        counted = dict(zip(trace.kinds, numbers, strict=True))
+        kinds = dict(zip(trace.kinds, np.bincount(trace.kind, minlength=len(trace.kinds)).tolist(), strict=True))
     return Summary(
-        rule=rule,
-        requests=len(trace),
-        references=len(trace.ids),
-        ids=trace.num_ids,
-        block_size=trace.block_size,
-        span_ms=float(trace.time[-1] - trace.time[0]),
-        step_ms=float(np.median(steps)) if len(steps) else 0.0,
-        blocks_median=float(np.median(trace.lengths)),
-        blocks_most=int(trace.lengths.max()),
+        rule=rule, requests=len(trace), references=len(trace.ids), ids=trace.num_ids, block_size=trace.block_size,
+        span_ms=float(trace.time[-1] - trace.time[0]), step_ms=float(np.median(steps)) if len(steps) else 0.0,
+        blocks_median=float(np.median(trace.lengths)), blocks_most=int(trace.lengths.max()),
         input_tokens=int(trace.input_length.sum(dtype=np.int64)),
         output_tokens=int(trace.output_length.sum(dtype=np.int64)),
         partial=int(np.sum(trace.full < trace.lengths)),
-        sessions=None if trace.session is None else len(np.unique(trace.session)),
-        kinds=counted,
-        rate=float(hits.rate[0]),
-        token_rate=float(hits.token_rate[0]),
-        mean_rate=float(hits.mean_rate[0]),
+        sessions=None if trace.session is None else len(np.unique(trace.session)), kinds=kinds,
+        rate=float(hits.rate[0]), token_rate=float(hits.token_rate[0]), mean_rate=float(hits.mean_rate[0]),
         used_once=int(np.sum(np.bincount(trace.ids, minlength=trace.num_ids) == 1)),
-        reuse_ms=(low, middle, high) if len(gaps) else None,
-        answers_rate=answers / len(trace.ids),
-        next_turns=turns,
-        overlap=overlap,
-        held=together.most,
-        running=int(together.running.max()),
-        notes=trace.notes,
-    )
+        reuse_ms=(low, middle, high) if len(gaps) else None, answers_rate=answers / len(trace.ids), next_turns=turns,
+        overlap=overlap, held=together.most, running=int(together.running.max()), notes=trace.notes,
+    )  # fmt: skip
 
 
 def unbounded(trace: Trace, rule: Rule) -> Hits:
@@ -180,7 +163,7 @@ def hits_by_depth(hits: Hits) -> tuple[np.ndarray, np.ndarray]:
       i32[Z, W], blocks found at each depth, W the longest prompt; and i32[W], blocks requested there.
     """
     depths = np.arange(int(hits.trace.lengths.max(initial=0)))
-    longer = lambda lengths: np.array([np.sum(lengths > depth) for depth in depths], np.int32)  # noqa: E731
+    longer = lambda lengths: np.sum(lengths > depths[:, None], axis=1, dtype=np.int32)  # noqa: E731
     found = [longer(blocks) for blocks in hits.blocks]
     return np.array(found, np.int32).reshape(len(hits.sizes), len(depths)), longer(hits.trace.lengths)
 
@@ -218,9 +201,8 @@ def _since_last_use(trace: Trace) -> np.ndarray:
 def _found_in_answers(trace: Trace, rule: Rule, found: np.ndarray) -> tuple[int, int]:
     """The gain if answers were stored: blocks found beside i32[R], and the number of prompts that find them.
 
-    It is an estimate, since traces do not say which prompt has an answer. A prompt is taken for the next turn of an
-    earlier request if it begins with the full blocks of its prompt, at least two, not with a last block that was filled
-    in part, and is no shorter than its prompt and answer together. Then it would find all blocks that these fill.
+    A prompt is taken for the next turn of an earlier request if it begins with all full blocks of that prompt, two or
+    more, not with one filled in part, and could hold its answer. Then it would find all blocks that both fill.
     """
     # Last full block of a prompt -> (tokens of prompt and answer, block filled in part, -1 if none) of its requests.
     ends: dict[int, list[tuple[int, int]]] = {}

@@ -84,8 +84,7 @@ def plot_reuse(
 ) -> Figure:
     """Draws the blocks that come again, by reuse distance, by depth in their prompt, and by time since the last use.
 
-    Blocks requested are filled areas, and blocks found by each cache are lines, which show the hits that a small one
-    loses.
+    Blocks requested are filled areas. Blocks found by each cache are lines, which show the hits that a small one loses.
 
     Args:
       curves: hits of one trace by the name of their policy, under one rule; `unbounded` has all there are.

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from kvjax._arrays import Pytree, compact, count, fence, once, pick, put
-from kvjax.blocks.rows import Prompt, fit
+from kvjax.blocks.rows import fit
 from kvjax.cache import Cache
 from kvjax.events.log import EventLog
 from kvjax.policies.retention import Retention, is_retention
@@ -34,11 +34,7 @@ class Admitted(Pytree):
 def admit(
     serving: Serving, log: EventLog, scheduler: Scheduler, tried: jax.Array, log_room: int, now: jax.Array
 ) -> tuple[Serving, EventLog, Admitted]:
-    """Admits waiting requests in their order, if tried bool[]; one that cannot be admitted is passed over.
-
-    It stops where fewer than `log_room` events would fit into the log afterwards. Where no row runs and nobody can be
-    admitted, the first request is over: no block will ever become free for it.
-    """
+    """Admits waiting requests in their order, if tried bool[], while `log_room` events would fit into the log after."""
     log_room += admission_events(serving.cache.state.spec, serving.width)
 
     def attempt(carry):
@@ -68,7 +64,7 @@ def _next(serving: Serving, scheduler: Scheduler, skipped: jax.Array) -> jax.Arr
 
 
 def _give_up(serving: Serving, scheduler: Scheduler) -> Serving:
-    """Ends the first waiting request where no row has one."""
+    """Ends the first waiting request where no row has one: no block will ever become free for it."""
     requests = serving.requests
     slot = _next(serving, scheduler, jnp.zeros(requests.stage.shape, jnp.bool_))
     where = (slot >= 0) & ~jnp.any(serving.row >= 0)
@@ -87,7 +83,14 @@ def _admit_one(
     text = checked_text(state.spec, tokens, None)
     text = checked_prompt(text, request.num_tokens, request.namespace, state.spec.block_size)
     match = find(state, text, TIERS[0])
-    serving, good = _can_be_admitted(serving, scheduler, slot, tokens, text, match)
+    samples = serving.requests.samples_of(slot)
+    fits, evicts = _fits(serving, scheduler, slot, match, samples)
+    good = fits & (count(serving.free) > count(samples))
+    good = good & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
+    if state.spec.has_host:  # inside a loop, what is evicted does not go there
+        enough = find(state, text, TIERS[1]).host_tokens >= scheduler.min_onboard * state.spec.block_size
+        brings = good & (enough | evicts) & request.onboard
+        serving, good = serving.replace(onboard_slot=jnp.where(brings, slot, serving.onboard_slot)), good & ~brings
     row = jnp.argmax(serving.free).astype(jnp.int32)
     reserve_tokens = scheduler.chunk if len(state.groups) > 1 else None
 
@@ -104,29 +107,10 @@ def _admit_one(
     return serving, log, row, done, cached
 
 
-def _can_be_admitted(
-    serving: Serving, scheduler: Scheduler, slot: jax.Array, tokens: jax.Array, text: Prompt, match: Match
-) -> tuple[Serving, jax.Array]:
-    """bool[]; whether request slot i32[], with this match, may have a row; noted if it needs the host for that."""
-    requests, state = serving.requests, serving.cache.state
-    samples = requests.samples_of(slot)
-    fits, evicts = _fits(serving, scheduler, slot, match, samples)
-    good = fits & (count(serving.free) > count(samples))
-    good = good & ~_waits_for_prefix(serving, scheduler, slot, tokens, match)
-    if state.spec.has_host:
-        enough = find(state, text, TIERS[1]).host_tokens >= scheduler.min_onboard * state.spec.block_size
-        brings = good & (enough | evicts) & requests[slot].onboard
-        serving, good = serving.replace(onboard_slot=jnp.where(brings, slot, serving.onboard_slot)), good & ~brings
-    return serving, good
-
-
 def _fits(
     serving: Serving, scheduler: Scheduler, slot: jax.Array, match: Match, samples: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """bool[]; whether there are blocks for a request and its samples bool[W], by `scheduler.reserve`.
-
-    And bool[], whether cached blocks may have to be evicted for it: inside a loop they do not go to the host.
-    """
+    """bool[] each; whether a request and its samples bool[W] fit, and whether cached blocks may leave for them."""
     state, request = serving.cache.state, serving.requests[slot]
     spec, size = state.spec, state.spec.block_size
     num_tokens, max_tokens, prompt = request.num_tokens, request.max_tokens, request.prompt
@@ -155,10 +139,7 @@ def _fits(
 def _waits_for_prefix(
     serving: Serving, scheduler: Scheduler, slot: jax.Array, tokens: jax.Array, match: Match
 ) -> jax.Array:
-    """bool[]; whether a row is about to compute the next whole block of a request's prefix.
-
-    Keys decide who might be: two words of each row. Then the tokens of one of them are compared.
-    """
+    """bool[]; whether a row is about to compute the next whole block of a request's prefix."""
     if not scheduler.wait_for_prefix:
         return jnp.bool_(False)
     requests, seqs, size = serving.requests, serving.cache.state.seqs, serving.cache.state.spec.block_size
@@ -169,6 +150,7 @@ def _waits_for_prefix(
     def key(start: jax.Array) -> jax.Array:
         return pick(requests.keys, start // size + column)
 
+    # Keys decide who might be: two words of each row. Then the tokens of one of them are compared.
     alike = serving.running & (serving.row != slot) & (others.prompt >= end) & (seqs.committed < end)
     alike = alike & jnp.all(key(others.start) == key(request.start)[None], axis=-1)
     other = pick(serving.row, jnp.argmax(alike))
@@ -192,10 +174,7 @@ def _retention(serving: Serving, slot: jax.Array) -> Retention | None:
 
 
 def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
-    """Notes that request slot i32[] has got row i32[], where done bool[], with so many tokens cached i32[].
-
-    Its samples get other free rows, where they wait until its prompt is computed.
-    """
+    """Notes that request slot i32[] has got row i32[], where done bool[], with so many tokens cached i32[]."""
     requests = serving.requests
     samples = requests.samples_of(slot) & done
     first_time = done & (requests[slot].preemptions == 0)
@@ -203,11 +182,9 @@ def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, 
     requests = requests.at(slot, first_time, cached=cached, admitted=serving.steps)
     earlier = (requests.stage == Stage.WAITING) & (requests.arrival < requests[slot].arrival)
     requests = requests.replace(passed=requests.passed + (done & earlier).astype(jnp.int32))
-    serving = serving.replace(
-        requests=requests,
-        row=put(serving.row, row, slot, done),
-        leads=put(serving.leads, row, jnp.any(samples), done),
-    )
+    slots, leads = put(serving.row, row, slot, done), put(serving.leads, row, jnp.any(samples), done)
+    serving = serving.replace(requests=requests, row=slots, leads=leads)
+    # Its samples get other free rows, where they wait until its prompt is computed.
     slots, _ = compact(jnp.where(samples, np.arange(samples.shape[0], dtype=np.int32), -1))
     rows = np.arange(serving.row.shape[0], dtype=np.int32)
     free, _ = compact(jnp.where(serving.free, rows, -1))
@@ -220,11 +197,8 @@ def enter(serving: Serving, slot: jax.Array, row: jax.Array, cached: jax.Array, 
 
 
 def has_row(serving: Serving, placed: jax.Array, cached: jax.Array, done: jax.Array) -> Serving:
-    """Notes an admission between loops, of a slot to a row, placed i32[2], with so many tokens cached i32[].
-
-    If it failed, not done bool[], the next one does without the request's blocks on the host.
-    """
+    """Notes an admission between loops, of a slot to a row, placed i32[2], with so many tokens cached i32[]."""
     slot, row = placed[0], placed[1]
-    requests = serving.requests.at(slot, ~done, onboard=False)
+    requests = serving.requests.at(slot, ~done, onboard=False)  # next time without its blocks on the host
     serving = serving.replace(requests=requests, onboard_slot=jnp.int32(-1), dirty=jnp.bool_(True))
     return enter(serving, slot, row, cached, done)

@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity: blocks that rows and requests need, now and at most, and events that a step may have.
-
-    now       may_copy, needs         blocks for the next tokens of each row
-              next_blocks             the same for the rows that decode, and for chunks
-              lacks_blocks            whether they are missing
-    at most   most_blocks             blocks that a request ever holds
-              sample_blocks           and those of its samples besides
-              reserved                and those that the running rows come to need
-    steps     num_steps               the longest block of steps for which there are blocks, and a log has room
-    events    most_events, worst_events, admission_events, worst_step
+"""Capacity: blocks that rows and requests need, now and at most; steps for which they suffice; events of a step.
 
 Nothing here changes a state: the caller decides.
 """
@@ -56,10 +47,7 @@ def next_blocks(serving: Serving, scheduler: Scheduler, chunks: jax.Array) -> li
 
 
 def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Array | int] | None = None) -> jax.Array:
-    """bool[]; whether the next tokens of the rows that decode, and chunks of those that found no blocks, do not fit.
-
-    `freed` are blocks of each group that come back before; None: none.
-    """
+    """bool[]; whether the `next_blocks` are missing, also for chunks that found none; `freed` come back before."""
     groups = serving.cache.state.groups
     need = next_blocks(serving, scheduler, serving.out_of_blocks)
     lacks = serving.refused == 1
@@ -101,9 +89,8 @@ def sample_blocks(
 def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, jax.Array]]:
     """For each group, i32[] each: blocks that the running rows may come to need, and their limit.
 
-    A request fits by `reserve="max_tokens"` if its blocks and those are at most the limit. Without a window a row keeps
-    what it shares as long as it runs, so that it counts once: it needs what it does not hold yet. With a window rows
-    release shared blocks one after the other, and each may then need as many as alone.
+    Without a window a row keeps what it shares as long as it runs: it needs what it does not hold yet. With a window
+    rows release shared blocks one after the other, and each may then need as many as alone.
     """
     state, request = serving.cache.state, serving.by_row
     most = most_blocks(state.spec, scheduler, request.max_tokens)
@@ -126,9 +113,8 @@ def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, ja
 def num_steps(state: CacheState, new: jax.Array, k: int, log_room: jax.Array) -> jax.Array:
     """The most steps, i32[] from 1 to k, for which each group has the blocks, and the log room for the events.
 
-    new i32[S] are the most tokens that each row can write. Sharers of a last block are counted as if each of them
-    copied it, although its last holder may keep it. So the answer 1 is no promise: a step may be refused, or may
-    succeed where counting says that it cannot.
+    new i32[S] are the most tokens that each row can write. Sharers of a last block are counted as if each copied it,
+    although its last holder may keep it. So 1 is no promise: a step may be refused, or succeed in spite of the count.
     """
     size, length, committed = state.spec.block_size, state.seqs.length[None], state.seqs.committed[None]
     steps = np.arange(1, k + 1, dtype=np.int32)[:, None]

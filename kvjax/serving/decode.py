@@ -100,12 +100,9 @@ class Rows(Pytree):
 
 
 class Chosen(Pytree):
-    """Tokens that were chosen, with their log-probabilities; one array, since each write is a kernel on a GPU.
+    """Tokens that were chosen, with their log-probabilities; one array, since each write is a kernel on a GPU."""
 
-    It holds the tokens, -1 for none, and the bits of their log-probabilities; then the same of the T likeliest tokens.
-    """
-
-    bits: jax.Array  # i32[2 + 2 T, S, n]
+    bits: jax.Array  # i32[2 + 2 T, S, n]; tokens, bits of their log-probabilities; the same of the T likeliest
 
     @property
     def tokens(self) -> jax.Array:
@@ -209,14 +206,14 @@ def grow(
 ) -> tuple[Serving, Events, jax.Array, jax.Array]:
     """Takes blocks for the next tokens of all rows that decode: for k steps, or for one where `single` bool[].
 
-    Fewer, if there are too few blocks, or log_room i32[] for events. While a request waits for a row or for blocks, a
-    block of steps also ends where the first row is sure to end. Also returns the number n of steps i32[], 0 if blocks
-    were refused; and i32[S], the tokens that each row that decodes may write in them.
+    For fewer, if there are too few blocks, or log_room i32[] for events. Also returns the number of steps i32[], 0 if
+    blocks were refused; and i32[S], the tokens that each row that decodes may write in them.
     """
     requests, request, seqs, decode = serving.requests, serving.by_row, serving.cache.state.seqs, serving.decoding
     left = jnp.where(decode, request.max_tokens - request.num_tokens, 0)
     new = jnp.minimum(left, k)
     waiting = jnp.any(requests.stage == Stage.WAITING)
+    # While a request waits, a block of steps also ends where the first row is sure to end.
     first_end = jnp.min(jnp.where(decode, left, k))
     limit = jnp.where(waiting, jnp.minimum(first_end, scheduler.k_waiting), k)
     fitting = jnp.minimum(limit, num_steps(serving.cache.state, new, k, log_room))
@@ -229,30 +226,13 @@ def grow(
 
 
 def compute(
-    model: Model,
-    cache: Cache,
-    rows: Rows,
-    new: jax.Array,
-    steps: jax.Array,
-    choose: Chooser,
-    *,
-    k: int,
-    fixed_steps: bool = False,
+    model: Model, cache: Cache, rows: Rows, new: jax.Array, steps: jax.Array, choose: Chooser, k: int, fixed_steps: bool
 ) -> tuple[Pools, Rows, Written]:
-    """Steps of the model for all active rows, into blocks that `extend` has taken; the metadata stay as they are.
+    """Up to `steps` i32[] steps of the model, at most k, for all active rows; the metadata stay as they are.
 
-    Args:
-      model: see `kvjax.step`.
-      cache: its active rows have all but `rows.token` committed, and blocks for min(new, steps) tokens.
-      rows: the state of each row.
-      new: i32[S]; the most tokens that each row can write.
-      steps: i32[], 0 to k; the loop ends early once no row is active.
-      choose: for all rows.
-      k: static; the most steps.
-      fixed_steps: static; always loops k times.
-
-    Returns:
-      The pools with the K/V of `Written.count` tokens of each row, to be committed; the rows; and what was written.
+    An active row has all but `rows.token` committed, and blocks for min(new, steps) tokens, new i32[S]. The loop ends
+    once no row is active; with `fixed_steps` it always turns k times. Returns the pools, whose new K/V are to be
+    committed; the rows; and what was written.
     """
     committed, max_length = cache.state.seqs.committed, cache.state.spec.max_length
 
@@ -344,8 +324,8 @@ def decode(
       sampling: leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is compiled.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       k: static; the most steps of a block, 1 to P; P if None.
-      fixed_steps: static; every block runs k steps of the model, even if fewer are wanted. For a GPU without command
-        buffers, where the device waits for the host at each turn of a loop of unknown length.
+      fixed_steps: static; every block runs k steps of the model, even if fewer are wanted: for a GPU without command
+        buffers, where each turn of a loop of unknown length waits for the host.
       now: i32[] ms, the same for all steps.
 
     Raises:
@@ -368,7 +348,7 @@ def decode(
         cache, extended = cache.extend(rows.active, jnp.minimum(want, n), max_tokens=k, now=now)
         begun, first = rows.active & extended.ok, rows.token
         granted = jnp.where(extended.ok, n, 0)
-        pools, rows, done = compute(model, cache, rows, want, granted, choose, k=k, fixed_steps=fixed_steps)
+        pools, rows, done = compute(model, cache, rows, want, granted, choose, k, fixed_steps)
         cache, committed = cache.replace(pools=pools).commit(done.text(first), done.count, now=now)
         if k > 1:
             cache, _ = cache.trim(begun, max_tokens=k)

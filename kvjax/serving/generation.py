@@ -50,10 +50,9 @@ class Progress[C: (Cache, TieredCache)]:
 
     @property
     def state(self) -> CacheState:
-        """A copy of the latest cache's metadata, made when it is asked for: no later loop donates it.
+        """A copy of the latest cache's metadata, which no later loop donates: any thread may read it.
 
-        Ask in the thread that reads the stream, before the next `Progress`; `show` and `stats` may then read the copy
-        in any thread.
+        Ask for it in the thread that reads the stream, before the next `Progress`.
         """
         state = self.cache.state
         check_alive(state)
@@ -88,8 +87,8 @@ def generate[C: (Cache, TieredCache)](
     that wants more than the whole cache holds ends with the tokens that fit, and finish "no_blocks". The options are
     those of the default `Scheduler`; `run_batch` takes others.
 
-    What is cached is K/V of the weights that computed it. With new weights `reset` the cache, or give each version of
-    them a namespace of its own (`Namespaces`): otherwise stale K/V are reused, and nothing says so.
+    With new weights `reset` the cache, or give each version of them a namespace of its own (`Namespaces`): otherwise
+    K/V of the old ones are reused, and nothing says so.
 
     Args:
       model: see `step`. It also gets views in mixed form, on one flat batch; see `Model`.
@@ -100,8 +99,7 @@ def generate[C: (Cache, TieredCache)](
         the lost K/V are computed again.
       prompts: token ids.
       max_new_tokens: for each prompt.
-      sampling: how tokens are chosen, for all prompts or one for each; None: greedy. What a prompt gets does not depend
-        on the others.
+      sampling: for all prompts, or one for each; None: greedy. What a prompt gets does not depend on the others.
       seeds: of each prompt's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
@@ -110,8 +108,7 @@ def generate[C: (Cache, TieredCache)](
       clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`, an int; read at the start
         and before each jitted loop. None: the time is always 0, and no time to live ends.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
-      chunk: prompt tokens that one model call computes, of one row or of several; beside them a token of each row that
-        decodes.
+      chunk: prompt tokens, of one row or of several, that a model call computes beside a token of each decoding row.
       steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C acts.
       k: the most steps for which the loop keeps the cache's books at once, 1 to P; P if None. Never more than half of
         `steps`. What is chosen does not depend on it.
@@ -122,8 +119,7 @@ def generate[C: (Cache, TieredCache)](
         whatever log_events is; such as `Publisher.publish` of `kvjax.interop.vllm`. It gets the events of a loop while
         the next one runs. It copies what it keeps: all of it may be donated next. Ctrl-C waits for it. If it raises,
         the run ends as by Ctrl-C; it gets the events of that too before the error is raised. It must not read the
-        cache, which the running loop has been given: to see its metadata beside the events, as for `show` in another
-        thread, read a `stream` and take `progress.state`.
+        cache, which the running loop has: to see its metadata beside the events, take `progress.state` of a `stream`.
 
     Returns:
       list of `Output`, one per prompt; the cache, with everything released and cached; and the decoded events.
@@ -170,9 +166,9 @@ def stream[C: (Cache, TieredCache)](
 
     The cache is donated: use `progress.cache` from then on. A stream that is closed early, as by `break`, releases its
     rows, and `progress.cache` is the cache after that, unless a caller who went on with it has donated it. The listener
-    has got the events of a loop when its `Progress` comes. It gets those of these releases too; an error that it raises
-    then comes out of the stream's `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C
-    is the caller's.
+    has got the events of a loop when its `Progress` comes, and gets those of these releases; an error that it then
+    raises comes out of `close`. Errors and Ctrl-C are as in `generate`; while a `Progress` is read, Ctrl-C is the
+    caller's.
 
     Yields:
       A `Progress`; the last one has every output finished and every row released.
@@ -232,9 +228,8 @@ def run_batch[C: (Cache, TieredCache)](
 ) -> tuple[list[Output], C, list[dict[str, Any]]]:
     """Generates for all prompts by continuous batching, in one program that admits, computes and evicts by itself.
 
-    As soon as a row ends, the next prompt takes it. Prompts that share a prefix compute it once, also if they come
-    together. The program returns to the host when all is done, after `steps` steps, when its log of events is nearly
-    full, and where blocks are to be brought back from the host tier.
+    Rows and prefixes are shared as in `generate`. The program returns to the host when all is done, after `steps`
+    steps, when its log of events is nearly full, and where blocks are to be brought back from the host tier.
 
     Args:
       model: see `generate`.
@@ -249,7 +244,7 @@ def run_batch[C: (Cache, TieredCache)](
       retention: of each prompt's blocks, or one for all prompts, where the spec has it.
       priorities: of each prompt, higher first; None: they come in their order.
       samples: outputs of each prompt, or one number for all. They run at the same time, and share what is computed of
-        the prompt: it needs blocks for all of them, or ends with "no_blocks".
+        the prompt. One without blocks for all of them ends with "no_blocks".
       top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
       scheduler: the options; None: `Scheduler()`, which preempts nobody.
       clock: () -> ms; see `generate`.

@@ -53,10 +53,7 @@ class RunOptions:
 
 
 class Inputs[C: (Cache, TieredCache)]:
-    """The checked arguments of a generation; see `generate` and `run_batch`.
-
-    Lists for each prompt are arrays [outputs] here: an output is a sample of a prompt.
-    """
+    """The checked arguments of `run_batch`; those of each prompt are arrays [outputs], an output for each sample."""
 
     def __init__(
         self,
@@ -113,11 +110,7 @@ class Inputs[C: (Cache, TieredCache)]:
     def submission(
         self, outputs: Sequence[int], max_tokens: np.ndarray, slots: int
     ) -> tuple[dict[str, Any], np.ndarray]:
-        """Arguments of `submit` for some outputs, for each slot, padded.
-
-        Samples run at the same time, in a row each. If they are more than the rows, they are several fork groups. Also
-        returns i32[outputs], how far each is behind the first one of its fork group.
-        """
+        """Arguments of `submit` for some outputs; and i32[outputs], how far each is behind its fork group's first."""
 
         def each(values: Any) -> Any:
             return jax.tree.map(lambda x: padded(x[outputs]), values)
@@ -127,6 +120,7 @@ class Inputs[C: (Cache, TieredCache)]:
 
         prompts = [self.prompts[n] for n in outputs]
         lengths, tokens = np.array([len(prompt) for prompt in prompts], np.int32), np.concatenate(prompts)
+        # Samples run at the same time, in a row each. If they are more than the rows, they are several fork groups.
         behind = (np.array(outputs) - self.first_sample[outputs]) % int(self.own_rows.sum())
         leader = np.full((slots,), -1, np.int32)
         leader[: len(behind)] = np.where(behind > 0, np.arange(len(behind)) - behind, -1)
@@ -227,11 +221,7 @@ def retentions(retention: Any, number: int, has_retention: bool) -> Retention | 
 
 
 def samplings(sampling: Any, number: int) -> Sampling | None:
-    """The prompts' samplings as one of numpy arrays [number]; None: all are greedy without `min_tokens`.
-
-    On a CPU those too have arrays: the program that samples is as fast for them, and no other one is compiled. On a GPU
-    it has more kernels.
-    """
+    """The prompts' samplings as one of numpy arrays [number]; None: all are greedy without `min_tokens`."""
     stacked = sampling if isinstance(sampling, Sampling) else _stacked(sampling, number)
     leaves = {}
     for field in dataclasses.fields(Sampling):
@@ -240,6 +230,7 @@ def samplings(sampling: Any, number: int) -> Sampling | None:
             raise ValueError(f"sampling.{field.name}: got shape {list(leaf.shape)}, wanted [] or [{number}]")
         leaves[field.name] = np.broadcast_to(leaf, (number,))
     checked = Sampling(**leaves)  # checks what was a jax array
+    # On a CPU the program that samples is as fast for greedy rows, and no other one is compiled.
     samples = np.any((checked.temperature > 0) | (checked.min_tokens > 0))
     return checked if samples or jax.default_backend() == "cpu" else None
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interruption of a generation: Ctrl-C, put off until it does no harm, and the error with the cache.
-
-`GenerationState` is all that an interruption has to save: the cache, which jitted calls take by donation, and events.
-"""
+"""The interruption of a generation: Ctrl-C, put off until it does no harm, and the error with the cache."""
 
 from __future__ import annotations
 
@@ -46,11 +43,7 @@ class GenerationInterrupted(RuntimeError):
 
 
 class CtrlC:
-    """Ctrl-C inside `with`: noted, and acted on by `act` and where the `with` ends; a second one acts at once.
-
-    To act is to call the handler that was in force before the `with` and is restored after it. Only the main thread
-    gets signals, so nothing is put off in others.
-    """
+    """Ctrl-C inside `with`: noted, and acted on by `act` and where the `with` ends; a second one acts at once."""
 
     def __init__(self) -> None:
         self._handler: Callable[..., Any] | None = None  # the caller's, while ours is installed
@@ -59,7 +52,7 @@ class CtrlC:
 
     def __enter__(self) -> CtrlC:
         handler = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(handler):
+        if threading.current_thread() is threading.main_thread() and callable(handler):  # no other thread gets signals
             self._handler = handler
             signal.signal(signal.SIGINT, self._note)
         return self
@@ -72,7 +65,7 @@ class CtrlC:
             self.act()
 
     def act(self) -> None:
-        """Acts on a Ctrl-C that was noted and not yet acted on."""
+        """Calls the caller's handler for a Ctrl-C that was noted and not yet acted on."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
@@ -87,7 +80,7 @@ class CtrlC:
 
 
 class GenerationState[C: (Cache, TieredCache)]:
-    """The cache and the events of a generation.
+    """All that an interruption has to save: the cache, which jitted calls take by donation, and the events.
 
     Between two jitted calls `serving` and `host` are what the last one returned. A Ctrl-C at any other time waits
     (`ctrl_c`), so that none comes between a call that takes the cache and the assignment of the cache it returns.
@@ -138,15 +131,12 @@ class GenerationState[C: (Cache, TieredCache)]:
         return np.flatnonzero(self._own_rows & (np.asarray(self.cache.state.seqs.length) > 0))
 
     def release_rows(self) -> None:
-        """Releases all rows of this generation, at any point of it; the events are still to be published.
-
-        Donates nothing, so nothing can be lost here. The time is the last reading of the clock, since the clock may
-        have failed.
-        """
+        """Releases all rows of this generation, at any point of it; the events are still to be published."""
         rows = self.rows_in_use()
         if rows.size:
             seqs = np.full(self._own_rows.shape, -1, np.int32)
             seqs[rows] = rows
+            # Nothing is donated, so that nothing can be lost. The clock may have failed: this is its last reading.
             state, events = _release(self.cache.state, seqs, now=self._time)
             self.serving = self.serving.replace(cache=Cache(state, self.cache.pools))
             self.unpublished.append(events)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's options, and the order in which requests are admitted and get chunks; the last one is preempted.
-
-The order is lexicographic, by arrays of sort keys: late requests first, then those with the smallest `Scheduler.order`,
-then the earliest.
-"""
+"""The scheduler's options, and the order in which requests are admitted and get chunks; the last one is preempted."""
 
 from __future__ import annotations
 
@@ -130,7 +126,7 @@ class Scheduler:
 
 
 def sort_keys(serving: Serving, scheduler: Scheduler) -> SortKeys:
-    """The sort keys of the requests, all [W]."""
+    """The sort keys of the requests, all [W]: late ones first, then the smallest `order`, then the earliest."""
     requests = serving.requests
     key = scheduler.order(requests, serving.cache.state)
     return late_first(requests.passed >= scheduler.patience, key, requests.arrival)

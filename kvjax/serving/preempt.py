@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that leave: `retire`, the first part of a step, and the choice of rows to preempt and to swap.
 
-Rows whose request is over are released. If blocks are short then, others are preempted: their requests wait again.
-With `Scheduler(preempt="swap")` their blocks do, on the host, until there are blocks for them again. A loop moves no
-blocks between the tiers: it ends where a row is to be swapped out or in; the host moves the blocks, and enters it
-again. Nobody is admitted while a row is swapped out.
+Preempted requests wait again; with `Scheduler(preempt="swap")` their blocks do, on the host. A loop moves no blocks
+between the tiers: it ends where a row is to be swapped out or in; the host moves the blocks, and enters it again.
+Nobody is admitted while a row is swapped out.
 
 Source: vLLM v0, whose swapped requests come before those that wait.
 """
@@ -31,10 +30,7 @@ class Retired(Pytree):
 
 
 def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array) -> tuple[Serving, EventLog, Retired]:
-    """Releases the rows of requests that are over; then preempts while the next token of some row does not fit.
-
-    The last row in order goes first, and never the only one. A request that is alone and does not fit is over.
-    """
+    """Releases the rows of requests that are over; then preempts while the next token of some row does not fit."""
     rows = np.arange(serving.row.shape[0], dtype=np.int32)
 
     def more(serving: Serving) -> jax.Array:
@@ -62,22 +58,17 @@ def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array
 
 
 def _victim(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """i32[]; the row to preempt, or to end if it is the only one; -1 if there is none.
-
-    The last one in order; one that is swapped out only if a single other one runs, or if blocks could not be had.
-    """
+    """i32[]; the row to preempt, or to end if it is the only one: the last one in order; -1 if there is none."""
     seqs = serving.cache.state.seqs
     candidates, swapped_out = serving.running & (seqs.length > 0), seqs.swapped_out
     awake = count(candidates & ~swapped_out)
+    # One that is swapped out leaves only if a single other one runs, or if blocks could not be had.
     give_up = jnp.any(candidates & swapped_out) & ((awake <= 1) | (serving.refused == 1))
     return last(sort_keys_by_row(serving, scheduler), candidates & (swapped_out == give_up))
 
 
 def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
-    """Takes row i32[] from its request; one that runs waits again, with its place in the order, or where bool[] ends.
-
-    The cache's row is as before: it is to be released, or has been. A row without a request changes no request.
-    """
+    """Takes row i32[], which the caller releases, from its request: one that runs waits again, or is over if `ends`."""
     requests, running, slot = serving.requests, serving.running, pick(serving.row, row)
     preempted = pick(running, row)
     waits, ends = preempted & ~ends, preempted & ends
@@ -91,14 +82,10 @@ def leave(serving: Serving, row: jax.Array, ends: jax.Array) -> Serving:
     requests = requests.at(serving.row, samples, stage=int(Stage.WAITING)).without_parent(slot, ~waits)
     free = samples | (np.arange(samples.shape[0], dtype=np.int32) == row)
     return serving.replace(
-        requests=requests,
-        row=jnp.where(free, -1, serving.row),
-        leads=serving.leads & ~free,
-        skipped_steps=jnp.where(free, 0, serving.skipped_steps),
-        out_of_blocks=serving.out_of_blocks & ~free,
-        refused=jnp.zeros_like(serving.refused),
-        dirty=jnp.bool_(True),
-    )
+        requests=requests, row=jnp.where(free, -1, serving.row), leads=serving.leads & ~free,
+        skipped_steps=jnp.where(free, 0, serving.skipped_steps), out_of_blocks=serving.out_of_blocks & ~free,
+        refused=jnp.zeros_like(serving.refused), dirty=jnp.bool_(True),
+    )  # fmt: skip
 
 
 class Swaps(Pytree):
@@ -136,10 +123,10 @@ def _out(serving: Serving, scheduler: Scheduler) -> jax.Array:
 
 
 def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
-    """The first swapped-out row in order, if there are blocks for it and for what all rows need next, or if none runs.
+    """The first swapped-out row in order, if there are blocks for it and for what all need next, or if none runs.
 
-    At least a block for each row, and the next chunk of each row that prefills: one that found no blocks for its chunk
-    behind the return would swap a row out again. -1 if the row's blocks could not be had: the loop preempts then.
+    They need at least a block each, and the next chunk of a row that prefills: one that found no blocks for its chunk
+    behind the return would swap a row out again.
     """
     state = serving.cache.state
     swapped_out = serving.running & state.seqs.swapped_out
@@ -153,4 +140,5 @@ def _back(serving: Serving, scheduler: Scheduler) -> jax.Array:
         table = pick(group.table, row)
         absent = count((table >= 0) & ~group.on_device(table))
         fits = fits & (absent + jnp.maximum(count(awake) + 1, blocks) + scheduler.watermark <= group.available)
+    # If the row's blocks could not be had, the loop preempts.
     return jnp.where((row >= 0) & (fits | ~jnp.any(awake & ~samples)) & (serving.refused != 1), row, -1)

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mixed step: the next token of every decode row and chunks of prompts, computed as one flat batch.
 
-    plan          rows get chunks in order, as long as the token budget lasts
-    extend        blocks for the chunks, where a prompt does not get all of them at once: with windows
-    compute       the model runs over one position for each row and B for chunks; their K/V are written
-    choose        rows that decode, and rows whose prompt is complete, choose a token; so do the samples of the latter
-
 `commit_step`, at the end of each step, makes blocks that filled findable.
 """
 
@@ -53,10 +48,7 @@ def mixed_step(
     logits_fn: LogitsFn | None,
     now: jax.Array,
 ) -> tuple[Serving, EventLog, Chunks, Chosen]:
-    """Computes chunks and one token of the rows that decode bool[S], and lets rows choose, if where bool[] holds.
-
-    Also returns the chunks, which are stored, and the choices in k columns.
-    """
+    """The mixed step, if where bool[] holds; also returns the chunks, stored, and the rows' choices in k columns."""
     spec, rows = serving.cache.state.spec, decode.shape[0]
     size = scheduler.chunk_tokens(spec)
     nothing = Chosen.none(rows, k, serving.requests.num_top)
@@ -68,7 +60,8 @@ def mixed_step(
         pools, logits, chunk = compute_flat(model, serving, chunks, decode, size, scheduler.chunk_width(spec))
         state, log = _store_chunks(serving.cache.state, log, chunk, k, now)
         serving = serving.replace(cache=Cache(state, pools))
-        ready = _prefilled(serving, chunks)
+        prefilled = (chunks.count > 0) & (pick(serving.num_pending, chunks.rows) == 0)
+        ready = put(jnp.zeros(serving.row.shape, jnp.bool_), chunks.rows, True, prefilled)
         source = _prompts_of_samples(serving, ready & serving.leads)
         serving, ready = serving.replace(leads=serving.leads & ~ready), ready | (source >= 0)
         logits = pick(logits, jnp.where(source >= 0, source, np.arange(rows, dtype=np.int32)))
@@ -83,10 +76,7 @@ def mixed_step(
 
 
 def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Chunks]:
-    """Assigns `size` positions to the first rows in order that prefill.
-
-    Rows that got none too often come before the others, the earliest request first.
-    """
+    """Assigns `size` positions to the first rows in order that prefill; those that got none too often come first."""
     pending, prefill = serving.num_pending, serving.prefilling
     keys = late_first(serving.skipped_steps >= scheduler.patience, *sort_keys_by_row(serving, scheduler))
     rows = jnp.lexsort((*reversed(keys), ~prefill)).astype(jnp.int32)[: scheduler.chunk_rows]  # the last key decides
@@ -107,12 +97,9 @@ def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Ch
 def extend_for_chunks(
     serving: Serving, log: EventLog, scheduler: Scheduler, chunks: Chunks, now: jax.Array
 ) -> tuple[Serving, EventLog, Chunks]:
-    """Takes blocks for chunks, in order, as long as they suffice; the other rows compute nothing in this step.
-
-    Without windows a prompt got all its blocks when it was admitted.
-    """
+    """Takes blocks for chunks, in order, as long as they suffice; the other rows compute nothing in this step."""
     state = serving.cache.state
-    if len(state.groups) == 1:
+    if len(state.groups) == 1:  # without windows a prompt got all its blocks when it was admitted
         return serving, log, chunks
     rows, seqs = chunks.rows, state.seqs
     end = put(seqs.length, rows, pick(seqs.committed, rows) + chunks.count, (rows >= 0) & (chunks.count > 0))
@@ -136,8 +123,8 @@ def compute_flat(
 ) -> tuple[Pools, jax.Array, Chunk]:
     """Runs the model on the next token of the rows where decode bool[S], and on chunks of others, B = `size` positions.
 
-    The rows have the blocks for all of it. Returns the pools; the logits f32[S, V] after each row's last token; and the
-    chunks, each of up to `width` tokens, which are to be stored.
+    Returns the pools; the logits f32[S, V] after each row's last token; and the chunks, each of up to `width` tokens,
+    which are to be stored.
     """
     cache, rows, num_rows = serving.cache, chunks.rows, decode.shape[0]
     view = mixed(cache.state, decode, rows, chunks.count, size)
@@ -157,14 +144,10 @@ def compute_flat(
 def _store_chunks(
     state: CacheState, log: EventLog, chunk: Chunk, k: int, now: jax.Array
 ) -> tuple[CacheState, EventLog]:
-    """Stores chunks, which `commit_step` publishes with the decoded tokens.
-
-    Where that is one kernel, which takes at most a block of each row, they are published here. k is static: the most
-    tokens of a row that decodes.
-    """
+    """Stores chunks for `commit_step` to publish, or publishes them, where that is one kernel for k tokens of a row."""
 
     def commit(state, log, chunk, now, *, interpret=False):
-        del interpret  # plain jax, beside a kernel
+        del interpret  # plain jax: the kernel of `commit_step` takes at most a block of each row
         state, stored, updated = write(state, chunk, now)
         return state, note(log, _committed(state, stored, updated))
 
@@ -179,11 +162,7 @@ def _store_chunks(
 def commit_step(
     state: CacheState, chunks: Chunks, width: int, count: jax.Array, tokens: jax.Array, now: jax.Array
 ) -> tuple[CacheState, Events]:
-    """`commit` of stored chunks, and of the tokens that each row has decoded in a step. Nothing is checked.
-
-    The blocks of chunks, each of up to `width` tokens, are published first. count i32[S] of tokens i32[S, k] are what
-    each row has decoded.
-    """
+    """`commit`, unchecked, of stored chunks of up to `width` tokens, then of count i32[S] decoded tokens i32[S, k]."""
     size, (rows, k), start = state.spec.block_size, tokens.shape, state.seqs.committed
     every = jnp.arange(rows, dtype=jnp.int32)
     decoded = Chunk(every, start, start + count, count > 0, checked_text(state.spec, tokens, None))
@@ -206,12 +185,6 @@ def commit_step(
 def _committed(state: CacheState, stored: list[Records], updated: list[Records]) -> Events:
     """The events of a commit that nothing can refuse."""
     return assemble(state, jnp.full((1,), Status.OK, jnp.int32), updated=updated, stored=stored)
-
-
-def _prefilled(serving: Serving, chunks: Chunks) -> jax.Array:
-    """bool[S]; rows whose prompt is computed with these chunks."""
-    done = (chunks.count > 0) & (pick(serving.num_pending, chunks.rows) == 0)
-    return put(jnp.zeros(serving.row.shape, jnp.bool_), chunks.rows, True, done)
 
 
 def _prompts_of_samples(serving: Serving, ready: jax.Array) -> jax.Array:

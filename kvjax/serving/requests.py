@@ -64,7 +64,7 @@ class Requests(Pytree):
       keys: u32[F / P, 2]; of the whole blocks of prompts (`blocks/keys.py`).
       start: i32[W]; the index of its first token, a multiple of P.
       capacity: i32[W]; how many tokens fit there.
-      generation: i32[W].
+      generation, namespace, preemptions: i32[W].
       stage: i32[W]; `Stage`.
       prompt: i32[W]; tokens of the prompt.
       num_tokens: i32[W]; tokens so far, those of the prompt included.
@@ -73,7 +73,6 @@ class Requests(Pytree):
       arrival: i32[W]; a number in order of submission.
       passed: i32[W]; later requests that were admitted while this one waited.
       parent: i32[W]; slot of the request whose prompt this one is another sample of, until that is computed; or -1.
-      namespace: i32[W].
       seed: u32[W].
       sampling: of each, [W]; None: all are greedy.
       stop: i32[W, K]; tokens that end it; -1 is none.
@@ -81,7 +80,6 @@ class Requests(Pytree):
       onboard: bool[W]; whether its blocks on the host, if there are any, are brought back before it is admitted.
       finish: i32[W]; `Finish`.
       cached: i32[W]; tokens that were found in the cache when it was first admitted.
-      preemptions: i32[W].
       submitted, admitted, first_token, ended: i32[W]; steps of the model that had been run then; -1 before.
     """
 
@@ -169,13 +167,11 @@ class Serving(Pytree, static=("width",)):
       requests: what is to be done.
       row: i32[S]; the slot of each row's request; -1: none.
       leads: bool[S]; rows for whose prompts samples wait in other rows.
-      steps: i32[]; steps of the model so far.
-      arrivals: i32[]; requests so far.
+      steps, arrivals: i32[]; steps of the model so far, and requests.
       dirty: bool[]; whether something has happened since nobody more could be admitted.
       skipped_steps: i32[S]; mixed steps since each row last got a chunk, in which it had tokens for one.
       out_of_blocks: bool[S]; rows that found no block for their chunk in the last mixed step.
-      refused: i32[]; the number of steps for which blocks could not be had in the last step, though counted, 1 for a
-        chunk; or 0.
+      refused: i32[]; steps for which blocks, though counted, could not be had in the last step, 1 for a chunk; or 0.
       chunks_deferred: i32[]; blocks of steps for which chunks have waited for others.
       onboard_slot: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
       width: static; the most tokens that a request has when it is admitted.
@@ -217,10 +213,7 @@ class Serving(Pytree, static=("width",)):
 
     @property
     def num_pending(self) -> jax.Array:
-        """i32[S]; tokens that each row has yet to compute: 1 is decode, more is prefill.
-
-        0 where it waits for its parent, or is swapped out.
-        """
+        """i32[S]; tokens that each row has yet to compute; 0 where it waits for its parent, or is swapped out."""
         request, seqs = self.by_row, self.cache.state.seqs
         computes = self.running & (request.parent < 0) & ~seqs.swapped_out
         return jnp.where(computes, request.num_tokens - seqs.committed, 0)
@@ -260,8 +253,8 @@ def init_serving(
       cache: rows in use already are left alone.
       max_tokens: for each slot, how many tokens a request may have, generated ones included.
       capacity: F, if more than the slots take together, so that few shapes are compiled.
-      width: the most tokens that a request has when it is admitted, generated ones of a preempted request included;
-        the cost of an admission follows it. None: that of the largest slot.
+      width: the most tokens that a request has when it is admitted, generated ones of a preempted one included; the
+        cost of an admission follows it. None: that of the largest slot.
       num_stop_tokens: K.
       num_ranges: of each request's retention; None: no request has one.
       greedy: whether no request samples; then nothing else is compiled.
@@ -312,8 +305,7 @@ class Output:
     Attributes:
       tokens: the generated tokens, the stop token included.
       logprobs: their log-probabilities.
-      top_logprobs: for each of them the likeliest tokens with their log-probabilities, the likeliest first; empty if
-        that was not asked for.
+      top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.
       preemptions: how often it had to give its row up and wait again.

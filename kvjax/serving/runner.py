@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's side of a generation: it submits the prompts, enters the scheduler's loop, and reads what came of it."""
+"""The host's side of a generation: it submits the prompts, enters the scheduler's loop, and reads what came of it.
+
+With a host tier, blocks move between two loops (`HostTier`), since a loop moves none between the tiers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,19 +18,20 @@ import numpy as np
 from kvjax._compile import OutermostJit
 from kvjax.cache import Cache
 from kvjax.events.log import init_log
-from kvjax.events.records import Status
+from kvjax.events.records import Events, Status
 from kvjax.model import Model, forward
 from kvjax.policies.retention import is_retention
 from kvjax.pools import mixed
+from kvjax.serving.admit import has_row
 from kvjax.serving.capacity import admission_events, most_blocks, worst_step
-from kvjax.serving.host_tier import HostTier
 from kvjax.serving.inputs import Inputs, bucket
 from kvjax.serving.interrupt import GenerationState
 from kvjax.serving.options import Scheduler
+from kvjax.serving.preempt import leave, swaps
 from kvjax.serving.requests import Output, Serving, Stage, init_serving
 from kvjax.serving.serve import serve, serve_step
 from kvjax.serving.submit import submit
-from kvjax.tiered import TieredCache
+from kvjax.tiered import FailedTransfer, TieredCache
 
 
 def _mixed_logits(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array:
@@ -43,6 +49,9 @@ _submit = OutermostJit(submit, static_argnames="scheduler", donate_argnums=0)
 _static, _donated = ("scheduler", "logits_fn", "fixed_steps"), ("serving", "log")
 _serve = OutermostJit(serve, static_argnames=_static, donate_argnames=_donated)
 _serve_step = OutermostJit(serve_step, static_argnames=_static, donate_argnames=_donated)
+_has_row = OutermostJit(has_row, donate_argnums=0)
+_leave = OutermostJit(leave, donate_argnums=0)
+_swaps = OutermostJit(swaps, static_argnames="scheduler")
 MIN_SLOTS = 32
 MOST_SPARE = 2**18  # tokens: each has a few numbers of 4 bytes
 
@@ -96,10 +105,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         return most
 
     def _empty_slots(self) -> Serving:
-        """A slot for each prompt, in arrays of few sizes: most batches find the programs of the first one.
-
-        Slots and tokens are rounded up, at least to `MIN_SLOTS` and to what the rows hold.
-        """
+        """A slot for each prompt, in arrays of few sizes: most batches find the programs of the first one."""
         spec, inputs, size, max_tokens = self.spec, self.inputs, self.spec.block_size, self.max_tokens
         number = bucket(max(len(max_tokens), 1), MIN_SLOTS)
         least = min(spec.max_seqs * (spec.max_length + size), MOST_SPARE)
@@ -114,10 +120,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         )  # fmt: skip
 
     def turn(self) -> bool:
-        """Enters the loop of the scheduler once, and reads what it did; returns whether there is more to do.
-
-        Its events may stay to be published.
-        """
+        """Enters the loop of the scheduler once, and reads what it did; returns whether there is more to do."""
         state, options = self.state, self.inputs.options
         self.new = {}
         if not self.output_of_slot:
@@ -135,7 +138,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         else:
             state.serving, log, _ = _serve_step(self.inputs.model, state.serving, log, **arguments)
         state.unpublished.append(log)
-        state.publish(keep=1)  # what the turns before left, while the device works
+        state.publish(keep=1)  # what the turns before left, while the device works; this turn's events stay
         requests, row, onboard_slot, refused = self._read()
         self._update_outputs(requests)
         if refused == 1:
@@ -184,3 +187,88 @@ class GenerationRunner[C: (Cache, TieredCache)]:
             with self.state.ctrl_c, jax.ensure_compile_time_eval():  # garbage collection may call this during a trace
                 self.state.release_rows()
                 self.state.publish()
+
+
+class HostTier[C: (Cache, TieredCache)]:
+    """Moves blocks between the tiers; `steps` are the most in a loop. Where a move cannot be made, a step preempts."""
+
+    def __init__(self, state: GenerationState[C], scheduler: Scheduler, steps: int):
+        self.state, self.scheduler, self.steps = state, scheduler, steps
+        self.spec = state.cache.state.spec
+        self.groups = () if state.host is None else self.spec.host_groups
+
+    def empty_blocks(self) -> None:
+        """Offloads blocks until as many are empty as the next loop may take, if the host has space for them."""
+        if not self.groups:
+            return
+        requests, slots = self.state.serving.requests, np.asarray(self.state.serving.row)
+        num_tokens, max_tokens = (
+            np.asarray(values)[slots[slots >= 0]] for values in (requests.num_tokens, requests.max_tokens)
+        )
+        size, rows = self.spec.block_size, self.spec.max_seqs
+        need = int(np.sum(-(-np.minimum(max_tokens - num_tokens, self.steps) // size) + 1))
+        most = rows * (-(-self.steps // size) + 1)  # in any loop: static
+        if len(self.spec.groups) > 1:  # prompts take their blocks chunk by chunk
+            need += int(np.sum(-(-num_tokens // size)))
+            most += rows * self.spec.max_blocks_per_seq
+        for number in self.groups:
+            blocks = self.spec.groups[number].num_blocks
+            target, options = min(need, blocks), {"most": min(most, blocks), "group": number}
+            while (empty := int(self.state.cache.state.groups[number].num_empty)) < target:
+                events, _ = self._call(TieredCache.watermark, target, **options)
+                target = empty if events.ok else (empty + target) // 2
+
+    def empty_refused(self) -> None:
+        """Empties blocks that the loop was refused, since their children are on the host."""
+        before = [int(group.num_empty) for group in self.state.cache.state.groups]
+        self.empty_blocks()
+        groups = self.state.cache.state.groups
+        if any(int(group.num_empty) > number for group, number in zip(groups, before, strict=True)):
+            self.state.serving = self.state.serving.replace(refused=jnp.int32(0))
+
+    def onboard(self, requests: Any, slot: int, row: int) -> None:
+        """Admits a request, in numpy arrays, with its blocks on the host; without them if that cannot be done."""
+        num_tokens = int(requests.num_tokens[slot])
+        tokens = np.zeros((1, self.state.serving.width), np.int32)
+        tokens[0, :num_tokens] = requests.text[requests.start[slot] :][:num_tokens]
+        options = {
+            "namespace": requests.namespace[slot][None],
+            "retention": jax.tree.map(lambda x: x[slot][None], requests.retention),
+            "reserve_tokens": self.scheduler.chunk if len(self.spec.groups) > 1 else None,
+        }
+        lost = [row]
+        while row in lost:  # once in any case; a move that fails takes its blocks out of the index
+            events, lost = self._call(
+                TieredCache.admit, np.array([row], np.int32), tokens, np.array([num_tokens], np.int32), **options
+            )
+        placed = np.array([slot, row], np.int32)
+        self.state.serving = _has_row(self.state.serving, placed, events.cached[0], events.ok)
+
+    def swap(self) -> bool:
+        """Swaps a row out or in, if one is to be; whether there was one."""
+        if self.scheduler.preempt != "swap":
+            return False
+        rows = jax.device_get(_swaps(self.state.serving, scheduler=self.scheduler))
+        if not rows.any:
+            return False
+        verb, row = (TieredCache.swap_out, rows.out) if rows.out >= 0 else (TieredCache.swap_in, rows.back)
+        events, _ = self._call(verb, row)
+        if not bool(events.ok):
+            self.state.serving = self.state.serving.replace(refused=jnp.int32(1))
+        return True
+
+    def _call(self, verb: Callable[..., Any], *args: Any, **options: Any) -> tuple[Events, list[int]]:
+        """Calls a verb that moves blocks; returns the events, and rows whose K/V failed moves lost, with a warning."""
+        state, lost, removed, failed = self.state, [], [], None
+        try:
+            tiered, events = verb(state.result, *args, now=state.now(), **options)
+        except FailedTransfer as failure:
+            tiered, events, lost = failure.tiered, failure.events, failure.lost
+            removed, failed = [failure.removed], str(failure)
+        state.serving, state.host = state.serving.replace(cache=tiered.cache), tiered.host
+        state.publish(events, *removed)
+        if failed is not None:  # behind what must not be lost, since a warning may be made an error
+            warnings.warn(f"what was lost is computed again: {failed}", RuntimeWarning, stacklevel=2)
+        for row in lost:  # their requests wait again, and find less in the cache the next time
+            state.serving = _leave(state.serving, np.int32(row), np.bool_(False))
+        return events, lost

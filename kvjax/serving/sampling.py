@@ -146,8 +146,15 @@ def sample(
 
     if sampling is None:
         return scored(_likeliest(logits))
-    sampling = sampling.each_row(len(logits))
-    needed, programs = _programs(logits, sampling, seeds, positions, *_stops(sampling, len(logits), stop, generated))
+    rows = len(logits)
+    sampling = sampling.each_row(rows)
+    if stop is None:
+        stop, early = jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows,), jnp.bool_)
+    else:
+        stop = integers("stop", stop, ("K",) if jnp.ndim(stop) == 1 else (rows, "K"))
+        early = integers("generated", generated, (rows,)) < sampling.min_tokens  # too early for a stop token
+        stop = jnp.broadcast_to(stop, (rows, stop.shape[-1]))
+    needed, programs = _programs(logits, sampling, seeds, positions, stop, early)
     # The scores are in the branches: a greedy one finds the largest logit, which they need, with the token.
     return lax.switch(needed, [lambda program=program: scored(program()) for program in programs])
 
@@ -155,10 +162,7 @@ def sample(
 def _programs(
     logits: jax.Array, sampling: Sampling, seeds: jax.Array, positions: jax.Array, stop: jax.Array, early: jax.Array
 ) -> tuple[jax.Array, tuple[Callable[[], jax.Array], ...]]:
-    """Four programs () -> i32[R] that choose by a sampling with leaves [R], each for all rows of those before it too.
-
-    And i32[], the number of the first one that is for all rows of the batch.
-    """
+    """Four programs () -> i32[R], each for all rows of those before it too; before them, i32[], which one is needed."""
     size = logits.shape[-1]
     draws = sampling.temperature > 0
     restricts = draws & (((sampling.top_k > 0) & (sampling.top_k < size)) | (sampling.top_p < 1))
@@ -187,17 +191,6 @@ def _likeliest(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def _stops(
-    sampling: Sampling, rows: int, stop: jax.Array | None, generated: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Stop tokens i32[R, K], and bool[R]: whether it is too early for them."""
-    if stop is None:
-        return jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows,), jnp.bool_)
-    stop = integers("stop", stop, ("K",) if jnp.ndim(stop) == 1 else (rows, "K"))
-    early = integers("generated", generated, (rows,)) < sampling.min_tokens
-    return jnp.broadcast_to(stop, (rows, stop.shape[-1])), early
-
-
 def _without(logits: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
     """f32[R, V]; logits, -inf for tokens ids i32[R, K] in rows where bool[R]."""
     rows, size = logits.shape
@@ -206,10 +199,7 @@ def _without(logits: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """f32[R, V]; logits, -inf for the tokens that each row's top-k and then its top-p leave out.
-
-    A token that is as likely as one that stays also stays. The likeliest always stays.
-    """
+    """f32[R, V]; logits, -inf for tokens that each row's top-k and then top-p leave out; equally likely ones stay."""
     rows, size = logits.shape
     sampling = sampling.each_row(rows)
     order = _descending(logits)

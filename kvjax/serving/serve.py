@@ -90,7 +90,7 @@ def serve_step(
 
     def block(carry: tuple[Pools, Written]) -> tuple[Pools, Written]:
         at, choose = cache.replace(pools=carry[0]), Chooser.of(serving, logits_fn)
-        pools, _, written = compute(model, at, rows, new, steps, choose, k=k, fixed_steps=fixed_steps)
+        pools, _, written = compute(model, at, rows, new, steps, choose, k, fixed_steps)
         return pools, written
 
     start = cache.pools, Written(jnp.zeros_like(new), Chosen.none(new.shape[0], k, requests.num_top))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from kvjax.debug.counts import stats
+from kvjax.ledger import plural
 from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.serving.serve import Served
 
@@ -45,7 +46,7 @@ def show_requests(serving: Serving, *, width: int = 100, max_lines: int = 16) ->
     requests: Any = jax.device_get(serving.requests)
     state, stages = serving.cache.state, requests.stage.tolist()
     running, waiting, over = stages.count(Stage.RUNNING), stages.count(Stage.WAITING), sum(map(stages.count, _OVER))
-    steps = _number(int(serving.steps), "step")
+    steps = plural(int(serving.steps), "step")
     lines = [f"after {steps} of the model: {running:,} run, {waiting:,} wait, {over:,} are over"]
     for number in range(len(state.groups)):
         lines.append((f"group {number}: " if len(state.groups) > 1 else "") + str(stats(state, number)))
@@ -141,10 +142,10 @@ def show_step(served: Served, *, width: int = 100) -> str:
         chunks = zip(did.chunks.rows, did.chunks.count, strict=True)
         computed = ["a mixed step", *(f"row {row} a chunk of {count:,}" for row, count in chunks if row >= 0)]
     else:
-        computed = [f"a block of {_number(steps, 'step')}"] if steps else []
+        computed = [f"a block of {plural(steps, 'step')}"] if steps else []
     parts = {
         "retire": [f"row {row} released" for row in released] + [f"request {slot} preempted" for slot in preempted],
-        "grow": [f"blocks for {_number(int(did.n), 'step')}" if did.n else "blocks refused"],
+        "grow": [f"blocks for {plural(int(did.n), 'step')}" if did.n else "blocks refused"],
         "admit": [f"request {slot} in row {row}, {cached:,} cached" for slot, row, cached in admitted if slot >= 0],
         "compute": computed,
         "choose": [f"row {row}: {' '.join(map(str, tokens))}" for row, tokens in chosen.items() if tokens.size],
@@ -162,7 +163,3 @@ def _num_tokens(requests: Any, slot: int) -> str:
 
 def _finish(requests: Any, slot: int) -> str:
     return Finish(int(requests.finish[slot])).name.lower()
-
-
-def _number(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

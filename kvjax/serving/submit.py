@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from kvjax._arrays import compact, count, pick, put, rank
+from kvjax._arrays import compact, count, is_among, pick, put, rank
 from kvjax.blocks.keys import chain, prefix_keys, root_key
 from kvjax.checks import each_row, integers
 from kvjax.events.records import Status
@@ -115,7 +115,7 @@ def cancel(serving: Serving, slots: ArrayLike, generations: ArrayLike) -> tuple[
     is_valid = (slots >= 0) & (slots < requests.size) & (pick(requests.generation, slots) == generations)
     stage = pick(requests.stage, slots)
     is_valid = is_valid & ((stage == Stage.WAITING) | (stage == Stage.RUNNING))
-    gone = put(jnp.zeros((requests.size,), jnp.bool_), slots, True, is_valid, unique=False)
+    gone = is_among(requests.size, slots, is_valid)
     followers = (requests.parent >= 0) & pick(gone, requests.parent)
     requests = requests.replace(
         stage=jnp.where(gone, int(Stage.CANCELLED), requests.stage),
@@ -157,8 +157,7 @@ class _Flat(NamedTuple):
 
     def any(self, where: jax.Array) -> jax.Array:
         """bool[R]; whether it holds for some entry of each list, where bool[T]."""
-        found = jnp.zeros(self.start.shape, jnp.bool_)
-        return put(found, self.owner, True, where & self.is_valid, unique=False)
+        return is_among(self.start.shape[0], self.owner, where & self.is_valid)
 
 
 def _no_sample(flat: _Flat, namespace: jax.Array, parent: jax.Array) -> jax.Array:
@@ -173,17 +172,14 @@ def _no_sample(flat: _Flat, namespace: jax.Array, parent: jax.Array) -> jax.Arra
 def _never_fits(
     state: CacheState, scheduler: Scheduler, prompt: jax.Array, max_tokens: jax.Array, samples: jax.Array
 ) -> jax.Array:
-    """bool[R]; requests that, with their samples bool[R, R], need more blocks than a group has besides those pinned.
-
-    Pinned are blocks that are held, but by no row. They may be the request's own: as many as its prompt has whole
-    blocks, where it keeps what it shares.
-    """
+    """bool[R]; requests that, with their samples bool[R, R], need more blocks than a group has besides those pinned."""
     fits, most = jnp.ones(max_tokens.shape, jnp.bool_), most_blocks(state.spec, scheduler, max_tokens)
     more = sample_blocks(state.spec, scheduler, max_tokens, prompt, samples)
     for group, spec, own, of_samples in zip(state.groups, state.spec.groups, most, more, strict=True):
         table, refcount = group.table.reshape(-1), group.blocks.refcount
-        of_rows = put(jnp.zeros(refcount.shape, jnp.bool_), table, True, table >= 0, unique=False)
+        of_rows = is_among(refcount.shape[0], table, table >= 0)
         pinned = count((refcount > 0) & ~of_rows & group.on_device(group.ids))
+        # They may be its own: as many as its prompt has whole blocks, where it keeps what it shares.
         shared = jnp.minimum(pinned, prompt // state.spec.block_size) if spec.window is None else 0
         fits = fits & (own + of_samples <= group.num_blocks - pinned + shared)
     return ~fits
@@ -192,11 +188,7 @@ def _never_fits(
 def _take_slots(
     requests: Requests, entries: tuple[jax.Array, ...], slots: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Statuses and slots of the entries, both i32[R]: these slots, or the first empty ones; one entry by another.
-
-    Of each entry, all [R]: the one that it is a sample of, or -1; `max_tokens`; and whether it is no request, does not
-    fit into a row, and does not fit into the cache.
-    """
+    """Statuses and slots of the entries, both i32[R]: these slots, or the first empty ones; one entry by another."""
     number, empty = entries[0].shape[0], requests.stage == Stage.EMPTY
     if slots is None:
         free, _ = compact(jnp.where(empty, np.arange(requests.size, dtype=np.int32), -1))

@@ -8,9 +8,7 @@ A failure is an AssertionError that names the step and its request; the same see
 `requests`, a strategy for property tests of your own, needs Hypothesis.
 """
 
-from kvjax.testing.check_policy import check_policy
-from kvjax.testing.random_requests import random_requests, requests
-from kvjax.testing.request import SMALL, Request
-from kvjax.testing.trial import Trial, jitted_verbs
+from kvjax.testing.requests import SMALL, Request, random_requests, requests
+from kvjax.testing.trial import Trial, check_policy, jitted_verbs
 
 __all__ = ["SMALL", "Request", "Trial", "check_policy", "jitted_verbs", "random_requests", "requests"]

@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial's model of its cache, in plain Python: the text of each row, the pins, and what every slot holds."""
+"""A trial's model of its cache, in plain Python: the text of each row, the pins, and what every slot holds.
+
+And the arguments of a verb from a request, which depend on it.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from kvjax.events.mirror import to_list
+from kvjax.events.mirror import Node, to_list
 from kvjax.events.records import Events, Status
 from kvjax.events.transfer import Transfer
 from kvjax.spec import CacheSpec
-from kvjax.state import CacheState
-from kvjax.testing.request import Fields
+from kvjax.state import LOST, NO_BLOCK, CacheState
 
 NOTHING = -1  # in a slot that was never written, or whose move failed
+MAX_TOKENS = 6  # that one `extend` adds to a row
 Item = tuple[int, int]  # a token and its extra id
+Fields = dict[str, Any]  # a request, to those who read its fields
+_MOST_BLOCKS = 4  # that one `offload` or `onboard` names
+_WHOLE = ("fork", "truncate", "pin", "swap_out", "swap_in")  # for no row that has lost K/V
 
 
 @dataclasses.dataclass
@@ -52,10 +59,6 @@ class Expected:
         # Transfers ordered and not completed, each with whether it was the last request.
         self.moves: collections.deque[tuple[Transfer, bool]] = collections.deque()
         self._kv_ids: dict[tuple[int, tuple[Item, ...]], int] = {}
-
-    def is_lost(self, seq: int) -> bool:
-        """Whether a row can only be released."""
-        return seq in self.rows and self.rows[seq].lost
 
     def written(self, request: Fields) -> list[list[Item]]:
         """The tokens that each row writes: the rest of its prompt, then the request's, up to its length."""
@@ -150,6 +153,187 @@ class Expected:
             self.rows[seq].lost = True
 
 
+def adopt(
+    expected: Expected, before: CacheState, after: CacheState, new: Mapping[Node, tuple], events: Sequence[Events],
+    cut: Mapping[int, int],
+) -> None:  # fmt: skip
+    """Updates the expected cache by a composite: the bytes moved and copied, then the tokens written.
+
+    The state after is sound. `new` are nodes of the mirror that the composite has stored, `events` those of its
+    transitions, and `cut` {row: tokens that were left of it} for rows that it has cut back.
+    """
+    held = []  # the ids of the K/V in the pool rows of blocks that are active or cached
+    for slots, group in zip(expected.slots, before.groups, strict=True):
+        in_use = (group.blocks.refcount > 0) | (group.blocks.fill > 0)
+        held.append(set(slots[pool_rows(group)[in_use]].flat))
+    cached = [int(n) for one in events for n, queried in zip(one.cached, one.queried, strict=True) if queried > 0]
+    old = expected.rows
+    for one in events:
+        expected.move(one)
+    expected.rows = dict(_rows(expected, after))
+    claims = []  # group, indices of slots, the ids of their K/V, whether they are new
+    for seq, row in expected.rows.items():
+        start = min([*_starts(old, row, seq, before, after), *cached], default=0)
+        start, positions = min(start, cut.get(seq, start)), np.arange(len(row.items))
+        kv_ids = np.array(expected.kv_ids(row.namespace, row.items), int)
+        for number, group in enumerate(after.groups if not row.lost else ()):
+            index, seen = expected.locate(group, seq, positions)
+            claims.append((number, index, kv_ids[seen], positions[seen] >= start))
+    for (number, block, _), (namespace, path, *_) in new.items():
+        items = expected.items(path)
+        start = min([*_starts(old, Row(namespace, items, items, len(items))), *cached], default=0)
+        positions = np.arange((len(items) - 1) // expected.spec.block_size * expected.spec.block_size, len(items))
+        index = np.full(len(positions), pool_rows(after.groups[number])[block]), positions % expected.spec.block_size
+        claims.append((number, index, np.array(expected.kv_ids(namespace, items))[positions], positions >= start))
+    computed = {kv_id for *_, kv_ids, is_new in claims for kv_id in kv_ids[is_new].tolist()}
+    for number, index, kv_ids, is_new in claims:  # also copies that were made after they had been computed
+        is_new = is_new | np.array([kv_id in computed or kv_id not in held[number] for kv_id in kv_ids.tolist()], bool)
+        expected.slots[number][index[0][is_new], index[1][is_new]] = kv_ids[is_new]
+    expected.pins = _pins(expected, after)
+
+
+def _starts(
+    old: Mapping[int, Row], row: Row, seq: int = -1, before: CacheState | None = None, after: CacheState | None = None
+) -> Iterator[int]:
+    """The tokens of a text that rows had before: the row itself, or those that it may be a fork of."""
+    own = old.get(seq)
+    if own and own.namespace == row.namespace:
+        common = _common(own.items, row.items)
+        if common == min(len(own.items), len(row.items)):
+            yield common
+            return
+    for other, source in old.items():
+        if source.namespace != row.namespace:
+            continue
+        common, forked = _common(source.items, row.items), True
+        if before is not None and after is not None:
+            forked = before.groups[0].table[other][0] == after.groups[0].table[seq][0]
+        if forked and (common > 0 or (not source.items and source.prompt[:1] == row.items[:1])):
+            yield common
+
+
+def _common(first: Sequence[Item], second: Sequence[Item]) -> int:
+    """Leading items that two texts have in common."""
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _rows(expected: Expected, state: CacheState) -> Iterator[tuple[int, Row]]:
+    """The rows in use, with the text that the blocks of the first group hold."""
+    tree, size = state.groups[0], expected.spec.block_size
+    fields = state.seqs.namespace, state.seqs.length, state.seqs.committed
+    for seq in np.flatnonzero(state.seqs.length).tolist():
+        namespace, length, committed = (int(field[seq]) for field in fields)
+        blocks = tree.table[seq][: -(-committed // size)]
+        parts = [x[blocks].reshape(-1)[:committed].tolist() for x in tree.blocks.text.parts().values()]
+        items: list[Any] = [(token, *extra, 0)[:2] for token, *extra in zip(*parts, strict=True)]
+        own = expected.rows.get(seq, Row(namespace, [], [], 0))
+        prompt = own.prompt[:length] if _common(own.prompt, items) == min(len(own.prompt), committed) else items
+        lost = own.lost or any(_has_lost(group, seq) for group in state.groups)
+        swapped_out = bool(np.asarray(state.seqs.swapped_out)[seq])
+        yield seq, Row(namespace, prompt, items, length, swapped_out, lost)
+
+
+def _has_lost(group: Any, seq: int) -> bool:
+    held = group.table[seq][group.table[seq] >= 0]
+    return bool(np.any(group.blocks.hits[held] == LOST))
+
+
+def _pins(expected: Expected, state: CacheState) -> list[np.ndarray]:
+    """The pins that still hold, and all other blocks held beside the rows, a row's length at a time."""
+    group, width = state.groups[0], expected.spec.max_blocks_per_seq
+    refcount, held = np.asarray(group.blocks.refcount), group.table[group.table >= 0]
+    left = refcount - np.bincount(held, minlength=len(refcount))
+    pins = []
+    for pin in expected.pins:
+        if np.all(left[pin[pin >= 0]] > 0):
+            left[pin[pin >= 0]] -= 1
+            pins.append(pin)
+    more = np.repeat(np.arange(len(left), dtype=np.int32), np.maximum(left, 0))
+    parts = [more[i : i + width] for i in range(0, len(more), width)]
+    return [*pins, *(np.pad(part, (0, width - len(part)), constant_values=NO_BLOCK) for part in parts)]
+
+
 def pool_rows(group: Any) -> np.ndarray:
     """i32[B]; the pool row of each block."""
     return np.asarray(group.pool_row(np.arange(len(group.blocks.fill), dtype=np.int32)))
+
+
+def arguments_of(request: Fields, state: CacheState, expected: Expected) -> dict[str, Any] | None:
+    """The arguments but for the state; None if a request is empty (no row to extend, no pin).
+
+    A "complete" takes the oldest moves that are not completed.
+    """
+    verb, spec = request["verb"], state.spec
+    row = expected.rows.get(request.get("src" if verb == "fork" else "seq", NO_BLOCK))
+    if verb in _WHOLE and row and row.lost:
+        return None
+    match verb:
+        case "admit":
+            width = spec.max_length + 1
+            text = _text(spec, *(_padded(request.get(name, []), width) for name in ("tokens", "extra_ids")))
+            lengths = {"length": np.int32(len(request["tokens"])), "namespace": np.int32(request["namespace"])}
+            return {"seq": np.int32(request["seq"]), **lengths, **text, **_tiers(request)}
+        case "extend":
+            grows = [seq for seq, row in expected.rows.items() if not row.swapped_out and not row.lost]
+            counts = np.array([n if seq in grows else 0 for seq, n in enumerate(request["num_tokens"])], np.int32)
+            extends = {"active": counts > 0, "num_tokens": counts, "max_tokens": MAX_TOKENS, **_tiers(request)}
+            return extends if counts.any() else None
+        case "commit":
+            return _commit(request, spec, expected)
+        case "fork":
+            return {"src": np.int32(request["src"]), "dst": np.int32(request["dst"])}
+        case "truncate":
+            length = (row.length if row else 1) - request["drop"]
+            return {"seq": np.int32(request["seq"]), "length": np.int32(length)}
+        case "release" | "swap_out" | "swap_in":
+            return {"seq": np.int32(request["seq"])}
+        case "evict":
+            return {"blocks": np.array([request["block"]], np.int32)}
+        case "pin":
+            table = np.asarray(state.groups[0].table)[min(request["seq"], spec.max_seqs - 1)]
+            findable = (np.asarray(state.groups[0].blocks.fill)[table] > 0) & (table >= 0)
+            return {"blocks": np.where(findable & (np.arange(len(table)) < request["num_blocks"]), table, NO_BLOCK)}
+        case "unpin":
+            return {"blocks": expected.pins[request["which"] % len(expected.pins)]} if expected.pins else None
+        case "reset":
+            return {}
+        case "offload" | "onboard":
+            return _cached_blocks(request, state, on_host=verb == "onboard")
+        case "watermark":
+            return {"empty": np.int32(request["empty"]), "most": _MOST_BLOCKS, "group": request["group"]}
+        case "complete":
+            if not expected.moves:
+                return None
+            transfer, is_last = expected.moves.popleft()
+            return {"transfer": transfer, "ok": np.bool_(request["ok"] or not is_last)}
+    raise ValueError(f"verb: got {verb!r}, wanted one of those of `random_requests`")
+
+
+def _text(spec: CacheSpec, tokens: np.ndarray, extra_ids: np.ndarray) -> dict[str, np.ndarray]:
+    return {"tokens": tokens, "extra_ids": extra_ids} if spec.extra_ids else {"tokens": tokens}
+
+
+def _commit(request: Fields, spec: CacheSpec, expected: Expected) -> dict[str, Any] | None:
+    new = expected.written(request)
+    columns = [np.stack([_padded([item[i] for item in items], spec.max_length) for items in new]) for i in range(2)]
+    counts = np.array([len(items) for items in new], np.int32)
+    return {**_text(spec, *columns), "num_tokens": counts} if counts.any() else None
+
+
+def _cached_blocks(request: Fields, state: CacheState, on_host: bool) -> dict[str, Any]:
+    """Some of the first cached blocks of a tier."""
+    group = jax.device_get(state.groups[request["group"]])
+    in_tier = (pool_rows(group) >= len(group.empty)) == on_host
+    blocks = np.flatnonzero(in_tier & (group.blocks.fill > 0) & (group.blocks.refcount == 0))[:_MOST_BLOCKS]
+    chosen = [block for i, block in enumerate(blocks.tolist()) if request["which"] >> i & 1]
+    padding = [NO_BLOCK] * (_MOST_BLOCKS - len(chosen))
+    return {"blocks": np.array([*chosen, *padding], np.int32), "group": request["group"]}
+
+
+def _tiers(request: Fields) -> dict[str, Any]:
+    return {"tiers": ("device", "host")} if request.get("host") else {}
+
+
+def _padded(values: Sequence[int], width: int) -> np.ndarray:
+    return np.array([*values, *[0] * (width - len(values))], np.int32)

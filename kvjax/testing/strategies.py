@@ -9,30 +9,20 @@ import hypothesis.strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from kvjax.spec import CacheSpec
-from kvjax.testing.request import MAX_TOKENS, Fields
+from kvjax.testing.expected import MAX_TOKENS, Fields
 
 
 def parts(spec: CacheSpec, num_namespaces: int) -> SearchStrategy[list[Fields]]:
     """One request of any kind, or several of one sequence."""
-    admits = _admits(spec, num_namespaces)
-    kinds = [*[admits, _commits(spec)] * 2, *_others(spec)]
+    prompts = {"seq": _rows(spec), "tokens": _texts(spec), "namespace": st.integers(0, num_namespaces - 1)}
+    admits = _with_extra_ids(spec, "admit", prompts | _tiers(spec))
+    longest = spec.max_length
+    full_texts = _texts(spec).map(lambda tokens: [*tokens, *[0] * longest][:longest])
+    counts = _per_row(spec, st.sampled_from((longest, longest, 0, 1, spec.block_size)))
+    commits = _with_extra_ids(spec, "commit", {"num_tokens": counts, "tokens": _per_row(spec, full_texts)})
+    kinds = [*[admits, commits] * 2, *_others(spec)]
     kinds += _of_the_host_tier(spec) if spec.has_host else []
     return st.one_of(st.one_of(kinds).map(lambda request: [request]), _lives(spec, admits))
-
-
-def _admits(spec: CacheSpec, num_namespaces: int) -> SearchStrategy[Fields]:
-    """Prompts."""
-    namespaces = st.integers(0, num_namespaces - 1)
-    fields = {"seq": _rows(spec), "tokens": _texts(spec), "namespace": namespaces, **_tiers(spec)}
-    return _with_extra_ids(spec, "admit", fields)
-
-
-def _commits(spec: CacheSpec) -> SearchStrategy[Fields]:
-    """Commits of any number of tokens in each row."""
-    longest = spec.max_length
-    counts = _per_row(spec, st.sampled_from((longest, longest, 0, 1, spec.block_size)))
-    full_texts = _texts(spec).map(lambda tokens: [*tokens, *[0] * longest][:longest])
-    return _with_extra_ids(spec, "commit", {"num_tokens": counts, "tokens": _per_row(spec, full_texts)})
 
 
 def _others(spec: CacheSpec) -> list[SearchStrategy[Fields]]:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache on trial: it carries out requests and verifies itself after each."""
+"""A cache on trial: it carries out requests and verifies itself after each. And a policy on trial in one."""
 
 from __future__ import annotations
 
 import collections
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,17 +15,17 @@ import numpy as np
 
 from kvjax.debug.invariants import check
 from kvjax.events.mirror import Mirror, fold, index_of, to_list
-from kvjax.events.records import Events, Status
-from kvjax.state import CacheState
-from kvjax.testing.arguments import arguments_of
-from kvjax.testing.composites import adopt, differing, transitions
-from kvjax.testing.expected import Expected, Row, pool_rows
-from kvjax.testing.request import Fields, Request
+from kvjax.events.records import Events, Records, Status
+from kvjax.spec import CacheSpec
+from kvjax.state import NO_BLOCK, CacheState, EvictionPolicy
+from kvjax.testing.expected import Expected, Fields, Row, adopt, arguments_of, pool_rows
+from kvjax.testing.requests import SMALL, Request, random_requests
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
 from kvjax.verbs.control import evict, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import fork
+from kvjax.verbs.init import init
 from kvjax.verbs.offload import complete, offload, onboard, watermark
 from kvjax.verbs.release import release
 from kvjax.verbs.swap import swap_in, swap_out
@@ -66,11 +67,7 @@ class Trial:
     """
 
     def __init__(
-        self,
-        state: CacheState,
-        *,
-        delivers: bool = False,
-        verbs: dict[str, Callable[..., Any]] | None = None,
+        self, state: CacheState, *, delivers: bool = False, verbs: dict[str, Callable[..., Any]] | None = None
     ):
         """Begins with an empty cache.
 
@@ -156,7 +153,7 @@ class Trial:
         name = getattr(fn, "__name__", type(fn).__name__)
         before, mirror = jax.device_get(self.state), self.mirror
         state, returned = _result(fn(self.state, *args), before)
-        events = transitions(returned)
+        events = _transitions(returned)
         self.state = state
         try:
             self._apply(name, events, before, partial)
@@ -196,7 +193,7 @@ class Trial:
     def _verify_index(self) -> None:
         """The fold law."""
         found, folded = index_of(self.state), self.mirror.index
-        assert found == folded, f"the events do not give the index: {differing(found, folded)}"
+        assert found == folded, f"the events do not give the index: {_differing(found, folded)}"
 
     def _verify_rows(self, state: CacheState) -> None:
         """Each row has the right length, and would read its own text."""
@@ -207,9 +204,8 @@ class Trial:
             kv_ids = np.array(self._expected.kv_ids(row.namespace, row.items), int)
             for number, group in enumerate(state.groups if not row.lost else ()):
                 index, seen = self._expected.locate(group, seq, np.arange(len(row.items)))
-                assert np.array_equal(self._expected.slots[number][index], kv_ids[seen]), (
-                    f"row {seq} would read what is not its own"
-                )
+                held = self._expected.slots[number][index]
+                assert np.array_equal(held, kv_ids[seen]), f"row {seq} would read what is not its own"
 
     def _verify_cached(self, state: CacheState) -> None:
         """Each findable block holds the K/V of the tokens in its event."""
@@ -218,9 +214,8 @@ class Trial:
             items = self._expected.items(path)
             start = (len(items) - 1) // size * size
             held = self._expected.slots[number][pool_rows(state.groups[number])[block], : len(items) - start]
-            assert held.tolist() == self._expected.kv_ids(namespace, items)[start:], (
-                f"block {block} does not hold what it claims"
-            )
+            kv_ids = self._expected.kv_ids(namespace, items)[start:]
+            assert held.tolist() == kv_ids, f"block {block} does not hold what it claims"
 
     def _verify_holders(self, state: CacheState) -> None:
         """The holders of a block are rows and pins."""
@@ -267,6 +262,39 @@ class Trial:
                 assert holders <= most, f"block {record['block']} was removed, which {holders} hold"
 
 
+def _transitions(result: Any) -> list[Events]:
+    """The events of a composite, one for each transition in their order; those that `scan` stacked taken apart.
+
+    Raises:
+      ValueError: if they are no events, or stacked beside others, so that their order is not clear.
+    """
+    found = jax.tree.leaves(jax.device_get(result), is_leaf=lambda part: isinstance(part, Records))
+    kinds = [type(part).__name__ for part in found if not isinstance(part, Events)]
+    if kinds or not found:
+        raise ValueError(f"fn: got events of {kinds or 'no transition'}, wanted an Events, or several in their order")
+    axes = max(events.records.ndim for events in found) - 2
+    if axes == 0:
+        return found
+    if len(found) > 1:
+        raise ValueError("fn: got events that scan stacked beside others, wanted all in their order")
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), found[0])
+    return [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(len(flat.records))]
+
+
+def _differing(cache: Mapping[Any, Any], events: Mapping[Any, Any]) -> str:
+    """The differences of two indexes, in words."""
+    alone = {"in the cache": cache.items() - events.items(), "by the events": events.items() - cache.items()}
+    parts = []
+    for where, entries in alone.items():
+        words = [
+            f"group {group}, namespace {namespace}, tokens {list(path)}, level {level}, priority {priority}"
+            for (group, namespace, path), (level, priority) in sorted(entries, key=str)
+        ]
+        more = f"; and {len(words) - 3} more" if len(words) > 3 else ""
+        parts += [f"{where} alone: {'; '.join(words[:3])}{more}"] if words else []
+    return "; ".join(parts)
+
+
 def _result(result: Any, before: CacheState) -> tuple[CacheState, Any]:
     """The state and the events that a composite returned, or a ValueError."""
     pair = isinstance(result, tuple) and len(result) == 2
@@ -281,3 +309,56 @@ def assert_equal(old: Any, new: Any, why: str) -> None:
     """Asserts that two pytrees have equal leaves; `why` begins the message."""
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
         assert np.array_equal(a, b), f"{why}, yet changed {jax.tree_util.keystr(path)}"
+
+
+def check_policy(
+    policy: EvictionPolicy,
+    *,
+    seed: int = 0,
+    steps: int = 300,
+    spec: CacheSpec = SMALL,
+    delivers: bool = True,
+    pstate: Any = None,
+) -> collections.Counter[str]:
+    """Runs random requests on a small cache under a policy and verifies the cache after each; see `Trial`.
+
+    After every step: `check(state)` holds; the events so far give the index; nothing that was held or pinned was
+    evicted, and no block before its children; a refused verb changed nothing; every row would read its own K/V. At the
+    end a policy that says `idle` must be idle.
+
+    Args:
+      policy: on trial.
+      seed: of the requests.
+      steps: how many requests.
+      spec: of the cache; keep it small, so that blocks run short. With windows or a host tier `delivers` must be False.
+      delivers: whether the policy finds every victim: a prompt that fits into empty and cached blocks is admitted.
+      pstate: the policy's own state to begin with, None for what its `init` makes.
+
+    Returns:
+      How often each verb was done, each status came and each kind of event; `["removed"]`: the policy's choices.
+
+    Raises:
+      AssertionError: naming the step and its request.
+    """
+    trial = Trial(init(spec, policy, policy_state=pstate), delivers=delivers)
+    for step, request in enumerate(itertools.islice(random_requests(seed, spec), steps)):
+        try:
+            trial.do(request)
+        except (AssertionError, ValueError) as error:
+            raise AssertionError(f"step {step} of seed {seed}, {request}: {error}") from error
+    if policy.idle:
+        _check_idle(policy, trial.state)
+    return trial.tally
+
+
+def _check_idle(policy: EvictionPolicy, state: CacheState) -> None:
+    """Verifies that a policy returns its state unchanged for an empty request."""
+    group, nobody, zero = state.groups[0], np.full(3, NO_BLOCK, np.int32), np.int32(0)
+    calls = {
+        "touch": lambda pstate, blocks: policy.touch(pstate, blocks, nobody, zero),
+        "victims": lambda pstate, blocks: policy.victims(pstate, blocks, lambda ids: ids >= 0, zero, zero, 3)[1],
+        "forget": lambda pstate, blocks: pstate if policy.forget is None else policy.forget(pstate, nobody),
+    }
+    for name, call in calls.items():
+        after = jax.jit(call)(group.policy, group.blocks)
+        assert_equal(jax.device_get(group.policy), jax.device_get(after), f"{name}: an idle policy, an empty request")

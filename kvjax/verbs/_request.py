@@ -62,12 +62,7 @@ def checked_prompt(text: Text, length: Any, namespace: Any, size: int) -> Prompt
     real = jnp.arange(width, dtype=jnp.int32) < length
     valid = (length >= 1) & (length <= width) & (namespace >= 0) & ~jnp.any(real & (tokens < 0))
     tail = (0, -width % size)
-    return Prompt(
-        text=jax.tree.map(lambda x: jnp.pad(x, tail).reshape(-1, size), text),
-        length=length,
-        namespace=namespace,
-        valid=valid,
-    )
+    return Prompt(jax.tree.map(lambda x: jnp.pad(x, tail).reshape(-1, size), text), length, namespace, valid)
 
 
 def first_failure(*causes: tuple[jax.Array, Status]) -> jax.Array:
@@ -149,12 +144,9 @@ def conclude(
     ok = status == Status.OK
     state = either(ok, after, before)
     return state, assemble(
-        state,
-        status,
-        removed=[records.only(ok) for records in removed],
-        updated=[one.updated.only(ok) for one in taken],
-        moves=[one.orders.only(ok) for one in taken],
-    )
+        state, status, removed=[records.only(ok) for records in removed],
+        updated=[one.updated.only(ok) for one in taken], moves=[one.orders.only(ok) for one in taken],
+    )  # fmt: skip
 
 
 def chosen(state: CacheState, group: int) -> Group:

@@ -266,9 +266,8 @@ def _take(
 ) -> tuple[list[Group], list[Taken], list[jax.Array], jax.Array, jax.Array]:
     """Holds the hits and takes new blocks, group by group.
 
-    Returns:
-      The groups; what was taken of each; the sources that are held, i32[] each; the status, which may be NO_BLOCKS now;
-      and i32[], the number of blocks taken in each group.
+    Returns the groups; what was taken of each; the sources that are held, i32[] each; the status, which may be
+    NO_BLOCKS now; and i32[], the number of blocks taken in each group.
     """
     status, need, groups, taken, sources = plan.status, plan.need, [], [], []
     for number, (group, found) in enumerate(zip(state.groups, plan.found, strict=True)):
@@ -305,8 +304,7 @@ def _place_copy(
 ) -> tuple[Group, Records, Transfer]:
     """Orders the copy of `num_tokens` i32[] tokens from source i32[] to block i32[1], where copies bool[].
 
-    Returns:
-      The group; a record, copied; and the moves instead, where the source is on the host.
+    Also returns a record, copied; and the moves instead, where the source is on the host.
     """
     on_device = copies & group.on_device(source)
     copied = record(
@@ -335,8 +333,7 @@ def _retain(
 ) -> tuple[Group, Records]:
     """Gives a new row's blocks table i32[F] their stated retention i32[M, 2]; hits without one keep their own.
 
-    Returns:
-      The group and F records, updated.
+    Also returns F records, updated.
     """
     blocks, stated = group.blocks, fit(stated, table.shape[0], UNSTATED)
     restated, before = hit & (stated[:, 0] >= 0), blocks.stated_priority(table)

@@ -128,16 +128,12 @@ def pass_width(total: int, max_tokens: int, size: int) -> int:
     return min(max(_BATCH, -(-total * max_tokens // size)), total * -(-max_tokens // size))
 
 
-def publish_filled(
-    state: CacheState, filled: Filled, width: int, now: jax.Array, *, several: bool
-) -> tuple[CacheState, list[Records], list[Records]]:
+def publish_filled(state: CacheState, filled: Filled, width: int, now: jax.Array, *, several: bool) -> Written:
     """Publishes blocks [K] that rows have just filled, or merges them with equal ones, in every group.
 
     Goes in passes of `width` over a packed list of them, so that the cost follows their number alone. The first group's
     `blocks.text` is up to date. `several` says whether a row can have filled more than one; it is static, as the width.
-
-    Returns:
-      The cache; for each group K records, stored, and for each with a host tier as many, updated.
+    Also returns for each group K records, stored, and for each with a host tier as many, updated.
     """
     total, number = filled.row.shape[0], count(filled.where)
     order = jnp.zeros((total + width,), jnp.int32)

@@ -83,16 +83,11 @@ def init_group(
         policy, policy_state = windows.own_policy(blocks), None
         own = dict[str, Any](links=None, group0_block=_none(num_ids), window_block=_none(spec.groups[0].num_ids))
     return Group(
-        blocks=blocks,
-        empty=num_blocks - 1 - jnp.arange(group.num_blocks, dtype=jnp.int32),
-        num_empty=jnp.array(num_blocks),
-        num_cached=jnp.int32(0),
-        num_blocks=jnp.array(num_blocks),
-        table=_none(spec.max_seqs, spec.max_blocks_per_seq),
-        policy=_init_policy(policy, num_ids, policy_state),
-        host=_init_host(group, policy, policy_state) if group.num_host_blocks else None,
-        **own,
-    )
+        blocks=blocks, empty=num_blocks - 1 - jnp.arange(group.num_blocks, dtype=jnp.int32),
+        num_empty=jnp.array(num_blocks), num_cached=jnp.int32(0), num_blocks=jnp.array(num_blocks),
+        table=_none(spec.max_seqs, spec.max_blocks_per_seq), policy=_init_policy(policy, num_ids, policy_state),
+        host=_init_host(group, policy, policy_state) if group.num_host_blocks else None, **own,
+    )  # fmt: skip
 
 
 def _none(*shape: int) -> jax.Array:
@@ -131,12 +126,7 @@ def _init_policy(policy: EvictionPolicy, num_ids: int, policy_state: Any) -> Any
 def _init_host(group: GroupSpec, policy: EvictionPolicy, policy_state: Any) -> Host:
     ids = jnp.arange(group.num_ids, dtype=jnp.int32)
     return Host(
-        pool_row=ids,
-        num_host_children=jnp.zeros_like(ids),
-        pending_transfer=jnp.zeros_like(ids),
-        num_moves=jnp.int32(0),
-        unevictable=jnp.zeros(ids.shape, jnp.bool_),
-        empty=ids[::-1][: group.num_host_blocks],
-        num_empty=jnp.int32(group.num_host_blocks),
-        policy=_init_policy(policy, group.num_ids, policy_state),
-    )
+        pool_row=ids, num_host_children=jnp.zeros_like(ids), pending_transfer=jnp.zeros_like(ids),
+        num_moves=jnp.int32(0), unevictable=jnp.zeros(ids.shape, jnp.bool_), empty=ids[::-1][: group.num_host_blocks],
+        num_empty=jnp.int32(group.num_host_blocks), policy=_init_policy(policy, group.num_ids, policy_state),
+    )  # fmt: skip

@@ -61,10 +61,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
 
     Skips a block that others hold (their release decides), that is findable already, whose K/V have not arrived, that a
     findable block present in every group covers, or whose row is swapped out. Where the first group has an equal
-    block, the groups that lack one publish theirs.
-
-    Returns:
-      The cache and for each group a record, stored.
+    block, the groups that lack one publish theirs. Also returns for each group a record, stored.
     """
     group = state.groups[0]
     blocks, size = group.blocks, group.blocks.tokens.shape[1]

@@ -51,12 +51,8 @@ def swap_out(state: CacheState, seq: ArrayLike, *, now: ArrayLike = 0) -> tuple[
         blocks, claimed = claim(group.blocks, ids, private & findable)
         leaves = claimed | (private & ~findable)
         blocks = blocks.replace(refcount=put(blocks.refcount, ids, 1, private))  # also of blocks that stay
-        taken.append(
-            transfer(
-                group.replace(blocks=blocks), number, windows.policy_of(state, number),
-                Outgoing(ids, leaves, leaves, held=True), now,
-            )
-        )  # fmt: skip
+        outgoing, policy = Outgoing(ids, leaves, leaves, held=True), windows.policy_of(state, number)
+        taken.append(transfer(group.replace(blocks=blocks), number, policy, outgoing, now))
         after, records = put_taken(after, number, taken[-1])
         removed += records
     return _finish(state, after, seq, True, taken, removed, (bad, Status.BAD_REQUEST), (moving, Status.HELD))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of attention, and what is right for them."""
+"""Cases of attention, and their right results."""
 
 import functools
 
@@ -13,7 +13,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 
 def how(implementation):
-    """Options that let an implementation run here: without a GPU kernels run as plain JAX."""
+    """Options that let an implementation run on this machine. Without a GPU kernels run as plain JAX."""
     interpreted = implementation in pallas_kernels.PLATFORMS and jax.default_backend() != "gpu"
     return {"implementation": implementation, **({"interpret": True} if interpreted else {})}
 
@@ -41,7 +41,7 @@ def oracle(q, keys, values, first, *, scale, window=None, soft_cap=None, sinks=N
 
 
 class Case:
-    """Rows of random K/V at random places of a pool that is NaN everywhere else.
+    """Rows of random K/V in random blocks of a pool that is NaN everywhere else.
 
     A pool `stored` as int8, which has no NaN, or float8_e4m3fn has scales, unless `scaled` is False; they are NaN
     everywhere else.
@@ -58,7 +58,7 @@ class Case:
         shape = (num_blocks + 1, layers, 2, kv_heads, block_size, width)
         pool = np.full(shape, -128.0 if stored == "int8" else np.nan, np.float32)
         scales = np.full(shape[:5], np.nan, np.float32)
-        # What a table holds beyond its row's length: somebody else's block, or scratch.
+        # Beyond its row's length a table has another row's block, or the scratch row.
         self.tables = rng.integers(0, num_blocks + 1, (len(lengths), max_blocks)).astype(np.int32)
         order = rng.permutation(num_blocks)
         self.kv = []
@@ -71,15 +71,15 @@ class Case:
                 kv = np.clip(kv / scale[..., None], -127, 127)
             kv = np.asarray(jnp.asarray(kv, jnp.float32).astype(stored or dtype).astype(jnp.float32))
             slot = np.arange(length)
-            place = self.tables[row, slot // block_size], self.layer, slice(None), slice(None), slot % block_size
-            pool[place], scales[place] = kv, scale
+            index = self.tables[row, slot // block_size], self.layer, slice(None), slice(None), slot % block_size
+            pool[index], scales[index] = kv, scale
             self.kv.append(kv * scale[..., None] if scaled else kv)
         self.pool = jnp.asarray(pool, stored or dtype)
         self.scales = jnp.asarray(scales) if stored and scaled else None
         self.rng, self.heads, self.width = rng, kv_heads * group, width
 
     def tables_for(self, window, counts=1):
-        """The block tables, without the blocks that even the first of a row's last tokens does not see."""
+        """The block tables, without the blocks that none of a row's last tokens sees."""
         if window is None:
             return jnp.asarray(self.tables)
         left = np.maximum(self.lengths - counts - window + 1, 0) // self.pool.shape[4]
@@ -156,7 +156,7 @@ def check_decode(case, implementation, **options):
 
 
 def check_prefill(case, implementation, counts, *, gaps=0, max_count=None, **options):
-    """Rows' last tokens packed one row after the other, with `gaps` tokens of padding after each."""
+    """Checks prefill of rows' last tokens, packed one row after the other, with `gaps` tokens of padding after each."""
     counts = np.asarray(counts)
     starts = np.cumsum(counts + gaps) - counts - gaps
     total = int(np.sum(counts + gaps)) + 3

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles kernels for a GPU on a machine that has none: `python -m tests.kernels.gpu_compile TARGET CASE [CASE ...]`.
 
-Needs what scripts/gpu_toolchain.sh installs, on PYTHONPATH (.gpu-toolchain/<version of jaxlib>). One target per
-process; bad parameters can abort it, so each case's result is printed as soon as it is there, a line of JSON: ptxas's
-account of each kernel (registers, bytes of stack and spills), how many asynchronous 16-byte copies, tensor copies and
-matrix products are in its PTX, what kernels were emitted as, and of the whole program its collectives and temporaries.
+Needs the packages of scripts/gpu_toolchain.sh on PYTHONPATH (.gpu-toolchain/<version of jaxlib>). A process has one
+target. Bad parameters can abort it, so each case's result is printed at once, as a line of JSON. It has ptxas's account
+of each kernel (registers, bytes of stack and spills), the number of asynchronous 16-byte copies, tensor copies and
+matrix products in its PTX, the form that kernels were emitted in, and the program's collectives and temporaries.
 """
 
 import functools
@@ -141,7 +141,7 @@ def whole_step(scan=False):
 
 
 def divided(model, cache):
-    """The cache for a mesh of four, and how both are divided there: heads, the MLP's inner width, the vocabulary."""
+    """A model and a cache for a mesh of four, with their shardings: heads, the MLP's inner width, the vocabulary."""
     mesh = AbstractMesh((4,), ("x",))
 
     def weight(path, leaf):
@@ -161,7 +161,7 @@ def sharded_step():
 
 
 def bookkeeping(num_tokens):
-    """What a block of so many decode steps asks of the metadata: room, and later that its tokens are recorded."""
+    """The metadata's part of a block of so many decode steps: extend, and later commit."""
     spec = kvjax.make_spec(num_blocks=8192, max_seqs=SEQS, max_length=2048)
 
     def keep(state, active, tokens):
@@ -213,7 +213,7 @@ CASES = {
 GPUS = {"step_sharded": 4}  # all others: one
 
 
-def place(target: str, gpus: int, args, *specs):
+def on_gpus(target: str, gpus: int, args, *specs):
     """The arguments on so many GPUs, divided by a prefix of specs if one is given; and the mesh."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[target][1], topology=f"1x1x{gpus}")
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(gpus,), axis_names=("x",))
@@ -225,21 +225,21 @@ def place(target: str, gpus: int, args, *specs):
 
 
 def compile_for(mesh, function, args, donate, dump: str, **options):
-    """The lowered and the compiled program; `dump` receives what XLA writes of it, by these options of its."""
+    """The lowered and the compiled program. XLA writes its dump to the folder `dump`; `options` are XLA's."""
     with lowering_for("cuda"), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function, donate_argnums=donate).lower(*args)
     return lowered, lowered.compile({"xla_dump_to": dump, **options})
 
 
 def account(ptx: pathlib.Path, arch: str) -> dict[str, dict[str, int]]:
-    """What ptxas says of each Pallas kernel of a file."""
+    """The account that ptxas gives of each Pallas kernel of a file."""
     (ptxas,) = [path for folder in sys.path for path in glob.glob(f"{folder}/nvidia/*/bin/ptxas")][:1]
     command = [ptxas, "-v", f"-arch={arch}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     text, kernels = ptx.read_text(), {}
     for name, stack, stores, loads, registers in re.findall(
         r"function '(\w+(?:_attention|_kv|_blocks|_rows)(?:_mosaic_gpu_kernel)?)'.*?(\d+) bytes stack frame, "
-        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", said, re.DOTALL,
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", output, re.DOTALL,
     ):  # fmt: skip
         body = text[text.index(f".entry {name}") :]
         body = body[: body.find(".entry ", 10)]
@@ -266,7 +266,7 @@ def collectives(text: str) -> list[str]:
 
 
 def launches(text: str) -> dict[str, int]:
-    """The kernels of a program's entry; its stops, where the device waits for the host; its copies of large arrays."""
+    """Counts of a program's entry: kernels, stops (the device waits for the host), and copies of large arrays."""
     entry = text[text.index("\nENTRY ") :]
     names = "fusion|custom-call|scatter|sort|reduce|dot|convolution|all-reduce"
     unbounded = [line for line in text.splitlines() if " while(" in line and "known_trip_count" not in line]
@@ -279,15 +279,15 @@ def launches(text: str) -> dict[str, int]:
 
 
 def layer_bytes(args) -> int:
-    """Bytes of one layer's weights, where a model is among the arguments; its layers are equal, stacked or not."""
+    """Bytes of one layer's weights, if a model is among the arguments. Its layers are equal, stacked or not."""
     layers = [arg.layers for arg in args if isinstance(arg, Decoder)]
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers)) // LAYERS
 
 
 def measure(target: str, case: str) -> dict[str, Any]:
-    """Compiles one case; what came of it."""
+    """Compiles one case, and returns its measurements."""
     function, args, donate, *specs = CASES[case]()
-    args, mesh = place(target, GPUS.get(case, 1), args, *specs)
+    args, mesh = on_gpus(target, GPUS.get(case, 1), args, *specs)
     with tempfile.TemporaryDirectory() as dump:
         os.environ["MOSAIC_GPU_DUMP_TO"] = dump
         lowered, compiled = compile_for(mesh, function, args, donate, dump, xla_dump_emitter_re=".*")
@@ -296,7 +296,7 @@ def measure(target: str, case: str) -> dict[str, Any]:
             kernels |= account(ptx, TARGETS[target][0])
     memory, text = compiled.memory_analysis(), compiled.as_text()
     pool = max(jax.tree.leaves(args), key=lambda a: (len(a.shape), a.size))  # without a pool, the largest array
-    part = pool.sharding.shard_shape(pool.shape)  # what one GPU has of it
+    part = pool.sharding.shard_shape(pool.shape)  # one GPU's part of it
     moved = re.findall(rf"\w+\[{','.join(map(str, part))}\]\S* (copy|dynamic-slice|dynamic-update-slice)\(", text)
     return {
         "case": case, "kernels": kernels, "pool": math.prod(part) * pool.dtype.itemsize, "pool_copies": len(moved),
@@ -307,9 +307,9 @@ def measure(target: str, case: str) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """What a process that compiles for GPUs begins with."""
+    """Settings of a process that compiles for GPUs, made before anything else."""
     warnings.filterwarnings("ignore", message=".*[Tt]riton.*")
-    # With dumps XLA's warnings come with stack traces, for which llvm-symbolizer takes seconds each where there is one.
+    # With dumps XLA's warnings have stack traces. llvm-symbolizer, if installed, takes seconds for each.
     os.environ["LLVM_DISABLE_SYMBOLIZATION"] = "1"
 
 

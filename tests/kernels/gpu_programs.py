@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts what a GPU runs around the kernels, without a GPU: `python -m tests.kernels.gpu_programs [PROGRAM ...]`.
 
-Prints a table of all programs or of those named, or with --json a line of JSON for each. Needs what
-scripts/gpu_toolchain.sh installs, on PYTHONPATH. What is counted: `gpu_thunks.count`. Of a decode loop `block` is what
-a block of steps runs around its steps, with the loop of blocks itself; `step` is one step without the model, with the
-loop of steps itself; both have the stop of their loop. `start` is what comes before and after, `model` the model.
-Of the scheduler's loop `mixed` is what a mixed step adds to that, with its model, and `seldom` what releases, preempts
-and admits.
+Prints a table of all programs or of those named, or with --json a line of JSON for each. Needs the packages of
+scripts/gpu_toolchain.sh on PYTHONPATH. `gpu_thunks.count` says what is counted. The parts of a decode loop are `block`,
+a block of steps without its steps, with the loop of blocks itself; `step`, one step without the model, with the loop of
+steps itself; `start`, all before and after the loop; and `model`. `block` and `step` include the stop of their loop.
+The scheduler's loop also has `mixed`, the additions of a mixed step with its model, and `seldom`, which releases,
+preempts and admits.
 
-tests/data/gpu_step_budgets.json has the most that each count may be, by version of jaxlib, and beside the budgets the
-bars and aims that they are to come down to. --update writes what is measured there. `rare` names loops that usually do
-not turn, by parts of their scopes.
+tests/data/gpu_step_budgets.json has a budget for each count, by version of jaxlib, and the bars and aims that budgets
+are to come down to. --update writes the measured counts there. `rare` names loops that usually do not turn, by parts
+of their scopes.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from tests.kernels.gpu_compile import (
     compile_for,
     divided,
     i32,
-    place,
+    on_gpus,
     prepare,
     small_llama,
 )
@@ -53,13 +53,13 @@ from tests.kernels.gpu_thunks import Counts, Thunk
 BUDGETS = pathlib.Path(__file__).parents[1] / "data" / "gpu_step_budgets.json"
 PARTS = ("all", "model", "start", "block", "step", "mixed", "seldom", "around")
 HELD = ("stops", "kernels", "copies", "launches")  # against budgets
-TOLD = ("whiles", "conditionals", "command_buffers", "rare")
+SHOWN = ("whiles", "conditionals", "command_buffers", "rare")
 BUFFERS = gpu.DECIDES["device"]["xla_gpu_enable_command_buffer"]
 VOCABULARY, STEPS, BLOCK = 32_000, 32, 16
 
 
 def bookkeeping(tokens: int):
-    """extend and commit of so many tokens for each of 128 rows."""
+    """Extend and commit of so many tokens for each of 128 rows."""
     spec = kvjax.make_spec(num_blocks=8192, max_seqs=128, max_length=2048, block_size=BLOCK)
 
     def step(state, tokens, active):
@@ -73,7 +73,7 @@ def bookkeeping(tokens: int):
 
 
 def null_model(tokens, pools, view, *, last):
-    """One kernel that takes all that a model takes and updates the pool: nothing of the loop is left out for it."""
+    """A model of one kernel that takes all that a model takes and updates the pool, so that XLA drops nothing."""
     ((pool,),) = pools.arrays
     inputs = [tokens, last, *jax.tree.leaves(view), pool]
 
@@ -95,7 +95,7 @@ def null_model(tokens, pools, view, *, last):
 
 
 def in_scope(model, *args, **options):
-    """A model whose kernels can be told from the loop's by their scope."""
+    """A model whose kernels have a scope that tells them from the loop's."""
     with jax.named_scope("model"):
         return model(*args, **options)
 
@@ -166,7 +166,7 @@ def layer():
 
 
 WINDOWED = (LAYER, LayerConfig(KV_HEADS, WIDTH, window=512))
-# By name: what makes it, command buffers (None: as XLA does by itself), and GPUs.
+# By name: the maker, command buffers (None: XLA's default), and GPUs.
 PROGRAMS: dict[str, tuple[Any, str | None, int]] = {
     "extend_commit_1": (functools.partial(bookkeeping, 1), None, 1),
     "extend_commit_16": (functools.partial(bookkeeping, BLOCK), None, 1),
@@ -235,10 +235,10 @@ def parts_of(root: Thunk, rare: Sequence[str] = ()) -> dict[str, Counts]:
 
 
 def measure(name: str, rare: Sequence[str] = ()) -> dict[str, Counts]:
-    """Compiles one program for an H200; its counts."""
+    """Compiles one program for an H200, and returns its counts."""
     make, buffers, gpus = PROGRAMS[name]
     function, args, donate, *specs = make()
-    args, mesh = place("h200", gpus, args, *specs)
+    args, mesh = on_gpus("h200", gpus, args, *specs)
     options = {} if buffers is None else gpu.DECIDES["device"] | {"xla_gpu_enable_command_buffer": buffers}
     with tempfile.TemporaryDirectory() as dump:
         _, compiled = compile_for(mesh, function, args, donate, dump, **options)
@@ -253,8 +253,8 @@ class Budgets:
       rare: parts of the scopes of loops that usually do not turn.
       bars: {part: {count: {"bar": number, "aim": number}}}.
       budgets: {jaxlib: {part: {count: number}}}; a part is a program and a part of it, such as "block_16 step".
-      jaxlib: the version whose budgets hold: the installed one, or else the latest before it, or else the first.
-      exact: whether that is the installed one.
+      jaxlib: the version whose budgets hold: the installed one, else the latest before it, else the first.
+      exact: whether the installed version has budgets.
     """
 
     def __init__(self, file: pathlib.Path = BUDGETS, jaxlib: str | None = None):
@@ -271,9 +271,9 @@ class Budgets:
         return self.budgets.get(self.jaxlib, {}).get(part, {})
 
     def faults(self, part: str, counts: Mapping[str, int]) -> list[str]:
-        """What is over its budget, and which budgets are so loose that a gain could be lost unnoticed.
+        """Complaints about counts over their budget, and about budgets so loose that a gain could be lost unnoticed.
 
-        By another version of jaxlib than the budgets', counts may differ as far as budgets may be loose.
+        With another version of jaxlib than the budgets', counts may differ by as much as budgets may be loose.
         """
         faults = []
         for what in HELD:
@@ -287,7 +287,7 @@ class Budgets:
         return faults
 
     def update(self, measured: Mapping[str, Mapping[str, int]]) -> None:
-        """Writes counts as the budgets of the installed jaxlib; parts that were not measured keep theirs."""
+        """Writes counts as the budgets of the installed jaxlib. Parts that were not measured keep theirs."""
         parts = self.budgets.setdefault(self.installed, {})
         parts |= {part: {what: counts.get(what, 0) for what in HELD} for part, counts in measured.items()}
         order = [f"{name} {part}" for name in PROGRAMS for part in PARTS]
@@ -317,7 +317,7 @@ def _slack(count: int) -> int:
 def line(part: str, counts: Mapping[str, int], budgets: Budgets) -> str:
     """A line of the table."""
     cells = [f"{counts.get(what, 0):5} of {budgets.of(part).get(what, '-'):>3}" for what in HELD]
-    cells += [f"{counts.get(what, 0):6}" for what in TOLD]
+    cells += [f"{counts.get(what, 0):6}" for what in SHOWN]
     bars = [f"{what} {kind} {n}" for what, kinds in budgets.bars.get(part, {}).items() for kind, n in kinds.items()]
     return f"{part:32}{' '.join(cells)}  {', '.join(bars)}".rstrip()
 
@@ -330,7 +330,7 @@ def main() -> None:
     form.add_argument("--update", action="store_true", help="write what is measured as the budgets")
     args, budgets, measured = parser.parse_args(), Budgets(), {}
     if not args.json:
-        print(f"{'jaxlib ' + budgets.installed:32}{' '.join(f'{what:>12}' for what in HELD)} {' '.join(TOLD)}")
+        print(f"{'jaxlib ' + budgets.installed:32}{' '.join(f'{what:>12}' for what in HELD)} {' '.join(SHOWN)}")
     for name in args.programs or PROGRAMS:
         parts = measure(name, budgets.rare)
         if args.json:

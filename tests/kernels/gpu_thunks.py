@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU runs of a compiled program, and where it waits for the host: XLA's thunks as a tree, and their counts.
+"""XLA's thunks as a tree, and their counts: the kernels of a compiled program, and its stops for the host.
 
 XLA writes the thunks of a program to the folder `xla_dump_to`: kernels, copies, loops, conditionals, and the command
-buffers that hold them. A number joins each thunk with its instruction in the optimised HLO, which has the scope that
-it was traced in (`op_name`), and the trip count of a loop if XLA knows it.
+buffers that hold them. A number joins each thunk with its instruction in the optimised HLO. That has the scope of the
+trace (`op_name`), and the trip count of a loop if XLA knows it.
 
-A *stop* is where the device waits for the host to read a predicate: a loop without a known trip count, or a
+At a *stop* the device waits for the host to read a predicate, of a loop without a known trip count or of a
 conditional. Within a command buffer the device decides by itself.
 """
 
@@ -34,7 +34,7 @@ class Thunk:
       kind: as XLA calls it, such as kWhile; "program" at the root.
       kernel: the name of a kernel.
       op_name: the scope and operation that it was traced as; of a fusion, that of its result.
-      trips: how often a loop turns; None if XLA does not know, and for all other thunks.
+      trips: the trip count of a loop; None if XLA does not know it, and for all other thunks.
       parts: the thunks inside, by what they are: "condition" and "body", "true_branch", ... "" without a label.
       number: joins it with an instruction; 0 for a command buffer.
       buffered: whether it is in a command buffer.
@@ -50,12 +50,12 @@ class Thunk:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it launches a kernel, or something of a library or between GPUs."""
+        """Whether the thunk launches a kernel, or an operation of a library or between GPUs."""
         return self.kind not in {*CONTROL, *COPIES, *STRUCTURE}
 
     @property
     def stops(self) -> bool:
-        """Whether the device waits for the host here."""
+        """Whether the device waits for the host at this thunk."""
         decides = self.kind == "kConditional" or (self.kind == "kWhile" and self.trips is None)
         return decides and not self.buffered
 
@@ -67,12 +67,12 @@ class Thunk:
 
 
 def read(dump: pathlib.Path, hlo: str) -> Thunk:
-    """The thunks of the one program whose dump is in a folder, and whose optimised HLO is given.
+    """The thunks of the program whose dump is in a folder, and whose optimised HLO is given.
 
     Raises:
       ValueError: if a line is not understood, or thunks or instructions are missing.
     """
-    # jaxlib 0.11 leaves the file of the last state out where the passes, which make command buffers, changed nothing.
+    # jaxlib 0.11 writes no file of the last state if its passes, which make command buffers, changed nothing.
     last = list(dump.glob("*.thunk_sequence_after_thunk_passes.txt"))
     (file,), (metadata,) = last or dump.glob("*.thunk_sequence.txt"), dump.glob("*.thunk_metadata.txt")
     root = parse(file.read_text())
@@ -105,7 +105,7 @@ def parse(sequence: str) -> Thunk:
             raise ValueError(f"a line of thunks that is not understood: {line!r}")
         depth, number, kind, rest, label_depth, name = match.groups()
         if name:
-            # "condition" stands at the margin, right after its loop; all other labels stand inside what they are of.
+            # "condition" stands at the margin, right after its loop. All other labels are indented below their thunk.
             while name != "condition" and open_thunks[-1][0] >= len(label_depth):
                 open_thunks.pop()
             label = name
@@ -127,17 +127,17 @@ Counts = collections.Counter[str]
 
 
 def count(top: Thunk, rare: Sequence[str] = (), leave_out: Callable[[Thunk], bool] = lambda _: False) -> Counts:
-    """What a program launches, and how often it stops for the host. What is in a loop counts once.
+    """Counts of a program's launches and of its stops for the host. The body of a loop counts once.
 
     Args:
       top: the root; or a loop, of which one turn is counted.
-      rare: parts of the scopes of loops that usually do not turn. Such a loop asks for its stop and its condition;
-        what is in its body is counted apart.
-      leave_out: thunks that are left out, with all inside them.
+      rare: parts of the scopes of loops that usually do not turn. Such a loop counts with its stop and its condition;
+        its body is counted apart.
+      leave_out: thunks that are not counted, with all inside them.
 
     Returns:
-      stops, kernels, copies, whiles, conditionals, command_buffers; `launches`: kernels and copies, those in a loop of
-      known trip count as often as it turns; and `rare`: kernels in bodies of rare loops.
+      stops, kernels, copies, whiles, conditionals, command_buffers; `launches`: kernels and copies, times the trip
+      count of a loop if XLA knows it; and `rare`: kernels in bodies of rare loops.
     """
     counts: Counts = collections.Counter()
 

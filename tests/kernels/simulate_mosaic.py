@@ -3,7 +3,7 @@
 
     python -m tests.kernels.simulate_mosaic CASE [CASE ...]
 
-In a process of its own, because a kernel with a missing arrival waits for ever. Prints a line of JSON for each case.
+A process of its own, because a kernel with a missing arrival waits for ever. It prints a line of JSON for each case.
 """
 
 import functools
@@ -47,7 +47,7 @@ def prefill(name):
 
 
 def long():
-    """More tiles than stages; halves of two kinds."""
+    """A case with more tiles than stages, and halves of two kinds."""
     case = Case([700, 3], kv_heads=1, width=64, block_size=16, dtype="float16")
     tuning.decode_programs = lambda: 1
     check_decode(case, "mosaic")
@@ -86,8 +86,8 @@ CASES |= {"long": long, "vmap": vmap, "broken": broken}
 if __name__ == "__main__":
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    tuning.decode_programs = lambda: 4  # few programs: each takes a while
-    # Compiled, the simulator's code would take longer to compile than to run.
+    tuning.decode_programs = lambda: 4  # few programs, because each takes a while
+    # Not jitted: the simulator's code takes longer to compile than to run.
     for name in ("decode", "prefill"):
         setattr(attention, name, getattr(attention, name).__wrapped__)
     for case in sys.argv[1:]:

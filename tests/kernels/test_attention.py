@@ -18,7 +18,7 @@ SHAPES = [
     (2, 1, 16, 4), (1, 2, 32, 8), (2, 4, 64, 16), (3, 1, 80, 4), (1, 8, 128, 128), (2, 2, 128, 8), (1, 4, 96, 32),
     (1, 2, 256, 64),
 ]  # fmt: skip
-# No option, a window, and all at once; `long` adds each option once, with a shape of its own, `slow` all with all.
+# By default no option, a window, and all options at once. `long` adds each option with one shape, `slow` with all.
 SOME = list(zip(SHAPES, OPTIONS, strict=False))
 QUICK = [(shape, name) for shape, name in SOME if name in ("plain", "window", "all")]
 GRID = [
@@ -81,7 +81,7 @@ def test_pools_of_bytes_without_scales(stored, implementation):
 
 @pytest.mark.long
 def test_wide_queries_over_a_narrow_pool(implementation):
-    """What a softmax in float32 is for: the result is as exact as the K/V allow."""
+    """A softmax in float32 makes the result as exact as the K/V allow."""
     case = Case([1, 0, 37, 130], dtype="bfloat16", width=64)
     case.dtype = "float32"
     check_decode(case, implementation)
@@ -148,7 +148,7 @@ def test_attention_under_vmap(implementation):
 ])  # fmt: skip
 @pytest.mark.parametrize("kernel", list(pallas_kernels.PLATFORMS))
 def test_on_a_gpu(shape, name, dtype, stored, kernel):
-    """The kernels themselves; everything above runs there too, with `-m "not slow"` and JAX_PLATFORMS=cuda,cpu."""
+    """The kernels themselves. The tests above run on a GPU too, with `-m "not slow"` and JAX_PLATFORMS=cuda,cpu."""
     kv_heads, group, width, block_size = shape
     options = {"kv_heads": kv_heads, "group": group, "width": width, "block_size": block_size}
     options |= {"dtype": dtype, "stored": stored}

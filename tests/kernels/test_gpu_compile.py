@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel compiled for real GPUs without one: what ptxas says of it, held against tests/data/gpu_budgets.json.
+"""Every kernel compiled for real GPUs without one: ptxas's account, compared with tests/data/gpu_budgets.json.
 
-Of registers, stack and spills a budget is the most, of everything else the least; the more particular one counts. No
-kernel may spill or use local memory where no budget of its own allows it, and no program may copy a pool.
+A budget is the most of registers, stack and spills, and the least of everything else. The more particular budget
+counts. No kernel may spill or use local memory unless a budget of its own allows it, and no program may copy a pool.
 """
 
 import functools
@@ -23,9 +23,9 @@ CASES = {
     "a100": [case for case in gpu_compile.CASES if not case.startswith(("mosaic", "step"))],
 }
 STEPS = [pytest.param(case, marks=pytest.mark.slow) for case in ("step", "step_scanned", "step_sharded")]
-# By default each kernel once; `long` adds quantised ones, `slow` whole steps, further shapes and the other chip.
+# By default each kernel once. `long` adds quantised pools, `slow` whole steps, further shapes and the other chip.
 QUICK = {
-    "bookkeeping_16", "decode_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
+    "bookkeeping_16", "triton_prefill_16", "mosaic_decode_16", "prefill_16", "append", "copy", "gather",
     "scatter",
 }  # fmt: skip
 SLOW = {
@@ -49,12 +49,12 @@ pytestmark = [needs_toolchain, pytest.mark.long]
 
 @functools.cache
 def compiled(target, *cases, **more):
-    """What came of compiles in a process of their own: bad parameters can abort it."""
+    """The results of compiles in a process of their own, because bad parameters can abort it."""
     return dict(zip(cases, results_of("tests.kernels.gpu_compile", target, *cases, **more), strict=True))
 
 
 def result_of(target, case, **more):
-    """What came of one compile; the default cases share a process, which saves seven starts."""
+    """The result of one compile. The default cases share a process, which saves seven starts."""
     cases = sorted(QUICK) if case in QUICK and target == "h200" and not more else [case]
     return compiled(target, *cases, **more)[case]
 
@@ -88,7 +88,7 @@ def test_kernels_stay_within_their_budgets(target, case):
 
 @pytest.mark.parametrize(("target", "case"), ALL)
 def test_kernels_are_emitted_as_expected(target, case):
-    """Pallas has several ways, and a default that changes with jax's version; the library chooses by chip and shape."""
+    """Pallas has several backends, and its default changes with jax. The library chooses by chip and shape."""
     mosaic = target == "h200" and case.startswith(("prefill", "mosaic"))
     assert result_of(target, case)["emitted"] == (MOSAIC if mosaic else TRITON)
 
@@ -103,7 +103,7 @@ def test_pools_are_updated_in_place(case):
 
 @pytest.mark.parametrize("case", ["bookkeeping_16", pytest.param("bookkeeping_1", marks=pytest.mark.long)])
 def test_bookkeeping_takes_few_kernels_and_never_stops_the_device(case):
-    """As plain jax it is 140 kernels, and ten loops whose end the host decides."""
+    """In plain jax it takes 140 kernels, and ten loops whose end the host decides."""
     result = result_of("h200", case)
     assert set(result["kernels"]) == {"extend_rows", "commit_rows"}
     assert result["launches"] <= 12 and result["stops"] == 0 and result["large_copies"] == 0
@@ -119,7 +119,7 @@ def test_a_scanned_step_copies_one_layers_weights_at_most():
 @pytest.mark.long
 @pytest.mark.parametrize("case", STEPS)
 def test_the_whole_step_is_made_of_the_kernels(case):
-    """What `implementation=None` chooses when a program is lowered for a GPU; and it never waits for the host."""
+    """Lowering for a GPU with `implementation=None` chooses the kernels, and the step never waits for the host."""
     assert result_of("h200", case)["stops"] == 0
     assert set(result_of("h200", case)["kernels"]) == {
         "decode_attention", "merge_attention", "append_kv", "copy_blocks", "extend_rows", "commit_rows",
@@ -128,7 +128,7 @@ def test_the_whole_step_is_made_of_the_kernels(case):
 
 @pytest.mark.slow
 def test_four_gpus_talk_once_for_attention_and_once_for_the_mlp():
-    """The metadata is worked out by each for itself, and nothing of a pool is sent."""
+    """Each GPU computes the metadata by itself, and no part of a pool is sent."""
     sent = result_of("h200", "step_sharded")["collectives"]
     layers = [
         f"all-reduce in layer{number}/dot_general" for number in range(gpu_compile.LAYERS) for _ in ("mix", "mlp")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU runs around the kernels, held against tests/data/gpu_step_budgets.json from both sides.
+"""Counts of a GPU's work around the kernels, compared with tests/data/gpu_step_budgets.json from both sides.
 
-A count over its budget is a loss; a budget far over its count would let a gain be lost again.
+A count over its budget is a loss. A budget far over its count would let a gain be lost again.
 """
 
 import functools
@@ -14,8 +14,8 @@ from tests.kernels.gpu_programs import BUDGETS, HELD, PROGRAMS, Budgets
 from tests.kernels.toolchain import needs_toolchain, results_of
 
 pytestmark = pytest.mark.long
-# CI has a block of steps, a layer of kernels, and the loop of the scheduler; the others a night.
-QUICK = ("block_16", "layer", "scheduled")
+# CI runs a layer of kernels and the loop of the scheduler, with its block of steps; a night runs the others.
+QUICK = ("layer", "scheduled")
 ALL = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
 BUFFERED = {name for name, (_, buffers, _) in PROGRAMS.items() if buffers} - {"loop_sharded"}
 
@@ -26,7 +26,7 @@ def measured(*names):
 
 
 def parts_of(name):
-    """What was counted in a program; the default ones share a process."""
+    """The counts of a program. The default ones share a process."""
     return measured(*(QUICK if name in QUICK else (name,)))[name]
 
 
@@ -48,7 +48,7 @@ def test_with_command_buffers_a_whole_loop_is_one(name):
 
 @needs_toolchain
 @pytest.mark.parametrize("name", ALL)
-def test_the_models_kernels_are_told_from_the_loops(name):
+def test_the_models_kernels_are_distinguished_from_the_loops(name):
     parts = parts_of(name)
     if name.startswith("extend"):
         assert set(parts) == {"all"}

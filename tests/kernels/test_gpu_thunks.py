@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reader of XLA's thunks: small programs compiled for an H200, where it is known which kernel is in which loop.
+"""The reader of XLA's thunks, on small programs compiled for an H200 whose kernels and loops are known.
 
-`python -m tests.kernels.test_gpu_thunks` compiles them and prints what was read, a line of JSON.
+`python -m tests.kernels.test_gpu_thunks` compiles them and prints what the reader finds, as a line of JSON.
 """
 
 import functools
@@ -89,22 +89,22 @@ PROGRAMS = {
 
 
 def paths(thunk, path=()):
-    """For each kernel of `run`, by its name: the loops, branches and command buffers that it is in."""
+    """The loops, branches and command buffers around each kernel of `run`, by the kernel's name."""
     found = {thunk.kernel: path} if "/pallas_call" in thunk.op_name else {}
     for label, part in thunk.parts.items():
-        here = () if thunk.kind == "program" else (" ".join(filter(None, (thunk.kind, label, str(thunk.trips or "")))),)
+        step = () if thunk.kind == "program" else (" ".join(filter(None, (thunk.kind, label, str(thunk.trips or "")))),)
         for inside in part:
-            found |= paths(inside, path + here)
+            found |= paths(inside, path + step)
     return found
 
 
 def compile_for_gpu():
-    """What is read of each program: where its kernels are, and the counts without and with a rare loop."""
-    from tests.kernels.gpu_compile import compile_for, i32, place, prepare
+    """The reader's results for each program: the paths of its kernels, and the counts without and with a rare loop."""
+    from tests.kernels.gpu_compile import compile_for, i32, on_gpus, prepare
 
     prepare()
     for function, who in PROGRAMS.values():
-        args, mesh = place("h200", 1, (i32(8),))
+        args, mesh = on_gpus("h200", 1, (i32(8),))
         with tempfile.TemporaryDirectory() as dump:
             _, compiled = compile_for(mesh, function, args, (), dump, **gpu.DECIDES[who])
             root = gpu_thunks.read(pathlib.Path(dump), compiled.as_text())
@@ -151,9 +151,9 @@ def test_the_device_stops_where_the_host_decides():
 
 
 @needs_toolchain
-def test_loops_of_known_length_launch_as_often_as_they_turn():
+def test_counted_loops_launch_as_often_as_they_turn():
     counts = results()["nested"]["all"]
-    # 13 kernels of this file, two of them seven times, and XLA's own, of which those of the loop's counter turn too.
+    # 13 kernels of this file, two of them seven times, and XLA's own. Those for the loop's counter turn too.
     assert counts["kernels"] >= 13 and counts["launches"] >= 13 + 2 * 6
     own = counts["kernels"] + counts["copies"] - 13
     assert counts["launches"] - 13 - 2 * 6 - own in range(6 * own + 1)
@@ -161,7 +161,7 @@ def test_loops_of_known_length_launch_as_often_as_they_turn():
 
 @needs_toolchain
 def test_what_is_in_rare_loops_is_counted_apart():
-    """The loop itself stays: it asks the host, and evaluates its condition once."""
+    """The loop itself is counted: it asks the host, and evaluates its condition once."""
     usual, rare = results()["usual_and_rare"]["all"], results()["usual_and_rare"]["rare"]
     assert (usual["stops"], rare["stops"], rare["whiles"]) == (3, 2, 2)
     assert usual.get("rare", 0) == 0 and rare["rare"] >= 2
@@ -214,7 +214,7 @@ def test_indentation_and_labels_make_a_tree():
     assert {what: number for what, number in count(root).items() if number} == counted
 
 
-def test_kinds_that_are_not_known_count_as_kernels():
+def test_unknown_kinds_count_as_kernels():
     root = Thunk("program", parts={"": [Thunk(kind) for kind in ("kNccl", "kSequential", "kMemzero")]})
     assert count(root) == Counter(kernels=1, copies=1, launches=2)
 

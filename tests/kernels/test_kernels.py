@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that move K/V against their XLA twins, bit for bit, in interpret mode; and which of them is chosen."""
+"""Kernels that move K/V against XLA's implementations, bit for bit, in interpret mode; and the choice among them."""
 
 import functools
 
@@ -35,7 +35,7 @@ def test_append_kv(dtype, heads, width):
 
 
 def quantised(dtype, **shape):
-    """A pool of all bit patterns, and scales of which those of the scratch row are NaN."""
+    """A pool of all bit patterns, and its scales, NaN in the scratch row."""
     scales = pool_of(**shape)[..., 0]
     return jnp.asarray(np.random.default_rng(2).integers(0, 256, pool_of(**shape).shape), jnp.uint8).view(dtype), scales
 
@@ -57,8 +57,8 @@ def test_quantised_append(dtype, heads, width, source):
     wanted = jax.jit(xla.append_kv)(*args)
     got = jax.jit(functools.partial(triton.append_kv, interpret=True))(*args)
     real, index = slots < 32, (slots[slots < 32] // 4, 1, slice(None), slice(None), slots[slots < 32] % 4)
-    for new, twin, old, values in zip(got, wanted, (pool, scales), quantise(kv, dtype), strict=True):
-        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, twin)))
+    for new, of_xla, old, values in zip(got, wanted, (pool, scales), quantise(kv, dtype), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, of_xla)))
         expected = np.array(old)
         expected[index] = np.asarray(values).reshape(2, 6, *expected[index].shape[2:]).swapaxes(0, 1)[real]
         np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, expected)))
@@ -143,7 +143,7 @@ def test_a_gpu_without_float8_appends_none(monkeypatch):
         triton.append_kv(pool, 0, k, k, jnp.zeros(1, jnp.int32), scales)
 
 
-def test_where_there_is_no_gpu_the_twin_serves_and_a_named_kernel_refuses():
+def test_without_a_gpu_xla_serves_and_a_named_kernel_refuses():
     pool, blocks = pool_of(), jnp.array([3, 1], jnp.int32)
     run = functools.partial(pallas_kernels.call, "gather_blocks")
     np.testing.assert_array_equal(jax.jit(run)(pool, blocks), xla.gather_blocks(pool, blocks))
@@ -166,7 +166,7 @@ SOME_ROWS = jnp.array([1, 2, 8], jnp.int32), jnp.array([4, 5, -1], jnp.int32), j
     ],
 )
 def test_a_move_is_its_own_derivative(name, arrays, others, implementation):
-    """Forwards it is the move itself, backwards its transpose; what is no row of the list takes no part."""
+    """The forward pass is the move itself, the backward pass its transpose. Other rows than the list's take no part."""
     numbers = np.random.default_rng(2).standard_normal
     points, directions = ([pool_of(seed=i).at[-1].set(0), *(jnp.float32(numbers(x)) for x in arrays)] for i in (0, 1))
     interpret = {"interpret": True} if implementation == "triton" else {}
@@ -217,7 +217,7 @@ def test_tiles_cover_each_query_once():
 
 @pytest.mark.parametrize("shape", [(4, 3, 2, 8), (1, 2, 2, 8), (2, 1, 2, 8), (2, 2, 1, 8), (2, 2, 2, 1)], ids=str)
 def test_moving_blocks_copies_no_pool(shape):
-    """Layers, heads, positions and width; where one of them is 1, XLA's CPU backend has copied whole pools."""
+    """Layers, heads, positions and width. Where one of them was 1, XLA's CPU backend has copied whole pools."""
     layers, heads, size, width = shape
     pool = jnp.zeros((20_001, layers, 2, heads, size, width), jnp.float32)
     ids = jnp.arange(8, dtype=jnp.int32)

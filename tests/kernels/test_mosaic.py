@@ -20,8 +20,8 @@ SLOW = [case for case in simulate_mosaic.CASES if case not in [*QUICK, *LONG, "b
 
 @functools.cache
 def results(*cases):
-    """What came of cases, from a process of their own."""
-    # The simulator blocks a thread of XLA's for each warpgroup, and XLA has as many as there are cores.
+    """The results of cases, from a process of their own."""
+    # The simulator blocks a thread of XLA's for each warpgroup, and XLA has one thread a core.
     printed = output_of(sys.executable, "-m", "tests.kernels.simulate_mosaic", *cases, NPROC="8")
     return {result["case"]: result["error"] for result in map(json.loads, printed.splitlines())}
 
@@ -32,7 +32,7 @@ def test_equal_to_the_oracle_and_free_of_races(case):
     assert results(*QUICK)[case] is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*LONG, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]])
 def test_more_cases_are_equal_and_free_of_races(case):
     assert results(*(LONG if case in LONG else SLOW))[case] is None

@@ -18,7 +18,7 @@ needs_toolchain = pytest.mark.skipif(
 
 
 def results_of(module: str, *args: str, **environment: str) -> list[Any]:
-    """What a module prints as a process that finds the compilers: lines of JSON."""
+    """The lines of JSON that a module prints, run as a process that finds the compilers."""
     path = f"{TOOLCHAIN}{os.pathsep}{ROOT}"
     printed = output_of(sys.executable, "-m", module, *args, PYTHONPATH=path, **environment)
     return [json.loads(line) for line in printed.splitlines()]

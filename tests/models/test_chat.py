@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations: the checkpoint's own template, in a sandbox, and tokens that go on where the last turn ended."""
+"""Conversations: the checkpoint's own template, in a sandbox, and tokens that continue the last turn."""
 
 import json
 
@@ -10,7 +10,7 @@ pytest.importorskip("jinja2")
 from models.chat import Chat, load_template
 from models.recall import make_tokenizer
 
-# In the manner of Llama 3 and Qwen: lines and indents of its own that must not show.
+# Like the templates of Llama 3 and Qwen: its own line breaks and indents must not show.
 TEMPLATE = """
 {{- bos_token }}
 {%- for message in messages %}
@@ -51,7 +51,7 @@ def test_a_template_is_found_where_checkpoints_have_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{% if %}", "chat template: Expected an expression"),
         ("{{ raise_exception('no system') }}", "chat template: no system"),
@@ -60,8 +60,8 @@ def test_a_template_is_found_where_checkpoints_have_it(tmp_path):
         ("{{ 1 / 0 }}", "chat template: division by zero"),
     ],
 )
-def test_what_a_template_may_not_do_is_an_error_of_one_line(tmp_path, template, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_a_template_may_not_do_is_an_error_of_one_line(tmp_path, template, message):
+    with pytest.raises(ValueError, match=message):
         load_template(folder(tmp_path, template)).render([])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo prints: bars and tables that stay within the terminal, and one line that sums it up."""
+"""The output of the demo: bars and tables that stay within the terminal, and one line that sums it up."""
 
 import io
 import re
@@ -36,8 +36,8 @@ def session() -> demo.Session:
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_what_is_drawn_stays_within_the_columns(monkeypatch, width):
-    """Not the maps, which `kvjax.show` keeps within the columns it is told."""
+def test_bars_and_tables_stay_within_the_columns(monkeypatch, width):
+    """Maps are not among them: `kvjax.show` gets the width, and keeps within it."""
     widths = []
     monkeypatch.setattr(demo.kvjax, "show", lambda state, **options: widths.append(options["width"]) or "map")
     parts = demo.Parts(*[session()] * 10, "map")
@@ -52,7 +52,7 @@ def test_what_is_drawn_stays_within_the_columns(monkeypatch, width):
 
 @pytest.mark.slow
 def test_the_demo_shows_what_the_cache_is_for():
-    """In a pipe of 60 columns; the first token is several times sooner, even where others compute too."""
+    """The demo writes to a pipe of 60 columns. The first token comes several times sooner, even on a busy machine."""
     lines = output_of(sys.executable, "-m", "models.demo", COLUMNS="60").splitlines()
     assert max(map(len, lines)) <= 60
     share, times = re.fullmatch(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders: what is read, what is written, what is refused."""
+"""Hugging Face folders: reading, writing, and refusals."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ GEMMA4 = {
 
 
 def make(model_type: str = "llama", dtype=jnp.float32, **fields) -> Decoder:
-    """A small model all of whose parameters are random: norms and biases start as ones and zeros otherwise."""
+    """A small model whose parameters are all random. Otherwise norms start as ones, and biases as zeros."""
     config = ModelConfig.from_hf({"model_type": model_type, **FIELDS, **fields})
     model = Decoder(config, dtype=dtype, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
@@ -98,7 +98,7 @@ def test_shards_give_the_same_model(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_options", "gemma4_options"])
 def test_names_and_layout_are_hugging_faces(tmp_path, family):
-    """A file that another program wrote comes back from `save` with the same names, shapes and values."""
+    """A file of another program comes back from `save` with the same names, shapes and values."""
     folder = GOLDENS / family
     save(load(folder)[0], tmp_path)
     ours, theirs = load_file(tmp_path / loading.SINGLE), load_file(folder / loading.SINGLE)
@@ -118,8 +118,8 @@ def test_names_and_layout_are_hugging_faces(tmp_path, family):
     "prefixes",
     [("language_model.model.", "language_model."), pytest.param(("model.language_model.", ""), marks=pytest.mark.long)],
 )
-def test_the_decoder_is_found_beside_towers(tmp_path, prefixes, tied):
-    """Older and newer checkpoints with towers; layers that reuse K/V may have projections that nobody reads."""
+def test_the_decoder_is_found_among_towers(tmp_path, prefixes, tied):
+    """Checkpoints with towers are older or newer. Layers that reuse K/V may have projections that nobody reads."""
     model = make("gemma4_text", tie_word_embeddings=tied, **GEMMA4)
     save(model, tmp_path)
 
@@ -152,7 +152,7 @@ def test_dtype_is_converted_and_stored_dtype_is_the_default(tmp_path):
 
 @pytest.mark.long
 def test_no_float32_copy_of_the_whole_is_made(tmp_path):
-    """Loading as bfloat16 holds the bfloat16 weights, and beside them a tensor or two, never all as float32."""
+    """Loading as bfloat16 holds the bfloat16 weights and at most two more tensors, never all weights as float32."""
     fields = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12}
     config = ModelConfig.from_hf({"model_type": "llama", **FIELDS, **fields, "head_dim": 64})
     save(Decoder(config, rngs=nnx.Rngs(0)), tmp_path)
@@ -243,7 +243,7 @@ def test_missing_and_broken_files_are_named(tmp_path):
         load(tmp_path)
 
 
-# Files that nobody should trust. Nothing of the model is built: what is wrong is told before.
+# Files that nobody should trust. Errors come before any part of the model is built.
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path, monkeypatch):
-    """A checkpoint of one file; to build its model fails."""
+    """A checkpoint of one file, whose model must not be built: that raises."""
     monkeypatch.setattr(loading, "Decoder", None)
     return shutil.copytree(saved, tmp_path / "model", ignore=lambda *_: ["shards"])
 
@@ -297,7 +297,7 @@ def test_an_index_names_tensors_that_its_files_have(shards):
 
 
 def test_a_folder_of_links_is_read(saved, tmp_path):
-    """As the cache of Hugging Face has them: snapshots of links to blobs, which are outside the folder."""
+    """The cache of Hugging Face has snapshots of links to blobs, which are outside the folder."""
     (tmp_path / "snapshot").mkdir()
     for number, file in enumerate((saved / "shards").iterdir()):
         blob = shutil.copy(file, tmp_path / str(number))
@@ -332,7 +332,7 @@ def test_weights_are_floats(saved, tmp_path, dtype):
 
 
 def test_the_first_tensor_of_floats_gives_the_dtype(saved, tmp_path):
-    """Others may be integers, such as positions in a tower; float64 is what jax makes of it."""
+    """Other tensors may be integers, such as positions in a tower. float64 becomes what jax makes of it."""
     folder = shutil.copytree(saved, tmp_path / "model")
     change(folder / loading.CONFIG, model_type="gemma3_text")
     position = {"vision_tower.a": np.ones(2, np.int64)}
@@ -343,7 +343,7 @@ def test_the_first_tensor_of_floats_gives_the_dtype(saved, tmp_path):
 
 
 @pytest.mark.parametrize("layers", [3, 2_000, 10_000_000])
-def test_layers_that_no_tensor_is_of_are_told_at_once(folder, layers):
+def test_layers_that_no_tensor_is_of_are_reported_at_once(folder, layers):
     change(folder / loading.CONFIG, num_hidden_layers=layers)
     begin = time.process_time()
     with pytest.raises(ValueError, match=rf"num_hidden_layers: got {layers}, wanted 2: no tensor is of layer 2$"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models on several devices: the same logits and tokens, two sums a layer and nothing else sent, weights in parts."""
+"""Models on several devices: the same logits and tokens, two sums a layer and no other traffic, sharded weights."""
 
 import concurrent.futures
 import json
@@ -27,7 +27,7 @@ HEADS = GOLDENS / "llama_heads"  # 4 kv heads
 
 @pytest.fixture(autouse=True)
 def forget_programs_of_a_test():
-    """A program for eight devices takes eight times the memory maps of one for a single device (tests/conftest.py)."""
+    """Drops programs: one for eight devices takes eight times the memory maps of another (tests/conftest.py)."""
     yield
     jax.clear_caches()
 
@@ -60,7 +60,7 @@ def test_a_golden_on_four_devices():
             np.testing.assert_allclose(logits, golden.logits[row, : len(logits)], rtol=1e-3, atol=1e-3)
         one = np.zeros((3, 1), np.int32), np.ones((3,), np.int32)
         step = jax.jit(kvjax.step, donate_argnums=1).lower(model, cache, *one).compile()
-        # Each layer adds up its attention and its MLP; the embeddings are looked up where they are.
+        # Each layer sums its attention and its MLP. The embeddings are looked up on the device that has them.
         assert collectives(step) == {"all-reduce": 2 * len(model.layers) + 1}
         assert set(sent_shapes(step)) == {"f32[3,1,64]"}
         own = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.pools)) // 4
@@ -133,7 +133,7 @@ def test_only_the_parts_that_a_device_needs_are_read(monkeypatch):
         assert leaf.addressable_shards[0].data.size == leaf.size // parts
         name = jax.tree_util.keystr(path)
         assert (parts == 4) == bool(re.search("proj|embed|lm_head", name) and "o_proj.bias" not in name), name
-    # Each part once, for all devices of this process; then the plain model.
+    # Each part once, for all devices of this process, then the plain model.
     assert sum(sizes) == 2 * sum(leaf.size for leaf in jax.tree.leaves(plain))
     assert max(sizes[: len(sizes) - len(jax.tree.leaves(plain))]) == 64 * 8 * 16 // 4  # q_proj, the largest
 
@@ -156,7 +156,7 @@ def divided(init, *axes):
 
 
 class Attention(nnx.Module):
-    """Attention with sinks, of 4 kv heads; its weights say how Flax places them."""
+    """Attention with sinks, of 4 kv heads. Its weights carry their shardings for Flax."""
 
     def __init__(self, layer, rngs):
         self.layer, init = layer, nnx.initializers.lecun_normal()
@@ -233,7 +233,7 @@ def one_device(tree):
 )
 def test_an_nnx_module_of_the_users_own_with_sinks(kind, shape):
     with mesh_of(*shape, kind) as mesh, jax.set_mesh(mesh):
-        model = Model(nnx.Rngs(0))  # Flax places what says how
+        model = Model(nnx.Rngs(0))  # Flax places weights that carry a sharding
         assert model.attention[0].q.kernel.sharding.spec == P(None, "heads")
         tokens = tokens_of(model, cache_of(LAYERS, mesh=mesh))
     assert tokens == tokens_of(one_device(model), cache_of(LAYERS))
@@ -257,7 +257,7 @@ def test_a_linen_module_of_the_users_own():
 
 
 def of_processes(count, *options):
-    """What each of so many processes prints that share a mesh."""
+    """The output of each of so many processes that share a mesh."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1]) if count > 1 else "0"

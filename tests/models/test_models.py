@@ -115,7 +115,7 @@ def test_paged_is_dense(family, fields):
     num_layers = len(fields.get("layer_types", "ab"))
     model = Decoder(config(**{**fields, "model_type": family, "num_hidden_layers": num_layers}), rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(32, size=(2, 12)).astype(np.int32)
-    atol = 5e-4 if family == "gemma4_text" else 1e-5  # rounding, where it is norms of next to nothing that are added
+    atol = 5e-4 if family == "gemma4_text" else 1e-5  # rounding: the norms that are added are almost 0
     np.testing.assert_allclose(paged(model, tokens), jax.jit(Decoder.dense)(model, tokens), atol=atol)
 
 
@@ -143,7 +143,7 @@ def test_gemma_in_bfloat16(fields):
 
 
 def paged(model: Decoder, tokens: np.ndarray, **options) -> jax.Array:
-    """Logits of whole sequences computed in one chunk through a cache that was poisoned."""
+    """Logits of whole sequences, computed in one chunk through a poisoned cache."""
     rows, length = tokens.shape
     dtype = model.embed_tokens.embedding[...].dtype
     spec = kvjax.make_spec(
@@ -171,7 +171,7 @@ def paged(model: Decoder, tokens: np.ndarray, **options) -> jax.Array:
     ],
 )
 def test_logits_of_any_positions_of_a_mixed_line(fields):
-    """Two rows decode while the third computes its prompt: the logits are those of whole sequences."""
+    """Two rows decode while the third computes its prompt. The logits are those of whole sequences."""
     model = Decoder(config(**fields), rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(32, size=(3, 8)).astype(np.int32)
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=8, max_seqs=3, max_length=8, block_size=4, dtype="float32")
@@ -241,7 +241,7 @@ def test_llama3_rope_keeps_short_waves_and_stretches_long_ones():
 
 
 def _llama3_at(turns: float) -> float:
-    """What llama3 scaling makes of the frequency that turns so often within the original context."""
+    """The frequency that llama3 scaling gives for one with so many turns within the original context."""
     theta = (turns * 2 * np.pi / 8192) ** -2  # the second of two pairs has frequency theta ** -(1 / 2)
     return float(Rope(theta, "llama3", 8.0, 1.0, 4.0, 8192).frequencies(4)[1])
 
@@ -279,7 +279,7 @@ def test_configs_that_cannot_be_served_are_refused_by_name(fields, message):
 
 
 def test_gemma_configs_in_old_and_new_form():
-    """What transformers 4.50 wrote, what 5.23 writes, and what may be left out."""
+    """The forms of transformers 4.50 and 5.23, with and without optional fields."""
 
     def gemma3(**fields):
         return config(**{**GEMMA3, "num_hidden_layers": 7, **fields})
@@ -294,7 +294,7 @@ def test_gemma_configs_in_old_and_new_form():
     assert gemma3(sliding_window_pattern=6, **old) == gemma3(**old) == one
     assert gemma3(rope_parameters={FULL: None}).layers[5].rope == gemma3().layers[5].rope == Rope(1e6)
     assert [layer.window for layer in gemma3(sliding_window_pattern=3).layers][:4] == [5, 5, None, 5]
-    # The released files say next to nothing, and those with towers say it one level down.
+    # The released files have few fields, and those with towers have them one level down.
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
     released = ModelConfig.from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
     assert (released.num_heads, released.vocab_size, released.eos_token_ids) == (8, 262208, (1, 106))
@@ -311,7 +311,7 @@ def test_gemma4_layers():
     assert layers(8)[7].window is None  # the last one is full whatever the pattern says
     assert layers(num_global_key_value_heads=1)[5].kv_heads == 2  # only where keys are values
     assert layers(num_global_key_value_heads=1, attention_k_eq_v=True)[5] == LayerConfig(1, 8, None, rope, True)
-    # Each layer's own shape takes the place of what is said of full ones. Keys may have leading zeros.
+    # A layer's own shape replaces that of the full layers. Keys may have leading zeros.
     own = layers(12, per_layer_config={"05": {"head_dim": 10}, "11": {"num_key_value_heads": 4, "hidden_size": 16}})
     assert [(layer.kv_heads, layer.head_dim) for layer in own] == [(2, 6)] * 5 + [(2, 10)] + [(2, 6)] * 5 + [(4, 6)]
     assert layers(per_layer_config={})[5].head_dim == 6
@@ -447,7 +447,7 @@ def test_golden_copies_are_small():
     assert all(path.stat().st_size < 2_000_000 for path in GOLDENS.rglob("*"))
 
 
-def test_tally_allows_rounding_and_near_ties_only():
+def test_tally_allows_rounding_and_close_ties_only():
     reference = np.array([1.0, 3.0, 2.0], np.float32)
     tally = verify.Tally()
     tally.compare(reference + 1e-3, reference, 1)
@@ -460,4 +460,4 @@ def test_tally_allows_rounding_and_near_ties_only():
         tally = verify.Tally()
         tally.compare(bad, reference, None)
         assert not tally.ok
-    assert not verify.Tally().ok  # nothing compared proves nothing
+    assert not verify.Tally().ok  # a verification that compares nothing is refused

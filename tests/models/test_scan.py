@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders whose layers are scanned: which layers, the same logits, the same files, pools in place."""
+"""Decoders with scanned layers: the runs of layers, the same logits, the same files, pools updated in place."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ KINDS = {"F": LayerConfig(2, 8), "s": LayerConfig(2, 8, window=5), "w": LayerCon
 
 
 def layers(pattern, **reuses):
-    """Layers by letters; those of a key like _7 reuse the K/V of a layer."""
+    """Layers by letters. A letter with a key like _7 reuses the K/V of a layer."""
     reuses = {int(number[1:]): owner for number, owner in reuses.items()}
     return [dataclasses.replace(KINDS[kind], reuses=reuses.get(number)) for number, kind in enumerate(pattern)]
 
@@ -53,13 +53,13 @@ def test_layers_whose_kv_are_reused_are_unrolled():
 
 
 def gemma4() -> ModelConfig:
-    """A run of two periods, a layer before it, and after it two that leave their K/V to the last two."""
+    """A run of two periods, one layer before it, and after it two layers whose K/V the last two reuse."""
     types = [FULL, *[FULL, SLIDING, SLIDING] * 2, FULL, SLIDING, SLIDING, FULL]
     return config(**{**GEMMA4, "num_hidden_layers": 11, "layer_types": types, "num_kv_shared_layers": 2})
 
 
 def view_of(spec) -> kvjax.pools.View:
-    """Two rows of 12 tokens, none of which is in the cache yet."""
+    """The view of two rows of 12 tokens, of which none is cached."""
     tables, twelve = jnp.array([[4, 0, 5], [1, 3, 2]]), jnp.array([12, 12])
     positions = jnp.stack([jnp.arange(12, dtype=jnp.int32)] * 2)
     slots = jnp.take_along_axis(tables, positions // 4, axis=1) * 4 + positions % 4
@@ -134,7 +134,7 @@ def test_the_file_is_the_same(tmp_path, family):
 
 
 def decode_of(num_layers, scan):
-    """A model's part of a decode step, whose pools are donated; and its arguments' shapes."""
+    """A model's part of a decode step, with donated pools; and the shapes of its arguments."""
     fields = {"num_hidden_layers": num_layers, "hidden_size": 64, "intermediate_size": 128}
     model = nnx.eval_shape(lambda: Decoder(config(**fields), scan=scan, rngs=nnx.Rngs(0)))
     spec = kvjax.make_spec(model.layer_specs(), num_blocks=2047, max_seqs=4, max_length=256, dtype="float32")
@@ -144,7 +144,7 @@ def decode_of(num_layers, scan):
 
 
 def scans(jaxpr):
-    """The lengths of all scans in a jaxpr, the innermost too."""
+    """The lengths of all scans in a jaxpr, inner ones included."""
     found = []
     for equation in jaxpr.eqns:
         found += [equation.params["length"]] if equation.primitive.name == "scan" else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the bundled model with blocks for all rows or just for one: the same tokens, one program."""
+"""Requests to the bundled model, with blocks for all rows or for one only: the same tokens, one program."""
 
 import functools
 
@@ -20,7 +20,7 @@ SIZE, ROWS, FACTS, NEW, NUMBER = 8, 8, 6, 14, 64
 LENGTH = FACTS * recall.FACT_TOKENS + recall.QUESTION_TOKENS
 FEWEST = -(-(LENGTH + NEW - 1) // SIZE)  # blocks: just enough for one row
 PLENTY = NUMBER * FEWEST
-MARGIN = 2e-3  # of the two likeliest tokens: what is computed in another order may differ by less
+MARGIN = 2e-3  # of the two likeliest tokens; another order of the sums may change them by less
 SCHEDULER = Scheduler(reserve="num_tokens", chunk=16, chunk_rows=4, max_skips=8)
 LOG = 8_000
 
@@ -37,13 +37,13 @@ WAYS = {
 
 @functools.cache
 def prompts():
-    """Questions about four documents, of which each prompt has the first facts, to the person of one of them."""
+    """Prompts, each with the first facts of one of four documents and a question about a person in them."""
     rng = np.random.default_rng(7)
     documents, found = [recall.make_document(rng, FACTS) for _ in range(4)], []
     for number in range(NUMBER):
         document, facts = documents[number % 4], int(rng.integers(2, FACTS + 1))
-        asked = recall.encode(recall.question(list(document.facts)[rng.integers(facts)]))
-        found.append(document.ids[: facts * recall.FACT_TOKENS] + asked)
+        question = recall.encode(recall.question(list(document.facts)[rng.integers(facts)]))
+        found.append(document.ids[: facts * recall.FACT_TOKENS] + question)
     return found
 
 
@@ -66,7 +66,7 @@ def bundled():
 
 @functools.cache
 def served(num_blocks, way):
-    """What comes of all prompts, submitted at once, with so many blocks."""
+    """The outputs of all prompts, submitted at once, with so many blocks."""
     model, spec = bundled()
     submits, run = programs()
     serving = init_serving(Cache.create(spec, num_blocks=np.int32(num_blocks)), [LENGTH + NEW] * NUMBER, top_logprobs=2)
@@ -90,7 +90,7 @@ def served(num_blocks, way):
 
 
 def margin(top):
-    """By how much the likeliest token is likelier than the next."""
+    """The difference between the logits of the likeliest token and the next."""
     first, second = top.values()
     return first - second
 
@@ -117,7 +117,7 @@ def test_tokens_under_pressure_are_those_without(way):
 
 
 def test_answers_are_right_under_pressure():
-    """The last fact of a person, found in the cache or computed again."""
+    """The answer is a person's last fact, whether it was found in the cache or computed again."""
     outputs, right = served(FEWEST, "greedy"), 0
     for prompt, output in zip(prompts(), outputs, strict=True):
         words = recall.decode(prompt).split()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates on a mesh of four devices of two processes, or of one: `python -m tests.models.two_processes PORT NUMBER`.
 
-PORT is the coordinator's, 0 for one process alone; NUMBER is this process's. Prints a line of JSON: what was generated,
-the decoded events, and a digest of the state. The clocks of the processes differ, and with `--fail` the process of
-number 1 cannot start a move.
+PORT is the coordinator's, 0 for one process alone; NUMBER is this process's. Prints a line of JSON: the outputs, the
+decoded events, and a digest of the state. The clocks of the processes differ. With `--fail` process number 1 cannot
+start a move.
 """
 
 import argparse

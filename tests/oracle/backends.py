@@ -2,8 +2,8 @@
 """Two caches behind the same few methods, for the scenario runner: the one in plain Python and the library's.
 
 Rows are numbered. `append` is `extend` and then `commit`; with a number k, in blocks of up to k steps, if all of it
-fits. Each method returns what a scenario can check. Every program of the library is compiled once for a small set of
-rounded shapes: the pool's true size is a traced number.
+fits. Each method returns the results that a scenario can check. The library's programs are compiled once for a small
+set of rounded shapes, because the pool's true size is a traced number.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests import drive
 from tests.oracle.cache import NO_BLOCK, Oracle, Priority, Result, Retention
 
 _NUM_STEPS = jax.jit(num_steps, static_argnames="k")
-_ROOM = 2**30  # of a log without end
+_AMPLE = 2**30  # the free records of an unbounded log
 
 
 class Prompt(NamedTuple):
-    """Tokens with all that decides whether they match."""
+    """Tokens, with all else that decides whether they match."""
 
     tokens: list[int]
     extra_ids: list[int]
@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What a scenario asks of a cache: at most `rows` sequences at once, of at most `length` tokens."""
+    """The needs of a scenario: at most `rows` sequences at once, of at most `length` tokens."""
 
     block_size: int
     num_blocks: int
@@ -53,13 +53,13 @@ class Size(NamedTuple):
 
     @property
     def groups(self) -> list[int]:
-        """The number that each of the scenario's groups has in both caches, where group 0 is of full attention."""
+        """The numbers of the scenario's groups in both caches, where group 0 has full attention."""
         order = [None, *sorted(window for window in self.windows if window is not None)]
         return [order.index(window) for window in self.windows]
 
 
 class Outcome(NamedTuple):
-    """What one operation reported: success, tokens found in the cache, and events by kind."""
+    """The report of one operation: success, tokens found in the cache, and events by kind."""
 
     ok: bool
     cached: int | None
@@ -115,8 +115,8 @@ class OracleBackend:
         return self._outcome(self.cache.extend(self._at(row, True), num_tokens, tiers=True))
 
     def num_steps(self, row: int) -> int:
-        room = self.cache.block_size * self.cache.max_blocks_per_seq - self.cache.rows[row].length
-        return self.cache.num_steps(self._at(row, min(self.k, room)), self.k, _ROOM)
+        capacity = self.cache.block_size * self.cache.max_blocks_per_seq - self.cache.rows[row].length
+        return self.cache.num_steps(self._at(row, min(self.k, capacity)), self.k, _AMPLE)
 
     def trim(self, row: int) -> Outcome:
         return self._outcome(self.cache.trim(self._at(row, True), self.k))
@@ -178,13 +178,13 @@ class OracleBackend:
 
 
 class LibraryBackend:
-    """The library, jitted; arrays are padded so that scenarios share programs."""
+    """The library, jitted. Arrays are padded so that scenarios share programs."""
 
     def __init__(self, size: Size, k: int | None = None):
         self.k = None if k is None else min(k, size.block_size)
         self.spec, self.groups, self.namespaces = spec_of(size), size.groups, kvjax.Namespaces()
         state = _with_host_blocks(_init()(self.spec, np.int32(size.num_blocks)), size.num_host_blocks)
-        self.driver = drive.Driver(state, verified=False)  # large pools; the scenario says what to verify
+        self.driver = drive.Driver(state, verified=False)  # large pools; the scenario has the expectations
 
     def admit(self, row: int, prompt: Prompt, now: int, retention: dict[str, Any]) -> Outcome:
         tokens, length, options = self._request(prompt)
@@ -213,8 +213,8 @@ class LibraryBackend:
         return self._do("extend", active, count, max_tokens=self.spec.max_length, now=now, driver=driver)
 
     def num_steps(self, row: int) -> int:
-        room = self.spec.max_length - int(self.value.seqs.length[row])
-        return int(_NUM_STEPS(self.value, self._at(row, min(self.k, room)), self.k, np.int32(_ROOM)))
+        capacity = self.spec.max_length - int(self.value.seqs.length[row])
+        return int(_NUM_STEPS(self.value, self._at(row, min(self.k, capacity)), self.k, np.int32(_AMPLE)))
 
     def trim(self, row: int) -> Outcome:
         return self._do("trim", self._at(row, True), max_tokens=self.spec.max_length)
@@ -298,7 +298,7 @@ BACKENDS = {"library": LibraryBackend, "oracle": OracleBackend}
 
 @functools.cache
 def spec_of(size: Size) -> Any:
-    """What the library's cache is made with; scenarios of one spec share their programs."""
+    """The spec of the library's cache. Scenarios of one spec share their programs."""
     layers = [kvjax.LayerSpec(1, 1, window) for window in size.windows] if size.windows != (None,) else []
     return kvjax.make_spec(
         layers,
@@ -315,7 +315,7 @@ def spec_of(size: Size) -> Any:
 
 
 def _with_host_blocks(state: Any, number: int) -> Any:
-    """A state that knows of only so many empty blocks on the host."""
+    """A state with only so many empty blocks on the host."""
     groups = [
         group if group.host is None else replace(group, host=replace(group.host, num_empty=jnp.int32(number)))
         for group in state.groups
@@ -332,16 +332,16 @@ def _init() -> Any:
 
 
 def _at_once(cache: Any, row: int, prompt: Prompt, now: int) -> Outcome:
-    """Room for all tokens, and then all tokens."""
+    """Extends by all tokens, then commits all of them."""
     extended = cache.extend(row, len(prompt.tokens), now)
     return _then(extended, cache.compute(row, prompt, now)) if extended.ok else extended
 
 
 def _in_blocks(cache: Any, row: int, prompt: Prompt, now: int) -> Outcome:
-    """In blocks of up to k steps, as a decode loop that learns of the end when it is there: the last one stops early.
+    """Appends in blocks of up to k steps, like a decode loop that sees the end only when it comes and then stops early.
 
-    As there, a block that is refused becomes a single step. A block that stops early may have evicted up to one block
-    in each group in vain. A file whose expectations that changes is named in `test_scenarios.py`; there is none.
+    As in the loop, a refused block of steps becomes a single step. A block of steps that stops early may have evicted
+    up to one block in each group in vain. `test_scenarios.py` would name files whose expectations that changes.
     """
     outcome, done = Outcome(True, None, collections.Counter()), 0
     while done < len(prompt.tokens):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache in plain Python (`oracle.py`) is made of: blocks, rows, events."""
+"""The parts of the cache in plain Python (`cache.py`): blocks, rows, events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Node = tuple[int, Path]
 
 
 class Status(enum.IntEnum):
-    """Why a row was refused; the numbers are the library's."""
+    """The reasons to refuse a row, with the library's numbers."""
 
     OK = 0
     NO_BLOCKS = 1
@@ -24,7 +24,7 @@ class Status(enum.IntEnum):
 
 
 class Event(NamedTuple):
-    """What happened to one block: `kind` is stored, removed, updated, copied or cleared.
+    """An event of one block: `kind` is stored, removed, updated, copied or cleared.
 
     `path` ends with the block's last token; of a copied block, with the last token copied.
     """
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a verb reports: one status per row, events, tokens looked up and found per row, blocks missing, moves.
+    """The report of a verb: one status per row, events, tokens looked up and found per row, blocks missing, moves.
 
     A move is (group, block, number); `complete` ends it.
     """
@@ -65,7 +65,7 @@ DEFAULT = Priority()
 
 
 class Retention(NamedTuple):
-    """The stated priorities: (start, end or None, priority) of ranges of a prompt; and of generated blocks."""
+    """The stated priorities: (start, end or None, priority) of ranges of a prompt, and that of generated blocks."""
 
     ranges: Sequence[tuple[int, int | None, Priority]] = ()
     generated: Priority = DEFAULT
@@ -76,7 +76,7 @@ RETENTION = Retention()
 
 @dataclasses.dataclass
 class Block:
-    """One block; `node` is its entry in the index, None where it has none."""
+    """One block; `node` is its entry in the index, or None."""
 
     refcount: int = 0
     copies: int = 0  # of these holders, copies of the present call
@@ -88,8 +88,8 @@ class Block:
     released: int = 0  # clock when the last holder let go
     stated: Priority = DEFAULT
     expiry: int | None = None  # ms when its time to live is over, if it has one and nobody holds it
-    host: bool = False  # where it is, if it is not empty
-    move: int = 0  # number of the move that brings it where it is, if that has not been completed
+    host: bool = False  # its tier, if it is not empty
+    move: int = 0  # number of the move that brings it to its tier, until that is complete
     unevictable: bool = False  # on the device, when blocks last moved, with a descendant on the host or moving
     queued: int = 0  # turn when it began to wait for its eviction in its tier
     passed: bool = False  # of a recurrent group: a row has gone past it, and no prompts part there
@@ -123,11 +123,10 @@ class Row:
 
 @dataclasses.dataclass
 class Group:
-    """The blocks of one attention window, None for full attention; `index` is the block of each node.
+    """The blocks of one attention window (None: full attention); `index` is the block of each node.
 
     A `recurrent` group has a window of 2: of a sequence the next token needs the block of the token before.
-
-    At most `num_blocks` blocks are on the device and `num_host_blocks` on the host; which, each block tells.
+    At most `num_blocks` blocks are on the device and `num_host_blocks` on the host. Each block has its tier.
     """
 
     number: int
@@ -140,14 +139,14 @@ class Group:
     index: dict[Node, int] = dataclasses.field(default_factory=dict)
 
     def counts(self) -> dict[str, int]:
-        """How many blocks on the device are empty, cached and active."""
+        """The numbers of empty, cached and active blocks on the device."""
         device = [block for block in self.blocks if not block.host]
         idle = [block for block in device if not block.refcount]
         active, cached = len(device) - len(idle), sum(block.node is not None for block in idle)
         return {"empty": self.num_blocks - active - cached, "cached": cached, "active": active}
 
     def sees(self, column: int, written: int, size: int) -> bool:
-        """Whether the token after `written` ones sees something of a sequence's block at `column`."""
+        """Whether the token after `written` ones sees any part of a sequence's block at `column`."""
         return (
             self.window is None or column * size < self.sink_tokens or (column + 1) * size > written - self.window + 1
         )
@@ -159,5 +158,5 @@ def snapshots(block: Block) -> tuple[bool, int]:
 
 
 def lru(block: Block) -> int:
-    """The default score: blocks leave a tier in the order in which they were released or came to it."""
+    """The default score: blocks leave a tier in the order of their release or of their arrival in it."""
     return block.queued

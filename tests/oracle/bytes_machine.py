@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache with K/V that tell what they are: random histories, and every byte that anyone may read is compared.
+"""A cache whose K/V identify their tokens: random histories, in which every byte that may be read is compared.
 
 The K/V of a token are a hash of (namespace, all tokens up to it, layer, K or V). After every step
 
@@ -43,7 +43,7 @@ from tests.drive import BOTH
 
 SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
 RECURRENT, WIDEST = "recurrent", 3  # a layer of a configuration; tokens of its tiles, fewer than a block's
-AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of an admit, tokens of an extend, blocks of an offload, watermark
+AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of admit, tokens of extend, blocks of offload, watermark
 
 Path = tuple[Any, ...]
 Request = dict[str, Any]
@@ -51,7 +51,7 @@ Request = dict[str, Any]
 
 # The K/V of a token.
 
-PRIME = 65_521  # below 2^16: what is multiplied stays below 2^31, and float32 holds it exactly
+PRIME = 65_521  # below 2^16, so that products stay below 2^31 and float32 holds it exactly
 
 
 def advance(name: Any, token: Any, extra: Any = 0) -> Any:
@@ -61,7 +61,7 @@ def advance(name: Any, token: Any, extra: Any = 0) -> Any:
 
 @functools.cache
 def name_of(namespace: int, path: Path) -> int:
-    """The name of a path, 0..PRIME-1; an item is a token, or a token and its extra id."""
+    """The name of a path, 0..PRIME-1. An item is a token, or a token and its extra id."""
     if not path:
         return (namespace + 1) * 40_503 % PRIME
     token, extra = path[-1] if isinstance(path[-1], tuple) else (path[-1], 0)
@@ -69,7 +69,7 @@ def name_of(namespace: int, path: Path) -> int:
 
 
 def vectors(names: Any, layers: int, xp: Any = np) -> Any:
-    """f32[..., L, 2, 2]; K and V of the tokens with these names i32[...], of width 2, which int8 holds as well."""
+    """f32[..., L, 2, 2]: K and V of the tokens with these names i32[...], of width 2, exact in int8 too."""
     salt = xp.arange(2 * layers, dtype=xp.int32).reshape((1,) * names.ndim + (layers, 2)) * 4_001
     number = (names[..., None, None] + salt) % PRIME + 1
     large, part = number.astype(xp.float32), (number % 255 - 127).astype(xp.float32)
@@ -102,7 +102,7 @@ def cell(states: dict[str, jax.Array], inputs: jax.Array, count: jax.Array) -> t
 
 
 def named(vector: Any, xp: Any = np) -> Any:
-    """i32[...]; the names of keys f32[..., 2] of layer 0."""
+    """i32[...]: the names of keys f32[..., 2] of layer 0."""
     return xp.rint(vector[..., 0]).astype(xp.int32) - 1
 
 
@@ -117,11 +117,11 @@ class Constant(Pytree):
 
 
 class Chain(Pytree, static=("layers",)):
-    """A model that goes on from the names in the cache, and goes wrong if anything that it sees is NaN.
+    """A model that computes the next names from those in the cache, and wrong ones if it sees a NaN.
 
     Attributes:
-      roots: i32[V]; the name before a prompt's first token, by this token, since a model does not know its tenants.
-      layers: static; those of the configuration.
+      roots: i32[V]: the name before a prompt's first token, by this token, since a model does not know its tenants.
+      layers: static: those of the configuration.
     """
 
     roots: jax.Array
@@ -155,7 +155,7 @@ class Chain(Pytree, static=("layers",)):
         return jax.nn.one_hot(chosen % VOCAB, VOCAB), write(pools, view, values)
 
     def names_before(self, opening, pools, view, first):
-        """i32[R]; the names before the rows' tokens at positions first i32[R], the first of which are `opening`."""
+        """i32[R]: the names before the rows' tokens at positions first i32[R], the first of which are `opening`."""
         group, pool, index, _ = pools.at(0)
         before = jnp.maximum(first - 1, 0)
         row = jnp.take_along_axis(view.tables[group], before[:, None] // SIZE, axis=1)[:, 0]
@@ -164,7 +164,7 @@ class Chain(Pytree, static=("layers",)):
         return jnp.where(self.blind(pools, view, first), 4_711, name)
 
     def blind(self, pools, view, first):
-        """bool[R]; whether something is NaN of what the token at `first` sees."""
+        """bool[R]: whether the token at `first` sees a NaN."""
         found = jnp.zeros(first.shape, jnp.bool_)
         for number, (spec, table) in enumerate(zip(pools.spec.groups, view.tables, strict=True)):
             position = jnp.arange(table.shape[1] * SIZE, dtype=jnp.int32)[None]
@@ -176,14 +176,14 @@ class Chain(Pytree, static=("layers",)):
 
 
 def visible(spec: Any, position: Any, written: Any) -> Any:
-    """bool[...]; whether the token after `written` ones sees the one at this position."""
+    """bool[...]: whether the token after `written` ones sees the one at this position."""
     if spec.window is None:
         return position >= 0
     return (position > written - spec.window) | (position < spec.sink_tokens)
 
 
 def read(pools: Any, group: int, pool: int) -> Any:
-    """f32[N + 1, L, 2, K, P, D]; the K/V of a pool, of jax or of numpy."""
+    """f32[N + 1, L, 2, K, P, D]: the K/V of a pool, of jax or of numpy."""
     array, scales = pools.arrays[group][pool], pools.scales and pools.scales[group][pool]
     return array if scales is None else array.astype(np.float32) * scales[..., None]
 
@@ -201,7 +201,7 @@ def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
 
 
 def signs_of(heads: int) -> np.ndarray:
-    """f32[K, 1]; what the values of each kv head are multiplied with, so that heads differ."""
+    """f32[K, 1]: a factor for the values of each kv head, so that heads differ."""
     return np.where(np.arange(heads) % 2, -1, 1).astype(np.float32)[:, None]
 
 
@@ -209,7 +209,7 @@ def signs_of(heads: int) -> np.ndarray:
 
 
 class Faults:
-    """Lets the copy fail that comes after so many others; stands in `host_pool` for what makes copies."""
+    """A stand-in for the copies of `host_pool`, of which one fails after so many others."""
 
     def __init__(self):
         self.left: int | None = None
@@ -244,7 +244,7 @@ def compute(cache: Cache, model: Any, tokens: Any, counts: Any, extra_ids: Any) 
 def block_of_steps(
     cache: Cache, values: Any, tokens: Any, counts: Any, begun: Any, extra_ids: Any
 ) -> tuple[Cache, kvjax.Events, kvjax.Events]:
-    """Writes counts i32[S] tokens of each row in reserved slots, one in a step; commits them and trims the rows.
+    """Writes counts i32[S] tokens of each row in reserved slots, one a step, then commits them and trims the rows.
 
     `values` are those of `Constant` for up to P steps; `begun` bool[S].
     """
@@ -265,7 +265,7 @@ _ON_STATES = ("admit", "extend", "offload", "onboard", "watermark", "swap_out", 
 
 
 def with_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the kernels of `kvjax/gpu` wherever they serve, in Pallas's interpreter."""
+    """The function with the kernels of `kvjax/gpu` where they serve, in Pallas's interpreter."""
 
     def call(*args, **kwargs):
         with choice.interpreted():
@@ -276,7 +276,7 @@ def with_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def programs(kernels: bool = False) -> dict[str, Callable[..., Any]]:
-    """Jitted: methods of `Cache` as "Cache.admit", verbs on states as "admit"; all donate what they are called on."""
+    """Jitted methods of `Cache`, named like "Cache.admit", and verbs on states, like "admit"; all donate the cache."""
 
     def jit(function, name=None):
         function = with_kernels(function) if kernels else function
@@ -301,17 +301,17 @@ class Config:
       layers: (window, sink tokens) of each layer, or RECURRENT.
       rows: S.
       width: tokens of a row.
-      blocks: N of each group; a bare first one has what it needs.
+      blocks: N of each group; a bare first group has enough.
       host: H of each group.
       dtype: of the pools.
       methods: whether moves are made by `TieredCache`, or by verb, `move`, `apply` and `complete`.
-      reserve_tokens: of admit, for prompts that are computed in pieces.
+      reserve_tokens: for admit, of prompts that are computed in chunks.
       heads: kv heads; if more than one, a mesh of as many devices divides them.
-      generate: whether `generate` takes its turn.
-      kernels: whether the transitions of a decode step are kernels, interpreted.
+      generate: whether `generate` is among the requests.
+      kernels: whether the transitions of a decode step are interpreted kernels.
       verbs: those that may be called, None for all; "loop admit" is an admit inside a loop, "wide extend" an extend
         between loops. Fewer take less time to compile.
-      policy: who leaves; None: the least recently released.
+      policy: the policy of eviction; None: `lru`.
       options: for `make_spec`.
     """
 
@@ -344,7 +344,7 @@ class Config:
         )  # fmt: skip
 
     def placement(self) -> dict[str, Any]:
-        """For `create`: where the pools are."""
+        """The placement of the pools, for `create`."""
         if self.heads == 1:
             return {}
         axes = {"axis_types": (jax.sharding.AxisType.Auto,), "devices": jax.devices()[: self.heads]}
@@ -353,7 +353,7 @@ class Config:
 
 @dataclasses.dataclass
 class Row:
-    """What a sequence should hold: `items` are written; of its `prompt` perhaps more is to come."""
+    """The right contents of a sequence: `items` are written; `prompt` may have more tokens to write."""
 
     namespace: int
     prompt: Path
@@ -362,14 +362,14 @@ class Row:
 
 
 class Life:
-    """A cache that carries out requests and compares all its bytes after each.
+    """A cache that carries out requests, with a comparison of all its bytes after each.
 
     Attributes:
       cache: state and pools.
       host: the host's pools, or None.
-      rows: what each row in use should hold.
+      rows: the right contents of each row in use.
       mirror: the index by the events alone.
-      tally: how often each thing happened.
+      tally: a count of each kind of happening.
     """
 
     def __init__(self, config: Config, faults: Faults):
@@ -395,7 +395,7 @@ class Life:
         """Carries out one request and verifies the cache.
 
         Raises:
-          AssertionError: if a byte is wrong, or anything else.
+          AssertionError: if a byte or anything else is wrong.
         """
         self.faults.left = request.get("fault") if self.has_host else None
         self.defer = request.get("defer", False)
@@ -407,7 +407,7 @@ class Life:
             self.poison()
 
     def inspect(self) -> None:
-        """Reads the state and the bytes; copies, since numpy's views would keep arrays from being donated."""
+        """Reads copies of the state and the bytes: numpy's views would keep arrays from being donated."""
         take = functools.partial(jax.tree.map, lambda x: np.array(x))
         self.state: Any = take(jax.device_get(self.cache.state))
         self.tables = take(jax.device_get(self.programs["view"](self.cache.state, 1).tables))
@@ -453,13 +453,13 @@ class Life:
                 raise AssertionError(f"group {number}, snapshot {row} is read by {whose}, and {found}")
 
     def read(self, group: int, pool: int) -> np.ndarray:
-        """f32[N + H, P, L, 2, K, D]; what the slots of both tiers hold, without the signs of the heads."""
+        """f32[N + H, P, L, 2, K, D]: the contents of the slots of both tiers, without the signs of the heads."""
         tiers = [read(pools, group, pool) for pools in self.bytes if pools is not None]
         joined = np.concatenate([tiers[0][:-1], *tiers[1:]])
         return np.moveaxis(joined, 4, 1) * signs_of(joined.shape[3])
 
     def demands(self) -> list[tuple[np.ndarray, list[tuple[str, np.ndarray]]]]:
-        """For each group: names i32[N + H, P] that its slots must have, -1 for none; and who wants which rows."""
+        """For each group, the names i32[N + H, P] that slots must have, -1 for any, and the readers of pool rows."""
         found = []
         for number, (group, spec) in enumerate(zip(self.state.groups, self.spec.groups, strict=True)):
             slot = np.arange(spec.num_ids) if group.host is None else group.host.pool_row
@@ -506,7 +506,7 @@ class Life:
         return f"group {group} pool {pool}, {tier} row {row}, slot {at} is read by {whose}, and holds {found}"
 
     def poison(self) -> None:
-        """NaN in every slot that nobody may read, scratch and the host's included."""
+        """Writes NaN to every slot that nobody may read, including scratch and the host's."""
         for number, (demand, _) in enumerate(self.demands()):
             free = demand < 0
             n = self.spec.groups[number].num_blocks
@@ -551,7 +551,7 @@ class Life:
         return self.note(verb, events)
 
     def moving(self, verb: str, *args: Any, **kwargs: Any) -> tuple[kvjax.Events, list[int]]:
-        """A verb that may move blocks; also returns the rows that a failed move has cost."""
+        """Runs a verb that may move blocks; also returns the rows that a failed move has cost."""
         if self.config.methods:
             try:
                 tiered, events = getattr(TieredCache(self.cache, self.host), verb)(*args, **kwargs)
@@ -633,7 +633,7 @@ class Life:
         return tuple(zip(tokens, extras(tokens), strict=True)) if self.extra else tuple(tokens)
 
     def _compute(self, request: Request) -> None:
-        """Writes and commits the rest of the rows' prompts, and then tokens of the request's."""
+        """Writes and commits the rest of the rows' prompts, then tokens of the request's."""
         new: list[Path] = [()] * ROWS
         for seq, row in self.rows.items():
             reserved = int(self.state.seqs.length[seq]) - len(row.items)
@@ -652,7 +652,7 @@ class Life:
         self.tally["slid"] += int(sum(np.sum((old >= 0) & (new < 0)) for old, new in tables[1:]))
 
     def appended(self, new: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Adds items to the rows; their K/V f32[S, T, L, 2, 2], tokens i32[S, T], counts i32[S] and extra ids."""
+        """Adds items to the rows; returns K/V f32[S, T, L, 2, 2], tokens i32[S, T], counts i32[S] and extra ids."""
         layers = self.config.layers
         values = np.zeros((ROWS, WIDTH, len(layers), 2, 2), np.float32)
         for seq, line in enumerate(new):
@@ -668,7 +668,7 @@ class Life:
         return values, tokens, np.array([len(line) for line in new], np.int32), extra
 
     def _decode(self, request: Request) -> None:
-        """A block of up to k steps, as `serving/decode.py` runs it: rows may stop early."""
+        """Runs a block of up to k steps like `serving/decode.py`: rows may stop early."""
         seqs, k = self.state.seqs, request["k"]
         want = np.zeros(ROWS, np.int32)
         for seq, row in self.rows.items():
@@ -707,7 +707,7 @@ class Life:
             for seq, n in enumerate(request["counts"])
         ], np.int32)  # fmt: skip
         some = {}
-        if request.get("seqs"):  # rows by name: a program of its own, for configurations that may take their time
+        if request.get("seqs"):  # rows by name, a program of its own, for configurations that may take long
             some = {"seqs": np.array(request["seqs"], np.int32)}
             counts = counts[some["seqs"]]
         if not counts.any():
@@ -755,7 +755,7 @@ class Life:
                 del self.rows[seq]
 
     def _pin(self, request: Request) -> None:
-        """The first blocks of a row, in the first group, those that are findable."""
+        """Pins those of a row's first blocks, in the first group, that are findable."""
         group = self.state.groups[0]
         table = group.table[request["seq"]]
         findable = (table >= 0) & (group.blocks.fill[table] > 0) & (np.arange(len(table)) < request["number"])
@@ -780,7 +780,7 @@ class Life:
         self.on_cache("reset")
 
     def cached(self, number: int, host: bool | None = None) -> list[int]:
-        """Findable blocks of a group that nobody holds, perhaps those of a tier; the deepest first."""
+        """Findable blocks of a group that nobody holds, of one tier or of both; the deepest first."""
         group, n = self.state.groups[number], self.spec.groups[number].num_blocks
         idle = (group.blocks.fill > 0) & (group.blocks.refcount == 0)
         if host is not None:
@@ -795,7 +795,7 @@ class Life:
         return tiered[request["group"] % len(tiered)]
 
     def _shift(self, request: Request) -> None:
-        """Moves cached blocks by name; a chain from its end, if to the host."""
+        """Moves cached blocks by name. A chain goes to the host from its end."""
         back, number = request["back"], self.tier_of(request)
         ids = self.cached(number, host=back)
         ids = ids[::-1] if back else ids
@@ -810,7 +810,7 @@ class Life:
         self.lose(self.moving("watermark", np.int32(request["empty"]), most=EMPTIED, group=number)[1])
 
     def _swap(self, request: Request) -> None:
-        """Puts a row to rest, or brings it back."""
+        """Swaps a row out or in."""
         seq = request["seq"]
         back = seq in self.rows and self.rows[seq].swapped
         events, lost = self.moving("swap_in" if back else "swap_out", np.int32(seq))
@@ -819,13 +819,13 @@ class Life:
         self.lose(lost)
 
     def _complete(self, request: Request) -> None:
-        """Says that moves are made whose `complete` was put off."""
+        """Completes moves whose `complete` was deferred."""
         del request
         while self.flying:
             self.lose(self.completed(self.flying.pop(0), True))
 
     def _generate(self, request: Request) -> None:
-        """Prompts of tenants who differ in their first token, which is all that the model knows of them."""
+        """Generates for prompts of tenants. These differ in their first token, all that a model sees of a tenant."""
         self._complete(request)
         prompts, space_of = request["prompts"], request["space_of"]
         if len(self.rows) == ROWS:
@@ -861,11 +861,11 @@ class Life:
             self.tally["generate hit"] += output.cached_tokens > 0
 
 
-_NAMES: dict[tuple[int, Path], int] = {}  # of all texts in requests, for complaints
+_NAMES: dict[tuple[int, Path], int] = {}  # the names of all texts in requests, for complaints
 
 
 def names_of(namespace: int, path: Path) -> np.ndarray:
-    """i32[n]; the names of a path's n tokens."""
+    """i32[n]: the names of a path's n tokens."""
     texts = [path[: i + 1] for i in range(len(path))]
     names = [name_of(namespace, text) for text in texts]
     _NAMES.update(zip(((namespace, text) for text in texts), names, strict=True))
@@ -873,7 +873,7 @@ def names_of(namespace: int, path: Path) -> np.ndarray:
 
 
 def extras(tokens: Any) -> list[int]:
-    """A prompt's extra ids: of every third token that is not 0."""
+    """A prompt's extra ids, one for every third token that is not 0."""
     return [int(i % 3 == 2 and t > 0) for i, t in enumerate(tokens)]
 
 
@@ -882,7 +882,7 @@ def padded(values: Any) -> np.ndarray:
 
 
 def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
-    """The same orders with the same padding for every verb, so that `complete` is one program."""
+    """The same orders, padded alike for every verb, so that `complete` is one program."""
     records = np.asarray(transfer.records)
     return kvjax.tiers.Transfer(np.pad(records, ((0, 128 - len(records)), (0, 0)), constant_values=-1))
 
@@ -897,12 +897,12 @@ _WEIGHTS = {
 
 
 class Requests:
-    """Draws requests that the cache can mostly do; each is plain data, to be done again with others left out."""
+    """Draws requests that the cache can mostly do. Each is plain data, so that it can be repeated without others."""
 
     def __init__(self, seed: int, config: Config):
         self.rng, self.config = np.random.default_rng(seed), config
         self.documents = self.rng.integers(0, VOCAB, (3, WIDTH)).tolist()
-        self.loop = False  # whether requests are those of a jitted loop, which moves nothing
+        self.loop = False  # whether requests come from a jitted loop, which moves nothing
 
     def number(self, *bounds: int) -> int:
         return int(self.rng.integers(*bounds))
@@ -911,20 +911,20 @@ class Requests:
         return bool(self.rng.random() < of)
 
     def text(self, length: int, shared: float = 0.75) -> list[int]:
-        """So many tokens that often begin like a document, and sometimes are the beginning of one."""
+        """So many tokens. They often begin like a document, and sometimes all are its beginning."""
         shared = 0
         if self.chance(shared):
             shared = length if self.chance(0.4) else self.number(length + 1)
         return [*self.documents[self.number(3)][:shared], *self.rng.integers(0, VOCAB, length - shared).tolist()]
 
     def continued(self, row: Row | None) -> list[int]:
-        """What comes after a row's text; where that is the beginning of a document, mostly the rest of it."""
+        """The tokens after a row's text. If that is the beginning of a document, they mostly continue it."""
         text = [] if row is None else [x[0] if isinstance(x, tuple) else x for x in max(row.items, row.prompt, key=len)]
         rest = [d[len(text) :] for d in self.documents if text and d[: len(text)] == text and self.chance(0.8)]
         return [*(rest[0] if rest else []), *self.text(WIDTH)][:WIDTH]
 
     def prompt(self, life: Life) -> tuple[list[int], int]:
-        """Tokens and a tenant; often what is cached, or begins like it, of whichever tier."""
+        """Tokens and a tenant. Often they are cached, or begin like a cached text, on either tier."""
         nodes = list(life.mirror.nodes.values())
         if not nodes or self.chance(0.5):
             return self.text(self.length()), int(self.chance(0.3))
@@ -935,15 +935,15 @@ class Requests:
         return [*prefix, *self.rng.integers(0, VOCAB, more).tolist()][:WIDTH], namespace
 
     def length(self) -> int:
-        """Of a prompt: often of whole blocks, whose last one is computed again."""
+        """The length of a prompt, often of whole blocks, of which the last one is computed again."""
         return SIZE * self.number(1, WIDTH // SIZE + 1) if self.chance(0.4) else self.number(1, WIDTH + 1)
 
     def number_of_steps(self) -> int:
-        """k of a block of steps."""
+        """The k of a block of steps."""
         return (1, SIZE - 1, SIZE)[self.number(3)]
 
     def few(self, rows: list[int], count: int) -> list[int]:
-        """So many of the rows, -1 where there are too few; sometimes a row that will not do."""
+        """So many of the rows, -1 where they are too few; sometimes with a row that cannot be used."""
         rows = [rows[i] for i in self.rng.permutation(len(rows)).tolist()]
         if self.chance(0.03):
             rows.insert(0, self.number(ROWS))
@@ -1025,13 +1025,13 @@ class Requests:
                 request["k"] = SIZE if allowed else self.number_of_steps()
         request["poison"] = self.chance(0.7)
         if life.has_host:
-            later, often = (8, 0.6) if request["verb"] == "generate" else (2, 0.1)  # it moves many times
+            later, often = (8, 0.6) if request["verb"] == "generate" else (2, 0.1)  # it moves blocks many times
             request |= {"defer": self.chance(0.15), "fault": self.number(later) if self.chance(often) else None}
         return request
 
 
 class Failure(AssertionError):
-    """A history that ends badly; `requests` is all of it."""
+    """A history that failed; `requests` is all of it."""
 
     def __init__(self, message: str, requests: list[Request]):
         super().__init__(message)
@@ -1039,10 +1039,10 @@ class Failure(AssertionError):
 
 
 def live(config: Config, seed: int, steps: int, seconds: float = float("inf")) -> Life:
-    """A random history of so many steps, or of so many seconds.
+    """Runs a random history of so many steps, or of so many seconds.
 
     Raises:
-      Failure: from whatever went wrong.
+      Failure: from the error.
     """
     requests, end = Requests(seed, config), time.monotonic() + seconds
 
@@ -1069,7 +1069,7 @@ def carry_out(config: Config, history: Callable[[Life], Iterable[Request]]) -> L
 
 
 def shrink(config: Config, requests: list[Request]) -> list[Request]:
-    """A history that fails as well, none of whose requests can be left out."""
+    """A part of a failed history that still fails, but not without any one of its requests."""
 
     def fails(history: list[Request]) -> list[Request] | None:
         try:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache in plain Python, written to be read and to be right.
 
-Dicts and lists instead of arrays, one block at a time instead of masks: what the library computes, said the slow way.
+It uses dicts and lists instead of arrays, and one block at a time instead of masks. It is slow.
 
 A token is a pair (token id, extra id). A *path* is the tuple of all tokens from the start of a prompt to the end of
 a block; a *node* is (namespace, path). The index maps each node to the one block that holds its last tokens, so two
 prompts share a block exactly when everything up to its end is equal, and no hash is needed. Every block is
-*active* (somebody holds it), *cached* (nobody does, but it is in the index) or *empty*. Only a block of
+*active* (somebody holds it), *cached* (nobody holds it, but it is in the index) or *empty*. Only a block of
 `block_size` tokens has children; a shorter one is the tail of a released sequence.
 
-With sliding windows there are several groups of blocks. The first has every sequence with all its blocks; each other
-one has, for a window, the blocks that the next token of a sequence can see, and an index of its own, whose nodes are
-all in the first one's too.
+With sliding windows there are several groups of blocks. The first group has all blocks of every sequence. Each other
+group has, for a window, the blocks that the next token of a sequence can see. It has an index of its own, whose nodes
+are all in the first group's index too.
 
 Every verb first decides and then acts: a status other than OK leaves everything as it was.
 """
@@ -50,7 +50,7 @@ class Oracle(Tiers):
     """The cache.
 
     Attributes:
-      groups: the blocks; the first is of full attention.
+      groups: the groups of blocks; the first has full attention.
       rows: the sequences; a free one has length 0.
     """
 
@@ -68,10 +68,10 @@ class Oracle(Tiers):
         bare: bool = False,
         recurrent: int = 0,
     ):
-        """An empty cache; among leaves the block of the lowest `score` is evicted first, then the older one.
+        """Makes an empty cache. The leaf of the lowest `score` is evicted first, among equals the oldest.
 
-        `windows` are (tokens, sink tokens, blocks) of further groups; a last group of recurrent layers has so many
-        blocks. Each group has so many host blocks, but not a `bare` first one.
+        `windows` are (tokens, sink tokens, blocks) of further groups. A last group of recurrent layers has `recurrent`
+        blocks. Each group has so many host blocks, except a `bare` first group.
         """
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
@@ -91,12 +91,12 @@ class Oracle(Tiers):
 
     @property
     def blocks(self) -> list[Block]:
-        """Those of the first group."""
+        """The blocks of the first group."""
         return self.groups[0].blocks
 
     @property
     def index(self) -> dict[Node, int]:
-        """That of the first group."""
+        """The index of the first group."""
         return self.groups[0].index
 
     def snapshot(self) -> Any:
@@ -105,7 +105,7 @@ class Oracle(Tiers):
         return groups, [row.copy() for row in self.rows], self.clock, self.turn
 
     def counts(self, group: int = 0) -> dict[str, int]:
-        """How many blocks are empty, cached and active."""
+        """The numbers of empty, cached and active blocks."""
         return self.groups[group].counts()
 
     def tables(self, group: int = 0) -> list[list[int]]:
@@ -122,9 +122,9 @@ class Oracle(Tiers):
     def admit(
         self, seq, tokens, *, namespace=0, extra_ids=None, reserve_tokens=None, retention=RETENTION, tiers=False
     ) -> Result:
-        """Starts free row `seq` with what is cached of a prompt and blocks for the rest, or for so many of it.
+        """Starts free row `seq` with the cached part of a prompt, and blocks for the rest or for so many of its tokens.
 
-        With `tiers` it finds what is on the host too, and what has to leave the device goes there.
+        With `tiers` it finds blocks on the host too, and blocks that have to leave the device go there.
         """
         return self.admit_batch(
             [{"seq": seq, "tokens": tokens, "namespace": namespace, "extra_ids": extra_ids, "retention": retention}],
@@ -132,7 +132,7 @@ class Oracle(Tiers):
         )[0]  # fmt: skip
 
     def admit_batch(self, requests: Sequence[dict[str, Any]], **options) -> list[Result]:
-        """One after the other; but what one copies from stays held until all are done."""
+        """Admits rows one after the other; the sources of copies stay held until all are done."""
         results = [self._admit(**request, **options) for request in requests]
         for group in self.groups:
             for block in group.blocks:
@@ -158,7 +158,7 @@ class Oracle(Tiers):
             if self._blocks_for(length) > self.max_blocks_per_seq:
                 return Result([Status.ROW_FULL])
             needed = self._blocks_for(length) - len(whole)
-            # The source of the copy is needed until the copy is made: give it up only if there is no other way.
+            # The source is needed until the copy is made. It is given up only if there is no other way.
             spared = [{*found[group.number], group.index[source] if source else NO_BLOCK} for group in self.groups]
             missing = max(
                 self._missing(group, needed + len(back[group.number]), spared[group.number]) for group in self.groups
@@ -198,10 +198,11 @@ class Oracle(Tiers):
         return Result([Status.OK], events, [len(prompt)], [cached], moves=moves)
 
     def extend(self, active, num_tokens=1, tiers=False, seqs=None) -> Result:
-        """Room for `num_tokens` (an int, or one per row) more tokens in every active row, or in none.
+        """Reserves `num_tokens` (an int, or one per row) more tokens in every active row, or in none.
 
-        A row whose last block is held by others too, or findable, copies it before it writes there; of several rows
-        that share a block, the last one need not copy once the others have. With `seqs` for these rows, in this order.
+        A row copies its last block before it writes there, if others hold the block too or it is findable. Of several
+        rows that share a block, the last one need not copy once the others have. With `seqs`: for these rows, in this
+        order.
         """
         seqs = list(range(len(self.rows)) if seqs is None else seqs)
         counts = [num_tokens] * len(seqs) if isinstance(num_tokens, int) else list(num_tokens)
@@ -245,7 +246,7 @@ class Oracle(Tiers):
         return Result(status, events, moves=moves)
 
     def _copies(self, group: Group, wanted: Iterable[int]) -> list[int]:
-        """The rows that may not write into the block of this group that they are in."""
+        """The rows that may not write into their last block of this group."""
         holders = [block.refcount for block in group.blocks]
         copies = []
         for seq in wanted:
@@ -257,10 +258,10 @@ class Oracle(Tiers):
         return copies
 
     def commit(self, tokens, num_tokens, *, extra_ids=None, seqs=None) -> Result:
-        """The K/V of each row's next `num_tokens[seq]` tokens are written: blocks that fill become findable.
+        """Records that the K/V of each row's next `num_tokens[seq]` tokens are written; full blocks become findable.
 
-        A block whose content is already cached is swapped for the cached one. The rows are done in the order of `seqs`,
-        so of several that fill equal blocks the first one's stays; None: all rows, in theirs.
+        A block whose content is already cached is swapped for the cached one. Rows follow the order of `seqs` (None:
+        all rows, by number), so of several that fill equal blocks the first one's stays.
         """
         status, events, slid, published = [Status.OK] * len(self.rows), [], [], []
         for seq in range(len(self.rows)) if seqs is None else seqs:
@@ -309,7 +310,7 @@ class Oracle(Tiers):
                         block.queued, self.turn = self.turn, self.turn + 1
 
     def fork(self, src, dst) -> Result:
-        """Free row `dst` shares all blocks of row `src`, whose tokens must all be written."""
+        """Lets free row `dst` share all blocks of row `src`, whose tokens must all be written."""
         row = self._row(src)
         if row is None or row.length != len(row.tokens) or src == dst or not 0 <= dst < len(self.rows) or row.swapped:
             return Result([Status.BAD_REQUEST])
@@ -325,8 +326,8 @@ class Oracle(Tiers):
     def truncate(self, seq, length) -> Result:
         """Keeps the first `length` tokens of a row.
 
-        A cut inside a findable block that nobody else holds and that has no findable children takes it out of the
-        index, so that it can be written in place; any other findable block is copied by the next write.
+        A cut may fall inside a findable block. If nobody else holds it and it has no findable children, it leaves the
+        index, so that it can be written in place. Any other findable block is copied by the next write.
         """
         row = self._row(seq)
         if row is None or not 1 <= length <= row.length or row.swapped:
@@ -359,7 +360,7 @@ class Oracle(Tiers):
         return Result([Status.OK], events)
 
     def trim(self, active, max_tokens=None) -> Result:
-        """Active rows give back what they have reserved beyond their written tokens."""
+        """Gives back the blocks that active rows have reserved beyond their written tokens."""
         status = []
         for row, on in zip(self.rows, active, strict=True):
             unused = row.length - len(row.tokens)
@@ -378,10 +379,10 @@ class Oracle(Tiers):
         return Result(status)
 
     def release(self, seqs) -> Result:
-        """Ends rows (an int or several), one after the other; blocks in the index stay cached, tails age first.
+        """Ends rows (an int or several), one after the other. Blocks in the index stay cached, and tails age first.
 
-        The last holder of a block that is not full makes it findable, unless a cached sibling that every group has
-        already holds its tokens.
+        The last holder of a partial block makes it findable, unless every group has a cached sibling that already holds
+        its tokens.
         """
         status, events = [], []
         for seq in [seqs] if isinstance(seqs, int) else seqs:
@@ -411,7 +412,7 @@ class Oracle(Tiers):
         return Result(status, events)
 
     def beam_step(self, seqs, parents) -> Result:
-        """Row seqs[i] becomes what row seqs[parents[i]] was; rows that nobody goes on from are dropped."""
+        """Replaces row seqs[i] by row seqs[parents[i]]. Rows that are nobody's parent are dropped."""
         rows = [self._row(seq) for seq in seqs]
         sound = all(row is not None and row.length == len(row.tokens) and not row.swapped for row in rows)
         if not sound or len(set(seqs)) < len(seqs) or not all(0 <= parent < len(seqs) for parent in parents):
@@ -430,7 +431,7 @@ class Oracle(Tiers):
         return Result([Status.OK] * len(seqs))
 
     def lookup(self, tokens, *, namespace=0, extra_ids=None, tiers=True) -> int:
-        """How many tokens of a prompt `admit` would find; changes nothing."""
+        """The number of tokens of a prompt that `admit` would find; changes nothing."""
         return self._match(namespace, self._pair(tokens, extra_ids), tiers)[2]
 
     def unusable(self, tokens, *, namespace=0, extra_ids=None, tiers=True) -> int:
@@ -444,7 +445,7 @@ class Oracle(Tiers):
         return len(whole) * self.block_size - usable
 
     def found(self, tokens, *, namespace=0) -> tuple[int, list[list[int]]]:
-        """What `admit` would find on the device: the number of tokens, and each group's blocks of the whole ones.
+        """The number of tokens that `admit` would find on the device, and each group's whole blocks of them.
 
         A block that the next token does not see through its group's window is NO_BLOCK.
         """
@@ -465,7 +466,7 @@ class Oracle(Tiers):
         return Result([Status.OK])
 
     def unpin(self, blocks, group: int = 0) -> Result:
-        """Drops one hold on each block, the last of the list first, like the tail of a row, but children first."""
+        """Drops one hold on each block: the last of the list first, like a row's tail, but children before parents."""
         own, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
         if len(set(wanted)) < len(wanted) or not all(0 <= b < len(own.blocks) for b in wanted):
             return Result([Status.BAD_REQUEST])
@@ -479,7 +480,7 @@ class Oracle(Tiers):
         return Result([Status.OK])
 
     def _pins(self, group: Group) -> collections.Counter[int]:
-        """Holders of each block that are not rows."""
+        """The number of holders of each block that are not rows."""
         held = collections.Counter({b: block.refcount for b, block in enumerate(group.blocks)})
         return held - collections.Counter(block for row in self.rows for block in row.tables[group.number])
 
@@ -493,12 +494,12 @@ class Oracle(Tiers):
         return parents <= nodes[0] and all(others <= nodes[0] for others in nodes[1:])
 
     def evict(self, blocks) -> Result:
-        """Empties cached blocks and all their findable descendants, children first; none if any of them is held."""
+        """Empties cached blocks and all their findable descendants, children first; or none, if one of them is held."""
         wanted = {block for block in blocks if block != NO_BLOCK}
         if not all(0 <= block < len(self.blocks) for block in wanted):
             return Result([Status.BAD_REQUEST])
         doomed: dict[Node, int] = {}
-        for node, block in self.index.items():  # parents stand before their children
+        for node, block in self.index.items():  # parents are before their children
             if block in wanted or self._parent(node) in doomed:
                 doomed[node] = block
         if any(self.blocks[b].refcount or self.blocks[b].move for b in wanted | set(doomed.values())):
@@ -520,15 +521,15 @@ class Oracle(Tiers):
     # Blocks of steps.
 
     def num_steps(self, want, most, max_events) -> int:
-        """For how many steps, 1 to `most`, there are blocks, and at most so many events, where rows want tokens.
+        """The steps, 1 to `most`, for whose wanted tokens blocks and a log of so many events suffice.
 
-        A row may have reserved some of them already. Each sharer of a last block counts as one that copies it.
+        A row may have reserved some of its tokens already. Each sharer of a last block counts as one that copies it.
         """
         fits = (n for n in range(most, 1, -1) if self._enough([min(tokens, n) for tokens in want], max_events))
         return next(fits, 1)
 
     def _enough(self, counts: Sequence[int], max_events: int) -> bool:
-        """Whether there are blocks and events enough for rows that write these numbers of tokens and commit them."""
+        """Whether blocks and events suffice for rows that write and commit these numbers of tokens."""
         rows, size = [(row, count) for row, count in zip(self.rows, counts, strict=True) if count], self.block_size
         grown = [(row, len(row.tokens) + count) for row, count in rows if len(row.tokens) + count > row.length]
         entered = sum(self._blocks_for(length) - self._blocks_for(row.length) for row, length in grown)
@@ -540,13 +541,13 @@ class Oracle(Tiers):
                 return False
         events = 0
         for group in self.groups:
-            with_shadows = len(self.groups) if group.number == 0 else 1  # what leaves the first index leaves all
-            events += (entered + max(copied)) * with_shadows + max(copied)
+            indexes = len(self.groups) if group.number == 0 else 1  # a node that leaves the first index leaves all
+            events += (entered + max(copied)) * indexes + max(copied)
             events += filled * (2 if group.num_host_blocks else 1)  # a stored block may replace one on the host
         return events <= max_events
 
     def may_copy(self, row: Row, group: Group) -> bool:
-        """Whether a row may not write into its last block: others hold the block, or can find it."""
+        """Whether a row may not write into its last block, since others hold it or can find it."""
         last = group.blocks[row.tables[group.number][-1]] if row.length % self.block_size else None
         return last is not None and (last.refcount > 1 or last.node is not None)
 
@@ -555,9 +556,9 @@ class Oracle(Tiers):
     def _match(
         self, namespace: int, prompt: list, tiers: bool, copied: bool = True
     ) -> tuple[list[Node], Node | None, int]:
-        """Cached blocks of a prompt, a block to copy the next tokens from, and how many tokens that makes in all.
+        """Cached blocks of a prompt, a block to copy the next tokens from, and the number of tokens found in all.
 
-        With windows, the longest prefix after which every group has what the next token sees.
+        With windows it is the longest prefix after which every group has the blocks that the next token sees.
         """
         findable, whole = tuple(prompt[:-1]), []  # the last token must be computed for its logits
         end = self.block_size
@@ -577,19 +578,19 @@ class Oracle(Tiers):
             whole.pop()
 
     def _longest_child(self, namespace: int, findable: Path, start: int, tiers: bool) -> tuple[Node | None, int]:
-        """The block after `start` tokens that shares the most of the next ones, if any; how many tokens that makes."""
+        """The block after `start` tokens that shares the most of the next ones, or None; and the tokens found."""
         source, shared = None, start
         for child in self._children((namespace, findable[:start])):
             pairs = zip(findable, child, strict=False)
             common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             everywhere = all(self._reachable(group, (namespace, child), tiers) for group in self.groups)
-            # Of several equally good ones that stored last.
+            # Of several equally good blocks the one stored last.
             if everywhere and (common > shared or common == shared > start):
                 source, shared = (namespace, child), common
         return source, shared
 
     def _reachable(self, group: Group, node: Node, tiers: bool) -> bool:
-        """Whether the group has the node in these tiers, with its K/V."""
+        """Whether the group has the node and its K/V in these tiers."""
         block = group.blocks[group.index[node]] if node in group.index else None
         return block is not None and not block.move and (tiers or not block.host)
 
@@ -620,7 +621,7 @@ class Oracle(Tiers):
         return namespace, path[: (len(path) - 1) // self.block_size * self.block_size]
 
     def _intact(self, node: Node) -> bool:
-        """Whether what stands before a node is in the index."""
+        """Whether the parent of a node is in the index."""
         return not self._parent(node)[1] or self._parent(node) in self.index
 
     def _publish(self, group: Group, block: int, node: Node) -> Event:
@@ -635,7 +636,7 @@ class Oracle(Tiers):
         return Event("stored", *node, group.number)
 
     def _remove(self, block: int, number: int = 0) -> list[Event]:
-        """Takes a block out of the index of its group; what leaves the first index leaves all."""
+        """Takes a block out of the index of its group. A node that leaves the first index leaves all."""
         node = self.groups[number].blocks[block].node
         assert node is not None
         assert number or not self._children(node), f"block {block} is not a leaf of the index"
@@ -652,7 +653,7 @@ class Oracle(Tiers):
     # Blocks.
 
     def _missing(self, group: Group, count: int, spared: Sequence[int] | set = ()) -> int:
-        """How many blocks are missing for `count`, by the numbers of empty blocks and of cached ones."""
+        """The number of blocks missing for `count`, by the numbers of empty and of cached blocks."""
         cached = sum(
             not block.refcount and block.node is not None and not block.host and b not in spared
             for b, block in enumerate(group.blocks)
@@ -674,7 +675,7 @@ class Oracle(Tiers):
         score = self.score if group.number == 0 else snapshots if group.recurrent else lru
         while len(victims) < missing:
             leaves = [b for b in candidates if not children[b]]
-            if not tiers:  # what has descendants on the host must stay
+            if not tiers:  # a block with descendants on the host must stay
                 leaves = [b for b in leaves if not blocks[b].unevictable]
             if not leaves:
                 return None
@@ -686,10 +687,10 @@ class Oracle(Tiers):
         return victims
 
     def _take(self, counts: list[int], tiers: bool, spared: Sequence[set] = (), back: Sequence[set] = ()) -> Any:
-        """Takes so many blocks of each group, empty ones first, then those of victims; their refcount becomes 1.
+        """Takes so many blocks of each group, empty ones first, then victims; their refcount becomes 1.
 
-        Blocks `back` of each group come to the device, which takes blocks too. None, and nothing done, if it can't be.
-        Else the blocks, events and moves.
+        Blocks `back` of each group come to the device, which takes blocks too. Returns the blocks, events and moves; or
+        None, with nothing done, if there are not enough.
         """
         before = self.save() if any(group.num_host_blocks for group in self.groups) else None  # else counting suffices
         events, moves, taken = [], [], []
@@ -710,7 +711,7 @@ class Oracle(Tiers):
         return taken, events, moves
 
     def _drop(self, group: Group, block: int) -> None:
-        """One holder lets go; of NO_BLOCK nobody does."""
+        """Drops one holder of each block; NO_BLOCK has none."""
         if block == NO_BLOCK:
             return
         own = group.blocks[block]
@@ -723,7 +724,7 @@ class Oracle(Tiers):
             own.host, own.move, own.unevictable = False, 0, False
 
     def _slide(self, row: Row, before: int) -> None:
-        """Lets go of blocks that have left the windows since `before` tokens were written."""
+        """Drops a row's blocks that have left the windows since `before` tokens were written."""
         for group in self.groups[1:]:
             table = row.tables[group.number]
             for i, block in enumerate(table):
@@ -734,7 +735,7 @@ class Oracle(Tiers):
                     table[i] = NO_BLOCK
 
     def _state_priorities(self, row: Row, first: int) -> None:
-        """Gives a row's new blocks, from the first-th on, what it says of them."""
+        """Gives a row's new blocks, from column `first` on, the priorities that the row states."""
         for i in range(first, len(row.tables[0])):
             self.blocks[row.tables[0][i]].stated = row.stated(i * self.block_size) or DEFAULT
 

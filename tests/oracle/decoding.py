@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding that is verified after each call of its loop, by a model that reads every byte that its rows can see."""
+"""Decoding, verified after each call of its loop, with a model that reads every byte that its rows can see."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def make_spec(layers: str, **options: Any) -> kvjax.CacheSpec:
 
 
 def read_all(tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array) -> Any:
-    """Makes a number of a token, its position and every K and V that it sees; writes it, and chooses by it.
+    """A model that makes a number of a token, its position and all K and V that it sees; writes it, and chooses by it.
 
-    A wrong position or a wrong byte anywhere changes all that follows. Also counts its calls; see `calls`.
+    A wrong position or a wrong byte changes everything after it. It also counts its calls; see `calls`.
     """
     del last
     position = view.positions[:, 0]
@@ -50,8 +50,8 @@ def read_all(tokens: jax.Array, pools: Any, view: Any, *, last: jax.Array) -> An
         group, _, index, array = pools.at(layer)
         seen = (at < view.lengths[:, None] - 1) & visible(pools.spec.groups[group], at, position[:, None])
         for which in (0, 1):
-            known = array[view.tables[group], index, which, 0, :, 0].reshape(seen.shape)
-            parts = jnp.where(jnp.isnan(known), 4_711.0, known).astype(jnp.int32) * (at % 5 + which + 1) % PRIME
+            values = array[view.tables[group], index, which, 0, :, 0].reshape(seen.shape)
+            parts = jnp.where(jnp.isnan(values), 4_711.0, values).astype(jnp.int32) * (at % 5 + which + 1) % PRIME
             number = (number + jnp.sum(jnp.where(seen, parts, 0), axis=1)) % PRIME
     for layer in range(num_layers(pools.spec)):
         key = ((number + layer) % PRIME).astype(jnp.float32)[:, None, None, None]
@@ -66,7 +66,7 @@ def num_layers(spec: Any) -> int:
 
 
 def calls(cache: kvjax.Cache) -> int:
-    """How often the model was called: a slot of the scratch row that no padding is written to."""
+    """The number of the model's calls, in a slot of the scratch row to which no padding is written."""
     return int(cache.pools.at(0)[3][-1, 0, 0, 0, -1, 0])
 
 
@@ -78,13 +78,13 @@ MODEL = jax.tree_util.Partial(read_all)
 
 @functools.cache
 def single(steps: int, **options: Any) -> Callable[..., Any]:
-    """Jitted: the loop of single steps."""
+    """The loop of single steps, jitted."""
     return _jit(single_steps.decode, steps=steps, **options)
 
 
 @functools.cache
 def in_blocks(k: int, steps: int, **options: Any) -> Callable[..., Any]:
-    """Jitted: `decode` in blocks of up to k steps; `fixed_steps` and `logits_fn` are as there."""
+    """`decode` in blocks of up to k steps, jitted, with its arguments `fixed_steps` and `logits_fn`."""
     return _jit(serving.decode, steps=steps, k=k, **options)
 
 
@@ -101,14 +101,14 @@ NUM_STEPS = jax.jit(num_steps, static_argnames="k")
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What stands before the first step.
+    """The situation before the first step.
 
     Attributes:
       prompts: of the rows in use.
       served: prompts that were computed and released before.
-      forks: (row, free row); the copy goes on with another token.
+      forks: (row, free row); the copy continues with another token.
       ahead: {row: tokens that it has chosen before the others begin}.
-      idle: rows in use that do not go on, with room for three tokens more.
+      idle: rows in use that do not decode, with three more tokens reserved.
       left: tokens that each row still wants.
       stop: up to four tokens.
       options: of `admit`.
@@ -125,14 +125,14 @@ class Start:
 
 
 class Decoding:
-    """A cache and the rows that go on in it, verified after each call of a loop.
+    """A cache and the rows that decode in it, verified after each call of a loop.
 
     Attributes:
       cache: state and pools.
-      rows: where each row stands.
+      rows: the `Rows` of the loop.
       texts: (token, log-probability) of all that each row has chosen.
       recorded: events since `begin`, block numbers replaced by texts.
-      counted: what `num_steps` said before each call, for blocks of up to P steps.
+      counted: the results of `num_steps` before each call, for blocks of up to P steps.
       out_of_blocks: whether the loop ended for lack of blocks.
     """
 
@@ -204,13 +204,13 @@ class Decoding:
     # Decoding.
 
     def run(self, loop: Callable[..., Any], **options: Any) -> Decoding:
-        """Calls a loop until no row is active, or there are too few blocks."""
+        """Calls a loop until no row is active or blocks are missing."""
         while bool(jnp.any(self.rows.active)) and not self.out_of_blocks:
             assert self.call(loop, **options) or self.out_of_blocks, "the loop does nothing"
         return self
 
     def call(self, loop: Callable[..., Any], now: int = 0, sampling: kvjax.Sampling | None = None) -> int:
-        """Calls a loop once; the most tokens that a row has chosen."""
+        """Calls a loop once, and returns the most tokens that a row has chosen."""
         before, rows, spec = self.cache.state, self.rows, self.cache.state.spec
         want = jnp.where(rows.active, jnp.minimum(rows.left, jnp.maximum(WIDTH - before.seqs.length, 1)), 0)
         self.counted.append(int(NUM_STEPS(before, jnp.minimum(want, SIZE), SIZE, jnp.int32(self.log_room))))
@@ -239,18 +239,18 @@ class Decoding:
         return int(grown.max())
 
     def follow(self, decoded: Sequence[dict[str, Any]]) -> None:
-        """Folds events, and notes them by what they say of texts."""
+        """Folds events, and records them by the texts of their blocks."""
         for event in decoded:
-            known, self.mirror = self.mirror.nodes, kvjax.fold([event], self.mirror)
+            nodes, self.mirror = self.mirror.nodes, kvjax.fold([event], self.mirror)
             node = event["group"], event.get("block"), event.get("generation")
-            text = {**known, **self.mirror.nodes}.get(node, (event.get("num_tokens"),))
+            text = {**nodes, **self.mirror.nodes}.get(node, (event.get("num_tokens"),))
             self.recorded[event["kind"], event["group"], text] += 1
 
-    # What is left behind.
+    # After the loop.
 
     @property
     def steps(self) -> int:
-        """Calls of the model since `begin`."""
+        """The model's calls since `begin`."""
         return calls(self.cache) - self.first_call
 
     @property
@@ -258,14 +258,14 @@ class Decoding:
         return any(kind == "removed" for kind, *_ in self.recorded)
 
     def rows_left(self) -> dict[str, Any]:
-        """What is said of each row when the loop has ended."""
+        """The fields of each row when the loop has ended."""
         seqs, rows = self.cache.state.seqs, self.rows
-        told = {"length": seqs.length, "committed": seqs.committed, "token": rows.token, "left": rows.left,
+        fields = {"length": seqs.length, "committed": seqs.committed, "token": rows.token, "left": rows.left,
                 "active": rows.active}  # fmt: skip
-        return {name: np.asarray(x).tolist() for name, x in told.items()} | {"out of blocks": self.out_of_blocks}
+        return {name: np.asarray(x).tolist() for name, x in fields.items()} | {"out of blocks": self.out_of_blocks}
 
     def held(self) -> list[int]:
-        """Blocks of each group that rows hold."""
+        """The number of blocks of each group that rows hold."""
         groups = self.cache.state.groups
         return [int(group.num_blocks) - int(group.num_empty) - int(group.num_cached) for group in groups]
 
@@ -278,6 +278,6 @@ class Decoding:
             for layer in range(num_layers(pools.spec)):
                 group, _, index, array = pools.at(layer)
                 seen = at[np.asarray(visible(pools.spec.groups[group], at, written))]
-                known = np.asarray(array)[np.asarray(tables[group])[seq, seen // SIZE], index, :, 0, seen % SIZE]
-                found.append(known.tolist())
+                values = np.asarray(array)[np.asarray(tables[group])[seq, seen // SIZE], index, :, 0, seen % SIZE]
+                found.append(values.tolist())
         return found

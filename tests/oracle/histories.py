@@ -10,7 +10,7 @@ from tests.oracle.blocks import NO_BLOCK, Status
 from tests.oracle.requests import Ask, Finish, Report, Request, Stage
 from tests.oracle.scheduler import Scheduler
 
-VOCAB = 3  # so small that rows come to equal blocks by themselves
+VOCAB = 3  # so small that rows fill equal blocks by chance
 
 
 def choose(request: Request, position: int) -> int:
@@ -20,7 +20,7 @@ def choose(request: Request, position: int) -> int:
 
 
 def alone(ask: Ask) -> tuple[list[int], Finish]:
-    """What the model makes of a request that runs by itself: all its tokens, and why it ends."""
+    """A request's tokens and finish, if it runs by itself."""
     request = Request(0, tokens=list(ask.tokens), seed=ask.seed)
     while len(request.tokens) < ask.max_tokens:
         request.tokens.append(choose(request, len(request.tokens)))
@@ -33,14 +33,14 @@ class Watch:
     """A scheduler whose steps are verified.
 
     Attributes:
-      scheduler: which.
-      asks: each request that was accepted, with what it asked for.
-      passed: how often later requests were admitted before each one, counted from the reports.
+      scheduler: the scheduler.
+      asks: the `Ask` of each accepted request.
+      passed: the number of later requests that were admitted before each one, counted from the reports.
       over: the requests that are over, in order.
-      pins: for each group, blocks that are held by nobody here.
-      others: rows that are used by nobody here.
-      computed: tokens that were computed.
-      happened: how often what happened.
+      pins: the pinned blocks of each group.
+      others: rows in use that are no request's.
+      computed: the number of computed tokens.
+      happened: a count of each kind of happening.
     """
 
     def __init__(self, scheduler: Scheduler):
@@ -49,13 +49,13 @@ class Watch:
         self.passed: collections.Counter[Request] = collections.Counter()
         self.over: list[Request] = []
         self.pins: list[list[int]] = [[] for _ in self.cache.groups]
-        self.others = [row for row, known in enumerate(self.cache.rows) if known.length]
+        self.others = [row for row, seq in enumerate(self.cache.rows) if seq.length]
         self.computed = 0
         self.happened: collections.Counter[str] = collections.Counter()
 
     @property
     def waiting(self) -> list[Request]:
-        """The requests that wait."""
+        """The waiting requests."""
         return [request for request in self.scheduler.requests if request.stage == Stage.WAITING]
 
     @property
@@ -64,7 +64,7 @@ class Watch:
         return not self.waiting and not any(self.scheduler.rows)
 
     def submit(self, *asks: Ask) -> list[Request | None]:
-        """Submits a batch; the request of each one, None for one that was refused."""
+        """Submits a batch; returns a request for each ask, or None if it was refused."""
         accepted = []
         for ask, (status, slot, generation) in zip(asks, self.scheduler.submit(asks), strict=True):
             self.happened[f"submit {status.name}"] += 1
@@ -77,13 +77,13 @@ class Watch:
 
     def cancel(self, request: Request) -> bool:
         """Cancels a request; False if it is too late."""
-        there = self.scheduler.requests[request.slot] is request and not request.over
+        is_open = self.scheduler.requests[request.slot] is request and not request.over
         status = self.scheduler.cancel(request.slot, request.generation)
-        assert (status == Status.OK) == there
-        return there
+        assert (status == Status.OK) == is_open
+        return is_open
 
     def pin(self, rng: random.Random) -> None:
-        """Holds the blocks of some cached text, or lets go of all that are held."""
+        """Pins the blocks of some cached text, or unpins all."""
         if self.pins[0]:
             for group in reversed(self.cache.groups):
                 assert self.cache.unpin(self.pins[group.number], group.number).ok
@@ -92,21 +92,21 @@ class Watch:
             namespace, path = rng.choice(sorted(self.cache.index))
             ends = [*range(self.cache.block_size, len(path), self.cache.block_size), len(path)]
             for group in self.cache.groups:
-                there = [group.index[namespace, path[:end]] for end in ends if (namespace, path[:end]) in group.index]
-                assert self.cache.pin(there, group.number).ok
-                self.pins[group.number] = there
+                blocks = [group.index[namespace, path[:end]] for end in ends if (namespace, path[:end]) in group.index]
+                assert self.cache.pin(blocks, group.number).ok
+                self.pins[group.number] = blocks
 
     @property
     def bound(self) -> int:
-        """The most steps that what was accepted may take.
+        """The most steps that the accepted requests may take.
 
-        Each step computes at least one token of the first request that runs. What is computed twice, since a request
-        was preempted, or seldom a refusal of blocks, is allowed as much again.
+        Each step computes at least one token of the first request that runs. As many steps again are allowed for tokens
+        that are computed twice, after a preemption or, seldom, a refusal of blocks.
         """
         return 2 * sum(ask.max_tokens for ask in self.asks.values()) + 2 * len(self.asks) + 2
 
     def run(self) -> Watch:
-        """Steps until nothing is left to do, and verifies the end."""
+        """Runs steps until nothing is left to do, and verifies the end."""
         bound = self.bound
         while not self.idle:
             self.step()
@@ -117,7 +117,7 @@ class Watch:
         return self
 
     def step(self) -> Report:
-        """One step."""
+        """Runs one step, and verifies it."""
         scheduler, requests = self.scheduler, list(self.scheduler.requests)
         steps, parents = scheduler.steps, {request: request.parent for request in requests}
         before = [len(row.tokens) for row in self.cache.rows]
@@ -142,7 +142,7 @@ class Watch:
         return report
 
     def _verify_passes(self, report: Report, parents: dict[Request, Request | None]) -> None:
-        """Nobody is passed over more often than patience allows."""
+        """Verifies that no request is passed over more often than patience allows."""
         assert not (report.preempted and report.admitted), "preempts and admits in one step"
         admitted = [self.scheduler.requests[slot] for slot, *_ in report.admitted]
         for number, first in enumerate(admitted, 1):
@@ -153,7 +153,7 @@ class Watch:
         assert max(self.passed.values(), default=0) <= self.options.patience
 
     def _verify_shape(self, report: Report, steps: int) -> None:
-        """The limits of the options hold, and each decode row runs."""
+        """Verifies that the limits of the options hold, and that each decode row runs."""
         options, chunks, decoded = self.options, report.chunks, report.decoded
         assert 0 <= report.n <= options.k
         self.computed += sum(chunks.values())
@@ -173,22 +173,22 @@ class Watch:
             assert not marked or (request and (row in self.scheduler.prefilling() or request.over))
 
     def _verify_row(self, request: Request, row: int, start: int, report: Report) -> None:
-        """A row has written what it says, of its request's tokens, and chooses only behind all of them."""
-        known, chosen = self.cache.rows[row], report.chosen.get(row, [])
-        written = len(known.tokens)
-        assert [token for token, _ in known.tokens] == request.tokens[:written]
+        """Verifies that a row has written its request's tokens, as reported, and chooses only behind all of them."""
+        seq, chosen = self.cache.rows[row], report.chosen.get(row, [])
+        written = len(seq.tokens)
+        assert [token for token, _ in seq.tokens] == request.tokens[:written]
         if request.parent:
-            assert not known.length and not chosen
+            assert not seq.length and not chosen
             return
         counted = report.chunks.get(row, 0) + (len(chosen) if row in report.decoded else 0)
         assert written - start == counted
         if chosen:
-            assert request.tokens[-len(chosen) :] == chosen and written == request.num_tokens - 1 == known.length
+            assert request.tokens[-len(chosen) :] == chosen and written == request.num_tokens - 1 == seq.length
         elif request.stage == Stage.RUNNING:
             assert request.num_tokens > written
 
     def _verify_blocks(self) -> None:
-        """Blocks are held by rows and pins alone, and there are enough."""
+        """Verifies that only rows and pins hold blocks, and that the counts add up."""
         for group in self.cache.groups:
             held = collections.Counter(self.pins[group.number])
             for row in self.cache.rows:
@@ -197,7 +197,7 @@ class Watch:
             assert group.counts()["empty"] >= 0
 
     def verify_end(self) -> None:
-        """Each request ended once, with the tokens that it would have alone, and nothing is held."""
+        """Verifies that each request ended once, with the tokens that it has alone, and that no block is held."""
         assert collections.Counter(self.over) == collections.Counter(list(self.asks))
         for request, ask in self.asks.items():
             tokens, finish = alone(ask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine that asks the cache for whatever it likes, and the oracle for the same."""
+"""A state machine that makes random requests to the cache, and the same ones to the oracle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.drive import BOTH, VERBS
 from tests.oracle.cache import NO_BLOCK, Block, Oracle, Priority, Retention, lru
 
 ROWS, BLOCKS_PER_ROW, SIZE, WIDTH, MOST = 4, 5, 4, 20, 6
-# What a cache is made with: `layers` are (window, sink tokens); a dict less is a dozen programs less to compile.
+# Options of caches: `layers` are (window, sink tokens). Leaving out an option saves a dozen programs.
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "extra ids": {"extra_ids": True},
@@ -76,11 +76,11 @@ two = functools.partial(st.lists, min_size=2, max_size=2)
 prompts = lists(st.sampled_from((0, 0, 0, 1, 2)), max_size=WIDTH)
 pairs = st.tuples(st.sampled_from((0, 0, 1)), prompts)
 priorities = st.tuples(st.sampled_from((0, 20, 35, 60)), st.sampled_from((None, None, 0, 5)))
-# Where the first and the second range begin and end, their priorities, and that of generated blocks.
+# The bounds of the first and the second range, their priorities, and that of generated blocks.
 retentions = st.tuples(
     st.sampled_from(((0, 4, 8), (4, 12, 13), (2, 6, None), (0, 1, 2))), priorities, priorities, priorities
 )
-# Blocks of steps: their k, a row that is idle, tokens that rows want and after which they stop, the room of the log.
+# Blocks of steps: k, an idle row, the tokens that rows want, those after which they stop, and the log's free records.
 per_row = functools.partial(lists, min_size=ROWS, max_size=ROWS)
 lines_of_steps = st.one_of(
     per_row(lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE)), st.just([[0] * SIZE] * ROWS)
@@ -97,7 +97,7 @@ def padded(tokens):
 
 
 def joined(results):
-    """What one call reports that does what several do, one after the other."""
+    """The report of one call that equals several calls, one after the other."""
     return results[0]._replace(
         status=[s for r in results for s in r.status], events=[e for r in results for e in r.events],
         queried=[q for r in results for q in r.queried], cached=[c for r in results for c in r.cached],
@@ -106,7 +106,7 @@ def joined(results):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Each rule runs one verb on both and compares what they report; the invariant compares what they hold."""
+    """Each rule runs one verb on both caches and compares the reports. The invariant compares the contents."""
 
     @initialize(config=st.sampled_from(NAMES), blocks=st.integers(1, 12))
     def start(self, config, blocks):
@@ -137,22 +137,22 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def ready(self):
-        """Rows that a decode loop could go on with."""
+        """The rows that a decode loop could continue."""
         rows = enumerate(self.oracle.rows)
         return [seq for seq, row in rows if 0 < row.length == len(row.tokens) and not row.swapped]
 
     def both(self, verb, wanted, *args, **kwargs):
-        """Runs the library's verb and holds what it reports against the oracle's Result."""
+        """Runs the library's verb and compares its report with the oracle's Result."""
         before = self.state
         self.state, events = VERBS[verb](before, *args, **self.timely(verb, kwargs))
         self.compare(verb, wanted, before, events)
 
     def timely(self, verb, kwargs):
-        """The options of a call with the time, if the verb takes it."""
+        """The options of a call, with the time if the verb takes it."""
         return kwargs | ({"now": np.int32((self.oracle.now + 2**31) % 2**32 - 2**31)} if verb in cases.TIMED else {})
 
     def compare(self, verb, wanted, before, events):
-        """Holds the events of a verb, called on the state `before`, against the oracle's Result."""
+        """Compares the events of a verb, called on the state `before`, with the oracle's Result."""
         mirror = self.mirror
         assert events.status.tolist() == [int(s) for s in wanted.status]
         if verb == "admit":
@@ -197,14 +197,14 @@ class CacheMachine(RuleBasedStateMachine):
         return tuple(path) if self.extra else tuple((t, 0) for t in path)
 
     def ids(self, tokens):
-        """Extra ids for tokens: for the oracle, and padded for the library."""
+        """Extra ids of tokens, for the oracle, and padded for the library."""
         if not self.extra:
             return None, None
         ids = [1 if i % 3 == 2 and t else 0 for i, t in enumerate(tokens)]
         return ids, padded(ids)
 
     def retained(self, choice):
-        """The priorities that a request states: for the oracle, and for the library; none without `timed`."""
+        """The priorities that a request states, for the oracle and for the library; none without `timed`."""
         if not self.timed:
             return Retention(), None
         (first, second, end), *choices = choice
@@ -217,13 +217,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(ms=st.sampled_from((1, 4, 5, 2**30)))
     def wait(self, ms):
-        """Also for days, as long as it is less than 24 of them after the latest time that the library has got."""
+        """Waits, even for days, but less than 24 of them after the latest time that the library has got."""
         time = self.state.groups[0].blocks.time
         if time is None or self.oracle.now + ms - (int(time[0]) * 2**32 + int(time[1])) < 2**31:
             self.oracle.now += ms
 
     def tiers(self, wide):
-        """Arguments for the oracle and for the library."""
+        """The tiers, as arguments for the oracle and for the library."""
         return {"tiers": wide and self.host}, {"tiers": BOTH} if wide and self.host else {}
 
     @rule(
@@ -248,7 +248,7 @@ class CacheMachine(RuleBasedStateMachine):
         hurry=st.booleans(), blocks=blocks_of_steps,
     )  # fmt: skip
     def serve(self, prompts, retention, wide, end, hurry, blocks):
-        """Whole lives of sequences, so that there is something cached to work with."""
+        """Serves whole sequences, so that something is cached."""
         for prompt in prompts:
             free = [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
             if not free:
@@ -322,8 +322,8 @@ class CacheMachine(RuleBasedStateMachine):
         amount=st.sampled_from((0, 1, 3, 99, 99, 100, -1)), same=st.booleans(), negative=st.booleans(),
     )  # fmt: skip
     def commit(self, tokens, amount, same, negative):
-        room = [row.length - len(row.tokens) for row in self.oracle.rows]
-        counts = [min(amount, r) if amount < 100 else r + 1 for r in room]
+        reserved = [row.length - len(row.tokens) for row in self.oracle.rows]
+        counts = [min(amount, r) if amount < 100 else r + 1 for r in reserved]
         if same:
             tokens = [[0] * WIDTH] * ROWS
         if negative:
@@ -368,9 +368,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.used)
     @rule(blocks=blocks_of_steps, forked=st.booleans())
     def decode(self, blocks, forked):
-        """Blocks of steps for the rows in use, once their prompts are written; perhaps two rows share theirs."""
-        room = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
-        self.write([[0] * WIDTH] * ROWS, room)
+        """Runs blocks of steps for the rows in use, once their prompts are written. Two rows may share theirs."""
+        reserved = [0 if row.swapped else row.length - len(row.tokens) for row in self.oracle.rows]
+        self.write([[0] * WIDTH] * ROWS, reserved)
         ready, free = self.ready, [seq for seq, row in enumerate(self.oracle.rows) if not row.length]
         if forked and ready and free:
             self.fork([ready[0], ready[-1]], [free[0], free[-1]])
@@ -378,13 +378,13 @@ class CacheMachine(RuleBasedStateMachine):
             self.decode_block(**block)
 
     def decode_block(self, k, idle, left, stops, tokens, log):
-        """A block of steps as `decode` of `serving/decode.py` does it; each row stops after so many tokens."""
+        """Runs a block of steps like `decode` of `serving/decode.py`. Each row stops after so many tokens."""
         active = [seq in self.ready and seq != idle for seq in range(ROWS)]
         lengths = [row.length for row in self.oracle.rows]
         want = [max(min(a, WIDTH - b, k), 1) * on for a, b, on in zip(left, lengths, active, strict=True)]
         n = self.oracle.num_steps(want, k, log)
         assert int(NUM_STEPS(self.state, np.asarray(want, np.int32), k, np.int32(log))) == n
-        for steps in sorted({n, 1}, reverse=True):  # as many as there are blocks for by counting, or else one
+        for steps in sorted({n, 1}, reverse=True):  # as many as blocks suffice for by counting, or one
             counts = [min(tokens, steps) for tokens in want]
             wanted = self.oracle.extend(active, counts)
             self.both("extend", wanted, np.asarray(active), np.asarray(counts, np.int32), max_tokens=MOST)
@@ -464,7 +464,7 @@ class CacheMachine(RuleBasedStateMachine):
             ours, theirs = (ours[::-1], theirs[::-1]) if backwards else (ours, theirs)
             wanted = self.oracle.unpin(theirs, of)
             self.both("unpin", wanted, ours, group=of)
-            if not wanted.ok:  # the prefix or first-group block of a block that stays held; it can go later
+            if not wanted.ok:  # the prefix or group0_block of a block that stays held; it can be unpinned later
                 self.pins.append((ours, theirs, of))
 
     @precondition(lambda self: self.oracle.index)
@@ -483,7 +483,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.host and self.oracle.index)
     @rule(data=st.data(), which=st.integers(0, 15), verb=st.sampled_from(("offload", "onboard")), of=st.integers(0, 1))
     def shift(self, data, which, verb, of):
-        """Offloads or brings back blocks by name, mostly such as can be."""
+        """Offloads or onboards blocks by name, mostly such as can move."""
         of, on_host = of % len(self.state.groups), verb == "onboard"
         group = self.state.groups[of]
         pairs = [
@@ -522,7 +522,7 @@ class CacheMachine(RuleBasedStateMachine):
                 break
 
     def pairing(self, number=0):
-        """{our block id: the oracle's} of a group, from what both hold and find; a contradiction is a failure."""
+        """{our block id: the oracle's} of a group, by the tables and indexes of both. A contradiction is a failure."""
         pairs, index = {kvjax.state.NO_BLOCK: NO_BLOCK}, self.oracle.groups[number].index
         for ours, theirs in zip(np.asarray(self.state.groups[number].table), self.oracle.tables(number), strict=True):
             for a, b in zip(ours.tolist(), [*theirs, *[NO_BLOCK] * (len(ours) - len(theirs))], strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler in plain Python (`scheduler.py`) is made of: options, requests, and what a step reports."""
+"""The parts of the scheduler in plain Python (`scheduler.py`): options, requests, and the report of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.oracle.blocks import Retention
 
 
 class Stage(enum.IntEnum):
-    """Where a request stands; EMPTY: the slot is free. The numbers are the library's, as in `Finish`."""
+    """The stage of a request; EMPTY: the slot is free. The numbers are the library's, as in `Finish`."""
 
     EMPTY = 0
     WAITING = 1
@@ -22,7 +22,7 @@ class Stage(enum.IntEnum):
 
 
 class Finish(enum.IntEnum):
-    """Why a request ended."""
+    """The reason of a request's end."""
 
     NONE = 0
     STOP = 1
@@ -33,7 +33,7 @@ class Finish(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A request as it is submitted; `sample_of` is the number of an earlier one of the batch with the same prompt."""
+    """A request as submitted; `sample_of` is the number of an earlier one of the batch with the same prompt."""
 
     tokens: Sequence[int]
     max_tokens: int
@@ -51,13 +51,13 @@ class Request:
 
     Attributes:
       slot, generation: its name; no other request ever has the same.
-      tokens: its prompt, then what was generated.
-      prompt: tokens of the prompt.
-      max_tokens: tokens at which it ends. The last one is never written into the cache.
+      tokens: its prompt, then its generated tokens.
+      prompt: the number of tokens of the prompt.
+      max_tokens: the number of tokens at which it ends. The last one is never written into the cache.
       arrival: a number in order of submission.
-      passed: later requests that were admitted while it waited.
+      passed: the number of later requests that were admitted while it waited.
       parent: the request whose prompt it is another sample of, until that is computed.
-      cached: tokens that were found in the cache when it was first admitted.
+      cached: the number of tokens found in the cache when it was first admitted.
       submitted, first_token, ended: steps of the model until then; -1: not yet.
     """
 
@@ -84,7 +84,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return len(self.tokens)
 
     @property
@@ -106,23 +106,23 @@ def by_priority(request: Request, cache: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the scheduler is told once.
+    """The options of a scheduler, the same for all its steps.
 
     Attributes:
-      reserve: "max_tokens": a request is admitted when blocks suffice for all that it and the running ones can still
-        become; "batch": the same, when no row runs; "num_tokens": when they suffice for the tokens that it has.
+      reserve: "max_tokens": a request is admitted when blocks suffice for all tokens that it and the running ones may
+        still get; "batch": the same, when no row runs; "num_tokens": when they suffice for the tokens that it has.
       chunk: the most tokens of a row that a mixed step computes.
       chunk_rows: the most rows that have chunks in a mixed step.
       budget: positions of a mixed step; each row has one, the others are for chunks. None: as many as a chunk has.
-      chunks: who gets those: "fcfs", as many as they can use in their order; "equal", the same number each.
+      chunks: the rows that get them: "fcfs", in order, each as many as it can use; "equal", the same number for each.
       k: the most decode steps of a block of steps.
-      k_waiting: the same while a request waits.
+      k_waiting: likewise while a request waits.
       watermark: blocks that "num_tokens" leaves, unless no row runs.
-      patience: how often later requests may be admitted before one.
-      max_skips: the most requests that one step passes over since they cannot be admitted.
+      patience: the number of later requests that may be admitted before one.
+      max_skips: the most requests that one step passes over because they cannot be admitted.
       wait_for_prefix: whether a request waits while a row computes the next block of its prefix.
-      coalesce: how many rows want chunks, or for how many blocks of steps they have waited, before a step is mixed.
-      order: who is first, the smallest; then who arrived first. Preempted is the last.
+      coalesce: the number of rows that want chunks, or of blocks of steps that they waited, before a step is mixed.
+      order: a key; the smallest is first, then the earliest. The last one is preempted.
     """
 
     reserve: Literal["max_tokens", "num_tokens", "batch"] = "max_tokens"
@@ -142,18 +142,18 @@ class Options:
 
 @dataclasses.dataclass
 class Report:
-    """What one step of the scheduler did.
+    """The report of one step of the scheduler.
 
     Attributes:
-      released: rows that were let go of, in order; those of preempted requests too.
+      released: the released rows, in order, including those of preempted requests.
       preempted: slots, in order.
       admitted: (slot, row, cached tokens), in order; without the samples that hold rows for one of these.
-      n: for how many decode steps there was room; 0: blocks were refused.
+      n: the number of decode steps that blocks were reserved for; 0: they were refused.
       mixed: whether it was a mixed step.
       chunks: {row: tokens of its chunk}, in order.
       out_of_blocks: rows that found no block for their chunk.
       decoded: rows that computed one token, or one in each step of a block.
-      chosen: {row: tokens that it chose}.
+      chosen: {row: chosen tokens}.
     """
 
     released: list[int] = dataclasses.field(default_factory=list)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of one size over a trace in plain Python, one block at a time: LRU under each rule, and Belady's choice.
+"""Caches of one size over a trace, in plain Python, one block at a time: LRU under each rule, and Belady's choice.
 
-A prompt is a list of ids. Each returns the hits of every request.
+A prompt is a list of ids. Each function returns the hits of every request.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Prompts = Sequence[Sequence[int]]
 
 
 def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int]:
-    """The least recently used block leaves; of a prompt the last one. A prompt longer than the cache is refused.
+    """Evicts the least recently used block; of one prompt the last. A prompt longer than the cache is refused.
 
     Args:
       prompts: the ids of each request's blocks.
-      full: how many of each request's blocks are full.
+      full: the number of full blocks of each request.
       size: blocks of the cache.
       rule: see `kvjax.research.RULES`.
     """
-    cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # who leaves first comes first
+    cached: collections.OrderedDict[int, None] = collections.OrderedDict()  # in the order of eviction
     hits = []
     for prompt, number in zip(prompts, full, strict=True):
         if len(prompt) > size:
@@ -48,14 +48,14 @@ def lru(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int
 
 
 def lfu(prompts: Prompts, full: Sequence[int], size: int, rule: str) -> list[int]:
-    """The block that was reused least often leaves, of equal ones the least recently used; as `lru`, with a heap.
+    """Evicts the least often reused block, of equal ones the least recently used; like `lru`, with a heap.
 
-    A block is reused no more often than the one before it, so the blocks of a prompt leave from its end. Reused more
-    than 120 times they count as equals.
+    A block is reused no more often than the one before it, so the blocks of a prompt leave from its end. Blocks reused
+    more than 120 times count as equal.
     """
     reused: dict[int, int] = {}  # of the cached blocks
-    keys: dict[int, int] = {}  # of those that no request holds: reused, then when they were released
-    heap: list[tuple[int, int]] = []  # (key, block); what is no longer so is skipped
+    keys: dict[int, int] = {}  # of those that no request holds: (reuses, time of release)
+    heap: list[tuple[int, int]] = []  # (key, block); outdated entries are skipped
     clock, hits = 0, []
     for prompt, number in zip(prompts, full, strict=True):
         if len(prompt) > size:
@@ -93,7 +93,7 @@ def next_uses(prompts: Prompts) -> list[list[int]]:
 
 
 def belady(prompts: Prompts, uses: list[list[int]], size: int, bypass: bool = False) -> list[int]:
-    """The block whose next use is farthest away leaves, of equal ones the deepest; rule "papers".
+    """Evicts the block whose next use is farthest away, of equal ones the deepest; rule "papers".
 
     Args:
       prompts: the ids of each request's blocks.
@@ -102,7 +102,7 @@ def belady(prompts: Prompts, uses: list[list[int]], size: int, bypass: bool = Fa
       bypass: a request's own blocks may leave at once.
     """
     cached: dict[int, int] = {}  # id -> its next use
-    heap: list[tuple[int, int, int]] = []  # (-next use, -depth, id); what is no longer so is skipped
+    heap: list[tuple[int, int, int]] = []  # (-next use, -depth, id); outdated entries are skipped
     hits = []
     for prompt, coming in zip(prompts, uses, strict=True):
         found = 0
@@ -122,19 +122,19 @@ def belady(prompts: Prompts, uses: list[list[int]], size: int, bypass: bool = Fa
     return hits
 
 
-def _evict(cached: dict[int, int], heap: list[tuple[int, int, int]], room: int) -> None:
-    while len(cached) > room:
+def _evict(cached: dict[int, int], heap: list[tuple[int, int, int]], capacity: int) -> None:
+    while len(cached) > capacity:
         use, _, block = heapq.heappop(heap)
         if cached.get(block) == -use:
             del cached[block]
 
 
 def belady_by_runs(lengths: Sequence[int], coming: list[list[tuple[int, int]]], size: int) -> list[int]:
-    """`belady` without bypass, as fast as Python can: counts blocks of equal next use instead of naming them.
+    """`belady` without bypass, faster: it counts the blocks of equal next use instead of naming them.
 
     Args:
       lengths: blocks of each prompt.
-      coming: (next use, how many blocks) of each prompt, see `next_runs`.
+      coming: (next use, number of blocks) of each prompt, see `next_runs`.
       size: blocks of the cache.
     """
     cached = [0] * (len(lengths) + 1)  # by next use
@@ -160,12 +160,12 @@ def belady_by_runs(lengths: Sequence[int], coming: list[list[tuple[int, int]]], 
 
 
 def next_runs(uses: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """(next use, how many blocks) of each prompt, from the `next_uses` of its blocks."""
+    """(next use, number of blocks) of each prompt, from the `next_uses` of its blocks."""
     return [[(use, len(list(run))) for use, run in itertools.groupby(of_prompt)] for of_prompt in uses]
 
 
 def most_hits(prompts: Prompts, size: int, bypass: bool = False) -> int:
-    """The most that any cache can find, by trying every way to evict; rule "papers", for tiny traces."""
+    """The most hits of any cache, by trying every way to evict; rule "papers", for tiny traces."""
 
     @functools.cache
     def best(request: int, cached: frozenset[int]) -> int:
@@ -175,7 +175,7 @@ def most_hits(prompts: Prompts, size: int, bypass: bool = False) -> int:
         found = sum(1 for _ in itertools.takewhile(cached.__contains__, prompt))
         stays = frozenset() if bypass else frozenset(prompt)
         others = sorted((cached | set(prompt)) - stays)
-        kept = itertools.combinations(others, min(len(others), size - len(stays)))
-        return found + max(best(request + 1, stays.union(some)) for some in kept)
+        choices = itertools.combinations(others, min(len(others), size - len(stays)))
+        return found + max(best(request + 1, stays.union(some)) for some in choices)
 
     return best(0, frozenset())

@@ -14,7 +14,7 @@ HITS, AGES = (1, 2, 4), 52
 
 
 def age_range(age: int) -> int:
-    """Two ranges an octave, from 32 on."""
+    """The range of an age: two ranges an octave, from 32 on."""
     octave = max(age, 32).bit_length() - 1
     return 2 * (octave - 5) + (max(age, 32) >= 1.5 * 2**octave)
 
@@ -45,8 +45,8 @@ def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: in
     used, seen = np.zeros((2, (len(HITS) + 1) * (len(lengths) + 1) * 2, AGES))
 
     def over(block: int, again: bool) -> None:
-        own, released, counts_here = out.pop(block)
-        if not counts_here:
+        own, released, counted = out.pop(block)
+        if not counted:
             return
         age = age_range(clock - released)
         seen[own, :age] += 1
@@ -71,18 +71,18 @@ def counts(trace: Trace, rule: str, lengths: Sequence[int], first: int, last: in
 
 
 class Classed(Scored):
-    """A cache that evicts the oldest leaf of a class, of the class where that one has the lowest hit density."""
+    """A cache that compares the oldest leaves of all classes, and evicts that of the lowest hit density."""
 
     def __init__(self, size: int, table: np.ndarray, lengths: Sequence[int]):
         super().__init__(size, lambda cache: cache.stored)
         self.table, self.lengths, self.label = table, lengths, np.zeros(size, np.int64)
 
-    def serve(self, ids: list[int], kept: int, taken: int) -> int:
-        found = super().serve(ids, kept, taken)
+    def serve(self, ids: list[int], published: int, taken: int) -> int:
+        found = super().serve(ids, published, taken)
         if len(ids) <= len(self.holds):
-            for depth, each in enumerate(ids[:kept]):
+            for depth, each in enumerate(ids[:published]):
                 block = self.of[each]
-                self.label[block] = label(int(self.hits[block]), kept, depth + 1 == kept, self.lengths)
+                self.label[block] = label(int(self.hits[block]), published, depth + 1 == published, self.lengths)
         return found
 
     def evict(self, number: int) -> list[int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests find in a cache whose blocks of the lowest score leave, in plain Python: one block at a time.
+"""Hits of requests in a cache that evicts the block of the lowest score, in plain Python, one block at a time.
 
-Requests follow one another. A block is a number here, an id of the trace; equal ids are equal prefixes.
+Requests follow one another. A block is an id of the trace; equal ids are equal prefixes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ NONE = -1
 
 
 def cached_part(trace: Trace, request: int, rule: str) -> list[int]:
-    """The blocks of a request that are cached when it is over."""
+    """The blocks of a request that stay cached when it is over."""
     ids = trace.blocks(request).tolist()
     return ids[: trace.full[request]] if rule == "full" else ids
 
 
 class Scored:
-    """A cache whose leaves of the lowest score leave, told as arrays with an entry for each block of memory.
+    """A cache that evicts the leaf of the lowest score. Its arrays have an entry for each block of memory.
 
     Attributes:
       holds: the id that each block holds, NONE if none.
@@ -46,26 +46,26 @@ class Scored:
         self.empty = list(range(size))[::-1]
         self.of: dict[int, int] = {}
 
-    def serve(self, ids: list[int], kept: int, taken: int) -> int:
-        """Serves a request that leaves the first `kept` of its blocks; how many of the first `taken` it finds."""
+    def serve(self, ids: list[int], published: int, taken: int) -> int:
+        """Serves a request that publishes its first blocks; returns how many of the first `taken` ones it finds."""
         if len(ids) > len(self.holds):
             return 0
         found, row = self.admit(ids, taken)
-        self.commit(ids, found, kept, row)
+        self.commit(ids, found, published, row)
         self.release(row)
         return found
 
     def admit(self, ids: list[int], taken: int) -> tuple[int, list[int]]:
-        """How many of the first `taken` blocks a prompt finds, and its row: those, and blocks taken for the rest."""
+        """The number of a prompt's first `taken` blocks that are found, and its row: these and new blocks."""
         found = next((i for i, each in enumerate(ids[:taken]) if each not in self.of), taken)
         row = [self.of[each] for each in ids[:found]]
         self.holders[row] += 1
         self.hits[row] += 1
         return found, row + self.take(len(ids) - found)
 
-    def commit(self, ids: list[int], found: int, kept: int, row: list[int]) -> None:
-        """Publishes the first `kept` blocks of a row; one that is cached already takes the place of the row's own."""
-        for i in range(found, kept):
+    def commit(self, ids: list[int], found: int, published: int, row: list[int]) -> None:
+        """Publishes the first blocks of a row. A block that is cached already replaces the row's own."""
+        for i in range(found, published):
             if ids[i] in self.of:
                 self.hits[self.of[ids[i]]] += 1
                 self.give_back(row[i])
@@ -75,12 +75,12 @@ class Scored:
                 self.publish(row[i], ids[i], row[i - 1] if i else NONE, i)
 
     def release(self, row: list[int]) -> None:
-        """The last one first."""
+        """Gives back a row's blocks, the last one first."""
         for block in row[::-1]:
             self.give_back(block)
 
     def give_back(self, block: int) -> None:
-        """A row lets go of a block: if nobody else holds it, it is empty or cached."""
+        """Drops a row's hold on a block. If nobody else holds it, it is empty or cached."""
         self.holders[block] -= 1
         if not self.holders[block]:
             if self.holds[block] == NONE:
@@ -97,10 +97,9 @@ class Scored:
             self.children[parent] += 1
 
     def take(self, number: int) -> list[int]:
-        """Empty blocks, then those of the leaves of the lowest scores.
+        """Takes empty blocks, then the leaves of the lowest scores.
 
-        Of equal scores that of the lower block leaves first; a parent that becomes a leaf stands in its last child's
-        place.
+        Of equal scores the lower block leaves first. A parent that becomes a leaf gets the rank of its last child.
         """
         taken = [self.empty.pop() for _ in range(min(number, len(self.empty)))]
         if len(taken) < number:
@@ -109,15 +108,15 @@ class Scored:
         return taken
 
     def evict(self, number: int) -> list[int]:
-        """So many leaves, the lowest score first."""
+        """Evicts so many leaves, the lowest score first."""
         scores = self.score(self)
         idle = (self.holds != NONE) & (self.holders == 0)
         leaves = np.flatnonzero(idle & (self.children == 0))
         order = leaves[np.argsort(scores[leaves], kind="stable")].tolist()
-        front = [(scores[block], place, block) for place, block in enumerate(order)]  # sorted, so a heap
+        front = [(scores[block], rank, block) for rank, block in enumerate(order)]  # sorted, so a heap
         gone = []
         while len(gone) < number:
-            _, place, block = heapq.heappop(front)
+            _, rank, block = heapq.heappop(front)
             gone.append(block)
             parent = self.parent[block]
             del self.of[self.holds[block]]
@@ -125,16 +124,16 @@ class Scored:
             if parent != NONE:
                 self.children[parent] -= 1
                 if idle[parent] and not self.children[parent]:
-                    heapq.heappush(front, (scores[parent], place, int(parent)))
+                    heapq.heappush(front, (scores[parent], rank, int(parent)))
         return gone
 
-    def room(self) -> int:
-        """Blocks that are empty or could leave."""
+    def num_available(self) -> int:
+        """The number of blocks that are empty or evictable."""
         return int(np.sum(self.holders == 0))
 
 
 def score_hits(trace: Trace, size: int, rule: str, score: Callable[[Scored], np.ndarray]) -> list[int]:
-    """Blocks that each request finds if the leaf of the lowest score leaves, again and again."""
+    """The number of blocks that each request finds in a cache that evicts the leaf of the lowest score."""
     cache, hits = Scored(size, score), []
     for request, length in enumerate(trace.lengths.tolist()):
         taken = length if rule == "papers" else length - 1
@@ -145,26 +144,26 @@ def score_hits(trace: Trace, size: int, rule: str, score: Callable[[Scored], np.
 def overlapped_hits(
     trace: Trace, overlap: Overlap, size: int, rule: str, score: Callable[[Scored], np.ndarray]
 ) -> tuple[list[int], int]:
-    """Blocks that each request finds where requests run at the same time, and how many found no room.
+    """The number of blocks that each request finds where requests overlap, and the number of requests without blocks.
 
-    A request's blocks are published when it begins. One that gets no blocks for its answer gives back those of its
-    prompt at once.
+    A request's blocks are published when it begins. A request that gets no blocks for its answer gives back those of
+    its prompt at once.
     """
     cache, rows, hits, refused = Scored(size, score), {}, [0] * len(trace), 0
     for request, begins in zip(overlap.request.tolist(), overlap.admit.tolist(), strict=True):
         if not begins:
             cache.release(rows.pop(request, []))
             continue
-        ids, kept = trace.blocks(request).tolist(), len(cached_part(trace, request, rule))
-        known = list(itertools.takewhile(cache.of.__contains__, ids[:-1]))
-        idle = sum(1 for each in known if not cache.holders[cache.of[each]])
-        if len(ids) - len(known) > cache.room() - idle:
+        ids, published = trace.blocks(request).tolist(), len(cached_part(trace, request, rule))
+        cached = list(itertools.takewhile(cache.of.__contains__, ids[:-1]))
+        idle = sum(1 for each in cached if not cache.holders[cache.of[each]])
+        if len(ids) - len(cached) > cache.num_available() - idle:
             refused += 1
             continue
         found, row = cache.admit(ids, len(ids) - 1)
-        cache.commit(ids, found, kept, row)
+        cache.commit(ids, found, published, row)
         answer = int(overlap.blocks[request]) - len(ids)
-        if answer > cache.room():
+        if answer > cache.num_available():
             refused += 1
             cache.release(row)
             continue
@@ -174,22 +173,22 @@ def overlapped_hits(
 
 
 def lru(cache: Scored) -> np.ndarray:
-    """The least recently released leaves first."""
+    """The score of LRU: the least recently released block leaves first."""
     return cache.released
 
 
 def lfu(cache: Scored) -> np.ndarray:
-    """The least often reused one, among equals the least recently released; 120 times is often enough."""
+    """The score of LFU: the least often reused block, among equals the least recently released; 120 reuses at most."""
     return np.minimum(cache.hits, 120) * 2.0**40 + cache.released
 
 
 def fifo(cache: Scored) -> np.ndarray:
-    """The one that was stored first."""
+    """The score of FIFO: the block that was stored first."""
     return cache.stored
 
 
 def cost_aware(balance: float) -> Callable[[Scored], np.ndarray]:
-    """The lowest cost / age in float32, where positions and the balance count blocks."""
+    """The score cost / age in float32, where positions and the balance count blocks."""
 
     def score(cache: Scored) -> np.ndarray:
         cost = np.float32(balance) + (cache.depth.astype(np.float32) + np.float32(0.5))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs scenario files: small histories of a cache and what must be observed (format: tests/data/scenarios/README.md).
+"""Runs scenario files: small histories of a cache with expectations (format: tests/data/scenarios/README.md).
 
     python -m tests.scenarios PATH [PATH ...]             # files or folders, against the library
     python -m tests.scenarios --oracle PATH [PATH ...]    # against the cache in plain Python
@@ -29,11 +29,11 @@ CHECKS = {"ok", "cached_tokens", "events", "priorities", "groups", *EACH_GROUP}
 
 
 class Mismatch(AssertionError):
-    """A step observed something else than its file expects."""
+    """A result of a step that differs from its file's expectation."""
 
 
 def size_of(scenario: dict[str, Any]) -> Size:
-    """The least cache that can run a scenario, if every step ends as the file says."""
+    """The smallest cache that can run a scenario, if every step ends as the file expects."""
     lengths: dict[str, int] = {}
     rows = longest = 1
     for step in scenario["steps"]:
@@ -61,7 +61,7 @@ def size_of(scenario: dict[str, Any]) -> Size:
 
 
 class Run:
-    """One scenario on one back end: names of the file on the left, rows and blocks of the cache on the right."""
+    """One scenario on one back end, with maps from the file's names to rows and blocks of the cache."""
 
     def __init__(self, scenario: dict[str, Any], backend: str, k: int | None = None):
         self.scenario = scenario
@@ -86,9 +86,9 @@ class Run:
                 outcome = getattr(self, f"_{step['op']}")(step)
                 self._check(step, outcome, before)
             except Exception as error:
-                said = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
+                message = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
                 label = " ".join([step["op"], *[str(step[key]) for key in ("seq", "pin") if key in step]])
-                raise Mismatch(f"step {number} ({label}): {said}") from error
+                raise Mismatch(f"step {number} ({label}): {message}") from error
 
     # One method per op.
 
@@ -169,7 +169,7 @@ class Run:
         self.free_rows.remove(row)
         self.rows[seq], self.prompts[seq], self.written[seq] = row, prompt, written
 
-    # What the file expects.
+    # The expectations of the file.
 
     def _check(self, step: dict[str, Any], outcome: Outcome, before: Any) -> None:
         expect = step.get("expect", {})
@@ -206,14 +206,14 @@ class Run:
             self._check_table(table, expect["blocks"], self.names[number])
 
     def _check_table(self, table: list[int], wanted: list[str | None], names: dict[str, int]) -> None:
-        """Null entries were released by a window."""
+        """Checks a block table, whose null entries were released by a window."""
         _equal("number of blocks", len(table), len(wanted))
         for block, name in zip(table, wanted, strict=True):
             where = f"blocks: got {table}, wanted {wanted}"
             _require((name is None) == (block == NO_BLOCK), f"{where}: null stands for a block that a window released")
             if name not in (None, "*"):
-                known = names.setdefault(name, block)
-                _require(known == block, f"{where}, where {name} is {known}")
+                named = names.setdefault(name, block)
+                _require(named == block, f"{where}, where {name} is {named}")
         taken = collections.Counter(names.values())
         _require(max(taken.values(), default=0) <= 1, f"blocks: two names for one block in {names}")
 
@@ -238,12 +238,12 @@ def _equal(what: str, got: Any, wanted: Any) -> None:
 
 
 def scenario_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, and the *.json of the folders named, sorted."""
+    """The given files, and the *.json of the given folders, sorted."""
     return [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
 
 
 def run_file(path: Path, backend: str, k: int | None = None) -> tuple[str, str]:
-    """Runs one file; (pass or fail, and why). With a number k, tokens are appended in blocks of up to k steps."""
+    """Runs one file; returns pass or fail, and a reason. With a number k, tokens are appended in blocks of k steps."""
     try:
         scenario = json.loads(path.read_text(encoding="utf-8"))
         Run(scenario, backend, k).run()

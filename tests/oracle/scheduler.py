@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler in plain Python, written to be read and to be right.
 
-It stands on the cache in plain Python (`cache.py`). A step has five parts:
+It uses the cache in plain Python (`cache.py`). A step has five parts:
 
     retire    requests that are over leave their rows; others are preempted while the next tokens do not fit
-    grow      room for the next tokens of the rows that decode
+    grow      blocks are reserved for the next tokens of the rows that decode
     admit     waiting requests get free rows
     compute   either a mixed step: one token of each row that decodes, and chunks of prompts; or a block of decode steps
     choose    rows whose tokens are all computed choose the next one; some requests are over then
 
-Nothing says in which phase a row is: it wants the tokens that its request knows and the cache has not. One wanted token
-is decode, more is prefill. A request that was preempted and comes back is the same case.
+A row has no explicit phase. It wants the tokens that its request has and the cache has not. One wanted token is decode,
+more are prefill. A request that comes back after a preemption is the same case.
 
 Samples of one prompt hold rows, without blocks, until the row that leads them has computed it; then they fork it.
 """
@@ -24,35 +24,39 @@ from tests.oracle.blocks import NO_BLOCK, Event, Group, Result, Retention, Statu
 from tests.oracle.cache import Oracle
 from tests.oracle.requests import Ask, Finish, Options, Report, Request, Stage
 
-AMPLE = 1 << 30  # room for events
+AMPLE = 1 << 30  # free records of a log of events
 
 
 class Scheduler:
-    """Requests, and the cache whose rows they run in.
+    """Requests, and the cache in whose rows they run.
 
     Attributes:
-      cache: rows of it that are used without a request here are left alone.
+      cache: its rows that are in use without a request are left alone.
       requests: the slots.
       rows: the request of each row, or None.
-      leads: rows for whose prompts samples hold rows.
+      leads: rows whose samples hold rows until their prompt is computed.
       passed: for each row, mixed steps in which it wanted a chunk and got none, since it last got one.
       out_of_blocks: rows that found no block for their chunk in the last mixed step.
-      refused: the number of steps for which blocks could not be had in the last step, though counted; or 0.
-      changed: whether something has happened since nobody more could be admitted.
+      refused: the number of steps whose blocks were counted but refused in the last step, or 0.
+      changed: whether something has happened since no more requests could be admitted.
       chunks_deferred: blocks of steps for which chunks have waited for others.
-      steps: of the model so far.
-      events: of the cache in the last step.
+      steps: the number of the model's steps so far.
+      events: the cache's events in the last step.
     """
 
     def __init__(
-        self, cache: Oracle, options: Options, choose: Callable[[Request, int], int], rooms: Sequence[int] = (64,) * 16
+        self,
+        cache: Oracle,
+        options: Options,
+        choose: Callable[[Request, int], int],
+        max_tokens: Sequence[int] = (64,) * 16,
     ):
-        """No requests, in slots for so many tokens each.
+        """Makes empty slots, for so many tokens each.
 
         The model is `choose`: the token of a request at a position, by the tokens before it and the request's seed.
         """
-        self.cache, self.options, self.model, self.rooms = cache, options, choose, rooms
-        self.requests = [Request(slot) for slot in range(len(rooms))]
+        self.cache, self.options, self.model, self.max_tokens = cache, options, choose, max_tokens
+        self.requests = [Request(slot) for slot in range(len(max_tokens))]
         self.rows: list[Request | None] = [None] * len(cache.rows)
         self.passed = [0] * len(cache.rows)
         self.leads: set[int] = set()
@@ -64,9 +68,9 @@ class Scheduler:
     # Requests come and go.
 
     def submit(self, asks: Sequence[Ask]) -> list[tuple[Status, int, int]]:
-        """Each one waits from now on, in the first empty slot; one that could never run is refused.
+        """Puts each request into the first empty slot, where it waits. One that could never run is refused.
 
-        Returns its status, its slot and the slot's generation; -1 for both if it is refused.
+        Returns its status, its slot and the slot's generation; the latter are -1 if it is refused.
         """
         taken: list[Request | None] = []
         answers = []
@@ -91,7 +95,7 @@ class Scheduler:
         return answers
 
     def _is_alike(self, ask: Ask, asks: Sequence[Ask], taken: Sequence[Request | None]) -> bool:
-        """Whether the one that it is a sample of, if any, was accepted, is nobody's sample and has the same prompt."""
+        """Whether its parent, if any, was accepted, is nobody's sample and has the same prompt."""
         if ask.sample_of < 0:
             return True
         lead = asks[ask.sample_of]
@@ -104,7 +108,7 @@ class Scheduler:
             return Status.BAD_REQUEST
         if slot is None:
             return Status.HELD
-        most = min(cache.max_blocks_per_seq * cache.block_size + 1, self.rooms[slot.slot])
+        most = min(cache.max_blocks_per_seq * cache.block_size + 1, self.max_tokens[slot.slot])
         full = ask.max_tokens > most
         if full or len(samples) >= len(self.rows):
             return Status.ROW_FULL
@@ -117,12 +121,12 @@ class Scheduler:
         return Status.OK
 
     def cancel(self, slot: int, generation: int) -> Status:
-        """Ends a request; one that runs keeps its row until the next step begins."""
+        """Ends a request. A running one keeps its row until the next step begins."""
         request = self.requests[slot] if 0 <= slot < len(self.requests) else None
         if request is None or request.generation != generation or request.stage == Stage.EMPTY or request.over:
             return Status.BAD_REQUEST
         if request.stage == Stage.WAITING:
-            self._orphan(request)
+            self._detach_samples(request)
         request.end(Finish.CANCELLED, self.steps)
         self.changed = True
         return Status.OK
@@ -137,7 +141,7 @@ class Scheduler:
     # A step.
 
     def step(self, log_room: int = AMPLE) -> Report:
-        """One step; for a block of steps, there is room for so many events."""
+        """Runs one step. The log has free records for so many events of a block of steps."""
         report, self.events = Report(), []
         self.retire(report)
         tried = self.tries(report)
@@ -153,16 +157,16 @@ class Scheduler:
     # 1. Retire.
 
     def retire(self, report: Report) -> None:
-        """Releases the rows of requests that are over; then preempts while the next tokens do not fit.
+        """Releases the rows of requests that are over, then preempts while the next tokens do not fit.
 
-        The last request in order goes first, and keeps its place in it. The only one is over.
+        The last request in order is preempted first, and keeps its turn. If it is the only one, it is over.
         """
         for row, request in enumerate(self.rows):
             if request and request.over:
                 self._leave(row, report)
         while self._lacks_blocks():
             having = [row for row in self._running() if self.cache.rows[row].length]
-            row = max(having, key=self._place_of_row)
+            row = max(having, key=self._rank_of_row)
             request = self._request(row)
             if len(having) > 1:
                 request.stage, request.preemptions = Stage.WAITING, request.preemptions + 1
@@ -185,14 +189,14 @@ class Scheduler:
         )
 
     def _leave(self, row: int, report: Report) -> None:
-        """Frees a row; samples that hold rows for it wait again."""
+        """Frees a row. Samples that hold rows for it wait again."""
         request, self.rows[row] = self._request(row), None
         for other in list(self._running()):
             sample = self._request(other)
             if sample.parent is request:
                 sample.stage, self.rows[other] = Stage.WAITING, None
         if request.over:
-            self._orphan(request)
+            self._detach_samples(request)
         self.leads.discard(row)
         self.out_of_blocks.discard(row)
         self.passed[row] = 0
@@ -201,15 +205,15 @@ class Scheduler:
         self.refused, self.changed = 0, True
         report.released.append(row)
 
-    def _orphan(self, request: Request) -> None:
-        """The samples that wait for a request that is over are requests like any other."""
+    def _detach_samples(self, request: Request) -> None:
+        """Makes the samples that wait for a request that is over requests like any other."""
         for sample in self._samples(request):
             sample.parent = None
 
     # 2. Grow.
 
     def grow(self, report: Report, single: bool, log_room: int) -> None:
-        """Makes room for the next tokens of all rows that decode.
+        """Reserves blocks for the next tokens of all rows that decode.
 
         While a request waits for a row or for blocks, a block of steps ends where the first row is known to end.
         """
@@ -220,22 +224,22 @@ class Scheduler:
         if any(request.stage == Stage.WAITING for request in self.requests):
             limit = min(most, self.options.k_waiting, *left.values())
         n = 1 if single or self.refused > 1 else min(limit, self.cache.num_steps(want, most, log_room))
-        more = [max(0, min(count, n) - self._room(row)) for row, count in enumerate(want)]
+        more = [max(0, min(count, n) - self._reserved(row)) for row, count in enumerate(want)]
         result = self._record(self.cache.extend([count > 0 for count in more], more))
         report.n, self.refused = (n, 0) if result.ok else (0, n)
 
     # 3. Admit.
 
     def tries(self, report: Report) -> bool:
-        """Whether to look for requests to admit: somebody waits for whom there may be room."""
+        """Whether to try to admit: a request waits, and rows and blocks may be free."""
         idle = self.options.reserve != "batch" or not any(self.rows)
         somebody = any(request.stage == Stage.WAITING and not request.parent for request in self.requests)
         return self.changed and idle and somebody and bool(self._free_rows()) and not report.preempted
 
     def admit(self, report: Report) -> None:
-        """Admits waiting requests in their order; one that cannot be admitted is passed over, within its patience.
+        """Admits waiting requests in their order. One that cannot be admitted is passed over, within its patience.
 
-        Where no row runs and nobody can be admitted, the first one is over: no block will ever become free for it.
+        If no row runs and no request can be admitted, the first one is over: no block will ever become free for it.
         """
         options, skipped = self.options, []
         while self._free_rows() and len(skipped) < options.max_skips and (request := self._next(skipped)):
@@ -249,14 +253,14 @@ class Scheduler:
         self.changed = False
         if not any(self.rows) and (first := self._next([])):
             first.end(Finish.NO_BLOCKS, self.steps)
-            self._orphan(first)
+            self._detach_samples(first)
             self.changed = True
 
     def _next(self, skipped: Collection[Request]) -> Request | None:
-        """The first in order of those that wait and were not skipped."""
+        """The first waiting request, in order, that was not skipped."""
         waiting = [request for request in self.requests if request.stage == Stage.WAITING and not request.parent]
         waiting = [request for request in waiting if request not in skipped]
-        return min(waiting, key=self._place, default=None)
+        return min(waiting, key=self._rank, default=None)
 
     def _start(self, request: Request, report: Report) -> bool:
         """Admits a request into the first free row, and gives its samples the next ones; False if it is refused."""
@@ -292,7 +296,7 @@ class Scheduler:
         )
 
     def _fits(self, request: Request) -> bool:
-        """Whether there are rows and blocks for a request and its samples, as `reserve` wants it."""
+        """Whether rows and blocks suffice for a request and its samples, by the rule of `reserve`."""
         samples = self._samples(request)
         if len(self._free_rows()) <= len(samples):
             return False
@@ -305,7 +309,7 @@ class Scheduler:
         )
 
     def _fits_num_tokens(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
-        """Whether a group has the blocks that the row holds once it is admitted, and the watermark."""
+        """Whether a group has the blocks that the row would hold once admitted, and the watermark."""
         length = request.num_tokens
         if len(self.cache.groups) > 1:
             length = min(length, cached + self.options.chunk)
@@ -315,10 +319,10 @@ class Scheduler:
         return new + cold + more <= self._available(group) - watermark
 
     def _fits_max_tokens(self, group: Group, request: Request, cached: int, found: Sequence[int], more: int) -> bool:
-        """Whether a group has the blocks that this row and those that run can still come to need.
+        """Whether a group has the blocks that this row and the running ones may still need.
 
-        Rows of full attention keep what they share as long as they run, so that it counts once. Rows with a window let
-        go of it one after the other, and each may then need as many blocks as alone.
+        Rows of full attention keep shared blocks as long as they run, so that these count once. Rows with a window drop
+        them one after the other, and each may then need as many blocks as alone.
         """
         most = self.most(group, request.max_tokens) + more
         if group.window is None:
@@ -329,14 +333,14 @@ class Scheduler:
     # 4. Compute, and 5. choose.
 
     def mixes(self) -> bool:
-        """Whether to compute chunks: enough rows want them, or have waited long enough, or nobody decodes."""
+        """Whether to compute chunks: enough rows want them, or have waited long enough, or no row decodes."""
         rows, coalesce = self.prefilling(), self.options.coalesce
         return bool(rows) and (len(rows) >= coalesce or self.chunks_deferred >= coalesce or not self.decoding())
 
     def compute_mixed(self, report: Report) -> None:
-        """One token of each row that decodes, and chunks; rows that know no more tokens then choose one."""
-        decode = [row for row in self.decoding() if self._room(row)]
-        chunks = self._make_room(self._deal())
+        """Computes one token of each row that decodes, and chunks. Rows with all tokens computed then choose one."""
+        decode = [row for row in self.decoding() if self._reserved(row)]
+        chunks = self._extend_chunks(self._plan_chunks())
         report.mixed, report.decoded, report.chunks, report.out_of_blocks = (
             True,
             decode,
@@ -350,8 +354,8 @@ class Scheduler:
         for row in sorted([*decode, *computed, *forked]):
             self._choose(row, self.steps, report)
 
-    def _deal(self) -> dict[int, int]:
-        """Deals the positions of a mixed step that are for chunks out to rows, in order.
+    def _plan_chunks(self) -> dict[int, int]:
+        """Divides a mixed step's positions for chunks among rows, in order.
 
         Rows that got none too often come before the others, the earliest request first.
         """
@@ -359,7 +363,7 @@ class Scheduler:
         left = options.chunk if options.budget is None else options.budget - len(self.rows)
         late = [row for row in prefilling if self.passed[row] >= options.patience]
         rows = sorted(late, key=lambda row: self._request(row).arrival)
-        rows += sorted((row for row in prefilling if row not in late), key=self._place_of_row)
+        rows += sorted((row for row in prefilling if row not in late), key=self._rank_of_row)
         rows = rows[: options.chunk_rows]
         ask = {row: min(self.want(row), options.chunk) for row in rows}
         if options.chunks == "equal":
@@ -374,8 +378,8 @@ class Scheduler:
             self.passed[row] = 0 if chunks.get(row) else self.passed[row] + 1
         return {row: count for row, count in chunks.items() if count}
 
-    def _make_room(self, chunks: Mapping[int, int]) -> dict[int, int]:
-        """Room for chunks, in order as long as blocks suffice, where prompts have no room as a whole."""
+    def _extend_chunks(self, chunks: Mapping[int, int]) -> dict[int, int]:
+        """Reserves blocks for chunks, in order as long as they suffice, where prompts were not reserved as a whole."""
         self.out_of_blocks = set()
         if len(self.cache.groups) == 1:
             return dict(chunks)
@@ -385,14 +389,14 @@ class Scheduler:
                 needed[group.number] += self._needs(group, row, count)
             if all(needed[group.number] <= self._available(group) for group in self.cache.groups):
                 having[row] = count
-        more = [max(0, having.get(row, 0) - self._room(row)) for row in range(len(self.rows))]
+        more = [max(0, having.get(row, 0) - self._reserved(row)) for row in range(len(self.rows))]
         if not self._record(self.cache.extend([count > 0 for count in more], more)).ok:
             having = {}
         self.out_of_blocks = set(chunks) - set(having)
         return having
 
     def _fork(self, ready: Sequence[int]) -> list[int]:
-        """Lets samples go on from prompts that are computed; returns their rows."""
+        """Forks computed prompts for their samples; returns the samples' rows."""
         forked = []
         for row in self.leads.intersection(ready):
             for other in self._running():
@@ -404,12 +408,12 @@ class Scheduler:
         return forked
 
     def compute_block(self, report: Report) -> None:
-        """Up to n decode steps; a row goes on while it has room and its request is not over."""
-        report.decoded = [row for row in self.decoding() if self._room(row)]
+        """Runs up to n decode steps. A row decodes while it has reserved slots and its request is not over."""
+        report.decoded = [row for row in self.decoding() if self._reserved(row)]
         written = dict.fromkeys(report.decoded, 0)
-        for number in range(1, max(report.n, 1) + 1):  # where blocks were refused, rows may have room for one token
+        for number in range(1, max(report.n, 1) + 1):  # after a refusal of blocks, rows may have one token reserved
             for row in report.decoded:
-                if not self._request(row).over and written[row] < self._room(row):
+                if not self._request(row).over and written[row] < self._reserved(row):
                     written[row] += 1
                     self._choose(row, self.steps + number, report)
         self._commit(written)
@@ -418,7 +422,7 @@ class Scheduler:
         self.chunks_deferred = self.chunks_deferred + 1 if self.prefilling() else 0
 
     def _choose(self, row: int, step: int, report: Report) -> None:
-        """Chooses the next token of a row, in this step of the model."""
+        """Chooses the next token of a row in this step of the model."""
         request = self._request(row)
         if request.num_tokens == request.prompt:
             request.first_token, self.changed = step, True
@@ -431,7 +435,7 @@ class Scheduler:
             request.end(Finish.LENGTH, step)
 
     def _commit(self, counts: Mapping[int, int]) -> None:
-        """The next tokens of rows are written, in this order of the rows."""
+        """Commits the next tokens of rows, in this order of the rows."""
         texts: list[list[int]] = [[] for _ in self.rows]
         for row, count in counts.items():
             texts[row] = self._request(row).tokens[self._committed(row) :][:count]
@@ -445,7 +449,7 @@ class Scheduler:
     # Rows.
 
     def want(self, row: int) -> int:
-        """Tokens that a row has to compute; 0 where it holds for the row that leads it."""
+        """The number of tokens that a row has to compute; 0 while a sample waits in it."""
         request = self.rows[row]
         if request is None or request.stage != Stage.RUNNING or request.parent:
             return 0
@@ -465,8 +469,8 @@ class Scheduler:
 
     def _free_rows(self) -> list[int]:
         return [
-            row for row, (request, known) in enumerate(zip(self.rows, self.cache.rows, strict=True))
-            if request is None and not known.length
+            row for row, (request, seq) in enumerate(zip(self.rows, self.cache.rows, strict=True))
+            if request is None and not seq.length
         ]  # fmt: skip
 
     def _request(self, row: int) -> Request:
@@ -477,18 +481,18 @@ class Scheduler:
     def _committed(self, row: int) -> int:
         return len(self.cache.rows[row].tokens)
 
-    def _room(self, row: int) -> int:
-        """Tokens that a row can write at once."""
+    def _reserved(self, row: int) -> int:
+        """The number of tokens that a row can write without more blocks."""
         return self.cache.rows[row].length - self._committed(row)
 
-    def _place(self, request: Request) -> Any:
-        """A request's place in the order: those that were passed over too often come before the others."""
+    def _rank(self, request: Request) -> Any:
+        """A request's key in the order. Those that were passed over too often come before the others."""
         if request.passed >= self.options.patience:
             return 0, 0, request.arrival
         return 1, self.options.order(request, self.cache), request.arrival
 
-    def _place_of_row(self, row: int) -> Any:
-        return self._place(self._request(row))
+    def _rank_of_row(self, row: int) -> Any:
+        return self._rank(self._request(row))
 
     def _samples(self, request: Request) -> list[Request]:
         """The waiting samples of a request, in the order of their slots."""
@@ -506,29 +510,29 @@ class Scheduler:
         return min(whole, self._blocks(seen - 1) + 1 + self._blocks(group.sink_tokens))
 
     def _for_samples(self, group: Group, prompt: int, limits: Sequence[int]) -> int:
-        """The most blocks that samples of a prompt add; all sharers of its last block are counted as copying it."""
+        """The most blocks that samples of a prompt add. All sharers of its last block count as copying it."""
         shared = prompt // self.cache.block_size if group.window is None else 0
         alone = sum(max(0, self.most(group, max_tokens) - shared) for max_tokens in limits)
         return alone + (bool(limits) and self._is_cut(prompt))
 
     def _needs(self, group: Group, row: int, count: int) -> int:
-        """Blocks that a row needs to write so many tokens; a copy of its last block, if it may have to copy it."""
-        known = self.cache.rows[row]
-        length = max(known.length, len(known.tokens) + count)
-        new = self._blocks(length) - self._blocks(known.length)
-        return new + (length > known.length and self.cache.may_copy(known, group))
+        """The blocks that a row needs to write so many tokens, and one more if it may have to copy its last block."""
+        seq = self.cache.rows[row]
+        length = max(seq.length, len(seq.tokens) + count)
+        new = self._blocks(length) - self._blocks(seq.length)
+        return new + (length > seq.length and self.cache.may_copy(seq, group))
 
     def _future(self, group: Group, row: int) -> int:
-        """Blocks of the group with full attention that a row that runs may still take."""
+        """The blocks of the group with full attention that a running row may still take."""
         held = len(self.cache.rows[row].tables[group.number])
         return max(0, self.most(group, self._request(row).max_tokens) - held) + self._copies(group, row)
 
     def _share(self, group: Group, row: int) -> int:
-        """The most blocks of a group with a window that a row that runs holds at a time, or takes for a copy."""
+        """The most blocks of a group with a window that a running row holds at a time, or takes for a copy."""
         return self.most(group, self._request(row).max_tokens) + self._copies(group, row)
 
     def _copies(self, group: Group, row: int) -> int:
-        """Blocks that a row may take for a copy, or, for the row that leads, one of its samples."""
+        """The blocks that a row may take for a copy, and, if it leads, one of its samples."""
         leads = row in self.leads and self._is_cut(self._request(row).prompt)
         return leads + self.cache.may_copy(self.cache.rows[row], group)
 
@@ -537,36 +541,36 @@ class Scheduler:
         return prompt % self.cache.block_size > 0
 
     def _available(self, group: Group) -> int:
-        """Blocks that can be taken: empty ones and cached ones."""
+        """The number of blocks that can be taken: empty ones and cached ones."""
         counts = group.counts()
         return counts["empty"] + counts["cached"]
 
     def _pinned(self, group: Group) -> int:
-        """Blocks that are held, but by no row."""
+        """The number of blocks that are held, but by no row."""
         of_rows = {block for row in self.cache.rows for block in row.tables[group.number]}
         return sum(block.refcount > 0 and b not in of_rows and not block.host for b, block in enumerate(group.blocks))
 
     def _others(self, group: Group) -> int:
-        """How often blocks of a group are held by others than the rows that run."""
+        """The number of holds on blocks of a group by others than the running rows."""
         tables = [self.cache.rows[row].tables[group.number] for row in self._running()]
-        mine = sum(block != NO_BLOCK for table in tables for block in table)
-        return sum(block.refcount for block in group.blocks) - mine
+        own = sum(block != NO_BLOCK for table in tables for block in table)
+        return sum(block.refcount for block in group.blocks) - own
 
     def _blocks(self, length: int) -> int:
         return -(-length // self.cache.block_size)
 
 
 def _stated(request: Request) -> Retention:
-    """What a request states of its blocks; those with generated tokens are no prompt's, if it comes back."""
+    """The priorities that a request states. Blocks of generated tokens are no prompt's, even if it comes back."""
     stated, prompt = request.retention or Retention(), request.prompt
-    ranges = [(start, prompt if end is None else min(end, prompt), worth) for start, end, worth in stated.ranges]
+    ranges = [(start, prompt if end is None else min(end, prompt), priority) for start, end, priority in stated.ranges]
     return Retention([*ranges, (prompt, None, stated.generated)], stated.generated)
 
 
 def cached_tokens(
     cache: Oracle, options: Options, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> int:
-    """How many tokens of prompts that arrive at once are found in the cache, where this is generated behind each."""
+    """The number of cached tokens found by prompts that arrive at once, with these outputs after each."""
     limits = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
     scheduler = Scheduler(cache, options, lambda request, at: outputs[request.slot][at - request.prompt], limits)
     answers = scheduler.submit([Ask(prompt, max_tokens) for prompt, max_tokens in zip(prompts, limits, strict=True)])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests to the library's scheduler and to the one in plain Python, which must do the same in every step.
+"""Random requests to the library's scheduler and to the one in plain Python. Both must do the same in every step.
 
-The model's K/V tell what they are (`bytes_machine.Chain`), and tokens depend on them: a wrong byte is a wrong token.
-After each step every byte that anyone may read is compared, and all others are NaN (`bytes_machine.Life`).
+The model's K/V identify their tokens (`bytes_machine.Chain`), and the choices depend on them: a wrong byte gives a
+wrong token. After each step every byte that may be read is compared, and all others are NaN (`bytes_machine.Life`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.oracle.scheduler import Scheduler
 
 ROWS, COLUMNS, SLOTS, BLOCKS, LINE, AT_ONCE = 4, 5, 7, 24, 64, 3
 LAYERS = {"full": ((None, 0), (None, 0)), "windows": ((None, 0), (6, 1))}
-TENANTS = np.array([0, 1, 0], np.int32)  # the namespace of a prompt, by its first token: what a model knows of it
+TENANTS = np.array([0, 1, 0], np.int32)  # the namespace of a prompt by its first token, for the model
 LOG = 4_000
 MODEL = Chain(np.array([name_of(tenant, ()) for tenant in TENANTS.tolist()], np.int32), 2)
 
@@ -51,25 +51,25 @@ _cancel, _drain = jax.jit(cancel), jax.jit(drain)
 
 @functools.cache
 def program(options: Options, layers: str = "full") -> Any:
-    """A step with these options, jitted; one for each kind of cache, so that a test can count what it compiles."""
+    """A step with these options, jitted; one for each kind of cache, so that a test can count its compiles."""
     del layers
     step = functools.partial(serve_step, scheduler=options)
     return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def config(layers: str) -> Config:
-    """What the caches are made with."""
+    """The options of the caches."""
     return Config(layers=LAYERS[layers], rows=ROWS, width=COLUMNS * SIZE, blocks=BLOCKS)
 
 
 def choose(request: Request, position: int) -> int:
-    """What the model chooses greedily."""
+    """The model's greedy choice."""
     assert position == len(request.tokens)
     return name_of(request.namespace, tuple(request.tokens)) % VOCAB
 
 
 def alone(request: Request) -> list[int]:
-    """The tokens of a request, and all that the model would generate for it if it ran by itself."""
+    """A request's prompt and the model's whole output, if it ran by itself."""
     whole = dataclasses.replace(request, tokens=request.tokens[: request.prompt])
     while whole.num_tokens < request.max_tokens:
         if whole.num_tokens > request.prompt and whole.tokens[-1] in request.stop:
@@ -79,7 +79,7 @@ def alone(request: Request) -> list[int]:
 
 
 def oracle_options(options: Options) -> OracleOptions:
-    """The same options for the oracle; who is first is its own."""
+    """The same options for the oracle, with its own order."""
     names = {field.name for field in dataclasses.fields(OracleOptions)} - {"k", "order"}
     return OracleOptions(k=options.k or SIZE, **{name: getattr(options, name) for name in names})
 
@@ -88,7 +88,7 @@ class Both:
     """The library's scheduler and the oracle's.
 
     Attributes:
-      tally: how often things happened.
+      tally: a count of each kind of happening.
     """
 
     def __init__(self, options: Options, layers: str, num_blocks: int, seed: int):
@@ -96,8 +96,8 @@ class Both:
         self.spec, self.rng = self.life.spec, np.random.default_rng(seed)
         self.life.cache = Cache.create(self.spec, num_blocks=np.int32(num_blocks))
         serving = init_serving(self.life.cache, [COLUMNS * SIZE + 1] * SLOTS)
-        self.serving = jax.device_put(serving, jax.devices()[0])  # as all that comes after, or it is another program
-        windows = [(g.window, g.sink_tokens, num_blocks) for g in self.spec.groups[1:]]
+        self.serving = jax.device_put(serving, jax.devices()[0])  # as later, or it is another program
+        windows = [(group.window, group.sink_tokens, num_blocks) for group in self.spec.groups[1:]]
         oracle = Oracle(num_blocks, SIZE, ROWS, COLUMNS, windows=windows)
         self.oracle = Scheduler(oracle, oracle_options(options), choose, [COLUMNS * SIZE + 1] * SLOTS)
         self.documents = self.rng.integers(0, VOCAB, (3, COLUMNS * SIZE)).tolist()
@@ -111,7 +111,7 @@ class Both:
         return self.tally
 
     def finish(self) -> None:
-        """Steps until nothing is left to do."""
+        """Runs steps until nothing is left to do."""
         for _ in range(400):
             if all(request.stage in (Stage.EMPTY, Stage.DONE, Stage.CANCELLED) for request in self.oracle.requests):
                 break
@@ -123,10 +123,10 @@ class Both:
         self.drain()
         assert not np.asarray(self.serving.cache.state.seqs.length).any()
 
-    # What happens.
+    # Requests.
 
     def submit(self) -> None:
-        """A few requests at once, that often begin alike or are samples of one; sometimes ones that cannot be."""
+        """Submits a few requests at once. They often begin alike or are samples of one; some cannot be accepted."""
         batch: list[Ask] = []
         for number in range(AT_ONCE):
             tokens, lead = self.prompt(), -1
@@ -158,14 +158,14 @@ class Both:
         )
 
     def prompt(self) -> list[int]:
-        """Tokens that mostly begin like a document, and mostly leave room in a row."""
+        """Tokens that mostly begin like a document, and mostly do not fill a row."""
         length = int(self.rng.integers(0 if self.rng.random() < 0.1 else 1, COLUMNS * SIZE - 3))
-        kept = int(self.rng.integers(length + 1)) if self.rng.random() < 0.7 else length
+        shared = int(self.rng.integers(length + 1)) if self.rng.random() < 0.7 else length
         document = self.documents[self.rng.integers(3)]
-        return [*document[:kept], *self.rng.integers(0, VOCAB, length - kept).tolist()]
+        return [*document[:shared], *self.rng.integers(0, VOCAB, length - shared).tolist()]
 
     def cancel(self) -> None:
-        """Ends some request, or names one that is no more."""
+        """Cancels some request, perhaps one that has left its slot."""
         slot = int(self.rng.integers(SLOTS))
         generation = self.oracle.requests[slot].generation - int(self.rng.random() < 0.1)
         wanted = self.oracle.cancel(slot, generation)
@@ -209,7 +209,7 @@ class Both:
         self.tally[f"n={wanted.n}"] += 1
 
     def agree(self) -> None:
-        """Both are in the same state, which is sound."""
+        """Asserts that both are in the same state, and that it is sound."""
         serving = jax.device_get(self.serving)
         state, requests, oracle = serving.cache.state, serving.requests, self.oracle
         assert state.seqs.length.tolist() == [row.length for row in oracle.cache.rows]
@@ -236,7 +236,7 @@ class Both:
         self.verify_bytes()
 
     def verify_bytes(self) -> None:
-        """Each byte that may be read is right; all others are NaN from now on. The events give the index."""
+        """Asserts that the events give the index, and each byte that may be read is right; makes all others NaN."""
         life, life.cache, life.rows = self.life, self.serving.cache, {}
         for seq, (row, request) in enumerate(zip(self.oracle.cache.rows, self.oracle.rows, strict=True)):
             if row.length:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode loop with its books kept after every step: what `kvjax.serving.decode` was before it ran in blocks.
+"""The decode loop with metadata updated after every step, as `kvjax.serving.decode` was before it ran in blocks.
 
-It shares nothing with the blocks but the verbs, `step`, `sample` and the types that go in and out.
+It shares only the verbs, `step`, `sample` and the types of its arguments and results with the loop of blocks.
 """
 
 from __future__ import annotations

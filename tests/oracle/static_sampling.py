@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling as it was before a batch could have different ones: a program for each kind, chosen while it is traced."""
+"""Sampling as it was before each row could have its own: one program for each kind, chosen while tracing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def sample(logits: jax.Array, sampling: Static, seeds: jax.Array, positions: jax
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
-        kept = restrict(logits / sampling.temperature, sampling)
-        tokens = jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+        restricted = restrict(logits / sampling.temperature, sampling)
+        tokens = jax.vmap(jax.random.categorical)(keys, restricted).astype(jnp.int32)
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, None], axis=1)
     return tokens, scores[:, 0]
 
 
 def restrict(logits: jax.Array, sampling: Static) -> jax.Array:
-    """f32[R, V]; logits, -inf for the tokens that top-k and then top-p leave out."""
+    """f32[R, V]: logits, with -inf for the tokens that top-k and then top-p leave out."""
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)

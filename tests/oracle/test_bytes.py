@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every byte that anyone may read is the right one, after every step of random histories (`bytes_machine.py`)."""
+"""Every byte that may be read is right after every step of random histories (`bytes_machine.py`)."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ ON_HOSTS = ("offloaded", "onboarded", "copied from the host", "took over", "fail
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compiler():
-    """Programs run for microseconds here and take seconds to compile."""
+    """Compiles with little optimisation: programs run for microseconds and take seconds to compile."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -49,31 +49,31 @@ def test_bytes_over_two_tiers():
         life.bytes[tier].arrays[0][0][row, 1, 1, 0, slot] -= 1
 
 
-def asked(verb, **request):
+def call(verb, **request):
     return {"verb": verb, "poison": True, "defer": False, "fault": None, **request}
 
 
 def served(*prompts, namespace=0, **request):
-    """Requests that admit prompts together, compute them, and let go of them."""
+    """Requests that admit prompts together, compute them, and release them."""
     seqs, rows = list(range(len(prompts))), np.zeros((3, 16), int).tolist()
     pad = [-1] * (2 - len(prompts))
     prompts = [*prompts, *[[0]] * len(pad)]
     return [
-        asked("admit", seqs=seqs + pad, prompts=prompts, namespaces=[namespace] * 2, wide=True, **request),
-        asked("compute", counts=[16] * 3, tokens=rows),
-        asked("release", seqs=seqs + pad),
+        call("admit", seqs=seqs + pad, prompts=prompts, namespaces=[namespace] * 2, wide=True, **request),
+        call("compute", counts=[16] * 3, tokens=rows),
+        call("release", seqs=seqs + pad),
     ]
 
 
 def test_a_copy_from_the_host_that_failed_is_not_stored_when_its_row_is_released():
-    """The tail that should have come is in no index yet, so that its failed move took nothing out of one."""
+    """The tail of the failed move is in no index yet, so that the failure took nothing out of one."""
     history = served([0, 1, 2, 0, 1], namespace=1) + served([0] * 16, [1] * 12)
     life = carry_out(CONFIGS["fast host"], lambda _: [*history, served([0, 1, 1], namespace=1, fault=0)[0]])
     assert_happened(life.tally, "copied from the host", "failed", "lost")
 
 
 def forgetful(monkeypatch):
-    """A view that is for the first tokens that are not committed, in every step."""
+    """A view of the first uncommitted tokens, in every step."""
     monkeypatch.setattr(Cache, "view", lambda cache, count, width, written: kvjax.view(cache.state, count, width))
 
 
@@ -91,7 +91,7 @@ def greedy(monkeypatch):
 
 
 def boastful(monkeypatch):
-    """A `commit` of one token more than was written, where there is room."""
+    """A `commit` of one token more than was written, where a slot is reserved."""
     commit = Cache.commit
 
     def wrong(cache, tokens, counts, **options):
@@ -110,7 +110,7 @@ def test_mistakes_in_a_block_of_steps_are_noticed(mistake, noticed, monkeypatch)
     rows, programs = np.zeros((3, 16), int).tolist(), bytes_machine.programs(False)
     history = [
         *served([0, 1, 2, 0, 1, 2], [1, 1])[:2],
-        asked("decode", k=4, active=[True] * 3, counts=[2, 4, 0], tokens=rows, wide=False),
+        call("decode", k=4, active=[True] * 3, counts=[2, 4, 0], tokens=rows, wide=False),
     ]
     if mistake is not None:
         mistake(monkeypatch)
@@ -199,8 +199,8 @@ def test_bytes_on_a_mesh():
 
 
 @pytest.mark.long
-def test_bytes_of_batches_beside_other_rows():
-    """Moves fail while prompts are brought back and rows rest; rows that no request has run and rest beside them."""
+def test_bytes_of_batches_with_other_rows():
+    """Moves fail while prompts are onboarded and rows are swapped out. Other rows, of no request, run meanwhile too."""
     tally = live(CONFIGS["batches"], seed=1, steps=120).tally
     assert_happened(tally, "failed in generate", "generated", "generate hit", "beside other rows", "swap_out")
 
@@ -208,7 +208,7 @@ def test_bytes_of_batches_beside_other_rows():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_bytes_through_every_verb(name):
-    jax.clear_caches()  # of the configuration before: see `forget_programs`
+    jax.clear_caches()  # the programs of the configuration before: see `forget_programs`
     config = CONFIGS[name]
     tally = live(config, seed=1, steps=NIGHTLY // len(SLOW)).tally
     things = [*HAPPENS, "rows by name", "generated", "generate hit", "beam_step", "pin", "evict", "reset"]

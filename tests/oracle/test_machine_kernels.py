@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine with `extend` and `commit` as kernels, which must agree with the oracle, and in every bit with plain jax.
+"""The machine with `extend` and `commit` as kernels. They must agree with the oracle, and with plain jax in every bit.
 
-A kernel serves calls with no more tokens than a block holds, for all rows; other calls of the machine stay as they are.
+A kernel serves calls for all rows with at most a block of tokens. Other calls of the machine do not change.
 """
 
 import hypothesis.strategies as st
@@ -14,7 +14,7 @@ from tests.unit.gpu.histories import FUSED, Both
 
 
 class KernelsMachine(CacheMachine):
-    """The same requests, no wider than they have to be; both versions answer them."""
+    """The same requests, no wider than necessary, run by both versions."""
 
     config = "plain"
 
@@ -41,7 +41,7 @@ class KernelsMachine(CacheMachine):
 
 
 class ExtraIdsMachine(KernelsMachine):
-    """With extra ids beside the tokens."""
+    """The machine with an extra id for each token."""
 
     config = "extra ids"
 

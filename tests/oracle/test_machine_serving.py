@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library's scheduler does in every step what the one in plain Python does (`serving.py`)."""
+"""The library's scheduler does the same in every step as the one in plain Python (`serving.py`)."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ LONG = [("max_tokens", 3, "windows")]
 ALL = itertools.product(OPTIONS, (1, 3, SIZE), ("full", "windows"))
 BY_NIGHT = [case for case in ALL if case not in LONG]
 NIGHTLY = 10_000  # steps of the machine, of all cases together
-LENGTH = 60  # steps of a history; those that finish what it has begun come on top
+LENGTH = 60  # steps of a history, without those that finish its requests
 HAPPENS = (
     "admitted", "mixed", "sample", "cancelled", "stored", "removed", "copied", "finish STOP", "finish LENGTH",
     "submit ROW_FULL", "submit BAD_REQUEST", "submit HELD",
@@ -31,7 +31,7 @@ HAPPENS = (
     ],
 )
 def test_both_schedulers_do_the_same(name, k, layers):
-    jax.clear_caches()  # of the case before: see `forget_programs`
+    jax.clear_caches()  # the programs of the case before: see `forget_programs`
     options, tally = dataclasses.replace(OPTIONS[name], k=k), collections.Counter()
     seeds = 2
     if os.environ.get("HYPOTHESIS_PROFILE") == "nightly":

@@ -27,7 +27,7 @@ RAREST = {path.stem for path in FILES if CLASSES[class_of(path)] <= 3}
 
 
 def files(long=(), slow=()):
-    """All scenario files; those that take long are marked."""
+    """All scenario files, with marks on those that take long."""
     marks = {**dict.fromkeys(long, pytest.mark.long), **dict.fromkeys(slow, pytest.mark.slow)}
     return [pytest.param(path, marks=marks.get(path.stem, []), id=path.stem) for path in FILES]
 
@@ -49,12 +49,16 @@ STEPS = {"k=1": 1, "k=4": 4, "k=P": 2**30}
 
 
 def growing(short=()):
-    """(path, k); files that append, by default those of `short`, in blocks that are not whole ones by night."""
+    """(path, k): files that append. By default those of `short` in whole blocks; a night has more, and other k."""
     found = []
     for path in GROWING:
         for name, k in STEPS.items():
-            by_night = path.stem in LARGE | LARGER or name != "k=P"
-            marks = pytest.mark.slow if by_night else [] if (path.stem, name) in short else pytest.mark.long
+            if (path.stem, name) in short:
+                marks = []
+            elif short or path.stem in LARGE | LARGER or name != "k=P":
+                marks = pytest.mark.slow
+            else:
+                marks = pytest.mark.long
             found.append(pytest.param(path, k, marks=marks, id=f"{path.stem}, {name}"))
     return found
 
@@ -65,7 +69,7 @@ def test_scenario_in_blocks_of_steps_on_the_oracle(path, k):
     assert result == "pass", why
 
 
-# Blocks that are shared, refused, freed by a window, and of which a cached one is evicted.
+# Blocks are shared, refused, freed by a window, or evicted while cached.
 SHORT = (
     "own_fork_full_pool",
     "own_refused_append_unchanged",
@@ -82,7 +86,7 @@ def test_scenario_in_blocks_of_steps_on_the_library(path, k):
 
 @pytest.mark.parametrize("backend", ["oracle", "library"])
 def test_a_block_of_steps_that_stops_early_may_evict_in_vain(backend, tmp_path):
-    """What no file depends on: a cached block leaves for room that is then given back."""
+    """No file depends on it: a cached block is evicted for a reservation that is then given back."""
 
     def story(removed):
         old = [
@@ -100,7 +104,7 @@ def test_a_block_of_steps_that_stops_early_may_evict_in_vain(backend, tmp_path):
         assert scenarios.run_file(file, backend, k) == ("pass", "")
 
 
-def test_the_whole_set_is_here():
+def test_the_set_is_complete():
     assert len(FILES) == 103
     assert {path.stem for path in FILES} >= LARGE | LARGER
     assert sum(COMMON.values()) == len(FILES) - len(RARE) > 60
@@ -126,14 +130,14 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("said", LIES)
-def test_the_runner_notices(said, tmp_path, capsys):
+@pytest.mark.parametrize("message", LIES)
+def test_the_runner_notices(message, tmp_path, capsys):
     file = tmp_path / "made.json"
-    file.write_text(json.dumps(_steps(ADMIT | {"expect": LIES[said]})))
+    file.write_text(json.dumps(_steps(ADMIT | {"expect": LIES[message]})))
     assert scenarios.main(["--oracle", str(file)]) == 1
     out = capsys.readouterr().out
     assert "fail  made: step 0 (admit a)" in out
-    assert said in out
+    assert message in out
     assert out.endswith("0 passed, 1 failed\n")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler in plain Python by itself: rules with numbers, then histories at random."""
+"""The scheduler in plain Python by itself: rules with numbers, then random histories."""
 
 import collections
 import random
@@ -16,9 +16,9 @@ GREEDY = Options(k=1)
 
 
 def watch(num_blocks=40, size=4, rows=3, most=6, slots=9, options=GREEDY, cache=Oracle, **more):
-    """A scheduler over an empty cache, watched."""
-    rooms = (most * size + 1,) * slots
-    return Watch(Scheduler(cache(num_blocks, size, rows, most, **more), options, choose, rooms))
+    """A `Watch` over a scheduler with an empty cache."""
+    max_tokens = (most * size + 1,) * slots
+    return Watch(Scheduler(cache(num_blocks, size, rows, most, **more), options, choose, max_tokens))
 
 
 def text(length, start=0):
@@ -99,7 +99,7 @@ def test_a_cancelled_row_is_free_after_the_next_step_and_drained_then():
 # Retire.
 
 
-def test_the_last_in_order_is_preempted_and_keeps_its_place():
+def test_the_last_in_order_is_preempted_and_keeps_its_turn():
     """Three rows of two blocks each fill the cache; each then wants one more."""
     watched = watch(num_blocks=6, options=Options(reserve="num_tokens", k=1, chunk=8))
     first, last, second = watched.submit(Ask(text(8, 10), 14, 1), Ask(text(8, 20), 14), Ask(text(8, 30), 14, 1))
@@ -123,7 +123,7 @@ def test_what_a_request_finds_when_it_comes_back_is_not_counted():
 
 
 def test_a_request_that_is_alone_and_does_not_fit_is_over():
-    """Its blocks were there when it was submitted; then somebody pins what others have left."""
+    """Its blocks were free when it was submitted. Then the blocks that others have left are pinned."""
     watched = watch(num_blocks=4, options=Options(k=1, chunk=8))
     watched.submit(Ask(text(8, 50), 9))
     watched.run()
@@ -158,21 +158,21 @@ def test_a_block_of_steps_is_shorter_while_somebody_waits(k_waiting, n):
 def test_blocks_of_steps_are_long_again_once_nobody_more_can_be_admitted():
     watched = watch(num_blocks=6, options=Options(k=4, k_waiting=4, chunk=8))
     watched.submit(Ask([1], 22), Ask([2], 9))
-    assert [watched.step().n for _ in range(3)] == [1, 1, 4]  # the first token is something that has happened
+    assert [watched.step().n for _ in range(3)] == [1, 1, 4]  # the first token counts as a change
 
 
-def test_num_steps_counts_from_the_room_that_rows_have():
+def test_num_steps_counts_from_what_rows_have_reserved():
     cache = Oracle(2, 4, 2, 2)
     assert cache.admit(0, text(8), reserve_tokens=None).ok and cache.rows[0].length == 8
     assert cache.num_steps([4, 0], 4, 100) == 4  # nothing to take
     cache = Oracle(1, 4, 2, 2)
     assert cache.admit(0, text(4)).ok
     assert cache.commit([text(3), []], [3, 0]).ok
-    assert cache.num_steps([4, 0], 4, 100) == 1  # one token of room, and then another block
+    assert cache.num_steps([4, 0], 4, 100) == 1  # one reserved token, and then another block
     cache = Oracle(3, 4, 2, 2)
     assert cache.admit(0, text(8)).ok and cache.admit(1, text(4, 50)).ok
     assert cache.commit([[], text(4, 50)], [0, 4]).ok
-    assert cache.num_steps([4, 4], 4, 100) == 1  # the room of one row is not another's
+    assert cache.num_steps([4, 4], 4, 100) == 1  # one row's reserved tokens are not another's
 
 
 def test_the_log_limits_a_block_of_steps():
@@ -184,7 +184,7 @@ def test_the_log_limits_a_block_of_steps():
 
 
 class Refusing(Oracle):
-    """A cache that refuses to extend where counting says that it can, as with blocks stuck behind a host tier."""
+    """A cache that refuses to extend although enough blocks are counted, as with unevictable ones over a host tier."""
 
     rng, often = random.Random(0), 1.0
 
@@ -203,14 +203,14 @@ def test_a_refused_block_of_steps_is_followed_by_one_step_and_that_by_a_preempti
     assert [report.chosen for report in reports[1:]] == [{}] * 3
     watched.run()
     assert first.finish == Finish.NO_BLOCKS
-    assert second.finish == Finish.LENGTH  # `admit`, which is not refused, gives it one token of room each time
+    assert second.finish == Finish.LENGTH  # `admit`, which is not refused, reserves one token each time
 
 
 # Admit.
 
 
-def test_goal_leaves_room_for_all_that_running_rows_can_become():
-    """Each of them needs three blocks at its end, though one at first; so two of three run."""
+def test_max_tokens_leaves_blocks_for_all_that_running_rows_can_become():
+    """Each of them needs one block at first and three at its end, so two of three run."""
     for reserve, number in (("max_tokens", 2), ("num_tokens", 3)):
         watched = watch(num_blocks=8, options=Options(reserve=reserve, k=1))
         watched.submit(*(Ask([number], 10) for number in range(3)))
@@ -218,7 +218,7 @@ def test_goal_leaves_room_for_all_that_running_rows_can_become():
         watched.run()
 
 
-def test_goal_counts_a_shared_prefix_once():
+def test_max_tokens_counts_a_shared_prefix_once():
     watched = watch(num_blocks=7, options=Options(k=1, chunk=16))
     watched.submit(Ask([*text(16), 90], 18), Ask([*text(16), 91], 22))
     assert len(watched.step().admitted) == 1  # 5 and then 6, 4 of them the same: one waits for the other's prefix
@@ -226,7 +226,7 @@ def test_goal_counts_a_shared_prefix_once():
     watched.run()
 
 
-def test_known_leaves_the_watermark_unless_no_row_runs():
+def test_num_tokens_leaves_the_watermark_unless_no_row_runs():
     watched = watch(num_blocks=4, options=Options(reserve="num_tokens", watermark=2, k=1, chunk=8))
     first, second, third = watched.submit(Ask(text(8, 10), 9), Ask([1], 3), Ask([2], 3))
     assert admitted(watched.step()) == slots(first)
@@ -242,7 +242,7 @@ def test_batch_admits_when_no_row_runs():
     assert reports[0] == slots(*requests[:2]) and reports[5] == slots(requests[2]) and sum(map(bool, reports)) == 2
 
 
-def test_look_limits_how_many_are_passed_over():
+def test_max_skips_limits_how_many_are_passed_over():
     big, small = Ask(text(20, 50), 22), Ask([1], 3)
     for max_skips, number in ((1, 1), (2, 1), (3, 2)):
         watched = watch(num_blocks=7, rows=4, options=Options(k=1, max_skips=max_skips))
@@ -270,7 +270,7 @@ def test_who_waits_for_a_prefix_goes_on_when_a_decode_step_has_computed_it():
 
 
 def test_nobody_waits_for_what_it_has_generated():
-    """It was preempted; a row computes a prompt that says the same."""
+    """It was preempted, and a row computes a prompt of the same tokens."""
     watched = watch(options=Options(k=1, chunk=2))
     _, request = watched.submit(Ask(text(12), 14), Ask(text(4), 20))
     request.tokens += text(8, 4)
@@ -298,7 +298,7 @@ def test_documents_that_many_ask_about_are_computed_once(chunk):
 @pytest.mark.parametrize("patience", [1, 4])
 @pytest.mark.parametrize("why", ["priority", "size", "prefix"])
 def test_nobody_starves(reserve, patience, why):
-    """At every step some come who are more important, or smaller, or need not wait for a prefix."""
+    """At every step requests come that are more important, or smaller, or need not wait for a prefix."""
     options = Options(reserve, 1, 1, k=1, patience=patience, max_skips=2, watermark=1)
     watched = watch(num_blocks=7 if why == "size" else 12, rows=4, slots=12, options=options)
     victim, bound = None, 80 + 40 * patience
@@ -306,9 +306,9 @@ def test_nobody_starves(reserve, patience, why):
         if number == 8:
             _, victim = watched.submit(Ask([*text(12), 90], 14, 2), Ask(text(16), 20))
         while len(watched.waiting) < 3:
-            fresh = [100 + watched.scheduler.arrivals, 99]  # more important ones want the chunks, too
+            prompt = [100 + watched.scheduler.arrivals, 99]  # more important ones want the chunks, too
             max_tokens = 3 + len(watched.asks) % 3
-            watched.submit(Ask([*fresh, 98, 97], 6, 1) if why == "priority" else Ask(fresh[:1], max_tokens))
+            watched.submit(Ask([*prompt, 98, 97], 6, 1) if why == "priority" else Ask(prompt[:1], max_tokens))
         watched.step()
         if victim and victim.over:
             break
@@ -319,7 +319,7 @@ def test_nobody_starves(reserve, patience, why):
 
 
 def test_nobody_starves_in_a_row():
-    """It never waited for one; then the prompts of more important ones take all chunks."""
+    """It never waited for a row. Then the prompts of more important requests take all chunks."""
     watched = watch(rows=4, options=Options(chunk=1, k=1, patience=4))
     (victim,) = watched.submit(Ask(text(9), 12))
     for _ in range(80):
@@ -331,7 +331,7 @@ def test_nobody_starves_in_a_row():
 
 
 def test_nobody_starves_by_being_preempted():
-    """More important ones never end to come; some run all the time, and fill the cache."""
+    """More important requests keep coming. Some run all the time, and fill the cache."""
     options = Options("num_tokens", 4, k=1, patience=4, max_skips=2)
     for blocks in (6, 7, 8, 9):
         watched = watch(blocks, rows=4, options=options)
@@ -432,13 +432,13 @@ def test_of_equal_blocks_of_chunks_that_of_the_first_in_order_stays():
 def test_of_equal_blocks_of_one_call_the_first_rows_stays():
     cache = Oracle(4, 4, 2, 2)
     assert cache.admit(0, text(5)).ok and cache.admit(1, text(5)).ok
-    mine = [cache.rows[row].tables[0][0] for row in (0, 1)]
+    blocks = [cache.rows[row].tables[0][0] for row in (0, 1)]
     assert cache.commit([text(5)] * 2, [5, 5], seqs=[1, 0]).ok
-    assert [cache.rows[row].tables[0][0] for row in (0, 1)] == [mine[1]] * 2
+    assert [cache.rows[row].tables[0][0] for row in (0, 1)] == [blocks[1]] * 2
 
 
 def test_a_request_that_comes_back_states_what_it_stated():
-    """Tokens that it generated keep their priority, though they are admitted with its prompt."""
+    """Its generated tokens keep their priority, though they are admitted with its prompt."""
     watched = watch(num_blocks=4, rows=2, options=Options(reserve="num_tokens", k=1, chunk=8))
     stated = Retention([(0, None, Priority(80))], Priority(20))
     watched.submit(Ask(text(4, 10), 17, priority=1), Ask(text(4, 20), 17, retention=stated))
@@ -455,7 +455,7 @@ def test_a_request_that_comes_back_states_what_it_stated():
 
 @pytest.mark.parametrize("pinned", [0, 1])
 def test_rows_with_a_window_are_counted_as_if_they_shared_nothing(pinned):
-    """Two rows hold the same blocks; when one lets go of them, the other still holds them."""
+    """Two rows hold the same blocks. When one drops them, the other still holds them."""
     for blocks, number in ((5, 1), (6, 2)):  # each may need ceil((3 + 1) / 2) + 1
         watched = watch(40, 2, options=Options(k=1, chunk=1), windows=[(4, 0, blocks + pinned)])
         watched.submit(Ask([*text(6), 90], 9))
@@ -469,7 +469,7 @@ def test_rows_with_a_window_are_counted_as_if_they_shared_nothing(pinned):
 
 
 def test_a_short_request_needs_less_than_a_window_sees():
-    """The next token of a long one sees 7 tokens, in up to 3 blocks."""
+    """The next token of a long request sees 7 tokens, in up to 3 blocks."""
     watched = watch(windows=[(8, 0, 2)], options=Options(k=1, chunk=1))
     statuses = [watched.scheduler.submit([Ask([1], max_tokens)])[0][0] for max_tokens in (10, 9)]
     assert statuses == [Status.NO_BLOCKS, Status.OK]
@@ -530,7 +530,7 @@ def test_samples_are_counted_as_copying_the_last_block_all():
 
 
 def test_until_samples_fork_their_copies_are_counted_too():
-    """A prompt of part of a block, 2 blocks at the end; a sample adds 2, and one for the copies; another wants 1."""
+    """A prompt of part of a block has 2 blocks at the end. A sample adds 2, the copies 1; another request wants 1."""
     for blocks, window, number in ((5, 6, 1), (6, 5, 1), (6, 6, 2)):
         watched = watch(blocks, rows=4, options=Options(k=1, chunk=1), windows=[(8, 0, window)])
         watched.submit(*family(2, text(3), 8), Ask([50], 4))
@@ -582,13 +582,13 @@ def test_a_preempted_prompt_takes_its_samples_along():
     assert parent.finish == sample.finish == Finish.LENGTH
 
 
-# A job at once.
+# A whole batch at once.
 
 
 def test_the_cached_tokens_of_prompts_that_arrive_at_once():
     prompts = [[*text(16, 100 * (number % 4)), 900 + number] for number in range(16)]
     outputs = [[number] * 4 for number in range(16)]
-    for waits, wanted in ((True, 12 * 16), (False, 8 * 16)):  # the first four compute theirs, or the first eight
+    for waits, wanted in ((True, 12 * 16), (False, 8 * 16)):  # the first four prompts are computed, or the first eight
         options = Options(k=4, wait_for_prefix=waits, max_skips=16)
         assert cached_tokens(Oracle(200, 4, 8, 6), options, prompts, outputs) == wanted
 
@@ -597,7 +597,7 @@ def test_the_cached_tokens_of_prompts_that_arrive_at_once():
 
 
 def draw(rng, reserve, waits, tight):
-    """A scheduler of any options; the cache has blocks for one row, some more, or plenty."""
+    """A scheduler with random options. The cache has blocks for one row, some more, or plenty."""
     size, rows, most = rng.choice((2, 4, 5)), rng.choice((2, 3, 4)), rng.choice((4, 6))
     chunk, k = (rng.choice((1, 2)), 1) if tight else (rng.choice((1, 3, 8)), rng.choice((1, min(4, size), size)))
     options = Options(
@@ -628,7 +628,7 @@ def draw(rng, reserve, waits, tight):
 
 
 def batch(rng, watched, documents, tight):
-    """A request, perhaps with samples; most begin like others."""
+    """A request, perhaps with samples. Most begin like others."""
     longest = watched.cache.max_blocks_per_seq * watched.cache.block_size
     tokens = rng.choice(documents)[: rng.randint(0, longest)]
     tokens = (tokens + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 3))])[:longest]
@@ -648,7 +648,7 @@ def batch(rng, watched, documents, tight):
 
 
 def history(seed, reserve, waits, tight=False):
-    """Requests come, some are cancelled, and others hold blocks, all at random."""
+    """Runs a random history: requests come, some are cancelled, and pins hold blocks."""
     rng = random.Random(f"{seed} {reserve} {waits}")
     watched = draw(rng, reserve, waits, tight)
     longest = watched.cache.max_blocks_per_seq * watched.cache.block_size
@@ -675,7 +675,7 @@ def history(seed, reserve, waits, tight=False):
 @pytest.mark.parametrize("reserve", ["max_tokens", "num_tokens", "batch"])
 @pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 600), marks=pytest.mark.slow)], ids=["", "more"])
 def test_histories(seeds, reserve, waits):
-    """Each accepted request ends once, in bounded time, with the tokens that it has alone, and nothing is held."""
+    """Each accepted request ends once, in bounded time, with the tokens that it has alone, and no block is held."""
     happened = sum((history(seed, reserve, waits) for seed in seeds), collections.Counter())
     expected = {"mixed", "block of steps", "forked", "STOP", "LENGTH", "CANCELLED", "NO_BLOCKS", "submit NO_BLOCKS"}
     assert expected | ({"preempted", "out_of_blocks", "refused"} if reserve == "num_tokens" else set()) <= set(
@@ -685,22 +685,22 @@ def test_histories(seeds, reserve, waits):
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.slow)], ids=["", "more"])
 def test_histories_of_samples_and_windows_with_few_blocks(seeds):
-    """Where the most is shared, "max_tokens" still never preempts."""
+    """Even where the most blocks are shared, "max_tokens" never preempts."""
     happened = sum((history(seed, "max_tokens", seed % 2 == 0, tight=True) for seed in seeds), collections.Counter())
     assert 2 * happened["forked"] > len(seeds)
 
 
 class Single(Scheduler):
-    """A scheduler that knows no blocks of steps: each row that decodes gets room for one token, and computes it."""
+    """A scheduler without blocks of steps: each row that decodes reserves one token and computes it."""
 
     def grow(self, report, single, log_room):
         decoding = self.decoding()
-        full = [row in decoding and not self._room(row) for row in range(len(self.rows))]
+        full = [row in decoding and not self._reserved(row) for row in range(len(self.rows))]
         ok = self._record(self.cache.extend(full, full)).ok
         report.n, self.refused = int(ok), int(not ok)
 
     def compute_block(self, report):
-        report.decoded = [row for row in self.decoding() if self._room(row)]
+        report.decoded = [row for row in self.decoding() if self._reserved(row)]
         self.steps += bool(report.decoded)
         for row in report.decoded:
             self._choose(row, self.steps, report)
@@ -708,8 +708,8 @@ class Single(Scheduler):
         self.chunks_deferred = self.chunks_deferred + 1 if self.prefilling() else 0
 
 
-def told(kind, *args, monkeypatch):
-    """What a kind of scheduler does in each step of a history, with the cache's events."""
+def steps_of(kind, *args, monkeypatch):
+    """The reports of a kind of scheduler in each step of a history, with the cache's events."""
     found = []
 
     def step(watched, step=Watch.step):
@@ -727,6 +727,6 @@ def told(kind, *args, monkeypatch):
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 300), marks=pytest.mark.long)], ids=["", "more"])
 def test_a_scheduler_whose_blocks_are_single_steps_is_one_without_blocks(seeds, reserve, monkeypatch):
     for seed in seeds:
-        single, blocks = (told(kind, seed, reserve, True, monkeypatch=monkeypatch) for kind in (Single, Scheduler))
+        single, blocks = (steps_of(kind, seed, reserve, True, monkeypatch=monkeypatch) for kind in (Single, Scheduler))
         assert single == blocks
         assert all(report.n <= 1 for report, _ in blocks)

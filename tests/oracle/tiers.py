@@ -13,7 +13,7 @@ Move = tuple[int, int, int]
 
 
 class Tiers:
-    """The verbs of the host tier, and what the others need of it; a part of `oracle.Oracle`."""
+    """The verbs of the host tier, and helpers of the other verbs; a part of `cache.Oracle`."""
 
     groups: list[Group]
     rows: list[Any]
@@ -24,11 +24,11 @@ class Tiers:
     score: Any
 
     def save(self) -> Any:
-        """A copy of what moves change."""
+        """A copy of the fields that moves change."""
         return copy.deepcopy([(group.blocks, group.index) for group in self.groups]), self.turn, self.moves
 
     def restore(self, saved: Any) -> None:
-        """Back to what was saved."""
+        """Restores the saved fields."""
         groups, self.turn, self.moves = saved
         for group, (blocks, index) in zip(self.groups, groups, strict=True):
             group.blocks[:] = blocks
@@ -38,7 +38,7 @@ class Tiers:
     # The verbs.
 
     def offload(self, blocks: Sequence[int], group: int = 0) -> Result:
-        """Cached blocks of any priority go to the host; what follows them on the device must be named too."""
+        """Moves cached blocks of any priority to the host. Their descendants on the device must be named too."""
         own, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
         named = [own.blocks[b] for b in wanted if 0 <= b < len(own.blocks)]
         cached = [block for block in named if block.node and not block.host]
@@ -54,7 +54,7 @@ class Tiers:
         return self._moved(self._leave(own, deepest, True, (), (), min_priority=None))
 
     def onboard(self, blocks: Sequence[int], group: int = 0) -> Result:
-        """Cached blocks come back; what they follow must be on the device or named too."""
+        """Moves cached blocks back. Their parents must be on the device or named too."""
         own, wanted = self.groups[group], [block for block in blocks if block != NO_BLOCK]
         named = [own.blocks[b] for b in wanted if 0 <= b < len(own.blocks)]
         on_host = [block for block in named if block.node and block.host]
@@ -82,13 +82,13 @@ class Tiers:
             return Result([Status.NO_BLOCKS])
         for b in self._children_first(own, wanted):
             own.blocks[b].queued, self.turn = self.turn, self.turn + 1
-        for b in self._children_first(own, sorted(exempt, key=lambda b: own.blocks[b].released)):  # as if held so far
+        for b in self._children_first(own, sorted(exempt, key=lambda b: own.blocks[b].released)):  # as if held
             own.blocks[b].refcount += 1
             self._drop(own, b)
         return self._moved(done)
 
     def watermark(self, empty: int, most: int, group: int = 0) -> Result:
-        """Cached blocks leave the device until so many blocks are empty."""
+        """Moves cached blocks off the device until so many blocks are empty."""
         own = self.groups[group]
         counts = own.counts()
         extra = min(max(0, min(empty - counts["empty"], most)), counts["cached"])
@@ -101,7 +101,7 @@ class Tiers:
         return self._moved(done)
 
     def swap_out(self, seq: int) -> Result:
-        """What only this row holds, and nobody else's blocks follow, goes to the host."""
+        """Moves the blocks to the host that only this row holds and that no other's blocks follow."""
         row = self._row(seq)
         if row is None or row.swapped:
             return Result([Status.BAD_REQUEST])
@@ -128,7 +128,7 @@ class Tiers:
         return Result([Status.OK], events, moves=moves)
 
     def swap_in(self, seq: int) -> Result:
-        """The row's blocks come back."""
+        """Moves the row's blocks back."""
         row = self._row(seq)
         if row is None or not row.swapped:
             return Result([Status.BAD_REQUEST])
@@ -149,7 +149,7 @@ class Tiers:
         return Result([Status.OK], events, moves=moves)
 
     def complete(self, moves: Sequence[Move], ok: bool) -> Result:
-        """The moves have been made, or have failed: then the blocks and all that follow them leave the index."""
+        """Ends moves. If they failed, the blocks and their descendants leave the index."""
         events, lost = [], []
         for number, b, move in moves:
             block = self.groups[number].blocks[b]
@@ -170,7 +170,7 @@ class Tiers:
             self._find_unevictable(group)
         return Result(status, events)
 
-    # What the verbs need.
+    # Helpers of the verbs.
 
     def _leave(
         self,
@@ -182,9 +182,9 @@ class Tiers:
         min_priority: int | None = 0,
         held: bool = False,
     ) -> tuple[list[Event], list[Move]] | None:
-        """Victims leave the device, for the host or for good, and blocks come back from there.
+        """Moves victims off the device, to the host or for good, and blocks back from the host.
 
-        Returns events and moves; None if something that has to leave can't be removed, or does not fit on the host.
+        Returns events and moves; None if a block that has to leave can't be removed, or does not fit on the host.
         """
         blocks, events = group.blocks, []
         priorities = {b: self._priority_of(group, b) for b in victims}
@@ -240,7 +240,7 @@ class Tiers:
         return events, moves
 
     def _find_unevictable(self, group: Group) -> None:
-        """Notes which device blocks can't leave before something that follows them."""
+        """Marks the device blocks that can't leave before one of their descendants."""
         if not group.num_host_blocks:
             return
         for block in group.blocks:
@@ -251,7 +251,7 @@ class Tiers:
                 group.blocks[group.index[above]].unevictable = True
 
     def _mark_unevictable(self, group: Group, node: Node) -> None:
-        """Notes the same of a block that has just come to the device by itself, with what follows it on the host."""
+        """Marks a block that has just come to the device alone, with its descendants on the host, as unevictable."""
         if group.number or all(not group.blocks[group.index[n]].host for n in group.index if self._parent(n) == node):
             return
         while node[1]:
@@ -267,14 +267,14 @@ class Tiers:
         return Result([Status.NO_BLOCKS]) if done is None else Result([Status.OK], done[0], moves=done[1])
 
     def _priority_of(self, group: Group, block: int) -> int:
-        """The priority of a block, or in a window group of the first group's block beside it."""
+        """The priority of a block; in a window group, that of its group0_block."""
         node = group.blocks[block].node
         return self.priority(self.groups[0].blocks[self.groups[0].index[node]]) if node else 0
 
     def _followers(self, blocks: Iterable[int]) -> list[int]:
-        """Blocks of the first group and all that follow them, parents before their children."""
+        """Blocks of the first group with all their descendants, parents before children."""
         found = dict.fromkeys(blocks)
-        for block in self.index.values():  # parents stand before their children
+        for block in self.index.values():  # parents are before their children
             if self.blocks[block].parent in found:
                 found[block] = None
         return list(found)

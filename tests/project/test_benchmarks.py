@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all benchmarks share: timing that allows donation, and the form of their report. And that each of them runs.
+"""The benchmarks run; their common parts are timing that allows donation, and the form of their report.
 
-The benchmarks check their own answers, so that a tiny one is a test of the parts it times; its times mean nothing.
+Benchmarks check their own answers, so that a tiny one tests the parts it times. Its times mean nothing.
 """
 
 import json
@@ -56,7 +56,7 @@ def test_report_writes_what_was_measured_where(tmp_path, capsys):
     assert "61.2346" in capsys.readouterr().out
 
 
-def test_details_are_reported_beside_the_metrics(tmp_path, capsys):
+def test_details_are_reported_along_with_the_metrics(tmp_path, capsys):
     common.report("toy", {"ratio": 2}, tmp_path / "result.json", {"fast_s": 0.5})
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["metrics"] == {"ratio": 2} and result["details"] == {"fast_s": 0.5}
@@ -115,8 +115,8 @@ def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("generates", [False, True])
-def test_events_are_told_as_they_happened(tmp_path, monkeypatch, generates):
-    """Also those of a generation, whose programs take long to compile."""
+def test_events_are_published_as_they_happened(tmp_path, monkeypatch, generates):
+    """A generation, whose programs take long to compile, is one of the cases."""
     file = tmp_path / "events.json"
     monkeypatch.setattr(sys, "argv", ["events", "--quick", "--json", str(file)])
     if not generates:
@@ -143,9 +143,9 @@ def test_offload_brings_back_what_it_took(tmp_path, monkeypatch):
 def test_scanned_steps_equal_the_unrolled_ones_and_copy_no_pool(tmp_path, monkeypatch):
     file = tmp_path / "scan.json"
     monkeypatch.setattr(sys, "argv", ["scan", "--quick", "--json", str(file)])
-    kept = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_enable_compilation_cache
     scan.main()
-    jax.config.update("jax_enable_compilation_cache", kept)  # the benchmark does without
+    jax.config.update("jax_enable_compilation_cache", before)  # the benchmark does without
     metrics = json.loads(file.read_text())["metrics"]
     assert {"scanned_compile_ratio", "unrolled_compile_ratio", "step_ratio"} <= set(metrics)
     assert metrics.pop("more_temporaries_of_a_layer") <= 1
@@ -204,7 +204,7 @@ def test_used_slots_are_those_of_rows_that_decode():
         chunks = types.SimpleNamespace(rows=np.array(rows), count=np.array(counts))
         return types.SimpleNamespace(mixed=mixed, chosen=types.SimpleNamespace(tokens=np.array(tokens)), chunks=chunks)
 
-    mixed = step(True, [[9, -1], [8, -1], [-1, -1]], [1, 2], [5, 4])  # row 1 chooses behind its prompt
+    mixed = step(True, [[9, -1], [8, -1], [-1, -1]], [1, 2], [5, 4])  # row 1 chooses after its prompt
     without = step(False, [[9, 9], [8, -1], [-1, -1]], [-1, -1], [0, 0])
     assert serving.tokens_of_steps([mixed, without]) == (4, [10])
 
@@ -248,7 +248,7 @@ def test_the_clock_of_a_replay_goes_on_while_nothing_is_to_be_done():
 
     requests = [trace.Request(due, np.arange(4), 1) for due in (0, 2, 50, 51)]
     due, clock = replay.replay(ThreeSteps(), requests)
-    assert due.tolist() == [0, 2, 6, 7]  # the system stands still from 6 to 50
+    assert due.tolist() == [0, 2, 6, 7]  # the system is idle from 6 to 50
     assert clock == 56
 
 
@@ -309,7 +309,7 @@ def test_gains_are_means_of_the_splits(monkeypatch):
 
 
 @pytest.mark.slow
-def test_learned_policies_stand_beside_lru(capsys):
+def test_learned_policies_are_compared_with_lru(capsys):
     learned.measure(quick=True)
     assert "learned from 300 requests, counted in 0 to 299" in capsys.readouterr().out
 
@@ -340,13 +340,13 @@ def test_kernels_run_without_a_gpu_when_tiny(tmp_path, monkeypatch):
     assert all(value > 0 for metrics in result["metrics"].values() for value in metrics.values())
 
 
-@pytest.mark.slow  # a section of `kernels`, of which others run above
+@pytest.mark.slow  # a section of `kernels`; the tests above run others
 def test_whole_steps_read_what_they_are_held_against():
     record = gpu.Record("toy", [], None)
     gpu_step.measure(record, "tiny", 2, quick=True)
     model = jax.tree.leaves(gpu_step.random_model(gpu_step.CONFIGS["tiny"]))
     shape = record.result["shapes"]["step_tiny_b2"]
-    assert shape["weight_bytes"] == sum(x.nbytes for x in model) - 2 * 128 * 32  # but the embedding
+    assert shape["weight_bytes"] == sum(x.nbytes for x in model) - 2 * 128 * 32  # without the embedding
     assert shape["kv_bytes"] == 2 * 48 * 2 * 2 * (2 * 16 * 2)  # rows, tokens, layers, K and V, heads of bf16
     assert record.value("kvjax", "step_tiny_b2_tokens_s") > 0
 
@@ -371,7 +371,7 @@ def test_a_loop_that_chooses_other_tokens_in_its_second_run_is_an_error(monkeypa
         gpu_step.measure_loops(gpu.Record("toy", [], None), "tiny", 2, quick=True)
 
 
-def test_kernels_say_so_where_there_is_no_gpu(tmp_path, monkeypatch):
+def test_kernels_say_so_without_a_gpu(tmp_path, monkeypatch):
     result = run_kernels(monkeypatch, tmp_path / "none.json")
     assert result["metrics"] == {} and result["not_measured"] == {"everything": "no GPU"}
     verdicts = [verdict for verdicts in result["bars"].values() for verdict in verdicts.values()]

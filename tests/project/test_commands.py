@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command lines: errors of one line, text and JSON as they come, Ctrl-C, times told apart, compiled programs."""
+"""The command lines: errors of one line, streamed text and JSON, Ctrl-C, separate times, compiled programs."""
 
 import io
 import json
@@ -29,11 +29,11 @@ from tests.wire_kit import Reader
 
 
 def ends(pipe, keep_programs):
-    """In place of an engine."""
+    """A stand-in for an engine that ends at once."""
 
 
 def sleeps(pipe, keep_programs):
-    """Likewise."""
+    """A stand-in for an engine that never answers."""
     time.sleep(60)
 
 
@@ -48,7 +48,7 @@ QUESTION = ["--prompt", "caf\u00e9", "--prompt", "hello"]
 
 
 def bytes_tokenizer() -> tokenizers.Tokenizer:
-    """One token for each byte, so that an é is two."""
+    """A tokenizer with a token for each byte, so that an é is two."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,13 +67,13 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def away(folders, monkeypatch):
-    """Runs where the models are, and leaves jax's settings alone."""
+    """Runs tests in the folder of the models, and keeps jax's settings unchanged."""
     monkeypatch.chdir(folders)
     monkeypatch.setattr(commands.jax.config, "update", lambda *_: None)
 
 
 def refused(capsys, *arguments, main=generate.main, command="generate"):
-    """The one line that a command says before it exits with 2."""
+    """The one line that a command prints before it exits with 2."""
     with pytest.raises(SystemExit) as caught:
         main([*arguments])
     out, err = capsys.readouterr()
@@ -82,7 +82,7 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("--checkpoint bad/ --prompt 1", "--checkpoint: bad/: no such folder"),
         ("--checkpoint . --prompt 1", "--checkpoint: config.json: no such file or directory"),
@@ -135,12 +135,12 @@ def refused(capsys, *arguments, main=generate.main, command="generate"):
         ("--nonsense", "unrecognized arguments: --nonsense"),
     ],
 )  # fmt: skip
-def test_errors_are_one_line(capsys, line, said):
-    assert refused(capsys, *line.split()) == said
+def test_errors_are_one_line(capsys, line, message):
+    assert refused(capsys, *line.split()) == message
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "said"),
+    ("file", "text", "message"),
     [
         ("config.json", "{", "config.json: not valid JSON"),
         ("config.json", '{"model_type": "gpt2"}', "config.json: model_type: got 'gpt2', wanted 'llama' or"),
@@ -149,12 +149,12 @@ def test_errors_are_one_line(capsys, line, said):
         ("model.safetensors", "", "model.safetensors: not a safetensors file"),
     ],
 )
-def test_broken_files_are_named_in_one_line(tmp_path, capsys, folders, file, text, said):
+def test_broken_files_are_named_in_one_line(tmp_path, capsys, folders, file, text, message):
     for path in (folders / "text").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / file).write_text(text)
     line = refused(capsys, "--checkpoint", str(tmp_path), "--prompt", "hi")
-    assert line.startswith(f"--checkpoint: {tmp_path}/{said}")
+    assert line.startswith(f"--checkpoint: {tmp_path}/{message}")
 
 
 @pytest.mark.parametrize("option", ["--blocks", "--host-blocks", "--block-size", "--rows"])
@@ -166,24 +166,24 @@ def test_what_takes_more_than_the_memory_is_refused_before_it_is_taken(capsys, o
 
 
 def test_bytes_that_are_not_utf8_are_named(capsys, tmp_path, monkeypatch):
-    said = "got bytes that are not UTF-8 in"
-    assert refused(capsys, "--checkpoint", "ids", "--prompt", "1", "--prompt", "\udce9") == f"--prompt: {said} prompt 2"
+    text = "got bytes that are not UTF-8 in"
+    assert refused(capsys, "--checkpoint", "ids", "--prompt", "1", "--prompt", "\udce9") == f"--prompt: {text} prompt 2"
     (tmp_path / "prompts").write_bytes(b"hi\n\xe9")
     line = refused(capsys, "--checkpoint", "ids", "--prompts", str(tmp_path / "prompts"))
     assert line == f"--prompts: {tmp_path}/prompts: not UTF-8 at byte 3"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xe9\n"), encoding="utf-8"))
-    assert refused(capsys, "--checkpoint", "text", "--chat") == f"--chat: {said} a turn"
+    assert refused(capsys, "--checkpoint", "text", "--chat") == f"--chat: {text} a turn"
 
 
 @pytest.mark.parametrize("option", ["--publish", "--replay"])
 def test_addresses_that_cannot_be_had_are_named(capsys, tmp_path, option):
-    places = {"--publish": "tcp://127.0.0.1:*", option: f"ipc://{tmp_path}/none/socket"}
-    line = refused(capsys, "--checkpoint", "ids", "--prompt", "1", *(word for pair in places.items() for word in pair))
-    assert line.startswith(f"{option}: {places[option]}: No such file or directory")
+    sockets = {"--publish": "tcp://127.0.0.1:*", option: f"ipc://{tmp_path}/none/socket"}
+    line = refused(capsys, "--checkpoint", "ids", "--prompt", "1", *(word for pair in sockets.items() for word in pair))
+    assert line.startswith(f"{option}: {sockets[option]}: No such file or directory")
 
 
 class Scripted:
-    """A stream in place of a model's: every answer is " fine", and what was asked is noted."""
+    """A stand-in for a model's stream. Every answer is " fine", and the prompts are recorded."""
 
     def __init__(self):
         self.prompts, self.caches = [], []
@@ -234,8 +234,8 @@ def test_a_full_disk_costs_no_answer(capsys, scripted, option):
 
 def test_a_full_disk_costs_no_answer_of_the_demo_and_no_plot(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "run", lambda: ([{"events": []}], None))
-    said = "no space left on device"
-    assert refused(capsys, "--events", "/dev/full", main=demo.main, command="demo") == f"--events: /dev/full: {said}"
+    message = "no space left on device"
+    assert refused(capsys, "--events", "/dev/full", main=demo.main, command="demo") == f"--events: /dev/full: {message}"
 
     def plot_blocks(state, path):
         with path.open("wb", buffering=0) as file:
@@ -246,7 +246,7 @@ def test_a_full_disk_costs_no_answer_of_the_demo_and_no_plot(capsys, tmp_path, m
     monkeypatch.setattr(demo, "run", lambda: ([], cache))
     monkeypatch.setattr(kvjax.debug, "plot_blocks", plot_blocks)
     line = refused(capsys, "--plot", str(tmp_path / "full.png"), main=demo.main, command="demo")
-    assert line == f"--plot: {tmp_path}/full.png: {said}"
+    assert line == f"--plot: {tmp_path}/full.png: {message}"
 
 
 def test_what_is_served_stays_until_ctrl_c(capsys, scripted, monkeypatch):
@@ -265,12 +265,12 @@ def test_what_is_served_stays_until_ctrl_c(capsys, scripted, monkeypatch):
 
 
 def chat(capsys, monkeypatch, turns, *arguments):
-    """What a chat says to some turns."""
+    """The output of a chat for some turns."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(turns))
     return run("--checkpoint", "text", "--chat", *arguments, capsys=capsys)
 
 
-def test_each_turn_of_a_chat_begins_with_what_was_said(capsys, scripted, monkeypatch):
+def test_each_turn_of_a_chat_begins_with_the_turns_before(capsys, scripted, monkeypatch):
     out, err = chat(capsys, monkeypatch, "one\n\ntwo\n")
     assert out == "fine\nfine\n" and ">" not in err
     first, second = scripted.prompts
@@ -304,7 +304,7 @@ def test_ctrl_c_ends_an_answer_and_the_chat_goes_on(capsys, scripted, monkeypatc
 
 @pytest.mark.slow
 def test_a_chat_reuses_its_turns_and_gets_them_back_from_the_host(capsys, monkeypatch, tmp_path):
-    """Seven blocks on the device; the second chat through them pushes the first one's out."""
+    """The device has seven blocks. The second chat evicts the first one's to the host."""
     sizes = ["--blocks", "8", "--block-size", "8", "--host-blocks", "16", "--events", str(tmp_path / "events")]
     _, err = chat(capsys, monkeypatch, "a first turn\nand\n", *sizes)
     counts = re.findall(r"(\d+) of (\d+) prompt tokens reused", err)
@@ -323,19 +323,19 @@ def free_port():
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("--agent", "--agent: got 127.0.0.1:{}, wanted one of this machine that is not in use"),
         ("--metrics", "--metrics: 127.0.0.1:{}: Address already in use"),
     ],
 )
-def test_ports_that_are_taken_are_named(capsys, option, said):
+def test_ports_that_are_taken_are_named(capsys, option, message):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         wanting = ["--checkpoint", "ids", "--prompt", "1", option, str(port)]
-        assert refused(capsys, *wanting) == said.format(port)
+        assert refused(capsys, *wanting) == message.format(port)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_ports_that_are_taken_are_named(capsys, option, said):
     [(40, "", 256), (60, "", 256), (225, "", 512), (40, "--max-length 72", 72), (1, "--blocks 3", 48)],
 )
 def test_the_length_of_a_row_is_rounded_up(monkeypatch, prompt, line, length):
-    """So that prompts of other lengths find the programs."""
+    """Prompts of other lengths then share the programs."""
     args = generate._parser().parse_args(line.split())
     monkeypatch.setattr(session, "most_tokens", lambda args, model: args.blocks * args.block_size)
     session.check_length(commands.Parser("generate", ""), args, None, [[1] * prompt, [1]])
@@ -356,32 +356,32 @@ def logged(path):
 
 
 def run(*arguments, capsys):
-    """What a generation says: standard output and standard error. Few shapes, so that little is compiled."""
+    """The standard output and standard error of a generation. Few shapes mean few programs to compile."""
     generate.main([*arguments, "--max-new-tokens", str(NEW), "--rows", "2", "--no-compile-cache"])
     return capsys.readouterr()
 
 
 @pytest.mark.long
 def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypatch):
-    """One test, so that one pair of programs is compiled. Who subscribes is told the same."""
-    places = [f"ipc://{tmp_path}/{name}" for name in ("live", "replay")]
+    """One test, so that one pair of programs is compiled. Subscribers get the same events."""
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("live", "replay")]
     agent, metrics, show, pages = free_port(), free_port(), generate._Lines.show, []
 
     def scrape(self, outputs, **options):
         if not options.get("last"):  # then no block is active any more
             with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics") as page:
                 pages.append(page.read().decode())
-        time.sleep(0.6)  # every second the agent says how full the cache is
+        time.sleep(0.6)  # every second the agent sends how full the cache is
         show(self, outputs, **options)
 
     monkeypatch.setattr(generate._Lines, "show", scrape)
-    with Subscriber(*places) as sub, Reader(f"127.0.0.1:{agent}") as reader:
+    with Subscriber(*endpoints) as sub, Reader(f"127.0.0.1:{agent}") as reader:
         out, err = run(
             "--checkpoint", "text", *QUESTION, "--json", "--events", str(tmp_path / "events"),
-            "--trace", str(tmp_path / "trace"), "--publish", places[0], "--replay", places[1],
+            "--trace", str(tmp_path / "trace"), "--publish", endpoints[0], "--replay", endpoints[1],
             "--agent", str(agent), "--metrics", str(metrics), capsys=capsys,
         )  # fmt: skip
-        assert f"publishing at {places[0]} and {places[1]}\nan agent listens at 127.0.0.1:{agent}\n" in err
+        assert f"publishing at {endpoints[0]} and {endpoints[1]}\nan agent listens at 127.0.0.1:{agent}\n" in err
         assert f"metrics are at http://127.0.0.1:{metrics}/metrics\n" in err
         assert reader.wait(lambda one: one.error is not None) and reader.fill[0].used_blocks
         assert re.search(r"^kvjax_queried_tokens_total 10.0$", pages[-1], re.MULTILINE)
@@ -400,8 +400,8 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
     assert "compiling the loop ...\ncompile " in err
     assert "; prefill 10 tokens " in err
     assert {event["kind"] for event in events} == {"stored"}
-    told = report((tmp_path / "events").read_text().splitlines())
-    assert sum(told.queried) == 10 and told.kinds["stored"] == len(events) and not told.refused
+    totals = report((tmp_path / "events").read_text().splitlines())
+    assert sum(totals.queried) == 10 and totals.kinds["stored"] == len(events) and not totals.refused
     trace = json.loads((tmp_path / "trace").read_text())
     tracks = {one["args"]["name"] for one in trace if one["name"] == "thread_name"}
     assert {"loops", "prompt 0", "prompt 1"} <= tracks and any(one["name"] == "blocks, device" for one in trace)
@@ -417,8 +417,8 @@ def test_text_json_and_events_say_what_generate_does(capsys, tmp_path, monkeypat
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["shown", "computed"])
-def test_ctrl_c_prints_what_there_is(capsys, tmp_path, monkeypatch, where):
-    """While a Progress is shown it is the command's own; while one is computed the stream makes an error of it."""
+def test_ctrl_c_prints_what_is_generated(capsys, tmp_path, monkeypatch, where):
+    """While a Progress is shown the command handles it. While one is computed the stream turns it into an error."""
     show, stream, shown = generate._Lines.show, kvjax.stream, []
 
     def press_while_shown(self, outputs, **options):
@@ -459,7 +459,7 @@ def test_ctrl_c_before_anything_was_generated(monkeypatch, capsys):
 
 
 def test_scan_is_an_option_of_the_model(monkeypatch, capsys):
-    """Of both commands that load one; what it does is tested where models are."""
+    """Both commands that load a model have it. tests/models tests its effect."""
 
     def load(folder, **options):
         raise ValueError(f"scan={options['scan']}")
@@ -467,30 +467,30 @@ def test_scan_is_an_option_of_the_model(monkeypatch, capsys):
     monkeypatch.setattr(generate, "load", load)
     monkeypatch.setattr(verify, "load", load)
     for flags in ([], ["--scan"]):
-        said = f"scan={bool(flags)}"
-        assert refused(capsys, "--checkpoint", "ids", "--prompt", "1", *flags) == f"--checkpoint: {said}"
+        message = f"scan={bool(flags)}"
+        assert refused(capsys, "--checkpoint", "ids", "--prompt", "1", *flags) == f"--checkpoint: {message}"
         assert verify.main(["ids", *flags]) == 1
-        assert capsys.readouterr().err == f"ids: {said}\n"
+        assert capsys.readouterr().err == f"ids: {message}\n"
 
 
 def test_half_a_character_waits_for_the_rest():
     tokenizer = bytes_tokenizer()
     tokens = tokenizer.encode(" na\u00efve \U0001f600!").ids
     speech = Speech(tokenizer, tokenizer.encode("so").ids)
-    said = [speech.more(tokens[:count], done=False) for count in range(1, len(tokens) + 1)]
-    assert said == [" ", "n", "a", "", "\u00ef", "v", "e", " ", "", "", "", "\U0001f600", "!"]
+    pieces = [speech.more(tokens[:count], done=False) for count in range(1, len(tokens) + 1)]
+    assert pieces == [" ", "n", "a", "", "\u00ef", "v", "e", " ", "", "", "", "\U0001f600", "!"]
     cut = Speech(tokenizer, [])
     assert [cut.more(tokens[:4], done=done) for done in (False, True)] == [" na", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_text_that_a_later_token_changes_is_said_anew():
+def test_text_that_a_later_token_changes_is_written_anew():
     texts = {(): "", (1,): "do ", (1, 2): "don't"}
     speech = Speech(types.SimpleNamespace(decode=lambda tokens: texts[tuple(tokens)]), [])
     assert [speech.more(tokens, done=len(tokens) == 2) for tokens in ([1], [1, 2])] == ["do ", "\ndon't"]
 
 
-def test_compiling_prefill_and_decoding_are_told_apart():
-    """A loop of known length in place of a model's; a turn that does both is divided by the pace of the others."""
+def test_compiling_prefill_and_decoding_are_timed_apart():
+    """A loop of fixed duration stands in for a model's. A turn that does both is divided by the pace of the others."""
 
     @jax.jit
     def serve(x):
@@ -516,16 +516,16 @@ def test_compiling_prefill_and_decoding_are_told_apart():
     assert 5 <= int(decode.split()[1]) <= 20
 
 
-def test_commands_keep_compiled_programs_unless_told(monkeypatch):
-    settings, kept = {}, []
+def test_commands_cache_compiled_programs_by_default(monkeypatch):
+    settings, calls = {}, []
     monkeypatch.setattr(commands.jax.config, "update", settings.__setitem__)
-    monkeypatch.setattr(commands.kvjax, "keep_programs", lambda: kept.append(True))
+    monkeypatch.setattr(commands.kvjax, "keep_programs", lambda: calls.append(True))
     parser = commands.Parser("demo", "")
     commands.add_outputs(parser)
     commands.prepare(parser, parser.parse_args([]))
-    assert kept == [True] and not settings
+    assert calls == [True] and not settings
     commands.prepare(parser, parser.parse_args(["--no-compile-cache"]))
-    assert kept == [True] and settings == {"jax_enable_compilation_cache": False}
+    assert calls == [True] and settings == {"jax_enable_compilation_cache": False}
 
 
 @pytest.mark.parametrize("command", [demo, generate, router, train, verify])
@@ -550,7 +550,7 @@ def test_the_demo_is_a_command():
 
 @pytest.mark.slow
 def test_a_router_finds_what_is_cached():
-    """Two processes under one that asks; it fails by itself where a mirror differs or in turn is as good."""
+    """The router asks two processes. It fails by itself if a mirror differs, or if round-robin finds as much."""
     out = output_of(sys.executable, "-m", "models.router", "--quick")
     assert "mirrors equal the caches: True" in out and "round robin" in out
 
@@ -569,7 +569,7 @@ def test_what_needs_an_extra_says_so(capsys, monkeypatch):
 
 
 def test_an_engine_that_ends_or_is_silent_ends_the_router(monkeypatch):
-    """And no process is left."""
+    """No process is left, either."""
     monkeypatch.setattr(router, "serve", ends)
     ended = router.Remote("one", keep_programs=False)
     with pytest.raises(SystemExit, match="router failed: the process of engine one ended"):

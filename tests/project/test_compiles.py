@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tests/compiles.py` tells at the end of a run, and which programs are kept for the next one."""
+"""The report of `tests/compiles.py` at the end of a run, and the cache of programs for the next one."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def test():
 
 
 @pytest.mark.slow
-def test_the_programs_of_all_processes_are_told_without_those_from_the_cache(tmp_path):
+def test_the_programs_of_all_processes_are_reported_without_those_from_the_cache(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for count in (2, 3):
         (tmp_path / f"test_{count}.py").write_text(TEST.format(count=count))
@@ -36,15 +36,15 @@ def test_the_programs_of_all_processes_are_told_without_those_from_the_cache(tmp
         str(tmp_path / "programs"),
     )
 
-    def told(processes):
+    def reported(processes):
         report = output_of(*run, "-n", processes, JAX_COMPILATION_CACHE_DIR=programs)
         return sorted(re.findall(r"s in (\d) compiles  (\S+)", report))
 
-    assert told("2") == [("2", "test_2.py"), ("3", "test_3.py")]
-    assert told("0") == []
+    assert reported("2") == [("2", "test_2.py"), ("3", "test_3.py")]
+    assert reported("0") == []
 
 
-def test_programs_are_kept_for_as_long_as_somebody_reads_them(tmp_path):
+def test_programs_are_cached_for_as_long_as_somebody_reads_them(tmp_path):
     now = time.time()
     for name, read, written in (("read", 13, 90), ("forgotten", 15, 15)):
         (tmp_path / name).touch()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things live: what each room may import, what `kvjax` itself exports, and how docstrings begin."""
+"""The layout: the imports that each room may have, the names that `kvjax` exports, and how docstrings begin."""
 
 import ast
 import graphlib
@@ -14,14 +14,14 @@ import kvjax
 HOUSE = pathlib.Path(kvjax.__file__).parent
 # Each room, or module directly under kvjax, imports from those before it and from itself.
 ROOMS = (
-    "_arrays", "_compile", "_pictures", "_summary", "spec", "state", "checks", "events", "policies", "blocks", "gpu",
+    "_arrays", "_compile", "_pictures", "spec", "state", "checks", "events", "policies", "blocks", "gpu",
     "verbs", "pools", "model", "processes", "ledger", "debug", "cache", "tiered", "sizing", "serving",
     "testing", "tiers", "interop", "research", "__init__",
 )  # fmt: skip
 
 
 def imports(package="kvjax"):
-    """(module, what it imports from its package) wherever in the file, under TYPE_CHECKING too."""
+    """(module, a module of its package that it imports), anywhere in the file, under TYPE_CHECKING too."""
     home = HOUSE.parent / package
     for path in sorted(home.rglob("*.py")):
         parts = (package, *path.relative_to(home).with_suffix("").parts)
@@ -77,7 +77,7 @@ def test_what_kvjax_exports_is_short_and_hides_no_module():
     assert not any(isinstance(getattr(kvjax, name), types.ModuleType) for name in kvjax.__all__)
 
 
-def test_every_name_that_a_room_exports_is_there():
+def test_every_name_that_a_room_exports_exists():
     interop = ("interop", *(f"interop.{name}" for name in ("agent", "log", "metrics", "trtllm", "vllm")))
     for name in ("debug", "events", *interop, "policies", "pools", "research", "serving", "testing", "tiers"):
         room = __import__(f"kvjax.{name}", fromlist=["*"])
@@ -87,7 +87,7 @@ def test_every_name_that_a_room_exports_is_there():
 
 
 def test_optional_parts_of_a_group_are_named_where_they_live():
-    """Elsewhere the predicates of `Group` answer."""
+    """All other code uses the predicates of `Group`."""
     homes = {"blocks/tiers.py", "blocks/windows.py"}
     for folder in ("blocks", "events", "policies", "verbs"):
         for path in sorted((HOUSE / folder).glob("*.py")):
@@ -95,7 +95,7 @@ def test_optional_parts_of_a_group_are_named_where_they_live():
             assert not named or str(path.relative_to(HOUSE)) in homes, path
 
 
-# What a cache may lack, as its arrays or tiers are called (None where they are not there), and as one asks for them.
+# Optional features of a cache: the names of arrays or tiers (None if absent), and the flags that ask for them.
 ABSENT = {
     "group0_block", "expiry", "extra", "extra_id", "extra_ids", "host", "priorities", "retention", "scales",
     "window_block", "stated", "swapped", "time", "transfer",
@@ -111,7 +111,7 @@ def name_of(node):
 
 
 def compares_with_absence(node):
-    """`host is None`, `number == 0`, `"host" in tiers`."""
+    """Whether it is a comparison like `host is None`, `number == 0`, `"host" in tiers`."""
     name, operator, right = name_of(node.left), node.ops[0], node.comparators[0]
     value = right.value if isinstance(right, ast.Constant) else ...
     if isinstance(operator, ast.Is | ast.IsNot):
@@ -131,7 +131,7 @@ def flags_in(test):
 
 
 def asking_lines(tree):
-    """The lines that ask whether an optional feature is there."""
+    """The lines that ask for an optional feature."""
     lines = set()
     for node in ast.walk(tree):
         conditions = getattr(node, "ifs", [node.test] if hasattr(node, "test") else [])
@@ -143,7 +143,7 @@ def asking_lines(tree):
 
 
 def test_few_lines_ask_for_optional_features():
-    """167 did when features had just been added one after the other, in every file that they touch."""
+    """They were 167 when features had just been added one after the other, in every file that they touch."""
     found = {path: asking_lines(ast.parse(path.read_text())) for path in HOUSE.rglob("*.py")}
     assert 0 < sum(map(len, found.values())) <= 70
 
@@ -155,7 +155,7 @@ def test_a_verbs_file_has_its_name():
 
 
 def test_tests_are_nobodys_library():
-    """What several test files need is a module of its own: `drive.py`, a kit, or one beside them."""
+    """Code for several test files is in a module of its own: `drive.py`, a kit, or a helper in their folder."""
     for path in (HOUSE.parent / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom | ast.Import):
@@ -167,7 +167,7 @@ def test_tests_are_nobodys_library():
 QUESTIONS = ("What", "How", "Which", "Who", "Whose", "Where")
 
 
-@pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels"])
+@pytest.mark.parametrize("folder", ["kvjax", "models", "pallas_kernels", "tests"])
 def test_docstrings_begin_with_a_noun_or_a_verb(folder):
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = [

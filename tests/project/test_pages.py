@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/: their code runs as it stands there, and prints what they say; all links lead somewhere."""
+"""The pages of docs/: their code runs unchanged and prints the output shown; all links have targets."""
 
 import re
 
@@ -14,7 +14,7 @@ BLOCK = re.compile(r"^```(python)?\n(.*?)^```$", re.M | re.S)
 @pytest.mark.long
 @pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda page: page.stem)
 def test_a_page_prints_what_it_says(page, capsys):
-    """A block that is not Python is what the Python since the last one has printed."""
+    """A block that is not Python is the output of the Python since the last such block."""
     names, shown = {"__name__": page.stem}, 0
     for python, text in BLOCK.findall(page.read_text()):
         if python:

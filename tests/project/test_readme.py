@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's code runs as it stands there, and a Linen module takes the cache in the same way."""
+"""The README's code runs unchanged, and a Linen module takes the cache in the same way."""
 
 import functools
 import importlib.util
@@ -29,9 +29,9 @@ GENERATES = 1 + next(number for number, block in enumerate(BLOCKS) if "kvjax.gen
 FIRST = [block for block in BLOCKS[:GENERATES] if "cache.mixed(" not in block]
 
 
-@pytest.mark.parametrize("blocks", [FIRST, pytest.param(BLOCKS, marks=pytest.mark.long)], ids=["first", "all"])
+@pytest.mark.parametrize("blocks", [FIRST, pytest.param(BLOCKS, marks=pytest.mark.slow)], ids=["first", "all"])
 def test_the_readmes_code_runs(blocks, capsys, tmp_path, monkeypatch):
-    """By default to the first generation, but for what is computed without jit."""
+    """By default it runs up to the first generation, without the blocks that need no jit."""
     monkeypatch.chdir(tmp_path)  # it saves a cache, and loads a model
     (tmp_path / "models").symlink_to(ROOT / "models")
     exec(compile("\n".join(blocks), str(README), "exec"), {"__name__": "readme"})
@@ -46,7 +46,7 @@ def test_the_router_is_the_demos_own():
 
 
 def traces(*models):
-    """How often a program is traced that is called with one model after the other."""
+    """The number of traces of a program that is called with one model after the other."""
     seen = []
     program = jax.jit(lambda model: seen.append(model) or jax.tree.leaves(model)[0])
     for model in models:
@@ -55,7 +55,7 @@ def traces(*models):
 
 
 def test_a_linen_recipe_made_again_compiles_nothing_anew():
-    """But another module does: bound methods are compared by identity, also where flax finds the modules equal."""
+    """Another module does: bound methods are compared by identity, even if flax finds the modules equal."""
     params, module, equal = {"weights": jnp.ones(2)}, Model(), Model()
     assert traces(*(Partial(module.apply, params) for _ in range(3))) == 1
     assert module == equal and traces(Partial(module.apply, params), Partial(equal.apply, params)) == 2
@@ -63,7 +63,7 @@ def test_a_linen_recipe_made_again_compiles_nothing_anew():
 
 
 def stand_in():
-    """What the recipe uses of Equinox, which is no dependency."""
+    """A stand-in for the functions of Equinox that the recipe uses: Equinox is no dependency."""
 
     def partition(tree, keep):
         return tuple(jax.tree.map(lambda x, half=half: x if keep(x) == half else None, tree) for half in (True, False))

@@ -12,7 +12,7 @@ import pytest
 import kvjax
 
 ROOT = pathlib.Path(kvjax.__file__).parents[1]
-TREES = ("kvjax", "models", "pallas_kernels", "benchmarks", "scripts")
+TREES = ("kvjax", "models", "pallas_kernels", "benchmarks", "scripts", "tests")
 # A word in a name, and the word to say instead. `_` and capitals divide a name into words.
 INSTEAD = {
     "anchor": "group0_block", "arriving": "pending_transfer, incoming", "asked": "request, options",
@@ -34,11 +34,13 @@ STILL = {
     "kvjax/debug": {"drawn"},  # by a drawing
     "models": {"feed", "place", "places"},  # `demo.feed`; the places in the demo's documents
     "benchmarks": {"drawn", "twin", "twins"},  # random; a kernel's XLA twin; rows with equal prompts
+    "tests/models": {"place", "places"},  # in the demo's documents
+    "tests/project/test_house.py": {"room", "rooms"},  # of CONTRIBUTING's table
 }  # fmt: skip
 # Names of other libraries, and words that mean something else in a name.
 ALLOWED = {
-    "G", "KEPT_SECONDS", "_place_copy", "anchor", "bbox_to_anchor", "in_place", "log_room",
-    "only_pins_hold_beside_the_tables", "so_far",
+    "G", "KEPT_SECONDS", "_place_copy", "anchor", "bbox_to_anchor", "log_room", "only_pins_hold_beside_the_tables",
+    "so_far",
 }  # fmt: skip
 # Words that no docstring, comment or page has.
 PROSE = (
@@ -48,7 +50,9 @@ PROSE = (
 
 
 def files(*trees):
-    return [path for tree in trees for path in sorted((ROOT / tree).rglob("*.py"))]
+    """The modules of some trees, without this one, which lists the words, and scripts among the data of tests."""
+    paths = [path for tree in trees for path in sorted((ROOT / tree).rglob("*.py"))]
+    return [path for path in paths if not relative(path).startswith(("tests/data/", "tests/project/test_words.py"))]
 
 
 def relative(path):
@@ -75,7 +79,8 @@ def names(tree):
 
 
 def words_of(name):
-    return {word.lower() for word in re.split(r"_|(?<=[a-z0-9])(?=[A-Z])", name)}
+    """The words of a name; `in_place` is a term, of donated buffers."""
+    return {word.lower() for word in re.split(r"_|(?<=[a-z0-9])(?=[A-Z])", name.replace("in_place", ""))}
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -106,7 +111,7 @@ def sentences(path):
 
 def test_sentences_say_what_the_library_says():
     found = []
-    for path in [*files("kvjax", "models"), *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [*files("kvjax", "models", "tests"), *sorted((ROOT / "docs").glob("*.md"))]:
         for line, text in sentences(path):
             for word in set(PROSE) & set(re.findall(r"[a-z]+", text.lower())):
                 found.append(f"{relative(path)}:{line}: say {INSTEAD[word]}, not {word}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of arrays that have a form of their own for small sizes."""
+"""Array helpers with a form of their own for small sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def test_how_many_hold_before_the_first_that_does_not(x64):
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("size", [6, 5000])
 def test_one_entry_is_written_for_each_of_several_caches(size, x64):
-    """Below and above the size up to which a write is a select: the same, and an index out of range writes nothing."""
+    """Results are equal below and above the size up to which a write is a select; bad indices write nothing."""
     x = np.arange(3 * size, dtype=np.int32).reshape(3, size)
     index, values = np.array([[2], [0], [size]], np.int32), np.array([[7], [-4], [9]], np.int32)
     where = np.array([[True], [False], [True]])

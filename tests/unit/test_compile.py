@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs that are kept in a folder."""
+"""Compiled programs cached in a folder."""
 
 import pathlib
 
@@ -14,7 +14,7 @@ SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_
 
 @pytest.fixture
 def no_folder(monkeypatch, tmp_path):
-    """jax as it is without settings, in a process that keeps programs elsewhere already."""
+    """jax without settings, in a process that already caches programs elsewhere."""
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update(SETTINGS[0], None)
@@ -26,7 +26,7 @@ def no_folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("no_folder")
-def test_programs_are_kept_in_the_users_folder(monkeypatch, tmp_path):
+def test_programs_are_cached_in_the_users_folder(monkeypatch, tmp_path):
     assert kvjax.keep_programs() == str(tmp_path / "kvjax") == jax.config.jax_compilation_cache_dir
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
     jax.config.update(SETTINGS[0], None)
@@ -37,7 +37,7 @@ def test_programs_are_kept_in_the_users_folder(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("no_folder")
 def test_a_folder_that_is_set_stays_unless_another_is_named(tmp_path):
-    jax.config.update(SETTINGS[0], "set")  # as jax does by JAX_COMPILATION_CACHE_DIR
+    jax.config.update(SETTINGS[0], "set")  # like jax with JAX_COMPILATION_CACHE_DIR
     jax.config.update(SETTINGS[1], 0.05)
     assert kvjax.keep_programs() == "set" == jax.config.jax_compilation_cache_dir
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.05
@@ -49,8 +49,8 @@ def test_a_folder_that_is_set_stays_unless_another_is_named(tmp_path):
 
 
 @pytest.mark.usefixtures("no_folder")
-def test_the_next_program_is_kept_in_the_new_folder(tmp_path):
-    """Also where another folder has programs already, and where nothing was kept before."""
+def test_the_next_program_is_cached_in_the_new_folder(tmp_path):
+    """It is cached there also if another folder already has programs, and if no program was cached before."""
     jax.config.update(SETTINGS[1], 0.0)
     for number, name in enumerate(("one", "two")):
         kvjax.keep_programs(tmp_path / name)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What XLA compiles does not grow unnoticed; `benchmarks.compile` says what the numbers mean."""
+"""XLA's fusions do not grow unnoticed. `benchmarks.compile` says what the numbers mean."""
 
 import jax
 import pytest
 
 from benchmarks import compile as compiled
 
-# The distinct fusions of each program, by default of the verbs. Lower a number with what it counts.
+# The distinct fusions of each program, by default of the verbs. Lower a number when its count falls.
 BUDGETS = {
     "serve": 840, "submit": 66, "lookup": 27, "admit": 124, "extend": 122, "commit": 117, "trim": 12, "release": 87,
     "fork": 8, "truncate": 69,
@@ -34,7 +34,7 @@ def test_every_program_has_a_budget():
 
 
 def test_fusions_that_differ_in_names_alone_are_one():
-    """And those that call another computation are told apart by its body."""
+    """Those that call another computation differ by its body."""
     text = """
 %add (a: s32[], b: s32[]) -> s32[] {
   %a = s32[] parameter(0)
@@ -75,7 +75,7 @@ ENTRY %main (x: s32[4]) -> (s32[], s32[], s32[]) {
     assert len(found) == 3 and found[0] == found[1] != found[2]
 
 
-def test_fusions_are_told_by_the_functions_that_they_come_from(capsys):
+def test_fusions_are_listed_by_the_functions_that_they_come_from(capsys):
     _, program, _ = compiled.compile_program(compiled.programs()["fork"]())
     compiled.print_functions(program, 30)
-    assert "distinct fusions" in (said := capsys.readouterr().out) and "  kvjax/verbs/fork.py fork" in said
+    assert "distinct fusions" in (out := capsys.readouterr().out) and "  kvjax/verbs/fork.py fork" in out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Cache` and `TieredCache` as their users meet them: in an editor, as methods, and after a donation."""
+"""`Cache` and `TieredCache` for their users: in an editor, as methods, and after a donation."""
 
 import inspect
 
@@ -30,7 +30,7 @@ def test_a_method_shows_the_parameters_of_its_verb(owner, name):
     method, verb = map(inspect.signature, (getattr(owner, name), drive.verb(name)))
     _, *wanted = verb.parameters.values()
     self, *found = method.parameters.values()
-    if owner is kvjax.tiers.TieredCache:  # both tiers are its business
+    if owner is kvjax.tiers.TieredCache:  # it always uses both tiers
         wanted = [p.replace(default=("device", "host")) if p.name == "tiers" else p for p in wanted]
     assert self.name == "self" and found == wanted
     assert all(p.annotation != "Any" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in found)
@@ -38,7 +38,7 @@ def test_a_method_shows_the_parameters_of_its_verb(owner, name):
     assert getattr(owner, name).__doc__ == drive.verb(name).__doc__
 
 
-def test_every_name_of_a_cache_is_there_on_a_tiered_one():
+def test_a_tiered_cache_has_every_name_of_a_cache():
     names = {name for name in dir(kvjax.Cache.create(SPEC)) if not name.startswith("_")}
     assert names >= {"state", "pools", "create", *METHODS}
     assert not names - set(dir(kvjax.tiers.TieredCache.create(TIERED)))
@@ -63,7 +63,7 @@ STORY = [
 
 @pytest.mark.parametrize("verb", [verb for verb, *_ in STORY if verb not in ("admit", "extend")])
 def test_a_verb_of_a_tiered_cache_passes_its_arguments_on(verb):
-    """Without running it: the other two order moves, which cannot be traced."""
+    """The verbs are traced, not run. The other two order moves, which cannot be traced."""
     _, args, options = next(step for step in STORY if step[0] == verb)
     tiered = kvjax.tiers.TieredCache.create(TIERED)
 
@@ -100,9 +100,9 @@ def delete(tree):
 @pytest.mark.parametrize("create", [lambda: kvjax.Cache.create(SPEC), lambda: kvjax.tiers.TieredCache.create(TIERED)])
 def test_a_donated_cache_says_so(create):
     calls = [("admit", (0, np.zeros(4, np.int32), 4)), ("release", (0,))]
-    for part, asked in (("pools", []), ("state", [("view", (1,)), ("lookup", (ints(1, 2), 2))])):
+    for part, reads in (("pools", []), ("state", [("view", (1,)), ("lookup", (ints(1, 2), 2))])):
         cache = create()
         delete(getattr(cache, part))
-        for verb, args in calls + asked:
+        for verb, args in calls + reads:
             with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call: go on with what that call"):
                 getattr(cache, verb)(*args)

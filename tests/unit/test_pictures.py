@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The style of pictures: numbers at ticks, and where they stand."""
+"""The style of pictures: numbers at ticks, and their positions."""
 
 import itertools
 

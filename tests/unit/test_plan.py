@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` promises fits, exactly, and what it says when nothing does."""
+"""A `plan` fits exactly; its errors say why nothing does."""
 
 import itertools
 
@@ -20,9 +20,10 @@ SHAPE = {"max_seqs": 8, "max_length": 256}
 
 
 def real_bytes(spec, policy=None) -> int:
-    """Bytes of a state and of its pools, built rather than computed."""
+    """The bytes of a state and of its pools, by building the state."""
     leaves = jax.tree.leaves(cache.init(spec, policy))
-    rows = sum((g.num_blocks + 1) * pool.block_bytes(spec.block_size) for g in spec.groups for pool in g.pools)
+    size = spec.block_size
+    rows = sum((group.num_blocks + 1) * pool.block_bytes(size) for group in spec.groups for pool in group.pools)
     return rows + sum(leaf.nbytes for leaf in leaves)
 
 
@@ -82,7 +83,7 @@ def test_the_ledger_says_when_long_sequences_do_not_fit():
 
 
 def pool_bytes(spec, number="num_blocks") -> dict[int | None, int]:
-    """K/V bytes of each window's blocks."""
+    """The K/V bytes of each window's blocks."""
     found = {group.window: 0 for group in spec.groups[spec.bare :]}
     for group in spec.groups[spec.bare :]:
         found[group.window] += getattr(group, number) * sum(pool.block_bytes(spec.block_size) for pool in group.pools)
@@ -90,7 +91,7 @@ def pool_bytes(spec, number="num_blocks") -> dict[int | None, int]:
 
 
 def block_bytes(spec) -> dict[int | None, int]:
-    """K/V bytes of one block of each window."""
+    """The K/V bytes of one block of each window."""
     found = pool_bytes(spec)
     return {group.window: found[group.window] // group.num_blocks for group in spec.groups[spec.bare :]}
 
@@ -103,13 +104,13 @@ def test_windows_share_both_budgets(layers, shares):
     spec, ledger = plan(layers, budget_bytes=4_000_003, host_budget_bytes=3_000_017, shares=shares, **SHAPE)
     spent, each, host = pool_bytes(spec), block_bytes(spec), pool_bytes(spec, "num_host_blocks")
     if shares == "bytes":
-        kept = {None: 256, 64: 64, 100: 100}
-        wanted = {window: each[window] * kept.get(window, 0) for window in windows}
+        tokens = {None: 256, 64: 64, 100: 100}
+        wanted = {window: each[window] * tokens.get(window, 0) for window in windows}
         if 24 in wanted:  # two groups, one of them with sinks
             wanted[24] = 16 * (2 * 2 * 16 * 2 * 28 + 2 * 1 * 16 * 2 * 24)
     else:
         wanted = dict.fromkeys(windows, 1) if shares == "equal" else shares
-    for one, two in itertools.permutations(windows, 2):  # nobody is a block ahead of another
+    for one, two in itertools.permutations(windows, 2):  # no window is a block ahead of another
         assert spent[one] / wanted[one] < (spent[two] + 1.001 * each[two]) / wanted[two]
         assert host[one] / wanted[one] < (host[two] + 1.001 * each[two]) / wanted[two]
     most = max(each.values())
@@ -117,7 +118,7 @@ def test_windows_share_both_budgets(layers, shares):
     assert 3_000_017 - most < ledger.host_used_bytes == sum(host.values()) <= 3_000_017
 
 
-def test_a_plan_with_windows_counts_all_there_is():
+def test_a_plan_with_windows_counts_everything():
     for layers in (GEMMA, SINKS):
         spec, ledger = plan(layers, budget_bytes=600_000, host_budget_bytes=500_000, **SHAPE)
         assert ledger.used_bytes == real_bytes(spec)
@@ -131,7 +132,7 @@ def test_a_plan_with_windows_counts_all_there_is():
     ],
 )  # fmt: skip
 def test_plan_is_the_last_of_all_steps_that_fit(layers, budget):
-    """Against a walk from the least cache up, each block for the one furthest behind its share."""
+    """It equals a walk from the smallest cache up, in which each block goes to the window furthest behind its share."""
     shares = {None: 1, 64: 4} if layers is GEMMA else {24: 2, 100: 3}
     one = make_spec(layers, num_blocks=1, **SHAPE)
     price = block_bytes(one)
@@ -165,7 +166,7 @@ def test_a_ledger_with_windows_says_what_fits():
         "of 1,536 K/V bytes each, 256 once they have left every window", "of 8 sequences can be 256 tokens long",
     ):  # fmt: skip
         assert part in text, text
-    # A sequence of 256 tokens has 16 blocks; its window of 64 tokens up to 6 while it grows by a block at a time.
+    # A sequence of 256 tokens has 16 blocks, and up to 6 in its window of 64 while it grows by a block at a time.
     assert ledger.num_full_seqs == min(full.num_blocks // 16, window.num_blocks // 6) == 2
     assert full.num_blocks - 32 >= 16 and ledger.num_tokens == 16 * (32 + window.num_blocks - 12)
     given = str(plan(GEMMA, budget_bytes=600_000, num_host_blocks=3, **SHAPE).ledger)
@@ -176,15 +177,15 @@ def test_a_ledger_with_windows_says_what_fits():
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (5, 0), (9, 6), (64, 0)])
 def test_a_sequence_needs_the_blocks_that_the_ledger_says(window, sinks):
-    """Grown by at most a block of four tokens at a time, from any start."""
+    """The sequence grows by at most a block of four tokens at a time, from any start."""
     spec = make_spec([LayerSpec(1, 4), LayerSpec(1, 4, window, sinks)], num_blocks=16, max_seqs=1, max_length=40,
                      block_size=4)  # fmt: skip
     most = 0
     for start in range(1, 5):
         for committed in [0, *range(start, 40, 4)]:
             grown = committed + 4 if committed else start
-            place = np.arange(-(-min(grown, 40) // 4))
-            most = max(most, int(np.sum(spec.groups[1].keeps(place, np.int32(committed), 4))))
+            columns = np.arange(-(-min(grown, 40) // 4))
+            most = max(most, int(np.sum(spec.groups[1].keeps(columns, np.int32(committed), 4))))
     assert most == blocks_per_seq(spec, spec.groups[1])
 
 

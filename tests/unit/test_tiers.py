@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host tier with bytes: whatever is findable holds the K/V of its tokens, also when moves fail."""
+"""The host tier with bytes: every findable block holds the K/V of its tokens, also when moves fail."""
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ def make_spec(**options):
 
 
 @jax.jit
-def feed(cache, tokens, count):
-    """Computes the rows' next tokens; the K/V of a token is its number."""
+def compute(cache, tokens, count):
+    """Computes the rows' next tokens. The K/V of a token is its number."""
     view = cache.view(count, tokens.shape[1])
     pools, kv = cache.pools, tokens.astype(jnp.float32)[..., None, None]
     for layer in range(len(LAYERS)):
@@ -40,22 +40,22 @@ def holds(tiered, group, row, tokens):
 
 
 def assert_true_bytes(tiered, texts):
-    """Everything that can be found, and all that rows can read, holds what it says."""
+    """Asserts that all findable blocks, and all that rows can read, hold the right K/V."""
     state = tiered.cache.state
     kvjax.check(state)
     host = jax.device_get(state)
     tree = host.groups[0]
-    for g, group in enumerate(host.groups):
+    for number, group in enumerate(host.groups):
         for block in np.flatnonzero((group.blocks.fill > 0) & (group.host.pending_transfer == 0)):
             group0_block = block if group.group0_block is None else group.group0_block[block]
             tokens = tree.blocks.tokens[group0_block, : group.blocks.fill[block]].tolist()
-            assert holds(tiered, g, group.host.pool_row[block], tokens), f"group {g}, block {block}"
+            assert holds(tiered, number, group.host.pool_row[block], tokens), f"group {number}, block {block}"
         for seq, text in texts.items():
             written = text[: host.seqs.committed[seq]]
-            for place, block in enumerate(group.table[seq]):
-                part = written[place * SIZE : (place + 1) * SIZE]
+            for column, block in enumerate(group.table[seq]):
+                part = written[column * SIZE : (column + 1) * SIZE]
                 if block >= 0 and part:
-                    assert holds(tiered, g, group.host.pool_row[block], part), f"row {seq}, place {place}"
+                    assert holds(tiered, number, group.host.pool_row[block], part), f"row {seq}, column {column}"
 
 
 class Fed(Driver):
@@ -64,25 +64,25 @@ class Fed(Driver):
     def __init__(self, **options):
         super().__init__(kvjax.tiers.TieredCache.create(make_spec(**options)))
 
-    def feed(self, row, text):
-        """Computes what is not yet written of a row's text."""
+    def compute(self, row, text):
+        """Computes the tokens of a row's text that are not yet written."""
         new = text[int(self.state.seqs.committed[row]) :]
-        cache, events = feed(self.cache.cache, *lines({row: new}, ROWS, WIDTH))
+        cache, events = compute(self.cache.cache, *lines({row: new}, ROWS, WIDTH))
         assert bool(events.ok)
         self.cache = self.cache.replace(cache)
         self.follow(events)
 
     def serve(self, seq, text):
-        """A whole life of a sequence; how many tokens it found."""
+        """Serves a sequence from admit to release; returns the number of tokens that it found."""
         assert self.admit(seq, text) == ["OK"]
         found = int(self.events.cached[0])
-        self.feed(seq, text)
+        self.compute(seq, text)
         self.do("release", seq)
         return found
 
 
 class Life(Fed):
-    """Rows come and go at random, and with them what is cached."""
+    """A cache whose rows and cached blocks come and go at random."""
 
     def __init__(self, seed, **options):
         super().__init__(**options)
@@ -91,7 +91,7 @@ class Life(Fed):
         self.documents = self.rng.integers(1, 50, (3, WIDTH)).tolist()
 
     def done(self, request, *args, **options):
-        """Whether a request that moves was done: neither refused, nor have its moves failed."""
+        """Whether a request with moves succeeded: it was not refused, and no move failed."""
         try:
             return set(request(*args, **options)) == {"OK"}
         except kvjax.tiers.FailedTransfer as error:
@@ -107,11 +107,11 @@ class Life(Fed):
         free = [row for row in range(ROWS) if row not in self.texts]
         kind = rng.choice(["start", "start", "start", "end", "end", "grow", "swap", "shift", "watermark"])
         if kind == "start" and free:
-            kept = int(rng.integers(1, WIDTH - 2))
-            text = [*self.documents[rng.integers(3)][:kept], *rng.integers(1, 50, int(rng.integers(0, 3))).tolist()]
+            shared = int(rng.integers(1, WIDTH - 2))
+            text = [*self.documents[rng.integers(3)][:shared], *rng.integers(1, 50, int(rng.integers(0, 3))).tolist()]
             if self.done(self.admit, free[0], text):
                 self.texts[free[0]] = text
-                self.feed(free[0], text)
+                self.compute(free[0], text)
         elif kind == "end" and rows:
             row = int(rng.choice(rows))
             self.do("release", row)
@@ -120,7 +120,7 @@ class Life(Fed):
             row = int(rng.choice(rows))
             if len(self.texts[row]) < WIDTH and self.done(self.grow, *(np.arange(ROWS) == row)):
                 self.texts[row] = [*self.texts[row], int(rng.integers(1, 50))]
-                self.feed(row, self.texts[row])
+                self.compute(row, self.texts[row])
         elif kind == "swap" and rows:
             row = int(rng.choice(rows))
             self.done(self.status, "swap_in" if self.state.seqs.swapped[row] else "swap_out", row)
@@ -138,7 +138,7 @@ class Life(Fed):
 def test_what_is_findable_holds_its_tokens(seed, dangerous, monkeypatch):
     life, copy = Life(seed), host_pool._copy
 
-    def failing(*args):  # of several copies of one transfer, those before have been made
+    def failing(*args):  # the copies of a transfer before the failed one were made
         if life.rng.random() < 0.15:
             raise MemoryError("no more pinned memory")
         return copy(*args)
@@ -158,7 +158,7 @@ def test_what_is_findable_holds_its_tokens(seed, dangerous, monkeypatch):
 @pytest.mark.parametrize(("host", "documents"), [(6, 2), pytest.param(24, 4, marks=pytest.mark.slow)])
 def test_evicted_documents_come_back(host, documents):
     cache = Fed(num_host_blocks=host)
-    texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(documents)]  # 6 blocks each, where there are 8
+    texts = [list(range(100 * n + 1, 100 * n + WIDTH)) for n in range(documents)]  # 6 blocks each, of 8
     for text in texts:
         assert cache.serve(0, text) == 0
     for text in texts:
@@ -184,10 +184,10 @@ def test_after_a_watermark_a_loop_evicts_nothing():
         def one(cache, token):
             tokens, active = jnp.zeros((ROWS, 1), jnp.int32) + token, jnp.arange(ROWS) == 0
             cache, extended = cache.extend(active)
-            cache, committed = feed(cache, tokens, active.astype(jnp.int32))
+            cache, committed = compute(cache, tokens, active.astype(jnp.int32))
             return cache, (kvjax.events.counts(extended)["removed"], extended.ok & committed.ok)
 
-        cache, _ = feed(cache, jnp.full((ROWS, 1), 5, jnp.int32), (jnp.arange(ROWS) == 0).astype(jnp.int32))
+        cache, _ = compute(cache, jnp.full((ROWS, 1), 5, jnp.int32), (jnp.arange(ROWS) == 0).astype(jnp.int32))
         return jax.lax.scan(one, cache, jnp.arange(12, dtype=jnp.int32))
 
     cache, (removed, ok) = loop(tiered.cache.cache)
@@ -202,13 +202,13 @@ def test_after_a_watermark_a_loop_evicts_nothing():
 def test_a_sequence_goes_and_comes_back():
     cache, text = Fed(), list(range(1, 20))
     assert cache.admit(1, text) == ["OK"]
-    cache.feed(1, text)
+    cache.compute(1, text)
     cache.do("swap_out", 1)
     assert int(cache.state.groups[0].num_empty) == 8
     assert cache.grow(0, 1, 0) == ["OK", "HELD", "OK"]
     for verb, args in (("fork", (1, 2)), ("truncate", (1, 5)), ("swap_out", (1,))):
         assert cache.status(verb, *args) == ["BAD_REQUEST"]
-    cache.serve(0, [900 + t for t in range(22)])  # uses the room
+    cache.serve(0, [900 + t for t in range(22)])  # uses the free blocks
     cache.do("swap_in", 1)
     assert_true_bytes(cache.cache, {1: text})
     assert cache.grow(0, 1, 0) == ["OK"] * ROWS
@@ -216,31 +216,31 @@ def test_a_sequence_goes_and_comes_back():
 
 @pytest.mark.slow
 def test_a_block_on_the_move_cannot_be_found():
-    cache, asked = Driver(kvjax.init(ONE)), [*range(1, 10)]
-    cache.start(0, asked[:8])
+    cache, prompt = Driver(kvjax.init(ONE)), [*range(1, 10)]
+    cache.start(0, prompt[:8])
     cache.do("release", 0)
     blocks = np.flatnonzero(np.asarray(cache.state.groups[0].blocks.fill)).astype(np.int32)
-    assert cache.found(asked) == 8
+    assert cache.found(prompt) == 8
     transfer = cache.do("offload", blocks, complete=False).transfer
-    assert cache.found(asked) == 0
+    assert cache.found(prompt) == 0
     assert cache.status("offload", blocks) == ["BAD_REQUEST"]  # not on the device
     assert cache.status("onboard", blocks) == ["HELD"]
     assert cache.status("evict", blocks) == ["HELD"]
     assert cache.status("reset") == ["HELD"]
     moving = cache.state
     cache.do("complete", transfer, True)
-    assert cache.found(asked) == 8
-    cache.do("complete", transfer, False)  # said twice: what is over is over
-    assert cache.found(asked) == 8
+    assert cache.found(prompt) == 8
+    cache.do("complete", transfer, False)  # a second `complete` has no effect
+    assert cache.found(prompt) == 8
     cache = Driver(moving)
     cache.ask("complete", transfer, False)
-    assert cache.found(asked) == 0
+    assert cache.found(prompt) == 0
     assert [event["kind"] for event in cache.recorded] == ["removed", "removed"]
     assert int(cache.state.groups[0].host.num_empty) == 4
 
 
 class Tenants(Driver):
-    """A cache of one layer over two tiers whose K/V say whose they are; all are `ONE`, so that programs are shared."""
+    """A cache of one layer over two tiers, whose K/V identify tenants. All have spec `ONE`, to share programs."""
 
     def __init__(self, num_blocks):
         super().__init__(kvjax.tiers.TieredCache.create(ONE, num_blocks=num_blocks))
@@ -278,9 +278,9 @@ def _compute(cache, tokens, count, namespace):
     return kvjax.Cache(cache.state, kvjax.write(cache.pools, 0, kv, kv, view)).commit(tokens, count)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_a_row_copies_from_is_held_until_the_call_ends():
-    """A later row of the call brought another tenant's block into the pool row that an earlier one copied from."""
+    """A bug: a later row of the call onboarded another tenant's block into the pool row that an earlier one copied."""
     life = Tenants(num_blocks=3)
     life.serve([2, 2, 2, 2], namespace=1)
     filled = np.flatnonzero(np.asarray(life.state.groups[0].blocks.fill)).astype(np.int32)
@@ -291,17 +291,17 @@ def test_what_a_row_copies_from_is_held_until_the_call_ends():
     events = life.admit_all([0, 1], [[1, 1, 1, 9], [2, 2, 2, 2, 5]], [0, 1])
     assert events.status.tolist() == [kvjax.Status.OK, kvjax.Status.NO_BLOCKS]
     assert (events.cached.tolist(), life.read(0)) == ([3, 0], [1, 1, 1])
-    assert np.array_equal(life.state.groups[0].blocks.released, stamps)  # to be copied from is no release
+    assert np.array_equal(life.state.groups[0].blocks.released, stamps)  # being a source is no release
     life.compute(0, [1, 1, 1, 9], 0)
     assert life.read(0) == [1, 1, 1, 9]
-    events = life.admit_all([1], [[2, 2, 2, 2, 5]], [1])  # alone it can be had
+    events = life.admit_all([1], [[2, 2, 2, 2, 5]], [1])  # alone it fits
     assert (events.status.tolist(), events.cached.tolist()) == ([kvjax.Status.OK], [4])
     assert life.read(1) == [102] * 4
 
 
 @pytest.mark.slow
 def test_contents_computed_again_keep_their_children_on_the_host():
-    """What a loop may evict is known after a commit has brought a block back from over its children."""
+    """A commit brings a block back while its children stay on the host: it must be unevictable in loops."""
     life = Tenants(num_blocks=4)
     life.serve([1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3])
     blocks = np.flatnonzero(np.asarray(life.state.groups[0].blocks.fill)).astype(np.int32)
@@ -309,11 +309,11 @@ def test_contents_computed_again_keep_their_children_on_the_host():
     alone = Driver(life.state)
     assert alone.start(0, [1, 1, 1, 1, 2, 2, 2, 2]) == 0
     alone.do("release", 0)
-    assert int(alone.state.groups[0].num_cached) == 2  # over the last block, which is on the host
+    assert int(alone.state.groups[0].num_cached) == 2  # before the last block, which is on the host
     assert alone.admit(0, [7] * 12) == ["NO_BLOCKS"]
 
 
-@pytest.mark.slow  # `Life` releases rows that rest on the host, with a full group beside the window
+@pytest.mark.slow  # `Life` releases swapped-out rows, with a full group besides the window
 def test_a_tail_on_the_host_is_not_stored_as_if_it_were_on_the_device():
     cache = Driver(kvjax.init(kvjax.make_spec([kvjax.LayerSpec(1, 1, window=6)], **SMALL)))
     cache.start(0, range(1, 7))

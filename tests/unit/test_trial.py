@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composites of a user's own on trial: those that obey the law, and each way in which one can break it."""
+"""Trials of a user's own composites: those that obey the law, and each way to break it."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ def padded(tokens):
 
 
 def prefill(state, seq, tokens):
-    """A prompt is admitted and computed."""
+    """Admits and computes a prompt."""
     state, admitted = VERBS["admit"](
         state, seq=np.int32(seq), tokens=padded(tokens), length=np.int32(len(tokens)), namespace=np.int32(0)
     )
@@ -37,7 +37,7 @@ def prefill(state, seq, tokens):
 
 
 def decode(state, seq, token):
-    """One more token of a row."""
+    """Extends a row by one token, and commits it."""
     counts = (np.arange(ROWS) == seq).astype(np.int32)
     state, extended = VERBS["extend"](state, active=counts > 0, num_tokens=counts, max_tokens=6)
     if not bool(extended.ok):
@@ -68,7 +68,7 @@ def test_a_composite_that_obeys_is_followed():
     trial.apply(fork, 1, 2)
     trial.apply(decode, 2, 0)  # copies on write
     assert (trial.tally["prefill"], trial.tally["decode"], trial.tally["copied"]) == (2, 1, 2)
-    trial.do({"verb": "release", "seq": 2})  # and requests go on from there
+    trial.do({"verb": "release", "seq": 2})  # and requests can follow
     trial.do({"verb": "truncate", "seq": 1, "drop": 2})
     assert trial.apply(prefill, 1, TEXT).status.tolist() == [kvjax.Status.HELD]
     pin = np.where(np.arange(5) == 0, np.asarray(trial.state.groups[0].table)[1], -1).astype(np.int32)
@@ -92,7 +92,7 @@ def test_stacked_events_are_taken_one_after_the_other():
 
 
 def without(kind, composite):
-    """The composite, whose events of a kind are lost."""
+    """The composite without its events of one kind."""
 
     def lossy(state, *args):
         state, events = composite(state, *args)
@@ -188,8 +188,8 @@ def test_what_a_composite_returns_is_checked():
         trial.apply(lambda state: (state, 3))
 
 
-def follow(spec, asked, rng):
-    """Requests, some at a time as one composite: where `do` is content, `apply` is too."""
+def follow(spec, history, rng):
+    """Runs requests, some at a time as one composite: `apply` accepts what `do` accepts."""
     calls = []
 
     def recorded(name):
@@ -207,8 +207,8 @@ def follow(spec, asked, rng):
         return state, events
 
     one, many = Trial(kvjax.init(spec), verbs={name: recorded(name) for name in VERBS}), Trial(kvjax.init(spec))
-    asked = iter(asked)
-    while part := list(itertools.islice(asked, int(rng.integers(1, 6)))):
+    history = iter(history)
+    while part := list(itertools.islice(history, int(rng.integers(1, 6)))):
         calls.clear()
         for request in part:
             one.do(request)
@@ -228,14 +228,14 @@ def test_what_requests_may_do_a_composite_may():
 def test_what_requests_may_do_a_composite_may_on_any_cache(name):
     @hypothesis.settings(max_examples=100)
     @hypothesis.given(requests(SPECS[name]))
-    def property_test(asked):
-        follow(SPECS[name], asked, np.random.default_rng(len(asked)))
+    def property_test(history):
+        follow(SPECS[name], history, np.random.default_rng(len(history)))
 
     property_test()
 
 
 def test_a_request_says_its_form():
-    """The tables of `Request` name the fields of each verb, as they are drawn."""
+    """The tables of `Request` name the fields of each verb's random requests."""
     lines = re.findall(r"^    \| (\w[\w, ]*) \| ?(.*?) ?\|$", Request.__doc__, re.MULTILINE)
     fields = {
         verb: {re.split(r"[,:(]", part)[0].strip() for part in text.split(";") if part.strip()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy for property tests of a user's own, and the trial that carries it out on any cache."""
+"""The strategy for a user's own property tests, and the trial that carries it out on any cache."""
 
 import collections
 import sys
@@ -15,10 +15,10 @@ from tests.unit.trials import SPECS, TIERS
 SOME = ("admit", "commit", "release", "offload", "onboard", "complete")
 
 
-def run(spec, asked, tally):
-    """The law: the events give the index, after every request; and all that a trial verifies."""
+def run(spec, history, tally):
+    """Runs a trial, and asserts the law: the events give the index after every request."""
     trial, mirror = Trial(kvjax.init(spec)), kvjax.events.Mirror()
-    for request in asked:
+    for request in history:
         events = trial.do(request)
         mirror = mirror if events is None else kvjax.fold(kvjax.to_list(events), mirror)
         assert mirror.index == kvjax.events.index_of(trial.state)
@@ -31,8 +31,8 @@ def test_the_strategys_requests_are_carried_out_and_obey_the_law():
 
     @hypothesis.settings(max_examples=40)
     @hypothesis.given(requests(TIERS))
-    def property_test(asked):
-        run(TIERS, [request for request in asked if request["verb"] in SOME], tally)
+    def property_test(history):
+        run(TIERS, [request for request in history if request["verb"] in SOME], tally)
 
     property_test()
     assert all(tally[name] for name in (*SOME, "updated")), tally
@@ -45,8 +45,8 @@ def test_every_verb_obeys_the_law(name):
 
     @hypothesis.settings(max_examples=150)
     @hypothesis.given(requests(spec))
-    def property_test(asked):
-        run(spec, asked, tally)
+    def property_test(history):
+        run(spec, history, tally)
 
     property_test()
     verbs = set(jitted_verbs()) - {"lookup"}
@@ -55,23 +55,23 @@ def test_every_verb_obeys_the_law(name):
 
 
 def test_what_fails_shrinks_to_the_request_that_matters():
-    asked = hypothesis.find(requests(TIERS), lambda asked: any(request["verb"] == "swap_in" for request in asked))
-    assert asked == [{"verb": "swap_in", "seq": 0}]
-    asked = hypothesis.find(requests(SMALL), lambda asked: any(r["verb"] == "admit" and r["tokens"] for r in asked))
-    assert asked == [{"verb": "admit", "seq": 0, "tokens": [0], "namespace": 0}]
+    history = hypothesis.find(requests(TIERS), lambda found: any(request["verb"] == "swap_in" for request in found))
+    assert history == [{"verb": "swap_in", "seq": 0}]
+    history = hypothesis.find(requests(SMALL), lambda found: any(r["verb"] == "admit" and r["tokens"] for r in found))
+    assert history == [{"verb": "admit", "seq": 0, "tokens": [0], "namespace": 0}]
 
 
 @pytest.mark.long
 def test_specs_get_what_they_can_do():
     @hypothesis.settings(max_examples=10)
     @hypothesis.given(requests(SMALL))
-    def plain(asked):
-        for request in asked:
+    def plain(history):
+        for request in history:
             assert not {"host", "group", "extra_ids"} & set(request)
 
     plain()
-    hypothesis.find(requests(SPECS["extra ids"]), lambda asked: any("extra_ids" in request for request in asked))
-    hypothesis.find(requests(SPECS["windows, tiers"]), lambda asked: any(r.get("group") == 1 for r in asked))
+    hypothesis.find(requests(SPECS["extra ids"]), lambda found: any("extra_ids" in request for request in found))
+    hypothesis.find(requests(SPECS["windows, tiers"]), lambda found: any(r.get("group") == 1 for r in found))
 
 
 def test_without_hypothesis_the_extra_is_named(monkeypatch):
@@ -97,7 +97,7 @@ LIFE = [
 
 
 def disobeying(name):
-    """The verbs, of which one forgets its orders to move or to copy."""
+    """The verbs, of which one loses its orders to move or copy."""
 
     def verb(*args, **kwargs):
         state, events = jitted_verbs()[name](*args, **kwargs)

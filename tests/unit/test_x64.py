@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything works with jax's 64-bit types switched on, in a process of its own choosing, and keeps its 32-bit ones."""
+"""With jax's 64-bit types enabled everything works, and keeps its 32-bit types."""
 
 import functools
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 
 
 def by_class():
-    """Two classes, and a score of their heads."""
+    """A policy of two classes, with a score of their heads."""
     return kvjax.policies.by_class(
         lambda blocks, ids: blocks.hits[ids], lambda blocks, heads: blocks.stored[heads], classes=2
     )
@@ -44,7 +44,7 @@ def narrow(tree):
 
 
 def traced(fn, *args, **options):
-    """What comes of it, as shapes: what is wrong with types shows while tracing, for each platform."""
+    """The shapes of a function's results, by a trace for each platform, which shows errors of types."""
     return jax.eval_shape(functools.partial(fn, **options), *args)
 
 
@@ -75,7 +75,7 @@ def test_policies(policy):
 
 
 def pools_and_view(spec, form):
-    """With the shapes that a model sees in decode, in padded prefill, in a ragged batch and in a mixed one."""
+    """Pools and views with a model's shapes in decode, in padded prefill, in a ragged batch and in a mixed one."""
     state, pools = kvjax.init(spec), kvjax.init_pools(spec)
     if form == "ragged":
         return pools, kvjax.ragged(state, np.full(ROWS, 3), 8, np.arange(ROWS))
@@ -89,7 +89,7 @@ def pools_and_view(spec, form):
     "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all of it", "bfloat16"))]
 )
 def test_writing_and_attending(name, form):
-    """For every platform that can be traced here; `tests/kernels/` has the kernels compiled for GPUs."""
+    """They are traced for every possible platform. `tests/kernels/` compiles the kernels for GPUs."""
     spec = SPECS["plain"] if name == "bfloat16" else SPECS[name]
     dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
     if name == "bfloat16":
@@ -123,7 +123,7 @@ def test_copies(implementation):
 
 
 def last_token(tokens, pools, view, *, last):
-    """A model that predicts the token after the last one, by way of the cache."""
+    """A model that predicts the token after the last one, through the cache."""
     x = jax.nn.one_hot(tokens, 32, dtype=jnp.float32).reshape(*tokens.shape, 2, 16)
     pools = kvjax.write(pools, 0, x, x, view)
     y = kvjax.attend(10 * x, pools, 0, view, scale=10.0)
@@ -137,7 +137,7 @@ def test_generation_and_moves():
     )
     tiered, model = kvjax.tiers.TieredCache.create(spec), jax.tree_util.Partial(last_token)
     before = types((tiered.cache, tiered.host.arrays))
-    for start in (1, 11, 1):  # the last is brought back from the host
+    for start in (1, 11, 1):  # the last one is onboarded
         prompt = list(range(start, start + 14))
         outputs, tiered, _ = kvjax.generate(
             model, tiered, [prompt], max_new_tokens=4, sampling=kvjax.Sampling(temperature=1e-3, top_k=4, top_p=0.9)

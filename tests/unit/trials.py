@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs of trials: each kind of cache, small."""
+"""Specs for trials: a small cache of each kind."""
 
 import kvjax
 from kvjax import LayerSpec

@@ -4,7 +4,6 @@
 The service is described in `agent.proto` beside this file; `messages` and `services` are what gRPC makes of it.
 """
 
-from kvjax.interop.agent._wires import messages, services
-from kvjax.interop.agent.service import Agent
+from kvjax.interop.agent.service import Agent, messages, services
 
 __all__ = ["Agent", "messages", "services"]

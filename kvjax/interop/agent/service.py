@@ -11,32 +11,155 @@ twice.
 
 from __future__ import annotations
 
+import collections
+import enum
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvjax.blocks.keys import Namespaces
+from kvjax.checks import static_int
 from kvjax.debug import stats
 from kvjax.interop import columns as col
-from kvjax.interop.agent._wires import DecodeError, grpc, messages
-from kvjax.interop.agent.streams import Broadcaster, End, Stream
-from kvjax.interop.agent.updates import TIERS, UpdateEncoder, numbered
-from kvjax.interop.encoder import WHOLE
+from kvjax.interop.columns import hashes_of, parents_of
+from kvjax.interop.encoder import WHOLE, EventEncoder
+from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing
 from kvjax.interop.hub import PublisherThread
 from kvjax.interop.index import Change, NodeMap
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
+try:
+    import grpc
+    import grpc_tools  # noqa: F401, which grpc makes messages with
+    from google.protobuf.message import DecodeError
+except ImportError as error:
+    wanted = 'needs grpcio, grpcio-tools and protobuf (pip install "kvjax[agent]")'
+    raise ImportError(f"kvjax.interop.agent: {wanted}") from error
+
+messages, services = grpc.protos_and_services("kvjax/interop/agent/agent.proto")
+
+MOST_HASHES = 20_000  # in an update: one and its parent's have at most 44 bytes, so that it stays below 1 MB
+_TIERS = (messages.MEMORY_TIER_GPU, messages.MEMORY_TIER_CPU)  # by level
 _REQUEST_BYTES = 4096
 _READ_BYTES = 1 << 20  # of a request; a longer one gRPC refuses by itself, and nobody counts it
 _SPARE_THREADS = 4  # for answers to those that are refused
 _GRACE = 5.0  # seconds in which a subscriber that is late may still read why its stream ends
+
+
+class Update(NamedTuple):
+    """Blocks of one group that are added to one level, or removed from it."""
+
+    is_added: bool
+    group: int
+    level: int
+    hashes: list[int]
+    parents: list[int]  # of added ones, 0 at a root
+
+    def message(self, in_snapshot: bool = False) -> bytes:
+        """The update as a message, which has no number yet."""
+        return messages.KVCacheStateUpdate(
+            update_type=messages.UPDATE_TYPE_ADDED if self.is_added else messages.UPDATE_TYPE_REMOVED,
+            memory_tier=_TIERS[self.level],
+            cache_ids=map(str, self.hashes),
+            parent_ids=[str(parent or "") for parent in self.parents],
+            in_snapshot=in_snapshot,
+            group=self.group,
+        ).SerializeToString()
+
+
+class UpdateEncoder(EventEncoder[Update]):
+    """Makes updates of events."""
+
+    def differences(self, old: NodeMap, new: NodeMap) -> list[Update]:
+        """Updates from one index to another; group by group, what is gone before what is new."""
+        found = []
+        for number in sorted(self.groups):
+            (old_rows, old_keys), (new_rows, new_keys) = (self._published(nodes, number) for nodes in (old, new))
+            both = {*old_keys} & {*new_keys}
+            gone, added = (np.array([key not in both for key in keys], bool) for keys in (old_keys, new_keys))
+            found += self._removed(number, old_rows[gone][::-1]) + self._stored(number, new_rows[added])
+        return found
+
+    def _published(self, nodes: NodeMap, number: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Rows of a group's published blocks, parents first, and for each its hash and level."""
+        group = nodes.groups[number]
+        rows = group.table[group.live]
+        rows = rows[self._is_published(rows)]
+        return rows, list(zip(hashes_of(rows).tolist(), rows[:, col.LEVEL].tolist(), strict=True))
+
+    def _removed(self, number: int, rows: np.ndarray) -> list[Update]:
+        return _updates(False, number, rows, [])
+
+    def _stored(self, number: int, rows: np.ndarray) -> list[Update]:
+        return _updates(True, number, rows, np.where(rows[:, col.DEPTH] > 0, parents_of(rows), 0).tolist())
+
+
+def _updates(is_added: bool, number: int, rows: np.ndarray, parents: list[int]) -> list[Update]:
+    hashes, levels = hashes_of(rows).tolist(), rows[:, col.LEVEL]
+    return [
+        Update(is_added, number, int(levels[start]), hashes[start:stop], parents[start:stop])
+        for start, stop in pieces(runs(levels), MOST_HASHES)
+    ]
+
+
+class End(enum.Enum):
+    """Why a stream ends."""
+
+    GONE = "the subscriber has gone"
+    LATE = "the subscriber reads too slowly: subscribe again"
+    CLOSED = "the agent is closed"
+
+
+class Stream:
+    """The messages that wait for a subscriber. One thread puts them, the subscriber's own takes them.
+
+    Attributes:
+      groups: whose updates it gets.
+      cancel: ends it without a word.
+      ended: why it ended, or None.
+      since: when it ended.
+    """
+
+    def __init__(self, groups: tuple[int, ...], max_behind: int, cancel: Callable[[], object]):
+        self.groups, self.cancel, self._most = groups, cancel, max_behind
+        self.ended: End | None = None
+        self.since = 0.0
+        self._queue: collections.deque[bytes] = collections.deque()
+        self._wake = threading.Condition()
+
+    def put(self, message: bytes) -> None:
+        """Sends a message, or ends the stream if too many wait."""
+        with self._wake:
+            if self.ended is None and len(self._queue) < self._most:
+                self._queue.append(message)
+                self._wake.notify_all()
+                return
+        self.end(End.LATE)
+
+    def end(self, why: End) -> None:
+        """Ends it, if it has not ended. What waits is sent in a stream that is closed, and in no other."""
+        with self._wake:
+            if self.ended is None:
+                self.ended, self.since = why, time.monotonic()
+                if why is not End.CLOSED:
+                    self._queue.clear()
+                self._wake.notify_all()
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self.ended)
+                if not self._queue:
+                    return
+                message = self._queue.popleft()
+            yield message
 
 
 class Usage(NamedTuple):
@@ -103,27 +226,26 @@ class Agent(PublisherThread[UpdateEncoder]):
         """
         limits = ("max_subscribers", max_subscribers, 1), ("max_behind", max_behind, 1), ("port", port, 0)
         for name, value, least in limits:
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: got {value!r}, wanted an int of at least {least}")
+            static_int(name, value, least)
         self._groups = range(int(spec.bare), len(spec.groups))
         encoder = UpdateEncoder(spec, Hashing(names, lora_names, model, key), self._groups, WHOLE)
         super().__init__(encoder, queue_bytes=queue_bytes, heartbeat=heartbeat)
-        self._lock, self._broadcaster, self._due = threading.Lock(), Broadcaster(NodeMap(spec)), 0.0
+        self._lock, self._streams, self._due = threading.Lock(), set[Stream](), 0.0
+        self._sent = NodeMap(spec)  # the index that each subscriber has once it has read its stream
         self._usage: dict[int, Usage] = {}
         self._max_subscribers, self._max_behind = max_subscribers, max_behind
-        self._counts |= {"subscriptions": 0, "subscribers_refused": 0, "subscribers_late": 0, "requests_refused": 0}
+        counted = "updates", "subscriptions", "subscribers_refused", "subscribers_late", "requests_refused"
+        self._counts |= dict.fromkeys(counted, 0)
         self._threads = ThreadPoolExecutor(max_subscribers + _SPARE_THREADS, "kvjax-agent-stream")
-        self._server = grpc.server(
-            self._threads,
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _READ_BYTES)],
-        )
+        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _READ_BYTES)]
+        self._server = grpc.server(self._threads, options=options)
         service = messages.DESCRIPTOR.services_by_name["KVCacheAgentService"].full_name
         methods = {"SubscribeToUpdates": grpc.unary_stream_rpc_method_handler(self._subscribe)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, methods)])
         self.port = self._bind(f"{host}:{port}", credentials)
         self.address = f"{host}:{self.port}"
         self._server.start()
-        self._start()
+        self._thread.start()
 
     def _bind(self, address: str, credentials: Any) -> int:
         try:
@@ -149,8 +271,7 @@ class Agent(PublisherThread[UpdateEncoder]):
     @property
     def counts(self) -> dict[str, int]:
         """Updates, subscribers and refusals, overflows of the queue, calls ignored after an error, blocks left out."""
-        broadcaster = self._broadcaster
-        return {"updates": broadcaster.updates, "subscribers": len(broadcaster.streams), **super().counts}
+        return {"subscribers": len(self._streams), **super().counts}
 
     # The agent's thread.
 
@@ -158,16 +279,25 @@ class Agent(PublisherThread[UpdateEncoder]):
         updates = self._encoder.messages(changes)
         with self._lock:
             for change in changes:
-                self._broadcaster.nodes.write(change)
-            self._broadcaster.send(updates)
+                self._sent.write(change)
+            self._broadcast(updates)
             if self._patience() == 0:
                 self._send_fill()
 
     def _resync(self, nodes: NodeMap) -> None:
-        updates = self._encoder.differences(self._broadcaster.nodes, nodes)
+        updates = self._encoder.differences(self._sent, nodes)
         with self._lock:
-            self._broadcaster.nodes = nodes
-            self._broadcaster.send(updates)
+            self._sent = nodes
+            self._broadcast(updates)
+
+    def _broadcast(self, updates: Iterable[Update]) -> None:
+        """Sends each update to the streams of its group; needs the lock."""
+        for update in updates:
+            self._counts["updates"] += 1
+            listening = [stream for stream in self._streams if update.group in stream.groups]
+            message = update.message() if listening else b""
+            for stream in listening:
+                stream.put(message)
 
     def _idle(self) -> None:
         with self._lock:
@@ -180,7 +310,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         """Sends each stream how full the tiers are, and gives up the subscribers that do not read why theirs ended."""
         self._due = time.monotonic() + (self._heartbeat or 0)
         messages_of: dict[tuple[int, ...], bytes] = {}
-        for stream in list(self._broadcaster.streams):
+        for stream in list(self._streams):
             if stream.groups not in messages_of:
                 messages_of[stream.groups] = self._fill(stream.groups)
             stream.put(messages_of[stream.groups])
@@ -189,7 +319,7 @@ class Agent(PublisherThread[UpdateEncoder]):
 
     def _end(self, seconds: float) -> None:
         with self._lock:
-            for stream in self._broadcaster.streams:
+            for stream in self._streams:
                 stream.end(End.CLOSED)
         self._server.stop(seconds).wait()
         self._threads.shutdown()
@@ -201,8 +331,8 @@ class Agent(PublisherThread[UpdateEncoder]):
         stream, parts = self._join(self._requested(request, context), context)
         if not context.add_callback(lambda: self._leave(stream)):
             self._leave(stream)
-        for sequence, message in enumerate(parts):
-            yield numbered(message, sequence)
+        for sequence, message in enumerate(parts):  # messages that are joined are merged
+            yield message + messages.KVCacheStateUpdate(sequence=sequence).SerializeToString()
         if stream.ended is End.LATE:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, End.LATE.value)
         elif stream.ended is End.CLOSED:
@@ -213,16 +343,15 @@ class Agent(PublisherThread[UpdateEncoder]):
         with self._lock:
             if self._closing:
                 context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
-            if len(self._broadcaster.streams) >= self._max_subscribers:
+            if len(self._streams) >= self._max_subscribers:
                 self._counts["subscribers_refused"] += 1
                 why = f"subscribers: got another one, wanted at most {self._max_subscribers}"
                 context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
             stream = Stream(groups, self._max_behind, context.cancel)
-            self._broadcaster.streams.add(stream)
+            self._streams.add(stream)
             self._counts["subscriptions"] += 1
-            return stream, itertools.chain(
-                self._snapshot(self._broadcaster.nodes.copy(), groups), [self._fill(groups, snapshot_end=True)], stream
-            )
+            snapshot, end = self._snapshot(self._sent.copy(), groups), self._fill(groups, snapshot_end=True)
+            return stream, itertools.chain(snapshot, [end], stream)
 
     def _snapshot(self, nodes: NodeMap, groups: tuple[int, ...]) -> Iterator[bytes]:
         """The messages that add all of some groups."""
@@ -233,7 +362,7 @@ class Agent(PublisherThread[UpdateEncoder]):
     def _leave(self, stream: Stream) -> None:
         stream.end(End.GONE)
         with self._lock:
-            self._broadcaster.streams.discard(stream)
+            self._streams.discard(stream)
             self._counts["subscribers_late"] += stream.ended is End.LATE
 
     def _requested(self, request: bytes, context: Any) -> tuple[int, ...]:
@@ -262,12 +391,12 @@ class Agent(PublisherThread[UpdateEncoder]):
 
     def _fill_of(self, number: int) -> Iterator[Any]:
         """The fill of each tier of a group, if it has any blocks."""
-        nodes = self._broadcaster.nodes
+        nodes = self._sent
         table, spec = nodes.groups[number].table, nodes.spec.groups[number]
-        cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(TIERS)).tolist()
+        cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(_TIERS)).tolist()
         usage = self._usage.get(number)
         total = (spec.num_blocks, spec.num_host_blocks) if usage is None else usage.total
-        for level, tier in enumerate(TIERS):
+        for level, tier in enumerate(_TIERS):
             used = {}
             if usage is not None:
                 used = {"used_blocks": usage.used[level], "used_age_seconds": time.monotonic() - usage.timestamp}

@@ -3,6 +3,5 @@
 
 vllm.py, trtllm.py   a format: its events, decoded with limits on everything, and a mirror that follows them
 tree.py              the blocks that a mirror has cached
-follower.py          gaps, restarts and replays of a stream of vLLM's, without sockets
-subscriber.py        the same over ZMQ, on a thread of its own
+subscriber.py        follows a stream of vLLM's over ZMQ: gaps, restarts and replays
 """

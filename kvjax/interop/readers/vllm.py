@@ -67,8 +67,9 @@ class Batch(NamedTuple):
     rank: int | None
 
 
-_Hash = Annotated[bytes, msgspec.Meta(max_length=_LONGEST)] | int
 _Name = Annotated[str, msgspec.Meta(max_length=_LONGEST)]
+_Hash = Annotated[bytes, msgspec.Meta(max_length=_LONGEST)] | int
+_Keys = Annotated[list[Any], msgspec.Meta(max_length=_LONGEST)]  # text or bytes, so that `_keys` checks them
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=_GROUPS)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=_BLOCK)]
 
@@ -81,7 +82,7 @@ class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
     lora_id: int | None = None
     medium: _Name | None = None
     lora_name: _Name | None = None
-    extra_keys: Any = None
+    extra_keys: list[_Keys | None] | None = None
     group_idx: _Number | None = None
     kv_cache_spec_kind: _Name | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -94,20 +95,16 @@ class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
     group_idx: _Number | None = None
 
 
-class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
-    pass
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False): ...
 
 
-class _StoredArray(_Stored, tag="BlockStored", array_like=True):
-    pass
+class _StoredArray(_Stored, tag="BlockStored", array_like=True): ...
 
 
-class _RemovedArray(_Removed, tag="BlockRemoved", array_like=True):
-    pass
+class _RemovedArray(_Removed, tag="BlockRemoved", array_like=True): ...
 
 
-class _ClearedArray(_Cleared, tag="AllBlocksCleared", array_like=True):
-    pass
+class _ClearedArray(_Cleared, tag="AllBlocksCleared", array_like=True): ...
 
 
 class _Batch[E](msgspec.Struct, array_like=True, gc=False):
@@ -116,8 +113,7 @@ class _Batch[E](msgspec.Struct, array_like=True, gc=False):
     data_parallel_rank: int | None = None
 
 
-class _BatchMap[E](_Batch[E], array_like=False):  # some versions of vLLM have the batch as a map too
-    pass
+class _BatchMap[E](_Batch[E], array_like=False): ...  # some versions of vLLM have the batch as a map too
 
 
 _Maps, _Arrays = _Stored | _Removed | _Cleared, _StoredArray | _RemovedArray | _ClearedArray
@@ -151,7 +147,7 @@ def _checked(event: Any) -> Stored | Removed | Cleared:
     group, medium = event.group_idx or 0, event.medium or MEDIA[0]
     if isinstance(event, _Removed):
         return Removed(hashes, medium, group)
-    size, lora, salt, keys = event.block_size, event.lora_name, event.cache_salt, []
+    size, lora, salt, keys, parent = event.block_size, event.lora_name, event.cache_salt, [], event.parent_block_hash
     if len(event.token_ids) != len(hashes) * size:
         raise ValueError(f"token_ids: got {len(event.token_ids)}, wanted {size} for each of {len(hashes)} blocks")
     if lora is None and event.lora_id is not None:
@@ -161,26 +157,24 @@ def _checked(event: Any) -> Stored | Removed | Cleared:
     except OverflowError as error:
         raise ValueError("token_ids: got one of more than 63 bits, wanted smaller ones") from error
     if event.extra_keys is not None:
-        keys, salt_key = _keys(event.extra_keys, len(hashes), lora, event.parent_block_hash is None)
+        if len(event.extra_keys) != len(hashes):
+            raise ValueError(f"extra_keys: got those of {len(event.extra_keys)} blocks, wanted {len(hashes)}")
+        keys, salt_key = _keys(event.extra_keys, lora, parent is None)
         salt = salt_key if salt is None else salt
     kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
-    return Stored(hashes, event.parent_block_hash, tokens, size, lora, salt, keys, medium, group, kind, window)
+    return Stored(hashes, parent, tokens, size, lora, salt, keys, medium, group, kind, window)
 
 
 def _keys(
-    extra_keys: Any, num_blocks: int, lora: str | None, at_root: bool
+    extra_keys: Sequence[Sequence[Any] | None], lora: str | None, at_root: bool
 ) -> tuple[list[tuple[Key, ...]], str | None]:
     """The extra keys of each block without the adapter's name, and the salt.
 
     vLLM's keys have no names. A text in the first block that is not the adapter's is taken for the salt: then a block
     may be found by fewer prompts than have it, and never by others.
     """
-    if not isinstance(extra_keys, list) or len(extra_keys) != num_blocks:
-        raise ValueError("extra_keys: got another number than of blocks")
     found, salt = [], None
     for at, of_block in enumerate(extra_keys):
-        if of_block is not None and (not isinstance(of_block, list) or len(of_block) > _LONGEST):
-            raise ValueError("extra_keys: got no list")
         keys: list[Key] = []
         for key in of_block or ():
             key = tuple(key) if isinstance(key, list) else key

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a cache as payloads of vLLM's wire.
+"""Events of a cache as payloads of vLLM's wire, `KVEventBatch` in one of three forms.
+
+    payload     array: time f64, events, data-parallel rank
+    map         events as maps with "type" (vLLM since 0.24)
+    array       events as arrays, the tag first, with the same fields in the same order
+    array-0.11  the same, up to `medium`
+
+Events are put together of bytes that numpy has made for many blocks at once, and of ends that are made once for each
+group, level and namespace.
 
 What readers do with a message that breaks a rule is mostly to drop it in silence. The rules:
 
@@ -8,29 +16,39 @@ What readers do with a message that breaks a rule is mostly to drop it in silenc
   consecutive removals of one group and level too.
 - A change of level is a removal and a store (`interop/encoder.py`).
 - AllBlocksCleared empties every group at its reader. It is sent only when no group keeps anything.
+
+Source: vLLM's `distributed/kv_events.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from kvjax.blocks.keys import Namespaces
+from kvjax.checks import static_int
 from kvjax.interop import columns as col
+from kvjax.interop._wires import msgspec
 from kvjax.interop.columns import chains_of, hashes_of, parents_of
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.interop.index import NodeMap
-from kvjax.interop.vllm.forms import HASH_BYTES, Form, What, pack_hashes, payload
+from kvjax.interop.readers.vllm import MEDIA, SALT_PREFIX
 from kvjax.spec import CacheSpec
 
-_TOKEN, _FRAME = 5, 512  # the most bytes of a token, and usually of what is around hashes and tokens
+FORMS = ("map", "array", "array-0.11")
+_HASH, _TOKEN, _FRAME = 9, 5, 512  # bytes of a hash, the most of a token, and usually of what is around them
+_ALWAYS = frozenset({"lora_id", "lora_name"})  # nil if there is none; other fields are left out
+_NIL = b"\xc0"
+_SHORT = [bytes([0x90 | length]) for length in range(16)]
+_pack = msgspec.msgpack.Encoder().encode
 
 
 class Encoder(EventEncoder[bytes]):
@@ -81,23 +99,25 @@ class Encoder(EventEncoder[bytes]):
         Raises:
           ValueError: naming the argument.
         """
-        self.form = Form(form, spec.block_size)
-        without_field = () if self.form.has_groups else (col.SALT, col.LORA, col.EXTRA)
+        if form not in FORMS:
+            raise ValueError(f"form: got {form!r}, wanted {' or '.join(map(repr, FORMS))}")
+        self._form, self._has_groups = form, form != "array-0.11"
+        without_field = () if self._has_groups else (col.SALT, col.LORA, col.EXTRA)
         unpublished = WHOLE | ({col.EXTRA: "extra_id_without_name"} if extra_name is None else {})
         unpublished |= dict.fromkeys(without_field, "form_without_field") | omitted_salts(salts)
-        groups = range(int(spec.bare), len(spec.groups) if self.form.has_groups else 1)
+        groups = range(int(spec.bare), len(spec.groups) if self._has_groups else 1)
         super().__init__(spec, Hashing(names, lora_names, model, key), groups, unpublished)
         self._salt, self._extra_name = functools.partial(salt_text, salts=salts, key=key), extra_name
         self._extra_names: dict[int, str] = {}
-        least = 4 * (_FRAME + HASH_BYTES + _TOKEN * spec.block_size)
-        if not isinstance(max_message, int) or max_message < least:
-            raise ValueError(f"max_message: got {max_message!r}, wanted an int of at least {least}")
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
-            raise ValueError(f"rank: got {rank!r}, wanted an int of at least 0")
-        self.rank, self.max_message = rank, max_message
-        self._most_blocks = max_message // 2 // (HASH_BYTES + _TOKEN * spec.block_size)
-        self._most_hashes = max_message // 2 // HASH_BYTES
-        self._ends = functools.lru_cache(4096)(self._make_plain_ends)
+        self.max_message = static_int("max_message", max_message, 4 * (_FRAME + _HASH + _TOKEN * spec.block_size))
+        self.rank = static_int("rank", rank, 0)
+        self._most_blocks = max_message // 2 // (_HASH + _TOKEN * spec.block_size)
+        self._most_hashes = max_message // 2 // _HASH
+        self._all_cleared = _pack({"type": "AllBlocksCleared"} if form == "map" else ["AllBlocksCleared"])
+        names_of_fields = ("block_hashes", "parent_block_hash", "token_ids")
+        self._hashes, self._parent, self._tokens = (_pack(name) if form == "map" else b"" for name in names_of_fields)
+        self._ends = functools.lru_cache(4096)(self._make_ends)
+        self._ends_of_removed = functools.cache(self._make_ends_of_removed)
 
     def encode(self, events: Any, now: float | None = None) -> list[bytes]:
         """The payloads of events; none if nothing of them is published.
@@ -117,57 +137,73 @@ class Encoder(EventEncoder[bytes]):
 
     def snapshot_of(self, nodes: NodeMap, now: float | None = None) -> list[bytes]:
         """The same for a copy of the index."""
-        return self.payloads([self.form.cleared, *self.messages(nodes.snapshot())], now)
+        return self.payloads([self._all_cleared, *self.messages(nodes.snapshot())], now)
 
     def idle(self) -> bytes:
         """The payload of an empty batch."""
-        return payload([], time.time(), self.rank)
+        return self._payload([], time.time())
 
     def payloads(self, events: Sequence[bytes], now: float | None = None) -> list[bytes]:
         """Encoded events as payloads of at most `max_message` bytes."""
         timestamp, found, some, size = time.time() if now is None else now, [], [], _FRAME
         for event in events:
             if some and size + len(event) > self.max_message:
-                found.append(payload(some, timestamp, self.rank))
+                found.append(self._payload(some, timestamp))
                 some, size = [], _FRAME
             some.append(event)
             size += len(event)
-        return [*found, payload(some, timestamp, self.rank)] if some else found
+        return [*found, self._payload(some, timestamp)] if some else found
+
+    def _payload(self, events: Sequence[bytes], timestamp: float) -> bytes:
+        header = b"\x93\xcb" + struct.pack(">d", timestamp) + _array_header(len(events))
+        return b"".join((header, *events, _pack(self.rank)))
 
     def _removed(self, number: int, rows: np.ndarray) -> list[bytes]:
         """Consecutive removals from one level are one event."""
-        hashes, levels = pack_hashes(hashes_of(rows)), rows[:, col.LEVEL]
-        return [
-            self.form.removed(hashes[start * HASH_BYTES : stop * HASH_BYTES], int(levels[start]), number)
-            for start, stop in pieces(runs(levels), self._most_hashes)
-        ]
+        hashes, levels, found = _packed(hashes_of(rows)), rows[:, col.LEVEL], []
+        for start, stop in pieces(runs(levels), self._most_hashes):
+            head, tail = self._ends_of_removed(number, int(levels[start]))
+            found.append(b"".join((head, _array_header(stop - start), hashes[start * _HASH : stop * _HASH], tail)))
+        return found
 
     def _cleared(self) -> list[bytes]:
-        return [self.form.cleared]
+        return [self._all_cleared]
 
     def _stored(self, number: int, rows: np.ndarray) -> list[bytes]:
         """Consecutive blocks that chain are one event."""
-        cuts, text = chains_of(rows, col.LEVEL, col.NAMESPACE), rows[:, col.TEXT :]
-        tokens, extra_ids = np.split(text, [self.nodes.spec.block_size], axis=1)
-        chains = Chains(
-            number, pack_hashes(hashes_of(rows)), pack_hashes(parents_of(rows)),
-            rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist(), tokens.reshape(-1).tolist(),
-            self._extra_keys(extra_ids),
-        )  # fmt: skip
+        cuts, size = chains_of(rows, col.LEVEL, col.NAMESPACE), self.nodes.spec.block_size
+        tokens, extra_ids = np.split(rows[:, col.TEXT :], [size], axis=1)
+        tokens, extra_keys = tokens.reshape(-1).tolist(), self._extra_keys(extra_ids)
+        hashes, parents = _packed(hashes_of(rows)), _packed(parents_of(rows))
+        columns = rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist()
+
+        def chain(start: int, stop: int) -> bytes:
+            """The event that stores a chain."""
+            level, namespace, depth = columns[start]
+            roots = 0 if depth else stop - start
+            if extra_keys:
+                head, tail = self._make_ends(number, level, namespace, roots, extra_keys[start:stop])
+            else:
+                head, tail = self._ends(number, level, namespace, roots)
+            first, last = start * _HASH, stop * _HASH
+            parent = parents[first : first + _HASH] if depth else _NIL
+            return b"".join((
+                head, _array_header(stop - start), hashes[first:last], self._parent, parent,
+                self._tokens, _pack(tokens[start * size : stop * size]), tail,
+            ))  # fmt: skip
+
         found = []
         for start, stop in pieces(itertools.pairwise(cuts), self._most_blocks):
-            event = self._chain(chains, start, stop)
+            event = chain(start, stop)
             if len(event) + _FRAME <= self.max_message:
                 found.append(event)
             else:  # names are so long that it does not fit a message
-                found += [self._chain(chains, at, at + 1) for at in range(start, stop)]
+                found += [chain(at, at + 1) for at in range(start, stop)]
         return found
 
     def _extra_keys(self, ids: np.ndarray) -> list[list[Any] | None]:
         """For each row the extra keys of its extra ids i32[n, P or 0]; an empty list if none has any."""
-        some = ids.any(axis=1)
-        rows = zip(ids.tolist(), some.tolist(), strict=True) if some.any() else ()
-        return [self._extra_keys_of(row) if any_ else None for row, any_ in rows]
+        return [self._extra_keys_of(row) if any(row) else None for row in ids.tolist()] if ids.any() else []
 
     def _extra_keys_of(self, ids: list[int]) -> list[list[Any]]:
         """[name, offset] for each run of equal extra ids other than 0.
@@ -188,37 +224,56 @@ class Encoder(EventEncoder[bytes]):
             before = extra
         return keys
 
-    def _chain(self, chains: Chains, start: int, stop: int) -> bytes:
-        """The event that stores a chain."""
-        level, namespace, depth = chains.columns[start]
-        first, size = start * HASH_BYTES, self.nodes.spec.block_size
-        if chains.extra_keys:
-            ends = self._make_ends(chains.group, level, namespace, depth == 0, *chains.extra_keys[start:stop])
-        else:
-            ends = self._ends(chains.group, level, namespace, stop - start if depth == 0 else 0)
-        return self.form.stored(
-            chains.hashes[first : stop * HASH_BYTES],
-            chains.parents[first : first + HASH_BYTES] if depth else b"",
-            chains.tokens[start * size : stop * size],
-            ends,
-        )
+    def _make_ends(
+        self, number: int, level: int, namespace: int, roots: int, extra_keys: Sequence[Any] = ()
+    ) -> tuple[bytes, bytes]:
+        """The bytes of an event BlockStored before the number of its hashes and after its tokens.
 
-    def _make_plain_ends(self, number: int, level: int, namespace: int, roots: int) -> tuple[bytes, bytes]:
-        """`Form.ends` of blocks without extra ids; so many that begin at a root, 0 if they do not."""
-        return self._make_ends(number, level, namespace, roots > 0, *[None] * roots)
-
-    def _make_ends(self, number: int, level: int, namespace: int, at_root: bool, *keys: Any) -> tuple[bytes, bytes]:
+        `roots` is the number of its blocks if the first one has no parent, else 0. `extra_keys` has for each block None
+        or [name, offset] lists, or is empty if no block has any.
+        """
         space, window = self.hashing.space(namespace), self.nodes.spec.groups[number].window
-        salt = self._salt(space.salt)
-        return self.form.ends(What(number, window, level, space.lora_id, space.lora, salt), keys, at_root)
+        salt, keys = self._salt(space.salt), list(extra_keys)
+        if self._form == "array" and salt is not None and roots:
+            keys = keys or [None] * roots
+            keys[0] = [SALT_PREFIX + salt, *(keys[0] or ())]
+        size = self.nodes.spec.block_size
+        fields: dict[str, Any] = {"block_size": size, "lora_id": space.lora_id, "medium": MEDIA[level]}
+        if self._has_groups:
+            kind = "full_attention" if window is None else "sliding_window"
+            fields |= {"lora_name": space.lora, "extra_keys": keys if any(keys) else None, "group_idx": number}
+            fields |= {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
+        if self._form == "map":
+            fields["cache_salt"] = salt
+            fields = {name: value for name, value in fields.items() if value is not None or name in _ALWAYS}
+        elif window is None:
+            fields.pop("kv_cache_spec_sliding_window", None)
+        return self._around("BlockStored", 3, fields)
+
+    def _make_ends_of_removed(self, number: int, level: int) -> tuple[bytes, bytes]:
+        """The same of an event BlockRemoved."""
+        group = {"group_idx": number} if self._has_groups else {}
+        return self._around("BlockRemoved", 1, {"medium": MEDIA[level], **group})
+
+    def _around(self, tag: str, before: int, fields: dict[str, Any]) -> tuple[bytes, bytes]:
+        """The bytes of an event up to its hashes, and from `fields` on; `before` fields are between."""
+        count = 1 + before + len(fields)
+        if self._form == "map":
+            values = [_pack(name) + _pack(value) for name, value in fields.items()]
+            return bytes([0x80 | count]) + _pack("type") + _pack(tag) + self._hashes, b"".join(values)
+        return bytes([0x90 | count]) + _pack(tag), b"".join(map(_pack, fields.values()))
 
 
-class Chains(NamedTuple):
-    """A group's blocks to store: packed hashes and parents, (level, namespace, depth), all tokens, and extra keys."""
+def _packed(hashes: np.ndarray) -> bytes:
+    """Hashes u64[n] as ints of 9 bytes each."""
+    packed = np.empty((len(hashes), _HASH), np.uint8)
+    packed[:, 0] = 0xCF
+    packed[:, 1:] = hashes.astype(">u8").view(np.uint8).reshape(-1, 8)
+    return packed.tobytes()
 
-    group: int
-    hashes: bytes
-    parents: bytes
-    columns: list[list[int]]
-    tokens: list[int]
-    extra_keys: list[list[Any] | None]
+
+def _array_header(length: int) -> bytes:
+    """The first bytes of an array."""
+    if length < 16:
+        return _SHORT[length]
+    return struct.pack(">BH", 0xDC, length) if length < 1 << 16 else struct.pack(">BI", 0xDD, length)

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.research.learning.learn_policy import learn_policy
-from kvjax.research.learning.learned import Learned
+from kvjax.research.learning.learned import Learned, learn_policy
 from kvjax.research.simulators.belady import belady
 from kvjax.research.simulators.hits import RULES, Rule
 from kvjax.research.simulators.lru_curve import lru_curve
@@ -61,7 +60,7 @@ class Comparison:
     def __str__(self) -> str:
         names = [name for name in self.rates if name != "bound"]
         head = "    blocks     gain   from     to  closed" + "".join(f"{name:>11}" for name in [*names, "bound"])
-        lines = []
+        lines: list[str] = []
         for part, (first, last) in enumerate(self.parts):
             lines += [f"learned from {self.learned_from[part]:,} requests, counted in {first:,} to {last - 1:,}", head]
             for at, size in enumerate(self.sizes.tolist()):
@@ -70,10 +69,8 @@ class Comparison:
                 shares = "{:>+9.1%}{:>+7.1%}{:>+7.1%}{:>8.0%}".format(*numbers)
                 lines.append(f"{size:>10,}{shares}" + "".join(f"{rate:>11.4f}" for rate in found))
         if len(self.parts) > 1:
-            mean = ", ".join(
-                f"{gain:+.1%} at {size:,}" for gain, size in zip(self.gain.mean(axis=0), self.sizes, strict=True)
-            )
-            lines.append(f"mean gain    {mean}")
+            means = zip(self.gain.mean(axis=0), self.sizes, strict=True)
+            lines.append("mean gain    " + ", ".join(f"{gain:+.1%} at {size:,}" for gain, size in means))
         return "\n".join([
             *lines,
             f'Blocks found of blocks requested. Rule "{self.rule}": {RULES[self.rule]}.',
@@ -138,16 +135,11 @@ def compare_learned(
         rates.append({name: x.sum(axis=-1) / references for name, x in {"learned": own.mean(axis=0), **others}.items()})
         gains.append(own.sum(axis=-1) / np.maximum(others["lru"].sum(axis=-1), 1) - 1)
         intervals.append(_interval(own.mean(axis=0), others["lru"]))
+    low, high = np.stack(intervals, axis=1)
     return Comparison(
-        rule=rule,
-        sizes=lru.sizes,
-        parts=tuple((part.first, part.last) for part in parts),
-        learned_from=tuple(part.end for part in parts),
-        rates={name: np.stack([each[name] for each in rates]) for name in rates[0]},
-        gains=np.stack(gains),
-        low=np.stack([low for low, _ in intervals]),
-        high=np.stack([high for _, high in intervals]),
-    )
+        rule, lru.sizes, tuple((part.first, part.last) for part in parts), tuple(part.end for part in parts),
+        {name: np.stack([each[name] for each in rates]) for name in rates[0]}, np.stack(gains), low, high,
+    )  # fmt: skip
 
 
 class _Part(NamedTuple):
@@ -175,11 +167,10 @@ def _simulated(trace: Trace, learned: Sequence[Learned], sizes: np.ndarray, rule
     return np.stack(found)
 
 
-def _interval(own: np.ndarray, lru: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """f64[Z] each; the 95 % interval of the gain of own f64[Z, R] over lru i32[Z, R], by the bootstrap over windows."""
+def _interval(own: np.ndarray, lru: np.ndarray) -> np.ndarray:
+    """f64[2, Z]; the 95 % interval of the gain of own f64[Z, R] over lru i32[Z, R], by the bootstrap over windows."""
     begins = np.arange(0, own.shape[1], _WINDOW)
     sums = [np.add.reduceat(blocks.astype(np.float64), begins, axis=1) for blocks in (own, lru)]
     sampled = np.random.default_rng(0).integers(0, len(begins), (_DRAWS, len(begins)))
     ours, theirs = (each[:, sampled].sum(axis=-1) for each in sums)
-    low, high = np.quantile(ours / np.maximum(theirs, 1) - 1, (0.025, 0.975), axis=1)
-    return low, high
+    return np.quantile(ours / np.maximum(theirs, 1) - 1, (0.025, 0.975), axis=1)

@@ -33,8 +33,7 @@ def belady(trace: Trace, sizes: Sequence[int] | np.ndarray, *, bypass: bool = Fa
     """The hits of every request under the best policy there could be, for the rule "papers".
 
     For the rules "kvjax" and "full" this is an upper bound that may be out of reach: this cache may hold what theirs
-    hold, but there a last block that comes back does not hit. All sizes run at once in one program, which is compiled
-    for each number of sizes.
+    hold, but there a last block that comes back does not hit. All sizes run in one program, compiled for their number.
 
     Args:
       trace: the requests.
@@ -114,8 +113,8 @@ def _serve(steps: _Steps, sizes: jax.Array, entries: int) -> jax.Array:
         space = space.at[now.since].add(freed)
         return (space, older, in_all - taken + freed), taken
 
-    carry = jnp.zeros(shape, jnp.int32), jnp.broadcast_to(below, shape), jnp.zeros(shape[1:], jnp.int32)
-    return lax.scan(step, carry, steps)[1]
+    start = jnp.zeros(shape, jnp.int32), jnp.broadcast_to(below, shape), jnp.zeros(shape[1:], jnp.int32)
+    return lax.scan(step, start, steps)[1]
 
 
 def _take(
@@ -126,10 +125,6 @@ def _take(
     Between an entry and the one that older i32[X, Z] names all are empty. Entry 0 is always empty, and the end.
     """
     lane = jnp.arange(wanted.shape[0], dtype=jnp.int32)
-
-    def going(carry: tuple[jax.Array, ...]) -> jax.Array:
-        _, _, at, left = carry
-        return jnp.any((left > 0) & (at > 0))
 
     def take(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         space, older, at, left = carry
@@ -144,5 +139,6 @@ def _take(
         return space, older, jnp.where(left > 0, skipped, at), left
 
     at = jnp.broadcast_to(since, wanted.shape)
+    going = lambda carry: jnp.any((carry[3] > 0) & (carry[2] > 0))  # noqa: E731
     space, older, _, left = lax.while_loop(going, take, (space, older, at, wanted))
     return space, older, wanted - left

@@ -37,11 +37,7 @@ def num_hittable(trace: Trace, rule: Rule) -> np.ndarray:
 
 
 def check_longest(trace: Trace, sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """i32[Z]; sizes that every request of the trace fits into.
-
-    Raises:
-      ValueError: for a smaller one.
-    """
+    """i32[Z]; sizes that every request of the trace fits into; a ValueError for a smaller one."""
     checked, longest = np.asarray(sizes, np.int32).reshape(-1), int(trace.lengths.max(initial=1))
     if len(checked) and checked.min() < longest:
         raise ValueError(f"sizes: got {checked.min()}, wanted at least {longest} blocks, the longest request")
@@ -49,11 +45,7 @@ def check_longest(trace: Trace, sizes: Sequence[int] | np.ndarray) -> np.ndarray
 
 
 def check_sizes(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """i32[Z]; sizes of caches, some of which may be too small for some requests.
-
-    Raises:
-      ValueError: for no sizes, or one below 1.
-    """
+    """i32[Z]; sizes of caches, perhaps too small for some requests; a ValueError for none, or one below 1."""
     blocks = np.asarray(sizes)
     if blocks.ndim != 1 or not np.issubdtype(blocks.dtype, np.integer) or not blocks.size or blocks.min() < 1:
         raise ValueError(f"sizes: got {sizes}, wanted at least one number of blocks, each at least 1")
@@ -64,8 +56,7 @@ def check_sizes(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
 class Hits:
     """The hits of every request in caches of several sizes.
 
-    Requests follow one another unless `replay` gets an `overlap`, and answers are not stored; `summary` estimates what
-    that hides.
+    Requests follow one another unless `replay` gets an `overlap`. Answers are not stored (see `summary`).
 
     Attributes:
       trace: the requests.

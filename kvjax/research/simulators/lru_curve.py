@@ -76,9 +76,8 @@ def _needed(trace: Trace, rule: Rule) -> tuple[np.ndarray, np.ndarray]:
     reused = runs(trace, used)
     top = _positions(reused, used)
     old = np.flatnonzero(reused.before >= 0)
-    request, depth, position = (
-        np.repeat(field[old], reused.length[old]) for field in (reused.request, reused.depth, top)
-    )
+    fields = reused.request, reused.depth, top
+    request, depth, position = (np.repeat(field[old], reused.length[old]) for field in fields)
     within = np.arange(len(request)) - np.repeat(_sums_before(reused.length[old])[:-1], reused.length[old])
     position = position + within.astype(np.int32)
     if rule == "papers":

@@ -6,7 +6,10 @@ Requests follow one another, or run at the same time, each in a row of its own w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import heapq
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +20,6 @@ from jax import lax
 
 from kvjax.policies.scores import cost_aware
 from kvjax.research.simulators.hits import Hits, Rule, check_rule, check_sizes, num_cached
-from kvjax.research.simulators.overlap import Overlap, overlapping
 from kvjax.research.traces.trace import Trace
 from kvjax.spec import CacheSpec, make_spec
 from kvjax.state import CacheState, EvictionPolicy
@@ -27,6 +29,85 @@ from kvjax.verbs.commit import commit
 from kvjax.verbs.extend import extend
 from kvjax.verbs.init import init
 from kvjax.verbs.release import release
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Overlap:
+    """Admits and releases in the order of time. They are fixed beforehand: a hit makes no request shorter.
+
+    Attributes:
+      time: f64[2R] ms.
+      request: i32[2R].
+      admit: bool[2R]; whether the request begins; else it ends, and releases its blocks.
+      blocks: i32[R]; blocks that each request holds for its prompt and its answer.
+      held: i32[2R]; blocks held after each step. A prompt's block that several hold is held once.
+      running: i32[2R]; requests that run after each step.
+    """
+
+    time: np.ndarray
+    request: np.ndarray
+    admit: np.ndarray
+    blocks: np.ndarray
+    held: np.ndarray
+    running: np.ndarray
+
+    @property
+    def most(self) -> int:
+        """The most blocks that are held at once: a cache needs as many to serve the trace at this speed."""
+        return int(self.held.max(initial=0))
+
+
+def overlapping(trace: Trace, tokens_per_s: float = 10_000, ms_a_token: float = 50) -> Overlap:
+    """The begins and ends of requests if none waits for another.
+
+    A request begins when it comes. It ends after its whole prompt was computed, at `tokens_per_s`, and its answer made,
+    at `ms_a_token`. From its beginning it holds the blocks of both. Where times are equal, releases come first.
+
+    Args:
+      trace: of R requests.
+      tokens_per_s: tokens of a prompt.
+      ms_a_token: of an answer.
+
+    Raises:
+      ValueError: for a speed out of range.
+    """
+    if not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
+        raise ValueError(f"tokens_per_s: got {tokens_per_s}, wanted a finite number above 0")
+    if not (math.isfinite(ms_a_token) and ms_a_token >= 0):
+        raise ValueError(f"ms_a_token: got {ms_a_token}, wanted a finite number of at least 0")
+    number = len(trace)
+    takes = trace.input_length / tokens_per_s * 1000 + trace.output_length * float(ms_a_token)
+    time = np.concatenate([trace.time, trace.time + takes])
+    admit = np.arange(2 * number) < number
+    order = np.lexsort((np.arange(2 * number), admit, time))
+    request = np.tile(np.arange(number, dtype=np.int32), 2)[order]
+    admit = admit[order]
+    total = trace.input_length.astype(np.int64) + trace.output_length
+    blocks = -(-total // trace.block_size)
+    change = np.where(admit, 1, -1)
+    answers = np.cumsum(change * (blocks - trace.lengths)[request])
+    return Overlap(
+        time[order], request, admit, blocks.astype(np.int32),
+        (answers + _prompts_held(trace, order)).astype(np.int32), np.cumsum(change).astype(np.int32),
+    )  # fmt: skip
+
+
+def _prompts_held(trace: Trace, order: np.ndarray) -> np.ndarray:
+    """i64[2R]; prompts' blocks that are held after each step; `order` sorts the R admits and the R releases."""
+    number, owner = len(trace), trace.owners
+    step = np.empty(2 * number, np.int64)
+    step[order] = np.arange(2 * number)
+    at = np.concatenate([step[owner], step[owner + number]])
+    ids = np.tile(trace.ids, 2)
+    change = np.repeat(np.array([1, -1]), len(owner))
+    along = np.lexsort((at, ids))
+    # Each id's changes sum to 0, so one running sum counts the holders of every id.
+    holders = np.cumsum(change[along])
+    begins = (holders == 1) & (change[along] == 1)
+    ends = holders == 0
+    held = np.zeros(2 * number, np.int64)
+    np.add.at(held, at[along], begins.astype(np.int64) - ends)
+    return np.cumsum(held)
 
 
 def replay(
@@ -109,19 +190,17 @@ def _caches(sizes: np.ndarray, trace: Trace, held: np.ndarray, rows: int) -> tup
 
 
 def _rows_and_ends(trace: Trace, overlap: Overlap) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The arrays of requests that overlap, beside those of `request_arrays`.
+    """The arrays of requests that overlap beside those of `request_arrays`, and of their ends, i32[R] each.
 
-    Returns:
-      Of each request, i32[R]: its row (the lowest that is free when it begins), the blocks of its answer, and the ends
-      from..to-1 that come before it begins and after the request before it began. Of each end, i32[R]: the row, and ms
-      since the first request.
+    Of a request its row (the lowest free one), the blocks of its answer, and the ends from..to-1 since the request
+    before it. Of an end the row, and ms since the first request.
     """
-    rows, free = np.zeros(len(trace), np.int32), list(range(int(overlap.running.max(initial=1))))[::-1]
+    rows, free = np.zeros(len(trace), np.int32), list(range(int(overlap.running.max(initial=1))))
     for request, begins in zip(overlap.request.tolist(), overlap.admit.tolist(), strict=True):
         if begins:
-            rows[request] = free.pop(free.index(min(free)))
+            rows[request] = heapq.heappop(free)
         else:
-            free.append(int(rows[request]))
+            heapq.heappush(free, int(rows[request]))
     ended = ~overlap.admit
     to = np.cumsum(ended, dtype=np.int32)[overlap.admit]
     begins = {"row": rows, "answer": overlap.blocks - trace.lengths, "from": to - np.diff(to, prepend=0), "to": to}
@@ -141,49 +220,38 @@ def _serve(
     ids: jax.Array,
 ) -> jax.Array:
     """i32[R, Z]; blocks that each request found in a cache of each size, or -1 where it was refused beside others."""
-    if ends is None:
-        one = functools.partial(_serve_alone, ids)
-    else:
-        one = functools.partial(_serve_overlapped, ids, ends, longest_answer)
+    one = functools.partial(_serve_one, ids, ends, longest_answer)
     caches = jax.vmap(lambda size, state: init(spec, policy, size, policy_state=state))(sizes, states)
     step = lambda caches, request: jax.vmap(one, in_axes=(0, None))(caches, request)  # noqa: E731
     return lax.scan(step, caches, requests)[1]
 
 
-def _serve_alone(ids: jax.Array, cache: CacheState, request: dict[str, jax.Array]) -> tuple[CacheState, jax.Array]:
-    """Serves a request from its prompt to its end."""
-    start, now, width = request["start"], request["now"], cache.spec.max_blocks_per_seq
-    cache, admitted = admit(cache, 0, lax.dynamic_slice_in_dim(ids, start, width), request["length"], now=now)
-    found = admitted.cached[0]
-    # A block that is not committed, filled in part, becomes empty when the row is released. Where the request was
-    # refused the row is free, so that both verbs are refused too.
-    tokens = lax.dynamic_slice_in_dim(ids, start + found, width)[None]
-    cache, _ = commit(cache, tokens, (request["cached"] - found)[None], now=now)
-    cache, _ = release(cache, 0, now=now)
-    return cache, found
-
-
-def _serve_overlapped(
-    ids: jax.Array,
-    ends: dict[str, jax.Array],
-    longest_answer: int,
-    cache: CacheState,
+def _serve_one(
+    ids: jax.Array, ends: dict[str, jax.Array] | None, longest_answer: int, cache: CacheState,
     request: dict[str, jax.Array],
-) -> tuple[CacheState, jax.Array]:
-    """Releases the requests that end before this one begins, admits it, and reserves blocks for its answer."""
+) -> tuple[CacheState, jax.Array]:  # fmt: skip
+    """Releases the requests that end before this one begins, admits it, and reserves blocks for its answer.
 
-    def end(number, cache):
-        return release(cache, ends["row"][number], now=ends["now"][number])[0]
-
-    cache = lax.fori_loop(request["from"], request["to"], end, cache)
-    start, row, now, width = request["start"], request["row"], request["now"], cache.spec.max_blocks_per_seq
+    Without `ends` no requests overlap: it releases this one.
+    """
+    row, seqs = (0, None) if ends is None else (request["row"], request["row"][None])
+    if ends is not None:
+        rows, times = ends["row"], ends["now"]
+        end = lambda number, cache: release(cache, rows[number], now=times[number])[0]  # noqa: E731
+        cache = lax.fori_loop(request["from"], request["to"], end, cache)
+    start, now, width = request["start"], request["now"], cache.spec.max_blocks_per_seq
     cache, admitted = admit(cache, row, lax.dynamic_slice_in_dim(ids, start, width), request["length"], now=now)
     found, ok = admitted.cached[0], admitted.ok
     tokens = lax.dynamic_slice_in_dim(ids, start + found, width)[None]
-    cache, _ = commit(cache, tokens, (request["cached"] - found)[None], seqs=row[None], now=now)
+    cache, _ = commit(cache, tokens, (request["cached"] - found)[None], seqs=seqs, now=now)
     if longest_answer:
         wanted = request["answer"][None]
-        cache, extended = extend(cache, wanted > 0, wanted, seqs=row[None], max_tokens=longest_answer, now=now)
+        cache, extended = extend(cache, wanted > 0, wanted, seqs=seqs, max_tokens=longest_answer, now=now)
         ok &= extended.ok
         cache, _ = release(cache, jnp.where(ok, -1, row), now=now)  # without an answer the prompt is held in vain
+    if ends is None:
+        # A block that is not committed, filled in part, becomes empty when the row is released. Where the request was
+        # refused the row is free, so that commit and release are refused too.
+        cache, _ = release(cache, row, now=now)
+        return cache, found
     return cache, jnp.where(ok, found, -1)

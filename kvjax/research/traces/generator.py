@@ -59,15 +59,6 @@ class Workload:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 0")
 
 
-@dataclasses.dataclass
-class _Session:
-    """A session that goes on: its number, the kind of its next request, and the tokens of its next prompt."""
-
-    number: int
-    kind: str
-    tokens: int
-
-
 def draw_trace(seed: int, requests: int = 1000, workload: Workload | None = None) -> Trace:
     """A trace drawn at random, equal for equal arguments.
 
@@ -93,22 +84,21 @@ def draw_trace(seed: int, requests: int = 1000, workload: Workload | None = None
         tokens = tokens_of(workload.system_tokens)
         systems.append((tokens, [next(system_ids) for _ in range(tokens // workload.block_size)]))
     first_blocks: dict[Hashable, list[int]] = {}
-    waiting: list[tuple[float, int, _Session]] = []  # (time of its next turn, its number, it)
+    waiting: list[tuple[float, int, int]] = []  # sessions: time of the next turn, number, tokens so far
     arrival, arrivals = 0.0, 0
     records = []
     while len(records) < requests:
         if waiting and waiting[0][0] < arrival:
-            now, _, session = heapq.heappop(waiting)
-            session.tokens += tokens_of(workload.user_tokens)
+            now, number, tokens = heapq.heappop(waiting)
+            kind, tokens = "later", tokens + tokens_of(workload.user_tokens)
         else:
-            now = arrival
-            session, first_blocks[arrivals] = _begin(random, workload, arrivals, systems)
+            now, number = arrival, arrivals
+            kind, tokens, first_blocks[number] = _begin(random, workload, number, systems)
             arrival, arrivals = arrival + random.exponential(workload.gap_ms), arrivals + 1
         answer = tokens_of(workload.answer_tokens)
-        records.append((now, session.tokens, answer, session.kind, session.number))
-        if session.kind != "one-shot" and random.random() >= 1 / workload.turns:
-            session.kind, session.tokens = "later", session.tokens + answer
-            heapq.heappush(waiting, (now + random.exponential(workload.think_ms), session.number, session))
+        records.append((now, tokens, answer, kind, number))
+        if kind != "one-shot" and random.random() >= 1 / workload.turns:
+            heapq.heappush(waiting, (now + random.exponential(workload.think_ms), number, tokens + answer))
     time, lengths, answers, kinds, sessions = zip(*records, strict=True)
     prompts = blocks_of(sessions, lengths, workload.block_size, first_blocks)
     return make_trace(
@@ -119,15 +109,15 @@ def draw_trace(seed: int, requests: int = 1000, workload: Workload | None = None
 
 def _begin(
     random: np.random.Generator, workload: Workload, number: int, systems: list[tuple[int, list[int]]]
-) -> tuple[_Session, list[int]]:
-    """The `number`-th arrival, a session's first turn or a one-shot prompt; and the ids that its prompt begins with."""
+) -> tuple[str, int, list[int]]:
+    """The kind of the `number`-th arrival, the tokens of its prompt, and the ids that this begins with."""
     if random.random() < workload.one_shot:
-        return _Session(number, "one-shot", int(random.geometric(1 / workload.one_shot_tokens))), []
+        return "one-shot", int(random.geometric(1 / workload.one_shot_tokens)), []
     weights = 1 / np.arange(1, len(systems) + 1)
     rank = int(random.choice(len(systems), p=weights / weights.sum()))
     turned = number // workload.drift if workload.drift else 0
     tokens, blocks = systems[(rank - turned) % len(systems)]
-    return _Session(number, "first", tokens + int(random.geometric(1 / workload.user_tokens))), blocks
+    return "first", tokens + int(random.geometric(1 / workload.user_tokens)), blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +180,7 @@ def blocks_of(
 ) -> list[list[int]]:
     """The ids, from 0, of prompts that begin with the full blocks of the prompt before them in their session.
 
-    Without `sessions` every block is its own. `system_prompts` are the negative ids of the full blocks that the first
-    prompt of a session begins with.
+    Without `sessions` every block is its own. A session's first prompt begins with the negative ids `system_prompts`.
     """
     prompts: list[list[int]] = []
     full: dict[Hashable, list[int]] = dict(system_prompts or {})

@@ -35,7 +35,7 @@ def read_mooncake(path: str | pathlib.Path, *, block_size: int = 512, two_parent
     for where, record in records.objects(path):
         columns.add(where, record, records.timestamp(where, record, "timestamp"), "input_length", "output_length")
         columns.hash_ids.append(records.hash_ids(where, record))
-    return columns.trace(path, columns.hash_ids, block_size, two_parents=two_parents)
+    return columns.trace(path, block_size, two_parents=two_parents)
 
 
 def read_bailian(path: str | pathlib.Path, *, block_size: int = 16, two_parents: TwoParents = "rename") -> Trace:
@@ -64,7 +64,7 @@ def read_bailian(path: str | pathlib.Path, *, block_size: int = 16, two_parents:
         time = 1000 * records.timestamp(where, record, "timestamp")
         columns.add(where, record, time, "input_length", "output_length")
         columns.hash_ids.append(records.hash_ids(where, record))
-    return columns.trace(path, columns.hash_ids, block_size, two_parents=two_parents, session=sessions)
+    return columns.trace(path, block_size, two_parents=two_parents, session=sessions)
 
 
 def read_azure(path: str | pathlib.Path, *, sessions: Sessions | None = None, block_size: int = 16) -> Trace:
@@ -127,7 +127,7 @@ class _Columns:
     time: list[float] = dataclasses.field(default_factory=list)
     input_length: list[int] = dataclasses.field(default_factory=list)
     output_length: list[int] = dataclasses.field(default_factory=list)
-    hash_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    hash_ids: list[list[int]] = dataclasses.field(default_factory=list)  # where the source has them
     kinds: list[str] = dataclasses.field(default_factory=list)
     where: list[str] = dataclasses.field(default_factory=list)
 
@@ -138,24 +138,18 @@ class _Columns:
         self.output_length.append(records.count(where, record, output_name))
         self.where.append(where)
 
-    def trace(
-        self, path: str | pathlib.Path, hash_ids: Sequence[Sequence[int]], block_size: int, **options: Any
-    ) -> Trace:
+    def trace(self, path: str | pathlib.Path, block_size: int, **options: Any) -> Trace:
         """The requests as a trace; at least one."""
         if not self.where:
             raise ValueError(f"{path}: got no requests, wanted at least one")
         return make_trace(
-            self.time, self.input_length, self.output_length, hash_ids, block_size,
+            self.time, self.input_length, self.output_length, self.hash_ids, block_size,
             kind=self.kinds or None, where=self.where, **options,
         )  # fmt: skip
 
 
 def _without_contents(
-    columns: _Columns,
-    path: str | pathlib.Path,
-    block_size: int,
-    model: Sessions | None,
-    own_sessions: list[str] | None,
+    columns: _Columns, path: str | pathlib.Path, block_size: int, model: Sessions | None, own_sessions: list[str] | None
 ) -> Trace:
     """A trace whose ids are made here, by the sessions of a model or those that the source has."""
     for where, tokens in zip(columns.where, columns.input_length, strict=True):
@@ -169,18 +163,14 @@ def _without_contents(
         note = "Reuse is assumed: each prompt begins with the full blocks of the one before it in its Session ID."
     else:
         sessions, note = model.draw(columns.input_length), f"Reuse is not measured but drawn at random: {model}."
-    hash_ids = blocks_of(sessions, columns.input_length, block_size)
-    session = own_sessions if sessions is None else sessions
-    return columns.trace(path, hash_ids, block_size, session=session, notes=[note])
+    columns.hash_ids = blocks_of(sessions, columns.input_length, block_size)
+    return columns.trace(path, block_size, session=own_sessions if sessions is None else sessions, notes=[note])
 
 
 FORMATS: dict[str, Callable[..., Trace]] = {
-    "mooncake": read_mooncake,
-    "bailian": read_bailian,
-    "azure": read_azure,
-    "burst": read_burst,
+    "mooncake": read_mooncake, "bailian": read_bailian, "azure": read_azure, "burst": read_burst,
     "events": read_events,
-}
+}  # fmt: skip
 
 
 def read_trace(path: str | pathlib.Path, format: str | None = None, **options: Any) -> Trace:

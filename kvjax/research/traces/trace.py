@@ -168,28 +168,31 @@ def make_trace(
     """
     number = len(hash_ids)
     where = where if where is not None else [f"request {n}" for n in range(number)]
-    _check_fields(number, time, input_length, output_length, kind, session)
+    fields = {"time": time, "input_length": input_length, "output_length": output_length, "kind": kind}
+    for name, values in (fields | {"session": session}).items():
+        if values is not None and len(values) != number:
+            raise ValueError(f"{name}: got {len(values)} values, wanted one for each of {number} prompts")
     if block_size < 1:
         raise ValueError(f"block_size: got {block_size}, wanted at least 1 token")
     for n in range(number):
-        _check_request(where[n], input_length[n], output_length[n], len(hash_ids[n]), block_size)
+        if input_length[n] < 1 or output_length[n] < 0:
+            raise ValueError(
+                f"{where[n]}: got {input_length[n]} and {output_length[n]} tokens, wanted a prompt of at least 1 and "
+                "an answer of at least 0"
+            )
+        blocks, begun = len(hash_ids[n]), -(-input_length[n] // block_size)
+        if blocks != begun:
+            wanted = f"{begun} for {input_length[n]} tokens in blocks of {block_size}"
+            raise ValueError(f"{where[n]}: hash_ids: got {blocks}, wanted {wanted}")
         if n and time[n] < time[n - 1]:
             raise ValueError(f"{where[n]}: time: got {time[n]} ms after {time[n - 1]}, wanted requests in order")
     ids, parent = _forest(hash_ids, two_parents, where)
+    starts = np.cumsum([0, *map(len, hash_ids)], dtype=np.int32)
     kinds = () if kind is None else tuple(dict.fromkeys(kind))
     return Trace(
-        np.asarray(time, np.float64),
-        np.asarray(input_length, np.int32),
-        np.asarray(output_length, np.int32),
-        ids,
-        np.concatenate([[0], np.cumsum([len(prompt) for prompt in hash_ids])]).astype(np.int32),
-        parent,
-        block_size,
-        None if kind is None else np.asarray([kinds.index(name) for name in kind], np.int32),
-        kinds,
-        None if session is None else _numbered(session),
-        tuple(notes),
-    )
+        np.asarray(time, np.float64), np.asarray(input_length, np.int32), np.asarray(output_length, np.int32), ids,
+        starts, parent, block_size, _numbered(kind), kinds, _numbered(session), tuple(notes),
+    )  # fmt: skip
 
 
 def _forest(
@@ -216,27 +219,7 @@ def _forest(
     return np.asarray(ids, np.int32), np.asarray(parent, np.int32)
 
 
-def _check_request(where: str, input_length: int, output_length: int, blocks: int, block_size: int) -> None:
-    if input_length < 1 or output_length < 0:
-        raise ValueError(
-            f"{where}: got {input_length} and {output_length} tokens, wanted a prompt of at least 1 and an answer of "
-            "at least 0"
-        )
-    begun = -(-input_length // block_size)
-    if blocks != begun:
-        raise ValueError(
-            f"{where}: hash_ids: got {blocks}, wanted {begun} for {input_length} tokens in blocks of {block_size}"
-        )
-
-
-def _check_fields(number: int, *fields: Sequence[object] | None) -> None:
-    names = ("time", "input_length", "output_length", "kind", "session")
-    for name, values in zip(names, fields, strict=True):
-        if values is not None and len(values) != number:
-            raise ValueError(f"{name}: got {len(values)} values, wanted one for each of {number} prompts")
-
-
-def _numbered(values: Sequence[object]) -> np.ndarray:
-    """i32[R]; equal numbers for equal values, from 0 in order of first use."""
+def _numbered(values: Sequence[object] | None) -> np.ndarray | None:
+    """i32[R]; equal numbers for equal values, from 0 in order of first use; None for None."""
     seen: dict[object, int] = {}
-    return np.asarray([seen.setdefault(value, len(seen)) for value in values], np.int32)
+    return None if values is None else np.asarray([seen.setdefault(value, len(seen)) for value in values], np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that collide all the time may cost hits, and never give a wrong one."""
+"""Keys that collide all the time may cost hits, but never give a wrong one."""
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ def verbs(request, monkeypatch):
     return drive.Verbs(lambda name: lambda *args, **options: drive.verb(name)(*args, **options))
 
 
-def test_what_is_reused_is_what_was_asked_for(verbs):
-    """A model of the slots says what K/V each block really holds: (namespace, prefix) of every written token."""
+def test_reused_tokens_are_those_of_the_prompt(verbs):
+    """A model of the slots records each block's real K/V as (namespace, prefix) of every written token."""
     spec = kvjax.make_spec(num_blocks=10, max_seqs=S, max_length=LENGTH, block_size=P)
     cache = drive.Driver(kvjax.init(spec), verbs)
     rng, slots, rows, reused = np.random.default_rng(0), {}, set(), 0
@@ -64,7 +64,7 @@ def test_what_is_reused_is_what_was_asked_for(verbs):
     assert reused > 0
 
 
-def test_equal_keys_of_one_call_are_told_apart(verbs):
+def test_equal_keys_of_one_call_are_distinguished(verbs):
     spec = kvjax.make_spec(num_blocks=10, max_seqs=S, max_length=LENGTH, block_size=P)
     state = kvjax.init(spec)
     prompts = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 7, 8]], jnp.int32)
@@ -72,7 +72,7 @@ def test_equal_keys_of_one_call_are_told_apart(verbs):
     state, events = verbs["commit"](state, prompts, jnp.full(S, 4))
     assert events.ok
     kvjax.check(state)
-    for row in range(S):  # whatever was merged, each row still holds its own tokens
+    for row in range(S):  # after any merges, each row still holds its own tokens
         held = [state.groups[0].blocks.tokens[b].tolist() for b in state.groups[0].table[row][:2]]
         assert [t for block in held for t in block] == prompts[row].tolist()
 

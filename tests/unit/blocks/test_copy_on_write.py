@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row that copies the block it is in, where the copy takes the place of a cached block."""
+"""A row that copies its last block into the place of a cached block."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SEQS = range(PLAIN.max_seqs)
 
 @pytest.mark.parametrize("seq", SEQS)
 def test_a_child_of_the_block_that_is_copied_can_leave(seq):
-    """Whatever the row's number: it is a mark in the refcount of the block while its child is claimed."""
+    """Every row's number is tried: it marks the block's refcount while the child is claimed."""
     cache = Driver(kvjax.init(PLAIN, num_blocks=4))
     cache.start(seq, range(1, 13))
     cache.do("truncate", seq, 6)  # into a block that has a cached child

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two hash tables against dicts: batches in and out, neighbours that leave together, crowded buckets."""
+"""The two hash tables against dicts: batches in and out, removals of neighbours together, crowded buckets."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ HASHES = pytest.mark.parametrize("kind", ["many buckets", "two buckets", "one bu
 
 
 class Table:
-    """The library's tables and what they should hold: blocks in order of insertion, the newest last."""
+    """The library's tables and their right contents: blocks in order of insertion, the newest last."""
 
     def __init__(self, kind, extra_ids=False):
         self.insert_, self.remove_, self.find_, self.longest_ = tables(kind)
@@ -71,7 +71,7 @@ class Table:
         self.verify()
 
     def verify(self):
-        """Both tables hold just what they should; each entry knows its neighbours; every key is found."""
+        """Verifies that both tables hold the right blocks, that neighbours are linked, and that every key is found."""
         following, preceding = np.asarray(self.links.next), np.asarray(self.links.prev)
         seen = []
         for bucket in range(2 * NUM, len(following)):
@@ -87,7 +87,7 @@ class Table:
         assert np.all(np.asarray(self.find_(self.blocks, self.links, absent)) == kvjax.state.NO_BLOCK)
 
     def longest(self, parent, tokens, limit, extra_ids=None):
-        """(block, tokens shared), and the same by trying all."""
+        """(block, tokens shared) by the table, and the same by trying all blocks."""
         wanted = [np.asarray(tokens, np.int32), None if extra_ids is None else np.asarray(extra_ids, np.int32)]
         got = self.longest_(self.blocks, self.links, np.array(parent, np.int32), Text(*wanted), jnp.int32(limit))
         best, shared = -1, 0
@@ -166,7 +166,7 @@ def test_the_best_child_and_among_equals_the_newest():
         ([5, 1, 2, 3], 4, (0, 4)),
         ([5, 1, 2, 3], 3, (4, 3)),  # the newest of three
         ([5, 1, 2, 9], 4, (1, 4)),
-        ([5, 1, 2, 8], 4, (4, 3)),  # its fourth token is not there
+        ([5, 1, 2, 8], 4, (4, 3)),  # its fourth token differs
         ([5, 1, 7, 7], 4, (4, 2)),
         ([5, 7, 7, 7], 1, (4, 1)),
         ([7, 1, 2, 3], 4, (-1, 0)),

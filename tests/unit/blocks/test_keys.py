@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys depend on everything before the end of a block, and on nothing else; namespaces are interned, and saved."""
+"""Keys depend on all tokens up to a block's end, and on nothing else; namespaces are interned, and saved."""
 
 import doctest
 import functools
@@ -102,7 +102,7 @@ def test_what_cannot_have_been_saved_is_refused(changes, complaint):
 
 
 def test_after_a_restart_a_tenant_finds_nothing_of_another():
-    """The mistake: tenant b came first to a fresh `Namespaces`, and got the number of a's cached tokens."""
+    """A bug: tenant b came first to a new `Namespaces`, and got the number of a's cached tokens."""
     names, text = Namespaces(), list(range(11))
     cache = Driver(kvjax.init(PLAIN))
     cache.start(0, text, namespace=names(salt="tenant a"))
@@ -137,7 +137,7 @@ def chain(namespace, tokens, extra_ids=None, fill=SIZE, *, with_extra=False):
 
 
 def key_of(tokens, namespace=0, extra_ids=None):
-    """The key of a whole prompt, as an int; its last block may be partly filled."""
+    """The key of a whole prompt, as an int. Its last block may be partly filled."""
     fill = np.full(-(-len(tokens) // SIZE), SIZE)
     fill[-1] = len(tokens) - (len(fill) - 1) * SIZE
     padded = lambda x: np.resize(np.append(x, [77] * SIZE), (len(fill), SIZE)).astype(np.int32)  # noqa: E731

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Window groups: what a row holds as it grows, what is found again, and what comes back when a row is cut."""
+"""Window groups: the blocks of a growing row, of a prefix that is found again, and of a row that is cut."""
 
 import functools
 
@@ -30,24 +30,24 @@ SINKS = spec_of((WINDOW, 5))
 
 
 class Story(Driver):
-    """A cache with windows, and which blocks its rows hold."""
+    """A cache with windows, and the blocks that its rows hold."""
 
     def __init__(self, spec=BOTH, **blocks):
-        """`blocks`, of a group, are how many are in use: caches of several sizes share their programs."""
+        """`full` and `window` are the numbers of blocks in use: caches of several sizes share programs."""
         state = kvjax.init(spec)
         few = [kvjax.init(spec, num_blocks=blocks.get(name)).groups for name in ("full", "window")]
         groups = tuple(groups[number] for number, groups in enumerate(few[: len(state.groups)]))
         super().__init__(state.replace(groups=groups))
 
     def step(self, *rows):
-        """One more token for some rows, given as (row, token); how many blocks were copied for that."""
+        """Adds a token to some rows, given as (row, token); returns the number of blocks copied for that."""
         assert self.grow(*[int(row in dict(rows)) for row in range(S)]) == ["OK"] * S
         copied = int(kvjax.events.counts(self.events)["copied"])
         assert self.write({row: [token] for row, token in rows}) == ["OK"] * S
         return copied
 
     def held(self, group, row=0):
-        """{place: block} of a row."""
+        """{column: block} of a row."""
         table = self.state.groups[group].table[row].tolist()
         return {column: block for column, block in enumerate(table) if block != kvjax.state.NO_BLOCK}
 
@@ -84,7 +84,7 @@ def long_row(spec):
 
 @pytest.mark.long
 def test_a_row_holds_what_its_window_needs_and_no_more():
-    """A window of 32 in blocks of 16: 3 blocks, and in prefill those of a chunk. The group has no more than that."""
+    """A window of 32 in blocks of 16 needs 3 blocks, and in prefill those of a chunk. The group has no more."""
     most, chunk = -(-32 // 16) + 1, 64 // 16
     layers, blocks = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, 32)], {None: 256, 32: most + chunk}
     ok, state, chunks, steps = long_row(
@@ -119,14 +119,14 @@ def test_a_prefix_is_found_where_every_group_has_what_is_seen():
     assert [story.found(TEXT[:n]) for n in (20, 12, 5)] == [19, 11, 4]
     story.start(0, OTHER[:12])  # takes the empty block, and those that left the window first
     story.do("release", 0)
-    # The first two blocks are in one group alone. After the third the next token still sees the second, but not after
-    # three more tokens.
+    # The first two blocks are in one group only. After the third block the next token still sees the second, but three
+    # tokens later it does not.
     assert [story.found(TEXT[:n]) for n in (20, 17, 16, 14, 13, 5)] == [19, 16, 15, 13, 0, 0]
     assert sum(group == 0 for group, *_ in kvjax.events.index_of(story.state)) == 8
 
     assert story.start(1, TEXT[:20]) == 19
     assert (story.columns(0, 1), story.columns(1, 1)) == ([0, 1, 2, 3, 4], [3, 4])
-    # What is computed anew in one group alone goes there; the other keeps what it has.
+    # A block that is recomputed for one group only goes there. The other group keeps its block.
     blocks = story.held(0, 1)
     assert story.start(0, TEXT[:12]) == 0
     assert list(story.held(0).values()) == list(blocks.values())[:3]
@@ -153,7 +153,7 @@ def test_a_copy_moves_a_window_off_a_block_that_is_gone():
 
 
 @pytest.mark.long
-def test_without_room_for_its_copy_a_prefix_over_a_gap_is_not_taken():
+def test_without_a_block_for_its_copy_a_prefix_over_a_gap_is_not_taken():
     story = Story(full=5, window=4)
     story.start(0, TEXT[:12])
     story.do("release", 0)
@@ -179,7 +179,7 @@ def test_a_tail_is_stored_again_in_a_window_that_lost_it():
 
 
 @pytest.mark.long
-def test_a_cut_over_the_edge_brings_blocks_back_if_they_are_there():
+def test_a_cut_over_the_edge_brings_blocks_back_if_they_are_cached():
     story = Story()
     story.start(0, TEXT[:20])
     left = dict(story.held(1))
@@ -187,8 +187,8 @@ def test_a_cut_over_the_edge_brings_blocks_back_if_they_are_there():
     assert story.columns(1) == [2, 3] and story.held(1)[3] == left[3]
     for token in TEXT[14:20]:
         story.step((0, token))
-    assert story.held(1) == left  # the same contents again: merged with what was there
-    story.start(1, OTHER[:16])  # takes all but what is held
+    assert story.held(1) == left  # the same contents again, merged with the cached blocks
+    story.start(1, OTHER[:16])  # takes all blocks that are not held
     assert story.status("truncate", 0, 14) != ["OK"]
     story.do("truncate", 0, 17)
     assert story.columns(1) == [3, 4]
@@ -229,7 +229,7 @@ def test_sinks_stay():
     assert story.found(TEXT[:20]) == 19 and story.start(0, TEXT[:20]) == 19
     assert story.columns(1) == [0, 1, 3, 4]
     story.do("release", 0)
-    story.start(0, OTHER[:20])  # of six blocks five are its own, and the one that is left is the first
+    story.start(0, OTHER[:20])  # of six blocks five are its own, and the last one is the first block
     assert story.columns(1) == [0, 1, 3, 4]
     assert story.found(TEXT[:20]) == 4
 
@@ -274,17 +274,17 @@ def test_layers_are_grouped_by_what_they_see():
     ]  # fmt: skip
     shape = {"max_seqs": 2, "max_length": 64}
     spec = kvjax.make_spec(layers, num_blocks={None: 9, 16: 5, 32: 7}, num_host_blocks={None: 3, 16: 1, 32: 0}, **shape)
-    assert [(g.window, g.sink_tokens, g.num_blocks, g.num_host_blocks) for g in spec.groups] == [
+    assert [(group.window, group.sink_tokens, group.num_blocks, group.num_host_blocks) for group in spec.groups] == [
         (None, 0, 9, 3), (16, 0, 5, 1), (16, 4, 5, 1), (32, 0, 7, 0)
     ]  # fmt: skip
     assert [[pool.layers for pool in group.pools] for group in spec.groups] == [[(1,)], [(3,)], [(5,)], [(0, 4), (2,)]]
     assert [spec.locate(layer) for layer in range(6)] == [
         (3, 0, 0), (0, 0, 0), (3, 1, 0), (1, 0, 0), (3, 0, 1), (2, 0, 0)
     ]  # fmt: skip
-    assert not spec.bare and {g.num_blocks for g in kvjax.make_spec(layers, num_blocks=4, **shape).groups} == {4}
+    assert not spec.bare and {each.num_blocks for each in kvjax.make_spec(layers, num_blocks=4, **shape).groups} == {4}
 
-    bare = kvjax.make_spec(layers[:1], num_blocks={32: 7}, **shape)  # blocks for 2 rows of 4, and for what is cached
-    assert bare.bare and [g.num_blocks for g in bare.groups] == [2 * 4 + 7, 7]
+    bare = kvjax.make_spec(layers[:1], num_blocks={32: 7}, **shape)  # blocks for 2 rows of 4, and for cached ones
+    assert bare.bare and [group.num_blocks for group in bare.groups] == [2 * 4 + 7, 7]
     assert [array.shape[0] for group in kvjax.init_pools(bare).arrays for array in group] == [8]
     state = kvjax.init(bare, num_blocks=3)
     assert [int(group.num_empty) for group in state.groups] == [15, 3]

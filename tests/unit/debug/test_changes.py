@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `show(state, since=)` says of two states: only what changed, and that nothing did."""
+"""`show(state, since=)` of two states shows only the changes, or that nothing changed."""
 
 import jax
 import jax.numpy as jnp

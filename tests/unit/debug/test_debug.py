@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check` names every kind of damage and draws it; `index_of` and `snapshot` tell what is findable."""
+"""`check` names every kind of damage and shows it; `index_of` and `snapshot` have the findable blocks."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ from tests.unit.debug.stories import at, changed
 
 @functools.cache
 def story(spec=PLAIN):
-    """Two rows that share a prompt, one of them still to be written, and cached blocks; two blocks are out of use."""
+    """Two rows share a prompt, and one has more to write. Some blocks are cached, and two are out of use."""
     driver = Driver(kvjax.init(spec, num_blocks=10))
     driver.start(0, [1, 1, 1, 1, 2, 2, 2, 2, 3])
     driver.start(1, [1, 1, 1, 1, 4, 4, 4, 4, 5, 5, 5, 5])
@@ -29,7 +29,7 @@ def story(spec=PLAIN):
 
 
 def block_names(state):
-    """Names for the blocks of the story, found by what they hold."""
+    """Names for the blocks of the story, found by their contents."""
     blocks, table = jax.device_get(state.groups[0].blocks), np.asarray(state.groups[0].table)
     first = {blocks.tokens[b, 0]: b for b in np.flatnonzero(blocks.fill > 0)}
     names = {"root": first[1], "held": first[2], "middle": first[4], "leaf": first[5], "other": first[7]}
@@ -135,7 +135,7 @@ def test_check_names_the_damage_and_draws_it(rule, path, make):
 
 
 def endless(target):
-    """The story with a link that goes round (or nowhere), in the chain where `leaf` was to be found."""
+    """The story with a link in a circle (or to nowhere), in the chain that had `leaf`."""
     state = story().state
     blocks, following = block_names(state), np.asarray(state.groups[0].links.next)
     (bucket,) = np.flatnonzero((following == blocks["leaf"]) & (np.arange(len(following)) >= 24))
@@ -152,7 +152,7 @@ def print_what_check_says_of_endless_chains():
 
 @pytest.mark.slow
 def test_check_ends_where_links_do_not():
-    """In a process of its own: compiled code that never ends cannot be interrupted."""
+    """It runs in a process of its own: compiled code that never ends cannot be interrupted."""
     code = f"import {__name__} as tests; tests.print_what_check_says_of_endless_chains()"
     output = output_of(sys.executable, "-c", code)
     assert [line.startswith("broken: ") and "link" in line for line in output.splitlines()] == [True] * 3
@@ -189,7 +189,7 @@ def test_several_kinds_of_damage_are_all_named():
 
 @pytest.mark.parametrize("by", [2**31 - 64, 2**31 - 2, 2**32 - 32, 2**32 - 2])
 def test_counters_of_the_ring_may_have_wrapped(by):
-    """Also between the head and the tail."""
+    """They may have wrapped between the head and the tail, too."""
     state = story().state
     assert (int(state.groups[0].policy.head), int(state.groups[0].policy.tail)) == (0, 4)
     state = changed(state, RING + "order", lambda x: np.roll(x, by))

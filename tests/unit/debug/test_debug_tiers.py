@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `check`, `stats`, `show` and `plot_blocks` say of a cache with a window and a host tier."""
+"""`check`, `stats`, `show` and `plot_blocks` of a cache with a window and a host tier."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def state() -> kvjax.CacheState:
 
 
 def block_names(state):
-    """Names for the blocks of the story: of both groups those of row 0, of row 2 (swapped out), and what is cached."""
+    """Names for the blocks of the story in both groups: those of row 0, of row 2 (swapped out), and the cached ones."""
     names = {}
     for number, group in enumerate(jax.device_get(state.groups)):
         fill, idle = group.blocks.fill, group.blocks.refcount == 0
@@ -48,7 +48,7 @@ def swap(one, two):
     return change
 
 
-# For each rule the group that it is of, the field, and the damage, by the blocks' names.
+# For each rule its group, the field, and the damage, by the blocks' names.
 DAMAGE = {
     "rows that are not swapped out are on the device": [
         (0, "seqs.swapped", lambda b: at(2, False)),
@@ -63,7 +63,7 @@ DAMAGE = {
     "table entries are blocks": [(1, "groups.1.table", lambda b: at((0, 3), 99))],
     "refcounts cover the tables": [(1, "groups.1.blocks.refcount", lambda b: at(b[1, "swapped end"], 0))],
     "num cached counts cached blocks": [
-        (0, "groups.0.num_cached", lambda b: lambda x: x + 1),  # with that on the host it would be right
+        (0, "groups.0.num_cached", lambda b: lambda x: x + 1),  # with that block on the host it would be right
         (1, "groups.1.num_cached", lambda b: lambda x: x - 1),
     ],
     "the stack is the empty blocks": [
@@ -151,7 +151,7 @@ def test_the_story_is_sound_and_its_blocks_differ(state):
 
 
 def test_the_number_of_moves_may_have_wrapped(state):
-    """The latest is number -2**31 now, and what is on its way was ordered just before it."""
+    """The latest move is number -2**31 now, and the pending ones were ordered just before it."""
     for number in range(2):
         state = changed(state, f"groups.{number}.host.num_moves", lambda x: np.full_like(x, -(2**31)))
         state = changed(
@@ -173,7 +173,7 @@ def test_blocks_out_of_use_keep_their_pool_rows():
 )
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("value", [-5, 99])
-def test_any_numbers_can_be_checked_and_drawn(state, path, number, value):
+def test_any_numbers_can_be_checked_and_plotted(state, path, number, value):
     if number == 0 and path in ("group0_block", "window_block"):
         return
     broken = changed(state, f"groups.{number}.{path}", lambda x: np.full_like(x, value))
@@ -191,13 +191,13 @@ def test_stats_count_each_group_by_tiers(state):
         active_blocks=5 + 1,
         cached_blocks=1,
         empty_blocks=5,
-        row_tokens=19,  # rows 2 and 3 have theirs on the host, row 1 has nothing written
+        row_tokens=19,  # rows 2 and 3 are on the host, row 1 has nothing written
         written_slots=19,
         reserved_slots=2,
         cached_slots=3,
         host_blocks=10,
         host_active_blocks=5 + 2,
-        host_cached_blocks=1,  # the second block of that text had one token, and no K/V on the device to be kept
+        host_cached_blocks=1,  # the second block of that text had one token, and no K/V on the device
         host_empty_blocks=2,
         in_transit_blocks=2,
         **rows,
@@ -233,7 +233,7 @@ def test_a_forked_window_is_shared_by_two():
     assert (stats(story.state).reserved_slots, stats(story.state, 1).cached_slots) == (0, 8)
 
 
-def test_a_window_groups_blocks_hold_what_those_beside_them_do(state):
+def test_a_window_groups_blocks_hold_what_their_group0_blocks_do(state):
     first, window = inspect_group(state), inspect_group(state, 1)
     names = block_names(state)
     for name in ("first", "last", "swapped out", "swapped end", "moving", "cached", "host cached"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `show`, `stats` and `plot_blocks` say of a cache whose contents are known, and of broken ones."""
+"""`show`, `stats` and `plot_blocks` of a cache with known contents, and of broken ones."""
 
 import dataclasses
 import sys
@@ -139,14 +139,14 @@ def test_show_stays_compact(num_blocks):
 
 
 def mapped(lines, per_cell):
-    """How many blocks the lines of a map are about."""
+    """The number of blocks in the lines of a map."""
     words = [line.replace(",", "").split() for line in lines]
     ranges = [int(line[2].rstrip(":")) + 1 - int(line[0]) for line in words if line[1] == "to"]
     return sum(ranges) + per_cell * sum(len("".join(line[1:])) for line in words if line[1] != "to")
 
 
 def filled(num_blocks):
-    """A cache of any size that looks like one in which two rows share one block and have one more each."""
+    """A cache of any size in which two rows share one block and have one more each."""
     state = cache.init(make_spec(num_blocks=num_blocks, max_seqs=32, max_length=64, block_size=4))
     table, lengths = np.full((32, 16), -1, np.int32), np.zeros(32, np.int32)
     table[:2, :2], lengths[:2] = [[0, 1], [0, 2]], 5
@@ -162,7 +162,7 @@ def with_table(state, table):
 
 
 def test_show_counts_the_blocks_in_use():
-    """A pool of any size with little in it is drawn block by block, with its contents."""
+    """A pool of any size with few blocks in use is shown block by block, with its contents."""
     small, large = show(filled(12)).splitlines(), show(filled(5000)).splitlines()
     assert "    0 [1 2 3 4]  2 holders" in large and small[2:-1] == large[2:-2]
     assert large[-3:] == [
@@ -192,7 +192,7 @@ def test_show_draws_what_rows_share():
 
 
 def shared_by(tables, **options):
-    """What `show` draws of the sharing of rows with these tables."""
+    """The lines of `show` about the sharing of rows with these tables."""
     table = np.full((32, 16), -1, np.int32)
     for seq, blocks in enumerate(tables):
         table[seq, : len(blocks)] = blocks
@@ -240,8 +240,8 @@ def broken(state, **arrays):
     return state.replace(groups=(group,))
 
 
-def test_broken_states_can_be_drawn(story):
-    """`check` shows the state that it objects to, so nothing may go round in circles or out of range."""
+def test_broken_states_can_be_shown(story):
+    """`check` shows the broken state, so `show` must not follow circles or go out of range."""
     blocks, generation = story.state.groups[0].blocks, int(story.state.groups[0].blocks.generation[4])
     circle = broken(story.state, parent=blocks.parent.at[0].set(jnp.array([4, generation])))
     assert "NO WAY TO A ROOT   0 [" in show(circle)
@@ -279,7 +279,7 @@ def test_plot_blocks_draws_a_large_cache_and_long_rows(tmp_path):
     assert picture.shape[1] > 1000
 
 
-def test_plot_blocks_draws_where_it_is_told(story):
+def test_plot_blocks_draws_into_given_axes(story):
     from matplotlib.figure import Figure
 
     before, after = Figure().subplots(1, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: packing, decoding, and replaying them; what cannot have happened is refused."""
+"""Events: packing, decoding and replaying; impossible ones are refused."""
 
 import dataclasses
 import json
@@ -75,7 +75,7 @@ def test_events_of_several_transitions_are_appended_at_once(capacity):
     chex.assert_trees_all_equal(append(log, SOME, SOME), append(append(log, SOME), SOME))
 
 
-def test_a_log_packs_and_tells_its_room():
+def test_a_log_packs_and_tells_how_many_are_free():
     log = append(append(init_log(20, 4), SOME), SOME)
     assert kvjax.to_list(log) == DECODED * 2
     assert (int(log.size), int(log.num_free)) == (14, 6)
@@ -83,10 +83,10 @@ def test_a_log_packs_and_tells_its_room():
 
 
 def test_a_log_counts_what_its_admissions_looked_up_and_found():
-    asked = SOME.replace(status=jnp.zeros(2, jnp.int32), queried=jnp.array([9, 5]), cached=jnp.array([4, 0]))
-    log = append(append(init_log(40, 4), asked, SOME), asked)
+    looked_up = SOME.replace(status=jnp.zeros(2, jnp.int32), queried=jnp.array([9, 5]), cached=jnp.array([4, 0]))
+    log = append(append(init_log(40, 4), looked_up, SOME), looked_up)
     assert (int(log.queried), int(log.cached)) == (28, 8)
-    totals = Totals().add(asked).add(SOME).add(asked)
+    totals = Totals().add(looked_up).add(SOME).add(looked_up)
     assert Totals().add(log) == totals and totals.reused_share == 8 / 28
     stacked = jax.tree.map(lambda *logs: jnp.stack(logs), log, init_log(40, 4), log)
     assert Totals().add(stacked) == totals.add(log)
@@ -155,7 +155,7 @@ def test_fold_wants_decoded_events():
 
 @pytest.mark.long
 def test_a_log_in_a_loop_tells_what_the_steps_tell():
-    """Four prompts through two rows of a pool too small for them, once in a scan and once step by step."""
+    """Four prompts run through two rows of a pool too small for them, once in a scan and once step by step."""
     prompts = np.stack([np.full(12, n, np.int32) for n in (1, 2, 1, 3)])
 
     def step(state, prompt):
@@ -194,8 +194,8 @@ def test_events_are_shown_in_one_line():
     refused = SOME.only(np.bool_(False)).replace(
         status=jnp.array([3, 1, 1]), shortfall=jnp.int32(2), queried=jnp.array([40, 9, 0]), cached=jnp.array([39, 0, 0])
     )
-    asked = "rows: 1 BAD_REQUEST, 2 NO_BLOCKS, 2 blocks missing; 39 of 49 tokens cached"
-    assert repr(refused) == repr(jax.device_get(refused)) == f"Events({asked}; no events)"
+    counts = "rows: 1 BAD_REQUEST, 2 NO_BLOCKS, 2 blocks missing; 39 of 49 tokens cached"
+    assert repr(refused) == repr(jax.device_get(refused)) == f"Events({counts}; no events)"
     log = append(init_log(20, 4), SOME)
     assert repr(log) == f"EventLog(7 of 20; {kinds})"
     match = VERBS["lookup"](kvjax.init(PLAIN), np.arange(8), 8)

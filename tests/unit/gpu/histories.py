@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random histories of a cache in which verbs run as kernels too, which must be equal in every bit."""
+"""Random histories of a cache in which verbs run as kernels too. Both results must be equal in every bit."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ KERNELS = drive.Verbs(interpreted)
 
 
 class Both(dict[str, Any]):
-    """Verbs by name; those that are kernels run both ways, on a state and on others that are like it.
+    """Verbs by name. Those with kernels run both ways, on a state and on variants of it.
 
     Attributes:
       kernels: the verbs with their kernels.
       plain: the verbs without.
       rng: makes the other states.
-      reached: what has been compared, by name.
+      reached: the cases compared so far, by name.
     """
 
     def __init__(self, seed: int, kernels: drive.Verbs = KERNELS, plain: drive.Verbs = drive.VERBS):
@@ -91,7 +91,7 @@ def collided(before: Any, group: Any) -> bool:
 
 
 def variants(state: Any, rng: np.random.Generator) -> list[Any]:
-    """The state with a ring that is full of dead entries, and with cached blocks in another order of release."""
+    """The state with a ring full of dead entries, and with cached blocks in another order of release."""
     (group,), ring = state.groups, state.groups[0].policy
     if not isinstance(ring, Ring):
         return []
@@ -109,12 +109,12 @@ def variants(state: Any, rng: np.random.Generator) -> list[Any]:
 
 
 class History:
-    """A cache to which random things happen.
+    """A cache with random requests.
 
     Attributes:
       spec: its shapes.
       most: tokens that a row can ask for, or commit, in one call.
-      verbs: what compares.
+      verbs: the `Both` that compares.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class History:
         self.driver = drive.Driver(kvjax.init(spec, num_blocks=num_blocks), self.verbs, verified=False)
 
     def run(self, steps: int) -> collections.Counter[str]:
-        """What has been reached after so many steps."""
+        """Runs so many steps, and returns the cases reached."""
         kinds = [self.admit, self.release, self.truncate, self.fork, self.commit, self.trim, self.extend]
         for _ in range(steps):
             self.rng.choice(kinds, p=(0.15, 0.08, 0.12, 0.15, 0.09, 0.03, 0.38))()
@@ -142,12 +142,12 @@ class History:
         return self.lengths - np.asarray(self.driver.state.seqs.committed)
 
     def a_row(self, used: bool) -> int:
-        """A row in use, or a free one; some other row if there is none."""
+        """A row in use, or a free one; any other row if there is none."""
         rows = np.flatnonzero((self.lengths > 0) == used)
         return int(self.rng.choice(rows if rows.size else self.spec.max_seqs))
 
     def text(self, *shape: int) -> np.ndarray:
-        """Tokens that are often the same."""
+        """Tokens that are often equal."""
         return self.rng.integers(0, self.rng.choice((1, 1, 2)), shape, dtype=np.int32)
 
     def ids(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
@@ -179,7 +179,7 @@ class History:
         self.driver.ask("truncate", seq, int(self.rng.integers(1, max(self.lengths[seq], 1) + 1)))
 
     def fork(self) -> None:
-        """Into one row or all free ones, where the row ends or before; then each may write into the same block."""
+        """Forks into one row or all free ones, at the row's end or before. Each may then write into the same block."""
         src = self.a_row(used=True)
         if self.lengths[src] and self.rng.random() < 0.7:
             self.driver.ask("truncate", src, int(self.rng.integers(1, self.lengths[src] + 1)))
@@ -188,12 +188,12 @@ class History:
         self.extend()
 
     def commit(self) -> None:
-        """Of many rows at once, in any order: rows that do not exist or come twice, and too many or bad tokens."""
+        """Commits many rows at once, in any order. Rows may not exist or come twice, and tokens be too many or bad."""
         seqs = self.rng.permutation(self.rows)
         counts = np.minimum(self.reserved[seqs], self.most).astype(np.int32)
         counts = self.rng.integers(0, counts + 1, dtype=np.int32) if self.rng.random() < 0.5 else counts
         tokens = self.text(len(seqs), self.most)
-        if self.rng.random() < 0.3:  # what each row has is equal to what the others have
+        if self.rng.random() < 0.3:  # all rows have equal contents
             tokens[:] = tokens[0]
         fault = self.rng.choice(("none",) * 7 + ("too many", "token", "twice", "nowhere"))
         at = self.rng.integers(len(seqs))
@@ -203,12 +203,12 @@ class History:
         self.written(seqs, tokens, counts)
 
     def trim(self) -> None:
-        """Of some rows: those with much room, without a token or free are refused."""
+        """Trims some rows. Free rows, and those with much reserved or without a token, are refused."""
         active = self.rng.random(len(self.rows)) < 0.6
         self.driver.ask("trim", active, max_tokens=self.spec.block_size)
 
     def extend(self) -> None:
-        """Of some rows or all; by more than a row can hold, by less than nothing, and rows that are free."""
+        """Extends some rows or all, also by more than a row can hold, by a negative number, and free rows."""
         rows, reserved = len(self.rows), self.spec.max_length - self.lengths
         active = (self.lengths > 0) & (self.rng.random(rows) < self.rng.choice((0.4, 1.0, 1.0)))
         counts = self.rng.integers(0, self.most + 1, rows, dtype=np.int32)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds races in a kernel's jaxpr: accesses to one array, of which one stores, with no barrier between them.
 
-The lanes of a program run in several warps, which a barrier alone brings into step. Of two accesses without one between
-them nobody knows which comes first, whichever elements they touch: a rule that is simple to verify. It says nothing of
-the lanes of a single store, which must write different elements or equal values.
+The lanes of a program run in several warps, which only a barrier synchronises. The order of two accesses without a
+barrier between them is not defined, whichever elements they touch. This rule is simple to verify. It does not cover the
+lanes of a single store, which must write different elements or equal values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvjax.gpu import lowering_for
 
 LOADS, STORES = ("masked_load", "get"), ("masked_swap", "swap")
 BARRIERS = ("debug_barrier", "debug_barrier_p")  # the second until jax 0.11
-# For each array, what has been done to it since a barrier.
+# For each array, the accesses since a barrier.
 Pending = dict[Any, frozenset[str]]
 
 
 def kernels_of(fn, *args) -> list[Any]:
-    """The `pallas_call` equations of a function, wherever they are."""
+    """The `pallas_call` equations of a function, at any depth."""
 
     def inside(jaxpr):
         for eqn in jaxpr.eqns:
@@ -47,7 +47,7 @@ def barriers_of(kernel) -> list[Any]:
 
 
 def races_of(kernel, without: Any = None) -> list[str]:
-    """The races of a kernel, as it is or without one of its barriers."""
+    """The races of a kernel, unchanged or without one of its barriers."""
     walk = _Walk(without=without)
     walk.over(kernel)
     return sorted(walk.races)
@@ -59,12 +59,12 @@ def opened(jaxpr):
 
 @dataclasses.dataclass
 class _Walk:
-    """One way through a kernel, every branch and every loop included.
+    """A walk through a kernel, into every branch and every loop.
 
     Attributes:
       without: a barrier to leave out.
       found: the barriers.
-      races: what was found.
+      races: the races.
     """
 
     without: Any = None
@@ -80,7 +80,7 @@ class _Walk:
         self.through(jaxpr, names, {})
 
     def through(self, jaxpr, arrays: list[Any], pending: Pending) -> Pending:
-        """What is pending after a jaxpr, whose arguments are these arrays, None for values."""
+        """The pending accesses after a jaxpr whose arguments are these arrays, None for values."""
         jaxpr = opened(jaxpr)
         values = dict(zip(jaxpr.invars, arrays, strict=True))
         for eqn in jaxpr.eqns:
@@ -115,7 +115,7 @@ class _Walk:
         return pending
 
     def repeated(self, step, pending: Pending) -> Pending:
-        """A loop's body follows itself, and may be left out."""
+        """The pending accesses after a loop, whose body follows itself, or does not run."""
         while True:
             after = joined(pending, step(pending))
             if after == pending:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a program has the kernels, and where it does not."""
+"""The choice of kernels: the programs that have them, and those that do not."""
 
 import functools
 import sys
@@ -20,7 +20,7 @@ WINDOW = [kvjax.LayerSpec(1, 1), kvjax.LayerSpec(1, 1, window=6)]
 
 
 def has_kernel(verb, state, *args, **options):
-    """Whether the program has a kernel, when it is lowered for a GPU."""
+    """Whether the program has a kernel if it is lowered for a GPU."""
     with lowering_for("cuda"):
         text = str(jax.make_jaxpr(lambda state: getattr(kvjax, verb)(state, *args, **options))(state))
     return "pallas_call" in text
@@ -62,7 +62,7 @@ CALLS = [("extend", (ROWS,)), ("commit", (TOKENS, COUNTS))]
 
 
 @pytest.mark.parametrize(("verb", "args"), CALLS)
-def test_kernels_are_traced_for_a_platform_that_is_here_or_asked_for(verb, args):
+def test_kernels_are_traced_for_a_present_platform_or_a_requested_one(verb, args):
     """One function, traced twice: the context is a part of the keys of jax's caches."""
     state, program = jax.eval_shape(lambda: kvjax.init(PLAIN)), jax.jit(getattr(kvjax, verb))
     assert "pallas_call" not in str(program.trace(state, *args).jaxpr)
@@ -78,7 +78,7 @@ def test_lowering_for_knows_the_platforms_of_kernels():
 
 @pytest.mark.long
 @pytest.mark.parametrize("axes", [1, 2])
-def test_under_vmap_there_is_no_kernel(axes):
+def test_no_kernel_runs_under_vmap(axes):
     state, active = half_full(), np.array([[True] * S, [False] * S, [True, *[False] * (S - 1)]])
     run = functools.partial(kvjax.extend, state)
     together, batch = run, active

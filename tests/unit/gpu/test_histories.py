@@ -58,13 +58,13 @@ def test_kernels_are_equal_to_plain_jax_in_other_shapes(name):
 
 
 def functions(name):
-    """A verb as a function of its own: jit would find programs that were traced with good hashes."""
+    """A verb as a new function, or jit would find programs that were traced with good hashes."""
     return lambda *args, **options: drive.verb(name)(*args, **options)
 
 
 @pytest.fixture
-def fresh():
-    """Kernels are jitted themselves, and so are kept."""
+def no_programs():
+    """Clears jax's caches, because kernels are jitted themselves, and so cached."""
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -72,7 +72,7 @@ def fresh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_crowded_buckets(mask, monkeypatch, fresh):
+def test_crowded_buckets(mask, monkeypatch, no_programs):
     monkeypatch.setattr("kvjax.blocks.index.mix", lambda x: mix(x) & np.uint32(mask))
     verbs = Both(0, drive.Verbs(interpreted), drive.Verbs(functions))
     reached = History(PLAIN, 3, verbs=verbs).run(150)
@@ -80,8 +80,8 @@ def test_crowded_buckets(mask, monkeypatch, fresh):
 
 
 @pytest.fixture
-def colliding(monkeypatch, fresh):
-    """A function that leaves keys only some of their bits, and makes verbs with such keys."""
+def colliding(monkeypatch, no_programs):
+    """A function that masks the bits of keys, and makes verbs with such keys."""
     plain_keys, kernel_keys = dedup.prefix_keys, gpu_dedup.key_of
 
     def verbs(mask):
@@ -102,7 +102,7 @@ def test_equal_keys_of_other_contents(mask, reached, colliding):
 
 @pytest.mark.slow
 def test_equal_keys_in_one_call(colliding):
-    """Rows 0 and 2 differ in nothing but the tenant; row 1 equals a cached block, but row 0 comes first."""
+    """Rows 0 and 2 differ only in the tenant. Row 1 equals a cached block, but row 0 comes first."""
     verbs, seqs = colliding(0), np.arange(4, dtype=np.int32)
     tokens = np.repeat(np.array([[1], [2], [1], [2]], np.int32), 5, axis=1)
     for cached in (False, True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels have no races, and no barrier that is not needed."""
+"""The kernels have no races, and need each of their barriers."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def trimmed(state, counts, tokens):
 
 
 def logged(state, counts, tokens):
-    """Of two transitions; their own kernels are left out."""
+    """The log after two transitions, without the kernels of these."""
     _, events = jax.eval_shape(lambda: kvjax.release(state, counts))
     events = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), events)
     return note(kvjax.events.init_log(9, P, state.spec.extra_ids), *[events] * tokens.shape[1])
@@ -54,13 +54,13 @@ def test_no_races_and_each_barrier_is_needed(verb, least, num_tokens, spec):
 
 
 def swapped(memory):
-    """Two lanes swap what they have: the second store must wait for the first load."""
+    """Two lanes swap their values: the second store must wait for the first load."""
     lane = jnp.arange(2, dtype=jnp.int32)
     memory.put("x", 1 - lane, memory.pick("x", lane))
 
 
 def looped(memory):
-    """Each step loads what the one before has stored, which no step shows by itself."""
+    """Each step loads the value that the step before stored. No single step shows that race."""
 
     def step(i):
         memory.put("y", i, memory.number("x"))
@@ -71,7 +71,7 @@ def looped(memory):
 
 
 def branched(memory):
-    """One branch stores what is loaded behind both."""
+    """One branch stores a value that is loaded after both."""
     x = memory.pick("x", 1)
     memory.when(x > 0, lambda: memory.put("y", 0, x))
     memory.put("y", 1, memory.pick("y", 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histories of events that a cache could have, drawn without one, and what a wire should make of them."""
+"""Random histories of events that a cache could have, without a cache, and the right contents of each wire's mirror."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spec_of(shape: str, blocks: int = 10) -> kvjax.CacheSpec:
 
 
 def namespaces() -> kvjax.Namespaces:
-    """Four: nobody's, a salt, an adapter, and both."""
+    """Four namespaces: the plain one, a salt, an adapter, and both."""
     found = kvjax.Namespaces()
     found(salt="tenant a"), found(lora=3), found(salt="tenant b", lora=3)
     return found
@@ -43,7 +43,7 @@ class Forest:
     """Draws events that keep the cache's rules: children are removed first, windows' blocks with the first group's.
 
     Attributes:
-      mirror: what is cached, by `fold`.
+      mirror: the cached blocks, by `fold`.
     """
 
     def __init__(self, spec: kvjax.CacheSpec, seed: int, num_namespaces: int = 4):
@@ -72,7 +72,7 @@ class Forest:
         return [block for block in range(self.spec.groups[group].num_ids) if block not in used]
 
     def _store(self) -> list[dict[str, Any]]:
-        """A new block under a whole one or at a root, and beside it in some of the windows' groups."""
+        """Stores a new block under a whole one or at a root, and the same one in some of the windows' groups."""
         events, nodes, rng = [], self.mirror.nodes, self.rng
         parents = [node for node in self._nodes() if len(nodes[node][1]) % SIZE == 0]
         parent = rng.choice([None, *parents])
@@ -81,11 +81,11 @@ class Forest:
         tokens = [rng.choice([0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**31 - 1]) for _ in range(count)]
         ids = [rng.choice([0, 0, 7, 9]) for _ in range(count)]
         items = tuple(zip(tokens, ids, strict=True)) if self.spec.extra_ids else tuple(tokens)
-        taken = {(group, ns, known) for (group, *_), (ns, known, *_) in nodes.items()}
+        taken = {(group, ns, prefix) for (group, *_), (ns, prefix, *_) in nodes.items()}
         for group in range(len(self.spec.groups)):
             free = self._free(group)
-            there = (group, namespace, path + items) in taken
-            if not free or there or (group and (not events or rng.random() < 0.3)):
+            exists = (group, namespace, path + items) in taken
+            if not free or exists or (group and (not events or rng.random() < 0.3)):
                 continue
             block = rng.choice(free)
             generation = self.generations[group, block] = self.generations.get((group, block), 0) + 1
@@ -97,7 +97,7 @@ class Forest:
         return events
 
     def _remove(self) -> list[dict[str, Any]]:
-        """A window's block; or a block with all below it and beside it, children first."""
+        """Removes a window's block; or a block with its descendants, in all groups, children first."""
         nodes = self.mirror.nodes
         if not nodes:
             return []
@@ -105,11 +105,11 @@ class Forest:
         if chosen[0] > 0:
             return [self._event("removed", chosen)]
         namespace, path = nodes[chosen][:2]
-        doomed = [n for n, (ns, known, *_) in nodes.items() if ns == namespace and known[: len(path)] == path]
+        doomed = [n for n, (ns, prefix, *_) in nodes.items() if ns == namespace and prefix[: len(path)] == path]
         return [self._event("removed", node) for node in sorted(doomed, key=lambda n: (-len(nodes[n][1]), -n[0]))]
 
     def _update(self) -> list[dict[str, Any]]:
-        """Some blocks change level or priority, in any order, perhaps to and fro."""
+        """Changes the level or priority of some blocks, in any order, perhaps back and forth."""
         nodes = list(self.mirror.nodes)
         chosen = self.rng.choices(nodes, k=self.rng.randrange(1, 6)) if nodes else []
         return [
@@ -122,12 +122,12 @@ class Forest:
 
 
 def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: bool = False) -> Events | EventLog:
-    """Decoded events as arrays with padding between, or as a log with garbage behind; text beyond a fill is garbage."""
+    """Decoded events as arrays with padding between, or as a log with garbage after them and beyond each text."""
     events = list(events)
     total = 2 * len(events) + 3
     records, text = np.zeros((total, len(COLUMNS)), np.int32), np.full((2, total, spec.block_size), 77, np.int32)
-    places = range(len(events)) if log else range(1, total, 2)
-    for at, event in zip(places, events, strict=False):
+    indices = range(len(events)) if log else range(1, total, 2)
+    for at, event in zip(indices, events, strict=False):
         row = {**event, "kind": EventKind[event["kind"].upper()]}
         if event["kind"] == "stored":
             source = (-1, event["namespace"]) if event["parent"] is None else event["parent"]
@@ -144,18 +144,18 @@ def arrays_of(events: Iterable[dict[str, Any]], spec: kvjax.CacheSpec, *, log: b
 
 
 def projected(
-    mirror: Mirror, spec: kvjax.CacheSpec, known: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest",
+    mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest",
     loras: dict[int, str] | None = None, extra_name: Any = None, groups: Iterable[int] | None = None,
 ) -> dict[Prefix, tuple[str, ...]]:  # fmt: skip
-    """What the wire carries of an index: {prefix: media}."""
+    """The part of an index that vLLM's wire carries: {prefix: media}."""
     found, wired = {}, {}
     published = set(range(1 if spec.bare else 0, len(spec.groups)) if groups is None else groups)
     nodes = sorted(mirror.nodes.items(), key=lambda item: len(item[1][1]))
     for (group, *_), (namespace, path, level, _) in nodes:
-        if group in published and len(path) % spec.block_size == 0 and namespace in known:
+        if group in published and len(path) % spec.block_size == 0 and namespace in names:
             wired[group, namespace, path] = ("GPU", "CPU")[level]
     for (group, namespace, path), medium in wired.items():
-        salt, number = known.describe(namespace)
+        salt, number = names.describe(namespace)
         lora = None if number is None else (loras or {}).get(number, str(number))
         items = list(path) if spec.extra_ids else [(token, 0) for token in path]
         if any(extra for _, extra in items) and extra_name is None:
@@ -181,17 +181,17 @@ def projected(
 
 
 def written(
-    mirror: Mirror, spec: kvjax.CacheSpec, known: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest"
+    mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, key: bytes = b"", salts: str = "digest"
 ) -> dict[trtllm.Prefix, tuple[int, int]]:
-    """What TensorRT-LLM's form carries of an index: {prefix: (level, priority)}."""
+    """The part of an index that TensorRT-LLM's form carries: {prefix: (level, priority)}."""
     found, size = {}, spec.block_size
     wired = {
         (group, namespace, path): stated
         for (group, *_), (namespace, path, *stated) in mirror.nodes.items()
-        if (group or not spec.bare) and namespace in known
+        if (group or not spec.bare) and namespace in names
     }
     for (group, namespace, path), (level, priority) in wired.items():
-        salt, number = known.describe(namespace)
+        salt, number = names.describe(namespace)
         lora, wire, after = None if number is None else str(number), salt, None
         if salt is not None and salts == "omit":
             continue
@@ -213,26 +213,26 @@ def written(
 
 
 class Lines:
-    """A writer of TensorRT-LLM's lines, and a mirror of what it writes."""
+    """A writer of TensorRT-LLM's lines, and a mirror that reads them."""
 
-    def __init__(self, spec: kvjax.CacheSpec, known: kvjax.Namespaces):
-        self.known, self.writer, self.mirror = known, trtllm.Writer(spec, names=known), trtllm.Mirror()
+    def __init__(self, spec: kvjax.CacheSpec, names: kvjax.Namespaces):
+        self.names, self.writer, self.mirror = names, trtllm.Writer(spec, names=names), trtllm.Mirror()
         self.follow([])  # the groups
 
     def follow(self, events: Any) -> None:
         self.mirror.follow(self.writer.lines(events))
 
     def agrees(self, mirror: Mirror) -> bool:
-        """Whether it knows what the form carries of an index, and that this is all."""
-        wanted = written(mirror, self.writer.nodes.spec, self.known)
+        """Whether the mirror equals the part of an index that the form carries, and is complete."""
+        wanted = written(mirror, self.writer.nodes.spec, self.names)
         assert self.mirror.index == wanted, set(self.mirror.index.items()) ^ set(wanted.items())
         return self.mirror.complete and self.mirror.counts["refused"] == 0
 
 
 def _start(wired: dict[Any, Any], namespace: int, path: tuple, size: int, group: int) -> int:
-    """Where what the wire tells of a path begins: blocks before it that are in no group's index are unknown."""
+    """The start of the known part of a path: blocks before it that are in no group's index are unknown."""
     groups = {number for number, *_ in wired}
-    last = len(path) - (len(path) - 1) % size - 1  # where the last block begins, perhaps a part
+    last = len(path) - (len(path) - 1) % size - 1  # the start of the last block, perhaps a partial one
     for at in range(last, -1, -size):
         if at and not any((number, namespace, path[:at]) in wired for number in {group, *groups}):
             return at
@@ -240,17 +240,17 @@ def _start(wired: dict[Any, Any], namespace: int, path: tuple, size: int, group:
 
 
 def named(
-    mirror: Mirror, spec: kvjax.CacheSpec, known: kvjax.Namespaces, *, groups: Iterable[int] | None = None,
+    mirror: Mirror, spec: kvjax.CacheSpec, names: kvjax.Namespaces, *, groups: Iterable[int] | None = None,
     key: bytes = b"", model: str | None = None, loras: dict[int, str] | None = None,
 ) -> dict[tuple[int, str], int]:  # fmt: skip
-    """What the agent's wire carries of an index: {(group, cache id): level}; by default of the first group with K/V."""
+    """The part of an index that the agent's wire carries: {(group, cache id): level}, by default of one group."""
     groups = {int(spec.bare)} if groups is None else set(groups)
     found, digests = {}, {}
 
     def digest(namespace: int, path: tuple) -> bytes:
         if (namespace, path) not in digests:
             if not path:
-                salt, number = known.describe(namespace)
+                salt, number = names.describe(namespace)
                 lora = None if number is None else (loras or {}).get(number, str(number))
                 digests[namespace, path] = hashing.root_hash(model, salt, lora, key=key)
             else:
@@ -261,6 +261,6 @@ def named(
         return digests[namespace, path]
 
     for (group, *_), (namespace, path, level, _) in mirror.nodes.items():
-        if group in groups and len(path) % spec.block_size == 0 and namespace in known:
+        if group in groups and len(path) % spec.block_size == 0 and namespace in names:
             found[group, str(hashing.first_64_bits(digest(namespace, path)))] = level
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent over real sockets: the law for MAX's clients and for those that ask for more, and bad peers."""
+"""The agent over real sockets: the law for MAX's clients and for those that request more, and bad peers."""
 
 import contextlib
 import inspect
@@ -21,7 +21,7 @@ from grpc_tools import protoc
 import kvjax
 from kvjax.interop import hashing
 from kvjax.interop.agent import Agent, messages, service, services
-from kvjax.interop.agent.updates import MOST_HASHES
+from kvjax.interop.agent.service import MOST_HASHES
 from tests.drive import TIMEOUT
 from tests.unit.debug import stories
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, named, namespaces, spec_of
@@ -40,9 +40,9 @@ from tests.wire_kit import (
     updated,
 )
 
-# What MAX's clients are made from, after max/serve/kvcache_agent/kvcache_agent_service_v1.proto in the history of
-# Modular's public repository, of 2025: its versions agree in all that is here. The wheel of MAX 26.7 has no agent. The
-# port is that of `KVCacheAgentServerConfig` in kvcache_agent.py beside it.
+# The description that MAX's clients are made from, after max/serve/kvcache_agent/kvcache_agent_service_v1.proto in the
+# history of Modular's public repository, of 2025. Its versions agree in all of this. The wheel of MAX 26.7 has no
+# agent. The port is that of `KVCacheAgentServerConfig` in kvcache_agent.py of the same folder.
 MAX = """
 syntax = "proto3";
 package max.serve.kvcache_agent.v1;
@@ -59,7 +59,7 @@ service KVCacheAgentService { rpc SubscribeToUpdates(SubscriptionRequest) return
 
 @pytest.fixture(scope="module")
 def theirs(described):
-    """The update of MAX's own description, which knows three fields."""
+    """The update message of MAX's own description, which has three fields."""
     return message_factory.GetMessageClass(described.FindMessageTypeByName(f"{PACKAGE}.KVCacheStateUpdate"))
 
 
@@ -77,20 +77,20 @@ def described(tmp_path_factory):
     return pool
 
 
-def test_all_that_max_describes_is_here_under_the_same_numbers(described):
-    """Its service, method, fields and values; ours has more."""
+def test_all_that_max_describes_has_the_same_numbers_in_ours(described):
+    """Ours has its service, method, fields and values, and more."""
     theirs, ours = (
         descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
         for file in (described.FindFileByName("max.proto"), messages.DESCRIPTOR)
     )
     assert (theirs.package, theirs.syntax) == (ours.package, ours.syntax) == (PACKAGE, "proto3")
     assert list(theirs.service) == list(ours.service) and list(theirs.enum_type) == list(ours.enum_type)
-    asked, told = (
+    wanted, got = (
         {message.name: [(f.name, f.number, f.type, f.label, f.type_name) for f in message.field]
          for message in file.message_type} for file in (theirs, ours)
     )  # fmt: skip
-    assert [len(fields) for fields in asked.values()] == [0, 3]
-    assert all(set(fields) <= set(told[name]) for name, fields in asked.items())
+    assert [len(fields) for fields in wanted.values()] == [0, 3]
+    assert all(set(fields) <= set(got[name]) for name, fields in wanted.items())
 
 
 def mirror_of(*events):
@@ -127,9 +127,9 @@ def test_updates_by_hand():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_maxs_clients_and_others_have_what_is_cached(shape, theirs):
-    spec, known, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), 3)
+    spec, names, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), 3)
     every = range(int(spec.bare), len(spec.groups))
-    with agent(spec, names=known, key=b"secret", model="m") as source, contextlib.ExitStack() as stack:
+    with agent(spec, names=names, key=b"secret", model="m") as source, contextlib.ExitStack() as stack:
         given = {"key": b"secret", "model": "m"}
         readers = []
         for number in range(6):
@@ -139,7 +139,7 @@ def test_maxs_clients_and_others_have_what_is_cached(shape, theirs):
                 source.publish(arrays_of(forest.draw(forest.rng.randrange(1, 8)), spec))
             if number % 2:
                 for reader, groups in readers:
-                    assert reader.agrees(named(forest.mirror, spec, known, groups=groups, **given))
+                    assert reader.agrees(named(forest.mirror, spec, names, groups=groups, **given))
     assert source.counts["subscriptions"] == len(readers)
 
 
@@ -147,28 +147,28 @@ def test_maxs_clients_and_others_have_what_is_cached(shape, theirs):
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(st.sampled_from(sorted(SHAPES)), st.integers(0, 10**6), st.sampled_from([{}, {"queue_bytes": 1}]))
 def test_it_is_so_for_other_histories(shape, seed, options):
-    spec, known, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), seed)
+    spec, names, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), seed)
     every = range(int(spec.bare), len(spec.groups))
-    with agent(spec, names=known, **options) as source, contextlib.ExitStack() as stack:
+    with agent(spec, names=names, **options) as source, contextlib.ExitStack() as stack:
         readers = []
         for _ in range(8):
             readers.append(stack.enter_context(Reader(source.address, every)))
             for _ in range(8):
                 source.publish(arrays_of(forest.draw(forest.rng.randrange(1, 8)), spec))
-            assert all(reader.agrees(named(forest.mirror, spec, known, groups=every)) for reader in readers)
+            assert all(reader.agrees(named(forest.mirror, spec, names, groups=every)) for reader in readers)
 
 
 def test_it_is_so_without_a_queue():
-    spec, known, forest = spec_of("windows"), namespaces(), Forest(spec_of("windows"), 5)
-    with agent(spec, names=known, queue_bytes=1) as source, Reader(source.address, [0, 1]) as reader:
+    spec, names, forest = spec_of("windows"), namespaces(), Forest(spec_of("windows"), 5)
+    with agent(spec, names=names, queue_bytes=1) as source, Reader(source.address, [0, 1]) as reader:
         for _ in range(30):
             source.publish(arrays_of(forest.draw(5), spec))
-        assert reader.agrees(named(forest.mirror, spec, known, groups=[0, 1]))
+        assert reader.agrees(named(forest.mirror, spec, names, groups=[0, 1]))
         assert source.counts["overflows"] > 20
 
 
 class Hesitant:
-    """A lock before which subscribers' threads wait, so that events come between what they do with it and without."""
+    """A lock that delays subscribers' threads, so that events come between their work with and without it."""
 
     def __init__(self, lock):
         self.lock = lock
@@ -220,10 +220,10 @@ def test_a_large_state_comes_in_pieces():
     assert MOST_HASHES * 2 * (2 + len(str(2**64))) < 1 << 20
 
 
-# How full it is.
+# Fill levels.
 
 
-def test_how_full_the_tiers_are_is_told_again_and_again():
+def test_how_full_the_tiers_are_is_sent_again_and_again():
     story = stories.plain()
     state = story.state
     with agent(state.spec, heartbeat=0.05) as source, Reader(source.address) as reader:
@@ -242,13 +242,13 @@ def test_how_full_the_tiers_are_is_told_again_and_again():
         assert reader.wait(lambda one: one.fill[0].used_age_seconds > fill.used_age_seconds)
 
 
-def test_without_a_heartbeat_it_is_told_once():
+def test_without_a_heartbeat_it_is_sent_once():
     with agent(heartbeat=None) as source, Reader(source.address) as reader:
         assert reader.wait(lambda one: one.complete)
         assert not reader.wait(lambda one: one.updates > 1, 0.3) and reader.fill
 
 
-# Events that cannot have happened, and what ends.
+# Impossible events, and ends.
 
 
 def test_impossible_events_never_reach_the_caller(caplog):
@@ -306,7 +306,7 @@ def test_threads_end_with_their_owners():
 
 @contextlib.contextmanager
 def unread(source, groups=()):
-    """A subscription of which nothing is read, through a small window."""
+    """A subscription with a small window that is never read."""
     options = [("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0)]
     with grpc.insecure_channel(source.address, options) as channel:
         stream = channel.unary_stream(METHOD)(messages.SubscriptionRequest(groups=groups).SerializeToString())
@@ -316,12 +316,12 @@ def unread(source, groups=()):
 
 
 def flood(source, seconds=LONG):
-    """Publishes until somebody is late."""
+    """Publishes until a subscriber is late."""
     tokens, until, number = [7] * 4, time.monotonic() + seconds, 0
-    while not any(stream.ended for stream in list(source._broadcaster.streams)) and time.monotonic() < until:
+    while not any(stream.ended for stream in list(source._streams)) and time.monotonic() < until:
         number += 1
         source.publish([stored(0, number, 0, tokens), removed(0, number)])
-    assert any(stream.ended is service.End.LATE for stream in list(source._broadcaster.streams))
+    assert any(stream.ended is service.End.LATE for stream in list(source._streams))
 
 
 def test_a_subscriber_that_is_late_ends_and_may_come_again():
@@ -333,7 +333,7 @@ def test_a_subscriber_that_is_late_ends_and_may_come_again():
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert caught.value.details() == "the subscriber reads too slowly: subscribe again"
         assert eventually(lambda: source.counts["subscribers"] == 0) and source.counts["subscribers_late"] == 1
-        assert source.flush(LONG)  # or who comes again is late at once
+        assert source.flush(LONG)  # or a new subscription is late at once
         source.publish(CHAIN[:1])
         with Reader(source.address) as reader:
             assert reader.agrees(named(mirror_of(CHAIN[:1]), PLAIN, kvjax.Namespaces()))
@@ -363,24 +363,24 @@ def test_subscribers_are_as_many_as_it_says():
 
 
 def test_groups_without_keys_and_values_are_refused():
-    for shape, groups, known in (("bare", [0], [1, 2]), ("plain", [0, 5], [0])):
+    for shape, groups, valid in (("bare", [0], [1, 2]), ("plain", [0, 5], [0])):
         with agent(spec_of(shape)) as source, Reader(source.address, groups) as reader:
             assert reader.wait(lambda one: one.error is not None)
             assert reader.error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert reader.error.details() == f"groups: got {groups}, wanted some of {known}"
+            assert reader.error.details() == f"groups: got {groups}, wanted some of {valid}"
             assert source.counts["requests_refused"] == 1
 
 
 @pytest.fixture(scope="module")
 def beset():
-    """An agent, somebody who reads it, and a channel for others."""
+    """An agent, a reader of it, and a channel for others."""
     with agent() as source, Reader(source.address) as reader, grpc.insecure_channel(source.address) as channel:
         source.publish(CHAIN)
         yield source, reader, channel
 
 
 def requests():
-    """Requests that are random, oversized, or ask for any groups."""
+    """Requests that are random, oversized, or for any groups."""
     groups = st.lists(st.integers(0, 2**32 - 1) | st.just(0), max_size=4)
     sent = groups.map(lambda some: messages.SubscriptionRequest(groups=some).SerializeToString())
     return st.one_of(st.binary(max_size=60), st.binary(min_size=4090, max_size=6000), sent)
@@ -402,10 +402,10 @@ def expected(request_):
     if len(request_) > 4096:
         return grpc.StatusCode.INVALID_ARGUMENT
     try:
-        asked = messages.SubscriptionRequest.FromString(request_).groups
+        groups = messages.SubscriptionRequest.FromString(request_).groups
     except DecodeError:
         return grpc.StatusCode.INVALID_ARGUMENT
-    return grpc.StatusCode.INVALID_ARGUMENT if set(asked) - {0} else grpc.StatusCode.OK
+    return grpc.StatusCode.INVALID_ARGUMENT if set(groups) - {0} else grpc.StatusCode.OK
 
 
 @hypothesis.settings(max_examples=40)
@@ -425,7 +425,7 @@ def test_what_grpc_refuses_does_no_harm(beset):
     assert reader.agrees(named(mirror_of(CHAIN), PLAIN, kvjax.Namespaces()))
 
 
-def test_other_methods_are_not_there(beset):
+def test_other_methods_are_refused(beset):
     _, _, channel = beset
     with pytest.raises(grpc.RpcError) as caught:
         list(channel.unary_stream(METHOD + "s")(b"", timeout=LONG))
@@ -457,7 +457,7 @@ def test_options_are_checked(options, complaint):
         agent(**options)
 
 
-def test_credentials_are_asked_for():
+def test_credentials_are_required():
     with agent(credentials=grpc.local_server_credentials()) as source:
         source.publish(CHAIN)
         with Reader(source.address, credentials=grpc.local_channel_credentials()) as reader:
@@ -472,14 +472,14 @@ def certificate(tmp_path_factory):
         pytest.skip("there is no openssl, which makes certificates")
     folder = tmp_path_factory.mktemp("tls")
     key, signed = folder / "key.pem", folder / "signed.pem"
-    asked = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=here"]
-    asked += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", signed]
-    subprocess.run([openssl, "req", "-x509", *asked], check=True, capture_output=True, timeout=TIMEOUT)
+    options = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=here"]
+    options += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", signed]
+    subprocess.run([openssl, "req", "-x509", *options], check=True, capture_output=True, timeout=TIMEOUT)
     return key.read_bytes(), signed.read_bytes()
 
 
 def test_updates_are_encrypted_for_those_who_know_the_certificate(certificate):
-    """Others, and those who come in clear, are told nothing."""
+    """Clients without it, and those without encryption, get no updates."""
     trusting, others = (grpc.ssl_channel_credentials(root) for root in (certificate[1], None))
     with agent(credentials=grpc.ssl_server_credentials([certificate])) as source:
         source.publish(CHAIN)
@@ -493,7 +493,7 @@ def test_updates_are_encrypted_for_those_who_know_the_certificate(certificate):
 
 
 def test_the_description_makes_a_client():
-    """As README has it."""
+    """The client is README's."""
     with agent() as source, grpc.insecure_channel(source.address) as channel:
         source.publish(CHAIN)
         assert source.flush(LONG)

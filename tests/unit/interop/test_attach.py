@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps, encoders and publishers that begin with a cache which is not empty."""
+"""Maps, encoders and publishers that are attached to a cache with contents."""
 
 import pytest
 
@@ -22,7 +22,7 @@ OTHER = kvjax.make_spec(num_blocks=1, max_seqs=1, max_length=1)
 def test_a_map_is_attached_to_a_cache(story):
     state, mirror = story().state, story().mirror
     nodes = NodeMap(state.spec)
-    nodes.fold([stored(0, 9, 0, [1] * state.spec.block_size)])  # of which the cache knows nothing
+    nodes.fold([stored(0, 9, 0, [1] * state.spec.block_size)])  # which the cache does not have
     nodes.attach(state)
     assert nodes.index == kvjax.events.index_of(state)
     children_first = sorted(mirror.nodes, key=lambda node: (-len(mirror.nodes[node][1]), -node[0]))
@@ -49,7 +49,7 @@ def test_a_publisher_is_attached_to_a_cache(story):
         source.publish([stored(0, 1, 0, [1, 2, 3, 4])])
         source.attach(state)
         assert sub.wait(lambda one: one.complete and one.index == wanted != {}, LONG)
-        source.publish([removed(77, 1)])  # which cannot have happened
+        source.publish([removed(77, 1)])  # which is impossible
         assert sub.wait(lambda one: one.complete and len(one) == 0, LONG)
         source.attach(state)
         assert sub.wait(lambda one: one.complete and one.index == wanted, LONG)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVIDIA Dynamo's indexer, which decodes the wire by itself, gives the same answers as `Subscriber.lookup`.
 
-Skipped where `ai-dynamo-runtime` is not installed; KVJAX_DYNAMO_PYTHON names a Python that has it.
+The test is skipped if `ai-dynamo-runtime` is not installed. KVJAX_DYNAMO_PYTHON names a Python that has it.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ import pytest
 from tests.unit.interop.forest import Forest, arrays_of, namespaces, projected, spec_of
 from tests.wire_kit import LONG, agrees, publisher, subscriber, whole
 
-HERE = importlib.util.find_spec("dynamo") is not None and importlib.util.find_spec("dynamo.indexer") is not None
-PYTHON = os.environ.get("KVJAX_DYNAMO_PYTHON", sys.executable if HERE else "")
+INSTALLED = importlib.util.find_spec("dynamo") is not None and importlib.util.find_spec("dynamo.indexer") is not None
+PYTHON = os.environ.get("KVJAX_DYNAMO_PYTHON", sys.executable if INSTALLED else "")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not PYTHON, reason="ai-dynamo-runtime is not installed")]
 SIZE, ADAPTERS = 4, {3: "sql"}
 
 
 class Indexer:
-    """The service, which forgets all when it ends."""
+    """The indexer service, whose contents end with its process."""
 
     def __init__(self, port):
         self.port = port
@@ -44,7 +44,7 @@ class Indexer:
                  replay_endpoint=source.replay_endpoint)  # fmt: skip
 
     def found(self, tokens, salt, lora):
-        """(tokens found, tokens found on the device)."""
+        """The numbers of tokens found in all, and on the device."""
         tenant = ({"cache_salt": salt} if salt else {}) | ({"lora_name": lora} if lora else {})
         answer = json.loads(self.ask("/query", model_name="m", token_ids=tokens, **tenant))
         found = answer["instances"].get("1", {"longest_matched": 0, "gpu": 0})
@@ -75,29 +75,29 @@ def indexer():
         process.wait()
 
 
-def questions(forest, known):
-    """Prompts with salt and adapter, and some that nobody has.
+def questions(forest, names):
+    """Prompts with salt and adapter, and some that are not cached.
 
-    Those whose blocks are on the device first and then on the host: the service counts tiers one after the other.
+    Their blocks are first on the device and then on the host, because the service counts one tier after the other.
     """
     for (group, namespace, path), _ in forest.mirror.index.items():
         levels = [
             forest.mirror.index.get((0, namespace, path[:end]), (2,))[0] for end in range(SIZE, len(path) + 1, SIZE)
         ]
         if group == 0 and levels == sorted(levels) and 2 not in levels:
-            salt, lora = known.describe(namespace)
+            salt, lora = names.describe(namespace)
             yield [*path, 3, 3, 3, 3], salt, ADAPTERS.get(lora)
             yield [*path], None, None
             yield [5, *path], salt, ADAPTERS.get(lora)
 
 
-def assert_same(one, sub, forest, known):
-    """Every question has the same answers, at last."""
-    asked, until = list(questions(forest, known)), time.monotonic() + LONG
-    wanted = [sub.lookup(*question) for question in asked]
+def assert_same(one, sub, forest, names):
+    """Asserts that every question comes to have the same answer from both."""
+    queries, until = list(questions(forest, names)), time.monotonic() + LONG
+    wanted = [sub.lookup(*question) for question in queries]
     wanted = [(found.tokens, found.media.get("GPU", 0)) for found in wanted]
-    while (got := [one.found(*question) for question in asked]) != wanted:
-        different = [item for item in zip(asked, got, wanted, strict=True) if item[1] != item[2]]
+    while (got := [one.found(*question) for question in queries]) != wanted:
+        different = [item for item in zip(queries, got, wanted, strict=True) if item[1] != item[2]]
         assert time.monotonic() < until, different
         time.sleep(0.1)
     assert any(total > device for total, device in wanted) and any(total == device > 0 for total, device in wanted)
@@ -105,23 +105,23 @@ def assert_same(one, sub, forest, known):
 
 @pytest.mark.parametrize("form", ["map", "array"])
 def test_the_indexer_answers_as_lookup_does(form):
-    """It is there, comes late, misses what a small history has dropped, and sees the publisher come again."""
-    spec, known, forest = spec_of("windows", 30), namespaces(), Forest(spec_of("windows", 30), 3)
-    options = {"names": known, "lora_names": ADAPTERS, "salts": "plain", "form": form, "buffer_batches": 2}
+    """One indexer is early; one joins late, misses messages that a small history dropped, and sees a restart."""
+    spec, names, forest = spec_of("windows", 30), namespaces(), Forest(spec_of("windows", 30), 3)
+    options = {"names": names, "lora_names": ADAPTERS, "salts": "plain", "form": form, "buffer_batches": 2}
     with indexer() as early, indexer() as late:
         with publisher(spec, **options) as source, subscriber(source, salts="plain", replay_timeout=1.0) as sub:
             early.register(source)
             for number in range(12):
                 source.publish(arrays_of(forest.draw(12), spec))
                 if number % 4 == 3:
-                    assert agrees(sub, projected(forest.mirror, spec, known, salts="plain", loras=ADAPTERS))
-                    assert_same(early, sub, forest, known)
+                    assert agrees(sub, projected(forest.mirror, spec, names, salts="plain", loras=ADAPTERS))
+                    assert_same(early, sub, forest, names)
             late.register(source)
-            assert_same(late, sub, forest, known)
+            assert_same(late, sub, forest, names)
             again = {"bind": source.endpoint, "replay": source.replay_endpoint}
         forest.draw(20)
         with publisher(spec, **options, **again) as source, subscriber(source, salts="plain") as sub:
             source.publish(whole(forest))
-            assert agrees(sub, projected(forest.mirror, spec, known, salts="plain", loras=ADAPTERS))
-            assert_same(early, sub, forest, known)
-            assert_same(late, sub, forest, known)
+            assert agrees(sub, projected(forest.mirror, spec, names, salts="plain", loras=ADAPTERS))
+            assert_same(early, sub, forest, names)
+            assert_same(late, sub, forest, names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written on vLLM's wire, byte by byte, and each rule that readers have."""
+"""The bytes on vLLM's wire, and each rule that its readers have."""
 
 import struct
 
@@ -40,7 +40,7 @@ def text(value):
 
 
 def encoded(events, **options):
-    """The payloads of some events, the first of which are known."""
+    """The payloads of some events."""
     return Encoder(SPEC, **options).encode(events, NOW)
 
 
@@ -114,7 +114,7 @@ def test_the_ints_of_long_events_have_headers_of_their_own():
     [payload] = encoder.encode(chain, NOW)
     [event] = msgspec.msgpack.decode(payload)[1]
     assert len(event["block_hashes"]) == 4096 and event["token_ids"] == np.ravel(tokens).tolist()
-    assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload)) == payload  # the shortest ints, as everybody writes
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload)) == payload  # the shortest ints, as usual
     [payload] = encoder.encode([removed(b, 1) for b in range(4095, -1, -1)], NOW)
     assert msgspec.msgpack.decode(payload)[1][0]["block_hashes"] == event["block_hashes"][::-1]
 
@@ -126,8 +126,8 @@ def events_of(payloads):
     return [event for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
 
 
-def told(events, **options):
-    """(what, medium, names) of each event of the last of some lists of events."""
+def sent(events, **options):
+    """(kind, medium, hashes) of each event of the last of some lists of events."""
     encoder = Encoder(SPEC, **options)
     for some in events:
         payloads = encoder.encode(some)
@@ -143,21 +143,21 @@ def h(digest):
 
 def test_partly_filled_blocks_and_their_removals_are_left_out():
     part = stored(3, 1, (1, 1), [7])
-    assert told([[STORE_A, part, updated(3, 1, 1), removed(3, 1)]]) == [("Stored", "GPU", [h(A)])]
+    assert sent([[STORE_A, part, updated(3, 1, 1), removed(3, 1)]]) == [("Stored", "GPU", [h(A)])]
     assert encoded([stored(3, 1, 0, [7]), updated(3, 1, 1), removed(3, 1)]) == []
     assert encoded([]) == []
 
 
 def test_stored_blocks_that_chain_are_one_event():
-    """A block that is left out between them is no end; another branch, level or namespace is."""
+    """A block that is left out between them does not end the event. Another branch, level or namespace does."""
     branch, below = stored(4, 1, (1, 1), [5, 5, 5, 5]), stored(5, 1, (4, 1), [6, 6, 6, 6], level=1)
     part = stored(3, 1, (1, 1), [7])
     c, d = name([5, 5, 5, 5], A), name([6, 6, 6, 6], name([5, 5, 5, 5], A))
-    assert told([[STORE_A, part, STORE_B, branch, below]]) == [
+    assert sent([[STORE_A, part, STORE_B, branch, below]]) == [
         ("Stored", "GPU", [h(A), h(B)]), ("Stored", "GPU", [h(c)]), ("Stored", "CPU", [h(d)])
     ]  # fmt: skip
-    known = namespaces()
-    other = events_of(encoded([STORE_A, stored(2, 1, 1, [1, 2, 3, 300])], names=known))
+    names = namespaces()
+    other = events_of(encoded([STORE_A, stored(2, 1, 1, [1, 2, 3, 300])], names=names))
     assert [len(event["block_hashes"]) for event in other] == [1, 1]
     assert other[0]["block_hashes"] != other[1]["block_hashes"]
 
@@ -166,7 +166,7 @@ def test_a_change_of_level_is_a_removal_and_a_store_and_one_of_priority_is_nothi
     encoder = Encoder(SPEC)
     encoder.encode([STORE_A])
     assert encoder.encode([updated(1, 1, 0, 80)]) == []
-    assert encoder.encode([updated(1, 1, 1), updated(1, 1, 0)]) == []  # to and fro
+    assert encoder.encode([updated(1, 1, 1), updated(1, 1, 0)]) == []  # back and forth
     moved = events_of(encoder.encode([updated(1, 1, 1)]))
     assert [event["type"] for event in moved] == ["BlockRemoved", "BlockStored"]
     assert [event["medium"] for event in moved] == ["GPU", "CPU"]
@@ -174,24 +174,24 @@ def test_a_change_of_level_is_a_removal_and_a_store_and_one_of_priority_is_nothi
     assert events_of(encoder.encode([removed(1, 1)]))[0]["medium"] == "CPU"
 
 
-def test_moves_in_any_order_are_told_children_first_and_then_parents_first():
-    """`onboard([2, 1, 0])` tells the child first; a reader would lose what is stored before its parent."""
+def test_moves_in_any_order_are_published_children_first_and_then_parents_first():
+    """`onboard([2, 1, 0])` has events of the child first. A reader would lose a block stored before its parent."""
     c = name([5, 5, 5, 5], B)
     chain = [STORE_A, STORE_B, stored(3, 1, (2, 1), [5, 5, 5, 5])]
     host = [updated(b, 1, 1) for b in (3, 1, 2)]
-    assert told([chain, host]) == [("Removed", "GPU", [h(c), h(B), h(A)]), ("Stored", "CPU", [h(A), h(B), h(c)])]
+    assert sent([chain, host]) == [("Removed", "GPU", [h(c), h(B), h(A)]), ("Stored", "CPU", [h(A), h(B), h(c)])]
     back = [updated(b, 1, 0) for b in (3, 2, 1)]
-    assert told([chain, host, back]) == [("Removed", "CPU", [h(c), h(B), h(A)]), ("Stored", "GPU", [h(A), h(B), h(c)])]
+    assert sent([chain, host, back]) == [("Removed", "CPU", [h(c), h(B), h(A)]), ("Stored", "GPU", [h(A), h(B), h(c)])]
     mixed = [updated(3, 1, 0), updated(2, 1, 0), updated(1, 1, 1)]
-    told_mixed = told([chain, [updated(3, 1, 1), updated(2, 1, 1)], mixed])
-    assert told_mixed == [
+    of_mixed = sent([chain, [updated(3, 1, 1), updated(2, 1, 1)], mixed])
+    assert of_mixed == [
         ("Removed", "GPU", [h(A)]), ("Removed", "CPU", [h(c), h(B)]), ("Stored", "CPU", [h(A)]),
         ("Stored", "GPU", [h(B), h(c)]),
     ]  # fmt: skip
 
 
 def test_a_block_may_be_updated_and_removed_in_one_transition():
-    found = told([[STORE_A, STORE_B], [updated(2, 1, 1), removed(2, 1), updated(1, 1, 1)]])
+    found = sent([[STORE_A, STORE_B], [updated(2, 1, 1), removed(2, 1), updated(1, 1, 1)]])
     assert found == [
         ("Removed", "GPU", [h(B)]), ("Stored", "CPU", [h(B)]), ("Removed", "CPU", [h(B)]),
         ("Removed", "GPU", [h(A)]), ("Stored", "CPU", [h(A)]),
@@ -200,7 +200,7 @@ def test_a_block_may_be_updated_and_removed_in_one_transition():
 
 def test_a_block_that_is_used_again_within_a_log_is_removed_and_stored_in_turn():
     again = [STORE_A, removed(1, 1), stored(1, 2, 0, [1, 2, 3, 300]), stored(2, 5, (1, 2), [5] * 4), removed(2, 5)]
-    assert told([again]) == [
+    assert sent([again]) == [
         ("Stored", "GPU", [h(A)]), ("Removed", "GPU", [h(A)]), ("Stored", "GPU", [h(A), h(name([5] * 4, A))]),
         ("Removed", "GPU", [h(name([5] * 4, A))]),
     ]  # fmt: skip
@@ -242,12 +242,12 @@ def test_a_bare_first_group_is_not_published():
 
 
 def test_adapters_and_salts():
-    known, sql = namespaces(), {3: "sql"}
+    names, sql = namespaces(), {3: "sql"}
     store = [stored(b, 1, b, [1] * 4) for b in range(4)] + [
         stored(4, 1, (1, 1), [2] * 4),
         stored(5, 1, (3, 1), [2] * 4),
     ]
-    found = events_of(Encoder(SPEC, names=known, lora_names=sql).encode(store))
+    found = events_of(Encoder(SPEC, names=names, lora_names=sql).encode(store))
     spaces = {(e.get("lora_id"), e["lora_name"], e.get("cache_salt")): e["block_hashes"] for e in found[:4]}
     a, b = hashing.salt_hash("tenant a"), hashing.salt_hash("tenant b")
     assert a == "3a779d9a0f9d58a66187a31f5f83e267"
@@ -255,37 +255,37 @@ def test_adapters_and_salts():
     roots = [hashing.root_hash(None, salt, lora) for salt, lora in ((None, None), ("tenant a", None), (None, "sql"),
                                                             ("tenant b", "sql"))]  # fmt: skip
     assert spaces == {space: [h(name([1] * 4, root))] for space, root in zip(wanted, roots, strict=True)}
-    assert [event.get("cache_salt") for event in found[4:]] == [a, b]  # of children too
-    keyed = events_of(Encoder(SPEC, names=known, key=b"secret").encode(store))
+    assert [event.get("cache_salt") for event in found[4:]] == [a, b]  # those of children, too
+    keyed = events_of(Encoder(SPEC, names=names, key=b"secret").encode(store))
     assert keyed[1]["cache_salt"] == "1d9158e1b151eb6f8c248bd7de249b81" and keyed[2]["lora_name"] == "3"
     assert keyed[0]["block_hashes"] == [h(name([1] * 4, hashing.root_hash(key=b"secret"), key=b"secret"))]
-    plain = events_of(Encoder(SPEC, names=known, salts="plain").encode(store))
+    plain = events_of(Encoder(SPEC, names=names, salts="plain").encode(store))
     assert [event.get("cache_salt") for event in plain[:4]] == [None, "tenant a", None, "tenant b"]
-    omitted = Encoder(SPEC, names=known, salts="omit")
+    omitted = Encoder(SPEC, names=names, salts="omit")
     assert len(events_of(omitted.encode(store))) == 2 and omitted.left_out == {"salt_omitted": 4}
 
 
 def test_salts_in_arrays_are_keys_of_the_first_block():
-    known = namespaces()
+    names = namespaces()
     store = [stored(1, 1, 1, [1] * 4), stored(4, 1, (1, 1), [2] * 4), stored(5, 1, (1, 1), [3] * 4)]
-    found = events_of(Encoder(SPEC, names=known, form="array", salts="plain").encode(store))
+    found = events_of(Encoder(SPEC, names=names, form="array", salts="plain").encode(store))
     assert [event[8] for event in found] == [[["dynamo-cache-salt:tenant a"], None], None]
 
 
 def test_a_form_without_fields_leaves_out_who_needs_them():
-    known, encoder = namespaces(), Encoder(SPEC, names=namespaces(), form="array-0.11")
+    names, encoder = namespaces(), Encoder(SPEC, names=namespaces(), form="array-0.11")
     store = [stored(b, 1, b, [1] * 4) for b in range(4)]
     assert len(events_of(encoder.encode(store))) == 1 and encoder.left_out == {"form_without_field": 3}
-    assert known.describe(3) == ("tenant b", 3)
+    assert names.describe(3) == ("tenant b", 3)
 
 
 def test_namespaces_that_were_never_given_out_are_left_out_with_all_below():
-    known = kvjax.Namespaces()
-    encoder = Encoder(SPEC, names=known)
+    names = kvjax.Namespaces()
+    encoder = Encoder(SPEC, names=names)
     store = [stored(1, 1, 1, [1] * 4), stored(2, 1, (1, 1), [2] * 4), stored(3, 1, (2, 1), [2])]
     assert encoder.encode(store) == [] and encoder.left_out == {"unknown_namespace": 2}
-    known(salt="late")
-    assert encoder.encode([stored(4, 1, (1, 1), [3] * 4)]) == []  # what is below stays with its parent
+    names(salt="late")
+    assert encoder.encode([stored(4, 1, (1, 1), [3] * 4)]) == []  # a child stays with its parent
     assert encoder.encode([stored(5, 1, 1, [3] * 4)]) != []
     assert encoder.encode([removed(3, 1), removed(2, 1), removed(4, 1), removed(1, 1)]) == []
 
@@ -336,10 +336,10 @@ def test_names_of_extra_ids_are_text():
 
 
 def test_of_two_blocks_with_one_name_the_second_is_left_out_with_all_below(monkeypatch):
-    """Two adapters with one name; the second's blocks would pass for the first's."""
-    known = kvjax.Namespaces()
-    one, two = known(lora=3), known(lora=4)
-    encoder = Encoder(SPEC, names=known, lora_names={3: "4"})
+    """Two adapters have one name, so that the second's blocks would pass for the first's."""
+    names = kvjax.Namespaces()
+    one, two = names(lora=3), names(lora=4)
+    encoder = Encoder(SPEC, names=names, lora_names={3: "4"})
     store = [stored(1, 1, one, [1] * 4), stored(2, 1, two, [1] * 4), stored(3, 1, (2, 1), [2] * 4)]
     assert len(events_of(encoder.encode(store))) == 1 and encoder.left_out == {"collision": 2}
     later = [stored(4, 1, two, [2] * 4), stored(5, 1, one, [2] * 4)]
@@ -382,26 +382,26 @@ def test_options_are_checked(options, complaint):
         Encoder(SPEC, **options)
 
 
-# The law: what is written tells the index, as far as the wire carries it.
+# The law: the bytes give the index, as far as the wire carries it.
 
 
 @pytest.mark.parametrize("form", ["map", "array", "array-0.11"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_written_tells_the_index(shape, form):
-    spec, known = spec_of(shape), namespaces()
+    spec, names = spec_of(shape), namespaces()
     extra = {"extra_name": "image {}".format} if shape == "extra ids" else {}
     options = {"salts": "plain", **extra} if form == "array" else extra
     for seed in range(3):
-        encoder, mirror, forest = Encoder(spec, names=known, form=form, **options), Mirror(), Forest(spec, seed)
-        told_of = known
+        encoder, mirror, forest = Encoder(spec, names=names, form=form, **options), Mirror(), Forest(spec, seed)
+        expected_names = names
         if form == "array-0.11":
-            told_of, options = kvjax.Namespaces(), {}
+            expected_names, options = kvjax.Namespaces(), {}
         for _ in range(15):
             events = forest.draw(forest.rng.randrange(1, 25))
             for payload in encoder.encode(arrays_of(events, spec)):
                 mirror.apply(decode(payload))
             groups = {0} - set(range(int(spec.bare))) if form == "array-0.11" else None
-            assert mirror.index == projected(forest.mirror, spec, told_of, groups=groups, **options)
+            assert mirror.index == projected(forest.mirror, spec, expected_names, groups=groups, **options)
         late = Mirror()
         for payload in encoder.snapshot():
             late.apply(decode(payload))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests: the same in every process for equal prefixes, whatever happened before, and different for all others."""
+"""Digests: equal in every process for equal prefixes, after any history, and different for all others."""
 
 import hashlib
 import itertools
@@ -20,7 +20,7 @@ FIRST = block_hash(ROOT, range(16))
 
 
 def test_vectors():
-    """Other programs compute these too; they never change."""
+    """Other programs compute these too, so they never change."""
     assert ROOT.hex() == "6491c07cd16c1d744f87c7c119f077ef"
     assert FIRST.hex() == "3accded638a12057a4208d66d88c63eb"
     assert block_hash(FIRST, range(16, 32)).hex() == "6c33524770d343bbc33de176cb79d7be"
@@ -132,7 +132,7 @@ def test_digests_follow_the_events():
     first = block_hashes([{"kind": "created", "group": 0}, stored(0, A, 0, [1, 2]), stored(0, B, A, [3])])
     assert first == {(0, *A): ONE, (0, *B): TWO}
     moved = {"kind": "updated", "group": 0, "block": 3, "generation": 1, "level": 1, "priority": 9}
-    # Block 2 is used again within the same events, by what then follows another prefix.
+    # Block 2 is used again within the same events, after another prefix.
     events = [moved, removed(0, B), removed(0, A), stored(0, C, 0, [7]), {"kind": "copied", "group": 0, "block": 2}]
     labelled, second = with_hashes(events, first)
     assert second == {(0, *C): block_hash(ROOT, [7])} and len(first) == 2
@@ -144,13 +144,13 @@ def test_digests_follow_the_events():
 
 def test_a_window_groups_block_has_the_digest_of_the_whole_prefix():
     events = [stored(0, A, 0, [1, 2]), stored(0, B, A, [3]), stored(1, A, A, [3])]
-    known = block_hashes(events)
-    assert known[1, *A] == known[0, *B] == TWO
-    assert block_hashes([removed(1, A), {"kind": "cleared", "group": 1}], known) == block_hashes(events[:2])
-    assert block_hashes([{"kind": "cleared", "group": 0}], known) == {(1, *A): TWO}
+    hashes = block_hashes(events)
+    assert hashes[1, *A] == hashes[0, *B] == TWO
+    assert block_hashes([removed(1, A), {"kind": "cleared", "group": 1}], hashes) == block_hashes(events[:2])
+    assert block_hashes([{"kind": "cleared", "group": 0}], hashes) == {(1, *A): TWO}
 
 
-def test_salts_and_adapters_are_told_by_their_names():
+def test_salts_and_adapters_are_hashed_by_their_names():
     names = kvjax.Namespaces()
     number = names("tenant a", 3)
     events = [stored(0, A, number, [1, 2])]
@@ -179,10 +179,10 @@ def test_salts_and_adapters_are_told_by_their_names():
 def test_events_without_a_name_are_refused(events, options, complaint):
     names = kvjax.Namespaces()
     names(lora=options.get("lora", 9))
-    known = {(0, 9, 9): FIRST}
+    hashes = {(0, 9, 9): FIRST}
     with pytest.raises(ValueError, match=f"^{complaint}"):
-        with_hashes(events, known, names=names, loras=options.get("loras"))
-    assert known == {(0, 9, 9): FIRST}
+        with_hashes(events, hashes, names=names, loras=options.get("loras"))
+    assert hashes == {(0, 9, 9): FIRST}
 
 
 def test_digests_want_decoded_events():
@@ -194,7 +194,7 @@ def test_digests_want_decoded_events():
 
 
 def of_path(namespace, path, size, extra, names):
-    """The digest of a token path by `root` and `block` alone."""
+    """The digest of a token path, by `root_hash` and `block_hash` alone."""
     digest = root_hash("m", *names.describe(namespace))
     for start in range(0, len(path), size):
         piece = path[start : start + size]
@@ -203,22 +203,22 @@ def of_path(namespace, path, size, extra, names):
     return digest
 
 
-def after(trial, asked, names):
-    """The digests after requests, by their events; {(salt, token path): digest} of what was ever stored."""
-    spec, known, ever = trial.state.spec, {}, {}
-    for request in asked:
+def after(trial, history, names):
+    """Verifies the digests of events after requests; returns {(salt, token path): digest} of all stored blocks."""
+    spec, hashes, ever = trial.state.spec, {}, {}
+    for request in history:
         before, events = trial.mirror, trial.do(request)
         if events is None:
             continue
-        labelled, known = with_hashes(kvjax.to_list(events), known, names=names, model="m")
+        labelled, hashes = with_hashes(kvjax.to_list(events), hashes, names=names, model="m")
         for event in labelled:
             if event["kind"] in ("removed", "updated"):
                 node = event["group"], event["block"], event["generation"]
                 entry = before.nodes.get(node) or trial.mirror.nodes[node]
                 assert event["block_hash"] == of_path(*entry[:2], spec.block_size, spec.extra_ids, names)
-        assert known == block_hashes(kvjax.events.snapshot(trial.state), names=names, model="m")
-        assert known.keys() == trial.mirror.nodes.keys()
-        for node, digest in known.items():
+        assert hashes == block_hashes(kvjax.events.snapshot(trial.state), names=names, model="m")
+        assert hashes.keys() == trial.mirror.nodes.keys()
+        for node, digest in hashes.items():
             namespace, path, *_ = trial.mirror.nodes[node]
             assert digest == of_path(namespace, path, spec.block_size, spec.extra_ids, names)
             ever[names.describe(namespace), path] = digest
@@ -228,15 +228,15 @@ def after(trial, asked, names):
 @pytest.mark.long
 @pytest.mark.parametrize("spec", [PLAIN, EXTRA], ids=["plain", "extra ids"])
 def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spec):
-    """The second cache has served others before, so that blocks are others, and numbers the tenants the other way."""
+    """The second cache has served other requests before, so that blocks differ, and numbers tenants the other way."""
     found = []
     for salts, others in (("ab", 0), ("ba", 40)):
         names, numbers = kvjax.Namespaces(), [0]
         for salt in salts:
             names(salt)
         numbers += [names("a"), names("b")]
-        asked = itertools.islice(random_requests(1, spec, num_namespaces=3), 200)
-        ours = [{**request, "namespace": numbers[request.get("namespace", 0)]} for request in asked]
+        history = itertools.islice(random_requests(1, spec, num_namespaces=3), 200)
+        ours = [{**request, "namespace": numbers[request.get("namespace", 0)]} for request in history]
         before = itertools.islice(random_requests(2, spec, num_namespaces=3), others)
         over = [{"verb": "release", "seq": seq} for seq in range(spec.max_seqs)]
         found.append(after(Trial(kvjax.init(spec)), [*before, *over, *ours], names))
@@ -251,11 +251,11 @@ def test_equal_prefixes_have_equal_digests_in_caches_that_differ_in_all_else(spe
 @pytest.mark.long
 def test_digests_are_those_of_the_paths_over_windows_and_a_host_tier():
     story, names = stories.tiers(), kvjax.Namespaces()
-    known = block_hashes(story.recorded, names=names, model="m")
-    assert known == block_hashes(kvjax.events.snapshot(story.state), names=names, model="m")
-    assert {group for group, *_ in known} == {0, 1} and known.keys() == story.mirror.nodes.keys()
+    hashes = block_hashes(story.recorded, names=names, model="m")
+    assert hashes == block_hashes(kvjax.events.snapshot(story.state), names=names, model="m")
+    assert {group for group, *_ in hashes} == {0, 1} and hashes.keys() == story.mirror.nodes.keys()
     assert {event["kind"] for event in story.recorded} >= {"stored", "updated"}
-    for node, digest in known.items():
+    for node, digest in hashes.items():
         namespace, path, *_ = story.mirror.nodes[node]
         assert digest == of_path(namespace, path, TIERS.block_size, TIERS.extra_ids, names)
 
@@ -263,5 +263,5 @@ def test_digests_are_those_of_the_paths_over_windows_and_a_host_tier():
 @pytest.mark.slow
 @hypothesis.settings(max_examples=30, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(requests(TIERS, num_namespaces=1))
-def test_digests_survive_windows_and_a_host_tier(asked):
-    after(Trial(kvjax.init(TIERS)), asked, kvjax.Namespaces())
+def test_digests_survive_windows_and_a_host_tier(history):
+    after(Trial(kvjax.init(TIERS)), history, kvjax.Namespaces())

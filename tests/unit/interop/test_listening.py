@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of all wires, of generations: what writes them is their listener, and they end in every way there is.
+"""The law of all wires for generations, whose listener writes the wires. They end in every possible way.
 
-Windows, tiers, namespaces, moves that fail, Ctrl-C, streams that nobody reads on, and a listener that raises.
+Windows, tiers, namespaces, failed moves, Ctrl-C, abandoned streams, and a listener that raises.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.long
 
 
 def closed(cache, prompts, *, listener, raises=False, **options):
-    """A stream that is read once; perhaps the listener raises as its rows are released."""
+    """A stream that is read once. The listener may raise as its rows are released."""
     reading = True
 
     def listen(events):
@@ -59,14 +59,14 @@ def failing(*args, **options):
 
 
 class Runs:
-    """Generations over one cache, drawn at random; all of them have the same listener.
+    """Random generations over one cache, all with the same listener.
 
     Attributes:
-      ended: how they ended.
+      ended: the ways in which they ended.
     """
 
-    def __init__(self, cache, known, monkeypatch, seed, moves):
-        self.cache, self.known, self.rng, self.ended = cache, known, random.Random(seed), set()
+    def __init__(self, cache, names, monkeypatch, seed, moves):
+        self.cache, self.names, self.rng, self.ended = cache, names, random.Random(seed), set()
         self.calls, copy = Calls(monkeypatch), host_pool._copy
 
         def copy_or_fail(*args):
@@ -75,10 +75,10 @@ class Runs:
         monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
 
     def run(self, listener):
-        """One of them; some end early."""
+        """Runs one of them. Some end early."""
         rng, calls = self.rng, self.calls
         prompts = [prompt for number in rng.sample(range(3), 2) for prompt in prompts_of(number)]
-        namespaces = [rng.randrange(len(self.known)) for _ in prompts]
+        namespaces = [rng.randrange(len(self.names)) for _ in prompts]
         way = rng.choice([*WAYS, closed, failing])
         pressed, unkind = rng.choice([(True, False), (False, True), (False, False)])
         calls.count, calls.at = 0, rng.randrange(1, 12) if pressed else 0
@@ -89,7 +89,7 @@ class Runs:
             if unkind and rng.random() < 0.2:
                 raise EOFError
 
-        options = {"namespaces": namespaces, "names": self.known, "listener": listen, "log_events": False}
+        options = {"namespaces": namespaces, "names": self.names, "listener": listen, "log_events": False}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -103,16 +103,16 @@ class Runs:
 
 @pytest.mark.parametrize(("kind", "runs"), [("plain", 24), pytest.param("windows", 40, marks=pytest.mark.slow)])
 def test_events_give_the_index_and_so_do_subscribers(kind, runs, monkeypatch):
-    known, spec = kvjax.Namespaces(), make_spec(kind, host=HOST)
-    known(salt="tenant a"), known(lora=3)
+    names, spec = kvjax.Namespaces(), make_spec(kind, host=HOST)
+    names(salt="tenant a"), names(lora=3)
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(publisher(spec, names=known, buffer_batches=5))
+        source = stack.enter_context(publisher(spec, names=names, buffer_batches=5))
         subs = [stack.enter_context(subscriber(source, replay_timeout=1.0)) for _ in range(2)]
         every = range(int(spec.bare), len(spec.groups))
-        served = stack.enter_context(agent(spec, names=known))
+        served = stack.enter_context(agent(spec, names=names))
         readers = [stack.enter_context(Reader(served.address, groups)) for groups in ((), every)]
         lossy, nodes, mirror = Lossy(subs[1], 1), NodeMap(spec), kvjax.events.Mirror()
-        lines, lives = Lines(spec, known), Runs(start(kind, host=HOST), known, monkeypatch, 3, 0.1)
+        lines, lives = Lines(spec, names), Runs(start(kind, host=HOST), names, monkeypatch, 3, 0.1)
 
         def listener(events):
             nonlocal mirror
@@ -126,19 +126,19 @@ def test_events_give_the_index_and_so_do_subscribers(kind, runs, monkeypatch):
             lives.run(listener)
             state = state_of(lives.cache)
             kvjax.check(state)
-            assert np.count_nonzero(state.seqs.length) == 2  # the rows that are nobody's here
+            assert np.count_nonzero(state.seqs.length) == 2  # the rows of no generation
             assert mirror.index == nodes.index == kvjax.events.index_of(state)
             if number == runs // 2:
                 subs.append(stack.enter_context(subscriber(source, replay_timeout=1.0)))
                 readers.append(stack.enter_context(Reader(served.address, every)))
             if number % 4 == 3:
-                assert all(agrees(sub, projected(mirror, spec, known)) for sub in subs) and lines.agrees(mirror)
-                assert readers[0].agrees(named(mirror, spec, known))
-                assert all(reader.agrees(named(mirror, spec, known, groups=every)) for reader in readers[1:])
+                assert all(agrees(sub, projected(mirror, spec, names)) for sub in subs) and lines.agrees(mirror)
+                assert readers[0].agrees(named(mirror, spec, names))
+                assert all(reader.agrees(named(mirror, spec, names, groups=every)) for reader in readers[1:])
         assert lines.agrees(mirror)
         mirror = kvjax.fold(kvjax.events.snapshot(state))
-        wanted = projected(mirror, spec, known)
+        wanted = projected(mirror, spec, names)
         assert wanted and all(agrees(sub, wanted) for sub in subs) and lossy.lost
-        wanted = named(mirror, spec, known, groups=every)
+        wanted = named(mirror, spec, names, groups=every)
         assert wanted and all(reader.agrees(wanted) for reader in readers[1:])
         assert lives.ended >= ENDS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of events, and what it tells, by hand."""
+"""The report and the picture of a file of events, by hand."""
 
 import io
 import json
@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.interop.log import Log, entry, plot, report
-from kvjax.interop.log.__main__ import main
+from kvjax.interop.log import Log, entry, main, plot, report
 from tests.drive import output_of
 from tests.unit.debug import stories
 from tests.unit.interop.forest import Forest, arrays_of, spec_of
@@ -86,7 +85,7 @@ def test_a_report_by_hand():
 
 
 def test_files_of_bare_events_are_read_too():
-    """Their times are numbers of events, and they do not tell what was looked up."""
+    """Their times are numbers of events, and they have no counts of looked-up tokens."""
     found = report(json.dumps(event) for event in (A, B, removed(2, 1), removed(1, 1), stored(4, 1, 0, [1, 2, 3, 4])))
     assert (found.unit, found.transitions, found.share) == ("events", 0, None)
     assert found.lifetimes == [1, 3] and found.again == [1] and found.blocks[-1] == (1, 0)
@@ -94,7 +93,7 @@ def test_files_of_bare_events_are_read_too():
     assert "median 2 events, 8 of 10 between 1 events and 3 events" in str(found)
 
 
-def test_contents_are_told_apart_by_namespace_prefix_and_extra_ids():
+def test_contents_differ_by_namespace_prefix_and_extra_ids():
     gone = [removed(1, 1)]
     for other in (stored(2, 1, 1, [1, 2, 3, 4]), stored(2, 1, 0, [1, 2, 3, 4], extra_ids=[0, 0, 0, 7]),
                   stored(2, 1, 0, [1, 2, 3]), stored(2, 1, (9, 9), [1, 2, 3, 4])):  # fmt: skip
@@ -114,8 +113,8 @@ def test_a_file_that_begins_in_the_middle_says_so():
     assert "not known     3 events of blocks that this file did not store\n" in str(found)
 
 
-def test_a_cache_that_is_attached_takes_the_place_of_the_one_before():
-    """Its blocks were not removed, nor are those of the first cache."""
+def test_a_cache_that_is_attached_replaces_the_one_before():
+    """There are no removals of its blocks, nor of those of the first cache."""
     found = report([line(0, A, B), line(1, {"kind": "created", "group": 0}, A)])
     assert found.lifetimes == found.again == [] and found.blocks == [(2, 0), (1, 0)]
 
@@ -168,7 +167,7 @@ def test_the_first_refused_line_is_named_with_its_field(text, complaint):
     assert f"refused       2 lines; {found.first_refused}\n" in str(found)
 
 
-def test_numbers_as_large_as_lines_may_have_are_added_up_and_drawn(recwarn):
+def test_numbers_as_large_as_lines_may_have_are_added_up_and_plotted(recwarn):
     most = 2**53 - 1
     found = report([line(-most, queried=most, cached=most), *[line(most, queried=most)] * 3000])
     assert found.refused == 0 and found.share == 1 / 3001 and str(found)
@@ -179,7 +178,7 @@ def test_numbers_as_large_as_lines_may_have_are_added_up_and_drawn(recwarn):
 
 @hypothesis.given(st.data())
 def test_any_text_is_read_or_refused(data):
-    """Parts of what is right, with some characters changed, and anything else."""
+    """Parts of valid lines with some characters changed, and arbitrary text."""
     given = list(data.draw(st.one_of(st.sampled_from(LINES), st.text(max_size=60))))
     for _ in range(data.draw(st.integers(0, 4))):
         if given:
@@ -195,15 +194,15 @@ def test_any_text_is_read_or_refused(data):
 def test_the_command_prints_the_report(tmp_path, capsys):
     file = tmp_path / "events.jsonl"
     file.write_text("\n".join(LINES))
-    said = output_of(sys.executable, "-W", "error", "-m", "kvjax.interop.log", str(file))
-    assert said == f"{report(LINES)}\n"
+    output = output_of(sys.executable, "-W", "error", "-m", "kvjax.interop.log", str(file))
+    assert output == f"{report(LINES)}\n"
     with pytest.raises(SystemExit) as caught:
         main([str(tmp_path / "none.jsonl")])
     assert caught.value.code == 2 and "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lines", [LINES, LINES[1:2], [json.dumps(A)], []], ids=["all", "stored", "bare", "empty"])
-def test_the_picture_has_what_was_told(tmp_path, lines):
+def test_the_picture_has_what_the_lines_have(tmp_path, lines):
     found = report(lines)
     figure = plot(found, tmp_path / "events.png")
     assert (tmp_path / "events.png").read_bytes()[:4] == b"\x89PNG"

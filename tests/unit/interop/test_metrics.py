@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is exported equals what the cache and its events say; a scrape reads numbers; the dashboard asks for what is."""
+"""Exported metrics equal the cache's and its events' numbers; a scrape reads numbers; the dashboard's names exist."""
 
 import json
 import re
@@ -13,8 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.interop import metrics
-from kvjax.interop.metrics import Metrics, collector, dashboard
-from kvjax.interop.metrics.observed import Observed
+from kvjax.interop.metrics import Metrics, Observed, dashboard
 from kvjax.interop.vllm import Publisher
 from tests.drive import BOTH, PLAIN, ROOT, TIERS, TIMEOUT, Driver, padded
 from tests.unit.interop.forest import arrays_of
@@ -38,7 +37,7 @@ class Watched(Driver):
 
 
 def life():
-    """Row 0 finds on the device what it stored, then on the host; row 1 is active, row 2 is refused."""
+    """Row 0 finds its own blocks on the device, then on the host; row 1 is active, row 2 is refused."""
     story, text = Watched(TIERS), list(range(11, 24))
     story.start(0, text)
     story.do("release", 0)
@@ -69,7 +68,7 @@ def test_totals_are_those_of_the_events(story):
 
 
 @pytest.mark.long
-def test_hits_are_told_by_tier(story):
+def test_hits_are_counted_by_tier(story):
     device, host = (story.value("kvjax_hit_tokens_total", tier=tier) for tier in ("device", "host"))
     assert (device, host) == (12, 12) and story.totals.reused_tokens == 24
 
@@ -122,7 +121,7 @@ def test_what_was_never_set_is_not_exported_and_its_age_is():
 
 
 def test_a_scrape_reads_no_array(monkeypatch):
-    """The cache may have been donated since."""
+    """The cache may have been donated meanwhile."""
     state = jax.tree.map(lambda x: x.copy(), kvjax.init(TIERS))
     registry = prometheus_client.CollectorRegistry()
     one = Metrics(registry, TIERS)
@@ -139,11 +138,11 @@ LEVELS = kvjax.make_spec(num_blocks=10, num_host_blocks=6, max_seqs=2, max_lengt
 
 
 def observed(*batches, spec=LEVELS, cached=0):
-    """What comes of events, each list of them 2 s after the one before."""
+    """The metrics of some lists of events, each 2 s after the one before."""
     seen = Observed(spec)
-    for moment, events in enumerate(batches):
+    for number, events in enumerate(batches):
         arrays = arrays_of(events, spec)
-        seen.add(arrays.replace(cached=arrays.cached + cached), 2.0 * moment)
+        seen.add(arrays.replace(cached=arrays.cached + cached), 2.0 * number)
     return seen
 
 
@@ -151,12 +150,12 @@ def test_lifetimes_are_from_stored_to_removed():
     seen = observed(
         [stored(1, 1, 0, [1] * 4), stored(2, 1, 0, [2] * 4)],
         [removed(1, 1), stored(1, 2, 0, [3] * 4)],
-        [removed(7, 1), removed(2, 1)],  # nobody saw block 7 stored
+        [removed(7, 1), removed(2, 1)],  # the store of block 7 was not observed
         [{"kind": "cleared", "group": 0}],
     )
     [lives] = seen.lifetimes
     assert lives.seconds == 2 + 4 + 4
-    assert dict(zip(metrics.observed.BOUNDS, lives.counts.tolist(), strict=False))[3] == 1
+    assert dict(zip(metrics.BOUNDS, lives.counts.tolist(), strict=False))[3] == 1
     assert lives.counts.sum() == 3 and lives.counts[4] == 2
 
 
@@ -174,12 +173,12 @@ def test_only_what_an_admission_brings_back_is_the_hosts():
     seen.add(events.replace(cached=events.cached + 11), 1.0)
     assert seen.hits == {"device": 4, "host": 7}
     log = arrays_of([updated(3, 1, 0)], LEVELS, log=True)
-    seen.add(log.replace(cached=log.cached + 4), 1.0)  # of a jitted loop, which finds nothing there
+    seen.add(log.replace(cached=log.cached + 4), 1.0)  # of a jitted loop, which finds nothing on the host
     assert seen.hits == {"device": 8, "host": 7}
 
 
 def test_a_first_group_without_keys_and_values_has_no_hits():
-    """It has no host tier either; its windows tell."""
+    """It has no host tier either. The windows' groups count."""
     layers = [kvjax.LayerSpec(1, 4, window=8)]
     spec = kvjax.make_spec(layers, num_blocks=10, num_host_blocks=6, max_seqs=2, max_length=32, block_size=4)
     store = [stored(1, 1, 0, [1] * 4), stored(2, 1, 0, [1] * 4, group=1, level=1)]
@@ -211,7 +210,7 @@ def test_what_is_no_event_of_this_cache_is_refused(events, complaint):
         Metrics(prometheus_client.CollectorRegistry(), spec).observe(events)
 
 
-# What Prometheus and Grafana see.
+# The view of Prometheus and Grafana.
 
 
 def test_queues_and_overflows_of_wires_are_exported():
@@ -253,17 +252,17 @@ def test_every_name_in_the_dashboards_queries_is_exported():
     with wire, Metrics(registry, TIERS, wires={"vllm": wire}) as one:
         one.set(kvjax.init(TIERS))
         exported = {sample.name: sample.labels.keys() for family in registry.collect() for sample in family.samples}
-    asked = set()
+    queried = set()
     board = dashboard()
     for panel in board["panels"]:
         for target in panel["targets"]:
             for name, labels in re.findall(r"(kvjax_\w+)(?:\{([^}]*)\})?", target["expr"]):
-                asked.add(name)
+                queried.add(name)
                 assert set(re.findall(r"(\w+)=~", labels)) - {"instance"} <= exported[name], target["expr"]
             for labels in re.findall(r"by \(([\w, ]+)\) \(\w*\(?(kvjax_\w+)", target["expr"]):
                 assert set(labels[0].split(", ")) <= {*exported[labels[1]], "le", "instance"}
-    unasked = {name for name in exported if not name.endswith(("_count", "_sum"))} - asked
-    assert unasked == set(), unasked
+    unused = {name for name in exported if not name.endswith(("_count", "_sum"))} - queried
+    assert unused == set(), unused
     for variable in board["templating"]["list"][1:]:
         assert re.search(r"kvjax_\w+", variable["query"]["query"])[0] in exported
 
@@ -277,9 +276,9 @@ def test_the_dashboard_is_printed():
              if all("rate(" in target["expr"] and " / " not in target["expr"] and "quantile" not in target["expr"]
                     for target in panel["targets"])]  # fmt: skip
     assert len(rates) == 4 and set(rates) == {"cps", "Bps"}
-    places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
-    assert len(set(places)) == len(places) and len({panel["id"] for panel in board["panels"]}) == len(places)
+    positions = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
+    assert len(set(positions)) == len(positions) and len({panel["id"] for panel in board["panels"]}) == len(positions)
 
 
 def test_every_total_has_a_text():
-    assert all(text.endswith(".") for text in collector._TOTALS.values())
+    assert all(text.endswith(".") for text in metrics._TOTALS.values())

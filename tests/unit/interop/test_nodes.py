@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node map: the same index as `fold`, from arrays, logs, lists and states; what cannot have happened is refused."""
+"""The node map: the same index as `fold`, from arrays, logs, lists and states; impossible events are refused."""
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ def test_a_map_takes_what_its_copy_has_not_seen():
     assert other.index == {(0, 0, (1, 2, 3, 4)): (0, 35)} and nodes.index == {(0, 2, (5,)): (0, 35)}
 
 
-KNOWN = [stored(1, 5, 0, [1, 2, 3, 4]), stored(2, 1, (1, 5), [5])]
+STORED = [stored(1, 5, 0, [1, 2, 3, 4]), stored(2, 1, (1, 5), [5])]
 NEW, LACKS = "wanted one that is new", r"wanted one that the map has: begin with `attach\(state\)`"
 
 
@@ -67,7 +67,7 @@ NEW, LACKS = "wanted one that is new", r"wanted one that the map has: begin with
 def test_what_cannot_have_happened_is_refused(events, complaint):
     for given in (events, arrays_of(events, PLAIN)):
         nodes = NodeMap(PLAIN)
-        nodes.fold(KNOWN)
+        nodes.fold(STORED)
         with pytest.raises(ValueError, match=f"^({complaint})"):
             nodes.fold(given)
 
@@ -93,7 +93,7 @@ def test_what_is_no_event_is_refused(events, complaint):
 
 
 def test_events_may_have_leading_axes_and_are_copied():
-    events = arrays_of(KNOWN, PLAIN)
+    events = arrays_of(STORED, PLAIN)
     stacked = events.replace(
         records=events.records.reshape(1, -1, 9), text=events.text.replace(tokens=events.text.tokens[None])
     )
@@ -101,27 +101,27 @@ def test_events_may_have_leading_axes_and_are_copied():
     nodes.fold(stacked)
     index = nodes.index
     events.records[:], events.text.tokens[:] = -1, -1
-    assert nodes.index == index == kvjax.fold(KNOWN).index
+    assert nodes.index == index == kvjax.fold(STORED).index
 
 
 @pytest.mark.parametrize("log", [False, True])
 def test_listeners_together_get_one_batch_and_a_copy_on_the_host(log):
     got, nodes = [], [NodeMap(PLAIN) for _ in range(2)]
     listener = together(PLAIN, got.append, *(one.fold for one in nodes))
-    listener(jax.device_put(arrays_of(KNOWN, PLAIN, log=log)))
+    listener(jax.device_put(arrays_of(STORED, PLAIN, log=log)))
     listener(jax.device_put(arrays_of([removed(2, 1)], PLAIN, log=log)))
     first, second = got
     assert host_events(first, PLAIN) is first and len(first.records) == 2 and len(second.records) == 1
     assert arrays(first) is first.events and all(isinstance(x, np.ndarray) for x in jax.tree.leaves(first.events))
-    assert nodes[0].index == nodes[1].index == kvjax.fold(KNOWN[:1]).index
+    assert nodes[0].index == nodes[1].index == kvjax.fold(STORED[:1]).index
     other = spec_of("plain", blocks=11)
     assert host_events(first, other) is not first and len(host_events(first, other).records) == 2
     with pytest.raises(ValueError, match=r"^events: got list, wanted Events or an EventLog"):
-        listener(KNOWN)
+        listener(STORED)
 
 
 class Listener:
-    """What follows a cache by an encoder; as `Publisher` does, it shows its index."""
+    """A follower of a cache with an encoder. It shows its index, as `Publisher` does."""
 
     def __init__(self, **options):
         self.encoder, self.payloads, self.errors = Encoder(PLAIN, **options), [], []
@@ -145,28 +145,28 @@ def test_listeners_together_fold_once_and_hash_once_for_each_key(monkeypatch):
     monkeypatch.setattr(Hashing, "hash", counted)
     one, same, other, nodes = Listener(), Listener(form="array"), Listener(key=b"secret"), NodeMap(PLAIN)
     listener = together(PLAIN, nodes.fold, one.write, same.write, other.write)
-    listener(arrays_of(KNOWN, PLAIN))
+    listener(arrays_of(STORED, PLAIN))
     assert hashed == [2, 2] and nodes.groups is one.nodes.groups is same.nodes.groups is not other.nodes.groups
     assert [len(each.payloads) for each in (one, same, other)] == [1, 1, 1] and one.payloads != other.payloads
-    assert nodes.index == other.nodes.index == kvjax.fold(KNOWN).index
+    assert nodes.index == other.nodes.index == kvjax.fold(STORED).index
 
 
 def test_maps_that_share_part_when_one_gets_events_alone_or_is_attached():
     maps = [NodeMap(PLAIN) for _ in range(3)]
     listener = together(PLAIN, *(one.fold for one in maps))
-    listener(arrays_of(KNOWN, PLAIN))
+    listener(arrays_of(STORED, PLAIN))
     assert maps[0].groups is maps[1].groups is maps[2].groups
     maps[0].fold([removed(2, 1)])
     maps[1].attach(kvjax.init(PLAIN))
     assert [len(one) for one in maps] == [1, 0, 2]
     later = [stored(4, 1, 0, [7])]
-    maps[1].fold(KNOWN)
+    maps[1].fold(STORED)
     listener(arrays_of(later, PLAIN))
-    assert [len(one) for one in maps] == [2, 3, 3] and maps[2].index == kvjax.fold([*KNOWN, *later]).index
+    assert [len(one) for one in maps] == [2, 3, 3] and maps[2].index == kvjax.fold([*STORED, *later]).index
 
 
 def test_events_that_change_no_index_leave_those_who_share_together():
-    """A publisher looks no further at them; a trace folds them."""
+    """A publisher skips them, and a trace folds them."""
 
     class Publisher:
         def __init__(self):
@@ -178,20 +178,20 @@ def test_events_that_change_no_index_leave_those_who_share_together():
 
     source, nodes = Publisher(), NodeMap(PLAIN)
     listener = together(PLAIN, nodes.fold, source.publish)
-    for events in (KNOWN, [], [removed(2, 1)]):
+    for events in (STORED, [], [removed(2, 1)]):
         listener(arrays_of(events, PLAIN))
     assert source.nodes.groups is nodes.groups and len(nodes) == 1
 
 
 def test_maps_of_other_contents_do_not_share():
     one, other = NodeMap(PLAIN), NodeMap(PLAIN)
-    one.fold(KNOWN)
+    one.fold(STORED)
     together(PLAIN, one.fold, other.fold)
     assert one.groups is not other.groups and len(other) == 0
 
 
 def test_a_map_that_missed_events_of_those_who_share_says_so():
-    """A listener that raises keeps the events from those after it."""
+    """A listener that raises keeps the events from the listeners after it."""
     maps = [NodeMap(PLAIN) for _ in range(2)]
     fails = [True]
 
@@ -201,7 +201,7 @@ def test_a_map_that_missed_events_of_those_who_share_says_so():
 
     listener = together(PLAIN, maps[0].fold, listen, maps[1].fold)
     with pytest.raises(RuntimeError):
-        listener(arrays_of(KNOWN, PLAIN))
+        listener(arrays_of(STORED, PLAIN))
     fails.append(False)
     with pytest.raises(ValueError, match=r"^events: got some after others that were left out, wanted `attach"):
         listener(arrays_of([removed(2, 1)], PLAIN))
@@ -215,7 +215,7 @@ def test_impossible_events_are_impossible_for_all_who_share():
 
 
 def test_events_on_the_host_are_read_as_they_are():
-    events = arrays_of(KNOWN, PLAIN)
+    events = arrays_of(STORED, PLAIN)
     host_events(events, PLAIN)
     events.records[:] = 0
     assert not len(host_events(events, PLAIN).records)
@@ -227,7 +227,7 @@ def test_a_path_is_read_at_any_depth_and_circles_end():
     nodes.fold([stored(b, 1, (b - 1, 1) if b else 0, [b]) for b in range(2048)])
     assert nodes.path(0, 2047) == tuple(range(2048))
     nodes = NodeMap(PLAIN)
-    nodes.fold([*KNOWN, removed(1, 5), stored(1, 5, (2, 1), [6])])
+    nodes.fold([*STORED, removed(1, 5), stored(1, 5, (2, 1), [6])])
     assert len(nodes.index) == 2 and nodes.path(0, 2)[-1] == 5
 
 

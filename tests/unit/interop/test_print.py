@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvjax.interop.vllm ENDPOINT`: any engine's stream, a line an event."""
+"""`python -m kvjax.interop.vllm ENDPOINT`: any engine's stream, as one line for each event."""
 
 import os
 import subprocess
@@ -23,9 +23,9 @@ def lines(payload, number=SEVEN):
 
 
 def test_each_event_is_a_line():
-    known = kvjax.Namespaces()
-    store = [stored(1, 1, 0, [1, 2, 3, 4]), stored(2, 1, (1, 1), [5] * 4), stored(3, 1, known("a", 3), [6] * 4)]
-    encoder = Encoder(spec_of("plain"), names=known, salts="plain", lora_names={3: "sql"})
+    names = kvjax.Namespaces()
+    store = [stored(1, 1, 0, [1, 2, 3, 4]), stored(2, 1, (1, 1), [5] * 4), stored(3, 1, names("a", 3), [6] * 4)]
+    encoder = Encoder(spec_of("plain"), names=names, salts="plain", lora_names={3: "sql"})
     [payload] = encoder.encode(store)
     a, b, c = (f"{name:016x}" for event in msgspec.msgpack.decode(payload)[1] for name in event["block_hashes"])
     assert lines(payload) == [
@@ -70,7 +70,7 @@ def test_the_command_prints_a_stream():
     assert (done.returncode, done.stderr) == (2, wanted)
 
 
-def test_a_place_where_nothing_can_be_bound_is_named(capsys):
+def test_an_address_that_cannot_be_bound_is_named(capsys):
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["tcp://256.0.0.1:5", "--bind"])
     assert capsys.readouterr().err.startswith("python -m kvjax.interop.vllm: ENDPOINT: tcp://256.0.0.1:5: ")

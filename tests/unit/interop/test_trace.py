@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: each event as Perfetto wants it, and what they tell of a cache, by hand and of a generation."""
+"""Traces: events in Perfetto's form, and their contents, by hand and of a generation."""
 
 import io
 import itertools
@@ -36,8 +36,8 @@ def checked(text):
         assert all(type(event[name]) is int and event[name] >= 0 for name in {"pid", "tid", "ts", "dur"} & set(event))
         assert event.get("s", "t") == "t" and isinstance(event["args"], dict)
         if event["ph"] == "M":
-            told = {"process_name": "name", "thread_name": "name", "thread_sort_index": "sort_index"}
-            assert set(event["args"]) == {told[event["name"]]}
+            argument = {"process_name": "name", "thread_name": "name", "thread_sort_index": "sort_index"}
+            assert set(event["args"]) == {argument[event["name"]]}
         if event["ph"] == "C":
             assert event["args"] and all(type(number) is int and number >= 0 for number in event["args"].values())
     tracks = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
@@ -99,14 +99,14 @@ def test_a_file_that_was_not_closed_lacks_its_end_alone():
 
 
 def test_admissions_moves_and_other_transitions_have_tracks():
-    """And say what was looked up, moved and refused."""
+    """Their slices say what was looked up, moved and refused."""
     file, one = io.StringIO(), np.ones(1, np.int32)
     back = Transfer(np.array([[0, 1, 1, 12, 3], [0, 2, 2, 3, 13], [-1] * 5], np.int32))
-    told = arrays_of([], PLAIN)
+    empty = arrays_of([], PLAIN)
     with Trace(PLAIN, file, clock=ticks()) as trace:
         for change in ({"queried": 9 * one, "cached": 4 * one}, {"queried": 9 * one, "transfer": back},
                        {"transfer": back}, {"status": one}):  # fmt: skip
-            trace.write(told.replace(**change))
+            trace.write(empty.replace(**change))
     assert [(one["tid"], one["name"], one["args"]) for one in only(checked(file.getvalue()), "X")] == [
         (1, "admission", {"queried": 9, "cached": 4}), (1, "admission", {"queried": 9, "to_host": 1, "to_device": 1}),
         (3, "move", {"to_host": 1, "to_device": 1}), (4, "transition", {"refused": 1}),
@@ -147,7 +147,7 @@ def test_what_is_no_transition_is_refused():
 
 
 def test_prompts_have_tracks_by_hand():
-    """A pause is no part of what comes next; the prompts of two streams share tracks."""
+    """A pause is no part of the next slice. The prompts of two streams share tracks."""
     file, outputs = io.StringIO(), [Output(7, [1, 2], cached_tokens=4), Output(5)]
     with Trace(PLAIN, file, clock=ticks()) as trace:
         trace.show(types.SimpleNamespace(new={0: [1, 2]}, outputs=outputs))
@@ -184,17 +184,17 @@ def test_a_trace_of_a_stream(kind):
             for number, tokens in progress.new.items():
                 new[number] = new.get(number, 0) + len(tokens)
         assert trace.nodes.index == kvjax.events.index_of(state_of(progress.cache))
-    events, told = checked(file.getvalue()), {}
+    events, counted = checked(file.getvalue()), {}
     for one in only(events, "X"):
         if one["pid"] == 2:
-            told[one["tid"] - 1] = told.get(one["tid"] - 1, 0) + one["args"]["tokens"]
-    assert told == new == {0: 6, 1: 6}
+            counted[one["tid"] - 1] = counted.get(one["tid"] - 1, 0) + one["args"]["tokens"]
+    assert counted == new == {0: 6, 1: 6}
     assert {one["name"] for one in only(events, "X")} >= {"loop", "prefill and decode"}
 
 
 @pytest.mark.long
 def test_a_trace_of_a_batch_has_a_slice_for_each_loop():
-    """Its steps are not told apart."""
+    """The slice does not divide the loop into steps."""
     file, cache, kinds = io.StringIO(), start(), []
 
     def listen(events):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT-LLM's event JSON: what is written, byte by byte; the law; and what a reader refuses."""
+"""TensorRT-LLM's event JSON: the written bytes, the law, and refusals of a reader."""
 
 import io
 import json
@@ -87,8 +87,8 @@ def test_partly_filled_blocks_end_their_event():
 
 
 def test_salts_adapters_ranks_and_extra_ids_by_hand():
-    known = namespaces()
-    [_, line] = Writer(SPEC, names=known, rank=3, lora_names={3: 'the "100 %d" one'}, salts="plain").lines(
+    names = namespaces()
+    [_, line] = Writer(SPEC, names=names, rank=3, lora_names={3: 'the "100 %d" one'}, salts="plain").lines(
         [stored(1, 1, 3, [5])]
     )
     digest = hashing.block_hash(hashing.root_hash(None, "tenant b", 'the "100 %d" one'), [5])
@@ -102,7 +102,7 @@ def test_salts_adapters_ranks_and_extra_ids_by_hand():
 
 
 def test_each_group_with_kv_is_created_by_ascending_window():
-    """Sinks alone tell two of these groups apart; full attention has the largest window."""
+    """Two of these groups differ only in sinks. Full attention has the largest window."""
     layers = [LayerSpec(1, 4, window=w, sink_tokens=s) for w, s in ((None, 0), (8, 0), (8, 4), (100, 0))]
     spec = kvjax.make_spec(layers, num_blocks={None: 9, 8: 7, 100: 6}, max_seqs=1, max_length=32, block_size=4)
     found = [json.loads(line) for line in Writer(spec).lines([])]
@@ -129,7 +129,7 @@ def test_long_chains_are_several_events():
     assert events[1].data.parent == events[0].data.blocks[-1].block_hash
 
 
-# Files, and caches that are not empty.
+# Files, and caches with contents.
 
 
 def test_a_file_gets_the_lines():
@@ -150,9 +150,9 @@ def test_a_file_gets_the_lines():
     "story", [stories.plain, pytest.param(stories.tiers, marks=pytest.mark.long)], ids=["plain", "tiers"]
 )
 def test_a_writer_is_attached_to_a_cache(story):
-    """Also one that had written of another cache, and one that was told what cannot have happened."""
-    state, known = story().state, kvjax.Namespaces()
-    file, mirror, wanted = io.StringIO(), Mirror(), written(story().mirror, state.spec, known)
+    """Also a writer that had another cache, and one that got impossible events."""
+    state, names = story().state, kvjax.Namespaces()
+    file, mirror, wanted = io.StringIO(), Mirror(), written(story().mirror, state.spec, names)
     writer = Writer(state.spec, file)
     writer.write([stored(0, 9, 0, [1] * state.spec.block_size)])
     writer.attach(state)
@@ -199,18 +199,18 @@ def test_namespaces_that_were_never_given_out_and_omitted_salts_are_left_out():
     assert len(writer.lines(store)) == 1 and writer.left_out == {"salt_omitted": 3}
 
 
-# The law: what is written tells the index.
+# The law: the lines give the index.
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_written_tells_the_index(shape):
-    spec, known = spec_of(shape), namespaces()
+    spec, names = spec_of(shape), namespaces()
     for seed in range(3):
-        writer, mirror, forest = Writer(spec, names=known), Mirror(), Forest(spec, seed)
+        writer, mirror, forest = Writer(spec, names=names), Mirror(), Forest(spec, seed)
         for _ in range(15):
             events = forest.draw(forest.rng.randrange(1, 25))
             mirror.follow(writer.lines(arrays_of(events, spec)))
-            assert mirror.index == written(forest.mirror, spec, known) and mirror.complete
+            assert mirror.index == written(forest.mirror, spec, names) and mirror.complete
         assert mirror.counts["events"] == writer.next_id == mirror.last + 1
 
 
@@ -241,7 +241,7 @@ def data(**fields):
     return changed(data={**V1["data"], **fields})
 
 
-def told(**fields):
+def entry(**fields):
     return data(blocks=[{**V1["data"]["blocks"][0], **fields}])
 
 
@@ -253,9 +253,9 @@ def told(**fields):
         changed(window_size="8"), changed(layer_group_id=1 << 11), changed(attention_dp_rank="0"), changed(data=[]),
         changed(data={"type": "moved"}), changed(data={"type": ["stored"]}), data(parent_hash=1.5),
         data(parent_hash=1 << 64), data(parent_hash="x" * 5000), data(blocks=None), data(blocks=[7]),
-        data(blocks=V1["data"]["blocks"] * 2), data(cache_salt=7), data(lora_name="x" * 5000), told(block_hash=None),
-        told(tokens=[]), told(tokens=[1]), told(tokens="1"), told(tokens=[{}]), told(tokens=[{"token_id": "1"}]),
-        told(cache_level=-1), told(priority=None), changed(data={"type": "removed", "block_hashes": [1, 1]}),
+        data(blocks=V1["data"]["blocks"] * 2), data(cache_salt=7), data(lora_name="x" * 5000), entry(block_hash=None),
+        entry(tokens=[]), entry(tokens=[1]), entry(tokens="1"), entry(tokens=[{}]), entry(tokens=[{"token_id": "1"}]),
+        entry(cache_level=-1), entry(priority=None), changed(data={"type": "removed", "block_hashes": [1, 1]}),
         changed(data={"type": "updated", "block_hash": 7, "cache_level": 1, "priority": None}),
         changed(data={"type": "updated", "block_hash": 7, "priority": {"new_value": 1}}),
         changed(data={"type": "created", "num_blocks_per_cache_level": [-1]}),
@@ -275,8 +275,8 @@ def test_what_is_malformed_is_refused_and_counted(line):
     ("line", "complaint"),
     [
         (changed(event_id=-1), "Expected `int` >= 0 - at `$.event_id`"),
-        (told(priority=None), "Expected `int`, got `null` - at `$.data.blocks[0].priority`"),
-        (told(tokens=[{"token_id": "1"}]), "at `$[0].token_id` - at `$.data.blocks[0].tokens`"),
+        (entry(priority=None), "Expected `int`, got `null` - at `$.data.blocks[0].priority`"),
+        (entry(tokens=[{"token_id": "1"}]), "at `$[0].token_id` - at `$.data.blocks[0].tokens`"),
         (data(parent_hash=1 << 64), "parent_hash: got 18446744073709551616, wanted an int of 64 bits"),
         (changed(data={"type": "removed", "block_hashes": [1, 1]}), "block_hashes: got 1 twice"),
     ],
@@ -290,7 +290,7 @@ def test_a_refusal_names_line_and_field(form, line, complaint):
 
 @hypothesis.given(st.data())
 def test_any_bytes_are_read_or_refused(data):
-    """Parts of what is right, with some bytes changed, and anything else."""
+    """Parts of valid lines with some bytes changed, and arbitrary bytes."""
     given = bytearray(data.draw(st.one_of(*map(st.just, [line.encode() for line in LINES]), st.binary(max_size=60))))
     for _ in range(data.draw(st.integers(0, 4))):
         if given:
@@ -341,7 +341,7 @@ def test_another_process_begins_anew():
     assert len(mirror) == 0 and mirror.complete
 
 
-def test_groups_are_told_apart_by_number_and_window_and_ranks_by_choice():
+def test_groups_are_distinguished_by_number_and_window_and_ranks_by_choice():
     store = Stored(None, (block_of(7, 1),), None, None)
     mirror = mirror_of(event(0, store, 8, 1), event(1, store, 8, 2), event(2, Removed((7,)), 8, 1))
     assert mirror.index == {Prefix(8, 2, None, None, ((1, 0),)): (0, 35)}
@@ -349,7 +349,7 @@ def test_groups_are_told_apart_by_number_and_window_and_ranks_by_choice():
     assert len(mirror) == 1 and mirror.counts["others"] == 1
 
 
-def test_a_prefix_that_is_not_known_is_named_and_circles_end():
+def test_an_unknown_prefix_is_named_and_circles_end():
     chain = Stored(4, (block_of(5, 1), block_of(6, 2)), None, None)
     mirror = mirror_of(event(0, chain))
     assert Prefix(32, 0, None, None, ((1, 0), (2, 0)), 4) in mirror.index

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishers and subscribers over real sockets: the law, whatever is late, lost, restarted, foreign or slow."""
+"""Publishers and subscribers over real sockets: the law, with late, lost, restarted, foreign and slow peers."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ import zmq
 import kvjax
 from kvjax.interop.sockets import END
 from kvjax.interop.vllm import Curve, Subscriber
-from kvjax.interop.vllm import replay as replays
+from kvjax.interop.vllm import publisher as publishers
 from tests.unit.interop.forest import SHAPES, Forest, arrays_of, namespaces, projected, spec_of
 from tests.wire_kit import (
     ANY,
@@ -37,7 +37,7 @@ __all__ = ["hurried"]
 
 @contextlib.contextmanager
 def raw(kind, endpoint, **options):
-    """A socket of a reader that knows no kvjax."""
+    """A plain socket, of a reader without kvjax."""
     with zmq.Context() as context, context.socket(kind) as socket:
         socket.linger = 0
         for name, value in options.items():
@@ -70,10 +70,10 @@ def decoded(payload):
 
 
 def law(shape, seed, rounds, **options):
-    """A history, with readers who are there, come late, and lose messages; the publisher dies and comes again."""
-    spec, known, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), seed)
+    """Runs a history whose readers are early, late, or lose messages, and whose publisher dies and restarts."""
+    spec, names, forest = spec_of(shape), namespaces(), Forest(spec_of(shape), seed)
     extra = {"extra_name": "image {}".format} if shape == "extra ids" else {}
-    given = {"names": known, **extra, **options}
+    given = {"names": names, **extra, **options}
     lost = 0
     with publisher(spec, **given) as first:
         again = {"bind": first.endpoint, "replay": first.replay_endpoint}
@@ -85,7 +85,7 @@ def law(shape, seed, rounds, **options):
             if number == rounds // 2:
                 subs.append(subscriber(first, replay_timeout=1.0))
             if number % 3 == 2 or number == rounds - 1:
-                wanted = projected(forest.mirror, spec, known, **extra)
+                wanted = projected(forest.mirror, spec, names, **extra)
                 assert all(agrees(sub, wanted) for sub in subs)
         lost += lossy.lost
         forest.draw(20)  # nobody gets these
@@ -93,7 +93,7 @@ def law(shape, seed, rounds, **options):
         for node in whole(forest):
             second.publish([node])
         second.publish(arrays_of(forest.draw(10), spec))
-        wanted = projected(forest.mirror, spec, known, **extra)
+        wanted = projected(forest.mirror, spec, names, **extra)
         assert all(agrees(sub, wanted) for sub in subs)
         counts = second.counts
     for sub in subs:
@@ -112,7 +112,7 @@ def test_a_subscribers_index_is_the_caches(shape):
     [{"buffer_batches": 3}, {"buffer_bytes": 1500}, {"max_message": 2200}, {"queue_bytes": 1}],
     ids=["few batches are kept", "few bytes are kept", "small messages", "no queue"],
 )
-def test_it_is_so_with_little_room(options):
+def test_it_is_so_with_short_queues(options):
     _, counts = law("windows", 2, 4, **options)
     assert counts["overflows"] > 0 if "queue_bytes" in options else counts["overflows"] == 0
 
@@ -209,7 +209,7 @@ def test_the_caller_does_not_hear_of_impossible_events_that_it_folds_itself(capl
 
 
 def test_the_caller_does_not_wait_for_a_resync(monkeypatch):
-    """A snapshot takes the place of what does not fit the queue; it is brought up to date while it waits."""
+    """A snapshot replaces the messages that do not fit the queue. It is updated while it waits."""
     with publisher(queue_bytes=1) as source, subscriber(source) as sub:
         assert source.flush(LONG)
         snapshot, began, go_on = source._encoder.snapshot_of, threading.Event(), threading.Event()
@@ -284,15 +284,15 @@ def test_options_are_checked(options, complaint):
         publisher(**options)
 
 
-def test_a_place_that_is_taken_is_named():
+def test_an_address_that_is_taken_is_named():
     with publisher() as source, pytest.raises(OSError, match=r"^bind: tcp://127.0.0.1:\d+: Address already in use"):
         publisher(bind=source.endpoint)
 
 
 def test_sockets_of_this_machine_and_encrypted_ones(tmp_path):
-    here = {"bind": f"ipc://{tmp_path}/events", "replay": f"ipc://{tmp_path}/replay"}
+    local = {"bind": f"ipc://{tmp_path}/events", "replay": f"ipc://{tmp_path}/replay"}
     server, client = (zmq.curve_keypair() for _ in range(2))
-    for options, theirs in ((here, None), ({"curve": Curve(*server)}, Curve(*client, server[0]))):
+    for options, theirs in ((local, None), ({"curve": Curve(*server)}, Curve(*client, server[0]))):
         with publisher(**options) as source, subscriber(source, curve=theirs) as sub:
             source.publish(CHAIN)
             assert sub.wait(lambda one: one.complete and len(one) == 2, LONG)
@@ -309,10 +309,10 @@ def test_a_subscriber_may_bind_for_publishers_that_connect():
 
 
 def test_lookups_name_salts_as_the_publisher_does():
-    known = kvjax.Namespaces()
-    store = [stored(1, 1, known(salt="tenant a"), [1] * 4), stored(2, 1, known(lora=3), [2] * 4)]
+    names = kvjax.Namespaces()
+    store = [stored(1, 1, names(salt="tenant a"), [1] * 4), stored(2, 1, names(lora=3), [2] * 4)]
     for options in ({}, {"key": b"secret"}, {"salts": "plain"}):
-        with publisher(names=known, lora_names={3: "sql"}, **options) as source, subscriber(source, **options) as sub:
+        with publisher(names=names, lora_names={3: "sql"}, **options) as source, subscriber(source, **options) as sub:
             source.publish(store)
             assert sub.wait(lambda one: len(one) == 2, LONG)
             assert sub.lookup([1] * 5, salt="tenant a") == (4, {"GPU": 4}) == sub.lookup([2] * 4, lora="sql")
@@ -323,8 +323,8 @@ def test_lookups_name_salts_as_the_publisher_does():
 
 
 def test_replays_wait_their_turn_and_always_end(monkeypatch):
-    monkeypatch.setattr(replays, "WAITING_OF_PEER", 2)
-    monkeypatch.setattr(replays, "INTERVAL", 0.3)
+    monkeypatch.setattr(publishers, "WAITING_OF_PEER", 2)
+    monkeypatch.setattr(publishers, "INTERVAL", 0.3)
     with publisher() as source, raw(zmq.DEALER, source.replay_endpoint) as socket:
         source.publish(CHAIN)
         assert source.flush(LONG)
@@ -347,10 +347,10 @@ def test_many_peers_at_once_are_answered():
 
 
 def test_a_peer_that_reads_late_gets_all_and_one_that_does_not_read_is_given_up():
-    """A plain ROUTER drops what is beyond its queue, in silence."""
+    """A plain ROUTER silently drops messages beyond its queue."""
     spec, small = kvjax.make_spec(num_blocks=2, max_seqs=1, max_length=2048, block_size=2048), {"rcvhwm": 10}
     with publisher(spec, replay_timeout=1.5, heartbeat=None) as source, contextlib.ExitStack() as stack:
-        for number in range(1000):  # 10 MB: more than the system keeps between the two
+        for number in range(1000):  # 10 MB: more than the system buffers between the two
             source.publish([stored(0, number, 0, [2**20 + number] * 2048), removed(0, number)])
         assert source.flush(LONG)
         late, deaf = (
@@ -377,7 +377,7 @@ def test_four_replays_run_at_a_time_and_a_fifth_waits_for_one_to_end():
         )
         for peer in deaf:
             ask(peer)
-        time.sleep(0.3)  # they have what fits between the two
+        time.sleep(0.3)  # they have the messages that the system buffered
         ask(fifth, 2**64 - 1)
         assert not fifth.poll(500)
         assert answers(fifth) == [] and source.counts["replays_given_up"] >= 1
@@ -401,9 +401,9 @@ def test_what_is_no_request_is_refused():
 
 @pytest.fixture(scope="module")
 def beset():
-    """A subscriber to which others can publish too, and the publisher whose cache it mirrors."""
+    """A subscriber to which others can publish, too, and the publisher whose cache it mirrors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replays, "INTERVAL", 0.01)
+        patch.setattr(publishers, "INTERVAL", 0.01)
         with Subscriber(ANY, bind=True, max_message=1 << 16) as placed:
             endpoint = placed.endpoint
         with publisher(bind=None, connect=endpoint) as source, contextlib.ExitStack() as stack:
@@ -425,7 +425,7 @@ RIGHT = msgspec.msgpack.encode([1.0, [{"type": "BlockStored", "block_hashes": [7
 
 @st.composite
 def strange(draw):
-    """Messages that are truncated, oversized or foreign, or have lying lengths or numbers."""
+    """Messages that are truncated, oversized or foreign, or have false lengths or numbers."""
     payload = draw(st.one_of(st.just(RIGHT), st.binary(max_size=40), st.just(b"\xdd\xff\xff\xff\xff" + bytes(9))))
     payload = bytearray(payload[: draw(st.integers(0, len(payload)))])
     for _ in range(draw(st.integers(0, 3)) if payload else 0):

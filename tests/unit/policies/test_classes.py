@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`by_class` against lists in plain Python: random forests are released, held, released again, and evicted."""
+"""`by_class` against lists in plain Python: random forests are released, held, released again and evicted."""
 
 import functools
 import itertools
@@ -50,7 +50,7 @@ POLICIES = {
 
 
 class Forest:
-    """Blocks, by their arrays, and for each class a list of blocks in order of release."""
+    """The arrays of blocks, and for each class a list of blocks in order of release."""
 
     def __init__(self, score):
         self.score = score
@@ -64,7 +64,7 @@ class Forest:
         return np.flatnonzero((self.fields["fill"] > 0) & (self.fields["refcount"] == 0)).tolist()
 
     def path(self, block):
-        """The block and all before it."""
+        """The block and its ancestors."""
         return [block, *self.path(self.parent[block])] if block >= 0 else []
 
     def blocks(self):
@@ -80,17 +80,17 @@ class Forest:
             self.classes[min(max(self.fields["hits"][block], 0), CLASSES - 1)].append(block)
 
     def victims(self, wanted, copied):
-        """As `by_class` says, one after the other. A leaf that is copied keeps its turn; so do those behind it."""
+        """The victims by `by_class`'s rule, one by one. A leaf that is copied keeps its turn, as do those after it."""
         idle = lambda block: self.fields["refcount"][block] == 0 and self.fields["fill"][block] > 0  # noqa: E731
         children, named = self.fields["children"].copy(), []
         self.parked &= {block for block in range(NUMBER) if idle(block)}
         due = self.due if wanted and self.due in self.parked and not children[self.due] else None
         self.due = None if wanted else self.due
         due = None if due == copied else due
-        for look in range(2):
+        for attempt in range(2):
             if len(named) == wanted:
                 break
-            if look:  # too few were found: at all of them again
+            if attempt:  # too few were found: all blocks are tried again
                 self.parked = set()
             rest = [[each for each in members if idle(each) and each not in self.parked] for members in self.classes]
             rest = [[each for each in members if each not in named] for members in rest]
@@ -127,7 +127,7 @@ class Forest:
 
 
 def grow(forest, rng):
-    """Publishes a path of new blocks behind a random one; what is to be released, last ones first."""
+    """Publishes a path of new blocks after a random one; returns the blocks to release, last ones first."""
     empty = np.flatnonzero(forest.fields["fill"] == 0)
     above = int(rng.choice([-1, *np.flatnonzero(forest.fields["fill"])]))
     for block in rng.permutation(empty)[: rng.integers(0, 5)].tolist():
@@ -147,7 +147,7 @@ def grow(forest, rng):
     "name", [name if name == "lower classes first" else pytest.param(name, marks=pytest.mark.long) for name in POLICIES]
 )
 def test_victims_are_those_of_lists_in_plain_python(name):
-    """Parents have lower classes and scores than their children, too, and the log is full again and again."""
+    """Parents may have lower classes and scores than their children, and the log fills up several times."""
     policy, score = POLICIES[name]
     touch = jax.jit(policy.touch)
     now = jnp.int32(3)
@@ -164,7 +164,7 @@ def test_victims_are_those_of_lists_in_plain_python(name):
     for _ in range(250):
         ids = grow(forest, rng)
         held = ids[: rng.integers(0, 2) * len(ids)]
-        forest.fields["refcount"][held] = 1  # a request that still runs
+        forest.fields["refcount"][held] = 1  # a running request
         released = [] if held else ids
         forest.release(released)
         padded = np.full(NUMBER, -1, np.int32)
@@ -195,7 +195,7 @@ def slow_lfu():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_lfu_is_the_score_that_it_was(seed):
-    """The same caches after every request, block numbers included."""
+    """The caches are the same after every request, block numbers included."""
     classes, scores = Trial(kvjax.init(PLAIN, lfu()), delivers=True), Trial(kvjax.init(PLAIN, slow_lfu()))
     for step, request in enumerate(itertools.islice(random_requests(seed, PLAIN), 300)):
         states = []

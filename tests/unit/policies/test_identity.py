@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies are values: which are equal, what that saves, and which can be sent to another process."""
+"""Policies are values: equality, the traces that it saves, and pickling."""
 
 import copy
 import dataclasses
@@ -58,7 +58,7 @@ def head_of(blocks, heads, seen, now, *, scale):
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A score that is a value itself."""
+    """A score that is itself a value."""
 
     by: int
 
@@ -89,7 +89,7 @@ MAKERS = {
 
 
 def made():
-    """Every policy, made anew: the library's own makers remember what they made."""
+    """Every policy, made anew, because the library's makers cache theirs."""
     for policy in cases.POLICIES.values():
         policy.make.cache_clear()
     return {name: make() for name, make in MAKERS.items()}
@@ -123,7 +123,7 @@ def test_a_name_alone_makes_no_two_equal():
 
 
 def test_what_has_no_hash_is_bound_as_it_was_or_refused():
-    """An array among a partial's arguments makes it a function like any other: equal to itself alone."""
+    """An array among a partial's arguments makes it an ordinary function, equal only to itself."""
     one, other = (functools.partial(scaled, scale=np.ones(12, np.int32)) for _ in range(2))
     assert by_score(one) == by_score(one) != by_score(other)
     assert by_score(one).parameters == ()
@@ -154,23 +154,23 @@ def test_equal_policies_share_one_trace():
     traces = []
 
     @jax.jit
-    def look(state):
+    def program(state):
         traces.append(state.policy)
         return state.seqs.length
 
     for make in (lambda: by_score(fullest_last, name="x"), lambda: cost_aware(3), lru):
-        made()  # so that makers do not remember
+        made()  # so that the makers' caches are cleared
         for policy in (make(), pickle.loads(pickle.dumps(make()))):
-            look(kvjax.init(SMALL, policy))
-        look(pickle.loads(pickle.dumps(kvjax.init(SMALL, make()))))
+            program(kvjax.init(SMALL, policy))
+        program(pickle.loads(pickle.dumps(kvjax.init(SMALL, make()))))
     assert traces == [by_score(fullest_last, name="x"), cost_aware(3), lru()]
     for _ in range(2):
-        look(kvjax.init(SMALL, by_score(lambda blocks: blocks.fill, name="x")))
+        program(kvjax.init(SMALL, by_score(lambda blocks: blocks.fill, name="x")))
     assert len(traces) == 5
 
 
 def test_equal_policies_choose_the_same():
-    """A score with a parameter is called with it."""
+    """A partial's parameter reaches the score."""
     blocks = kvjax.init(SMALL).groups[0].blocks
     blocks = blocks.replace(fill=jnp.arange(12, dtype=jnp.int32) % 5)
     chosen = [
@@ -200,8 +200,8 @@ def test_any_protocol_will_do(protocol):
     assert pickle.loads(pickle.dumps(made(), protocol)) == made()
 
 
-class Twin:
-    """Pickles, and comes back as another."""
+class Unequal:
+    """A score that pickles, but comes back unequal."""
 
     def __call__(self, blocks):
         return blocks.fill
@@ -216,7 +216,7 @@ class Twin:
         ),
         (by_score(fullest_last, init=lambda num_ids: ()), r"got fullest_last\(\), whose init .*<lambda>"),
         (by_score(functools.partial(scaled, scale=np.ones(3))), "whose victims cannot be pickled"),
-        (by_score(Twin(), name="mine"), r"got mine\(\), whose victims cannot be pickled .* comes back as another"),
+        (by_score(Unequal(), name="mine"), r"got mine\(\), whose victims cannot be pickled .* comes back as another"),
         (EvictionPolicy(nothing_seen, lambda *args: (), nobody), "whose touch cannot be pickled"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: whom each evicts, and that none of them, however hostile, can break the cache."""
+"""Policies: the victims of each, and that no policy, however hostile, can break the cache."""
 
 import collections
 import dataclasses
@@ -27,7 +27,7 @@ def fill(size, value):
 
 
 def newest_first(blocks, eligible):
-    """All that may be named, parents before their children would be wrong, so this is right."""
+    """All possible victims, the newest first, so that children come before their parents."""
     order = jnp.argsort(blocks.clock - blocks.stored).astype(jnp.int32)
     return jnp.where(eligible(order), order, -1)
 
@@ -55,7 +55,7 @@ HOSTILE = {
 
 @functools.cache
 def hostile():
-    """One policy for them all, so that the verbs are compiled once; its own state says which it is."""
+    """One policy for all hostile ones, chosen by its own state, so that the verbs are compiled once."""
 
     def victims(which, blocks, eligible, wanted, now, size):
         choose = [functools.partial(lambda f, _: f(blocks, eligible, size), f) for f in HOSTILE.values()]
@@ -98,8 +98,8 @@ def scored():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCORES)
-def test_whatever_the_score_there_are_victims(name):
-    """`check_policy` demands that what fits by the free count is admitted, and that leaves go first."""
+def test_any_score_has_victims(name):
+    """`check_policy` demands that prompts that fit by the free count are admitted, and that leaves go first."""
     tally = check_policy(scored(), seed=2, steps=STEPS, pstate=jnp.int32(list(SCORES).index(name)))
     assert tally["removed"] > 10 and tally["NO_BLOCKS"] > 0
 
@@ -143,7 +143,7 @@ def test_who_leaves_first(policy):
         assert len(set(ids)) == wanted and ids[:-1] == left
         left = ids
     assert owner[left].tolist() == list(made.evicts)
-    assert np.asarray(group.blocks.children)[left].tolist() == [0, 1] * 3  # tails before heads
+    assert np.asarray(group.blocks.children)[left].tolist() == [0, 1] * 3  # last blocks before first ones
 
 
 def blocks_of(spec=PLAIN):
@@ -198,13 +198,13 @@ def test_the_random_policy_repeats_itself():
 
 
 def test_the_same_policy_is_the_same_object():
-    """It is a static argument: a new object would mean a new program."""
+    """A policy is a static argument: a new object would mean a new program."""
     assert all(policy.make() is policy.make() for policy in cases.POLICIES.values())
     assert kvjax.policies.vllm_v1() is kvjax.lru()
 
 
 def test_what_costs_twice_as_much_may_lie_twice_as_long():
-    """The score by hand: eight leaves, scattered over depths, fills and ages, against the formula in float64."""
+    """The score of eight leaves of various depths, fills and ages, against the formula in float64."""
     rng = np.random.default_rng(0)
     depth, fill, age = rng.integers(0, 20_000, 12), rng.integers(1, 5, 12), rng.permutation(12) * 7 + 1
     blocks = kvjax.state.Blocks(
@@ -212,7 +212,7 @@ def test_what_costs_twice_as_much_may_lie_twice_as_long():
             **vars(blocks_of()),
             "depth": jnp.asarray(depth, jnp.int32),
             "fill": jnp.where(jnp.arange(12) < 8, jnp.asarray(fill, jnp.int32), 0),
-            "clock": jnp.int32(-(2**31) + 40),  # it has wrapped around since some of them were released
+            "clock": jnp.int32(-(2**31) + 40),  # it has wrapped around after some of their releases
             "released": jnp.int32(-(2**31) + 40) - jnp.asarray(age, jnp.int32),
         }
     )
@@ -229,12 +229,12 @@ def test_what_costs_twice_as_much_may_lie_twice_as_long():
     assert order(kvjax.policies.cost_aware(), alike) == np.argsort(-age[:8]).tolist()  # least recently released first
 
 
-# A verb that is refused leaves the policy's own state as it was.
+# A refused verb leaves the policy's own state unchanged.
 
 
 @functools.cache
 def counting():
-    """Counts in its state how often each of its functions was called, whatever its arguments; chooses nobody."""
+    """A policy that counts the calls of its functions in its state, and chooses no victim."""
 
     def called(at, counts, *args):
         return counts.at[at].add(1)
@@ -286,8 +286,8 @@ def test_a_refused_verb_leaves_the_policys_own_state(spec, verbs):
     cache = a_row_and_something_cached(kvjax.init(spec, counting()))
     before = cache.state
     assert before.groups[0].policy.tolist() == [1, 0, 0]  # the release; all other requests were empty
-    asked = [(verb, {"namespace": 0} if verb == "admit" else {}) for verb in verbs]
-    for verb, options in [*asked, *[("admit", {"namespace": 0, "tiers": BOTH})] * spec.has_host]:
+    calls = [(verb, {"namespace": 0} if verb == "admit" else {}) for verb in verbs]
+    for verb, options in [*calls, *[("admit", {"namespace": 0, "tiers": BOTH})] * spec.has_host]:
         assert set(cache.status(verb, *REFUSED[verb], **options)) != {"OK"}, verb
         chex.assert_trees_all_equal(cache.state, before)
 
@@ -313,7 +313,7 @@ def most_often_released_last():
 
 @functools.cache
 def learned():
-    """Weights for fill and depth; no training here."""
+    """A score with weights for fill and depth, without training."""
     return kvjax.by_score(
         lambda blocks, weights, now: weights["w"][0] * blocks.fill + weights["w"][1] * blocks.depth + 0 * now,
         timed=True,
@@ -339,7 +339,7 @@ def test_a_learned_score_begins_with_its_weights():
     state = kvjax.init(spec, learned(), policy_state=weights)
     (group,) = state.groups
     assert group.policy["w"].tolist() == group.host.policy["w"].tolist() == [1, -5]
-    kvjax.check(jax.jit(lambda x: x, donate_argnums=0)(state))  # no array is there twice
+    kvjax.check(jax.jit(lambda x: x, donate_argnums=0)(state))  # no array occurs twice
     state = kvjax.Cache.create(PLAIN, learned(), policy_state=weights).state
     blocks = kvjax.state.Blocks(**{**vars(blocks_of()), "depth": jnp.arange(12, dtype=jnp.int32)})
     eligible = lambda ids: (ids >= 0) & (blocks.fill[ids] > 0)  # noqa: E731
@@ -368,12 +368,12 @@ def test_scores_with_a_state_conform():
     assert check_policy(most_often_released_last(), seed=5, steps=STEPS)["removed"] > 10
 
 
-# The reference systems' own data structures, in plain Python. A block has an id, and as contents the path of tokens
-# that it ends; requests are admitted, grow by a token at a time, and are released.
+# The reference systems' own data structures, in plain Python. A block has an id, and its contents are the path of
+# tokens that it ends. Requests are admitted, grow by a token at a time, and are released.
 
 
 class FreeQueue:
-    """The free queue of vLLM v1: a doubly linked list with a head and a tail that are no blocks."""
+    """The free queue of vLLM v1: a doubly linked list whose head and tail are no blocks."""
 
     def __init__(self, num_blocks):
         self.after, self.before = {}, {}
@@ -393,18 +393,18 @@ class FreeQueue:
         self._link(self.before.pop(block), self.after.pop(block))
 
     def free(self, block, contents, stated=None, now=0):
-        """Blocks with contents go to the end, others to the front."""
+        """Frees blocks: those with contents go to the end, others to the front."""
         left = self.before["tail"] if contents else "head"
         right = self.after[left]
         self._link(left, block)
         self._link(block, right)
 
     def refresh(self, now):
-        """Nothing ages but by its place."""
+        """Does nothing, because only the position in the queue counts."""
 
 
 class PriorityQueues:
-    """TensorRT-LLM's policy: a queue for each priority, and what of them expires when; a leaf leaves first."""
+    """TensorRT-LLM's policy: a queue for each priority, and a list of expiries; leaves go first."""
 
     def __init__(self, num_blocks):
         self.queues = [collections.OrderedDict() for _ in range(101)]
@@ -444,14 +444,14 @@ SIZE, NUM_BLOCKS, LONGEST = 2, 14, 16
 
 
 class Manager:
-    """Requests over one of these: what is found of a prompt is touched, the rest taken, and all freed from the end."""
+    """Requests over one of these. Found blocks are touched, the rest are taken, and all are freed from the end."""
 
     def __init__(self, structure):
         self.free, self.removed = structure, []
         self.held, self.stated = [0] * NUM_BLOCKS, [(35, None)] * NUM_BLOCKS
         self.contents, self.rows, self.now = {}, {}, 0
 
-    def _room(self, count):
+    def _fits(self, count):
         return self.held.count(0) >= count
 
     def _take(self, stated):
@@ -462,7 +462,7 @@ class Manager:
         return block
 
     def admit(self, row, tokens, ranges, decode):
-        """Whether there was room."""
+        """Admits a prompt; whether it fits."""
 
         def stated(column):
             return next((w for start, end, *w in ranges if start <= column * SIZE < end), None)
@@ -471,7 +471,7 @@ class Manager:
         paths = [tuple(tokens[:end]) for end in range(SIZE, len(tokens), SIZE)]
         found = [where[path] for path in paths[: next((i for i, p in enumerate(paths) if p not in where), len(paths))]]
         new = -(-len(tokens) // SIZE) - len(found)
-        if not self._room(new + sum(not self.held[block] for block in found)):
+        if not self._fits(new + sum(not self.held[block] for block in found)):
             return False
         for column, block in enumerate(found):
             if not self.held[block]:
@@ -484,9 +484,9 @@ class Manager:
         return True
 
     def grow(self, rows, token):
-        """Each of these rows by a token, if there is room for all."""
+        """Extends each of these rows by a token, if all fit."""
         new = [row for row in rows if len(self.rows[row][1]) % SIZE == 0]
-        if not self._room(len(new)):
+        if not self._fits(len(new)):
             return False
         for row in rows:
             table, tokens, decode = self.rows[row]
@@ -509,7 +509,7 @@ class Manager:
 
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def turn(state, leaving, growing, token, row, tokens, length, retention, now):
-    """Row `leaving` is released, those of `growing` get a token each, and `row` a prompt; all committed at once."""
+    """Releases row `leaving`, gives those of `growing` a token each and `row` a prompt, and commits all at once."""
     state, released = kvjax.release(state, leaving, now=now)
     state, extended = kvjax.extend(state, growing, now=now)
     state, admitted = kvjax.admit(state, row, tokens, length, retention=retention, now=now)
@@ -523,7 +523,7 @@ def turn(state, leaving, growing, token, row, tokens, length, retention, now):
 
 @functools.cache
 def presets():
-    """Both as one policy, so that `turn` is compiled once; its own state says which it is."""
+    """Both presets as one policy, chosen by its own state, so that `turn` is compiled once."""
     queue, leaf = kvjax.policies.vllm_v1(), kvjax.policies.trt_leaf()
 
     def touch(pstate, blocks, ids, now):
@@ -538,10 +538,10 @@ def presets():
 
 
 def random_prompt(rng, documents):
-    """A prompt of an odd number of tokens that begins like a document, and what it says of its blocks."""
+    """A prompt of an odd number of tokens that begins like a document, and its stated priorities."""
     length = int(rng.integers(1, LONGEST // SIZE)) * SIZE - 1
-    kept = int(rng.integers(length + 1))
-    tokens = [*documents[rng.integers(4), :kept].tolist(), *rng.integers(0, 3, length - kept).tolist()]
+    shared = int(rng.integers(length + 1))
+    tokens = [*documents[rng.integers(4), :shared].tolist(), *rng.integers(0, 3, length - shared).tolist()]
     first, last = sorted(rng.integers(0, length + 1, 2).tolist())
     *priorities, decode = zip(
         rng.choice([0, 35, 60, 90], 3).tolist(), [t or None for t in rng.integers(0, 30, 3).tolist()], strict=True
@@ -553,9 +553,9 @@ def random_prompt(rng, documents):
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", [FreeQueue, PriorityQueues])
 def test_presets_evict_what_their_models_do(structure):
-    """Random histories; block for block and in order, by what the blocks hold.
+    """Random histories have the same victims in the same order, by the blocks' contents.
 
-    Prompts end inside a block, and generated tokens are all different: of equal blocks the references keep both.
+    Prompts end inside a block, and generated tokens are all different, because the references keep equal blocks.
     """
     rng, seqs, gone = np.random.default_rng(7), 4, 0
     spec = kvjax.make_spec(
@@ -580,10 +580,10 @@ def test_presets_evict_what_their_models_do(structure):
             row = next(row for row in range(seqs) if row not in model.rows)
             tokens, ranges, decode = random_prompt(rng, documents)
             fits = model.admit(row, tokens, ranges, decode)
-            asked = kvjax.Retention.of(ranges, decode_priority=decode[0], decode_ttl=decode[1], max_ranges=2)
+            retention = kvjax.Retention.of(ranges, decode_priority=decode[0], decode_ttl=decode[1], max_ranges=2)
             state, done = turn(
                 state, np.int32(leaving), np.isin(np.arange(seqs), growing), np.int32(token), np.int32(row),
-                np.array(tokens + [0] * (LONGEST - len(tokens)), np.int32), np.int32(len(tokens)), asked,
+                np.array(tokens + [0] * (LONGEST - len(tokens)), np.int32), np.int32(len(tokens)), retention,
                 np.uint32(model.now).view(np.int32),
             )  # fmt: skip
             events = [event for events in done for event in kvjax.to_list(events)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Priorities and times to live: what a request may say, what it does to blocks, and who is evicted for it."""
+"""Priorities and times to live: the form of a request, its effect on blocks, and the victims."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from tests.drive import RETENTION, Driver
 
 
 @pytest.mark.parametrize(
-    ("ranges", "options", "said"),
+    ("ranges", "options", "message"),
     [
         ([(0, 4, 50), (3, 8, 50)], {}, r"ranges\[1\].start: got 3, wanted at least 4"),
         ([(4, 4, 50)], {}, r"ranges\[0\].end: got 4, wanted more than its start 4"),
@@ -25,8 +25,8 @@ from tests.drive import RETENTION, Driver
         ([(0, 4, 50)], {"max_ranges": 0}, r"ranges: got 1, wanted at most max_ranges=0"),
     ],
 )
-def test_bad_ranges_are_refused_by_name(ranges, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_ranges_are_refused_by_name(ranges, options, message):
+    with pytest.raises(ValueError, match=message):
         kvjax.Retention.of(ranges, **options)
 
 
@@ -43,7 +43,7 @@ def cache_of(num_blocks):
 
 
 def serve(cache, seq, tokens, retention=None, now=0):
-    """One request from admit to release; what its events say."""
+    """Runs one request from admit to release; returns its events."""
     before = len(cache.recorded)
     cache.start(seq, tokens, retention=retention, now=now)
     cache.do("release", seq, now=now)
@@ -66,7 +66,7 @@ def test_a_found_block_takes_the_new_priority_and_says_so():
     events = serve(cache, 1, prompt, stated((0, 4, 80), (4, 8, 10)))
     assert [(e["kind"], e["priority"]) for e in events if e["kind"] == "updated"] == [("updated", 10)]
     assert priorities(cache) == {1: 80, 2: 10, 3: 35}
-    events = serve(cache, 1, prompt)  # nothing said, nothing changed
+    events = serve(cache, 1, prompt)  # nothing is stated, so nothing changes
     assert priorities(cache) == {1: 80, 2: 10, 3: 35} and not [e for e in events if e["kind"] == "updated"]
 
 
@@ -82,7 +82,7 @@ def test_what_follows_a_cut_is_generated():
 @pytest.mark.long
 @pytest.mark.parametrize(("now", "left"), [(9, {1}), (10, {2})])
 def test_a_time_to_live_ends(now, left):
-    """Worth 90 for 10 ms after its release, then no more than any other, and older than the other."""
+    """Its priority is 90 for 10 ms after its release, and then the default one; it is older than the other prompt."""
     cache = cache_of(2)
     serve(cache, 0, [1] * 4, stated((0, None, 90, 10)))
     serve(cache, 0, [2] * 4, stated((0, None, 35)))
@@ -91,7 +91,7 @@ def test_a_time_to_live_ends(now, left):
 
 
 def test_a_time_to_live_that_ended_stays_over():
-    """2^31 ms are 24 days: by the difference alone it would begin anew from day 25 to 49."""
+    """2^31 ms are 24 days. By the difference alone it would seem to begin anew from day 25 to 49."""
     day = 24 * 60 * 60 * 1000
     cache, ms = cache_of(3), 2**31 - 2 * day
     serve(cache, 0, [1] * 4, stated((0, None, 90, 10)), now=wrapped(ms))
@@ -105,8 +105,8 @@ def test_a_time_to_live_that_ended_stays_over():
     assert found == [35] * 12
 
 
-def test_an_earlier_time_is_no_news():
-    """A verb that is not told the time (it is 0 by default) neither ends a time to live nor prolongs one."""
+def test_an_earlier_time_changes_nothing():
+    """A verb that does not get the time (0 by default) neither ends a time to live nor prolongs one."""
     for start in (1000, 2**31 + 1000, 3 * 2**30):
         cache = cache_of(3)
         serve(cache, 0, [1] * 4, stated((0, None, 90, 10)), now=wrapped(start))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches whose tables are made by hand."""
+"""Caches with tables made by hand."""
 
 import jax.numpy as jnp
 
@@ -12,7 +12,7 @@ SPEC = make_spec(
     [LayerSpec(2, 16), LayerSpec(1, 32), LayerSpec(2, 16)],
     num_blocks=12, max_seqs=4, max_length=20, block_size=4, dtype="float32",
 )  # fmt: skip
-# Rows of 6, 0, 9 and 20 tokens' room; 3, 0, 9 and 10 of them committed.
+# Rows with 6, 0, 9 and 20 reserved tokens, of which 3, 0, 9 and 10 are committed.
 LENGTHS, COMMITTED = [6, 0, 9, 20], [3, 0, 9, 10]
 TABLE = [[2, 0, -1, -1, -1], [-1] * 5, [5, 7, 1, -1, -1], [3, 4, 6, 8, 9]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of write, attend and apply against those of dense attention, under whatever jax makes of a function."""
+"""Derivatives of write, attend and apply against those of dense attention, under jax's transformations."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from tests.poison import poisoned
 from tests.unit.pools.hand_made import COMMITTED, SPEC, TABLE, copied, hand_made_state, no_events
 
 KV_HEADS, GROUP, WIDTH = SPEC.groups[0].pools[0].kv_heads, 2, 16
-FORMS = {  # the view, and how many tokens of each row it has
+FORMS = {  # the view, and its number of tokens of each row
     "decode": (lambda state: view(state, [1, 0, 0, 1], 1), [1, 0, 0, 1]),
     "padded": (lambda state: view(state, [2, 0, 0, 4], 4), [2, 0, 0, 4]),
     "ragged": (lambda state: ragged(state, [2, 0, 0, 4], 8), [2, 0, 0, 4]),
@@ -44,14 +44,14 @@ def inputs():
 
 @functools.cache
 def views(form):
-    """The views of the committed tokens, and of those after them."""
+    """The view of the committed tokens, and that of the tokens after them."""
     with jax.ensure_compile_time_eval():
         make = jax.jit(lambda past, now: (view(past, COMMITTED, max(COMMITTED)), FORMS[form][0](now)))
         return make(hand_made_state([0] * 4), hand_made_state())
 
 
 def tokens_of(now):
-    """Where a view has tokens: their (line, position) in it, and their (row, number) among the new ones."""
+    """The tokens of a view: their (line, position) in it, and their (row, number) among the new ones."""
     slots, found = np.asarray(now.slots[0]), []
     for line, position in np.argwhere(slots < SPEC.groups[0].num_blocks * 4):
         block, offset = divmod(int(slots[line, position]), 4)
@@ -77,7 +77,7 @@ def paged(x, form, options, layer=2, index=None, pools=None, **more):
 
 
 def dense(x, form, options):
-    """The same without a cache."""
+    """The same as `paged`, without a cache."""
     out = []
     for row, count in enumerate(FORMS[form][1]):
         if not count:
@@ -97,7 +97,7 @@ def dense(x, form, options):
 
 
 def loss(function, x, *args, **options):
-    """Of many directions at once: each element of the result has another factor."""
+    """A loss for many directions at once, with another factor for each element of the result."""
     return sum(jnp.sum(jnp.sin(y) * normal(5, *y.shape)) for y in function(x, *args, **options))
 
 
@@ -114,7 +114,7 @@ def close(got, wanted, atol=1e-5):
     ],
 )
 def test_gradients_are_those_of_dense_attention(form, name):
-    """Through two writes into pools of NaN, with respect to q, old and new K/V, and the sinks; and forwards."""
+    """The gradients go through two writes into pools of NaN, to q, old and new K/V, and sinks; and forwards, too."""
     x, options = inputs(), OPTIONS[name]
     wanted = jax.jit(jax.grad(lambda x: loss(dense, x, form, options)))(x)
     of_pages = functools.partial(loss, paged, form=form, options=options)
@@ -125,8 +125,8 @@ def test_gradients_are_those_of_dense_attention(form, name):
 
 
 def layers(x, kind):
-    """Two layers, the queries of the second the result of the first: one after the other, or scanned."""
-    now = views("padded")[1].replace(spec=x["pools"].spec)  # which may have the first of the pools alone
+    """Two layers, whose second has the first's result as queries, one after the other or scanned."""
+    now = views("padded")[1].replace(spec=x["pools"].spec)  # which may have only the first of the pools
 
     def layer(carry, index):
         q, pools = carry
@@ -158,7 +158,7 @@ def layers_gradients():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["scan", "checkpoint"])
 def test_layers_may_be_scanned_and_checkpointed(kind):
-    """With respect to the pools before them, too."""
+    """The gradients include those of the pools before them."""
     close(jax.jit(jax.grad(lambda x: loss(layers, x, kind)))(layers_inputs()), layers_gradients())
 
 
@@ -190,7 +190,7 @@ def test_gradients_with_heads_on_two_devices(kind):
 
 @pytest.mark.slow
 def test_gradients_through_a_decode_loop():
-    """A prompt, a fork, and a scan whose steps make room, first by a copy on write, then write, attend and commit."""
+    """A prompt, a fork, and a scan whose steps extend, the first by a copy on write, then write, attend and commit."""
     sizes = {"num_blocks": 12, "max_seqs": 2, "max_length": 12, "block_size": 4, "dtype": "float32"}
     spec = kvjax.make_spec([kvjax.LayerSpec(1, 16)], **sizes)
     x = {"prompt": normal(9, 2, 2, 1, 16), "steps": normal(10, 5, 3, 2, 1, 1, 16)}  # K/V of 2 tokens; q, K/V of 5 steps
@@ -225,7 +225,7 @@ def test_gradients_through_a_decode_loop():
 
 
 def test_a_gradient_follows_the_copies():
-    """A block that was copied has the gradients of both; one that was overwritten has none."""
+    """A copied block has the gradients of both copies, an overwritten one has none."""
     pools, events = layers_inputs()["pools"], no_events(copied([3, 3, 11], [5, 0, 2]))
     factors = jax.tree.map(lambda x: normal(8, *x.shape), pools.arrays)
 
@@ -243,7 +243,7 @@ def test_a_gradient_follows_the_copies():
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.long)])
 def test_rounding_has_no_derivative(dtype):
-    """It is refused where it is asked for; q has one over what is cached."""
+    """The derivative of quantised K/V is refused; q has one over the cached K/V."""
     x, now = inputs(), views("padded")[1].replace(spec=None)  # it is of a cache of float32
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(2, 16)], num_blocks=12, max_seqs=4, max_length=20, block_size=4, dtype=dtype
@@ -277,14 +277,14 @@ def test_on_a_gpu_xla_computes_the_derivative_and_a_named_kernel_the_result(impl
         assert "stablehlo.scatter" in text and "stablehlo.while" not in text
 
 
-def test_a_named_kernel_that_cannot_serve_here_does_not_fall_back():
+def test_a_named_kernel_that_cannot_serve_does_not_fall_back():
     with pytest.raises(NotImplementedError):
         jax.jit(jax.grad(functools.partial(loss, paged, form="decode", options={}, implementation="triton")))(inputs())
 
 
 @pytest.mark.long
 def test_a_gradient_takes_no_copy_of_the_pool_per_layer():
-    """Temporaries are two or three arrays of the pool's size, however many layers there are."""
+    """Temporaries are two or three arrays of the pool's size, for any number of layers."""
     sizes = {"num_blocks": 256, "max_seqs": 1, "max_length": 32, "block_size": 16, "dtype": "float32"}
     cache = kvjax.Cache.create(kvjax.make_spec([kvjax.LayerSpec(1, 64)] * 6, **sizes))
     now, q, ((pool,),) = cache.view(4), jnp.zeros((1, 4, 2, 64)), cache.pools.arrays

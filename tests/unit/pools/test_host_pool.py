@@ -32,14 +32,14 @@ MIXED = INT8[0], FLOAT[1], FLOAT[2]
 
 
 def make_spec(pools, num_blocks=N, num_host_blocks=H, block_size=4):
-    """Two pools in a group of full attention, the others in a group with a window, if there is one."""
-    kept, windows = (pools[:2], pools[2:]), (None, 8)
-    parts = zip(num_blocks, kept, windows, num_host_blocks, strict=False)
+    """A spec with two pools in a group of full attention, and the others, if any, in a group with a window."""
+    by_group, windows = (pools[:2], pools[2:]), (None, 8)
+    parts = zip(num_blocks, by_group, windows, num_host_blocks, strict=False)
     return CacheSpec(tuple(GroupSpec(n, p, w, h) for n, p, w, h in parts), block_size, 2, 4)
 
 
 def make_pools(spec, rng):
-    """Device and host pools with any bits in every row, the NaN of all kinds among them."""
+    """Device and host pools with random bits in every row, including all kinds of NaN."""
 
     def fill(x):
         bits = rng.integers(0, 256, (x.size + 1) * x.dtype.itemsize, np.uint8).view(x.dtype)
@@ -49,7 +49,7 @@ def make_pools(spec, rng):
 
 
 def order(*moves):
-    """The moves (group, source, target), with padding between and behind them."""
+    """The moves (group, source, target), with padding between and after them."""
     records = np.full((2 * len(moves) + 1, 5), -1, np.int32)
     for i, (group, source, target) in enumerate(moves):
         records[2 * i] = group, 0, 1, source, target
@@ -59,40 +59,40 @@ def order(*moves):
 def rows(pools, host):
     """{(group, leaf): u8[N + H + 1, bytes]}: the blocks of the device, those of the host, and the scratch row."""
     found = {}
-    for g in range(len(pools.spec.groups)):
-        kept = [jax.device_get([*x.arrays[g], *(x.scales[g] if x.scales else ())]) for x in (pools, host)]
-        for i, (device, tier) in enumerate(zip(*kept, strict=True)):
+    for number in range(len(pools.spec.groups)):
+        arrays = [jax.device_get([*x.arrays[number], *(x.scales[number] if x.scales else ())]) for x in (pools, host)]
+        for i, (device, tier) in enumerate(zip(*arrays, strict=True)):
             if device is not None:
                 joined = np.concatenate([device[:-1], tier, device[-1:]])
-                found[g, i] = joined.reshape(len(joined), -1).view(np.uint8)
+                found[number, i] = joined.reshape(len(joined), -1).view(np.uint8)
     return found
 
 
 def moved(model, moves):
-    """The rows after moves: all sources are read first."""
+    """The rows after moves, whose sources are all read before any write."""
     result = {key: x.copy() for key, x in model.items()}
-    for (g, i), x in result.items():
+    for (number, i), x in result.items():
         for group, source, target in moves:
-            if group == g:
-                x[target] = model[g, i][source]
+            if group == number:
+                x[target] = model[number, i][source]
     return result
 
 
 def random_moves(rng, num_blocks, num_host_blocks):
-    """Distinct targets; sources may come twice, and may be targets of others: then blocks change places."""
+    """Moves to distinct targets. Sources may come twice, and may be targets of others: then blocks swap."""
     found = []
-    for g, (n, h) in enumerate(zip(num_blocks, num_host_blocks, strict=True)):
+    for number, (n, h) in enumerate(zip(num_blocks, num_host_blocks, strict=True)):
         out, back = rng.integers(0, min(n, h) + 1, 2)
-        found += zip([g] * out, rng.integers(0, n, out), n + rng.permutation(h)[:out], strict=True)
-        found += zip([g] * back, n + rng.integers(0, h, back), rng.permutation(n)[:back], strict=True)
+        found += zip([number] * out, rng.integers(0, n, out), n + rng.permutation(h)[:out], strict=True)
+        found += zip([number] * back, n + rng.integers(0, h, back), rng.permutation(n)[:back], strict=True)
     return [found[i] for i in rng.permutation(len(found))]
 
 
 def step(pools, blocks, zero):
-    """Someone else's work on the pools: zeros over some blocks of each group."""
-    for g, ids in enumerate(blocks):
-        arrays = jax.tree.map(lambda x, ids=ids: x.at[ids].set(zero.astype(x.dtype)), host_pool._of(pools, g))
-        pools = host_pool._with(pools, g, arrays)
+    """Other work on the pools: writes zeros to some blocks of each group."""
+    for number, ids in enumerate(blocks):
+        arrays = jax.tree.map(lambda x, ids=ids: x.at[ids].set(zero.astype(x.dtype)), host_pool._of(pools, number))
+        pools = host_pool._with(pools, number, arrays)
     return pools
 
 
@@ -103,19 +103,19 @@ def assert_same(got, wanted):
 
 
 def hostile_rounds(pools, host, rng, rounds):
-    """Moves, and at once steps that overwrite what is being read; how many began before the copies were done."""
+    """Moves, each followed at once by a step that overwrites sources; returns how many steps began during copies."""
     sizes = [(group.num_blocks, group.num_host_blocks) for group in pools.spec.groups]
     donated, model, running, swaps = jax.jit(step, donate_argnums=0), rows(pools, host), 0, 0
     for _ in range(rounds):
         moves = random_moves(rng, *zip(*sizes, strict=True))
-        swaps += any((g, target) in {(g, s) for g, s, _ in moves} for g, _, target in moves)
+        swaps += any((number, target) in {(number, s) for number, s, _ in moves} for number, _, target in moves)
         blocks = [rng.permutation(n)[: n // 2].astype(np.int32) for n, _ in sizes]
         pools, host = host_pool.move(pools, host, order(*moves))
         running += not all(x.is_ready() for x in jax.tree.leaves((pools, host)))
         pools = donated(pools, blocks, np.float32(0))
         model = moved(model, moves)
-        for (g, _), x in model.items():
-            x[blocks[g]] = 0
+        for (number, _), x in model.items():
+            x[blocks[number]] = 0
     assert swaps > rounds // 3
     assert_same(rows(pools, host), model)
     return running
@@ -132,7 +132,7 @@ def test_random_moves_and_hostile_steps(kinds):
 
 
 def test_moves_go_on_while_the_caller_does():
-    """With blocks large enough for the copies to take longer than the next call."""
+    """Blocks are large enough for the copies to take longer than the next call."""
     spec = make_spec((PoolSpec((0, 1, 2, 3), 4, 128, "float32"),), (40,), (36,), 32)
     rng = np.random.default_rng(2)
     pools, host = make_pools(spec, rng)
@@ -140,7 +140,7 @@ def test_moves_go_on_while_the_caller_does():
 
 
 def test_blocks_come_back_as_they_went():
-    """Any number of blocks in one transfer, out and back to other places, by one program a batch size and direction."""
+    """A transfer has any number of blocks, out and back to other rows, with a program for each size and direction."""
     n = 130
     spec = make_spec(INT8[:1], (n,), (n,))
     rng = np.random.default_rng(3)
@@ -213,9 +213,9 @@ def test_a_failure_leaves_everything_but_the_targets(monkeypatch, function, call
     assert isinstance(error.__cause__, RuntimeError)
     assert error.overwritten.tolist() == [i in (4, 6) for i in range(13)]  # the two that swap
     after = rows(error.pools, error.host)
-    for (g, i), x in after.items():
-        kept = [row for row in range(len(x)) if (g, row) not in {(g, target) for g, _, target in MOVES}]
-        np.testing.assert_array_equal(x[kept], model[g, i][kept])
+    for (number, i), x in after.items():
+        rest = [row for row in range(len(x)) if (number, row) not in {(number, target) for number, _, target in MOVES}]
+        np.testing.assert_array_equal(x[rest], model[number, i][rest])
     monkeypatch.undo()
     assert_same(rows(*host_pool.move(error.pools, error.host, order(*MOVES))), moved(after, MOVES))  # they can go on
 
@@ -230,7 +230,7 @@ def test_before_the_first_copy_a_failure_costs_nothing(monkeypatch):
 
 
 def test_pools_stay_where_they_are():
-    """Host pools in pinned host memory; also with one layer, one head and blocks of one token (module's docstring)."""
+    """Host pools stay in pinned host memory, also with one layer, one head and blocks of one token."""
     for kinds, size in ((MIXED, 4), (FLOAT[1:2], 1), (FLOAT[1:2], 4)):
         spec = make_spec(kinds, N[: len(kinds) - 1] or N[:1], H[: len(kinds) - 1] or H[:1], size)
         pools, host = host_pool.init_host_pools(init_pools(spec))
@@ -305,12 +305,12 @@ def test_on_a_gpu_both_pools_are_updated_in_place():
 
 
 def compile_for_gpu():
-    """Prints what XLA makes of each program for a GPU: JSON lines."""
-    from tests.kernels.gpu_compile import place
+    """Prints XLA's results for each program for a GPU, as lines of JSON."""
+    from tests.kernels.gpu_compile import on_gpus
 
-    _, mesh = place("h200", 1, ())
+    _, mesh = on_gpus("h200", 1, ())
     Space = jax.memory.Space
-    ir = importlib.import_module("jax._src.lib.mlir").ir  # jax does not pass on the memory of what is only described
+    ir = importlib.import_module("jax._src.lib.mlir").ir  # jax does not pass on the memory kind of a ShapeDtypeStruct
 
     def tree(count):
         shapes = ((count, 4, 2, 8, 16, 128), jnp.bfloat16), ((count, 3, 2, 4, 16, 64), jnp.int8)
@@ -328,7 +328,7 @@ def compile_for_gpu():
         return ir.ArrayAttr.get([ir.DictAttr.get(leaf) for leaf in leaves])
 
     def measure(function, donated, *args):
-        """Args are pairs of a tree and its memory."""
+        """Compiles a program, whose arguments are pairs of a tree and its memory kind."""
         trees, memories = zip(*args, strict=True)
 
         def marked(*trees):

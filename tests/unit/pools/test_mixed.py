@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed views: decode tokens and chunks on one line are what they are in views of their own, and so is attention."""
+"""Mixed views: decode tokens and chunks on one line equal those in views of their own, and so does attention."""
 
 import functools
 
@@ -24,7 +24,7 @@ def ints(*values):
 
 
 S, SIZE = 4, 8
-# Who decodes, and the chunks. Rows 0 and 3 have room for 3 and 10 tokens, rows 1 and 2 for none.
+# Rows that decode, and chunks. Rows 0 and 3 have 3 and 10 more tokens reserved, rows 1 and 2 none.
 CASES = {
     "a row of each": (ints(1, 0, 0, 0), ints(3, -1, -1, -1), ints(6, 0, 0, 0)),
     "rows without room": (ints(1, 1, 1, 0), ints(1, 3, 2, -1), ints(4, 6, 1, 0)),
@@ -64,7 +64,7 @@ def test_a_mixed_view_by_hand():
 
 
 def test_a_row_that_decodes_has_no_chunk():
-    """Else its next token would be on the line twice, and in one slot twice."""
+    """Otherwise its next token would be on the line twice, and in one slot twice."""
     state, on = hand_made_state(), np.array([True, False, False, False])
     got = mixed(state, on, ints(0, 3), ints(3, 4), 8)
     chex.assert_trees_all_equal(got.replace(tables=()), mixed(state, on, ints(-1, 3), ints(3, 4), 8).replace(tables=()))
@@ -102,7 +102,7 @@ ALL = {"window": 7, "soft_cap": 2.0, "sinks": jnp.linspace(-1.0, 1.0, 4), "scale
 
 
 def cache_of(dtype):
-    """A poisoned cache with hand-made rows, in blocks that are nowhere in order."""
+    """A poisoned cache with hand-made rows, in shuffled blocks."""
     spec = kvjax.make_spec(
         [LayerSpec(2, 16)] * 2, num_blocks=30, max_seqs=ROWS, max_length=24, block_size=4, dtype=dtype
     )
@@ -153,7 +153,7 @@ def test_attention_on_a_mixed_line_is_that_of_two_calls(dtype, options, implemen
     q, kv = numbers(2, 1, ROWS + WIDTH, 4, 16), numbers(3, 2, 1, ROWS + WIDTH, 2, 16)
     run = jax.jit(functools.partial(one_line_and_apart, **options))
     (written, together), as_ragged, (pools, apart) = run(cache_of(dtype), q, kv)
-    for got, wanted in zip(*map(jax.tree.leaves, (written, pools)), strict=True):  # but for the row of the padding
+    for got, wanted in zip(*map(jax.tree.leaves, (written, pools)), strict=True):  # except the row of the padding
         np.testing.assert_array_equal(np.asarray(got[:-1], np.float32), np.asarray(wanted[:-1], np.float32))
     real = np.array([1, 1, 0, 0, 0] + [1] * 11 + [0]) > 0
     for got in (together, as_ragged):
@@ -190,7 +190,7 @@ def test_what_cannot_be_served_is_refused():
         jax.eval_shape(attend_once, cache, q[:, :4])
 
 
-def test_a_model_gives_logits_of_as_many_positions_as_are_asked_for():
+def test_a_model_gives_logits_of_as_many_positions_as_are_requested():
     cache, tokens = cache_of("float32"), np.zeros((1, ROWS + 4), np.int32)
     line = cache.mixed(np.ones(ROWS, bool), ints(-1), ints(0), 4)
     shapes = {"line": (7, 32), "rows": (1, 32), "all": (1, ROWS + 4, 32)}

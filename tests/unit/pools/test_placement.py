@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools on several devices: each has its own heads of every block, and no program sends a pool around."""
+"""Pools on several devices: each has its own heads of every block, and no program sends a pool."""
 
 import chex
 import jax
@@ -30,7 +30,7 @@ def numbers(seed, *shape):
 
 
 def following(kv, y):
-    """The K/V of the next layer, which follow from this one's values as in a model."""
+    """The K/V of the next layer, which depend on this one's values as in a model."""
     return kv + 0.1 * y.reshape(*y.shape[:2], 4, 2, 16)[None, :, :, :, 0]
 
 
@@ -46,7 +46,7 @@ def compute(cache, tokens, count, q, kv, sinks):
 
 
 def history(cache):
-    """A prompt, a fork, and copies on write; what every step's attention gives, and the cache after it."""
+    """A prompt, a fork, and copies on write; returns every step's attention, and the cache after it."""
     step, seen = jax.jit(compute, donate_argnums=0), []
     cache = cache.replace(pools=poisoned(cache.pools))
     cache, _ = jax.jit(kvjax.Cache.admit, donate_argnums=0)(cache, 0, np.arange(6, dtype=np.int32), 6)
@@ -72,7 +72,7 @@ def rows_of_three_and_six(cache):
 
 
 def write_attend_copy(pools, state, q, kv, sinks):
-    """What `compute` does, and the copy of block 2 to 4, without a verb."""
+    """The writes and attention of `compute`, and the copy of block 2 to 4, without a verb."""
     view, out = kvjax.view(state, 6), []
     for layer in range(2):
         pools = kvjax.write(pools, layer, kv[0], kv[1], view)
@@ -96,7 +96,7 @@ def test_heads_are_computed_apart(dtype, kind, shape):
     pools, wanted = jax.jit(write_attend_copy)(alone.pools, alone.state, *args)
     with mesh_of(*shape, kind) as mesh:
         cache = rows_of_three_and_six(kvjax.Cache.create(spec_of(dtype=dtype), mesh=mesh, heads="heads"))
-        if kind == EXPLICIT:  # rows divided as a model may have them: they are gathered before the map
+        if kind == EXPLICIT:  # rows that a model may have divided are gathered before the map
             q, kv, sinks = args
             args = jax.device_put(q, NamedSharding(mesh, P("data"))), kv, sinks
         got, seen = jax.jit(write_attend_copy, donate_argnums=0)(cache.pools, cache.state, *args)
@@ -171,7 +171,7 @@ def test_verbs_send_nothing_and_steps_copy_no_pool():
         for name, program in programs.items():
             compiled = program.compile()
             memory = compiled.memory_analysis()
-            # What the kernels' maps take in comes from the model, here from the host: the whole of it to each device.
+            # The inputs of the kernels' maps come from the model, here whole from the host to each device.
             assert not collectives(compiled), (name, collectives(compiled))
             assert memory.alias_size_in_bytes > own and memory.temp_size_in_bytes < own / 2, (name, memory)
 
@@ -191,7 +191,7 @@ def test_verbs_called_one_by_one_are_those_of_jit():
 
 @pytest.mark.slow
 def test_replicas_mapped_over_another_axis():
-    """Two caches stacked along the axis of data, one for each replica: the map over the heads nests in the caller's."""
+    """Two caches are stacked along the data axis, one for each replica. The map over heads nests in the caller's."""
     spec = spec_of()
     q, kv, sinks = numbers(1, 2, 2, 6, 8, 16), numbers(2, 2, 2, 2, 6, 4, 16), numbers(3, 8)
     tokens, counts = np.arange(24, dtype=np.int32).reshape(2, 2, 6), np.array([[6, 3], [2, 6]], np.int32)
@@ -220,8 +220,8 @@ def test_replicas_mapped_over_another_axis():
         chex.assert_trees_all_close(
             jax.tree.map(lambda x, i=i: np.asarray(x[i]), out), jax.tree.map(np.asarray, y), atol=2e-6
         )
-        mine = jax.tree.map(lambda x, i=i: np.asarray(x[i]), together.state)
-        chex.assert_trees_all_equal(mine, jax.tree.map(np.asarray, alone.state))
+        own = jax.tree.map(lambda x, i=i: np.asarray(x[i]), together.state)
+        chex.assert_trees_all_equal(own, jax.tree.map(np.asarray, alone.state))
 
 
 @pytest.mark.long

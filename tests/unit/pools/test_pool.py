@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools and views: bytes land where the state says, nothing else changes, and nothing copies a pool."""
+"""Pools and views: bytes go to the slots that the state gives, nothing else changes, and nothing copies a pool."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def filled_pools(seed=0):
 
 def test_padded_view():
     got = jax.jit(functools.partial(view, max_tokens=3))(hand_made_state(), jnp.asarray([2, 1, 1, 3], jnp.int32))
-    np.testing.assert_array_equal(got.num_tokens, [2, 0, 0, 3])  # rows 1 and 2 have no room
+    np.testing.assert_array_equal(got.num_tokens, [2, 0, 0, 3])  # rows 1 and 2 have nothing reserved
     np.testing.assert_array_equal(got.lengths, [5, 0, 0, 13])
     np.testing.assert_array_equal(np.where(np.asarray(TABLE) < 0, 12, TABLE), got.tables[0])
     np.testing.assert_array_equal(got.positions[0, :2], [3, 4])
@@ -67,7 +67,7 @@ def test_host_blocks_become_scratch():
 def test_ragged_view():
     got = jax.jit(functools.partial(ragged, size=8))(hand_made_state(), jnp.asarray([2, 1, 1, 9], jnp.int32))
     np.testing.assert_array_equal(got.starts, [0, 2, 2, 2])
-    np.testing.assert_array_equal(got.num_tokens, [2, 0, 0, 6])  # 6 of 9: no more fit on the line
+    np.testing.assert_array_equal(got.num_tokens, [2, 0, 0, 6])  # 6 of 9, because no more fit on the line
     np.testing.assert_array_equal(got.lengths, [5, 0, 0, 16])
     np.testing.assert_array_equal(got.positions, [[3, 4, 10, 11, 12, 13, 14, 15]])
     np.testing.assert_array_equal(got.slots[0], [[11, 0, 26, 27, 32, 33, 34, 35]])
@@ -75,7 +75,7 @@ def test_ragged_view():
     assert np.all(np.asarray(short.slots[0])[0, 5:] >= 12 * 4)
 
 
-# Rows 0 and 3 have room for 3 and 10 tokens more. Tokens that are written and not committed use it up.
+# Rows 0 and 3 have 3 and 10 more tokens reserved. Written tokens that are not committed use them up.
 WRITTEN = jnp.asarray([1, 0, 0, 4], jnp.int32)
 
 
@@ -103,7 +103,7 @@ def test_a_ragged_view_goes_on_after_what_is_written():
 
 
 @pytest.mark.parametrize("form", [functools.partial(view, max_tokens=2), functools.partial(ragged, size=6)])
-def test_there_is_no_room_beyond_what_is_written_and_nothing_is_written_twice(form):
+def test_no_slots_are_beyond_what_is_written_and_nothing_is_written_twice(form):
     state, two = hand_made_state(), jnp.full(4, 2, jnp.int32)
     for written in (3, 4, 2**20):
         got = form(state, two, written=jnp.asarray([written, 0, 0, 0], jnp.int32))
@@ -138,7 +138,7 @@ def test_view_refuses(call, message):
 # pools
 
 
-def test_fresh_pools_can_be_donated():
+def test_new_pools_can_be_donated():
     pools = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(init_pools(SPEC))
     assert [[x.shape for x in group] for group in pools.arrays] == [[(13, 2, 2, 2, 4, 16), (13, 1, 2, 1, 4, 32)]]
 
@@ -214,7 +214,7 @@ VIEWS = {
 
 @pytest.mark.parametrize(("what", "make"), [*(("write", make) for make in VIEWS), ("attend", "mixed")])
 def test_a_view_of_another_cache_is_refused(what, make):
-    """While tracing, also under `vmap`; one of an equal spec is not, nor one of no spec, as made by hand."""
+    """It is refused while tracing, also under `vmap`. A view of an equal spec, or of none (by hand), is accepted."""
     shape, args = VIEWS[make]
 
     def use(state, pools, **spec):
@@ -241,7 +241,7 @@ def test_a_view_of_another_cache_is_refused(what, make):
 
 @pytest.mark.parametrize("form", ["padded", "ragged", "decode"])
 def test_attend_sees_what_was_written_and_nothing_else(form):
-    """From NaN pools: two chunks written through the front door, attention against the oracle."""
+    """The pools begin as NaN. Two chunks are written by verbs, and attention is compared with the oracle."""
     pools = poisoned(init_pools(SPEC))
     rng = np.random.default_rng(2)
     kv = {row: rng.standard_normal((20, 2, 1, 32)).astype(np.float32) for row in range(4)}
@@ -273,11 +273,11 @@ def test_attend_sees_what_was_written_and_nothing_else(form):
     np.testing.assert_array_equal(np.asarray(out)[np.asarray(now.slots[0]) >= 12 * 4], 0)
 
 
-# layers that are traced
+# traced layers
 
 
 def through(pools, layer, seed, index=None):
-    """The pools and the attention after a layer's K/V of a chunk, and of the token after it, went into the cache."""
+    """The pools and the attention after writes of a layer's K/V of a chunk and of the token after it."""
     rng, out = np.random.default_rng(seed), []
     heads, width = pools.at(layer)[3].shape[3::2]
     for count, committed in ((2, COMMITTED), (1, [5, 0, 9, 12])):
@@ -298,7 +298,7 @@ def through(pools, layer, seed, index=None):
     ],
 )
 def test_an_index_stands_for_the_layer(implementation, layer, named, monkeypatch):
-    """It may be traced; `layer` is then any of the pool's. Bit for bit what comes of the layer itself."""
+    """It may be traced; `layer` is then any of the pool's. Results equal those of the layer itself in every bit."""
     call = functools.partial(pallas_kernels.call, **how(implementation))
     monkeypatch.setattr(pallas_kernels, "call", lambda *args, implementation, **options: call(*args, **options))
     wanted = jax.jit(functools.partial(through, layer=layer, seed=layer))(filled_pools())
@@ -307,7 +307,7 @@ def test_an_index_stands_for_the_layer(implementation, layer, named, monkeypatch
 
 
 def test_an_index_out_of_range_is_clamped():
-    """By `write` and `attend` alike."""
+    """Both `write` and `attend` clamp it."""
     pools, run = filled_pools(), jax.jit(lambda pools, index: through(pools, 0, 5, index))
     results = {index: run(pools, jnp.int32(index)) for index in (0, 1, 2, 2**31 - 1, -1, -(2**31))}
     for index, result in results.items():
@@ -363,7 +363,7 @@ HUGE = make_spec(LAYERS, num_blocks=8191, max_seqs=16, max_length=8192, dtype="f
 
 
 def test_padding_costs_apply_nothing():
-    """A copy of 32 KB takes microseconds, 256 of padding would take tens of milliseconds if they were executed."""
+    """A copy of 32 KB takes microseconds. 256 of padding, if executed, would take tens of milliseconds."""
     pools = init_pools(BIG)
     run = jax.jit(apply, donate_argnums=0)
     least = math.inf
@@ -376,7 +376,7 @@ def test_padding_costs_apply_nothing():
 
 
 def steps(pools, q, state, records, loop):
-    """Three decode steps: copies, then write and attention in every layer; with "layers" the layers are a scan too."""
+    """Three decode steps: copies, then write and attention in every layer. With "layers" the layers are a scan, too."""
 
     def one(carry):
         number, pools, q, seqs = carry
@@ -411,7 +411,7 @@ def steps(pools, q, state, records, loop):
     ],
 )  # fmt: skip
 def test_steps_update_the_pools_in_place(loop, dtype):
-    """In a compiled loop: temporaries under 5 % of the pool, and no instruction but an update makes a pool."""
+    """In a compiled loop temporaries are under 5 % of the pool, and only updates make an array of its size."""
     pools = jax.eval_shape(lambda: jax.tree.map(lambda x: x.astype(dtype), init_pools(HUGE)))
     state = jax.eval_shape(lambda: kvjax.init(HUGE))
     q = jax.ShapeDtypeStruct((16, 1, 8, 64), dtype)
@@ -432,7 +432,7 @@ def test_steps_update_the_pools_in_place(loop, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["scan", "while", "layers"])
 def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
-    """No read of a layer sees a later write, no write is lost; with copies between the steps."""
+    """No read of a layer sees a later write, and no write is lost. Copies run between the steps."""
     layers, rng = 4, np.random.default_rng(4)
     spec = make_spec(
         [LayerSpec(4, 16)] * layers, num_blocks=16, max_seqs=2, max_length=20, block_size=4, dtype="float32"
@@ -458,7 +458,7 @@ def test_steps_in_a_donated_loop_equal_steps_one_by_one(loop):
 
 
 def test_decode_follows_the_longest_live_length_not_the_table():
-    """The loop's trip count is data: nothing of the size of a whole table is computed."""
+    """The loop's trip count is data, so that nothing of the size of a whole table is computed."""
     tables, lengths = jnp.zeros((1, 4096), jnp.int32), jnp.asarray([3], jnp.int32)
     pool, q = jnp.zeros((2, 1, 2, 1, 16, 64)), jnp.zeros((1, 1, 64))
     compiled = (

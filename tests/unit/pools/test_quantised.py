@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 and fp8 pools: the K/V come back nearly as they were, and their scales go wherever they go."""
+"""int8 and fp8 pools: the K/V come back with small errors, and their scales move with them."""
 
 import functools
 
@@ -37,7 +37,7 @@ def step(cache, tokens, count, kv, q):
 
 
 def history(dtype):
-    """A prompt, a fork, a copy on write, steps of both rows; attention all along. V of two sizes."""
+    """A prompt, a fork, a copy on write, and steps of both rows, with attention at each. V has two sizes."""
     rng, cache, seen = np.random.default_rng(0), make(dtype), []
     cache = cache.replace(pools=poisoned(cache.pools))
 
@@ -66,7 +66,7 @@ def history(dtype):
 def test_attention_is_nearly_that_over_float32_after_writes_and_copies(dtype):
     (cache, got), (_, wanted) = history(dtype), history("float32")
     assert cache.pools.arrays[0][0].dtype == dtype and cache.pools.scales is not None
-    chex.assert_tree_all_finite((got, wanted))  # from poisoned pools, those of rows without a token too
+    chex.assert_tree_all_finite((got, wanted))  # from poisoned pools, also for rows without a token
     for a, b in zip(got, wanted, strict=True):
         error = np.linalg.norm(a - b, axis=-1) / np.maximum(np.linalg.norm(b, axis=-1), 1e-6)
         assert np.max(error) < 3 * DTYPES[dtype] and 0 < np.mean(error) < DTYPES[dtype]
@@ -85,7 +85,7 @@ def test_scales_are_part_of_a_block_and_of_what_is_donated(dtype):
 
 
 def test_an_index_finds_the_layers_scales():
-    """Bytes and scales of each layer, written and read in a scan over layers, from poisoned pools."""
+    """Bytes and scales of each layer are written and read in a scan over layers, from poisoned pools."""
     rng = np.random.default_rng(1)
     spec = kvjax.make_spec(LAYERS, num_blocks=8, max_seqs=2, max_length=8, block_size=4, dtype="int8")
     kv = jnp.asarray(rng.standard_normal((2, 2, 2, 6, 2, 32)), jnp.float32)
@@ -123,7 +123,7 @@ def test_recall_is_as_accurate_as_over_float32(dtype):
 
 @functools.cache
 def accuracy(dtype):
-    """Of the bundled model's answers about 4 documents of 64 facts, all facts asked for."""
+    """The accuracy of the bundled model's answers to questions about all facts of 4 documents of 64."""
     model, _ = load(train.CHECKPOINT, dtype=jnp.float32)
     tokens, marks = recall.make_batch(np.random.default_rng(0), 4, 64, 64)
     rows, length = tokens.shape

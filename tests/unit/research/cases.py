@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces that the tests use: a cut of the conversation trace, the whole one where it is, small forests at random."""
+"""Traces for tests: a cut of the conversation trace, the whole one if its file exists, and small random forests."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ def cut(number=2000):
 
 
 def whole_path():
-    """The file of the whole conversation trace; skips where it is not."""
+    """The file of the whole conversation trace; skips the test if it does not exist."""
     if not WHOLE.exists():
         pytest.skip(f"{WHOLE} is not there (KVJAX_TRACES names its folder)")
     return WHOLE
@@ -32,7 +32,7 @@ def whole():
 
 
 def comparison(parts, sizes, rule="papers", seeds=1, gain=0.25):
-    """What `compare_learned` returns, of figures that nothing was measured for."""
+    """A result of `compare_learned` with made-up figures."""
     shape = (len(parts), len(sizes))
     rates = {"learned": 0.1 * (1 + gain), "counted": 0.11, "lru": 0.1, "bound": 0.3}
     return Comparison(
@@ -48,9 +48,9 @@ def prompts_of(trace):
 
 @st.composite
 def forests(draw, most=12, longest=6, block_size=4):
-    """Traces whose prompts begin like one before them, and may go on with new blocks.
+    """Traces whose prompts begin like an earlier one, and may continue with new blocks.
 
-    Prompts are repeated, many have one block, and a block that is full in one prompt may be filled in part in another.
+    Prompts are repeated, many have one block, and a block that is full in one prompt may be partial in another.
     """
     prompts, next_id = [], 0
     for _ in range(draw(st.integers(1, most))):

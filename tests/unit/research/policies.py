@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of simulators of any policy share: policies with their oracles, forests, and looks into programs."""
+"""Tools for tests of simulators of any policy: policies with their oracles, forests, and checks of programs."""
 
 import re
 
@@ -20,12 +20,12 @@ LONGEST, MOST = 10, 48
 
 
 def often(blocks):
-    """Many ties, which go by block number."""
+    """A score with many ties, which go by block number."""
     return blocks.hits - blocks.depth
 
 
 def by_classes():
-    """Deep blocks and others; of both those that were stored last leave first, so parents are often passed over."""
+    """Three classes by depth. In each the newest leave first, so that parents are often passed over."""
     return by_class(depth_class, newest, classes=3, name="by_classes")
 
 
@@ -37,7 +37,7 @@ def newest(blocks, heads):
     return blocks.clock - blocks.stored[heads]
 
 
-# Each policy, and what plain Python says of it.
+# Each policy, and its function in plain Python.
 POLICIES = {
     "lru": (lru(), oracle.lru),
     "lfu": (lfu(), oracle.lfu),
@@ -48,16 +48,16 @@ POLICIES = {
 
 
 def marked(lru=()):
-    """The policies to test: `lru` always or where its mark says, the others at night."""
+    """The policies to test: `lru` always or with its mark, the others at night."""
     return [pytest.param(name, marks=lru if name == "lru" else pytest.mark.slow) for name in POLICIES]
 
 
 @st.composite
 def forests(draw):
-    """A trace of as many requests and blocks as any other, so that all are one program.
+    """Traces of equal numbers of requests and blocks, so that all share one program.
 
-    A prompt begins as an earlier one does, with some of its blocks or all of them, and goes on with new ones; its last
-    block is often filled in part.
+    A prompt begins with some or all blocks of an earlier one, and continues with new ones. Its last block is often
+    partial.
     """
     prompts, tokens, ids = [], [], iter(range(sum(LENGTHS)))
     for length in draw(st.permutations(LENGTHS)):
@@ -69,7 +69,7 @@ def forests(draw):
 
 
 def small_trace():
-    """Four prompts of one block; then the first and the last of them again, each with another block behind it."""
+    """Four prompts of one block, then the first and the last of them again, each with another block after it."""
     prompts = [[0], [1], [2], [3], [0, 4], [3, 5]]
     return make_trace(range(6), [BLOCK * len(prompt) for prompt in prompts], [0] * 6, prompts, BLOCK)
 
@@ -79,7 +79,7 @@ def lru_hits(trace, size, rule):
 
 
 def assert_same(run, trace, policy, score, sizes, rule):
-    """Every request finds the same in caches of all sizes."""
+    """Asserts that every request finds the same blocks in caches of all sizes."""
     hits = run(trace, policy, sizes, rule=rule)
     assert hits.sizes.tolist() == sizes and hits.rule == rule and hits.blocks.dtype == np.int32
     wanted = [oracle.score_hits(trace, size, rule, score) for size in sizes]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Belady's bound equals a cache that evicts the farthest next use, and nothing finds more."""
+"""Belady's bound equals a cache that evicts the farthest next use, and no cache finds more."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from kvjax.research.simulators.hits import RULES
 from tests.oracle import research as oracle
 from tests.unit.research.cases import cut, forests, prompts_of, whole
 
-# Of the whole trace: blocks found of blocks requested, by size; with bypass and without.
+# The share of requested blocks found in the whole trace, by size, with bypass and without.
 PUBLISHED = {
     False: {1000: 0.1792, 3000: 0.2916, 5859: 0.3516, 10_000: 0.3664, 30_000: 0.3664},
     True: {1000: 0.1907, 3000: 0.2945, 5859: 0.3532, 10_000: 0.3664},
@@ -37,7 +37,7 @@ def assert_as_oracle(trace, sizes, bypass):
 @settings(max_examples=100)
 @given(trace=forests(most=30))
 def test_every_size_finds_what_its_cache_finds(bypass, trace):
-    # As many sizes for each trace, since each number of them is a program of its own.
+    # Equal numbers of sizes for each trace, since each number is a program of its own.
     sizes = np.linspace(int(trace.lengths.max()), trace.num_ids + 1, 16).astype(int).tolist()
     bound = assert_as_oracle(trace, sizes, bypass)
     for rule in RULES:
@@ -61,7 +61,7 @@ def test_the_cut_of_the_trace(bypass):
 
 
 def test_only_a_pool_apart_can_refuse_blocks():
-    """Three blocks of size three that are used once: the one that is used again need not leave for them."""
+    """Three blocks are used once in a cache of three. The block that is used again need not leave for them."""
     trace = make_trace(range(3), [1, 3, 1], [0] * 3, [[0], [1, 2, 3], [0]], 1)
     assert [belady(trace, [3], bypass=bypass).blocks[0].tolist() for bypass in (False, True)] == [[0, 0, 0], [0, 0, 1]]
 

@@ -20,14 +20,14 @@ from kvjax.research import (
     summary,
     write_mooncake,
 )
-from kvjax.research.__main__ import main
+from kvjax.research.__main__ import _POLICIES, main
 from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES
 from kvjax.research.plots import plot_gains, plot_rates, plot_reuse
 from tests.unit.research.cases import comparison, cut
 
 # A policy of a user's own, in one line.
 LONGEST_FIRST = by_score(lambda blocks: -blocks.depth)
-# One that reads what a trace does not tell: the id of a block is its token.
+# It reads tokens, which a trace does not have: the id of a block is its token.
 SMALLEST_FIRST = by_score(lambda blocks: blocks.tokens[:, 0])
 SIZES = [240, 400]
 
@@ -40,7 +40,7 @@ def file(tmp_path):
 
 
 def run(file, tmp_path, capsys, command, *options):
-    """What a command prints, and the figures that it saves."""
+    """The output of a command, and the figures that it saves."""
     saved = tmp_path / "figures.json"
     main([command, str(file), "--json", str(saved), *options])
     return capsys.readouterr().out, json.loads(saved.read_text())
@@ -59,11 +59,11 @@ def test_a_summary_draws_which_blocks_come_again(file, tmp_path, capsys):
     hits = lru_curve(cut(100), SIZES)
     distance, depth, age = plot_reuse({"lru": hits}).axes
     assert sum(distance.patches[0].get_data().values) == len(reuse_distances(cut(100), "full"))
-    for ax, (found, asked) in ((depth, hits_by_depth(hits)), (age, (hits.blocks, hits.blocks[:0]))):
+    for ax, (found, requested) in ((depth, hits_by_depth(hits)), (age, (hits.blocks, hits.blocks[:0]))):
         filled, *lines = ax.patches
         assert [line.get_label() for line in lines] == ["lru, 240 blocks", "lru, 400 blocks"]
         assert [sum(line.get_data().values) for line in lines] == found.sum(axis=1).tolist()
-        assert not len(asked) or filled.get_data().values.tolist() == asked.tolist()
+        assert not len(requested) or filled.get_data().values.tolist() == requested.tolist()
 
 
 @pytest.mark.parametrize("rule", ["full", "kvjax", "papers"])
@@ -84,7 +84,7 @@ def test_without_sizes_they_go_from_the_longest_request_to_the_whole_trace(file,
 
 
 @pytest.mark.slow
-def test_a_policy_of_ones_own_runs_beside_kvjaxs(file, tmp_path, capsys):
+def test_a_policy_of_ones_own_runs_along_with_kvjaxs(file, tmp_path, capsys):
     own, picture = f"{__name__}:LONGEST_FIRST", tmp_path / "rates.png"
     reads = f"{__name__}:SMALLEST_FIRST"
     options = ["--policies", "lru", own, reads, "--plot", str(picture), "--sizes", *map(str, SIZES)]
@@ -97,7 +97,7 @@ def test_a_policy_of_ones_own_runs_beside_kvjaxs(file, tmp_path, capsys):
 
 
 def test_requests_of_a_sweep_may_overlap(file, tmp_path, capsys, monkeypatch):
-    """What they find then is a matter of `replay`."""
+    """Tests of `replay` cover their hits."""
 
     def found(trace, policy, sizes, *, rule, overlap):
         assert (policy, overlap) == (policies.lru(), [10_000, 50])
@@ -120,17 +120,17 @@ def test_a_sweep_tells_the_requests_that_a_small_cache_refuses(file, tmp_path, c
 
 @pytest.mark.long
 def test_a_policy_is_learned_compared_and_saved(file, tmp_path, capsys, monkeypatch):
-    asked = []
+    calls = []
 
     def compare(trace, sizes, **options):
-        asked.append((len(trace), sizes, options))
+        calls.append((len(trace), sizes, options))
         return comparison([(50, 100)], sizes, options["rule"], options["seeds"])
 
     monkeypatch.setattr(__main__, "compare_learned", compare)
     options = ["--sizes", "240", "400", "--seeds", "2", "--rule", "papers", "--plot", str(tmp_path / "gains.png")]
     printed, saved = run(file, tmp_path, capsys, "learn", *options, "--save", str(tmp_path / "learned.npz"))
     chosen = {"lfu": policies.lfu(), "fifo": policies.fifo()}
-    assert asked.pop() == (100, SIZES, {"rule": "papers", "seeds": 2, "policies": chosen, "on": None})
+    assert calls.pop() == (100, SIZES, {"rule": "papers", "seeds": 2, "policies": chosen, "on": None})
     wanted = comparison([(50, 100)], SIZES, "papers", 2)
     assert printed == f"{wanted}\n" and saved == wanted.as_json()
     assert "  400   +25.0% +15.0% +35.0%     12%     0.1250     0.1100     0.1000     0.3000\n" in printed
@@ -138,7 +138,7 @@ def test_a_policy_is_learned_compared_and_saved(file, tmp_path, capsys, monkeypa
     assert (notes["requests"], notes["rule"], notes["hazard"], notes["block_size"]) == (100, "papers", "mlp", 512)
     assert (tmp_path / "gains.png").exists()
     run(file, tmp_path, capsys, "learn", "--policies", "--on", str(file))
-    longest, last = asked[0][1][0], asked[0][2]
+    longest, last = calls[0][1][0], calls[0][2]
     assert longest == cut(100).lengths.max() and len(last["on"]) == 100 and last["policies"] == {}
 
 
@@ -152,7 +152,7 @@ def test_a_learned_policy_runs_in_a_sweep(file, tmp_path, capsys, monkeypatch):
     assert chosen == [saved.policy]
 
 
-def test_gains_are_drawn_for_each_part(tmp_path):
+def test_gains_are_plotted_for_each_part(tmp_path):
     figure = plot_gains(comparison([(50, 100), (60, 100)], [400, 240]), tmp_path / "gains.png")
     for ax, first in zip(figure.axes, (50, 60), strict=True):
         assert ax.lines[1].get_xdata().tolist() == [240, 400] and ax.lines[1].get_ydata().tolist() == [25, 25]
@@ -163,10 +163,7 @@ def test_gains_are_drawn_for_each_part(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (
-            ["sweep", "--policies", "mru"],
-            "got 'mru', wanted cost_aware, fifo, lfu, lru, random, FILE.npz that learn",
-        ),
+        (["sweep", "--policies", "nobody"], f"got 'nobody', wanted {', '.join(_POLICIES)}, FILE.npz that learn"),
         (["sweep", "--policies", f"{__name__}:SIZES"], "wanted an EvictionPolicy"),
         (["sweep", "--policies", "kvjax:nothing"], "kvjax:nothing is None"),
         (["sweep", "--rule", "papers", "--policies", f"{__name__}:SMALLEST_FIRST"], 'rule: got "papers"'),
@@ -190,45 +187,45 @@ def test_a_plot_has_a_curve_for_each_policy_and_one_rule(tmp_path):
         plot_rates({"a": full, "b": kvjax})
 
 
-def test_a_plot_shows_what_stands_beside_lru_at_the_sizes_of_both():
+def test_a_plot_compares_curves_with_lru_at_the_sizes_of_both():
     trace, bound = cut(100), belady(cut(100), [400])
-    lru, mine = lru_curve(trace, range(240, 500)), lru_curve(trace, SIZES, "full")
-    mine.blocks[:, 0] += 1
-    figure = plot_rates({"lru": lru, "mine": mine}, bound=bound)
-    rates, beside = figure.axes
+    lru, own = lru_curve(trace, range(240, 500)), lru_curve(trace, SIZES, "full")
+    own.blocks[:, 0] += 1
+    figure = plot_rates({"lru": lru, "mine": own}, bound=bound)
+    rates, gains = figure.axes
     assert [line.get_marker() for line in rates.lines] == ["", "o", "o"] and rates.get_xticks()[0] == 240
     wanted = [(lru.sizes, 0 * lru.rate), (SIZES, [1 / len(trace.ids)] * 2), ([400], bound.rate - lru.rate[160:161])]
-    for line, (sizes, rate) in zip(beside.lines, wanted, strict=True):
+    for line, (sizes, rate) in zip(gains.lines, wanted, strict=True):
         assert line.get_xdata().tolist() == list(sizes)
         assert line.get_ydata() == pytest.approx(rate)
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()][:2] == ["lru", "mine"]
 
 
-def test_a_curve_is_drawn_at_every_size(file, tmp_path, capsys, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(__main__, "plot_rates", lambda curves, path, **more: drawn.append(curves | more))
+def test_a_curve_is_plotted_at_every_size(file, tmp_path, capsys, monkeypatch):
+    plotted = []
+    monkeypatch.setattr(__main__, "plot_rates", lambda curves, path, **more: plotted.append(curves | more))
     _, saved = run(file, tmp_path, capsys, "curve", "--plot", "x.png", "--sizes", *map(str, SIZES))
-    [(lru, bound)] = [curves.values() for curves in drawn]
+    [(lru, bound)] = [curves.values() for curves in plotted]
     assert saved["sizes"] == SIZES and lru.sizes.tolist() == bound.sizes.tolist() == list(range(240, 401))
     assert lru.rate[[0, -1]].tolist() == saved["rates"]["lru"]
 
 
 @pytest.mark.parametrize("command", [*__main__._COMMANDS])
-def test_a_drawn_trace_is_one_for_every_command(command, monkeypatch):
-    asked = []
-    monkeypatch.setitem(__main__._COMMANDS, command, ("", lambda trace, _: asked.append(trace)))
+def test_every_command_takes_a_random_trace(command, monkeypatch):
+    calls = []
+    monkeypatch.setitem(__main__._COMMANDS, command, ("", lambda trace, _: calls.append(trace)))
     main([command, "drawn:3"])
-    assert asked[0].ids.tolist() == draw_trace(3).ids.tolist()
+    assert calls[0].ids.tolist() == draw_trace(3).ids.tolist()
 
 
-def test_hits_may_be_counted_in_a_drawn_trace(file, monkeypatch):
-    asked = []
+def test_hits_may_be_counted_in_a_random_trace(file, monkeypatch):
+    calls = []
 
     def compare(trace, sizes, *, on, **options):
-        asked.append((len(trace), on.notes))
+        calls.append((len(trace), on.notes))
         return comparison([(0, 1000)], sizes)
 
     monkeypatch.setattr(__main__, "compare_learned", compare)
     main(["learn", str(file), "--on", "drawn:0", "--policies"])
-    assert asked == [(100, draw_trace(0).notes)]
+    assert calls == [(100, draw_trace(0).notes)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LRU at every size at once finds what caches of one size find, request by request."""
+"""LRU at every size at once has the hits of caches of one size, request by request."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from kvjax.research.simulators.hits import RULES
 from tests.oracle import research as oracle
 from tests.unit.research.cases import cut, forests, prompts_of, whole
 
-# Of the whole trace: blocks found of blocks requested, by size and rule.
+# The share of requested blocks found in the whole trace, by size and rule.
 PUBLISHED = {
     "kvjax": {5859: 0.1359, 10_000: 0.2113, 30_000: 0.3254},
     "papers": {
@@ -55,7 +55,7 @@ def test_sizes_come_in_any_order_and_more_than_once():
 
 
 def test_a_block_merged_with_its_copy_leaves_one_empty():
-    """Only the next request notices: of five blocks four are cached, and the oldest one is not found."""
+    """It shows in the next request: of five blocks four are cached, and the oldest one is not found."""
     prompts = [[0], [1, 2, 3, 4], [1, 2, 3, 4], [0, 5]]
     trace = make_trace(range(4), [1, 4, 4, 2], [0] * 4, prompts, 1)
     found = {rule: lru_curve(trace, [5, 6], rule).blocks[:, 3].tolist() for rule in RULES}

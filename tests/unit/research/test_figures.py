@@ -26,7 +26,7 @@ from tests.unit.research.cases import cut, forests, whole
 
 
 def unbounded_in_python(trace, rule):
-    """Hits of each request where nothing is ever thrown out."""
+    """Hits of each request in a cache that never evicts."""
     cached, found = set(), []
     for number in range(len(trace)):
         prompt, full = trace.blocks(number).tolist(), int(trace.full[number])
@@ -40,7 +40,7 @@ def unbounded_in_python(trace, rule):
 
 
 def held_in_python(trace, overlap):
-    """Blocks held after each step: distinct ones of prompts, and those of answers."""
+    """The number of blocks held after each step: distinct ones of prompts, and those of answers."""
     running, found = set(), []
     for request, admit in zip(overlap.request.tolist(), overlap.admit.tolist(), strict=True):
         (running.add if admit else running.remove)(request)
@@ -64,7 +64,7 @@ def test_what_is_held_is_what_plain_python_finds(trace, speed):
     assert overlap.held.tolist() == held_in_python(trace, overlap)
     assert overlap.held[-1] == overlap.running[-1] == 0 and overlap.most == max(overlap.held)
     begins = overlap.request[overlap.admit]
-    np.testing.assert_array_equal(begins, np.arange(len(trace)))  # in the order in which they came
+    np.testing.assert_array_equal(begins, np.arange(len(trace)))  # in order of arrival
     takes = trace.input_length / speed[0] * 1000 + trace.output_length * speed[1]
     ends = overlap.request[~overlap.admit]
     np.testing.assert_allclose(overlap.time[~overlap.admit], (trace.time + takes)[ends])
@@ -72,7 +72,7 @@ def test_what_is_held_is_what_plain_python_finds(trace, speed):
 
 
 def test_steps_by_hand():
-    """A release comes before an admit of the same time. 12 and 4 tokens are 3 blocks and 1, and an answer's 4 one."""
+    """A release comes before an admit of the same time. 12 and 4 tokens are 3 blocks and 1, an answer's 4 are 1."""
     trace = make_trace([0, 0, 20], [12, 4, 12], [4, 0, 0], [[1, 2, 3], [1], [1, 2, 4]], 4)
     overlap = overlapping(trace, tokens_per_s=1000, ms_a_token=2)
     assert overlap.request.tolist() == [0, 1, 1, 0, 2, 2]
@@ -122,7 +122,7 @@ def test_a_summary_by_hand():
 
 @pytest.mark.parametrize("rule", ["full", "kvjax", "papers"])
 def test_next_turns_would_find_answers_that_are_stored(rule):
-    """Blocks of 4 tokens. The first request fills four of them, in part with its answer, and has two full ones."""
+    """Blocks have 4 tokens. The first request fills four, some with its answer, and its prompt fills two."""
     first, turn, shorter, shared = [1, 2, 3], [1, 2, 4, 5, 6], [1, 2, 7, 8], [1, 9, 10, 11, 12]
     prompts = [first, turn, shorter, [*first, 13, 14], shared]
     trace = make_trace(range(5), [10, 18, 16, 20, 20], [7, 0, 0, 0, 0], prompts, 4)
@@ -136,7 +136,7 @@ def test_answers_would_add_little_to_the_conversation_trace():
     assert round(summary(whole(), "papers").answers_rate, 3) == 0.009
 
 
-def test_a_summary_says_only_what_is_known():
+def test_a_summary_leaves_out_what_the_trace_does_not_have():
     text = str(summary(make_trace([0.5], [3], [0], [[1]], 4)))
     assert "sessions" not in text and "classes" not in text and "next use" not in text
     with pytest.raises(ValueError, match="got no requests"):
@@ -145,7 +145,7 @@ def test_a_summary_says_only_what_is_known():
         summary(cut(3), "b")
 
 
-def test_the_cut_and_a_drawn_trace_equal_plain_python():
+def test_the_cut_and_a_random_trace_equal_plain_python():
     for trace in (cut(400), draw_trace(1, 200)):
         for rule in RULES:
             assert unbounded(trace, rule).blocks.tolist() == [unbounded_in_python(trace, rule)]
@@ -165,7 +165,7 @@ def test_hits_are_counted_by_depth_and_by_age():
     trace = cut(300)
     hits, edges = lru_curve(trace, [300, 1000], "papers"), [0, 1, 3000, 60_000, 120_000]
     found, requested = hits_by_depth(hits)
-    of_age, asked_of_age = hits_by_age(hits, edges)
+    of_age, requested_of_age = hits_by_age(hits, edges)
     for size in range(2):
         depths, ages, last = collections.Counter(), collections.Counter(), {}
         wanted = collections.Counter(), collections.Counter()
@@ -180,7 +180,7 @@ def test_hits_are_counted_by_depth_and_by_age():
         assert dict(enumerate(found[size])) == {n: depths[n] for n in range(found.shape[1])}
         assert dict(enumerate(requested)) == wanted[0]
         assert of_age[size].tolist() == [ages[n] for n in range(4)] and sum(of_age[size]) > 0
-        assert asked_of_age.tolist() == [wanted[1][n] for n in range(4)]
+        assert requested_of_age.tolist() == [wanted[1][n] for n in range(4)]
     assert found.sum(axis=1).tolist() == hits.blocks.sum(axis=1).tolist()
     with pytest.raises(ValueError, match=r"edges: got .*, wanted at least two times in ascending order"):
         hits_by_age(hits, [3, 3])

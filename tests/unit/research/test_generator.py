@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces drawn at random: equal for a seed, and made as they say."""
+"""Random traces: equal for equal seeds, and with the properties of their options."""
 
 import collections
 import dataclasses
@@ -9,41 +9,41 @@ import pytest
 
 from kvjax.research import Workload, draw_trace
 
-DRAWN = draw_trace(5, 600)
+TRACE = draw_trace(5, 600)
 
 
 def test_a_seed_gives_one_trace():
     again, other = draw_trace(5, 600), draw_trace(6, 600)
-    for field in dataclasses.fields(DRAWN):
-        np.testing.assert_array_equal(getattr(again, field.name), getattr(DRAWN, field.name))
-    assert len(DRAWN) == 600 and DRAWN.ids.tolist() != other.ids.tolist()
-    assert "seed 5" in DRAWN.notes[0] and "think_ms=20000.0" in DRAWN.notes[0]
+    for field in dataclasses.fields(TRACE):
+        np.testing.assert_array_equal(getattr(again, field.name), getattr(TRACE, field.name))
+    assert len(TRACE) == 600 and TRACE.ids.tolist() != other.ids.tolist()
+    assert "seed 5" in TRACE.notes[0] and "think_ms=20000.0" in TRACE.notes[0]
 
 
 def test_a_turn_goes_on_with_the_prompt_before_it_and_its_answer():
     last, kinds = {}, collections.Counter()
-    for number, session in enumerate(DRAWN.session.tolist()):
-        kind, before = DRAWN.kinds[DRAWN.kind[number]], last.get(session)
+    for number, session in enumerate(TRACE.session.tolist()):
+        kind, before = TRACE.kinds[TRACE.kind[number]], last.get(session)
         kinds[kind] += 1
         assert (kind == "later") == (before is not None)
         if before is not None:
-            grown = DRAWN.input_length[before] + DRAWN.output_length[before]
-            assert DRAWN.input_length[number] > grown and DRAWN.time[number] >= DRAWN.time[before]
-            shared = DRAWN.full[before]
-            assert DRAWN.blocks(number)[:shared].tolist() == DRAWN.blocks(before)[:shared].tolist()
-            assert not set(DRAWN.blocks(number)[shared:]) & set(DRAWN.blocks(before)[shared:])
+            grown = TRACE.input_length[before] + TRACE.output_length[before]
+            assert TRACE.input_length[number] > grown and TRACE.time[number] >= TRACE.time[before]
+            shared = TRACE.full[before]
+            assert TRACE.blocks(number)[:shared].tolist() == TRACE.blocks(before)[:shared].tolist()
+            assert not set(TRACE.blocks(number)[shared:]) & set(TRACE.blocks(before)[shared:])
         last[session] = number
     assert set(kinds) == {"first", "later", "one-shot"} and min(kinds.values()) > 50
 
 
 def test_one_shot_prompts_share_nothing():
-    uses = np.bincount(DRAWN.ids)
-    alone = [number for number in range(600) if DRAWN.kinds[DRAWN.kind[number]] == "one-shot"]
-    assert all((uses[DRAWN.blocks(number)] == 1).all() for number in alone)
+    uses = np.bincount(TRACE.ids)
+    alone = [number for number in range(600) if TRACE.kinds[TRACE.kind[number]] == "one-shot"]
+    assert all((uses[TRACE.blocks(number)] == 1).all() for number in alone)
 
 
 def roots(workload, requests=400):
-    """The first block of each first turn: which system prompt it has."""
+    """The first block of each first turn, which identifies its system prompt."""
     trace = draw_trace(0, requests, dataclasses.replace(workload, one_shot=0.0, turns=1.0))
     return trace.ids[trace.starts[:-1]].tolist()
 
@@ -66,7 +66,7 @@ def test_popularity_drifts():
         ({"gap_ms": -1.0}, "gap_ms: got -1.0"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(options, message):
+def test_bad_options_of_a_random_trace_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Workload(**options)
     with pytest.raises(ValueError, match="requests: got 0"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learned policy: its counts and hit densities, that it is the same each time, and that it can beat LRU."""
+"""A learned policy: its counts and hit densities. It is the same each time, and can beat LRU."""
 
 import pickle
 import sys
@@ -13,9 +13,19 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.research import Learned, compare_learned, learn_policy, lru_curve, make_trace, replay
-from kvjax.research.learning import learn_policy as module
-from kvjax.research.learning.learned import NUM_AGES, NUM_CLASSES, age_limits, age_range, class_at, class_number
-from kvjax.research.learning.reuse import count, counted, density, releases
+from kvjax.research.learning import learned as module
+from kvjax.research.learning.learned import (
+    CLASSES,
+    NUM_AGES,
+    NUM_CLASSES,
+    age_limits,
+    age_range,
+    class_number,
+    count,
+    counted,
+    density,
+    releases,
+)
 from kvjax.testing import check_policy
 from tests.oracle import research
 from tests.oracle import research_learned as oracle
@@ -26,7 +36,7 @@ BLOCK = 4
 
 
 def sessions_and_one_shots(number=400):
-    """Eight sessions in turn, whose prompts have 3 blocks, and between them prompts of 6 blocks that nobody repeats."""
+    """Eight sessions in turn with prompts of 3 blocks, and between them prompts of 6 blocks that occur once."""
     prompts, unused = [], iter(range(24, 10**6))
     for turn in range(number // 2):
         prompts += [[turn % 8 * 3 + column for column in range(3)], [next(unused) for _ in range(6)]]
@@ -54,8 +64,8 @@ def test_classes_are_numbered():
     found = class_number(hits, length, last, lengths)
     assert found.tolist() == [oracle.label(*case, lengths) for case in cases_]
     assert set(found.tolist()) == set(range(NUM_CLASSES))
-    assert len({class_at(number) for number in range(NUM_CLASSES)}) == NUM_CLASSES
-    assert class_at(found[cases_.index((2, 5, True))]) == (2, 2, True)
+    assert len(set(CLASSES)) == NUM_CLASSES
+    assert CLASSES[found[cases_.index((2, 5, True))]] == (2, 2, True)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -80,7 +90,7 @@ def test_what_became_of_all_blocks_is_what_plain_python_counts(rule):
         assert used.sum() > 0
 
 
-def test_a_counted_hazard_is_a_share_with_that_of_all_classes_beside_it():
+def test_a_counted_hazard_is_a_share_smoothed_by_that_of_all_classes():
     counts = count(releases(cases.cut(200), "full"), 0, 200)
     own, age = np.unravel_index(np.argmax(counts.used), counts.used.shape)
     together = counts.used[:, age].sum() / counts.seen[:, age].sum()
@@ -175,7 +185,7 @@ def test_what_cannot_be_learned_is_refused():
 
 @pytest.mark.slow
 def test_caches_evict_what_plain_python_evicts():
-    """Through the verbs, with two policies in one program."""
+    """The verbs run with two policies in one program."""
     trace, size = cases.cut(300), 600
     learned = [learn_policy(trace[:150], rule="kvjax", hazard=hazard) for hazard in ("mlp", "counted")]
     states = jax.tree.map(lambda *x: jnp.stack(x), *(each.state(size) for each in learned))
@@ -187,7 +197,7 @@ def test_caches_evict_what_plain_python_evicts():
 
 @pytest.mark.slow
 def test_a_model_generates_with_a_learned_policy():
-    """It has room for few of the prompts, whose tokens are those that the model says after the right bytes."""
+    """The cache holds few of the prompts. The tokens are the model's choices after the right bytes."""
     layers = [kvjax.LayerSpec(1, 2)] * 2
     spec = kvjax.make_spec(layers, num_blocks=12, max_seqs=2, max_length=24, block_size=BLOCK, dtype="float32")
     learned = learn_policy(cases.cut(200), hazard="counted")
@@ -219,13 +229,13 @@ def test_a_comparison_is_what_plain_python_counts_in_each_part():
     assert found.parts == ((100, 200), (150, 300), (200, 300)) and found.learned_from == (100, 150, 200)
     lru = lru_curve(trace, sizes, "full").blocks
     for at, (first, last) in enumerate(found.parts):
-        asked = trace.lengths[first:last].sum()
+        total = trace.lengths[first:last].sum()
         own = [learn_policy(trace[: found.learned_from[at]], seed=seed) for seed in range(2)]
         own = np.array([[hits_of(each, trace, size, "full") for size in sizes] for each in own])[..., first:last]
         base = lru[:, first:last].sum(-1)
         np.testing.assert_allclose(found.gains[at], own.sum(-1) / base - 1)
-        np.testing.assert_allclose(found.rates["learned"][at], own.sum(-1).mean(0) / asked)
-        np.testing.assert_allclose(found.rates["lru"][at], base / asked)
+        np.testing.assert_allclose(found.rates["learned"][at], own.sum(-1).mean(0) / total)
+        np.testing.assert_allclose(found.rates["lru"][at], base / total)
     np.testing.assert_array_equal(found.rates["lru"], found.rates["lru again"])
     assert (found.low <= found.gain).all() and (found.gain <= found.high).all()
     assert (found.rates["bound"] >= found.rates["learned"]).all()

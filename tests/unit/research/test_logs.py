@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs of events as traces: by hand, and of a cache whose requests are known."""
+"""Logs of events as traces: by hand, and of a cache with known requests."""
 
 import io
 import json
@@ -29,9 +29,9 @@ def batch(time, *events):
 
 VLLM = [
     batch(10.0, stored(["a", "b"], None)),
-    batch(10.5, stored(["c"], "b")),  # the same request goes on
+    batch(10.5, stored(["c"], "b")),  # the same request continues
     batch(30.0, stored(["d", "e"], "a"), stored(["f"], None)),
-    batch(40.0, stored(["g"], "c")),  # a request that goes on after a pause is another one
+    batch(40.0, stored(["g"], "c")),  # after a pause it counts as another request
     batch(41.0, {"type": "BlockRemoved", "block_hashes": ["e", "f"]}, stored(["x"], None, medium="CPU")),
     batch(42.0, stored(["e"], "d"), stored(["y"], None, size=8, group_idx=1)),  # stored again: the same id
     batch(43.0, {"type": "AllBlocksCleared"}, stored(["h"], "g")),
@@ -75,7 +75,7 @@ def event(kind, block, generation=0, group=0, **more):
 
 
 def test_kvjaxs_lines_by_hand(tmp_path):
-    """What is there when the log begins makes no request; equal contents in other blocks are the same."""
+    """Blocks cached before the log begins make no request. Equal contents in other blocks have the same id."""
     root = {"parent": None, "namespace": 0, "level": 0, "priority": -1}
     rows = [
         kvjax_log(1.0, {"kind": "created", "group": 0}, event("stored", 4, tokens=[1, 2], **root)),
@@ -99,7 +99,7 @@ def test_kvjaxs_lines_by_hand(tmp_path):
 
 
 def test_a_caches_own_log_and_its_wire_give_the_requests(tmp_path):
-    """Three prompts of a cache: the second shares one block of 4 tokens with the first, the third only hits."""
+    """Of three prompts the second shares one block of 4 tokens with the first, and the third only hits."""
     cache = Driver(kvjax.init(PLAIN))
     file, payloads = io.StringIO(), []
     log, encoder, follow_events = Log(file, clock=lambda: 0.0), Encoder(PLAIN), cache.follow
@@ -151,7 +151,7 @@ def test_a_log_without_stored_blocks_is_refused(tmp_path):
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(data=st.data())
 def test_any_text_is_read_or_refused(tmp_path, data):
-    """Pieces of lines that are right, put together at random."""
+    """Random combinations of pieces of valid lines."""
     rows = [*VLLM, kvjax_log(50.0, event("stored", 1, parent=None, tokens=[1], namespace=0)), *MOONCAKE, *BAILIAN]
     line = json.dumps(data.draw(st.sampled_from(rows)))
     start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(line))] * 2)))

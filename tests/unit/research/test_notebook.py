@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebook runs from top to bottom, and prints what it shows."""
+"""The notebook runs from top to bottom, and prints the output shown."""
 
 import contextlib
 import io

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a published table: blocks singly as in the simplest Python, and the conversation trace's figures."""
+"""Rows of a published table: single blocks as in simple Python, and the conversation trace's figures."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def test_blocks_leave_singly_in_their_order(order, trace, size):
 
 
 @pytest.mark.parametrize("is_theirs", [False, True])
-def test_published_rows_stand_beside_the_trace_that_they_are_of(is_theirs, tmp_path, monkeypatch, capsys):
+def test_published_rows_are_listed_with_the_trace_that_they_are_of(is_theirs, tmp_path, monkeypatch, capsys):
     file = tmp_path / "mooncake_trace.jsonl"
     write_mooncake(cases.cut(40), file)
     monkeypatch.setattr(published, "CAPACITIES", (3000, 250))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of published traces, by files written by hand."""
+"""Readers of published traces, on files written by hand."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_mooncakes_ids_with_two_parents_are_refused_or_renamed(tmp_path):
 
 
 def test_bailian_by_hand(tmp_path):
-    """Id 2 hashes a block alone: after 1, after 3 and after itself it ends three prefixes."""
+    """Id 2 hashes only a block: after 1, after 3 and after itself it ends three prefixes."""
     path = jsonl(tmp_path / "trace", BAILIAN)
     trace = read_bailian(path)
     assert trace.time.tolist() == [500, 500, 1250, 2000, 3000] and trace.block_size == 16
@@ -78,7 +78,7 @@ def test_sessions_that_burst_tells_are_taken_if_a_model_asks_for_reuse(tmp_path)
     assert "assumed" in together.notes[0]
 
 
-def test_drawn_sessions_are_seeded_and_say_so(tmp_path):
+def test_random_sessions_are_seeded_and_say_so(tmp_path):
     random = np.random.default_rng(0)
     rows = [f"2024-05-10 00:{n // 60:02}:{n % 60:02}+00:00,{random.integers(1, 400)},9" for n in range(300)]
     path = text(tmp_path / "trace", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
@@ -91,7 +91,7 @@ def test_drawn_sessions_are_seeded_and_say_so(tmp_path):
     last = {}
     for number, session in enumerate(trace.session.tolist()):
         before = last.get(session)
-        if before is not None:  # what was full there, and nothing else, is the same
+        if before is not None:  # only blocks that were full there are the same
             assert trace.input_length[number] > trace.input_length[before]
             shared = trace.full[before]
             assert trace.blocks(number)[:shared].tolist() == trace.blocks(before)[:shared].tolist()
@@ -144,7 +144,7 @@ def test_a_missing_field_is_refused(tmp_path, field):
 
 @pytest.mark.parametrize("line", ["{", "[1]", "3", "[" * 100_000])
 def test_what_is_no_object_is_refused(tmp_path, line):
-    """Blank lines count."""
+    """Blank lines count in the numbers of lines."""
     path = text(tmp_path / "trace", json.dumps(MOONCAKE[0]) + "\n\n" + line + "\n")
     with pytest.raises(ValueError, match=r"trace:3: got .*wanted"):
         read_mooncake(path)
@@ -191,7 +191,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 
 
 def test_the_first_line_tells_the_format(tmp_path):
-    """A mark of the order of bytes, as some tables begin with, is none of it."""
+    """A byte order mark, with which some tables begin, is no part of it."""
     assert read_trace(jsonl(tmp_path / "a", MOONCAKE)).block_size == 512
     assert read_trace(jsonl(tmp_path / "b", BAILIAN)).kinds == ("text", "image")
     assert read_trace(text(tmp_path / "c", "\ufeff" + AZURE)).num_ids == 49

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace through the verbs finds, request by request, what plain Python finds."""
+"""A trace through the verbs has the hits of plain Python, request by request."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ from tests.unit.research.policies import (
 @pytest.mark.parametrize("name", marked())
 @given(st.data())
 def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
-    """A cache as long as the longest request serves it; one below refuses it, and forgets nothing for it."""
+    """A cache of the longest request's size serves it. One of a block less refuses it, and evicts nothing for it."""
     trace, rule = data.draw(forests()), data.draw(st.sampled_from(["full", "kvjax"]))
     sizes = [LONGEST - 1, LONGEST, data.draw(st.integers(1, MOST)), MOST]
     policy, score = POLICIES[name]
@@ -75,7 +75,7 @@ def test_all_requests_of_a_production_trace_find_what_they_find_in_plain_python(
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["full", "kvjax"])
 def test_requests_that_overlap_find_what_they_find_in_plain_python(rule):
-    """The smallest cache refuses many; those that it serves hold blocks that nobody else gets."""
+    """The smallest cache refuses many. Those that it serves hold blocks that no other request gets."""
     trace, speed, sizes = cases.cut(300), (10_000, 50), [300, 600, 1000, 3000]
     hits, overlap = replay(trace, lru(), sizes, rule=rule, overlap=speed), overlapping(trace, *speed)
     wanted, refused = zip(
@@ -87,7 +87,7 @@ def test_requests_that_overlap_find_what_they_find_in_plain_python(rule):
 
 @pytest.mark.slow
 def test_a_request_that_gets_no_blocks_for_its_answer_holds_none():
-    """The first request needs four blocks, of which there are three, and the third one finds the second one's."""
+    """The first request needs four blocks of three, and the third one finds the second one's."""
     trace = make_trace(
         [0, 1, 2000], [2 * BLOCK, 2 * BLOCK, 3 * BLOCK], [2 * BLOCK, 0, 0], [[0, 1], [2, 3], [2, 3, 4]], BLOCK
     )
@@ -103,7 +103,7 @@ def test_the_conversation_trace_hits_less_where_requests_overlap():
 
 @pytest.mark.slow
 def test_a_block_filled_in_part_is_held_and_not_cached():
-    """Two blocks of room. By rule "kvjax" the second prompt's block stays, and the third one's evicts the first's."""
+    """There are two blocks. By rule "kvjax" the second prompt's block stays, and the third's evicts the first's."""
     prompts, tokens = [[0], [1], [2], [0, 3]], [BLOCK, BLOCK - 1, BLOCK, 2 * BLOCK]
     trace = make_trace(range(4), tokens, [0] * 4, prompts, BLOCK)
     assert replay(trace, lru(), [2]).blocks.tolist() == [[0, 0, 0, 1]]
@@ -127,8 +127,8 @@ def test_weights_of_a_score_differ_from_cache_to_cache():
 
 
 @pytest.mark.slow
-def test_a_policy_is_told_the_ms_since_the_first_request():
-    """They may wrap: 2^31 ms later they are negative, and the newest leave first."""
+def test_a_policy_gets_the_ms_since_the_first_request():
+    """The times may wrap: 2^31 ms later they are negative, and the newest blocks leave first."""
     trace = dataclasses.replace(small_trace(), time=np.full(6, 7e11))
     late = dataclasses.replace(trace, time=trace.time + np.repeat([0, 2**31], [4, 2]))
     policy = kvjax.by_score(lambda blocks, now: jnp.where(now < 0, -1, 1) * stored_at(blocks), timed=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace without the verbs finds, request by request, what plain Python finds, and what the verbs find."""
+"""A trace without the verbs has the hits of plain Python and of the verbs, request by request."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_requests_of_a_forest_find_what_they_find_in_plain_python(name, data):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", marked(pytest.mark.slow))
 def test_requests_of_a_production_trace_find_what_they_find_in_plain_python(name):
-    """Prompts of 1 to 226 blocks, which are served in 16, 64 and 256 columns."""
+    """Prompts have 1 to 226 blocks, and are served in 16, 64 and 256 columns."""
     trace = cases.cut(400)
     policy, score = POLICIES[name]
     score = oracle.cost_aware(5 * BLOCK / trace.block_size) if name == "cost_aware" else score
@@ -80,7 +80,7 @@ def test_all_requests_of_a_production_trace_find_what_they_find_in_plain_python(
 
 @pytest.mark.slow
 def test_prefixes_of_the_conversation_trace_leave_leaves_first():
-    """So `lfu` finds a little less than one that counts blocks singly, and `fifo` nearly what `lru` finds."""
+    """So `lfu` has somewhat fewer hits than one for single blocks, and `fifo` nearly as many as `lru`."""
     trace, sizes = cases.whole(), [1000, 10_000, 30_000]
     assert simulate(trace, lfu(), sizes, rule="papers").rate.round(4).tolist() == [0.0481, 0.1317, 0.2760]
     blocks = [simulate(trace, policy, [10_000], rule="kvjax").blocks[0] for policy in (fifo(), lru())]
@@ -105,7 +105,7 @@ RUNS = (simulate, replay)
 
 
 def by_fill(blocks):
-    """Of all that a policy may read, a number that any change changes."""
+    """A number that changes with every field that a policy may read."""
     parts = (
         blocks.hits, blocks.released, blocks.stored, blocks.depth, blocks.children, blocks.generation, blocks.fill,
         blocks.parent[:, 0], blocks.parent[:, 1], blocks.refcount,
@@ -118,7 +118,7 @@ def by_fill(blocks):
 
 @pytest.mark.long
 @given(st.data())
-def test_policies_are_told_what_the_verbs_tell_them(data):
+def test_policies_get_what_the_verbs_give_them(data):
     trace, rule = data.draw(forests()), data.draw(st.sampled_from(["full", "kvjax"]))
     sizes, policy = [LONGEST, 17, MOST], kvjax.by_score(by_fill)
     ours, theirs = (run(trace, policy, sizes, rule=rule).blocks for run in RUNS)
@@ -126,8 +126,8 @@ def test_policies_are_told_what_the_verbs_tell_them(data):
 
 
 @pytest.mark.long
-def test_a_policy_begins_with_its_state_and_is_told_the_time():
-    """The weights differ from cache to cache. The time turns the order around from the fifth request on."""
+def test_a_policy_begins_with_its_state_and_gets_the_time():
+    """The weights differ from cache to cache. The time reverses the order from the fifth request on."""
     policy = kvjax.by_score(
         lambda blocks, weight, now: weight * jnp.where(now < 0, -1, 1) * (blocks.stored - blocks.clock),
         init=lambda num_ids: jnp.int32(0), timed=True,

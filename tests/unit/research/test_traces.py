@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The value: what makes one, its slices, and its figures on the conversation trace."""
+"""The `Trace` value: its makers, its slices, and its figures on the conversation trace."""
 
 import hypothesis
 import hypothesis.strategies as st

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written is read again; libCacheSim's layout by hand."""
+"""Written traces are read again; libCacheSim's layout by hand."""
 
 import dataclasses
 import struct
@@ -32,7 +32,7 @@ def test_mooncakes_lines_give_the_trace_back(tmp_path, trace):
     equal(read_mooncake(tmp_path / "trace", block_size=trace.block_size), trace)
 
 
-def test_times_between_milliseconds_are_kept(tmp_path):
+def test_times_between_milliseconds_are_preserved(tmp_path):
     trace = dataclasses.replace(cut(20), time=np.arange(20) / 8)
     write_mooncake(trace, tmp_path / "trace")
     equal(read_mooncake(tmp_path / "trace"), trace)
@@ -62,7 +62,7 @@ def test_next_accesses_are_the_next_ones(tmp_path, trace):
 
 @pytest.mark.slow
 def test_libcachesim_reads_both(tmp_path):
-    """Hit rates of blocks taken singly; its Belady has the next accesses of oracleGeneral only."""
+    """The hit rates are of single blocks. Its Belady has the next accesses of oracleGeneral only."""
     libcachesim = pytest.importorskip("libcachesim")
     trace = whole()
     binary, table = str(tmp_path / "trace.oracleGeneral"), str(tmp_path / "trace.csv")

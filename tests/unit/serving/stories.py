@@ -13,7 +13,7 @@ from tests.oracle.bytes_machine import SIZE
 from tests.oracle.serving import COLUMNS, LINE, LOG, MODEL, OPTIONS, ROWS, SLOTS, config, program
 
 OVERCOMMITS = OPTIONS["num_tokens"]
-ROOM = COLUMNS * SIZE
+CAPACITY = COLUMNS * SIZE
 BY_DEFAULT = {"priority": 0, "sample_of": -1}
 _submit = jax.jit(submit, static_argnames="scheduler")
 
@@ -29,7 +29,7 @@ class Story:
             state, _ = kvjax.commit(state, np.tile(np.arange(pins * SIZE, dtype=np.int32), (ROWS, 1)), counts)
             state, _ = kvjax.pin(state, state.groups[0].table[0, :pins])
             cache = cache.replace(state=kvjax.release(state, 0)[0])
-        self.serving = init_serving(cache, [ROOM + 1] * SLOTS)
+        self.serving = init_serving(cache, [CAPACITY + 1] * SLOTS)
 
     def submit(self, *prompts, new=4, **options):
         """Statuses, slots and generations."""

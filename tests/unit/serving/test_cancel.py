@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that is cancelled, whatever it is doing, holds nothing after the next step; drained requests hold no slot.
+"""A cancelled request, in any stage, holds nothing after the next step; drained requests hold no slot.
 
 The programs are those of `test_scheduler.py`.
 """
@@ -22,8 +22,8 @@ PROMPT = [1, 2, 0, 1, 2, 2, 0, 0, 1, 2, 0, 1, 1, 0]  # three blocks and a half, 
 BLOCKS = 24
 _cancel, _drain = jax.jit(cancel), jax.jit(drain)
 
-# What the first of the named requests does when it is cancelled, its slot, and steps until then. A prompt that others
-# share is that of the slots 0, 1 and 2.
+# The situation of the first named request when it is cancelled, its slot, and the steps until then. The slots 0, 1 and
+# 2 share a prompt.
 SITUATIONS = {
     "waits for a prefix": (1, 1),
     "prefills": (0, 1),
@@ -48,7 +48,7 @@ def does(serving, slot, situation):
 
 
 def holders(serving):
-    """Blocks that are held; those in the tables of rows; and the slots of the requests that have rows."""
+    """The held blocks; those in the tables of rows; and the slots of the requests that have rows."""
     (group,) = serving.cache.state.groups
     held = np.flatnonzero(np.asarray(group.blocks.refcount))
     tables = np.unique(np.asarray(group.table))
@@ -68,7 +68,7 @@ def assert_nothing_is_held(serving):
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("others", [True, False])
 def test_a_cancelled_request_holds_nothing_after_the_next_step(situation, others):
-    """Alone, no block is held then; beside others, no block that none of them holds."""
+    """If it was alone, no block is held then. With others, only blocks that they hold are held."""
     slot, steps = SITUATIONS[situation]
     samples = "sample" in situation
     story = Story(BLOCKS)
@@ -99,7 +99,7 @@ def test_a_cancelled_request_holds_nothing_after_the_next_step(situation, others
 
 
 def compiled(caplog):
-    """The names of the programs that were compiled."""
+    """The names of the compiled programs."""
     messages = (record.getMessage() for record in caplog.records)
     return [name for message in messages for name in re.findall(r"^Compiling jit\((\w+)\)", message)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation through the cache: what it chooses, when it stops, and what it leaves behind."""
+"""Generation through the cache: its choices, its end, and the cache after it."""
 
 import functools
 import inspect
@@ -39,7 +39,7 @@ def model(windows=(None, None)):
 
 
 def empty_cache(blocks=64, num_blocks=64, max_seqs=3, max_length=48):
-    """A cache with `blocks` of its `num_blocks` in use: programs are compiled for the latter."""
+    """A cache with `blocks` of its `num_blocks` in use. Programs are compiled for the latter."""
     spec = kvjax.make_spec(
         model().layer_specs(), num_blocks=num_blocks, max_seqs=max_seqs, max_length=max_length, block_size=4,
         dtype="float32",
@@ -48,7 +48,7 @@ def empty_cache(blocks=64, num_blocks=64, max_seqs=3, max_length=48):
 
 
 def windowed_cache(blocks, windows=(WINDOW, None), max_length=96):
-    """A cache for a model with windows; blocks in use of each window group, of 64."""
+    """A cache for a model with windows, with so many of 64 blocks of each window group in use."""
     spec = kvjax.make_spec(
         model(windows).layer_specs(), num_blocks=64, max_seqs=3, max_length=max_length, block_size=4, dtype="float32"
     )
@@ -67,7 +67,7 @@ forward = jax.jit(lambda m, t, n: m.dense(t)[0, n - 1])
 
 @functools.cache
 def plain(prompt, steps=8, windows=(None, None), width=48):
-    """Greedy generation without a cache: the whole sequence anew for every token."""
+    """Greedy generation without a cache, which computes the whole sequence anew for every token."""
     tokens = list(prompt)
     logprobs = []
     for _ in range(steps):
@@ -119,7 +119,7 @@ def test_a_stream_hands_out_no_more_than_the_tokens_of_its_steps():
 
 @pytest.mark.slow
 def test_two_prompts_are_computed_in_one_step():
-    """Each is half a chunk long; the second one does not wait for the first."""
+    """Each is half a chunk long, and the second one does not wait for the first."""
     prompts = [list(range(first, first + 8)) for first in (0, 20, 40)]
     new = [set(one.new) for one in kvjax.stream(model(), empty_cache(), prompts, max_new_tokens=8, chunk=16, steps=1)]
     assert new[0] == {0, 1}
@@ -127,7 +127,7 @@ def test_two_prompts_are_computed_in_one_step():
 
 
 def test_what_is_new_is_handed_out_once_for_rows_that_end_in_the_loop():
-    """Seven prompts in three rows; rows that end are given to others before the loop ends."""
+    """Seven prompts run in three rows. Rows that end are given to others before the loop ends."""
     prompts = [[number] * 3 for number in range(7)]
     stream = kvjax.stream(model(), empty_cache(), prompts, max_new_tokens=2, chunk=8, steps=STEPS)
     new = [progress.new for progress in stream]
@@ -155,10 +155,10 @@ def test_rows_that_cannot_go_on_come_back_with_the_reason():
         "row_full",
         "row_full",
     ]
-    assert outputs[5].tokens == plain(tuple(prompts[5]), 3)[0]  # the last one needs no room
+    assert outputs[5].tokens == plain(tuple(prompts[5]), 3)[0]  # the last one needs no slot
     kvjax.check(cache.state)
 
-    # Rows of 7 blocks: in a pool of 10 they wait for each other; in one of 5 they end with what they have.
+    # Rows need 7 blocks. In a pool of 10 they wait for each other; in one of 5 they end with the tokens that they have.
     prompts = [[i] * 6 for i in range(1, 5)]
     for blocks, finish, new in ((10, "length", 20), (5, "no_blocks", 15)):
         outputs, cache, events = generate(empty_cache(blocks), prompts, max_new_tokens=20)
@@ -176,15 +176,15 @@ LONG = [list(range(55)), [*range(40), 7, 8], [5] * 51]
 @pytest.mark.slow
 @pytest.mark.parametrize("windows", [(WINDOW, None), (WINDOW, WINDOW)])
 def test_windows_take_no_more_blocks_than_their_rows_see(windows):
-    """Three rows of up to 16 blocks, for each of which 5 of the window group's are counted."""
+    """Three rows have up to 16 blocks, and 5 of the window group's are counted for each."""
     cache = windowed_cache(15, windows)
     outputs, cache, events = generate(cache, LONG, windows)
     for prompt, output in zip(LONG, outputs, strict=True):
         tokens, logprobs = plain(tuple(prompt), 8, windows, 96)
         assert (output.tokens, output.finish) == (tokens, "length")
         np.testing.assert_allclose(output.logprobs, logprobs, atol=1e-4)
-    assert [o.cached_tokens for o in outputs] == [0, 40, 0]  # the second waits for what it shares with the first
-    # What comes after the answers finds all that was written; the prompts alone would not find their windows.
+    assert [o.cached_tokens for o in outputs] == [0, 40, 0]  # the second waits for its shared prefix
+    # Prompts that continue the answers find all that was written. The prompts alone would not find their windows.
     longer = [prompt + output.tokens for prompt, output in zip(LONG, outputs, strict=True)]
     again, cache, more = generate(cache, longer, windows)
     assert [o.cached_tokens for o in again] == [len(tokens) - 1 for tokens in longer]
@@ -196,7 +196,7 @@ def test_windows_take_no_more_blocks_than_their_rows_see(windows):
 
 @pytest.mark.slow
 def test_prompts_wait_for_the_blocks_of_their_windows():
-    """One row at a time; of 16 blocks it holds at most 5 of the window group's."""
+    """One row runs at a time. It has 16 blocks, and at most 5 of the window group's."""
     windows = (WINDOW, None)
     outputs, cache, events = generate(windowed_cache(7), LONG, windows)
     assert [o.finish for o in outputs] == ["length"] * 3
@@ -206,7 +206,7 @@ def test_prompts_wait_for_the_blocks_of_their_windows():
     assert not np.any(cache.state.seqs.length)
     assert kvjax.fold(events).index == kvjax.events.index_of(cache.state)
 
-    # All blocks together are too few: the prompt is refused, or ends with what there is room for.
+    # All blocks together are too few: the prompt is refused, or ends with the tokens that fit.
     outputs, cache, _ = generate(windowed_cache(3), [*LONG[:1], [1, 2, 3]], windows, max_new_tokens=20)
     assert [(o.finish, len(o.tokens)) for o in outputs] == [("no_blocks", 0), ("no_blocks", 10)]
     kvjax.check(cache.state)
@@ -214,14 +214,14 @@ def test_prompts_wait_for_the_blocks_of_their_windows():
 
 @pytest.mark.parametrize("layers", [[None], [None, 6], [5, 6, 9]])
 @pytest.mark.parametrize("host", [0, 8])
-def test_logs_have_room_for_the_worst_step(layers, host):
+def test_logs_can_hold_the_worst_step(layers, host):
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(1, 1, window) for window in layers], num_blocks=8, num_host_blocks=host, max_seqs=3,
         max_length=32, block_size=4,
     )  # fmt: skip
 
     def step_and_release():
-        """What a step tells, with room for the worst."""
+        """The events of a step, in arrays that can hold the worst case."""
         state, extended = kvjax.extend(kvjax.init(spec), jnp.ones(3, bool))
         _, committed = kvjax.commit(state, jnp.zeros((3, 1), jnp.int32), jnp.ones(3, jnp.int32))
         return extended.records, committed.records
@@ -239,8 +239,8 @@ def test_a_row_chooses_by_its_seed_alone():
 
 
 def test_each_prompt_is_sampled_in_its_own_way():
-    """In one program: what a prompt gets is what it gets where all prompts are sampled in its way."""
-    stop = plain(tuple(PROMPTS[2]))[0][1]  # where the third prompt ends if it may
+    """They run in one program. A prompt's output is the same as if all prompts were sampled in its way."""
+    stop = plain(tuple(PROMPTS[2]))[0][1]  # the third prompt ends with this token if it may
     ways = [kvjax.Sampling(0.9, top_k=30), kvjax.Sampling(1.5, top_p=0.8), kvjax.Sampling(min_tokens=6)]
     options = {"max_new_tokens": 8, "stop_tokens": [stop], "seeds": [3, 4, 5]}
     together, _, _ = generate(empty_cache(), THREE, sampling=ways, **options)
@@ -299,7 +299,7 @@ def test_generate_and_stream_take_the_same_keywords():
 
 
 def raises(message, model, cache, *args, **options):
-    """Both ways to generate refuse it, and the cache stays as it was."""
+    """Asserts that both ways to generate refuse it, and that the cache does not change."""
     for use in (kvjax.generate, lambda *args, **options: list(kvjax.stream(*args, **options))):
         with pytest.raises(ValueError, match=message):
             use(model, cache, *args, **options)
@@ -332,7 +332,7 @@ def test_wrong_arguments_are_named_before_anything_is_donated():
     ("returns", "got"),
     [
         (lambda logits, pools: logits[:, 0], r"float32\[1, 61\]"),
-        (lambda logits, pools: (logits[:, 0], pools), r"logits float32\[1, 61\]"),  # right for rows, not for a line
+        (lambda logits, pools: (logits[:, 0], pools), r"logits float32\[1, 61\]"),  # not for a flat batch
         (lambda logits, pools: (logits, pools), r"logits float32\[1, 131, 61\]"),
         (lambda logits, pools: (logits[0, 0], pools), r"logits float32\[61\]"),
         (lambda logits, pools: (pools, logits[:, 0]), r"\(Pools, float32\[1, 61\]\)"),
@@ -362,13 +362,13 @@ def test_a_step_gives_the_logits_of_every_token():
 
 
 def finite_loop(model, cache, rows, log):
-    """The decode loop, where the logits of every step have to be finite, those of idle rows too."""
+    """The decode loop, with a check that the logits of every step are finite, also those of idle rows."""
 
-    def look(logits, tokens, positions):
+    def same(logits, tokens, positions):
         chex.assert_tree_all_finite(logits)
         return logits
 
-    return decode(model, cache, rows, log, steps=STEPS, stop=jnp.zeros((1,), jnp.int32), sampling=None, logits_fn=look)
+    return decode(model, cache, rows, log, steps=STEPS, stop=jnp.zeros((1,), jnp.int32), sampling=None, logits_fn=same)
 
 
 def test_no_step_reads_what_was_never_written():
@@ -380,7 +380,7 @@ def test_no_step_reads_what_was_never_written():
     first, *wanted = plain(tuple(prompt))[0]
     token, left = np.asarray([first, *idle], np.int32), np.asarray([8, *idle], np.int32)
     rows = Rows(token, left > 0, left, np.zeros(3, np.uint32))
-    # At exit chex warns of checks that may still wait, even where none ever does.
+    # At exit chex warns of pending checks, even if there are none.
     logging.getLogger("absl").addFilter(lambda record: "chexify" not in record.getMessage())
     loop, log = chex.chexify(jax.jit(finite_loop), async_check=False), decode_log(cache.state.spec, STEPS)
     _, _, _, decoded = loop(model(), cache, rows, log)
@@ -412,12 +412,12 @@ def test_a_model_that_cannot_give_all_logits_is_named():
 
 def test_top_k_and_top_p_leave_out_the_unlikely():
     logits = jnp.log(jnp.array([[0.5, 0.2, 0.2, 0.06, 0.04]]))
-    kept = lambda **options: np.isfinite(restrict(logits, kvjax.Sampling(1.0, **options)))[0].tolist()  # noqa: E731
-    assert kept(top_k=1) == [True, False, False, False, False]
-    assert kept(top_k=9) == [True] * 5
-    assert kept(top_p=0.5) == [True, False, False, False, False]
-    assert kept(top_p=0.8) == [True, True, True, False, False]
-    assert kept(top_p=1.0) == [True] * 5
+    survivors = lambda **options: np.isfinite(restrict(logits, kvjax.Sampling(1.0, **options)))[0].tolist()  # noqa: E731
+    assert survivors(top_k=1) == [True, False, False, False, False]
+    assert survivors(top_k=9) == [True] * 5
+    assert survivors(top_p=0.5) == [True, False, False, False, False]
+    assert survivors(top_p=0.8) == [True, True, True, False, False]
+    assert survivors(top_p=1.0) == [True] * 5
     chosen = jax.vmap(lambda seed: sample(logits, kvjax.Sampling(1.0), seed[None], jnp.zeros(1, jnp.int32)))(
         jnp.arange(4000, dtype=jnp.uint32)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One proof of each way to generate, in one program: `test_interrupts.py`, `test_listener.py` and others go on."""
+"""One test of each way to generate, in one program. `test_interrupts.py`, `test_listener.py` and others have more."""
 
 import pytest
 

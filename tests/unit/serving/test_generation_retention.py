@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation with priorities and times to live: what is worth keeping is found again, for as long as it is.
+"""Generation with priorities and times to live: blocks of high priority are found again until their time ends.
 
-Prompts of 9 to 16 tokens in pairs, with two ranges each, so that all tests share the same few programs.
+Prompts have 9 to 16 tokens and two ranges each, and run in pairs, so that all tests share the same few programs.
 """
 
 import jax
@@ -18,7 +18,7 @@ SPEC = kvjax.make_spec(LAYERS, num_blocks=12, retention=True, **SHAPE)
 
 
 def successor(tokens, pools, view, *, last):
-    """A model that always says the next number, and stores nothing."""
+    """A model that always predicts the next number, and stores nothing."""
     del view
     return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % VOCAB, VOCAB), pools
 
@@ -27,20 +27,20 @@ MODEL = jax.tree_util.Partial(successor)
 
 
 def generate(cache, prompts, new, retention=None, **options):
-    """`retention` is that of the first prompt."""
-    each = [retention or worth(35), *[None] * (len(prompts) - 1)]
+    """Generates, with `retention` for the first prompt."""
+    each = [retention or stated(35), *[None] * (len(prompts) - 1)]
     return kvjax.generate(MODEL, cache, prompts, max_new_tokens=new, chunk=16, steps=16, retention=each, **options)
 
 
-def worth(priority, ttl=None, **options):
+def stated(priority, ttl=None, **options):
     return kvjax.Retention.of([(0, 4, priority, ttl), (4, 8, priority, ttl)], **options)
 
 
-def kept(retention, later=0):
-    """How much of a system prompt is found again after others took blocks, `later` ms after its release.
+def cached_tokens(retention, later=0):
+    """The cached tokens of a system prompt that comes again after others took blocks, `later` ms after its release.
 
-    The pool is then full: of 12 blocks 3 hold the system prompt and its answer, 3 another prompt of about the same
-    age; two prompts are given the 6 empty ones, and take 4 more in the decode loop.
+    Of 12 blocks 3 hold the system prompt and its answer, and 3 another prompt of about the same age. Two more prompts
+    are given the 6 empty ones, and take 4 others in the decode loop.
     """
     time = 2**31 - 20  # a clock may be of any size; this one passes 2**31 on the way
 
@@ -61,19 +61,19 @@ def kept(retention, later=0):
 
 @pytest.mark.slow
 def test_a_system_prompt_survives_what_evicts_the_others():
-    assert kept(worth(100)) == 8
-    assert kept(worth(35)) == 0
+    assert cached_tokens(stated(100)) == 8
+    assert cached_tokens(stated(35)) == 0
 
 
 def test_a_time_to_live_ends_by_the_clock():
-    assert kept(worth(100, 50), later=49) == 8
-    assert kept(worth(100, 50), later=50) == 0
-    assert kept(worth(0, 50), later=50) == 0
+    assert cached_tokens(stated(100, 50), later=49) == 8
+    assert cached_tokens(stated(100, 50), later=50) == 0
+    assert cached_tokens(stated(0, 50), later=50) == 0
 
 
 def test_each_prompt_has_a_retention_of_its_own():
-    """Those that wait too; and the events tell it."""
-    each = [kvjax.Retention.of([(0, 4, 10), (4, None, 20)]), None, kvjax.Retention.of(decode_priority=60), worth(90)]
+    """So has each that waits, and the events have the priorities."""
+    each = [kvjax.Retention.of([(0, 4, 10), (4, None, 20)]), None, kvjax.Retention.of(decode_priority=60), stated(90)]
     prompts = [[n] * 9 for n in (1, 2, 3, 4)]
     cache = kvjax.Cache.create(SPEC, kvjax.policies.priority())
     _, cache, events = kvjax.generate(MODEL, cache, prompts, max_new_tokens=8, chunk=16, steps=16, retention=each)
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_named():
     bare = kvjax.Cache.create(kvjax.make_spec(LAYERS, num_blocks=12, **SHAPE))
     with pytest.raises(ValueError, match="retention: got 1, wanted one for each of 2 prompts"):
         kvjax.generate(MODEL, bare, [[1], [2]], retention=[None])
-    for retentions in (worth(50), [None, worth(50)]):
+    for retentions in (stated(50), [None, stated(50)]):
         with pytest.raises(ValueError, match=r"retention: got one, wanted None \(the spec was made with retention=F"):
             kvjax.generate(MODEL, bare, [[1], [2]], retention=retentions)
     kvjax.generate(MODEL, bare, [[], []], retention=[None, None])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes of the first hour: what is said of each, before anything is compiled or donated."""
+"""Beginners' mistakes: the error for each, before anything is compiled or donated."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ MODEL = Partial(successor)
 
 
 def refused(message, model=MODEL, prompts=((1, 2, 3),), use=kvjax.generate, **options):
-    """A generation refuses it, and the cache stays as it was."""
+    """Asserts that a generation refuses it, and that the cache does not change; returns the error."""
     cache = kvjax.Cache.create(SPEC)
     with pytest.raises(ValueError, match=message) as caught:
         use(model, cache, prompts, **options)
@@ -49,7 +49,7 @@ def refused(message, model=MODEL, prompts=((1, 2, 3),), use=kvjax.generate, **op
         (lambda tokens, *, last: (tokens, None), r"\(tokens, \*, last\)"),
     ],
 )
-def test_a_model_that_is_called_otherwise_is_told_how(wrong, takes):
+def test_a_model_that_is_called_otherwise_is_refused_with_the_call(wrong, takes):
     call = r"wanted one that is called as model\(tokens, pools, view, last=\); see kvjax\.serving\.Model"
     error = refused(rf"^model: got one that takes {takes} \(.*\), {call}", Partial(wrong))
     assert isinstance(error.__cause__, TypeError)
@@ -96,7 +96,7 @@ TRAINING = {
 
 
 @pytest.mark.parametrize("layer", TRAINING)
-def test_a_layer_in_training_mode_is_told_of_eval(layer):
+def test_a_layer_in_training_mode_is_refused_with_a_hint_at_eval(layer):
     model, cache = TRAINING[layer](), kvjax.Cache.create(SPEC)
     with pytest.raises(Exception, match=r"[Cc]annot|needs PRNG|its call changes") as caught:
         kvjax.generate(model, cache, [[1, 2, 3]])
@@ -146,7 +146,7 @@ INSIDE = r"got a call inside a program \(jit, vmap, shard_map\), wanted host cod
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 @pytest.mark.parametrize("use", USES)
-def test_generation_inside_a_program_is_told_of_serve_and_decode(use, program):
+def test_generation_inside_a_program_is_refused_with_a_hint_at_serve_and_decode(use, program):
     wanted = rf"^generation: {INSIDE}inside one use kvjax\.serving\.serve or kvjax\.serving\.decode"
     cache = kvjax.Cache.create(SPEC)
     with pytest.raises(ValueError, match=wanted):
@@ -159,7 +159,7 @@ def test_generation_inside_a_program_is_told_of_serve_and_decode(use, program):
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_tiered_cache_inside_a_program_is_told_of_its_cache(program):
+def test_a_tiered_cache_inside_a_program_is_refused_with_a_hint_at_its_cache(program):
     """The verbs that move nothing may be traced."""
     tiered, tokens = kvjax.tiers.TieredCache.create(TIERED), jnp.arange(4)
     calls = {
@@ -180,14 +180,14 @@ def test_a_progress_gives_a_state_that_is_never_donated():
     cache = kvjax.Cache.create(SPEC)
     progress = kvjax.serving.Progress([], {}, [], [], types.SimpleNamespace(result=cache))
     state = progress.state
-    jax.tree.map(lambda x: x.delete(), cache)  # as a loop does that was given it
+    jax.tree.map(lambda x: x.delete(), cache)  # like a loop to which it was donated
     assert "2 rows" in kvjax.show(state)
     kvjax.check(state)
     with pytest.raises(ValueError, match=r"^cache: was donated to an earlier call"):
         progress.state  # noqa: B018
 
 
-def test_a_stream_comes_in_few_tokens_at_a_time_unless_told():
+def test_a_stream_comes_in_few_tokens_at_a_time_by_default():
     for use, steps in ((kvjax.stream, 8), (kvjax.generate, 32)):
         assert inspect.signature(use).parameters["steps"].default == steps
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A generation that ends before its time never loses the cache: errors, Ctrl-C and streams that nobody reads on.
+"""A generation that ends early never loses the cache: errors, Ctrl-C and abandoned streams.
 
-Prompts of 13 tokens, one at a time, beside a row in use, so that all tests of a spec share the same few programs.
+Prompts have 13 tokens and run one at a time, while another row is in use, so that all tests of a spec share the same
+few programs.
 """
 
 import signal
@@ -49,7 +50,7 @@ pytestmark = pytest.mark.long
     ],
 )
 def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
-    """By Ctrl-C before the call or as it returns, or by an error; each time the same cache goes on."""
+    """Ctrl-C comes before the call or as it returns, or an error is raised. Each time the same cache is used again."""
     cache, events = start(kind, host), []
     outputs, cache, decoded = together(cache, prompts_of(0))
     events += decoded
@@ -72,9 +73,8 @@ def test_ended_at_any_jitted_call_the_cache_is_whole(kind, host, monkeypatch):
                     causes.append(type(error.__cause__))
                     outputs, cache, decoded = error.outputs, error.cache, error.events
                 events += decoded
-                lossy = (
-                    kind == "windows" and host
-                )  # what a chunk pushes out of a window's blocks does not go to the host
+                # Blocks that a chunk pushes out of a window do not go to the host.
+                lossy = kind == "windows" and host
                 assert_whole(cache, events, () if lossy else prompts, () if lossy else outputs)
                 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             assert causes == [cause] * (n - 1)
@@ -133,7 +133,7 @@ def test_an_error_while_compiling_what_follows_a_verb_loses_nothing(monkeypatch)
 
 def test_functions_of_the_caller_that_fail_lose_nothing():
     cache, events = start(), []
-    for number in range(1, 20):  # the first reading only proves that the clock gives ints
+    for number in range(1, 20):  # the first reading only checks that the clock gives ints
         readings = iter(range(number))
         try:
             together(cache, prompts_of(number), clock=readings.__next__)
@@ -192,7 +192,7 @@ def test_a_stream_that_nobody_reads_on_releases_its_rows(host):
     stream.close()
     events += progress.events + progress.closing
     assert_whole(progress.cache, events, prompts_of(1), progress.outputs)
-    assert state_of(in_between).seqs.length.tolist() != [0, BEFORE, BEFORE]  # what the caller has is never donated
+    assert state_of(in_between).seqs.length.tolist() != [0, BEFORE, BEFORE]  # the caller's arrays are never donated
 
 
 def test_a_stream_leaves_a_cache_alone_that_the_caller_has_gone_on_with():
@@ -224,7 +224,7 @@ def test_a_prompt_finds_blocks_for_its_next_chunk_where_what_is_cached_has_child
 
 
 def successor(tokens, pools, view, *, last):
-    """A model that always says the next number, and stores nothing."""
+    """A model that always predicts the next number, and stores nothing."""
     del view
     chosen = tokens if last is None else tokens[jnp.arange(tokens.shape[0]), last]
     return jax.nn.one_hot((chosen + 1) % 30, 30), pools

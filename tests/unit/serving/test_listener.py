@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listener gets every event of a generation once and in order, however it ends; what it raises costs no cache.
+"""A listener gets every event of a generation once and in order, however it ends. An error of its costs no cache.
 
-On the prompts and the programs of `serving_kit.py`.
+The prompts and the programs are those of `serving_kit.py`.
 """
 
 import functools
@@ -39,7 +39,7 @@ ALWAYS = range(1, 1000)
 
 
 def moves_fail(monkeypatch, to="device"):
-    """Whatever is to go there fails."""
+    """Makes all moves to one tier fail."""
     copy = host_pool._copy
 
     def copy_or_fail(targets, sources, rows):
@@ -66,7 +66,7 @@ def test_every_event_is_published_once_and_in_order(way, log_events):
 
 @pytest.mark.parametrize("moves", ["move", "fail"])
 def test_what_it_raises_ends_the_run_wherever_it_is_raised(moves, monkeypatch):
-    """At each of its calls, one after the other; of both halves of a failed move too."""
+    """It raises at each of its calls in turn, also at those for both halves of a failed move."""
     cache = start(host=HOST)
     _, cache, published = together(cache, prompts_of(0) + prompts_of(1))
     if moves == "fail":
@@ -82,7 +82,7 @@ def test_what_it_raises_ends_the_run_wherever_it_is_raised(moves, monkeypatch):
             outputs, cache, decoded = error.outputs, error.cache, error.events
         published += listener.events
         assert decoded == listener.events
-        lossy = moves == "fail"  # a failed move takes what it was to bring back
+        lossy = moves == "fail"  # a failed move loses the blocks that it was to bring back
         assert_whole(cache, published, () if lossy else prompts, () if lossy else outputs)
         if listener.calls < at:
             break
@@ -92,7 +92,7 @@ def test_what_it_raises_ends_the_run_wherever_it_is_raised(moves, monkeypatch):
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_both_halves_of_a_failed_move_are_published(raises, monkeypatch):
-    """Also by a listener that raises at the first, at the second, and at the releases that follow."""
+    """The listener also raises at the first, at the second, and at the releases that follow."""
     _, cache, published = together(start(host=HOST), prompts_of(0) + prompts_of(1))
     moves_fail(monkeypatch, "host" if raises else "device")
     failures, init = [], kvjax.tiered.FailedTransfer.__init__
@@ -131,13 +131,13 @@ def test_a_warning_that_is_an_error_costs_neither_the_cache_nor_events(monkeypat
 
 
 def last_call(way):
-    """Calls of a run that ends after the first one: then come the loop that runs, if any, and the releases."""
+    """The number of calls of a run that ends after its first one: the running loop, if any, and the releases follow."""
     return 2 if way is spread else 3
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_events_of_a_loop_are_published_while_the_next_one_runs(way, monkeypatch):
-    """But a `Progress` comes when all events before it are published."""
+    """A `Progress`, however, comes when all events before it are published."""
     order, serve = [], runner._serve
 
     def noted(*args, **options):
@@ -163,7 +163,7 @@ def test_what_it_raises_at_the_releases_is_raised_and_loses_nothing(way):
     behind = "; at its last events the listener raised SystemExit: enough" * (last_call(way) - 1)
     assert str(caught.value) == f"interrupted by SystemExit: enough; go on with this error's `cache`{behind}"
     assert caught.value.events == listener.events and listener.calls == last_call(way)
-    assert caught.value.outputs[0].tokens  # of the loop whose events it got
+    assert caught.value.outputs[0].tokens  # that of the loop whose events it got
     assert_whole(caught.value.cache, listener.events, prompts_of(0), caught.value.outputs)
 
 
@@ -217,7 +217,7 @@ def test_ctrl_c_waits_for_the_listener(way):
 
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_second_ctrl_c_while_a_loop_runs_loses_no_events_of_a_cache_that_it_leaves(at, monkeypatch):
-    """It comes where the loop is waited for."""
+    """It comes during the wait for the loop."""
     read, count = runner.GenerationRunner._read, itertools.count(1)
 
     def interrupted(self):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation with the `Namespaces` that numbered its tenants: it refuses the numbers of any other."""
+"""Generation with the `Namespaces` that numbered its tenants. It refuses the numbers of others."""
 
 import pytest
 

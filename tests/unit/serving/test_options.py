@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a generation that do not fit: each is named, and nothing is donated."""
+"""Options that do not fit a generation: each is named, and nothing is donated."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ VOCAB = 8
 
 
 def even(tokens, pools, view, *, last):
-    """Logits that depend on nothing."""
+    """A model with constant logits."""
     return jnp.zeros((*last.shape, VOCAB)), pools
 
 
@@ -75,7 +75,7 @@ def test_an_option_of_another_type_makes_no_scheduler(name, value):
 
 
 def test_a_clock_may_have_any_ints():
-    """Beyond 32 bits too, and numpy's: only differences count."""
+    """They may exceed 32 bits, or be numpy's, because only differences count."""
     assert [read_clock(lambda x=x: x) for x in (2**32 + 5, -1, 2**31, np.int64(2**40), np.int32(-3))] == [
         5, -1, -(2**31), 0, -3
     ]  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of other sizes, lengths and samplings find the programs of the first one."""
+"""Batches of other sizes, lengths and samplings share the programs of the first one."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def successor(tokens, pools, view, *, last):
 
 
 def ended(model, serving, log, *, scheduler, steps, logits_fn, fixed_steps, now):
-    """`serve` for the cache of programs, which sees arguments alone: all requests are over at once."""
+    """A stand-in for `serve` that ends all requests at once. The cache of programs sees only the arguments."""
     stage = serving.requests.stage
     over = jnp.where(stage == int(Stage.WAITING), int(Stage.DONE), stage)
     return serving.replace(requests=serving.requests.replace(stage=over)), log
@@ -36,7 +36,7 @@ def compiled():
 
 @pytest.mark.long
 def test_a_generation_traces_the_model_once_for_each_shape(monkeypatch):
-    """A mixed step's trace also tells the size of the vocabulary."""
+    """A mixed step's trace also gives the size of the vocabulary."""
     shapes, serve = [], runner._serve
 
     def noted(tokens, pools, view, *, last):

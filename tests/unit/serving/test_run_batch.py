@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`run_batch`: many prompts in one program, with and without a host tier.
 
-A number of prompts up to 8, or 16, and a set of options is a program for each spec of `serving_kit.py`.
+Each number of prompts up to 8, or 16, and each set of options is a program for each spec of `serving_kit.py`.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def test_wrong_options_are_named_before_anything_is_donated(options, wanted):
 
 @pytest.mark.parametrize("host", [0, pytest.param(HOST, marks=pytest.mark.slow)])
 def test_python_can_call_each_step(host):
-    """With the same tokens, and a return to the host behind each step."""
+    """The tokens are the same, with a return to the host after each step."""
     prompts, turns = prompts_of(9, seed=4), []
     options = SWAP if host else OPTIONS
     for loop in (True, False):
@@ -129,9 +129,10 @@ def test_no_prompt_no_program():
     assert int(jnp.sum(cache.state.seqs.length)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [HOST, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_are_swapped_out_instead_of_being_preempted(host, monkeypatch):
-    """With 12 blocks there the host has room for each row that is swapped out; with 2 some are preempted after all."""
+    """The host's 12 blocks hold each row that is swapped out. With 2 some rows are preempted after all."""
     moved = {"swap_out": [], "swap_in": []}
 
     def counting(method, calls):
@@ -161,7 +162,7 @@ def test_rows_are_swapped_out_instead_of_being_preempted(host, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_blocks", "seed"), [(5, 25), (8, 32)])
 def test_a_request_goes_on_where_the_host_can_empty_blocks(num_blocks, seed):
-    """A loop cannot evict cached blocks with children on the host: here others are missing."""
+    """A loop cannot evict cached blocks with children on the host, and there are no others."""
     rng = np.random.default_rng(seed)
     prompts = [[i % VOCAB, *prompt] for i, prompt in enumerate(prompts_of(9, seed))]
     most, priorities = [int(rng.choice([1, 12])) for _ in prompts], rng.integers(-3, 6, 9).tolist()
@@ -175,8 +176,8 @@ def test_a_request_goes_on_where_the_host_can_empty_blocks(num_blocks, seed):
     kvjax.check(state_of(cache))
 
 
-def test_a_failed_move_costs_the_rows_beside_it_nothing(monkeypatch):
-    """A prompt is to come back from the host while two others run, and the copy fails once."""
+def test_a_failed_move_costs_the_other_rows_nothing(monkeypatch):
+    """A prompt is to be onboarded while two others run, and the copy fails once."""
     prompts, copy, failed = prompts_of(9, seed=3), host_pool._copy, []
     _, cache, _ = kvjax.run_batch(MODEL, make_cache(9, HOST), prompts, max_new_tokens=1, scheduler=SWAP)
 
@@ -187,18 +188,18 @@ def test_a_failed_move_costs_the_rows_beside_it_nothing(monkeypatch):
         return copy(targets, sources, rows)
 
     monkeypatch.setattr(host_pool, "_copy", copy_or_fail)
-    fresh, most = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist(), [20, 18, *[2] * 9]
+    first, most = np.random.default_rng(0).integers(0, VOCAB, (2, 7)).tolist(), [20, 18, *[2] * 9]
     with pytest.warns(RuntimeWarning, match="computed again"):
-        outputs, cache, _ = kvjax.run_batch(MODEL, cache, fresh + prompts, max_new_tokens=most, scheduler=SWAP)
+        outputs, cache, _ = kvjax.run_batch(MODEL, cache, first + prompts, max_new_tokens=most, scheduler=SWAP)
     assert failed
     assert [(output.finish, len(output.tokens)) for output in outputs] == [("length", new) for new in most]
-    assert_chained(fresh + prompts, outputs)
+    assert_chained(first + prompts, outputs)
     kvjax.check(state_of(cache))
     assert not np.asarray(state_of(cache).seqs.length).any()
 
 
 def test_a_row_that_stays_in_use_is_an_error(monkeypatch):
-    """Nothing leaves one behind today: here a row's release is lost on the way."""
+    """No code leaves a row in use today. The test drops a row's release."""
     monkeypatch.setattr(runner.GenerationRunner, "_update_outputs", occupy_a_row)
     with pytest.raises(GenerationInterrupted, match=r"rows \[2\] are in use, and no request has them") as caught:
         kvjax.run_batch(MODEL, make_cache(9, HOST), [[1, 2]], max_new_tokens=1, scheduler=SWAP)
@@ -206,15 +207,16 @@ def test_a_row_that_stays_in_use_is_an_error(monkeypatch):
 
 
 def occupy_a_row(self, requests):
-    """Admits a prompt of nobody's into the last row."""
+    """Admits a prompt into the last row, for no request."""
     serving = self.state.serving
     if not int(serving.cache.state.seqs.length[2]):
         cache, _ = jax.jit(Cache.admit)(serving.cache, 2, np.arange(4, dtype=np.int32) % VOCAB, 4)
         self.state.serving = serving.replace(cache=cache)
 
 
+@pytest.mark.slow
 def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
-    """Not tried again and again: the loop goes on without it."""
+    """The move is not tried again and again: the loop continues without the row."""
     refusals, swap_in = [], kvjax.tiers.TieredCache.swap_in
 
     def refuse(cache, row, **options):
@@ -233,9 +235,9 @@ def test_a_row_whose_blocks_do_not_come_back_is_preempted(monkeypatch):
 
 @pytest.mark.slow
 def test_a_row_is_swapped_out_until_the_chunks_of_the_others_fit(monkeypatch):
-    """Two prompts, of 11 and 8 blocks, in chunks of 4: with windows a prompt takes its blocks chunk by chunk.
+    """Two prompts, of 11 and 8 blocks, run in chunks of 4. With windows a prompt takes its blocks chunk by chunk.
 
-    There are 11 blocks, so that 3 are left behind the first chunks, and the second row is swapped out. If it came back
+    There are 11 blocks, so that 3 are left after the first chunks, and the second row is swapped out. If it came back
     before the first row has its next chunk, it would be swapped out again before anything is computed.
     """
     calls, swap_out = [], kvjax.tiers.TieredCache.swap_out
@@ -266,7 +268,7 @@ def test_a_row_is_swapped_out_until_the_chunks_of_the_others_fit(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("parent", "back"), [(0, 0), (-1, -1)], ids=["sample", "another prompt"])
 def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
-    """With any number of blocks they wait for its prompt. Another prompt goes on, and the row waits for its blocks."""
+    """With any number of blocks they wait for its prompt. Another prompt runs, and the row waits for its blocks."""
     cache, _ = make_cache(9, HOST).admit(0, np.arange(8, dtype=np.int32) % VOCAB, 8)
     cache, _ = cache.swap_out(0)
     serving = init_serving(cache.cache, [12, 12], capacity=64, width=32)
@@ -278,13 +280,13 @@ def test_a_row_comes_back_where_only_its_samples_are_awake(parent, back):
     assert int(swaps(serving.replace(requests=requests, row=slots), options).back) == back
 
 
-def test_rows_are_swapped_out_only_where_there_is_a_host_tier():
+def test_rows_are_swapped_out_only_with_a_host_tier():
     with pytest.raises(ValueError, match="preempt: got 'swap', wanted 'recompute'"):
         kvjax.run_batch(MODEL, make_cache(9), [[1]], scheduler=dataclasses.replace(OPTIONS, preempt="swap"))
 
 
 def test_samples_share_their_prompt_and_are_chosen_as_if_alone():
-    """Five samples of one prompt in three rows, beside another prompt; each has a seed of its own."""
+    """Five samples of one prompt and another prompt run in three rows. Each has a seed of its own."""
     table = jnp.asarray(np.random.default_rng(5).normal(size=(7, 7)), jnp.float32)
     prompts, sampling = [[1, 2, 3, 4, 5, 6], [6, 5, 4]], kvjax.Sampling(temperature=1.0)
     options = {"sampling": sampling, "max_new_tokens": 6, "scheduler": OPTIONS, "top_logprobs": 2}
@@ -304,7 +306,7 @@ def test_samples_share_their_prompt_and_are_chosen_as_if_alone():
 
 
 def pairs(table, tokens, pools, view, *, last):
-    """A model that knows only the last token."""
+    """A model that depends only on the last token."""
     del view
     return table[tokens[jnp.arange(tokens.shape[0]), last]], pools
 
@@ -316,7 +318,7 @@ def test_samples_are_at_least_one_for_each_prompt(samples):
 
 
 def one_at_a_time(prompts, sampling, seeds, new):
-    """What each prompt gets if it is alone, in a cache of its own."""
+    """The output of each prompt alone, in a cache of its own."""
     for prompt, one, seed in zip(prompts, sampling, seeds, strict=True):
         alone, _, _ = kvjax.run_batch(
             MODEL, make_cache(), [prompt], sampling=[one], seeds=[seed], max_new_tokens=new, scheduler=OPTIONS, steps=25
@@ -326,7 +328,7 @@ def one_at_a_time(prompts, sampling, seeds, new):
 
 @pytest.mark.slow
 def test_each_prompt_is_sampled_in_its_own_way_whatever_else_the_batch_does():
-    """Eight prompts for three rows and few blocks; some are preempted. Every third one is greedy."""
+    """Eight prompts share three rows and few blocks, and some are preempted. Every third one is greedy."""
     prompts, seeds = prompts_of(8, seed=3), [11 * number for number in range(8)]
     ways = [None, Sampling(1.5), Sampling(0.8, top_k=2), None, Sampling(1.2, top_p=0.6), Sampling(2.0, min_tokens=3)]
     sampling = [*ways, None, Sampling(0.5)]
@@ -339,7 +341,7 @@ def test_each_prompt_is_sampled_in_its_own_way_whatever_else_the_batch_does():
     greedy = [number for number, one in enumerate(sampling) if one is None]
     assert_chained([prompts[n] for n in greedy], [outputs[n] for n in greedy])
     with pytest.raises(AssertionError):
-        assert_chained(prompts, outputs)  # the others are no greedy choices
+        assert_chained(prompts, outputs)  # the others differ from the greedy choices
     again, _, _ = kvjax.run_batch(MODEL, cache, prompts, **{**options, "seeds": [seed + 1 for seed in seeds]})
     assert [again[n].tokens for n in greedy] == [outputs[n].tokens for n in greedy]
     assert [output.tokens for output in again] != [output.tokens for output in outputs]
@@ -347,7 +349,7 @@ def test_each_prompt_is_sampled_in_its_own_way_whatever_else_the_batch_does():
 
 @pytest.mark.slow
 def test_urgent_prompts_come_first_and_are_not_preempted():
-    """Blocks for two rows of three, and there are two of the most urgent."""
+    """Blocks suffice for two rows of three, and two prompts are the most urgent."""
     prompts = [[*first, 0, 1, 2] for first in itertools.product((1, 2), (0, 1), (0, 2), (1,))]
     priorities = [0, 2, 0, 1, 2, 0, 1, 0]
     options = {"max_new_tokens": 12, "scheduler": OPTIONS, "steps": 25}
@@ -389,14 +391,14 @@ def test_tenants_never_share_a_block():
 
 
 def successor(tokens, pools, view, *, last):
-    """A model that always says the next number, and stores nothing."""
+    """A model that always predicts the next number, and stores nothing."""
     del view
     return jax.nn.one_hot((tokens[jnp.arange(tokens.shape[0]), last] + 1) % 1000, 1000), pools
 
 
 @pytest.mark.slow
 def test_a_retained_prompt_survives_what_evicts_the_others():
-    """Eight prompts of 3 blocks each, with what is generated 4, for 16 blocks; then the first begins are asked for."""
+    """Eight prompts have 3 blocks each, 4 with output, of 16 blocks. Then the first prompt's beginning comes again."""
     spec = kvjax.make_spec(
         [kvjax.LayerSpec(1, 1)], num_blocks=16, max_seqs=3, max_length=32, block_size=SIZE, dtype="float32",
         retention=True,
@@ -406,11 +408,11 @@ def test_a_retained_prompt_survives_what_evicts_the_others():
         kvjax.run_batch, jax.tree_util.Partial(successor), max_new_tokens=4, scheduler=OPTIONS, steps=25
     )
     nothing = kvjax.Retention.of([(0, 8, 35)])
-    for retention, kept in ((kvjax.Retention.of([(0, 8, 100)]), 8), (nothing, 0)):
+    for retention, cached in ((kvjax.Retention.of([(0, 8, 100)]), 8), (nothing, 0)):
         cache = Cache.create(spec, kvjax.policies.priority())
         outputs, cache, events = run(cache, prompts, retention=[retention, *[nothing] * 7])
         assert [output.tokens for output in outputs] == [[prompt[-1] + i for i in range(1, 5)] for prompt in prompts]
         assert any(event["kind"] == "removed" for event in events)
         outputs, cache, _ = run(cache, [[*prompts[0][:8], 990, 991]], retention=[nothing])
-        assert outputs[0].cached_tokens == kept
+        assert outputs[0].cached_tokens == cached
         kvjax.check(cache.state)

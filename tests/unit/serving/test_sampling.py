@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch in which each row chooses in its own way: bit for bit what a program for that way alone chooses."""
+"""A batch in which each row has its own sampling, equal in every bit to a program for that sampling alone."""
 
 import functools
 
@@ -34,7 +34,7 @@ def make_logits(seed=0):
 
 @jax.jit
 def alone(logits, seeds, positions):
-    """What each static program chooses for all rows, and which tokens it leaves in."""
+    """The choices of each static program for all rows, and the tokens that its top-k and top-p leave."""
     chosen = [static_sampling.sample(logits, static, seeds, positions) for static in STATICS]
     return chosen, [static_sampling.restrict(logits, static) > -jnp.inf for static in STATICS]
 
@@ -48,13 +48,13 @@ def in_rows(statics):
 @pytest.mark.parametrize("shift", range(len(STATICS)))
 def test_each_row_chooses_what_a_program_of_its_own_chooses(shift):
     numbers = (np.arange(R) * 3 + shift) % len(STATICS)
-    chosen, kept = alone(make_logits(), SEEDS, POSITIONS)
+    chosen, restricted = alone(make_logits(), SEEDS, POSITIONS)
     wanted = [[np.asarray(of)[number][row] for row, number in enumerate(numbers)] for of in zip(*chosen, strict=True)]
     sampling = in_rows([STATICS[number] for number in numbers])
     found = by_row(make_logits(), sampling, SEEDS, POSITIONS, stop=NONE, generated=NEW)
     assert [found.tokens.tolist(), found.logprobs.tolist()] == wanted
     left = np.asarray(limited(make_logits(), sampling) > -jnp.inf)
-    assert np.array_equal(left, [np.asarray(kept)[number][row] for row, number in enumerate(numbers)])
+    assert np.array_equal(left, [np.asarray(restricted)[number][row] for row, number in enumerate(numbers)])
 
 
 @pytest.mark.parametrize("number", range(len(STATICS)))
@@ -70,8 +70,8 @@ def test_one_sampling_for_all_rows(number):
 def test_tokens_as_likely_as_the_last_one_that_stays_stay_too():
     logits = jnp.log(jnp.array([[0.3, 0.2, 0.2, 0.2, 0.1]] * 6, jnp.float32))
     sampling = Sampling(1.0, top_k=[2, 4, 5, 0, 0, 2], top_p=[1, 1, 1, 0.4, 1e-9, 0.2])
-    kept = np.isfinite(limited(logits, sampling)).sum(axis=1)
-    assert kept.tolist() == [4, 4, 5, 4, 1, 1]
+    counts = np.isfinite(limited(logits, sampling)).sum(axis=1)
+    assert counts.tolist() == [4, 4, 5, 4, 1, 1]
 
 
 def test_a_row_depends_on_its_own_logits_sampling_seed_and_position_alone():
@@ -86,7 +86,7 @@ def test_a_row_depends_on_its_own_logits_sampling_seed_and_position_alone():
     assert later.tokens.tolist() != found.tokens.tolist()
 
 
-# What is computed.
+# The operations.
 
 TAKES = [
     ("greedy throughout", Sampling(), 0),
@@ -188,7 +188,7 @@ def test_the_likeliest_tokens_are_those_of_the_logits_as_they_came():
         sample(make_logits(), None, SEEDS, POSITIONS, top_logprobs=most + 1)
 
 
-# The pytree, and what a caller may say.
+# The pytree, and its arguments.
 
 
 def test_a_sampling_is_a_pytree_of_numbers_of_one_type():
@@ -202,7 +202,7 @@ def test_a_sampling_is_a_pytree_of_numbers_of_one_type():
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(one)]
     assert names == [".temperature", ".top_k", ".top_p", ".min_tokens"]
     assert one.replace(top_k=None).top_k == 0 and one.replace(top_k=None).top_p == one.top_p
-    assert jax.tree.map(lambda _: "anything", one).top_p == "anything"  # not checked: jax does so too
+    assert jax.tree.map(lambda _: "anything", one).top_p == "anything"  # not checked, as in jax
     assert jax.jit(lambda x: x)(many).temperature.tolist() == many.temperature.tolist()
 
 
@@ -245,16 +245,16 @@ def test_shapes_are_named():
 
 
 def test_samplings_of_prompts_are_one_of_arrays():
-    asked = samplings([Sampling(0.5, 3), None, Sampling(min_tokens=2)], 3)
-    assert [x.tolist() for x in jax.tree.leaves(asked)] == [[0.5, 0, 0], [3, 0, 0], [1, 1, 1], [0, 0, 2]]
-    assert [x.dtype.name for x in jax.tree.leaves(asked)] == ["float32", "int32", "float32", "int32"]
+    packed = samplings([Sampling(0.5, 3), None, Sampling(min_tokens=2)], 3)
+    assert [x.tolist() for x in jax.tree.leaves(packed)] == [[0.5, 0, 0], [3, 0, 0], [1, 1, 1], [0, 0, 2]]
+    assert [x.dtype.name for x in jax.tree.leaves(packed)] == ["float32", "int32", "float32", "int32"]
     one = samplings(Sampling(jnp.array([0.5, 0.25]), top_p=0.5), 2)
     assert [x.tolist() for x in jax.tree.leaves(one)] == [[0.5, 0.25], [0, 0], [0.5, 0.5], [0, 0]]
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_greedy_prompts_have_a_sampling_only_on_a_cpu(monkeypatch, platform):
-    """On a GPU the program that samples has more kernels."""
+    """On a GPU the sampling program has more kernels."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     for greedy in (None, Sampling(), Sampling(top_k=3), [None, Sampling()], []):
         found = samplings(greedy, len(greedy) if isinstance(greedy, list) else 2)

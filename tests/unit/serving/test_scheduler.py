@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler promises, in small stories; `tests/oracle/test_machine_serving.py` compares random ones.
+"""The scheduler's guarantees, in small stories. `tests/oracle/test_machine_serving.py` compares random ones.
 
-All run the program of that file's first options: chunks of 6 tokens for 2 rows, in blocks of 4 tokens.
+All run the program of its first options: chunks of 6 tokens for 2 rows, in blocks of 4 tokens.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from kvjax.serving import Scheduler, cancel, drain, init_serving, results, serve
 from kvjax.serving.requests import Stage
 from tests.oracle.bytes_machine import SIZE, VOCAB
 from tests.oracle.serving import LOG, MODEL, ROWS, SLOTS, program
-from tests.unit.serving.stories import OVERCOMMITS, ROOM, Story
+from tests.unit.serving.stories import CAPACITY, OVERCOMMITS, Story
 
 pytestmark = pytest.mark.long
 
@@ -29,14 +29,14 @@ def test_a_request_waits_while_its_prefix_is_computed():
     story, prompt = Story(), [1, 2, 0, 1] * 4 + [2]
     story.submit(prompt, prompt, prompt)
     served = story.step()
-    assert served.admitted.slots.tolist() == [0, -1, -1, -1]  # there are rows and blocks for all
+    assert served.admitted.slots.tolist() == [0, -1, -1, -1]  # rows and blocks suffice for all
     found = story.until_done()
     assert [output.cached_tokens for output in found.values()] == [0, 16, 16]
     assert len({tuple(output.tokens) for output in found.values()}) == 1
 
 
 def test_nobody_is_passed_over_more_often_than_patience_allows():
-    """Short urgent requests come at every step; the long one needs most of the blocks."""
+    """Short urgent requests come at every step, and the long one needs most of the blocks."""
     story = Story(num_blocks=6)
     story.submit([1] * 5, [2] * 5, [0] * 5)
     story.step()
@@ -85,8 +85,9 @@ def test_what_can_never_fit_is_refused_when_it_is_submitted():
     assert slots == [-1, -1, -1]
 
 
+@pytest.mark.slow
 def test_pinned_blocks_do_not_stand_in_the_way_of_those_whose_prefix_they_are():
-    """Four of six blocks are pinned; both prompts need five, and only one finds the pinned ones."""
+    """Four of six blocks are pinned. Both prompts need five, and only one finds the pinned ones."""
     story = Story(num_blocks=6, pins=4)
     status, _, _ = story.submit(range(16), [1] * 16, new=3)
     assert [Status(s).name for s in status] == ["OK", "OK", "BAD_REQUEST"]
@@ -112,7 +113,7 @@ def shortest_first(requests, state):
 @pytest.mark.slow
 @pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_policy_of_ones_own_decides_who_is_first(jitted):
-    """Who is admitted first, and whose prompt is computed first."""
+    """It decides the order of admissions and of prompts."""
     scheduler = dataclasses.replace(OVERCOMMITS, order=shortest_first)
     step = program(scheduler) if jitted else functools.partial(serve_step, scheduler=scheduler)
     story, model = Story(), jax.tree.map(jnp.asarray, MODEL)
@@ -159,7 +160,7 @@ def test_the_loop_stays_on_the_device_and_copies_no_pool():
 
 
 def test_a_loop_ends_where_no_row_is_left_for_those_who_wait():
-    """All rows are somebody else's: nothing that the loop could do would change that."""
+    """All rows are in use without requests, and the loop cannot change that."""
     story = Story()
     state = story.serving.cache.state
     for row in range(ROWS):
@@ -174,7 +175,7 @@ def test_a_loop_ends_where_no_row_is_left_for_those_who_wait():
 
 @pytest.mark.slow
 def test_the_likeliest_tokens_are_noted_with_each_one_chosen():
-    """All log-probabilities of a model that knows only the last token, in mixed steps and in blocks of steps."""
+    """All log-probabilities of a model that depends only on the last token, in mixed steps and in blocks of steps."""
     table = np.random.default_rng(5).normal(size=(7, 7)).astype(np.float32)
 
     def pairs(table, tokens, pools, view, *, last):
@@ -182,7 +183,7 @@ def test_the_likeliest_tokens_are_noted_with_each_one_chosen():
         return table[tokens[jnp.arange(tokens.shape[0]), last]], pools
 
     story = Story()
-    serving = init_serving(story.serving.cache, [ROOM + 1] * SLOTS, top_logprobs=3)
+    serving = init_serving(story.serving.cache, [CAPACITY + 1] * SLOTS, top_logprobs=3)
     story.serving = serving
     story.submit([1, 2, 3], [4] * 9, new=6)
     run = jax.jit(functools.partial(serve, scheduler=OVERCOMMITS, steps=100))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `show_requests` and `show_step` draw; docs/scheduler.md has a whole story."""
+"""The output of `show_requests` and `show_step`. docs/scheduler.md has a whole story."""
 
 import textwrap
 
@@ -27,7 +27,7 @@ def ints(*values):
 
 
 def serving(spec=PLAIN, rows=(-1,) * 4, committed=(0,) * 4, out_of_blocks=(False,) * 4, leads=(False,) * 4, **values):
-    """Requests with these values, in the rows given; the cache knows no more than how many tokens a row has."""
+    """Requests with these values, in the given rows. The cache has only the numbers of tokens of its rows."""
     found = init_serving(kvjax.Cache.create(spec), [24] * 7, greedy=True)
     seqs = found.cache.state.seqs.replace(length=ints(*committed), committed=ints(*committed))
     cache = found.cache.replace(state=found.cache.state.replace(seqs=seqs))
@@ -68,13 +68,13 @@ def test_requests_in_rows_waiting_and_over():
 
 def test_rows_of_others_and_rows_that_stall():
     six = [0] * 6
-    drawn = show_requests(
+    shown = show_requests(
         serving(
             rows=(-1, 0, -1, -1), committed=(5, 6, 0, 0), out_of_blocks=(False, True, False, False), stage=(R, *six),
             prompt=(9, *six), num_tokens=(9, *six), max_tokens=(15, *six),
         )
     )  # fmt: skip
-    assert drawn == lines(f"""
+    assert shown == lines(f"""
         after 9 steps of the model: 1 run, 0 wait, 0 are over
         {NO_BLOCKS}2 of 4 rows in use
         {LEGEND}
@@ -83,10 +83,10 @@ def test_rows_of_others_and_rows_that_stall():
     """)
 
 
-def test_where_there_is_little_room_a_letter_stands_for_several_tokens_and_requests_are_counted():
-    _, *drawn = show_requests(serving(**MANY, **FULL), width=72, max_lines=2).splitlines()
-    assert max(map(len, drawn)) <= 72
-    assert "\n".join(drawn[2:]) == lines("""
+def test_in_few_columns_a_letter_stands_for_several_tokens_and_requests_are_counted():
+    _, *shown = show_requests(serving(**MANY, **FULL), width=72, max_lines=2).splitlines()
+    assert max(map(len, shown)) <= 72
+    assert "\n".join(shown[2:]) == lines("""
         P: prompt, G: generated, in lower case where its row has not computed
         it; .: still to generate; a letter for 2 tokens
         row 0  request 0  7 of 8 tokens: decodes                    PP G.
@@ -101,13 +101,13 @@ def test_where_there_is_little_room_a_letter_stands_for_several_tokens_and_reque
 
 
 def test_each_group_of_blocks_is_counted():
-    drawn = show_requests(serving(TIERS), width=200).splitlines()
-    assert drawn[0] == "after 9 steps of the model: 0 run, 0 wait, 0 are over"
-    assert [line.split(" blocks")[0] for line in drawn[1:3]] == ["group 0: 12", "group 1: 12"]
+    shown = show_requests(serving(TIERS), width=200).splitlines()
+    assert shown[0] == "after 9 steps of the model: 0 run, 0 wait, 0 are over"
+    assert [line.split(" blocks")[0] for line in shown[1:3]] == ["group 0: 12", "group 1: 12"]
 
 
 def served(n=1, mixed=False, released=(), preempted=(), admitted=(), chunks=(), chosen=((), (), (), ())):
-    """What a step did; 4 rows, blocks of up to 4 steps."""
+    """The `Served` of a step, for 4 rows and blocks of up to 4 steps."""
     entered = np.full((4, 3), -1, np.int32)
     entered[: len(admitted)] = np.array(admitted, np.int32).reshape(-1, 3)
     dealt = np.full((2, 2), -1, np.int32)
@@ -128,7 +128,7 @@ BUSY = {
 
 
 @pytest.mark.parametrize(
-    ("did", "drawn"),
+    ("did", "shown"),
     [
         ({}, NOTHING),
         ({"n": 0}, NOTHING.replace("blocks for 1 step", "blocks refused")),
@@ -154,8 +154,8 @@ BUSY = {
         ),
     ],
 )
-def test_the_parts_of_a_step(did, drawn):
-    assert show_step(served(**did)) == lines(drawn)
+def test_the_parts_of_a_step(did, shown):
+    assert show_step(served(**did)) == lines(shown)
 
 
 def test_a_part_that_does_much_has_several_lines():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding in blocks of steps against the loop of single steps, by a model that reads every byte its rows can see."""
+"""Decoding in blocks of steps against single steps, with a model that reads every byte that its rows can see."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ from tests.oracle.decoding import (
     single,
 )
 
-STEPS = 6  # of one call of a loop: more than a block, and not several whole ones
+STEPS = 6  # of one call of a loop: more than a block, and no multiple of one
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 EVICTS = "blocks are evicted"
 FOUR = {0: TEXT[:5], 1: [*TEXT[:4], 9, 9], 2: TEXT[3:], 3: [7]}
@@ -75,13 +75,13 @@ one_by_default = pytest.mark.parametrize(
 
 @functools.cache
 def alone(layers, name, num_blocks=BLOCKS):
-    """What single steps do."""
+    """The decoding by single steps."""
     return Decoding(make_spec(layers), num_blocks).begin(start_of(layers, name)).run(single(STEPS))
 
 
 @functools.cache
 def start_of(layers, name):
-    """A start by its name; in one of them rows come to write what is cached already."""
+    """A start by its name. In one of them rows come to write blocks that are already cached."""
     if name != "the text is cached":
         return STARTS[name]
     decoding = Decoding(make_spec(layers)).begin(Start({0: TEXT[:3]}, left=[12] * S))
@@ -95,7 +95,7 @@ def jitted(k, steps, *options):
 
 
 def assert_same(blocks, one):
-    """Both chose the same, and what they have left behind is the same but for what was evicted."""
+    """Asserts that both chose the same tokens, and left the same cache except for evictions."""
     assert blocks.texts == one.texts
     assert blocks.rows_left() == one.rows_left()
     assert blocks.bytes() == one.bytes()
@@ -123,7 +123,7 @@ def test_blocks_choose_what_single_steps_choose(loop, name, layers):
     assert not one.evicts and not blocks.evicts
     assert one.out_of_blocks == (name == "a row has no room")
     if len(loop) == 2:
-        assert blocks.steps == most_written(blocks)  # calls of the model: no step is computed in vain
+        assert blocks.steps == most_written(blocks)  # calls of the model: no step is computed needlessly
     else:
         assert blocks.steps % SIZE == 0 and blocks.steps >= most_written(blocks)
 
@@ -168,7 +168,7 @@ def test_pools_of_these_sizes_run_out_and_do_not(layers):
 
 @one_by_default
 def test_a_log_too_small_for_a_block_makes_it_shorter(loop, layers):
-    """A log for the events of a single step. Four rows share a block, and each would enter two in four steps."""
+    """The log holds the events of a single step. Four rows share a block, and each would enter two in four steps."""
     spec = make_spec(layers)
     start = Start({0: TEXT[:6]}, forks=((0, 1), (0, 2), (0, 3)), left=(9, 8, 7, 6))
     one, blocks = Decoding(spec).begin(start).run(single(STEPS)), Decoding(spec).begin(start)
@@ -178,11 +178,11 @@ def test_a_log_too_small_for_a_block_makes_it_shorter(loop, layers):
     assert blocks.counted[0] == 2 < 4
     never = Decoding(spec).begin(start)
     never.log_room = single_steps.most_events(spec) - 1
-    assert never.call(jitted(*loop)) == 0 and not never.out_of_blocks  # as single steps, which never begin either
+    assert never.call(jitted(*loop)) == 0 and not never.out_of_blocks  # like single steps, which never begin either
 
 
-def stuck(num_blocks):
-    """A row of 5 tokens beside a cached block that cannot leave, since what follows it is on the host."""
+def unevictable(num_blocks):
+    """A row of 5 tokens, and a cached block that is unevictable, since its child is on the host."""
     decoding = Decoding(make_spec("full", num_host_blocks=8), num_blocks)
     decoding.begin(Start({1: TEXT[:5]}, served=[[9] * 8], left=[14] * S))
     group = decoding.cache.state.groups[0]
@@ -200,8 +200,8 @@ def stuck(num_blocks):
 @every_loop
 @pytest.mark.parametrize(("num_blocks", "written"), [(4, 7), (5, 11), (6, 14)])
 def test_a_loop_whose_block_is_refused_goes_on_by_single_steps(num_blocks, written, loop):
-    """To the last free slot, although a block of steps would be refused again and again."""
-    one, blocks = stuck(num_blocks), stuck(num_blocks)
+    """It uses every free slot, although a block of steps would be refused again and again."""
+    one, blocks = unevictable(num_blocks), unevictable(num_blocks)
     assert_same(blocks.run(jitted(*loop)), one.run(single(STEPS)))
     assert most_written(blocks) == written and blocks.out_of_blocks == (written < 14)
     if len(loop) == 2:
@@ -209,8 +209,8 @@ def test_a_loop_whose_block_is_refused_goes_on_by_single_steps(num_blocks, writt
 
 
 @pytest.mark.long
-def test_blocks_that_are_stuck_behind_the_host_tier_are_counted_in_vain():
-    decoding = stuck(4)
+def test_unevictable_blocks_with_host_children_are_counted_in_vain():
+    decoding = unevictable(4)
     decoding.activate([1], [4] * S)
     state = decoding.run(single(STEPS)).cache.state
     assert state.seqs.length.tolist() == [0, 9, 0, 0] and int(state.groups[0].num_empty) == 0
@@ -221,7 +221,7 @@ def test_blocks_that_are_stuck_behind_the_host_tier_are_counted_in_vain():
         assert drive.names(events)[1] == status
 
 
-def kept(decode_ttl=None):
+def stated(decode_ttl=None):
     return kvjax.Retention.of([(0, 4, 80, 25), (4, None, 20)], decode_priority=60, decode_ttl=decode_ttl)
 
 
@@ -229,7 +229,7 @@ def kept(decode_ttl=None):
 @every_loop
 @pytest.mark.parametrize("num_blocks", [pytest.param(11, marks=pytest.mark.slow), 14, BLOCKS])
 def test_stated_priorities_and_times_to_live(num_blocks, loop):
-    options = {"retention": kept(15), "now": np.int32(3)}
+    options = {"retention": stated(15), "now": np.int32(3)}
     start = Start(FOUR, served=[[10] * 11, [11, *TEXT]], left=[12] * S, options=options)
     spec, ends = make_spec("full", retention=True), []
     for decoded in (single(STEPS), jitted(loop[0], STEPS, *loop[2:])):
@@ -250,7 +250,7 @@ def test_stated_priorities_and_times_to_live(num_blocks, loop):
 @pytest.mark.parametrize("layers", ["windows", pytest.param("narrow", marks=pytest.mark.slow)])
 @every_loop
 def test_beams_between_calls(loop, layers):
-    """Rows go on from the same one, each with a token of its own, and share its last block until they write."""
+    """Several rows continue one row, each with a token of its own, and share its last block until they write."""
     ends = []
     for decoded in (single(STEPS), jitted(loop[0], STEPS, *loop[2:])):
         decoding = Decoding(make_spec(layers)).begin(Start({0: TEXT[:5], 1: TEXT[:5], 3: TEXT[:2]}, left=[16] * S))
@@ -267,13 +267,13 @@ def test_beams_between_calls(loop, layers):
 
 
 def no_token_twice(logits, tokens, positions):
-    """A third of the vocabulary is shut out by the position, and the last token is."""
+    """Masks a third of the vocabulary by the position, and the last token."""
     ids = jnp.arange(VOCAB, dtype=jnp.int32)[None]
     shut = ((ids + positions[:, None]) % 3 == 0) | (ids == tokens[:, None])
     return jnp.where(shut, -1e9, logits)
 
 
-# Rows that choose in four ways, two of them with `min_tokens`, of which one was generated before the first step.
+# Rows have four samplings, two with `min_tokens`, of which one token was generated before the first step.
 SAMPLINGS = kvjax.Sampling([1.3, 0, 0.8, 2.5], top_k=[9, 0, 0, 4], top_p=[1, 1, 0.9, 1], min_tokens=[6, 0, 0, 5])
 
 

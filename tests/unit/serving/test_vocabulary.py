@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other systems' calls do and guarantee, done here: a test for each row of docs/vocabulary.md.
+"""Effects and guarantees of other systems' calls, reached with kvjax: a test for each row of docs/vocabulary.md.
 
-Requests run in the programs of three schedulers, on the spec and model of `tests/oracle/serving.py`.
+Requests run in the programs of three schedulers, with the spec and model of `tests/oracle/serving.py`.
 """
 
 import inspect
@@ -30,7 +30,7 @@ _submit = jax.jit(submit, static_argnames="scheduler")
 
 
 def row(theirs):
-    """Marks the test of a row of the page, by what its left column says."""
+    """Marks the test of a row of the page, by the text of its left column."""
 
     def mark(test):
         assert theirs not in TESTS
@@ -40,14 +40,14 @@ def row(theirs):
     return mark
 
 
-def test_each_row_of_the_page_has_its_test_which_uses_what_is_named_there():
+def test_each_row_of_the_page_has_its_test_which_uses_what_it_names():
     page = (drive.ROOT / "docs" / "vocabulary.md").read_text()
     cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    rows = [(theirs, here) for theirs, here, _ in cells if theirs != "theirs"]
+    rows = [(theirs, ours) for theirs, ours, _ in cells if theirs != "theirs"]
     assert [theirs for theirs, _ in rows] == [*TESTS]
-    for theirs, here in rows:
+    for theirs, ours in rows:
         _, _, body = inspect.getsource(TESTS[theirs]).partition("def ")
-        names = re.findall(r"[a-zA-Z_]+", " ".join(re.findall(r"`([^`]+)`", here)))
+        names = re.findall(r"[a-zA-Z_]+", " ".join(re.findall(r"`([^`]+)`", ours)))
         assert names and all(re.search(rf"\b{name}\b", body) for name in names), (theirs, names)
 
 
@@ -76,7 +76,7 @@ class Desk:
         return jax.device_get(served)
 
     def steps(self):
-        """What each step does, until all requests are over."""
+        """The `Served` of each step, until all requests are over."""
         for _ in range(200):
             if not bool(self.serving.busy):
                 return
@@ -97,7 +97,7 @@ class Desk:
 
     @property
     def num_pending(self):
-        """Tokens of each row's request that the cache has not committed."""
+        """The number of tokens of each row's request that the cache has not committed."""
         num_tokens = np.asarray(self.serving.requests.num_tokens)[self.serving.row]
         return np.where(np.array(self.rows) >= 0, num_tokens - self.serving.cache.state.seqs.committed, 0).tolist()
 
@@ -115,7 +115,7 @@ def preempted(served):
 
 
 def chunks(served):
-    """Tokens of the chunks of a step, in order."""
+    """The numbers of tokens of a step's chunks, in order."""
     return served.chunks.count[served.chunks.rows >= 0].tolist()
 
 
@@ -156,9 +156,10 @@ def test_a_request_waits_until_a_step_admits_it():
     chex.assert_trees_all_equal(desk.serving.cache, before)
     assert [desk.stage(slot) for slot in slots] == [Stage.WAITING] * 3
     desk.submit([2, 2], priority=1)
-    assert admitted(desk.step()) == [3, 0, 1, 2]  # by priority, then as they came
+    assert admitted(desk.step()) == [3, 0, 1, 2]  # by priority, then by arrival
 
 
+@pytest.mark.slow
 @row("`abort_request`")
 def test_an_aborted_request_gives_back_what_it_holds():
     desk = Desk(VLLM)
@@ -203,15 +204,15 @@ def test_a_request_is_admitted_or_waits_or_is_refused():
 
 
 @row("v1 `allocate_slots`: None")
-def test_room_that_cannot_be_had_is_refused_and_changes_nothing():
+def test_blocks_that_cannot_be_had_are_refused_and_nothing_changes():
     driver = of_blocks(3)
     driver.start(0, A)
     driver.start(1, A[::-1][:4])
     assert driver.admit(2, B) == ["NO_BLOCKS"] and int(driver.events.shortfall) == 2  # the driver compares the states
-    asked = np.array([True, False, False, False]), np.array([1, 0, 0, 0], np.int32)
-    assert driver.status("extend", *asked, max_tokens=drive.MOST)[0] == "NO_BLOCKS"
+    next_token = np.array([True, False, False, False]), np.array([1, 0, 0, 0], np.int32)
+    assert driver.status("extend", *next_token, max_tokens=drive.MOST)[0] == "NO_BLOCKS"
     driver.do("release", 1)
-    driver.do("extend", *asked, max_tokens=drive.MOST)  # by the block that the other gave back
+    driver.do("extend", *next_token, max_tokens=drive.MOST)  # by the block that the other gave back
 
 
 @row("v0 `append_slots`")
@@ -265,7 +266,7 @@ def test_a_view_has_the_block_tables():
     driver = of_blocks(12)
     driver.start(0, [*A, 1])
     tables = kvjax.pools.view(driver.state, 1).tables[0]
-    assert tables[0].tolist() == [*table(driver, 0), 12, 12]  # the scratch row where there is no block
+    assert tables[0].tolist() == [*table(driver, 0), 12, 12]  # the scratch row for a column without a block
     assert (np.asarray(tables[1:]) == 12).all()
 
 
@@ -287,7 +288,7 @@ def test_a_row_goes_to_the_host_and_comes_back_as_a_whole():
 
 
 @row("`max_num_seqs`")
-def test_no_more_requests_run_than_there_are_rows():
+def test_no_more_requests_run_than_a_cache_has_rows():
     desk = Desk(VLLM)
     desk.submit(A, B, C)
     desk.submit(A[1:], B[1:], C[1:])
@@ -311,7 +312,7 @@ def test_a_long_prompt_is_computed_in_chunks():
     desk = Desk(VLLM)
     desk.submit(A + B[:3])
     found = [chunks(served) for served in desk.steps() if served.mixed]
-    assert VLLM.chunk == 3 and found == [[3], [3], [3], [2]]  # although there are five positions
+    assert VLLM.chunk == 3 and found == [[3], [3], [3], [2]]  # although five positions are free
 
 
 @row("watermark")
@@ -322,19 +323,19 @@ def test_some_blocks_are_left_to_the_requests_that_run():
     desk.step()
     _, (second,), _ = desk.submit([2] * 9, new=12)
     desk.step()
-    assert desk.held == 2 and desk.stage(second) == Stage.WAITING  # three blocks for it, and no other
+    assert desk.held == 2 and desk.stage(second) == Stage.WAITING  # three blocks are free for it, and no more
     desk.cancel(first, 0)
     assert admitted(desk.step()) == [second]
     list(desk.steps())
     desk.submit([0] * 17)
-    assert len(admitted(desk.step())) == 1  # all five blocks, where nobody runs
+    assert len(admitted(desk.step())) == 1  # all five blocks, if no row runs
 
 
 # TensorRT-LLM.
 
 
 def under_pressure(scheduler):
-    """Four requests of three blocks each where there are eight; how many were admitted first, and who was preempted."""
+    """Four requests need three of eight blocks each; returns how many were admitted first, and the preempted ones."""
     desk = Desk(scheduler, num_blocks=8)
     desk.submit([1] * 5, [2] * 5, [0] * 5, new=8)
     desk.submit([1, 2] * 3, new=7)
@@ -354,6 +355,7 @@ def test_an_admitted_request_is_never_preempted():
     assert (number, paused) == (2, [])
 
 
+@pytest.mark.slow
 @row("CapacityScheduler, `MAX_UTILIZATION`")
 def test_more_are_admitted_and_some_preempted():
     assert VLLM.reserve == "num_tokens"
@@ -374,7 +376,7 @@ def test_a_batch_is_admitted_when_the_one_before_is_over():
 
 
 @row("`paused_requests`")
-def test_a_preempted_request_keeps_its_tokens_and_its_place():
+def test_a_preempted_request_keeps_its_tokens_and_its_turn():
     desk = Desk(VLLM, num_blocks=8)
     desk.submit([1] * 5, [2] * 5, [0] * 5, new=8)
     served = next(served for served in desk.steps() if preempted(served))
@@ -387,7 +389,7 @@ def test_a_preempted_request_keeps_its_tokens_and_its_place():
 
 
 @row("MicroBatchScheduler, its chunking policies")
-def test_rows_that_decode_run_beside_chunks_dealt_out_in_order_or_in_equal_shares():
+def test_rows_that_decode_run_with_chunks_given_in_order_or_in_equal_shares():
     for scheduler, dealt in ((VLLM, [3, 2]), (TRT, [2, 2, 2])):
         desk = Desk(scheduler)
         desk.submit([2], new=8)
@@ -414,7 +416,7 @@ def test_a_prompt_gets_all_of_its_blocks_or_none():
     driver = of_blocks(3)
     driver.start(0, A)
     assert driver.admit(1, B) == ["NO_BLOCKS"]
-    assert driver.admit(1, [*A, 1]) == ["OK"]  # two blocks of three are there
+    assert driver.admit(1, [*A, 1]) == ["OK"]  # two blocks of three are free
 
 
 @row("`fetch`, `runtime_inputs`")

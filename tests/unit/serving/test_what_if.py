@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`what_if` says what then happens, at any moment of histories at random."""
+"""`what_if` predicts the future, at any moment of random histories."""
 
 import functools
 
@@ -27,14 +27,14 @@ _submit, _cancel = jax.jit(submit, static_argnames="scheduler"), jax.jit(cancel)
 
 
 def successor(tokens, pools, view, *, last):
-    """A model that says what no prompt says, and stores nothing."""
+    """A model whose choices occur in no prompt, and that stores nothing."""
     del view
     chosen = tokens[jnp.arange(tokens.shape[0]), last]
     return jax.nn.one_hot(chosen % 400 + 500, 1000), pools
 
 
 def submitted(serving, rng, documents, scheduler):
-    """Some requests more, that often begin alike; of tokens that neither model says."""
+    """Submits more requests. They often begin alike, and have tokens that neither model chooses."""
     lengths = rng.integers(1, COLUMNS * SIZE - 2, AT_ONCE).astype(np.int32)
     prompts = [[*documents[rng.integers(2)][: rng.integers(n)], *rng.integers(1, 100, n)][:n] for n in lengths]
     lead = np.array([-1, -1, rng.integers(-1, 2)], np.int32)
@@ -93,7 +93,7 @@ def test_what_if_is_what_then_happens(name, layers):
 
 @pytest.mark.slow
 def test_what_if_finds_nothing_on_the_host():
-    """As a loop that brings nothing back; a prompt that is on the device is found."""
+    """It is like a loop that onboards nothing. A prompt on the device is found."""
     layers = [kvjax.LayerSpec(1, 2)]
     spec = kvjax.make_spec(
         layers, num_blocks=12, num_host_blocks=8, max_seqs=3, max_length=32, block_size=SIZE, dtype="float32"
@@ -121,7 +121,7 @@ def test_what_if_finds_nothing_on_the_host():
 
 
 def test_requests_may_want_the_likeliest_tokens():
-    """The model of `what_if` has a vocabulary of one token."""
+    """`what_if` has a model with a vocabulary of one token."""
     serving = init_serving(Cache.create(config("full").spec()), [8, 8], top_logprobs=2)
     predict = functools.partial(what_if, scheduler=OPTIONS["num_tokens"], steps=8)
     shapes = jax.eval_shape(predict, serving)

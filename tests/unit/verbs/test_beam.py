@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search over the cache against one that computes everything anew for every hypothesis."""
+"""Beam search over the cache against one that recomputes every hypothesis."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def best(scores, logits):
 
 
 def recomputed(model):
-    """Tokens of each hypothesis at each step, best first."""
+    """The tokens of each hypothesis at each step, best first, by recomputation."""
     dense = jax.jit(Decoder.dense)
     scores, texts, history = np.zeros(1), [PROMPT], []
     for _ in range(STEPS):
@@ -40,7 +40,7 @@ def recomputed(model):
 
 
 def cached(model, size):
-    """The same through the cache, and how many blocks each step copied."""
+    """The same through the cache, and the number of blocks that each step copied."""
     spec = kvjax.make_spec(
         model.layer_specs(), num_blocks=24, max_seqs=WIDTH, max_length=20, block_size=size, dtype="float32"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong and how it shows: wrong arguments while tracing, refused requests as data, nothing half done."""
+"""Errors: wrong arguments raise while tracing, refused requests are data, and nothing is half done."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ def floats(*shape):
     return np.zeros(shape, np.float32)
 
 
-# Wrong arguments: a ValueError while tracing that names the argument, what came and what was wanted.
+# Wrong arguments: a ValueError while tracing, with the argument, "got" and "wanted".
 
 GOOD = {
     "admit": {"seq": 0, "tokens": ints(8), "length": 4},
@@ -140,7 +140,7 @@ def test_extra_ids_are_like_the_tokens(call):
 
 @pytest.mark.parametrize("value", [2**31, 2**32 + 5, -(2**31) - 1])
 def test_numbers_that_i32_cannot_hold_are_not_cut_short(value):
-    """Token 2**32 + 5 must not become token 5, whose K/V another prompt has left."""
+    """Token 2**32 + 5 must not become token 5, whose K/V are cached by another prompt."""
     for wide in (np.full(8, value), np.full(8, value % 2**64, np.uint64)):
         with pytest.raises(ValueError, match=r"^tokens: got .*wanted "):
             traced("admit", tokens=wide)
@@ -178,7 +178,7 @@ def test_a_donated_state_says_so():
 
 
 def even(tokens, pools, view, *, last):
-    """Logits that depend on nothing."""
+    """A model with constant logits."""
     return jnp.zeros((*(tokens if last is None else last).shape, 8)), pools
 
 
@@ -228,7 +228,7 @@ def test_a_name_or_a_function_is_no_policy(policy, message):
         kvjax.plan([LayerSpec(1, 8)], max_seqs=2, max_length=8, budget_bytes=10_000, policy=policy)
 
 
-def test_a_traced_layer_needs_an_index_where_there_are_several_pools():
+def test_a_traced_layer_needs_an_index_among_several_pools():
     one = kvjax.Cache.create(kvjax.make_spec([LayerSpec(1, 4)] * 2, **SPEC))
     two = kvjax.Cache.create(kvjax.make_spec([LayerSpec(1, 4), LayerSpec(1, 4, window=4)], **SPEC))
     q = floats(2, 1, 1, 4)
@@ -350,7 +350,7 @@ def test_a_wrong_plan_is_named(argument, change):
         kvjax.plan(arguments.pop("layers"), **arguments)
 
 
-# Refused requests: a status, and the state as it was.
+# Refused requests: a status, and an unchanged state.
 
 
 def cache_of(num_blocks):
@@ -370,7 +370,7 @@ def test_a_full_pool():
     assert int(cache.events.shortfall) == 3
     assert cache.grow(0, 3, 0, 0) == OK4  # inside its block
     assert cache.status("release", 0) == ["OK"]
-    assert cache.admit(2, [4] * 8) == ["OK"]  # what is cached makes room
+    assert cache.admit(2, [4] * 8) == ["OK"]  # cached blocks are evicted
 
 
 def test_an_admission_that_only_its_own_prefix_could_pay_for():
@@ -410,7 +410,7 @@ def test_a_full_row():
     assert cache.grow(0, 2, 0, 0) == OK4
 
 
-def test_a_prompt_that_fits_only_in_part_goes_in_with_less_room():
+def test_a_prompt_that_fits_only_in_part_goes_in_with_fewer_reserved_tokens():
     cache = cache_of(12)
     assert cache.admit(0, [1] * WIDTH) == ["ROW_FULL"]
     assert cache.admit(0, [1] * WIDTH, reserve_tokens=5) == ["OK"] and int(cache.state.seqs.length[0]) == 5
@@ -479,7 +479,7 @@ def test_commits_that_cannot_be():
     cache.admit(0, [1] * 4)
     cache.admit(1, [2] * 4)
     one, tokens = np.array([5, 4, 0, 0], np.int32), np.full((4, 20), 2, np.int32)
-    assert cache.status("commit", tokens, one) == ["BAD_REQUEST", "OK", "OK", "OK"]  # more than there is room for
+    assert cache.status("commit", tokens, one) == ["BAD_REQUEST", "OK", "OK", "OK"]  # more than is reserved
     assert cache.state.seqs.committed.tolist() == [0, 4, 0, 0]
     assert cache.status("commit", tokens, np.array([-1, 0, 1, 0], np.int32)) == [
         "BAD_REQUEST",
@@ -507,7 +507,7 @@ def test_the_same_row_twice_in_one_call():
     assert np.asarray(cache.state.groups[0].blocks.refcount).sum() == 2
     rows = np.array([2, 1, 2, -1], np.int32)
     assert cache.grow(1, 1, 1, 0, seqs=rows) == ["BAD_REQUEST", "OK", "BAD_REQUEST", "OK"]
-    assert cache.grow(0, 1, 1, 0, seqs=rows) == ["OK", "OK", "BAD_REQUEST", "OK"]  # named twice, if asked for once
+    assert cache.grow(0, 1, 1, 0, seqs=rows) == ["OK", "OK", "BAD_REQUEST", "OK"]  # named twice, though requested once
     assert cache.grow(0, 1, 0, 0, seqs=rows) == OK4 and cache.state.seqs.length.tolist() == [0, 4, 3, 0]
     assert cache.status("release", rows) == ["OK", "OK", "BAD_REQUEST", "BAD_REQUEST"]
 
@@ -569,7 +569,7 @@ def test_a_pool_of_one_block():
 
 @pytest.mark.long
 def test_a_traced_capacity_out_of_range_counts_as_no_blocks():
-    """In a sweep over sizes one that is too large must not look like a result."""
+    """In a sweep over sizes, a size that is too large must not look like a result."""
     sizes = jnp.array([13, -1, 0, 2**31 - 1, 12])
     states = jax.vmap(lambda n: kvjax.init(PLAIN, num_blocks=n))(sizes)
     *wrong, right = (jax.tree.map(lambda x, i=i: x[i], states) for i in range(5))
@@ -602,7 +602,7 @@ def test_a_size_that_only_one_group_has_fits_neither():
     assert kvjax.debug.stats(state).num_blocks == 9 and kvjax.debug.stats(state, 1).num_blocks == 0
 
 
-# checked: for those who want an exception.
+# `checked`: an exception instead of a status.
 
 
 def test_checked_raises_with_the_row_and_the_status():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`extend` for some rows: what it does to them, to rows that share their blocks, and what it costs."""
+"""`extend` for some rows: its effects on them and on rows that share their blocks, and its cost."""
 
 import functools
 import re
@@ -20,7 +20,7 @@ def ints(*values):
 
 
 def shared():
-    """A cache of three rows that share all of their blocks, of which the last has room for two tokens more."""
+    """A cache of three rows that share all of their blocks. The last block has two free slots."""
     cache = Driver(kvjax.init(PLAIN, num_blocks=9))
     cache.start(0, range(1, P + 3))
     for seq in (1, 2):
@@ -33,7 +33,7 @@ def shared():
     [((2, 0, -1, -1), 1), ((2, 1, 0, -1), 0), ((-1, 0, 1, 2), 2), ((1, -1, 2, 0), 0)],
 )
 def test_a_block_that_several_rows_share_stays_the_last_ones(seqs, keeps):
-    """Last in the order of `seqs`; a holder that is not among them keeps it in any case."""
+    """The last one in the order of `seqs` keeps it, or else a holder that is not among them."""
     cache = shared()
     block = int(cache.state.groups[0].table[0, 1])
     assert cache.grow(*(seq >= 0 for seq in seqs), seqs=ints(*seqs)) == ["OK"] * S
@@ -48,12 +48,12 @@ def test_a_block_that_several_rows_share_stays_the_last_ones(seqs, keeps):
     "counts", [(1, 1, 1, 0), (6, 0, 5, 0), (0, 2, 3, 0), (3, 3, 3, 0), (6, 6, 6, 0), (0, 0, 0, 1), (1, 7, 0, 0)]
 )
 def test_all_rows_by_name_are_all_rows(counts):
-    """In every bit, the events too; whether the call succeeds, lacks blocks or asks for what cannot be."""
+    """Results are equal in every bit, with the events, whether the call succeeds, lacks blocks or is invalid."""
     state = shared().state
-    asked = np.array(counts) > 0, ints(*counts)
+    counted = np.array(counts) > 0, ints(*counts)
     chex.assert_trees_all_equal(
-        VERBS["extend"](state, *asked, max_tokens=MOST, seqs=np.arange(S, dtype=np.int32)),
-        VERBS["extend"](state, *asked, max_tokens=MOST),
+        VERBS["extend"](state, *counted, max_tokens=MOST, seqs=np.arange(S, dtype=np.int32)),
+        VERBS["extend"](state, *counted, max_tokens=MOST),
     )
 
 
@@ -68,7 +68,7 @@ def test_the_order_of_the_rows_is_that_of_the_status():
 
 
 def test_the_cost_follows_the_rows_that_are_named():
-    """There is room for their events alone; arrays with an entry for each row are written to, and no other is made."""
+    """Only their events fit. Arrays with an entry for each row are updated, and no other such array is made."""
     for most in (S, 1_009):  # a number that no other array has in its shape
         spec = kvjax.make_spec(num_blocks=12, max_seqs=most, max_length=16, block_size=P)
         state = jax.eval_shape(lambda spec=spec: kvjax.init(spec))

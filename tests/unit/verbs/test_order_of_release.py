@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No block waits longer for its eviction than its children, whatever the order in which a verb was given its blocks.
+"""No block is due for eviction before its children, for any order of the blocks given to a verb.
 
-`lru` names the blocks that were released first. One that still has children cannot leave: then there would be no room.
+`lru` names the blocks that were released first. A block that still has children cannot leave, so that blocks would be
+missing.
 """
 
 import itertools
@@ -17,7 +18,7 @@ HOST = kvjax.make_spec(num_blocks=CHAIN, max_seqs=2, max_length=5 * SIZE, block_
 
 
 def chain(spec):
-    """A cache full of one sequence, which row 0 holds; and its blocks, which follow one another."""
+    """A cache full of one sequence, which row 0 holds, and its chain of blocks."""
     driver = Driver(kvjax.init(spec, num_blocks=CHAIN))
     driver.start(0, range(CHAIN * SIZE))
     blocks = np.asarray(driver.state.groups[0].table)[0, :CHAIN]
@@ -25,7 +26,7 @@ def chain(spec):
 
 
 def assert_all_can_leave(driver):
-    """Other prompts find room one block after the other."""
+    """Asserts that other prompts can evict one block after the other."""
     for i in range(CHAIN):
         assert driver.admit(i % 2, [100 + i] * SIZE) == ["OK"]
         driver.do("release", i % 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all verbs have in common: how arguments are named and placed, what is documented, and what comes back."""
+"""The common form of all verbs: names and order of arguments, documentation, and results."""
 
 import inspect
 import re
@@ -17,7 +17,8 @@ VERBS = {
     for name in home.__all__
     if getattr(home, name).__module__.startswith("kvjax.verbs.") and name != "init"
 }
-# By keyword alone, with the same annotation and default in all verbs, in this order; positional ones are in `cases`.
+# Keyword-only arguments, with the same annotation and default in all verbs, in this order. `cases` has the positional
+# ones.
 OPTIONS = {
     "namespace": ("ArrayLike", 0),
     "extra_ids": ("ArrayLike | None", None),
@@ -31,19 +32,19 @@ OPTIONS = {
     "group": ("int", 0),
     "tiers": ("tuple[str, ...]", ("device",)),
 }
-# `lookup` orders no moves: it looks on both tiers unless told otherwise.
+# `lookup` orders no moves, so it looks on both tiers by default.
 OTHER_DEFAULTS = {("lookup", "tiers"): ("device", "host")}
 
 every_verb = pytest.mark.parametrize("name", VERBS)
 
 
 def parameters(name):
-    """Those after the state."""
+    """The parameters after the state."""
     return list(inspect.signature(VERBS[name]).parameters.values())[1:]
 
 
 def documented(name):
-    """{section: text} of the docstring."""
+    """The sections of the docstring: {section: text}."""
     parts = re.split(r"^(Args|Returns|Raises|Source):", inspect.getdoc(VERBS[name]), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -60,10 +61,10 @@ def test_the_state_is_first(name):
 
 
 @every_verb
-def test_what_is_asked_for_is_positional(name):
-    asked = [p for p in parameters(name) if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert [p.name for p in asked] == cases.VERBS[name].arguments.split()
-    for p in asked:
+def test_what_a_verb_needs_is_positional(name):
+    positional = [p for p in parameters(name) if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == cases.VERBS[name].arguments.split()
+    for p in positional:
         assert p.annotation == ("Transfer | None" if p.name == "transfer" else "ArrayLike")
         assert p.default == (1 if (name, p.name) == ("extend", "num_tokens") else p.empty)
 
@@ -93,7 +94,7 @@ def test_the_docstring_tells_of_every_parameter_and_of_what_is_returned(name):
     assert sections["Returns"].strip()
 
 
-# What comes back, by shapes alone: nothing is compiled.
+# Results, by shapes alone: nothing is compiled.
 
 
 def test_the_calls_are_of_all_verbs():

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy speculative decoding with the cache's verbs, as an example: the output is that of plain greedy decoding.
+"""Greedy speculative decoding with the cache's verbs, as an example. The output is that of plain greedy decoding.
 
 A small draft model guesses K tokens. The target computes them all at once: `extend` by K + 1, `commit` of those that
-it would have chosen itself, `truncate` of the rest. Both models have a cache of their own.
+it would have chosen itself, `truncate` of the rest. Each model has its own cache.
 
-A tree of guesses is as many rows: `fork` of the text for each branch, one computation for them all; the row of the
-branch that goes furthest is kept, and the others are released.
+A tree of guesses has a row for each branch: `fork` of the text for each, and one computation for all. The row of the
+branch with the most right guesses stays, and the others are released.
 """
 
 import jax
@@ -23,12 +23,12 @@ PROMPT = np.array([5, 3, 7, 1, 2, 9, 4], np.int32)
 
 
 class Speaker(Driver):
-    """A model with a cache of one row, whose text is all that is committed."""
+    """A model with a cache of one row, whose text is exactly its committed tokens."""
 
     def __init__(self, layers, width, seed, alike=None, rows=1):
         config = ModelConfig("llama", 24, width, 2 * width, 4, (LayerConfig(2, 16),) * layers)
         self.model = Decoder(config, rngs=nnx.Rngs(seed))
-        if alike is not None:  # its first layers: a draft that is right now and then
+        if alike is not None:  # its first layers, as a draft that is sometimes right
             for name in ("embed_tokens", "norm", "lm_head"):
                 setattr(self.model, name, getattr(alike.model, name))
             self.model.layers = nnx.List([*alike.model.layers][:layers])
@@ -45,19 +45,19 @@ class Speaker(Driver):
         return logits, kvjax.Cache(cache.state, pools)
 
     def read(self, tokens):
-        """Logits [T, V] after each of the next tokens, which have room but are not committed."""
+        """Logits [T, V] after each of the next tokens, which are reserved but not committed."""
         tokens = np.asarray(tokens, np.int32)[None]
         count = np.array([tokens.shape[1]], np.int32)
         logits, self.cache = self.compute(self.model, self.cache, tokens, count, width=tokens.shape[1])
         return np.asarray(logits[0])
 
     def keep(self, tokens):
-        """Commits tokens and gives up what room there is beyond them."""
+        """Commits tokens, and truncates the reserved slots after them."""
         assert self.write({0: tokens}) == ["OK"]
         self.do("truncate", 0, self.state.seqs.committed[0])
 
     def begin(self):
-        """Reads the prompt; the logits after it."""
+        """Reads the prompt; returns the logits after it."""
         assert self.admit(0, PROMPT) == ["OK"]
         logits = self.read(PROMPT)
         self.keep(PROMPT)
@@ -65,7 +65,7 @@ class Speaker(Driver):
 
 
 def plain(speaker):
-    """Tokens, and whether the choice of each was clear."""
+    """The tokens of plain decoding, and whether the choice of each was clear."""
     logits, text, clear = speaker.begin(), [], []
     for _ in range(NEW):
         second, best = np.partition(logits, -2)[-2:]
@@ -78,26 +78,26 @@ def plain(speaker):
 
 
 def speculative(target, draft):
-    """Tokens, and how many of the draft's guesses were right in each round."""
+    """The tokens of speculative decoding, and the number of right guesses in each round."""
     text, right = [int(np.argmax(target.begin()))], []
     draft.begin()
     while len(text) < NEW:
-        known, guesses = len(text), []
-        behind = text[int(draft.state.seqs.committed[0]) - len(PROMPT) :]  # what the draft has not read yet
+        length, guesses = len(text), []
+        behind = text[int(draft.state.seqs.committed[0]) - len(PROMPT) :]  # the tokens that the draft has not read yet
         for _ in range(K):
             assert draft.grow(len(behind)) == ["OK"]
             guesses.append(int(np.argmax(draft.read(behind)[-1])))
             draft.keep(behind)
             behind = guesses[-1:]
-        asked = [text[-1], *guesses]
-        assert target.grow(len(asked)) == ["OK"]
-        chosen = np.argmax(target.read(asked), axis=-1)
+        tokens = [text[-1], *guesses]
+        assert target.grow(len(tokens)) == ["OK"]
+        chosen = np.argmax(target.read(tokens), axis=-1)
         accepted = int(np.sum(np.cumprod(chosen[:K] == guesses)))
-        target.keep(asked[: accepted + 1])
+        target.keep(tokens[: accepted + 1])
         text += [*guesses[:accepted], int(chosen[accepted])]
         right.append(accepted)
-        # Of its own guesses the draft keeps what the target took.
-        read = min(known + accepted, int(draft.state.seqs.committed[0]) - len(PROMPT))
+        # The draft keeps those of its guesses that the target accepted.
+        read = min(length + accepted, int(draft.state.seqs.committed[0]) - len(PROMPT))
         draft.do("truncate", 0, len(PROMPT) + read)
     return text[:NEW], right
 
@@ -115,7 +115,7 @@ def test_the_output_is_that_of_plain_greedy_decoding():
 
 @pytest.mark.long
 def test_what_is_rejected_leaves_no_trace_in_the_index():
-    """Only accepted tokens were ever committed, so the cache finds a text exactly as after plain decoding."""
+    """Only accepted tokens were ever committed, so the cache finds a text as after plain decoding."""
     alone, target = Speaker(3, 32, seed=0), Speaker(3, 32, seed=0)
     (wanted, _), (got, _) = plain(alone), speculative(target, Speaker(2, 32, seed=1, alike=target))
     length = min(i for i in range(NEW + 1) if wanted[:i] != got[:i]) - 1 if wanted != got else NEW - 1
@@ -127,24 +127,24 @@ def test_what_is_rejected_leaves_no_trace_in_the_index():
 
 
 class Tree(Driver):
-    """The rows of one text and its branches: the bookkeeping of a tree of guesses.
+    """The rows of one text and its branches: the metadata of a tree of guesses.
 
     Without partial reuse, so that a dropped branch does not leave its copy of the text's last block in the cache.
 
     Attributes:
-      row: where the text is between two rounds.
+      row: the text's row between two rounds.
     """
 
     row = 0
 
     def branch(self, width):
-        """Makes every row a branch with room for `width` tokens."""
+        """Makes every row a branch, with `width` more tokens reserved."""
         for other in range(BRANCHES):
             if other != self.row:
                 self.do("fork", self.row, other)
-        self.room(range(BRANCHES), width)
+        self.reserve(range(BRANCHES), width)
 
-    def room(self, rows, width):
+    def reserve(self, rows, width):
         assert self.grow(*[width * (row in rows) for row in range(BRANCHES)]) == ["OK"] * BRANCHES
 
     def commit(self, tokens):
@@ -152,7 +152,7 @@ class Tree(Driver):
         assert self.write(tokens) == ["OK"] * BRANCHES
 
     def choose(self, row, length):
-        """Goes on in this branch with so many tokens; the other branches are dropped."""
+        """Continues this branch with so many tokens, and drops the other branches."""
         self.row = row
         self.do("truncate", row, length)
         for other in range(BRANCHES):
@@ -165,7 +165,7 @@ def committed(driver):
 
 
 def check_tree(tree, text):
-    """One row holds just this text, in blocks of its own, and of what was guessed nothing is left."""
+    """Asserts that one row holds just this text, in blocks of its own, and that no guess is left."""
     state = tree.state
     group, size = state.groups[0], state.spec.block_size
     assert np.asarray(state.seqs.length).tolist() == committed(tree).tolist()
@@ -173,14 +173,14 @@ def check_tree(tree, text):
     held = -(-len(text) // size)
     refcount = np.asarray(group.blocks.refcount)
     assert refcount[np.asarray(group.table)[tree.row, :held]].tolist() == [1] * held and refcount.sum() == held
-    assert int(group.num_empty) + held == refcount.size  # nothing is cached that is not the text
+    assert int(group.num_empty) + held == refcount.size  # only the text is cached
     whole = {tuple(text[:end]) for end in range(size, len(text) + 1, size)}
     assert {path for _, _, path in kvjax.events.index_of(state)} == whole
 
 
 @pytest.mark.slow
 def test_branches_leave_behind_what_plain_decoding_does():
-    """Rounds of a text that is known: any branch may win, with none to all of its guesses."""
+    """The rounds follow a given text. Any branch may win, with none to all of its guesses."""
     rng = np.random.default_rng(0)
     spec = kvjax.make_spec(num_blocks=16, max_seqs=BRANCHES, max_length=48, block_size=4, partial_reuse=False)
     tree = Tree(kvjax.init(spec))
@@ -201,7 +201,7 @@ def test_branches_leave_behind_what_plain_decoding_does():
 
 
 class Grove(Tree):
-    """A tree with a model, which is a `Speaker`'s."""
+    """A tree with the model of a `Speaker`."""
 
     def __init__(self, layers, **options):
         speaker = Speaker(layers, 32, rows=BRANCHES, **options)
@@ -209,21 +209,21 @@ class Grove(Tree):
         self.model, self.compute = speaker.model, speaker.compute
 
     def read(self, tokens):
-        """Logits [BRANCHES, WIDEST, V] after each of the next tokens {row: list}, which have room."""
+        """Logits [BRANCHES, WIDEST, V] after each of the next tokens {row: list}, which are reserved."""
         logits, self.cache = self.compute(self.model, self.cache, *lines(tokens, BRANCHES, WIDEST), width=WIDEST)
         return np.asarray(logits)
 
     def tell(self, tokens):
-        """Reads and commits tokens {row: list}; the logits [V] after the last one of each row, {row: logits}."""
+        """Reads and commits tokens {row: list}; returns {row: logits [V] after its last one}."""
         logits = self.read(tokens)
         self.commit(tokens)
         return {row: logits[row, len(new) - 1] for row, new in tokens.items()}
 
 
 def guess(draft, text):
-    """BRANCHES lists of K guesses after a text: the likeliest tokens, and what seems to follow each of them."""
+    """BRANCHES lists of K guesses after a text: the likeliest tokens, and the draft's choices after each."""
     behind = text[committed(draft.cache)[draft.row] :]
-    draft.room([draft.row], len(behind))
+    draft.reserve([draft.row], len(behind))
     logits = draft.tell({draft.row: behind})[draft.row]
     guesses = [[int(token)] for token in np.argsort(-logits)[:BRANCHES]]
     draft.branch(K - 1)
@@ -234,7 +234,7 @@ def guess(draft, text):
 
 
 def tree_speculative(target, draft):
-    """Tokens, and which branch won each round with how many right guesses."""
+    """The tokens, and each round's winning branch and its number of right guesses."""
     assert target.admit(0, PROMPT) == draft.admit(0, PROMPT[:-1]) == ["OK"]
     draft.tell({0: PROMPT[:-1].tolist()})
     text, rounds = PROMPT.tolist(), []
@@ -264,5 +264,5 @@ def test_the_best_branch_of_a_tree_is_what_plain_greedy_decoding_says():
     )
     certain = clear.index(False) if False in clear else NEW
     assert certain > NEW // 2 and got[:certain] == wanted[:certain]
-    assert {winner for winner, right in rounds if right} > {0}  # a second thought was the right one at times
+    assert {winner for winner, right in rounds if right} > {0}  # sometimes another branch than the first won
     assert {right for _, right in rounds} >= {0, K}, rounds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs under jit, vmap and scan: one trace a shape, equal results, in place, and no copy of the pool's size."""
+"""The verbs under jit, vmap and scan: one trace a shape, equal results, in place, without copies of pool size."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ SPEC = kvjax.make_spec(num_blocks=12, max_seqs=S, max_length=16, block_size=P)
 
 
 def history(state, offset):
-    """A bit of everything, as one function of a state."""
+    """Most verbs, as one function of a state."""
     tokens = jnp.arange(16, dtype=jnp.int32) % 5 + offset
     rows = jnp.arange(S, dtype=jnp.int32)
     state, one = kvjax.admit(state, rows, jnp.stack([tokens] * S), 9 + rows)
@@ -68,7 +68,7 @@ def test_scan_and_vmap_do_what_separate_calls_do():
 
 @pytest.mark.long
 def test_hit_and_release_in_a_scan_outlives_the_ring():
-    """Found by a program that hung: the number of cycles goes far beyond what the queue of releases holds."""
+    """A program hung here: the number of cycles far exceeds the capacity of the queue of releases."""
     prompt = np.array([5] * 4 + [6] * 4 + [7] + [0] * 7, np.int32)
     cache = Driver(kvjax.init(PLAIN))
     cache.start(0, prompt[:9])
@@ -100,7 +100,7 @@ def test_one_trace_whatever_kind_of_number(verb):
         "pin": lambda n: (np.zeros(2, np.int32),), "reset": lambda n: (),
     }[verb]  # fmt: skip
 
-    # A Python int is weakly typed, which is a type of its own to jit.
+    # A Python int is weakly typed, which is another type for jit.
     jitted, state = jax.jit(chex.assert_max_traces(getattr(kvjax, verb), n=2)), kvjax.init(SPEC)
     for kind in (jnp.int32, np.int32):
         jitted.eval_shape(state, *args(kind))
@@ -115,7 +115,7 @@ def test_policies_are_the_same_object_every_time():
 
 @pytest.mark.parametrize("verb", ["admit", "commit", "release"])
 @pytest.mark.parametrize("retention", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_fresh_state_can_be_donated_and_is_updated_in_place(verb, retention):
+def test_a_new_state_can_be_donated_and_is_updated_in_place(verb, retention):
     state = kvjax.init(dataclasses.replace(SPEC, retention=retention))
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
     assert len(set(pointers)) == len(pointers)
@@ -153,7 +153,7 @@ def test_scanned_steps_copy_nothing_of_the_pools_size(run, retention):
 @pytest.mark.parametrize("size", [12, 5000])
 @pytest.mark.parametrize("write", [put, add])
 def test_a_write_of_one_entry_is_no_dynamic_update_slice(write, size):
-    """As such it was fused, in a scan on CPU, into a kernel that never ended. In a small array it is a select."""
+    """In a scan on CPU, that was fused into a kernel that never ended. In a small array the write is a select."""
     args = jnp.arange(size, dtype=jnp.int32), jnp.array([3]), jnp.int32(7), jnp.array([True])
     program = jax.jit(write).lower(*args).compile()
     assert "dynamic-update-slice" not in program.as_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches under vmap cost what they touch: no program selects or copies an array with an entry for each block."""
+"""Caches under vmap cost as much as they touch: no program selects or copies an array over all blocks."""
 
 import re
 
@@ -32,7 +32,7 @@ VERBS = {
 
 
 def large(run, batch, *args):
-    """The lines of the compiled program, of `run` for caches in these batch axes, that select or copy N elements."""
+    """The lines that select or copy N elements in the compiled program of `run`, for caches in these batch axes."""
     for _ in batch:
         run = jax.vmap(run)
     batched = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*batch, *x.shape), x.dtype), args)
@@ -46,7 +46,7 @@ def assert_small(verb, layers, batch, policy=None):
     spec = kvjax.make_spec(LAYERS[layers], num_blocks=N, max_seqs=S, max_length=64, block_size=P)
     state = jax.eval_shape(lambda: kvjax.init(spec, policy or kvjax.lru()))
     found = large(VERBS[verb], BATCHES[batch], state)
-    # A policy by score reads all scores where it has to evict: its branch is its own.
+    # A policy by score reads all scores if it has to evict, in a branch of its own.
     assert [line for line in found if policy is None or "/cond/branch" not in line] == []
 
 
@@ -54,7 +54,7 @@ def test_no_select_and_no_copy_of_all_blocks():
     assert_small("commit", "windows", "2 x 4 caches")
 
 
-# Two batch axes have all that one has, and windows come with full attention: the rest is for a night.
+# Two batch axes cover one, and windows come with full attention. A night runs the rest.
 MOST = ("windows", "2 x 4 caches")
 ALL = [
     pytest.param(layers, batch, marks=pytest.mark.long if (layers, batch) == MOST else pytest.mark.slow)
@@ -79,7 +79,7 @@ def test_a_policy_by_score_selects_over_its_scores_alone(verb, batch):
 
 @pytest.mark.long
 def test_caches_that_fill_different_numbers_of_blocks_are_those_filled_alone():
-    """More blocks than `commit` publishes at a time, in one cache; in the other fewer, and in the third none."""
+    """One cache fills more blocks than `commit` publishes at a time, the second fewer, the third none."""
     spec = kvjax.make_spec(num_blocks=96, max_seqs=40, max_length=8, block_size=P)
     rows = jnp.arange(40, dtype=jnp.int32)
     tokens = rows[:, None] * 8 + jnp.arange(8, dtype=jnp.int32)[None]

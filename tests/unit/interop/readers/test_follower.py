@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Following a publisher without sockets: gaps, duplicates, restarts, messages of others, and replays."""
+"""A follower without sockets: gaps, duplicates, restarts, messages of others, and replays."""
 
 import dataclasses
 
 import msgspec
 import pytest
 
-from kvjax.interop.readers import follower as followers
-from kvjax.interop.readers.follower import Follower
+from kvjax.interop.readers import subscriber
+from kvjax.interop.readers.subscriber import Follower
 from kvjax.interop.sockets import END
 from kvjax.interop.vllm import Encoder
 from tests.unit.interop.forest import spec_of
@@ -22,7 +22,7 @@ def message(number, payload=EMPTY):
 
 
 def stores(first, count):
-    """The payloads that store so many prompts of a block, each in its own message."""
+    """The payloads that store so many prompts of one block, each in its own message."""
     encoder = Encoder(SPEC)
     cleared = encoder.snapshot()
     found = [encoder.encode([stored(b, 1, 0, [b] * 4)])[0] for b in range(first + count)]
@@ -33,7 +33,7 @@ PAYLOADS = stores(0, 6)
 
 
 def follower(replays=True, upto=0):
-    """One that has everything up to a message; numbers begin at 100."""
+    """A follower that has everything up to a message; numbers begin at 100."""
     one = Follower(replays, 1000)
     if replays:
         replay(one, range(upto))
@@ -52,7 +52,7 @@ def replay(one, which, end=True, frames=4):
 
 
 def mirrored(one):
-    """The first tokens of what is mirrored."""
+    """The first tokens of the mirrored blocks."""
     return sorted(prefix.tokens[0] for prefix in one.mirror.index)
 
 
@@ -80,7 +80,7 @@ def test_what_the_publisher_no_longer_has_comes_as_a_resync():
     one = follower(upto=2)
     one.receive(message(105, PAYLOADS[5]))
     encoder = Encoder(SPEC)
-    encoder.encode([stored(b, 1, 0, [b] * 4) for b in (1, 2, 3)])  # 0 is gone
+    encoder.encode([stored(b, 1, 0, [b] * 4) for b in (1, 2, 3)])  # 0 was dropped
     [resync] = encoder.snapshot()
     one.receive_replay([b"", *message(104, resync)])
     replay(one, [5])
@@ -130,7 +130,7 @@ def test_a_replay_that_does_not_come_leaves_a_mirror_that_says_so():
 
 @pytest.mark.parametrize("which", [[3, 4], [2, 4]])
 def test_a_replay_with_a_hole_is_not_complete(which):
-    """vLLM's own publisher keeps a ring."""
+    """vLLM's own publisher drops old messages from a ring."""
     one = follower(upto=2)
     one.receive(message(105, PAYLOADS[5]))
     replay(one, [*which, 5])
@@ -150,7 +150,7 @@ def test_a_broken_answer_is_not_complete():
 
 def test_messages_that_wait_for_a_replay_are_bounded(monkeypatch):
     """Messages without events have few bytes, but are objects all the same."""
-    monkeypatch.setattr(followers, "_WAITING_BYTES", 10_000)
+    monkeypatch.setattr(subscriber, "_WAITING_BYTES", 10_000)
     one = Follower(True, 1000)
     for _ in range(2):
         for number in range(100, 200):
@@ -190,7 +190,7 @@ def test_without_replays_it_says_what_is_missing():
     assert not one.complete and mirrored(one) == [4] and one.counts["gaps"] == 1
 
 
-def test_without_replays_a_restart_is_told_by_its_numbers():
+def test_without_replays_a_restart_is_seen_by_its_numbers():
     one = follower(False, upto=4)
     one.receive(message(50, PAYLOADS[5]))
     one.receive(message(50, PAYLOADS[5]))

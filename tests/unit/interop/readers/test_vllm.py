@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read: every form and kind of hash, other engines' too; nothing that is malformed."""
+"""The reader of vLLM's wire: every form and kind of hash, other engines' too, and refusals of malformed bytes."""
 
 import array
 
@@ -56,7 +56,7 @@ def test_older_and_other_engines_are_read():
         ({"cache_salt": "a"}, [], "a"),
     ],
 )
-def test_extra_keys_without_names_are_told_apart(fields, keys, salt):
+def test_extra_keys_without_names_are_distinguished(fields, keys, salt):
     [event] = decode(batch({"type": "BlockStored", **A, **fields})).events
     assert (event.keys, event.salt) == (keys, salt)
 
@@ -88,7 +88,7 @@ def test_what_is_malformed_is_refused(payload):
 
 @hypothesis.given(st.data())
 def test_any_bytes_are_read_or_refused(data):
-    """Parts of what is right, with some bytes changed, and anything else."""
+    """Parts of valid messages with some bytes changed, and arbitrary bytes."""
     right = batch({"type": "BlockStored", **A, "extra_keys": [[["i", 0]], None]}, ["BlockRemoved", [7], "GPU"][:0] or
                   {"type": "BlockRemoved", "block_hashes": [9], "medium": "GPU"})  # fmt: skip
     given_ = bytearray(data.draw(st.one_of(st.just(right), st.binary(max_size=60))))
@@ -147,7 +147,7 @@ def test_a_block_may_be_on_several_media_and_goes_with_the_last():
     assert len(mirror) == 0 and mirror.index == {} and mirror.lookup([1, 2], None, None, None) == (0, {})
 
 
-def test_a_window_is_not_asked_and_its_removals_leave_the_full_block():
+def test_a_window_is_not_looked_up_and_its_removals_leave_the_full_block():
     window = {"group": 1, "kind": "sliding_window", "window": 8}
     mirror = mirror_of(stored([1], None, [1, 2], kind="full_attention"), stored([1], None, [1, 2], **window))
     mirror.apply(Batch(0.0, [Removed([1], "GPU", 1)], 0))
@@ -155,13 +155,13 @@ def test_a_window_is_not_asked_and_its_removals_leave_the_full_block():
     assert mirror_of(stored([1], None, [1, 2], **window)).lookup([1, 2], None, None, None) == (0, {})
 
 
-def test_a_hash_with_new_contents_takes_the_place_of_the_old_one():
+def test_a_hash_with_new_contents_replaces_the_old_one():
     mirror = mirror_of(stored([1], None, [1, 2]), stored([1], None, [3, 4]))
     assert mirror.lookup([1, 2], None, None, None)[0] == 0 and mirror.lookup([3, 4], None, None, None)[0] == 2
     assert len(mirror) == 1
 
 
-def test_a_prefix_that_is_not_known_is_named():
+def test_an_unknown_prefix_is_named():
     mirror = mirror_of(stored([2], 1, [3, 4]))
     assert mirror.index == {Prefix(0, None, None, (3, 4), (), 1): ("GPU",)}
     mirror.apply(Batch(0.0, [stored([1], None, [1, 2])], 0))
@@ -170,7 +170,7 @@ def test_a_prefix_that_is_not_known_is_named():
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_circles_end(group):
-    """Blocks of other engines may name each other, or themselves, as what they follow."""
+    """Blocks of other engines may name each other, or themselves, as parents."""
     mirror = mirror_of(stored([1], 2, [1, 2]), stored([2], 1, [3, 4], group=group), stored([3], 3, [5, 6]))
     assert set(mirror.index) == {
         Prefix(0, None, None, (3, 4, 1, 2), (), 1),
@@ -195,9 +195,9 @@ def test_what_cannot_belong_to_a_mirror_changes_nothing(events):
 
 
 def test_what_lookup_finds_is_what_the_cache_has():
-    spec, known = spec_of("plain", 20), namespaces()
+    spec, names = spec_of("plain", 20), namespaces()
     encoder, mirror, forest = (
-        Encoder(spec, names=known, salts="plain", lora_names={3: "sql"}),
+        Encoder(spec, names=names, salts="plain", lora_names={3: "sql"}),
         Mirror(),
         Forest(spec, 5),
     )
@@ -205,7 +205,7 @@ def test_what_lookup_finds_is_what_the_cache_has():
         for payload in encoder.encode(arrays_of(forest.draw(15), spec)):
             mirror.apply(decode(payload))
         for namespace, path, *_ in list(forest.mirror.nodes.values()):
-            salt, lora = known.describe(namespace)
+            salt, lora = names.describe(namespace)
             levels = [
                 forest.mirror.index[0, namespace, path[:end]][0] for end in range(spec.block_size, len(path) + 1, 4)
             ]

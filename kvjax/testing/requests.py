@@ -1,21 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests to a cache on trial (`Trial`): without end, and as a Hypothesis strategy."""
+"""Requests to a cache on trial (`Trial`): their form, random ones without end, and a Hypothesis strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Required, TypedDict, cast
 
 import numpy as np
 
-from kvjax.spec import CacheSpec
-from kvjax.testing.request import MAX_TOKENS, SMALL, Fields, Request
+from kvjax.spec import CacheSpec, make_spec
+from kvjax.testing.expected import MAX_TOKENS, Fields
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
+SMALL = make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4)
 _WEIGHTS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
           "evict": 2, "reset": 1}  # fmt: skip
+
+
+class Request(TypedDict, total=False):
+    """One request to a cache on trial: a plain dict with "verb" and the fields of that verb, which JSON can hold.
+
+        trial.do({"verb": "admit", "seq": 0, "tokens": [5, 6, 7], "namespace": 0})
+        trial.do({"verb": "commit", "num_tokens": [20] * 4, "tokens": [[]] * 4})  # writes as much as is reserved
+        trial.do({"verb": "release", "seq": 0})
+
+    | verb | fields |
+    |---|---|
+    | admit | seq; tokens; namespace; extra_ids, one per token (where the spec has them) |
+    | extend | num_tokens, one per row, 0 for a row that does not grow, as all free rows |
+    | commit | num_tokens, one per row, at most those reserved; tokens, extra_ids: lists, used after the prompt |
+    | fork | src; dst |
+    | truncate | seq; drop: how many tokens to cut off |
+    | release | seq |
+    | evict | block |
+    | pin | seq; num_blocks: how many of the row's first blocks, those that are findable |
+    | unpin | which: number of the pin among those that last, modulo how many these are |
+    | reset | |
+
+    Of caches with a host tier; there "admit" and "extend" also have host: whether both tiers are used.
+
+    | verb | fields |
+    |---|---|
+    | offload, onboard | which: a bit for each of the first blocks that could go, in order; group |
+    | watermark | empty; group |
+    | swap_out, swap_in | seq |
+    | complete | ok: whether the oldest moves were done, not heeded if something else was done since they were ordered |
+    """
+
+    verb: Required[str]
+    seq: int
+    src: int
+    dst: int
+    block: int
+    tokens: Sequence[int] | Sequence[Sequence[int]]
+    extra_ids: Sequence[int] | Sequence[Sequence[int]]
+    num_tokens: Sequence[int]
+    num_blocks: int
+    namespace: int
+    drop: int
+    which: int
+    group: int
+    empty: int
+    host: bool
+    ok: bool
 
 
 def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int = 2) -> Iterator[Request]:
@@ -89,8 +138,7 @@ def requests(spec: CacheSpec = SMALL, *, num_namespaces: int = 2, max_size: int 
                 trial.do(request)
 
     `Request` says which requests there are, and their fields: those of its first table, and of its second where the
-    spec has a host tier. Tokens are 0, 1 or 2, so that prefixes are shared; a row may be one that there is not, and a
-    prompt one token too long.
+    spec has a host tier. Tokens are 0, 1 or 2, so that prefixes are shared; a row may be unknown, a prompt too long.
 
     Args:
       spec: of the cache on trial; keep it small.

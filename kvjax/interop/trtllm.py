@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a cache as TensorRT-LLM's event JSON, an event a line.
+"""TensorRT-LLM's event JSON, an event a line, written and read; partly filled blocks and priorities are there too.
 
     event    event_id from 0 without holes, data, window_size, attention_dp_rank if there are ranks, layer_group_id
     created  num_blocks_per_cache_level [device, host]; for each group that has K/V, the smallest window first
@@ -19,7 +19,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -33,6 +33,22 @@ from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.interop.index import Change
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
+
+if TYPE_CHECKING:
+    from kvjax.interop.readers.trtllm import (
+        Block,
+        Created,
+        Diff,
+        Event,
+        Mirror,
+        Prefix,
+        Removed,
+        Stored,
+        Updated,
+        parse,
+    )
+
+__all__ = ["Block", "Created", "Diff", "Event", "Mirror", "Prefix", "Removed", "Stored", "Updated", "Writer", "parse"]
 
 _TOKEN = '{"type":"unique_token","token_id":%%d,"token_extra_id":%s}'
 _BLOCK = '{"type":"stored_block","block_hash":%%d,"tokens":[%s],"cache_level":%%d,"priority":%%d}'
@@ -160,11 +176,10 @@ class Writer(EventEncoder[str]):
     def _created(self) -> list[str]:
         self._begun = True
         host = [group.num_host_blocks for group in self.nodes.spec.groups]
+        levels = {number: f"[{self._num_blocks[number]},{host[number]}]" for number in self._ends}
         return [
-            self._event(
-                number, f'{{"type":"created","num_blocks_per_cache_level":[{self._num_blocks[number]},{host[number]}]}}'
-            )
-            for number in self._ends
+            self._event(number, f'{{"type":"created","num_blocks_per_cache_level":{of}}}')
+            for number, of in levels.items()
         ]
 
     def _removed(self, number: int, rows: np.ndarray) -> list[str]:
@@ -233,3 +248,12 @@ def window_size(spec: CacheSpec, number: int) -> int:
 
 def _diff(old: int, new: int) -> str:
     return "null" if old == new else f'{{"type":"event_diff","new_value":{new},"old_value":{old}}}'
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what reads when it is asked for: it needs the extra `wires`, and `Writer` does not."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvjax.interop.readers import trtllm
+
+    return getattr(trtllm, name)

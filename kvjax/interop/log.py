@@ -1,22 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report of a file of events: counts, reuse, lifetimes, and what was stored again after it had been evicted.
+"""Events as they happen, in a file of JSON lines, and reports and plots of such files.
 
-A digest of its whole prefix identifies the content of a block, so that memory does not grow with the prefix's length.
+A line for each transition: ts in seconds since 1970, events as `to_list` gives them, queried, cached. In a report a
+digest of its whole prefix identifies the content of a block, so that memory does not grow with the prefix's length.
+
+`python -m kvjax.interop.log FILE [--plot out.png]` prints a report.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from kvjax.events.mirror import Node
-from kvjax.events.records import EventKind
+from kvjax import _pictures as pictures
+from kvjax.events.log import EventLog
+from kvjax.events.mirror import Node, snapshot, to_list
+from kvjax.events.records import EventKind, Events
+from kvjax.interop.events import arrays
 from kvjax.interop.hashing import block_hash, root_hash
+from kvjax.state import CacheState
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Log", "Report", "entry", "plot", "report"]
 
 _KINDS = tuple(kind.name.lower() for kind in EventKind if kind)
 _MOST, _WORD = 1 << 53, 1 << 31  # numbers are below: what float64 has exactly, and i32
@@ -24,6 +41,53 @@ NO_HITS = (
     "Events have no hits on single blocks: what was looked up and reused is given for each admission as a whole, in "
     "tokens."
 )
+_BARS = 40  # of the plot
+
+
+class Log:
+    """Writes a cache's events to a file; `write` is a listener of `generate`, `stream` and `run_batch`.
+
+    The file has prompts in clear.
+    """
+
+    def __init__(self, file: TextIO, *, clock: Callable[[], float] = time.time):
+        """Begins with an empty cache.
+
+        Args:
+          file: a text file, which the caller closes.
+          clock: gives the time in seconds.
+        """
+        self._file, self._clock = file, clock
+
+    def write(self, events: Events | EventLog) -> None:
+        """Writes a line: a listener.
+
+        Raises:
+          ValueError: for anything but `Events` and an `EventLog`.
+        """
+        self._save(entry(events, self._clock()))
+
+    def attach(self, state: CacheState) -> None:
+        """Begins anew with a cache that is not empty: writes a line of what would build its index."""
+        self._save({"ts": self._clock(), "events": snapshot(state), "queried": 0, "cached": 0})
+
+    def _save(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+
+def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]:
+    """The fields of a line, of a transition or of a jitted loop.
+
+    Args:
+      events: of the transition.
+      now: the ts; None: by the clock.
+
+    Raises:
+      ValueError: for anything but `Events` and an `EventLog`.
+    """
+    events = arrays(events)
+    sums = {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
+    return {"ts": time.time() if now is None else now, "events": to_list(events), **sums}
 
 
 @dataclasses.dataclass
@@ -81,12 +145,10 @@ class Report:
         length = f" in {self.duration(last)}" if self.unit == "s" else ""
         lines = [f"events        {total:,}{f' of {self.transitions:,} transitions' * bool(self.transitions)}{length}"]
         lines += [f"              {kinds}"] * bool(kinds)
-        if self.share is None:
-            lines.append("reuse         the file does not have what was looked up")
-        else:
-            lines.append(
-                f"reuse         {sum(self.cached):,} of {sum(self.queried):,} tokens looked up ({self.share:.1%})"
-            )
+        reuse = "the file does not have what was looked up"
+        if self.share is not None:
+            reuse = f"{sum(self.cached):,} of {sum(self.queried):,} tokens looked up ({self.share:.1%})"
+        lines.append(f"reuse         {reuse}")
         lines.append(f"cached        {left[0]:,} blocks on the device, {left[1]:,} on the host; {most:,} at most")
         lines.append(f"lifetimes     {self._spread(self.lifetimes, 'blocks removed')}")
         lines.append(f"stored again  {self._spread(self.again, f'blocks with {self.again_tokens:,} tokens')}")
@@ -120,11 +182,7 @@ def report(lines: Iterable[str]) -> Report:
 
 
 class _Reader:
-    """Follows a file.
-
-    Attributes:
-      report: of the lines so far.
-    """
+    """Follows a file; `report` is that of the lines so far."""
 
     def __init__(self):
         self.report = Report()
@@ -142,11 +200,10 @@ class _Reader:
             report.refused += 1
             report.first_refused = report.first_refused or f"line {number}: {error}"
             return
-        bare = now is None
         if now is not None:
+            report.transitions += 1
             report.unit, self._first = "s", now if self._first is None else self._first
             now = max(now - self._first, report.times[-1] if report.times else 0.0)  # clocks are set back
-        report.transitions += not bare
         for event in events:
             report.kinds[event["kind"]] += 1
             self._follow(event, float(report.kinds.total()) if now is None else now)
@@ -259,3 +316,119 @@ def _list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{name}: got {value!r:.80}, wanted an array")
     return value
+
+
+@pictures.picture
+def plot(report: Report, path: str | os.PathLike[str] | None = None) -> Figure:
+    """Draws a report: reuse and blocks over time, lifetimes, and times until blocks were stored again.
+
+    Args:
+      report: from `report`.
+      path: where to save the picture, if anywhere; the suffix chooses the format.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ImportError: without matplotlib.
+    """
+    figure = pictures.new_figure(11, 7)
+    (reuse, blocks), (lives, again) = figure.subplots(2, 2)
+    end = max(report.times, default=0.0) or 1.0
+    _draw_reuse(reuse, report, end)
+    _draw_blocks(blocks, report, end)
+    _draw_lengths(lives, report, report.lifetimes, "Lifetimes of blocks, from stored to removed", pictures.AMBER)
+    _draw_lengths(again, report, report.again, "Stored again after it was evicted: the time between", pictures.PINK)
+    for ax in (reuse, blocks, lives, again):
+        ax.yaxis.get_major_locator().set_params(integer=True)
+    pictures.legend_below(figure)
+    figure.suptitle(NO_HITS, x=0.01, ha="left", fontsize=9, color=pictures.FAINT)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _draw_reuse(ax: Axes, report: Report, end: float) -> None:
+    """Tokens looked up in each of some spans, those reused among them, and the share so far."""
+    share = report.share
+    ax.set_title("Prompt tokens" if share is None else f"Prompt tokens: {share:.1%} reused")
+    if share is None:
+        return _nothing(ax, "the file does not have what was looked up")
+    edges = np.linspace(0, end, _BARS + 1)
+    looked_up = np.array([report.queried, report.cached], float)  # large ones would wrap as integers
+    queried, cached = (np.histogram(report.times, edges, weights=w)[0] for w in looked_up)
+    width = edges[1] - edges[0]
+    ax.bar(edges[:-1], cached, width, align="edge", color=pictures.BLUE, label="reused")
+    ax.bar(edges[:-1], queried - cached, width, bottom=cached, align="edge", color=pictures.PALE, label="computed")
+    ax.set_xlim(0, end)
+    pictures.finish(ax, _unit(report), "tokens")
+    share_ax = ax.twinx()
+    total, reused = np.cumsum(looked_up, axis=1)
+    some = total > 0
+    so_far = reused[some] / total[some]
+    share_ax.plot(np.array(report.times)[some], so_far, color=pictures.INK, linewidth=1.2, drawstyle="steps-post")
+    share_ax.set_ylim(0, 1.02)
+    pictures.finish(share_ax, "", "reused so far, %", percent=True)
+    share_ax.spines["left"].set_visible(False)
+    share_ax.spines["right"].set_visible(True)
+
+
+def _draw_blocks(ax: Axes, report: Report, end: float) -> None:
+    ax.set_title("Findable blocks")
+    if not report.times:
+        return _nothing(ax, "no events")
+    levels = np.array(report.blocks).T
+    labels = ["on the device", "on the host"] if levels[1].any() else []
+    ax.stackplot(report.times, levels, colors=[pictures.AMBER, pictures.GREEN], labels=labels, step="post")
+    ax.set_xlim(0, end)
+    ax.set_ylim(bottom=0)
+    pictures.finish(ax, _unit(report), "blocks")
+
+
+def _draw_lengths(ax: Axes, report: Report, lengths: Sequence[float], title: str, colour: str) -> None:
+    """A histogram of lengths of time, on a logarithmic axis."""
+    ax.set_title(title)
+    if not lengths:
+        return _nothing(ax, "none")
+    values = np.array(lengths)
+    least = max(float(values[values > 0].min(initial=1.0)), float(values.max()) / 1e6, 1e-6)
+    most = max(float(values.max()), 2 * least)
+    ax.hist(np.clip(values, least, most), np.geomspace(least, most, 31).tolist(), color=colour)
+    middle = float(np.median(values))
+    ax.axvline(max(middle, least), color=pictures.INK, linewidth=1.0, linestyle="--")
+    ax.set_xscale("log")
+    pictures.round_ticks(ax)
+    pictures.finish(ax, f"{_unit(report)}; median {report.duration(middle)} of {len(lengths):,}", "blocks")
+
+
+def _unit(report: Report) -> str:
+    return "seconds" if report.unit == "s" else "events"
+
+
+def _nothing(ax: Axes, text: str) -> None:
+    ax.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
+    ax.text(0.5, 0.5, text, ha="center", va="center", color=pictures.FAINT, transform=ax.transAxes)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; see --help."""
+    about = "a file of events: counts, reuse, lifetimes, and what was stored again after it had been evicted."
+    example = "python -m kvjax.interop.log events.jsonl --plot events.png"
+    parser = argparse.ArgumentParser(
+        prog="python -m kvjax.interop.log", description=f"Prints a report of {about} {example}"
+    )
+    parser.add_argument("file", metavar="FILE", type=pathlib.Path, help="what Log or models.generate --events wrote")
+    parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
+    args = parser.parse_args(arguments)
+    try:
+        with args.file.open(errors="replace") as lines:
+            found = report(lines)
+        print(found)
+        if args.plot is not None:
+            plot(found, args.plot)
+    except (OSError, ValueError, ImportError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
