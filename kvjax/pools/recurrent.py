@@ -200,8 +200,8 @@ def _chunks(
         is_first = one.token == rows.token[one.row]
         own = {name: lax.dynamic_index_in_dim(state, one.row) for name, state in begin.items()}
         states = {name: jnp.where(is_first, own[name], state) for name, state in states.items()}
-        here = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, one.token, width)[None], padded)
-        new, states = _run(cell, states, here, one.count[None])
+        tokens = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, one.token, width)[None], padded)
+        new, states = _run(cell, states, tokens, one.count[None])
         real = jnp.arange(width, dtype=jnp.int32) < one.count
         outputs = jax.tree.map(
             lambda all_, x: lax.dynamic_update_slice_in_dim(all_, _masked(x[0], real), one.token, 0), outputs, new

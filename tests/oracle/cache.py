@@ -435,7 +435,7 @@ class Oracle(Tiers):
         return self._match(namespace, self._pair(tokens, extra_ids), tiers)[2]
 
     def unusable(self, tokens, *, namespace=0, extra_ids=None, tiers=True) -> int:
-        """How many tokens beyond these the first group has."""
+        """The number of tokens beyond these that the first group has."""
         prompt = tuple(self._pair(tokens, extra_ids)[:-1])
         ends = range(self.block_size, len(prompt) + 1, self.block_size)
         whole = list(

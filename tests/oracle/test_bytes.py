@@ -159,8 +159,8 @@ def test_mistakes_with_snapshots_are_noticed(mistake, step, noticed, monkeypatch
     history = [
         *served([0, 1, 2, 0, 1, 2]),
         *served([0, 1, 2, 0, 1, 1])[:2],
-        asked("decode", k=4, active=[True] * 3, counts=[3, 0, 0], tokens=rows, wide=False),
-        asked("truncate", seq=0, drop=2),
+        call("decode", k=4, active=[True] * 3, counts=[3, 0, 0], tokens=rows, wide=False),
+        call("truncate", seq=0, drop=2),
     ]
     if mistake is None:
         tally = carry_out(config, lambda _: history).tally
