@@ -22,12 +22,14 @@ class EventLog(Records):
       size: i32[]; events in the log.
       queried: i32[]; prompt tokens that were looked up by the admissions whose events it holds.
       cached: i32[]; queried tokens that were found.
+      unusable: i32[]; as in `Events`, or None.
     """
 
     text: Text
     size: jax.Array
     queried: jax.Array
     cached: jax.Array
+    unusable: jax.Array | None = None
 
     @property
     def num_free(self) -> jax.Array:
@@ -41,14 +43,17 @@ class EventLog(Records):
         return one_line(self, lambda log: f"{np.sum(log.size):,} of {len(log.records):,}")
 
 
-def init_log(capacity: int, block_size: int, extra_ids: bool = False) -> EventLog:
-    """An empty log for `capacity` events."""
+def init_log(capacity: int, block_size: int, extra_ids: bool = False, recurrent: bool = False) -> EventLog:
+    """An empty log for `capacity` events; `recurrent`: of a cache with recurrent layers."""
 
     def empty() -> jax.Array:
         return jnp.zeros((capacity, block_size), jnp.int32)
 
     text = Text(empty(), empty() if extra_ids else None)
-    return EventLog(jnp.zeros((capacity, len(COLUMNS)), jnp.int32), text, jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    zero = [jnp.int32(0) for _ in range(4)]
+    return EventLog(
+        jnp.zeros((capacity, len(COLUMNS)), jnp.int32), text, *zero[:3], unusable=zero[3] if recurrent else None
+    )
 
 
 def append(log: EventLog, *events: Events) -> EventLog:
@@ -70,9 +75,9 @@ def append(log: EventLog, *events: Events) -> EventLog:
 
 
 def lookups(log: EventLog, events: Iterable[Events]) -> dict[str, jax.Array]:
-    """The log's `queried` and `cached` with those of transitions."""
+    """The log's `queried`, `cached` and `unusable` with those of transitions."""
 
     def total(name: str) -> jax.Array:  # verbs that admit nobody add zeros, constants that XLA folds away
         return sum((jnp.sum(getattr(one, name), dtype=jnp.int32) for one in events), getattr(log, name))
 
-    return {name: total(name) for name in ("queried", "cached")}
+    return {name: total(name) for name in ("queried", "cached", "unusable") if getattr(log, name) is not None}

@@ -96,6 +96,8 @@ class Events(Records):
       status: i32[R]; a `Status` for each row of the request.
       queried: i32[R]; prompt tokens that were looked up.
       cached: i32[R]; queried tokens that were found.
+      unusable: i32[R]; further ones that the first group has, but no snapshot of the recurrent layers; None without
+        such layers.
       shortfall: i32[]; blocks that were missing.
       transfer: moves between tiers to execute before anything else; None where there can be none.
     """
@@ -106,6 +108,7 @@ class Events(Records):
     cached: jax.Array
     shortfall: jax.Array
     transfer: Transfer | None = None
+    unusable: jax.Array | None = None
 
     @property
     def ok(self) -> jax.Array:

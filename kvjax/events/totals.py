@@ -26,6 +26,7 @@ class Totals:
     Attributes:
       queried_tokens: prompt tokens that were looked up.
       reused_tokens: queried tokens that were found, and so need no computation.
+      unusable_tokens: further ones that could not be used, since no snapshot of the recurrent layers was there.
       stored_blocks: blocks that became findable.
       removed_blocks: blocks that stopped being findable, by eviction or because a row was cut inside them.
       copied_blocks: blocks copied on the device, for partial reuse or before a write into a shared block.
@@ -36,6 +37,7 @@ class Totals:
 
     queried_tokens: int = 0
     reused_tokens: int = 0
+    unusable_tokens: int = 0
     stored_blocks: int = 0
     removed_blocks: int = 0
     copied_blocks: int = 0
@@ -55,6 +57,7 @@ class Totals:
         new = {
             "queried_tokens": np.sum(events.queried),
             "reused_tokens": np.sum(events.cached),
+            "unusable_tokens": 0 if events.unusable is None else np.sum(events.unusable),
             "stored_blocks": np.sum(kinds == EventKind.STORED),
             "removed_blocks": np.sum(kinds == EventKind.REMOVED),
             "copied_blocks": np.sum(kinds == EventKind.COPIED),

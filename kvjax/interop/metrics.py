@@ -51,6 +51,7 @@ _CONDITIONS = {
 _TOTALS = {
     "queried_tokens": "Prompt tokens that were looked up.",
     "reused_tokens": "Prompt tokens that were found.",
+    "unusable_tokens": "Prompt tokens that only layers without a state had.",
     "stored_blocks": "Blocks that became findable.",
     "removed_blocks": "Blocks that stopped being findable.",
     "copied_blocks": "Blocks copied on the device.",

@@ -279,7 +279,7 @@ class Decoded(NamedTuple):
 def decode_log(spec: CacheSpec, steps: int) -> EventLog:
     """A log that holds the events of at least `steps` steps in ordinary use; the loop ends if it is nearly full."""
     usual = steps * spec.max_seqs * len(spec.groups) // 2
-    return init_log(usual + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids)
+    return init_log(usual + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids, spec.has_recurrent)
 
 
 def note(log: EventLog, *events: Events) -> EventLog:

@@ -44,7 +44,7 @@ def _mixed_logits(model: Model, cache: Cache, scheduler: Scheduler) -> jax.Array
 
 
 _mixed_logits = OutermostJit(_mixed_logits, static_argnames="scheduler")
-_init_log = OutermostJit(init_log, static_argnums=(0, 1, 2))
+_init_log = OutermostJit(init_log, static_argnums=(0, 1, 2, 3))
 _submit = OutermostJit(submit, static_argnames="scheduler", donate_argnums=0)
 _static, _donated = ("scheduler", "logits_fn", "fixed_steps"), ("serving", "log")
 _serve = OutermostJit(serve, static_argnames=_static, donate_argnames=_donated)
@@ -128,7 +128,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
         if not self.submitted:
             self._submit()
         self.host_tier.empty_blocks()
-        log = _init_log(self.log_size, self.spec.block_size, self.spec.extra_ids)
+        log = _init_log(self.log_size, self.spec.block_size, self.spec.extra_ids, self.spec.has_recurrent)
         arguments = {
             "scheduler": self.scheduler, "logits_fn": options.logits_fn, "fixed_steps": options.fixed_steps,
             "now": state.now(),

@@ -239,7 +239,7 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     end = serving.steps + steps
 
     def run(serving: Serving) -> Serving:
-        log = init_log(capacity, spec.block_size, spec.extra_ids)
+        log = init_log(capacity, spec.block_size, spec.extra_ids, spec.has_recurrent)
         return serve(_no_model, serving, log, scheduler=scheduler, steps=end - serving.steps, now=now)[0]
 
     serving = lax.while_loop(lambda serving: serving.busy & (serving.steps < end), run, serving)

@@ -84,6 +84,7 @@ def assemble(
     other: Sequence[Records] = (),
     queried: jax.Array | int = 0,
     cached: jax.Array | int = 0,
+    unusable: jax.Array | int = 0,
     shortfall: jax.Array | int = 0,
     moves: Sequence[Transfer] = (),
 ) -> Events:
@@ -97,14 +98,18 @@ def assemble(
         head, tail = (jnp.zeros((height, state.spec.block_size), jnp.int32) for height in heights)
         return jnp.concatenate([head, *(pick(array, blocks) for blocks in ids), tail])
 
+    def each_row(number: jax.Array | int) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(number, jnp.int32), status.shape)
+
     return Events(
         records=joined(no_records(), *before, *stored, *after).records,
         text=jax.tree.map(contents, state.groups[0].blocks.text),
         status=status,
-        queried=jnp.broadcast_to(jnp.asarray(queried, jnp.int32), status.shape),
-        cached=jnp.broadcast_to(jnp.asarray(cached, jnp.int32), status.shape),
+        queried=each_row(queried),
+        cached=each_row(cached),
         shortfall=jnp.asarray(shortfall, jnp.int32),
         transfer=Transfer(jnp.concatenate([m.records for m in moves])) if any(m.block.size for m in moves) else None,
+        unusable=each_row(unusable) if state.spec.has_recurrent else None,
     )
 
 

@@ -207,9 +207,10 @@ def admit_row(
     removed = [new.removed for new in reversed(taken)]
     after, removed, updated, moved = all_or_nothing(state, after, ok, removed, updated, moved)
     missing = jnp.where(status == Status.NO_BLOCKS, jnp.maximum(plan.missing, 1), 0)
+    unusable = 0 if match.unusable_tokens is None else jnp.where(ok, match.unusable_tokens, 0)
     events = assemble(
         after, status, removed=removed, updated=updated, copied=copied, queried=jnp.where(ok, prompt.length, 0),
-        cached=cached, shortfall=missing, moves=moved,
+        cached=cached, unusable=unusable, shortfall=missing, moves=moved,
     )  # fmt: skip
     return after, events, sources
 

@@ -202,6 +202,22 @@ def test_ends_of_conversations_and_partings_stay():
     )] == [16, 16, 8, 12]  # fmt: skip
 
 
+def test_tokens_without_a_snapshot_are_counted():
+    """By lookup, by admission, and by a log."""
+    numbers = {None: 40, 4: 40, "recurrent": 4}
+    spec = make_spec(LAYERS, num_blocks=numbers, max_seqs=ROWS, max_length=LENGTH, block_size=SIZE)
+    state, _ = conversation(kvjax.init(spec), TEXTS[0], 16)
+    state, _ = conversation(state, TEXTS[2], 12)  # takes the place of the first three snapshots
+    other = np.concatenate([TEXTS[0, :12], TEXTS[1, :20]])
+    match = VERBS["lookup"](state, other, 15)
+    assert (int(match.cached_tokens), int(match.unusable_tokens)) == (0, 12)
+    state, events = VERBS["admit"](state, 0, other, 15)
+    totals = kvjax.events.Totals().add(events)
+    assert (totals.queried_tokens, totals.reused_tokens, totals.unusable_tokens) == (15, 0, 12)
+    log = kvjax.events.append(kvjax.events.init_log(20, SIZE, recurrent=True), events, events)
+    assert int(log.unusable) == 24 and kvjax.events.Totals().add(log).unusable_tokens == 24
+
+
 def test_mistakes_get_an_error():
     cache = Cache.create(SPEC)
     view, inputs = cache.view(np.asarray([1, 1, 1], np.int32), 2), jnp.zeros((ROWS, 2, 2, 3))
