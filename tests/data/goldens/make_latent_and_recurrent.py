@@ -5,19 +5,24 @@
     ENV/bin/python tests/data/goldens/make_latent_and_recurrent.py [NAME ...]
 
 Each golden is a small random checkpoint that transformers saves, with its outputs on a CPU: float32, eager attention,
-no cache, every prompt alone. `models/golden.py` describes the arrays.
+no cache, every prompt alone. Recurrent layers are computed token by token: in chunks transformers loses digits where a
+head forgets at once. `models/golden.py` describes the arrays.
 """
 
 from __future__ import annotations
 
 import math
 import pathlib
+import re
 import sys
 import tempfile
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 HERE = pathlib.Path(__file__).parent
 # (lengths of the prompts, tokens after each, first prompt of those that share a prefix, its length)
@@ -44,6 +49,7 @@ QWEN = {
     **COMMON, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "num_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 28, "norm_topk_prob": True,
+    "rms_norm_eps": 1e-4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 KIMI = {
@@ -87,6 +93,8 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    qwen3_next.torch_chunk_gated_delta_rule = qwen3_next.torch_recurrent_gated_delta_rule
+    kimi_linear.chunk_kimi_delta_attention = kimi_linear.recurrent_kimi_delta_attention
     for name in names or GOLDENS:
         kind, fields, vocab_size, prompts = GOLDENS[name]
         torch.manual_seed(0)
@@ -109,7 +117,7 @@ def randomise(model: torch.nn.Module) -> None:
             ones = 0 if is_offset(model, name) else 1
             tensor.copy_(ones + 0.2 * torch.randn_like(tensor))
         elif tensor.ndim > 1:
-            tensor.normal_(0, 1.5 / math.sqrt(tensor.shape[-1]))
+            tensor.normal_(0, 1 / math.sqrt(tensor.shape[-1]))
 
 
 def is_offset(model: torch.nn.Module, name: str) -> bool:
@@ -122,8 +130,11 @@ def save(model: torch.nn.Module, folder: pathlib.Path) -> None:
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         model.save_pretrained(temporary)
-        for name in ("config.json", "model.safetensors"):
-            (folder / name).write_bytes((pathlib.Path(temporary) / name).read_bytes())
+        (folder / "config.json").write_bytes((pathlib.Path(temporary) / "config.json").read_bytes())
+        tensors = load_file(pathlib.Path(temporary) / "model.safetensors")
+    # Moonshot's files have this name for experts alone, transformers' for the MLP of a layer without experts too.
+    named = {re.sub(r"block_sparse_moe\.(?=\w+_proj)", "mlp.", name): tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def outputs(model: torch.nn.Module, lengths: tuple[int, ...], steps: int, shared: int, prefix: int) -> dict:

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model whose layers keep different things in the cache: keys and values, latents, or recurrent states.
+
+`deepseek.py`, `qwen3_next.py` and `kimi_linear.py` say which layers there are. A layer has a mixer, which mixes tokens
+through a `Mixing`, and an MLP or experts. Modules are named as in Hugging Face checkpoints. Shapes as in `decoder.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import kvjax
+
+from .decoder import dense_attention
+from .language_config import Angles, LanguageConfig
+from .norm import RMSNorm
+
+
+class Mixing(Protocol):
+    """The way in which one layer's tokens reach each other: through the cache, or in whole sequences without one."""
+
+    def attend(self, cache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        """The mixed values [R, C, Q, D] of q [R, C, Q, D], k and v [R, C, K, D]; and the cache."""
+        ...
+
+    def attend_latents(
+        self, cache, q: jax.Array, latents: jax.Array, values: int, scale: float
+    ) -> tuple[jax.Array, Any]:
+        """The mixed latents [R, C, Q, values] of q [R, C, Q, L] and latents [R, C, 1, L]; and the cache."""
+        ...
+
+    def recur(self, cache, cell: Any, inputs: Any) -> tuple[jax.Array, Any]:
+        """The cell's outputs [R, C, ...]; and the cache."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """The mixing of a layer through the paged cache."""
+
+    view: kvjax.View
+    layer: int
+
+    def attend(self, cache, q, k, v):
+        """See `Mixing`."""
+        cache = kvjax.write(cache, self.layer, k, v, self.view)
+        return kvjax.attend(q, cache, self.layer, self.view), cache
+
+    def attend_latents(self, cache, q, latents, values, scale):
+        """See `Mixing`; the cache knows how many columns are values."""
+        cache = kvjax.write(cache, self.layer, latents, None, self.view)
+        return kvjax.attend(q, cache, self.layer, self.view, scale=scale), cache
+
+    def recur(self, cache, cell, inputs):
+        """See `Mixing`."""
+        return kvjax.recur(cell, cache, self.layer, self.view, inputs)
+
+
+class Dense:
+    """The mixing of a layer in whole sequences; there is no cache."""
+
+    def attend(self, cache, q, k, v):
+        """See `Mixing`."""
+        return dense_attention(q, k, v), cache
+
+    def attend_latents(self, cache, q, latents, values, scale):
+        """See `Mixing`."""
+        return dense_attention(q, latents, latents[..., :values], scale=scale), cache
+
+    def recur(self, cache, cell, inputs):
+        """See `Mixing`."""
+        rows, length = jax.tree.leaves(inputs)[0].shape[:2]
+        outputs, _ = cell(cell.zeros(rows), inputs, jnp.full(rows, length, jnp.int32))
+        return outputs, cache
+
+
+class Layer(nnx.Module):
+    """A mixer, then an MLP or experts, each on the normalised stream and added to it; both by their names."""
+
+    def __init__(self, config: LanguageConfig, dtype, mixer: tuple[str, Any], mlp: tuple[str, Any]):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm, dtype)
+        self.names = mixer[0], mlp[0]
+        for name, module in (mixer, mlp):
+            setattr(self, name, module)
+
+    @property
+    def mixer(self) -> Any:
+        """The module that mixes tokens."""
+        return getattr(self, self.names[0])
+
+    def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):
+        """The stream [R, C, E] after this layer; and the cache."""
+        mixed, cache = self.mixer(self.input_layernorm(x), angles, mixing, cache)
+        x = x + mixed
+        return x + getattr(self, self.names[1])(self.post_attention_layernorm(x)), cache
+
+
+class LanguageModel(nnx.Module):
+    """A decoder-only model. It holds weights and nothing else: under `jit` pass it as an argument like any pytree.
+
+    Args:
+      config: what to build.
+      dtype: of weights and activations; norms, softmax, routing, recurrences and logits are always float32.
+      rngs: source of the initial weights.
+    """
+
+    run = None  # no layers are scanned (`scan.py`)
+
+    def __init__(self, config: Any, *, dtype=jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, param_dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([self.make_layer(number, dtype, rngs) for number in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Linear(
+                config.hidden_size, config.vocab_size, use_bias=False, param_dtype=dtype, rngs=rngs
+            )
+
+    def make_layer(self, number: int, dtype, rngs: nnx.Rngs) -> Layer:
+        """The layer of this number; each family has its own."""
+        raise NotImplementedError
+
+    def layer_specs(self) -> list[kvjax.LayerSpec]:
+        """What each layer keeps in the cache, for `kvjax.make_spec` and `kvjax.plan`."""
+        return [layer.mixer.spec() for layer in self.layers]
+
+    def __call__(self, tokens: jax.Array, pools, view: kvjax.View, *, last: jax.Array | None = None):
+        """Runs the next tokens of every row through the paged cache; as `Decoder.__call__`."""
+        x, pools = self._stream(tokens, view.positions, lambda number: Paged(view, number), pools)
+        if last is not None:
+            x = x[jnp.arange(x.shape[0]), last]
+        return self._logits(x), pools
+
+    def dense(self, tokens: jax.Array, at: jax.Array | None = None) -> jax.Array:
+        """The same logits without a cache, from whole sequences; as `Decoder.dense`."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        x, _ = self._stream(tokens, positions, lambda number: Dense(), None)
+        return self._logits(x if at is None else x[:, at])
+
+    def _stream(self, tokens, positions, mixing: Callable[[int], Mixing], cache):
+        """The residual stream [R, C, E] after all layers, and the cache."""
+        x, angles = self.embed_tokens(tokens), self.config.angles(positions)
+        for number, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer{number}"):
+                x, cache = layer(x, angles, mixing(number), cache)
+        return x, cache
+
+    def vocabulary(self) -> tuple[jax.Array, int]:
+        """The matrix that the logits are products with, and which of its axes is the vocabulary."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.embedding[...], 0
+        return self.lm_head.kernel[...], 1
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope("logits"):
+            matrix, vocabulary = self.vocabulary()
+            axes = (((x.ndim - 1,), (1 - vocabulary,)), ((), ()))
+            return jax.lax.dot_general(self.norm(x), matrix, axes, preferred_element_type=jnp.float32)
