@@ -111,8 +111,6 @@ class LanguageModel(nnx.Module):
       rngs: source of the initial weights.
     """
 
-    run = None  # no layers are scanned (`scan.py`)
-
     def __init__(self, config: Any, *, dtype=jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, param_dtype=dtype, rngs=rngs)

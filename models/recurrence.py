@@ -70,10 +70,7 @@ class DeltaConfig:
 
     def spec(self) -> kvjax.LayerSpec:
         """What the cache keeps for such a layer; devices divide the channels and the heads."""
-        shapes = self.shapes
-        return kvjax.LayerSpec.recurrent(
-            conv=kvjax.StateArray(shapes["conv"], axis=1), memory=kvjax.StateArray(shapes["memory"], axis=0)
-        )
+        return kvjax.LayerSpec.recurrent(self.shapes, axes={"conv": 1, "memory": 0})
 
 
 class DeltaInputs(NamedTuple):

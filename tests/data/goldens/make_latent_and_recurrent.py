@@ -27,7 +27,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 HERE = pathlib.Path(__file__).parent
 # (lengths of the prompts, tokens after each, first prompt of those that share a prefix, its length)
 PROMPTS = {
-    "full": ((1, 7, 16, 40, 64, 150, 57, 95), 48, 5, 40),
+    "full": ((1, 7, 17, 40, 65, 150, 61, 97), 48, 5, 50),
     "options": ((40, 17, 33), 8, 1, 17),
 }
 COMMON = {
