@@ -44,7 +44,7 @@ class Mixing(Protocol):
 class Paged:
     """The mixing of a layer through the paged cache."""
 
-    view: kvjax.View
+    view: kvjax.pools.View
     layer: int
 
     def attend(self, cache, q, k, v):
@@ -129,7 +129,7 @@ class LanguageModel(nnx.Module):
         """What each layer keeps in the cache, for `kvjax.make_spec` and `kvjax.plan`."""
         return [layer.mixer.spec() for layer in self.layers]
 
-    def __call__(self, tokens: jax.Array, pools, view: kvjax.View, *, last: jax.Array | None = None):
+    def __call__(self, tokens: jax.Array, pools, view: kvjax.pools.View, *, last: jax.Array | None = None):
         """Runs the next tokens of every row through the paged cache; as `Decoder.__call__`."""
         x, pools = self._stream(tokens, view.positions, lambda number: Paged(view, number), pools)
         if last is not None:

@@ -70,12 +70,15 @@ def load(
     dtype = _stored_dtype(files) if dtype is None else dtype
     abstract = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
-    wanted = {name: one for path, leaf in nnx.to_flat_state(state) for name, *one in _hf_tensors(path, leaf)}
-    _check_names(files, {name: _hf_shape(path, leaf.shape) for name, (path, leaf, _) in wanted.items()}, config)
+    parameters = dict(nnx.to_flat_state(state))
+    wanted = {name: part for path, leaf in parameters.items() for name, part in _hf_parts(path, leaf.shape).items()}
+    shapes = {name: _hf_shape(path, parameters[path].shape) for name, (path, _) in wanted.items()}
+    _check_names(files, shapes, config)
     flat, stacks = [], {}
     for name, tensor in _tensors(files):
         if _own_name(name) in wanted:
-            path, leaf, expert = wanted[_own_name(name)]
+            path, expert = wanted[_own_name(name)]
+            leaf = parameters[path]
             read = functools.partial(_read, tensor, path[-1] == "kernel", leaf.dtype)
             if expert is None:
                 flat.append((path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads))))
@@ -115,7 +118,7 @@ def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> N
     tensors = {}
     for path, leaf in nnx.to_flat_state(nnx.state(unrolled(model) if isinstance(model, Decoder) else model)):
         value = np.asarray(leaf[...])
-        for name, _, _, expert in _hf_tensors(path, value):
+        for name, (_, expert) in _hf_parts(path, value.shape).items():
             tensor = value if expert is None else value[expert]
             tensors[name] = np.ascontiguousarray(tensor.T if path[-1] == "kernel" else tensor)
     fields = {**model.config.to_hf(), "dtype": next(iter(tensors.values())).dtype.name}
@@ -147,15 +150,15 @@ def _hf_name(path: tuple) -> str:
     return ".".join(map(str, (*prefix, *modules, leaf)))
 
 
-def _hf_tensors(path: tuple, leaf: Any) -> list[tuple[str, tuple, Any, int | None]]:
-    """(name, path, leaf, expert) of the tensors of a checkpoint that make a parameter: one, or one for each expert.
+def _hf_parts(path: tuple, shape: tuple[int, ...]) -> dict[str, tuple[tuple, int | None]]:
+    """The tensors of a checkpoint that make a parameter: one, or one for each expert: {name: (path, expert)}.
 
     (layers, 1, mlp, experts, up_proj, kernel) is model.layers.1.mlp.experts.0.up_proj.weight and so on.
     """
-    if path[-1] != "kernel" or len(leaf.shape) != 3:
-        return [(_hf_name(path), path, leaf, None)]
-    experts = range(leaf.shape[0])
-    return [(_hf_name((*path[:-2], expert, *path[-2:])), path, leaf, expert) for expert in experts]
+    if path[-1] != "kernel" or len(shape) != 3:
+        return {_hf_name(path): (path, None)}
+    *above, name, leaf = path
+    return {_hf_name((*above, expert, name, leaf)): (path, expert) for expert in range(shape[0])}
 
 
 def _own_name(name: str) -> str:
