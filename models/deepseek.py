@@ -118,7 +118,7 @@ class LatentAttention(nnx.Module):
         self.o_proj = linear(heads * config.value_dim, width)
 
     def spec(self) -> kvjax.LayerSpec:
-        """What the cache keeps."""
+        """The layer's part of the cache."""
         return kvjax.LayerSpec.latent(self.config.rank + self.config.rope_dim, self.config.rank)
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):

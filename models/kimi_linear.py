@@ -68,7 +68,7 @@ class KimiDeltaAttention(nnx.Module):
         self.o_proj = linear(columns, width)
 
     def spec(self) -> kvjax.LayerSpec:
-        """What the cache keeps."""
+        """The layer's part of the cache."""
         return self.delta.spec()
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):

@@ -126,7 +126,7 @@ class LanguageModel(nnx.Module):
         raise NotImplementedError
 
     def layer_specs(self) -> list[kvjax.LayerSpec]:
-        """What each layer keeps in the cache, for `kvjax.make_spec` and `kvjax.plan`."""
+        """Each layer's part of the cache, for `kvjax.make_spec` and `kvjax.plan`."""
         return [layer.mixer.spec() for layer in self.layers]
 
     def __call__(self, tokens: jax.Array, pools, view: kvjax.pools.View, *, last: jax.Array | None = None):

@@ -53,7 +53,7 @@ class GatedAttention(nnx.Module):
         self.k_norm = RMSNorm(head_dim, config.norm, dtype)
 
     def spec(self) -> kvjax.LayerSpec:
-        """What the cache keeps."""
+        """The layer's part of the cache."""
         return kvjax.LayerSpec(self.kv_heads, self.head_dim)
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):
@@ -90,7 +90,7 @@ class GatedDeltaNet(nnx.Module):
         self.out_proj = linear(values, width)
 
     def spec(self) -> kvjax.LayerSpec:
-        """What the cache keeps."""
+        """The layer's part of the cache."""
         return self.delta.spec()
 
     def __call__(self, x: jax.Array, angles: Angles, mixing: Mixing, cache):

@@ -69,12 +69,12 @@ class DeltaConfig:
         }
 
     def spec(self) -> kvjax.LayerSpec:
-        """What the cache keeps for such a layer; devices divide the channels and the heads."""
+        """The layer's part of the cache; devices divide the channels and the heads."""
         return kvjax.LayerSpec.recurrent(self.shapes, axes={"conv": 1, "memory": 0})
 
 
 class DeltaInputs(NamedTuple):
-    """What a token gives to the cell.
+    """The inputs of the cell for each token.
 
     Attributes:
       qkv: [B, C, columns of all parts]; before the convolution.
@@ -163,8 +163,8 @@ def convolve(last: jax.Array, x: jax.Array, filters: jax.Array, count: jax.Array
     taps, length = filters.shape[0], x.shape[1]
     seen = jnp.concatenate([last, x], axis=1)
     y = sum(seen[:, tap : tap + length] * filters[tap][None, None] for tap in range(taps))
-    kept = count[:, None] + jnp.arange(taps - 1, dtype=count.dtype)[None]
-    return jax.nn.silu(y), jnp.take_along_axis(seen, kept[..., None], axis=1)
+    after = count[:, None] + jnp.arange(taps - 1, dtype=count.dtype)[None]
+    return jax.nn.silu(y), jnp.take_along_axis(seen, after[..., None], axis=1)
 
 
 def delta_by_token(memory, q, k, v, decay, beta) -> tuple[jax.Array, jax.Array]:

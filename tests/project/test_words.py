@@ -37,7 +37,7 @@ STILL = {
 }  # fmt: skip
 # Names of other libraries, and words that mean something else in a name.
 ALLOWED = {
-    "G", "KEPT_SECONDS", "_place_copy", "anchor", "bbox_to_anchor", "in_place", "log_room",
+    "G", "KEPT_SECONDS", "_place_copy", "anchor", "bbox_to_anchor", "g_a_proj", "g_b_proj", "in_place", "log_room",
     "only_pins_hold_beside_the_tables", "so_far",
 }  # fmt: skip
 # Words that no docstring, comment or page has.
