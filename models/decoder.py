@@ -258,30 +258,32 @@ class Decoder(nnx.Module):
             return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def scanned(model: Decoder) -> Decoder:
+def scanned[M: nnx.Module](model: M) -> M:
     """The same model with its longest run of equal layer patterns scanned; itself if no pattern repeats.
 
-    It compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack. Logits are
-    equal but for rounding, and `save` writes the same file. The run's weights are copied: as long as both models live,
-    there are two of each.
+    It is a `Decoder` or a `LanguageModel`. It compiles faster. Its steps may take longer, since XLA copies each layer's
+    weights out of the stack. Logits are equal but for rounding, and `save` writes the same file. The run's weights are
+    copied: as long as both models live, there are two of each.
     """
-    run = longest_run(model.config.layers)
-    if model.run is not None or run is None:
+    held: Any = model
+    run = longest_run(held.config.layers)
+    if held.run is not None or run is None:
         return model
-    return _with_layers(model, stacked([*model.layers], run), run)
+    return _with_layers(held, stacked([*held.layers], run), run)
 
 
-def unrolled(model: Decoder) -> Decoder:
+def unrolled[M: nnx.Module](model: M) -> M:
     """The inverse of `scanned`: one module for each layer, named as in Hugging Face checkpoints."""
-    run = model.run
+    held: Any = model
+    run = held.run
     if run is None:
         return model
-    before, phases, after = parted(model.layers, run)
+    before, phases, after = parted(held.layers, run)
     each = [jax.tree.map(lambda x, i=i: x[i], phase) for i in range(run.repeats) for phase in phases]
-    return _with_layers(model, [*before, *each, *after], None)
+    return _with_layers(held, [*before, *each, *after], None)
 
 
-def _with_layers(model: Decoder, layers: Sequence[Layer], run: Run | None) -> Decoder:
+def _with_layers(model: Any, layers: Sequence[nnx.Module], run: Run | None) -> Any:
     """The model with these layers, as modules of its own over the same arrays."""
     model, layers = jax.tree.map(lambda x: x, (model, layers))
     model.layers, model.run = nnx.List(layers), run

@@ -21,7 +21,7 @@ import kvjax
 from .decoder import MLP
 from .experts import ExpertsConfig, Mixture
 from .fields import count, flag, number, only
-from .language_config import Angles, LanguageConfig, read_common, write_common
+from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
 from .language_model import LanguageModel, Layer, Mixing
 from .norm import NormConfig, RMSNorm
 from .rope import Rope, rotate
@@ -212,6 +212,11 @@ class DeepSeekConfig(LanguageConfig):
             "routed_scaling_factor": experts.factor,
         }
 
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(LayerKind("latents", number < self.num_dense) for number in range(self.num_layers))
+
     def angles(self, positions: jax.Array) -> Angles:
         """Cosine and sine of the rope at `positions i32[R, C]`."""
         assert self.latents.rope is not None
@@ -232,7 +237,7 @@ class DeepSeek(LanguageModel):
         """The layer of this number."""
         config, width = self.config, self.config.hidden_size
         mixer = LatentAttention(width, config.num_heads, config.latents, dtype, rngs)
-        if number < config.num_dense:
+        if config.layers[number].dense:
             return Layer(
                 config, dtype, ("self_attn", mixer), ("mlp", MLP(width, config.intermediate_size, dtype, rngs))
             )

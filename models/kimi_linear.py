@@ -20,7 +20,7 @@ from .decoder import MLP
 from .deepseek import LatentAttention, LatentConfig, read_latents, write_latents
 from .experts import ExpertsConfig, Mixture
 from .fields import count, either, flag, listed, number, only
-from .language_config import Angles, LanguageConfig, read_common, write_common
+from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
 from .language_model import LanguageModel, Layer, Mixing
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
@@ -169,6 +169,11 @@ class KimiLinearConfig(LanguageConfig):
             "routed_scaling_factor": experts.factor,
         }
 
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(LayerKind(name, number in self.dense) for number, name in enumerate(self.types))
+
 
 class KimiLinear(LanguageModel):
     """Kimi Linear."""
@@ -178,11 +183,12 @@ class KimiLinear(LanguageModel):
     def make_layer(self, number: int, dtype, rngs: nnx.Rngs) -> Layer:
         """The layer of this number."""
         config, width = self.config, self.config.hidden_size
-        if config.types[number] == FULL:
+        kind = config.layers[number]
+        if kind.mixer == FULL:
             mixer = LatentAttention(width, config.num_heads, config.latents, dtype, rngs)
         else:
             mixer = KimiDeltaAttention(config, dtype, rngs)
-        if number in config.dense:
+        if kind.dense:
             mlp = "mlp", MLP(width, config.intermediate_size, dtype, rngs)
         else:
             mlp = "block_sparse_moe", Mixture(width, config.experts, dtype, rngs, _EXPERTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 
@@ -13,6 +13,20 @@ from .fields import count, flag, ids, number, only, token
 from .norm import NormConfig
 
 Angles = tuple[jax.Array, jax.Array] | None  # cosine and sine of the rope; None: there is none
+
+
+class LayerKind(NamedTuple):
+    """The modules of a layer; layers of equal kinds can be scanned (`scan.py`).
+
+    Attributes:
+      mixer: what mixes tokens; each family has its own names.
+      dense: whether the layer has one MLP instead of experts.
+      reuses: as in `LayerConfig`: every layer has its own part of the cache.
+    """
+
+    mixer: str
+    dense: bool
+    reuses: None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +68,11 @@ class LanguageConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of a config.json that `from_hf` reads back as this config."""
+        raise NotImplementedError
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
         raise NotImplementedError
 
     @property

@@ -20,6 +20,7 @@ import kvjax
 from .decoder import dense_attention
 from .language_config import Angles, LanguageConfig
 from .norm import RMSNorm
+from .scan import Turn, longest_run, over_layers, parted, stacked
 
 
 class Mixing(Protocol):
@@ -42,24 +43,30 @@ class Mixing(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Paged:
-    """The mixing of a layer through the paged cache."""
+    """The mixing of a layer through the paged cache; in a scan `turn` tells which of several layers it is."""
 
     view: kvjax.pools.View
     layer: int
+    turn: Turn | None = None
 
     def attend(self, cache, q, k, v):
         """See `Mixing`."""
-        cache = kvjax.write(cache, self.layer, k, v, self.view)
-        return kvjax.attend(q, cache, self.layer, self.view), cache
+        index = self._index(cache)
+        cache = kvjax.write(cache, self.layer, k, v, self.view, index=index)
+        return kvjax.attend(q, cache, self.layer, self.view, index=index), cache
 
     def attend_latents(self, cache, q, latents, values, scale):
         """See `Mixing`; the cache knows how many columns are values."""
-        cache = kvjax.write(cache, self.layer, latents, None, self.view)
-        return kvjax.attend(q, cache, self.layer, self.view, scale=scale), cache
+        index = self._index(cache)
+        cache = kvjax.write(cache, self.layer, latents, None, self.view, index=index)
+        return kvjax.attend(q, cache, self.layer, self.view, index=index, scale=scale), cache
 
     def recur(self, cache, cell, inputs):
         """See `Mixing`."""
-        return kvjax.recur(cell, cache, self.layer, self.view, inputs)
+        return kvjax.recur(cell, cache, self.layer, self.view, inputs, index=self._index(cache))
+
+    def _index(self, cache) -> jax.Array | None:
+        return None if self.turn is None else self.turn.index(cache.spec)
 
 
 class Dense:
@@ -108,13 +115,15 @@ class LanguageModel(nnx.Module):
     Args:
       config: what to build.
       dtype: of weights and activations; norms, softmax, routing, recurrences and logits are always float32.
+      scan: whether the longest run of equal layer patterns is scanned, as in `Decoder`.
       rngs: source of the initial weights.
     """
 
-    def __init__(self, config: Any, *, dtype=jnp.float32, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: Any, *, dtype=jnp.float32, scan: bool = False, rngs: nnx.Rngs):
+        self.config, self.run = config, longest_run(config.layers) if scan else None
         self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, param_dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([self.make_layer(number, dtype, rngs) for number in range(config.num_layers)])
+        layers = [self.make_layer(number, dtype, rngs) for number in range(config.num_layers)]
+        self.layers = nnx.List(stacked(layers, self.run))
         self.norm = RMSNorm(config.hidden_size, config.norm, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Linear(
@@ -127,11 +136,13 @@ class LanguageModel(nnx.Module):
 
     def layer_specs(self) -> list[kvjax.LayerSpec]:
         """Each layer's part of the cache, for `kvjax.make_spec` and `kvjax.plan`."""
-        return [layer.mixer.spec() for layer in self.layers]
+        before, phases, after = parted(self.layers, self.run)
+        repeats = self.run.repeats if self.run is not None else 0
+        return [layer.mixer.spec() for layer in [*before, *phases * repeats, *after]]
 
     def __call__(self, tokens: jax.Array, pools, view: kvjax.pools.View, *, last: jax.Array | None = None):
         """Runs the next tokens of every row through the paged cache; as `Decoder.__call__`."""
-        x, pools = self._stream(tokens, view.positions, lambda number: Paged(view, number), pools)
+        x, pools = self._stream(tokens, view.positions, lambda number, turn: Paged(view, number, turn), pools)
         if last is not None:
             x = x[jnp.arange(x.shape[0]), last]
         return self._logits(x), pools
@@ -139,16 +150,20 @@ class LanguageModel(nnx.Module):
     def dense(self, tokens: jax.Array, at: jax.Array | None = None) -> jax.Array:
         """The same logits without a cache, from whole sequences; as `Decoder.dense`."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        x, _ = self._stream(tokens, positions, lambda number: Dense(), None)
+        x, _ = self._stream(tokens, positions, lambda number, turn: Dense(), None)
         return self._logits(x if at is None else x[:, at])
 
-    def _stream(self, tokens, positions, mixing: Callable[[int], Mixing], cache):
+    def _stream(self, tokens, positions, mixing: Callable[[int, Turn | None], Mixing], cache):
         """The residual stream [R, C, E] after all layers, and the cache."""
-        x, angles = self.embed_tokens(tokens), self.config.angles(positions)
-        for number, layer in enumerate(self.layers):
+        angles = self.config.angles(positions)
+
+        def step(carry, layer, number, own, turn):
+            x, cache = carry
             with jax.named_scope(f"layer{number}"):
-                x, cache = layer(x, angles, mixing(number), cache)
-        return x, cache
+                return layer(x, angles, mixing(number, turn), cache)
+
+        no_inputs = [None] * self.config.num_layers
+        return over_layers(step, (self.embed_tokens(tokens), cache), self.layers, no_inputs, self.run)
 
     def vocabulary(self) -> tuple[jax.Array, int]:
         """The matrix that the logits are products with, and which of its axes is the vocabulary."""

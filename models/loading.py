@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from .decoder import Decoder, scanned, unrolled
+from .decoder import scanned, unrolled
 from .families import AnyConfig, AnyModel, model_class, num_layers, read_config
 from .language_config import LanguageConfig
 from .placement import check_axis, placed
@@ -50,7 +50,7 @@ def load(
         are float32.
       scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
       mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
-        that this process's devices need. None: one device has all. Only a `Decoder` can be scanned or divided.
+        that this process's devices need. None: one device has all. Only a `Decoder` can be divided.
       heads: the mesh's axis that divides them, the one that `kvjax.Cache.create` is given.
 
     Returns:
@@ -66,7 +66,7 @@ def load(
     check_axis(mesh, heads)
     fields, files = _json(folder / CONFIG), _weight_files(folder)
     config, tokenizer = _config(folder / CONFIG, fields, files), load_tokenizer(folder)
-    _check_options(config, scan, mesh)
+    _check_mesh(config, mesh)
     dtype = _stored_dtype(files) if dtype is None else dtype
     abstract = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
@@ -102,13 +102,10 @@ class _Stack:
         self.missing -= 1
 
 
-def _check_options(config: AnyConfig, scan: bool, mesh: Mesh | None) -> None:
-    """Refuses what only a `Decoder` can do."""
-    if isinstance(config, LanguageConfig):
-        if scan:
-            raise ValueError(f"scan: got True, wanted False: layers of {config.model_type} are not scanned")
-        if mesh is not None:
-            raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
+def _check_mesh(config: AnyConfig, mesh: Mesh | None) -> None:
+    """Refuses to divide the weights of what is no `Decoder`."""
+    if isinstance(config, LanguageConfig) and mesh is not None:
+        raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
 
 
 def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> None:
@@ -116,7 +113,7 @@ def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> N
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(unrolled(model) if isinstance(model, Decoder) else model)):
+    for path, leaf in nnx.to_flat_state(nnx.state(unrolled(model))):
         value = np.asarray(leaf[...])
         for name, (_, expert) in _hf_parts(path, value.shape).items():
             tensor = value if expert is None else value[expert]

@@ -16,7 +16,7 @@ import kvjax
 from .decoder import MLP
 from .experts import ExpertsConfig, Mixture
 from .fields import count, either, flag, listed, number, only
-from .language_config import Angles, LanguageConfig, read_common, write_common
+from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
 from .language_model import LanguageModel, Layer, Mixing
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
@@ -198,6 +198,11 @@ class Qwen3NextConfig(LanguageConfig):
         }
 
     @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(LayerKind(name, number in self.dense) for number, name in enumerate(self.types))
+
+    @property
     def norm(self) -> NormConfig:
         """The norms of the stream, and of queries and keys."""
         return NormConfig(self.rms_norm_eps, norm_offset=1.0, norm_in_float32=True)
@@ -219,11 +224,12 @@ class Qwen3Next(LanguageModel):
     def make_layer(self, number: int, dtype, rngs: nnx.Rngs) -> Layer:
         """The layer of this number."""
         config, width = self.config, self.config.hidden_size
-        if config.types[number] == FULL:
+        kind = config.layers[number]
+        if kind.mixer == FULL:
             mixer = "self_attn", GatedAttention(config, dtype, rngs)
         else:
             mixer = "linear_attn", GatedDeltaNet(config, dtype, rngs)
-        if number in config.dense:
+        if kind.dense:
             return Layer(config, dtype, mixer, ("mlp", MLP(width, config.intermediate_size, dtype, rngs)))
         return Layer(config, dtype, mixer, ("mlp", Mixture(width, config.experts, dtype, rngs)))
 

@@ -109,14 +109,9 @@ class DeltaCell:
         decay = jnp.where(real[..., None, None], inputs.decay, 0)
         beta = jnp.where(real[..., None], inputs.beta, 0)
         queries, keys, _ = config.parts
-        q, k, v = (
-            x.reshape(*x.shape[:2], heads, -1)
-            for x, heads in zip(
-                jnp.split(qkv, (queries, queries + keys), axis=-1),
-                (config.key_heads, config.key_heads, config.value_heads),
-                strict=True,
-            )
-        )
+        parts = jnp.split(qkv, (queries, queries + keys), axis=-1)
+        heads = config.key_heads, config.key_heads, config.value_heads
+        q, k, v = (x.reshape(*x.shape[:2], number, -1) for x, number in zip(parts, heads, strict=True))
         group = config.value_heads // config.key_heads
         q, k = (jnp.repeat(_unit(x), group, axis=2) for x in (q, k))
         memory = states["memory"]

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.model import forward
-from models import load, loading, save, verify
+from models import load, loading, save, unrolled, verify
 from models.families import num_layers, read_config
 from models.golden import read_golden
 from models.rope import Rope
@@ -175,12 +176,27 @@ def test_tensors_beside_the_model(tmp_path, family, extra, strange):
         load(tmp_path / "model")
 
 
-@pytest.mark.parametrize("family", MAIN)
-def test_what_only_a_decoder_can_do_is_refused(family):
-    with pytest.raises(ValueError, match=f"scan: got True, wanted False: layers of {family}"):
-        load(GOLDENS / family, scan=True)
-    with pytest.raises(ValueError, match=f"mesh: got one, wanted None: the weights of {family}"):
-        load(GOLDENS / family, mesh=jax.make_mesh((2,), ("heads",)), heads="heads")
+def test_weights_are_not_divided():
+    mesh = jax.make_mesh((2,), ("heads",))
+    with pytest.raises(ValueError, match="mesh: got one, wanted None: the weights of qwen3_next are not divided"):
+        load(GOLDENS / "qwen3_next", mesh=mesh, heads="heads")
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.long) for name in MAIN[:2]] + ["kimi_linear"])
+def test_scanned_layers_compute_the_same(family):
+    model, _ = load(GOLDENS / family)
+    scan, _ = load(GOLDENS / family, scan=True)
+    assert scan.run is not None and len(scan.layers) < len(model.layers)
+    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(2, 20)).astype(np.int32)
+    np.testing.assert_allclose(dense(scan, tokens), dense(model, tokens), atol=TOLERANCE)
+    chex.assert_trees_all_equal(nnx.state(unrolled(scan)), nnx.state(model))
+
+
+@through_cache
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OWN_FAMILIES)
+def test_verify_passes_with_scanned_layers(family):
+    assert verify.main(["--scan", str(GOLDENS / family)]) == 0
 
 
 DEEPSEEK = {
