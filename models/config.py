@@ -10,7 +10,7 @@ from typing import Any
 from . import gemma_config
 from .fields import count, either, flag, ids, listed, number, only, token
 from .layer_config import LayerConfig
-from .rope import Rope
+from .rope import Rope, rope_fields
 
 # The defaults of each family's own code, for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -20,6 +20,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
 _TYPES = ("full_attention", "sliding_attention")
+KINDS = (*_DEFAULTS, *gemma_config.KINDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ class ModelConfig:
         Raises:
           ValueError: naming the field, its value and what was wanted.
         """
-        kind = only(fields, "model_type", *_DEFAULTS, *gemma_config.KINDS)
+        kind = only(fields, "model_type", *KINDS)
         if kind in gemma_config.KINDS:
             return cls(**gemma_config.read(fields))
         hf = {**_DEFAULTS[kind], **fields}
@@ -160,7 +161,7 @@ class ModelConfig:
 
 def num_layers(fields: Mapping[str, Any]) -> int:
     """The number of layers that a config.json asks for, before anything is made of it; ValueErrors as for `from_hf`."""
-    kind = only(fields, "model_type", *_DEFAULTS, *gemma_config.KINDS)
+    kind = only(fields, "model_type", *KINDS)
     text = gemma_config.text_fields(fields)[1] if kind in gemma_config.KINDS else fields
     return count(text, "num_hidden_layers")
 
@@ -191,11 +192,5 @@ def _windows(hf: Mapping[str, Any], kind: str) -> list[int | None]:
 
 
 def _rope(hf: Mapping[str, Any]) -> Rope:
-    """The rope of all layers, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
-    new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
-    if new and old:
-        raise ValueError(f"rope_scaling: got {old!r:.200} beside rope_parameters, wanted one of the two")
-    name, rope = ("rope_parameters", new) if new else ("rope_scaling", old or {})
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError(f"{name}: got {rope!r:.200}, wanted one flat set of fields for all layers")
-    return Rope.from_hf({"rope_theta": hf.get("rope_theta", 10000.0), **rope}, name)
+    """The rope of all layers."""
+    return Rope.from_hf(*rope_fields(hf))

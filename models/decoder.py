@@ -66,16 +66,13 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The gated MLP."""
+    """The gated MLP, from the stream's width to an inner one and back."""
 
-    def __init__(self, config: ModelConfig, number: int, dtype, rngs: nnx.Rngs):
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        if config.double_wide_mlp and config.layers[number].reuses is not None:
-            inner *= 2
+    def __init__(self, width: int, inner: int, dtype, rngs: nnx.Rngs, *, bias: bool = False, activation: str = "silu"):
         self.gate_proj = nnx.Linear(width, inner, use_bias=bias, param_dtype=dtype, rngs=rngs)
         self.up_proj = nnx.Linear(width, inner, use_bias=bias, param_dtype=dtype, rngs=rngs)
         self.down_proj = nnx.Linear(inner, width, use_bias=bias, param_dtype=dtype, rngs=rngs)
-        self.activation = config.activation
+        self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[R, C, E] to [R, C, E]."""
@@ -100,7 +97,12 @@ class Layer(nnx.Module):
         self.input_layernorm = norm()
         self.self_attn = Attention(config, number, dtype, rngs)
         self.post_attention_layernorm = norm()
-        self.mlp = MLP(config, number, dtype, rngs)
+        inner = config.intermediate_size
+        if config.double_wide_mlp and config.layers[number].reuses is not None:
+            inner *= 2
+        self.mlp = MLP(
+            config.hidden_size, inner, dtype, rngs, bias=config.mlp_bias, activation=config.activation
+        )  # fmt: skip
         if config.post_norms:
             self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
         if config.per_layer_width:
@@ -256,30 +258,32 @@ class Decoder(nnx.Module):
             return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def scanned(model: Decoder) -> Decoder:
+def scanned[M: nnx.Module](model: M) -> M:
     """The same model with its longest run of equal layer patterns scanned; itself if no pattern repeats.
 
-    It compiles faster. Its steps may take longer, since XLA copies each layer's weights out of the stack. Logits are
-    equal but for rounding, and `save` writes the same file. The run's weights are copied: as long as both models live,
-    there are two of each.
+    It is a `Decoder` or a `LanguageModel`. It compiles faster. Its steps may take longer, since XLA copies each layer's
+    weights out of the stack. Logits are equal but for rounding, and `save` writes the same file. The run's weights are
+    copied: as long as both models live, there are two of each.
     """
-    run = longest_run(model.config.layers)
-    if model.run is not None or run is None:
+    held: Any = model
+    run = longest_run(held.config.layers)
+    if held.run is not None or run is None:
         return model
-    return _with_layers(model, stacked([*model.layers], run), run)
+    return _with_layers(held, stacked([*held.layers], run), run)
 
 
-def unrolled(model: Decoder) -> Decoder:
+def unrolled[M: nnx.Module](model: M) -> M:
     """The inverse of `scanned`: one module for each layer, named as in Hugging Face checkpoints."""
-    run = model.run
+    held: Any = model
+    run = held.run
     if run is None:
         return model
-    before, phases, after = parted(model.layers, run)
+    before, phases, after = parted(held.layers, run)
     each = [jax.tree.map(lambda x, i=i: x[i], phase) for i in range(run.repeats) for phase in phases]
-    return _with_layers(model, [*before, *each, *after], None)
+    return _with_layers(held, [*before, *each, *after], None)
 
 
-def _with_layers(model: Decoder, layers: Sequence[Layer], run: Run | None) -> Decoder:
+def _with_layers(model: Any, layers: Sequence[nnx.Module], run: Run | None) -> Any:
     """The model with these layers, as modules of its own over the same arrays."""
     model, layers = jax.tree.map(lambda x: x, (model, layers))
     model.layers, model.run = nnx.List(layers), run
@@ -299,12 +303,12 @@ def dense_attention(
     Args:
       q: [B, T, Q, D].
       k: [B, T, K, D]; each kv head serves Q / K query heads.
-      v: likewise.
+      v: [B, T, K, V]; likewise.
       window: a token attends to the last `window` tokens, itself included. None: to all before it.
       scale: factor on the scores; None: 1 / sqrt(D).
 
     Returns:
-      [B, T, Q, D].
+      [B, T, Q, V].
     """
     batch, length, heads, width = q.shape
     q = q.reshape(batch, length, k.shape[2], -1, width)
@@ -313,4 +317,4 @@ def dense_attention(
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     seen = (distance >= 0) & (distance < (length if window is None else window))
     weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(batch, length, heads, width)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(batch, length, heads, v.shape[-1])

@@ -20,7 +20,7 @@ import kvjax
 
 from . import chat, commands, demo, session, wires
 from .commands import number
-from .decoder import Decoder
+from .families import AnyModel
 from .loading import load
 from .session import SIZES, Session
 from .speech import Speech
@@ -198,7 +198,7 @@ def _check_text(parser: commands.Parser, option: str, text: str, what: str) -> N
         parser.error(f"{option}: got bytes that are not UTF-8 in {what}")
 
 
-def _load(parser: commands.Parser, args: argparse.Namespace) -> tuple[Decoder, Any]:
+def _load(parser: commands.Parser, args: argparse.Namespace) -> tuple[AnyModel, Any]:
     if not os.path.isdir(args.checkpoint):
         parser.error(f"--checkpoint: {args.checkpoint}: no such folder")
     try:

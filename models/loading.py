@@ -9,22 +9,25 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from .config import ModelConfig, num_layers
-from .decoder import Decoder, scanned, unrolled
+from .decoder import scanned, unrolled
+from .families import AnyConfig, AnyModel, model_class, num_layers, read_config
+from .language_config import LanguageConfig
 from .placement import check_axis, placed
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jax.numpy.bfloat16}  # a weight's dtypes
+_ALWAYS_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias")  # whatever dtype the weights have
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 # The decoder's prefixes in a checkpoint that also has towers for images or sound, whose tensors are ignored.
 _DECODER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
@@ -38,15 +41,16 @@ def load(
     scan: bool = False,
     mesh: Mesh | None = None,
     heads: str | None = None,
-) -> tuple[Decoder, Any]:
+) -> tuple[AnyModel, Any]:
     """Reads a model, one tensor at a time: at most one is held in another dtype than the wanted one.
 
     Args:
       folder: holds config.json, model.safetensors or its shards with their index, and perhaps tokenizer.json.
-      dtype: of the weights; None for the one they are stored in.
+      dtype: of the weights; None for the one they are stored in. Rates of decay and the bias of a choice of experts
+        are float32.
       scan: whether layers that repeat are scanned, for fast compiles (`scanned`).
       mesh: the devices among which the weights are divided (`placement.py`). Of each tensor only the parts are read
-        that this process's devices need. None: one device has all.
+        that this process's devices need. None: one device has all. Only a `Decoder` can be divided.
       heads: the mesh's axis that divides them, the one that `kvjax.Cache.create` is given.
 
     Returns:
@@ -62,29 +66,58 @@ def load(
     check_axis(mesh, heads)
     fields, files = _json(folder / CONFIG), _weight_files(folder)
     config, tokenizer = _config(folder / CONFIG, fields, files), load_tokenizer(folder)
+    _check_mesh(config, mesh)
     dtype = _stored_dtype(files) if dtype is None else dtype
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
-    wanted = {_hf_name(path): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    _check_names(files, {name: _hf_shape(path, leaf.shape) for name, (path, leaf) in wanted.items()}, config)
-    flat = []
+    parameters = dict(nnx.to_flat_state(state))
+    wanted = {name: part for path, leaf in parameters.items() for name, part in _hf_parts(path, leaf.shape).items()}
+    shapes = {name: _hf_shape(path, parameters[path].shape) for name, (path, _) in wanted.items()}
+    _check_names(files, shapes, config)
+    flat, stacks = [], {}
     for name, tensor in _tensors(files):
         if _own_name(name) in wanted:
-            path, leaf = wanted[_own_name(name)]
-            read = functools.partial(_read, tensor, path[-1] == "kernel", dtype)
-            flat.append((path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads))))
+            path, expert = wanted[_own_name(name)]
+            leaf = parameters[path]
+            read = functools.partial(_read, tensor, path[-1] == "kernel", leaf.dtype)
+            if expert is None:
+                flat.append((path, leaf.replace(placed(read, ".".join(map(str, path)), leaf.shape, mesh, heads))))
+            else:
+                stacks.setdefault(path, _Stack(leaf)).put(expert, read)
+                if stacks[path].missing == 0:
+                    flat.append((path, leaf.replace(jnp.array(stacks.pop(path).array))))
     model = nnx.merge(graphdef, nnx.from_flat_state(flat))
     return scanned(model) if scan else model, tokenizer
 
 
-def save(model: Decoder, folder: str | os.PathLike, tokenizer: Any = None) -> None:
+class _Stack:
+    """The matrices of a layer's experts, of which a checkpoint has a tensor each."""
+
+    def __init__(self, leaf: Any):
+        self.array, self.missing = np.empty(leaf.shape, leaf.dtype), leaf.shape[0]
+
+    def put(self, expert: int, read: Callable[[tuple[slice, ...]], np.ndarray]) -> None:
+        """Takes the matrix of one expert."""
+        self.array[expert] = read((slice(None), slice(None)))
+        self.missing -= 1
+
+
+def _check_mesh(config: AnyConfig, mesh: Mesh | None) -> None:
+    """Refuses to divide the weights of what is no `Decoder`."""
+    if isinstance(config, LanguageConfig) and mesh is not None:
+        raise ValueError(f"mesh: got one, wanted None: the weights of {config.model_type} are not divided")
+
+
+def save(model: AnyModel, folder: str | os.PathLike, tokenizer: Any = None) -> None:
     """Writes config.json, model.safetensors and, if given, tokenizer.json, as `load` reads them."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for path, leaf in nnx.to_flat_state(nnx.state(unrolled(model))):
         value = np.asarray(leaf[...])
-        tensors[_hf_name(path)] = np.ascontiguousarray(value.T if path[-1] == "kernel" else value)
+        for name, (_, expert) in _hf_parts(path, value.shape).items():
+            tensor = value if expert is None else value[expert]
+            tensors[name] = np.ascontiguousarray(tensor.T if path[-1] == "kernel" else tensor)
     fields = {**model.config.to_hf(), "dtype": next(iter(tensors.values())).dtype.name}
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
@@ -114,6 +147,17 @@ def _hf_name(path: tuple) -> str:
     return ".".join(map(str, (*prefix, *modules, leaf)))
 
 
+def _hf_parts(path: tuple, shape: tuple[int, ...]) -> dict[str, tuple[tuple, int | None]]:
+    """The tensors of a checkpoint that make a parameter: one, or one for each expert: {name: (path, expert)}.
+
+    (layers, 1, mlp, experts, up_proj, kernel) is model.layers.1.mlp.experts.0.up_proj.weight and so on.
+    """
+    if path[-1] != "kernel" or len(shape) != 3:
+        return {_hf_name(path): (path, None)}
+    *above, name, leaf = path
+    return {_hf_name((*above, expert, name, leaf)): (path, expert) for expert in range(shape[0])}
+
+
 def _own_name(name: str) -> str:
     """A tensor's name in a checkpoint of the decoder alone: language_model.model.norm.weight is model.norm.weight."""
     for prefix, own in _DECODER.items():
@@ -123,11 +167,11 @@ def _own_name(name: str) -> str:
 
 
 def _hf_shape(path: tuple, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Checkpoints keep matrices as [outputs, inputs], Flax as [inputs, outputs]."""
-    return shape[::-1] if path[-1] == "kernel" else shape
+    """Checkpoints keep matrices as [outputs, inputs], Flax as [inputs, outputs]; of each expert by itself."""
+    return shape[-2:][::-1] if path[-1] == "kernel" else shape
 
 
-def _config(path: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> ModelConfig:
+def _config(path: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path, list[str]]) -> AnyConfig:
     """The config of config.json's fields, for weights that have all of its layers: it has one entry per layer."""
     try:
         found = {
@@ -136,7 +180,7 @@ def _config(path: pathlib.Path, fields: dict[str, Any], files: dict[pathlib.Path
         number, lacks = num_layers(fields), next(n for n in itertools.count() if n not in found)
         if number > len(found):
             raise ValueError(f"num_hidden_layers: got {number}, wanted {len(found)}: no tensor is of layer {lacks}")
-        return ModelConfig.from_hf(fields)
+        return read_config(fields)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -208,8 +252,8 @@ def _read(tensor: Any, transposed: bool, dtype: jax.typing.DTypeLike, index: tup
 
 def _stored_dtype(files: dict[pathlib.Path, list[str]]) -> np.dtype:
     """The dtype of the first tensor of floats; a folder that mixes several is unusual, and is converted to this one."""
-    for _, tensor in _tensors(files):
-        if tensor.get_dtype() in _FLOATS:
+    for name, tensor in _tensors(files):
+        if tensor.get_dtype() in _FLOATS and not name.endswith(_ALWAYS_FLOAT32):
             return jax.dtypes.canonicalize_dtype(_FLOATS[tensor.get_dtype()])
     return np.dtype(np.float32)  # no weight at all: refused by `_check_names`
 
@@ -222,7 +266,7 @@ def _tensors(files: dict[pathlib.Path, list[str]]) -> Iterator[tuple[str, Any]]:
                 yield name, file.get_slice(name)
 
 
-def _check_names(files, wanted: dict[str, tuple[int, ...]], config: ModelConfig) -> None:
+def _check_names(files, wanted: dict[str, tuple[int, ...]], config: AnyConfig) -> None:
     """Compares names, shapes and dtypes with the model's, from the files' headers alone."""
     found, dtypes = {}, {}
     for name, tensor in _tensors(files):
@@ -247,10 +291,12 @@ def _check_names(files, wanted: dict[str, tuple[int, ...]], config: ModelConfig)
         raise ValueError(f"{folder}: tensors {text}")
 
 
-def _is_ignored(name: str, config: ModelConfig) -> bool:
+def _is_ignored(name: str, config: AnyConfig) -> bool:
     """Whether a checkpoint may hold this tensor although the model has no parameter for it."""
     if name == "lm_head.weight":
         return config.tie_word_embeddings
+    if isinstance(config, LanguageConfig):
+        return name.endswith(".inv_freq") or config.ignores(name)
     layer = re.match(_LAYER.pattern + r"self_attn\.[kv]_(proj|norm)\.", name)
     if layer and int(layer[1]) < len(config.layers) and config.layers[int(layer[1])].reuses is not None:
         return True

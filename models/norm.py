@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,10 +12,19 @@ from flax import nnx
 from .config import ModelConfig
 
 
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """The part of a `ModelConfig` that a norm reads, for norms that differ from the model's others."""
+
+    rms_norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    norm_in_float32: bool = False
+
+
 class RMSNorm(nnx.Module):
     """Scales the last axis to mean square one, in float32, and by weights unless `weights` is False."""
 
-    def __init__(self, width: int, config: ModelConfig, dtype, weights: bool = True):
+    def __init__(self, width: int, config: ModelConfig | NormConfig, dtype, weights: bool = True):
         self.scale = nnx.Param(jnp.full((width,), 1 - config.norm_offset, dtype)) if weights else None
         self.eps, self.offset = config.rms_norm_eps, config.norm_offset
         self.wide = config.norm_in_float32

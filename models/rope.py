@@ -106,6 +106,20 @@ class Rope:
         return jnp.cos(angle), jnp.sin(angle)
 
 
+def rope_fields(hf: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The fields of a rope that all layers share, and the name of the field that has them: for `Rope.from_hf`.
+
+    A config.json has `rope_parameters`, an older one `rope_theta` and `rope_scaling`.
+    """
+    new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
+    if new and old:
+        raise ValueError(f"rope_scaling: got {old!r:.200} beside rope_parameters, wanted one of the two")
+    name, rope = ("rope_parameters", new) if new else ("rope_scaling", old or {})
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(f"{name}: got {rope!r:.200}, wanted one flat set of fields for all layers")
+    return {"rope_theta": hf.get("rope_theta", 10000.0), **rope}, name
+
+
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates `x [R, C, heads, D]`, whose pairs are (i, i + D / 2), in float32 and back to x's dtype."""
     cos, sin = angles

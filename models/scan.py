@@ -24,6 +24,7 @@ from jax import lax
 
 import kvjax
 
+from .language_config import LayerKind
 from .layer_config import LayerConfig
 
 
@@ -65,7 +66,7 @@ class Turn(NamedTuple):
         return lax.dynamic_index_in_dim(indices, self.number, keepdims=False, allow_negative_indices=False)
 
 
-def longest_run(layers: Sequence[LayerConfig]) -> Run | None:
+def longest_run(layers: Sequence[LayerConfig | LayerKind]) -> Run | None:
     """The run of equal layer patterns that leaves the fewest layers to compile; None if no pattern repeats.
 
     A layer whose K/V others reuse is in no run: `Decoder.dense` hands its K/V to them.

@@ -18,7 +18,7 @@ import kvjax
 from kvjax.ledger import human, make_ledger
 
 from . import commands, wires
-from .decoder import Decoder
+from .families import AnyModel
 from .stopwatch import Stopwatch
 
 STEPS = 8  # to a jitted loop: after each loop text is shown, and Ctrl-C takes effect
@@ -49,7 +49,7 @@ class Session:
         self,
         parser: commands.Parser,
         args: argparse.Namespace,
-        model: Decoder,
+        model: AnyModel,
         note: Callable[[str], None],
     ):
         self._args, self._model, self._note = args, model, note
@@ -129,13 +129,13 @@ class Session:
             threading.Event().wait()
 
 
-def most_tokens(args: argparse.Namespace, model: Decoder) -> int | None:
+def most_tokens(args: argparse.Namespace, model: AnyModel) -> int | None:
     """The most tokens of a sequence that the blocks hold; None: no layer keeps all of them."""
     full = any(layer.window is None for layer in model.layer_specs())
     return args.blocks * args.block_size if full else None
 
 
-def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decoder, prompts: list[list[int]]) -> None:
+def check_length(parser: commands.Parser, args: argparse.Namespace, model: AnyModel, prompts: list[list[int]]) -> None:
     """Refuses prompts and answers that are longer than the whole cache; sets the length of a row if none was given.
 
     It is rounded up to a power of two, so that prompts of other lengths find the compiled programs.
@@ -156,7 +156,7 @@ def check_length(parser: commands.Parser, args: argparse.Namespace, model: Decod
     parser.error(f"--max-new-tokens: got {args.max_new_tokens}, {wanted}")
 
 
-def check_memory(parser: commands.Parser, args: argparse.Namespace, model: Decoder, spec: kvjax.CacheSpec) -> None:
+def check_memory(parser: commands.Parser, args: argparse.Namespace, model: AnyModel, spec: kvjax.CacheSpec) -> None:
     """Refuses a cache that cannot fit into memory with the model and a step's logits, before it is made.
 
     The option that is the most times its default is the one to blame.

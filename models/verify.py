@@ -27,7 +27,7 @@ import numpy as np
 import kvjax
 
 from .commands import Parser, add_scan
-from .decoder import Decoder
+from .families import AnyModel
 from .golden import Golden, read_golden
 from .loading import load
 
@@ -88,7 +88,7 @@ def admit(cache: kvjax.Cache, seq: jax.Array, tokens: jax.Array, length: jax.Arr
 
 
 @partial(jax.jit, donate_argnames="cache")
-def advance(model: Decoder, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
+def advance(model: AnyModel, cache: kvjax.Cache, tokens: jax.Array, count: jax.Array):
     """Reserves what is missing for the next tokens i32[S, C] of every row, computes and commits them."""
     more = cache.state.seqs.committed + count - cache.state.seqs.length
     cache, extended = cache.extend(more > 0, jnp.maximum(more, 0), max_tokens=tokens.shape[1])
@@ -112,7 +112,7 @@ def _num_evicted(events: kvjax.Events) -> jax.Array:
 class Runner:
     """Puts prompts through a cache and compares every logit that is computed."""
 
-    def __init__(self, model: Decoder, golden: Golden, spec: kvjax.CacheSpec):
+    def __init__(self, model: AnyModel, golden: Golden, spec: kvjax.CacheSpec):
         self.model, self.golden, self.spec = model, golden, spec
         self.width = spec.max_length
         self.cache: Any = None

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the goldens of the families that keep latents or recurrent states; run by hand, never by the tests.
+
+    python -m venv ENV && ENV/bin/pip install torch==2.13.0 transformers==5.23.0
+    ENV/bin/python tests/data/goldens/make_latent_and_recurrent.py [NAME ...]
+
+Each golden is a small random checkpoint that transformers saves, with its outputs on a CPU: float32, eager attention,
+no cache, every prompt alone. Recurrent layers are computed token by token: in chunks transformers loses digits where a
+head forgets at once. `models/golden.py` describes the arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+import sys
+import tempfile
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+HERE = pathlib.Path(__file__).parent
+# (lengths of the prompts, tokens after each, first prompt of those that share a prefix, its length)
+PROMPTS = {
+    "full": ((1, 7, 17, 40, 65, 150, 61, 97), 48, 5, 50),
+    "options": ((40, 17, 33), 8, 1, 17),
+}
+COMMON = {
+    "hidden_size": 48, "intermediate_size": 80, "moe_intermediate_size": 20, "num_attention_heads": 4,
+    "max_position_embeddings": 2048, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+DEEPSEEK = {
+    **COMMON, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 28, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1,
+    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 1.7, "norm_topk_prob": True, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.2, "mscale_all_dim": 0.8,
+}  # fmt: skip
+QWEN = {
+    **COMMON, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "num_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 28, "norm_topk_prob": True,
+    "rms_norm_eps": 1e-4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+KIMI = {
+    **COMMON, "num_hidden_layers": 4, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, "num_experts": 8,
+    "num_shared_experts": 1, "num_experts_per_token": 3, "num_expert_group": 2, "topk_group": 1,
+    "routed_scaling_factor": 2.446, "moe_renormalize": True, "rms_norm_eps": 1e-5, "model_max_length": 2048,
+    "linear_attn_config": {
+        "full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 12, "num_heads": 4, "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+# name: (configuration of transformers, its arguments, vocabulary, prompts)
+GOLDENS = {
+    "deepseek_v3": (transformers.DeepseekV3Config, {**DEEPSEEK, "rope_parameters": YARN}, 128, "full"),
+    "deepseek_v3_options": (
+        transformers.DeepseekV3Config,
+        {
+            **DEEPSEEK, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 2,
+            "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "num_hidden_layers": 2,
+            "tie_word_embeddings": True,
+        },
+        64, "options",
+    ),
+    "qwen3_next": (transformers.Qwen3NextConfig, QWEN, 128, "full"),
+    "qwen3_next_options": (
+        transformers.Qwen3NextConfig,
+        {
+            **QWEN, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3,
+            "mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+        },
+        64, "options",
+    ),
+    "kimi_linear": (transformers.KimiLinearConfig, KIMI, 128, "full"),
+}  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    """Makes the goldens of these names, all without one."""
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    qwen3_next.torch_chunk_gated_delta_rule = qwen3_next.torch_recurrent_gated_delta_rule
+    kimi_linear.chunk_kimi_delta_attention = kimi_linear.recurrent_kimi_delta_attention
+    for name in names or GOLDENS:
+        kind, fields, vocab_size, prompts = GOLDENS[name]
+        torch.manual_seed(0)
+        config = kind(**fields, vocab_size=vocab_size)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        randomise(model)
+        save(model, HERE / name)
+        np.savez_compressed(HERE / name / "golden.npz", **outputs(model, *PROMPTS[prompts]))
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Gives every parameter random numbers of its kind, also those that start as ones or zeros."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        leaf = name.split(".")[-1]
+        if leaf == "A_log":  # from heads that remember to heads that forget at once
+            tensor.copy_(torch.linspace(math.log(0.02), math.log(16), tensor.numel()).reshape(tensor.shape))
+        elif leaf in ("dt_bias", "e_score_correction_bias"):
+            tensor.normal_(0, 0.5 if leaf == "dt_bias" else 0.2)
+        elif tensor.ndim == 1 and leaf == "weight":
+            ones = 0 if is_offset(model, name) else 1
+            tensor.copy_(ones + 0.2 * torch.randn_like(tensor))
+        elif tensor.ndim > 1:
+            tensor.normal_(0, 1 / math.sqrt(tensor.shape[-1]))
+
+
+def is_offset(model: torch.nn.Module, name: str) -> bool:
+    """Whether this norm adds one to its weights: those of Qwen3-Next, but for the gated ones."""
+    return model.config.model_type == "qwen3_next" and ".linear_attn." not in name
+
+
+def save(model: torch.nn.Module, folder: pathlib.Path) -> None:
+    """Writes config.json and model.safetensors."""
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        model.save_pretrained(temporary)
+        (folder / "config.json").write_bytes((pathlib.Path(temporary) / "config.json").read_bytes())
+        tensors = load_file(pathlib.Path(temporary) / "model.safetensors")
+    # Moonshot's files have this name for experts alone, transformers' for the MLP of a layer without experts too.
+    named = {re.sub(r"block_sparse_moe\.(?=\w+_proj)", "mlp.", name): tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def outputs(model: torch.nn.Module, lengths: tuple[int, ...], steps: int, shared: int, prefix: int) -> dict:
+    """The arrays of golden.npz; prompts from number `shared` on have their first `prefix` tokens in common."""
+    rng, vocab_size, rows = np.random.default_rng(0), model.config.vocab_size, len(lengths)
+    prompts = np.full((rows, max(lengths)), -1, np.int32)
+    logits = np.zeros((rows, max(lengths), vocab_size), np.float32)
+    greedy = np.zeros((rows, steps), np.int32)
+    greedy_logits = np.zeros((rows, steps, vocab_size), np.float32)
+    for row, length in enumerate(lengths):
+        prompts[row, :length] = rng.integers(vocab_size, size=length)
+        if row > shared:
+            prompts[row, :prefix] = prompts[shared, :prefix]
+        text = prompts[row, :length].tolist()
+        for step in range(steps):
+            found = model(torch.tensor([text]), use_cache=False).logits[0].numpy()
+            if step == 0:
+                logits[row, :length] = found
+            greedy_logits[row, step] = found[-1]
+            greedy[row, step] = np.argmax(found[-1])
+            text.append(int(greedy[row, step]))
+    return {
+        "prompts": prompts, "lengths": np.array(lengths, np.int32), "logits": logits, "greedy": greedy,
+        "greedy_logits": greedy_logits,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

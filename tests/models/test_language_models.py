@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek V3, Qwen3-Next and Kimi Linear: reference outputs, configs and files, and the way through the cache."""
+
+import json
+import re
+import shutil
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import kvjax
+from kvjax.model import forward
+from models import load, loading, save, unrolled, verify
+from models.families import num_layers, read_config
+from models.golden import read_golden
+from models.rope import Rope
+from models.yarn import Yarn
+from tests.models.families import GOLDENS, OWN_FAMILIES
+from tests.poison import poisoned
+
+MAIN = ("deepseek_v3", "qwen3_next", "kimi_linear")
+with_long = [pytest.param(name, marks=() if name in MAIN else pytest.mark.long) for name in OWN_FAMILIES]
+by_kinds = [  # Kimi Linear has latents and states
+    pytest.param(name, marks=pytest.mark.long if name == "kimi_linear" else pytest.mark.slow) for name in MAIN
+]
+# Until this tree has latents and recurrent layers in the cache.
+through_cache = pytest.mark.skipif(not hasattr(kvjax, "recur"), reason="kvjax has no recur")
+TOLERANCE = 2e-4  # of |a - b| / (1 + |b|)
+
+
+def fields_of(family: str) -> dict:
+    return json.loads((GOLDENS / family / "config.json").read_text())
+
+
+def dense(model, tokens) -> np.ndarray:
+    return np.asarray(jax.jit(type(model).dense)(model, tokens))
+
+
+@pytest.mark.parametrize("family", with_long)
+def test_dense_logits_are_the_reference(family):
+    model, _ = load(GOLDENS / family)
+    golden = read_golden(GOLDENS / family, model.config.vocab_size)
+    texts = [golden.text(row) for row in range(len(golden.lengths))]
+    tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    logits = dense(model, tokens)
+    for row, text in enumerate(texts):
+        wanted = np.stack([golden.reference(row, position) for position in range(len(text) - 1)])
+        np.testing.assert_allclose(logits[row, : len(text) - 1], wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@through_cache
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OWN_FAMILIES)
+def test_verify_passes(family, capsys):
+    assert verify.main([str(GOLDENS / family)]) == 0
+    assert "ok: largest logit error" in capsys.readouterr().out
+
+
+@through_cache
+@pytest.mark.parametrize("family", by_kinds)
+def test_most_prompt_tokens_are_found_again(family):
+    """Each prompt after those that share a prefix with it, then after itself."""
+    model, _ = load(GOLDENS / family)
+    golden = read_golden(GOLDENS / family, model.config.vocab_size)
+    prompts = [golden.prompts[row, :length].tolist() for row, length in enumerate(golden.lengths)]
+    spec = kvjax.make_spec(
+        model.layer_specs(), num_blocks=256, max_seqs=8, max_length=256, block_size=16, dtype="float32"
+    )
+    cache, found = kvjax.Cache.create(spec), 0
+    for _ in range(2):
+        outputs, cache = kvjax.generate(model, cache, prompts, max_new_tokens=8)[:2]
+        found += sum(output.cached_tokens for output in outputs)
+        for row, output in enumerate(outputs):
+            assert output.tokens == golden.greedy[row, :8].tolist()
+    assert found > sum(map(len, prompts))
+
+
+@through_cache
+@pytest.mark.parametrize("family", by_kinds)
+def test_logits_of_a_chunk_of_single_tokens_and_of_a_mixed_line(family):
+    """Two rows decode while the third computes its prompt, in pools that were poisoned."""
+    model, _ = load(GOLDENS / family)
+    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(3, 11)).astype(np.int32)
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=12, max_seqs=3, max_length=12, block_size=4, dtype="float32")
+    done, on = jnp.array([5, 8, 2]), np.array([True, True, False])
+    last = np.array([5, 0, 10, 1, 3], np.int32)  # the line has rows 0 to 2, then nine tokens of row 2
+
+    @jax.jit
+    def run(model, cache):
+        cache, _ = cache.admit(np.arange(3), tokens, np.full(3, 11))
+        view = cache.view(done, 8)
+        first, pools = model(jnp.asarray(tokens[:, :8]), cache.pools, view, last=None)
+        cache, _ = cache.replace(pools=pools).commit(tokens[:, :8], done)
+        line = jnp.asarray(np.concatenate([tokens[0, 5:6], tokens[1, 8:9], [0], tokens[2, 2:], [0]])[None])
+        return first, forward(model, line, cache.pools, cache.mixed(on, np.array([2]), np.array([9]), 10), last)[0]
+
+    cache = kvjax.Cache.create(spec)
+    first, mixed = run(model, cache.replace(pools=poisoned(cache.pools)))
+    wanted = dense(model, tokens)
+    for row, count in enumerate((5, 8, 2)):
+        np.testing.assert_allclose(first[row, :count], wanted[row, :count], atol=TOLERANCE)
+    positions = ((2, 4), (0, 5), (2, 9), (1, 8), (2, 2))
+    np.testing.assert_allclose(mixed, np.stack([wanted[row, at] for row, at in positions]), atol=TOLERANCE)
+
+
+@through_cache
+@pytest.mark.parametrize("family", by_kinds)
+def test_bfloat16(family):
+    """The logits of weights in bfloat16, with and without the cache, are near those of the same weights in float32."""
+    model, _ = load(GOLDENS / family, dtype=jnp.bfloat16)
+    wide, _ = load(GOLDENS / family)
+    nnx.update(wide, jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model)))
+    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(2, 12)).astype(np.int32)
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=8, max_seqs=2, max_length=12, block_size=4)
+    cache, _ = kvjax.Cache.create(spec).admit(np.arange(2), tokens, np.full(2, 12))
+    paged, _ = jax.jit(type(model).__call__)(model, jnp.asarray(tokens), cache.pools, cache.view(12))
+    wanted = dense(wide, tokens)
+    for logits in (dense(model, tokens), paged):
+        assert logits.dtype == jnp.float32
+        assert np.median(np.abs(logits - wanted)) < 0.1 * np.median(np.abs(wanted))  # some tokens choose other experts
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3_options", "qwen3_next", "kimi_linear"])
+def test_names_and_layout_are_hugging_faces(tmp_path, family):
+    """A file that another program wrote comes back from `save` with the same names, shapes and values."""
+    folder = GOLDENS / family
+    model, _ = load(folder)
+    save(model, tmp_path)
+    ours, theirs = load_file(tmp_path / loading.SINGLE), load_file(folder / loading.SINGLE)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor)
+    fields, theirs = json.loads((tmp_path / "config.json").read_text()), fields_of(family)
+    assert {name: fields[name] for name in fields if name in theirs} == {
+        name: theirs[name] for name in theirs if name in fields
+    }
+    assert read_config(fields) == model.config
+
+
+def test_small_parameters_stay_float32_and_say_nothing_about_the_others(tmp_path):
+    """safetensors puts tensors of float32 before those of bfloat16."""
+    save(load(GOLDENS / "kimi_linear", dtype=jnp.bfloat16)[0], tmp_path)
+    tensors = load_file(tmp_path / loading.SINGLE)
+    small = {name for name, tensor in tensors.items() if tensor.dtype == np.float32}
+    assert {name.split(".")[-1] for name in small} == {"A_log", "dt_bias", "e_score_correction_bias"}
+    model, _ = load(tmp_path)
+    attention = model.layers[0].self_attn
+    assert attention.q_proj.kernel[...].dtype == jnp.bfloat16 and attention.A_log[...].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "strange"),
+    [
+        ("deepseek_v3", "model.layers.3.eh_proj.weight", "model.layers.2.eh_proj.weight"),
+        ("qwen3_next", "mtp.layers.0.mlp.gate.weight", "mpt.weight"),
+        ("kimi_linear", "model.rotary_emb.inv_freq", "model.layers.3.self_attn.A_log"),
+    ],
+)
+def test_tensors_beside_the_model(tmp_path, family, extra, strange):
+    """Layers that predict a token further on are left out; a missing expert is named like an unknown tensor."""
+    shutil.copytree(GOLDENS / family, tmp_path / "model")
+    path = tmp_path / "model" / loading.SINGLE
+    tensors = load_file(path)
+    save_file({**tensors, extra: np.ones(2, np.float32)}, path)
+    load(tmp_path / "model")
+    expert = next(name for name in tensors if ".experts.5." in name)
+    save_file({**{name: x for name, x in tensors.items() if name != expert}, strange: np.ones(2, np.float32)}, path)
+    with pytest.raises(ValueError, match=re.escape(f"missing: {expert}; unexpected: {strange}")):
+        load(tmp_path / "model")
+
+
+def test_weights_are_not_divided():
+    mesh = jax.make_mesh((2,), ("heads",))
+    with pytest.raises(ValueError, match="mesh: got one, wanted None: the weights of qwen3_next are not divided"):
+        load(GOLDENS / "qwen3_next", mesh=mesh, heads="heads")
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.long) for name in MAIN[:2]] + ["kimi_linear"])
+def test_scanned_layers_compute_the_same(family):
+    model, _ = load(GOLDENS / family)
+    scan, _ = load(GOLDENS / family, scan=True)
+    assert scan.run is not None and len(scan.layers) < len(model.layers)
+    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(2, 20)).astype(np.int32)
+    np.testing.assert_allclose(dense(scan, tokens), dense(model, tokens), atol=TOLERANCE)
+    chex.assert_trees_all_equal(nnx.state(unrolled(scan)), nnx.state(model))
+
+
+@through_cache
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OWN_FAMILIES)
+def test_verify_passes_with_scanned_layers(family):
+    assert verify.main(["--scan", str(GOLDENS / family)]) == 0
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "max_position_embeddings": 163840, "num_nextn_predict_layers": 1, "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1,
+}  # fmt: skip
+QWEN = {
+    "model_type": "qwen3_next", "full_attention_interval": 4, "max_position_embeddings": 262144, "rope_theta": 10000000,
+    "partial_rotary_factor": 0.25, "rope_scaling": None, "mlp_only_layers": [], "decoder_sparse_step": 1,
+}  # fmt: skip
+FULL_KIMI = [4, 8, 12, 16, 20, 24, 27]
+KIMI = {
+    "model_type": "kimi_linear", "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "rope_scaling": None,
+    "linear_attn_config": {
+        "full_attn_layers": FULL_KIMI, "kda_layers": sorted({*range(1, 28)} - {*FULL_KIMI}), "head_dim": 128,
+        "num_heads": 32, "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+RELEASED = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN, "kimi_linear": KIMI}
+
+
+def test_released_configs():
+    """What the released files say, and the defaults of each family's code for the rest."""
+    deepseek, qwen, kimi = (read_config(fields) for fields in RELEASED.values())
+    assert deepseek.latents.rope == Yarn(10000.0, 40.0, 4096, 32.0, 1.0, 1.0, 1.0)
+    assert deepseek.latents.interleaved and deepseek.latents.query_rank == 1536
+    assert (deepseek.num_layers, deepseek.num_dense, deepseek.experts.num_groups) == (61, 3, 8)
+    assert deepseek.latents.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
+    assert read_config({**DEEPSEEK, "model_type": "kimi_k2", "num_attention_heads": 64}).num_heads == 64
+    assert qwen.rope == Rope(1e7) and qwen.rotated == 64
+    assert qwen.types.count("full_attention") == 12 and qwen.types[3] == "full_attention"
+    assert qwen.delta.shapes == {"conv": (3, 8192), "memory": (32, 128, 128)}
+    assert [n for n, kind in enumerate(kimi.types, 1) if kind == "full_attention"] == FULL_KIMI
+    assert kimi.latents.rope is None and kimi.dense == (0,) and kimi.rms_norm_eps == 1e-5
+    assert kimi.eos_token_ids == (163586,) and kimi.max_positions == 1048576
+    assert [num_layers(fields) for fields in RELEASED.values()] == [61, 48, 27]
+
+
+@pytest.mark.parametrize("family", MAIN)
+def test_configs_survive_the_way_through_hugging_face_fields(family):
+    for fields in (RELEASED[family], fields_of(family)):
+        config = read_config(fields)
+        assert read_config(json.loads(json.dumps(config.to_hf()))) == config
+
+
+def test_configs_in_other_forms():
+    """Names that other families have, types instead of numbers, a share of rope and yarn at either place."""
+    fields = {name: value for name, value in fields_of("kimi_linear").items() if name != "linear_attn_config"}
+    for name, other in (("num_experts", "num_local_experts"), ("model_max_length", "max_position_embeddings")):
+        fields[other] = fields.pop(name)
+    assert read_config(fields) == read_config(fields_of("kimi_linear"))
+    dense = {name: value for name, value in fields_of("kimi_linear").items() if name != "mlp_layer_types"}
+    assert read_config(dense) == read_config(fields)
+    assert read_config({**QWEN, "decoder_sparse_step": 24, "mlp_only_layers": [23]}).dense == tuple(range(47))
+    yarn = {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0, "original_max_position_embeddings": 262144}
+    new = {**QWEN, "rope_theta": None, "rope_parameters": {**yarn, "partial_rotary_factor": 0.5}}
+    assert read_config(new).rope == Yarn(1e7, 4.0, 262144) and read_config(new).rotated == 128
+
+
+def test_yarn_keeps_short_waves_and_stretches_long_ones():
+    yarn, plain = Yarn(1e4, 40.0, 4096), Rope(1e4).frequencies(64)
+    frequencies, turns = yarn.frequencies(64), 4096 * plain / (2 * np.pi)
+    np.testing.assert_allclose(frequencies[turns > 40], plain[turns > 40], rtol=1e-6)
+    np.testing.assert_allclose(frequencies[turns < 0.8], plain[turns < 0.8] / 40, rtol=1e-6)
+    assert np.all(np.diff(frequencies) < 0)
+    cos, sin = yarn.angles(jnp.zeros((1, 1), jnp.int32), 64)
+    assert cos[0, 0, 0, 0] == pytest.approx(0.1 * np.log(40) + 1) and not np.any(sin)
+    assert yarn.score_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "deepseek_v32"}, "model_type: got 'deepseek_v32', which cannot be served: its indexer"),
+        ({"model_type": "deepseek_v2"}, "model_type: got 'deepseek_v2', wanted 'llama' or"),
+        ({**DEEPSEEK, "index_topk": 2048}, "index_topk: got 2048, wanted None"),
+        ({**DEEPSEEK, "topk_method": "greedy"}, "topk_method: got 'greedy', wanted 'noaux_tc'"),
+        ({**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func: got 'softmax', wanted 'sigmoid'"),
+        ({**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}, "quantization_config: got"),
+        ({**DEEPSEEK, "num_key_value_heads": 8}, "num_key_value_heads: got 8, wanted 128"),
+        ({**DEEPSEEK, "qk_rope_head_dim": 63}, "qk_rope_head_dim: got 63, wanted an even number"),
+        ({**DEEPSEEK, "attention_bias": True}, "attention_bias: got True, wanted False"),
+        ({**DEEPSEEK, "topk_group": 9}, "topk_group: got 9, wanted at most n_group=8"),
+        ({**DEEPSEEK, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type: got 'linear'"),
+        ({**DEEPSEEK, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embe"),
+        ({**DEEPSEEK, "rope_scaling": {**DEEPSEEK["rope_scaling"], "truncate": False}}, "rope_scaling.truncate: got"),
+        ({**QWEN, "num_key_value_heads": 3}, "num_key_value_heads: got 3, wanted a divisor of"),
+        ({**QWEN, "linear_num_value_heads": 24}, "linear_num_value_heads: got 24, wanted a multiple of"),
+        ({**QWEN, "linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: got 1, wanted an int of at least 2"),
+        ({**QWEN, "partial_rotary_factor": 1.5}, "partial_rotary_factor: got 1.5"),
+        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types: got 1 entries, wanted num_hidden_layers=48"),
+        ({**QWEN, "layer_types": ["mamba"] * 48}, "layer_types[0]: got 'mamba', wanted 'full_attention' or"),
+        ({**QWEN, "mlp_only_layers": [48]}, "mlp_only_layers[0]: got 48, wanted a layer's number"),
+        ({**QWEN, "hidden_act": "gelu"}, "hidden_act: got 'gelu', wanted 'silu'"),
+        ({**KIMI, "mla_use_nope": False}, "mla_use_nope: got False, wanted True"),
+        ({**KIMI, "mla_use_output_gate": True}, "mla_use_output_gate: got True, wanted False"),
+        ({**KIMI, "attn_res_block_size": 4}, "attn_res_block_size: got 4, wanted 0"),
+        ({**KIMI, "linear_attn_config": 3}, "linear_attn_config: got 3, wanted a set of fields"),
+        ({**KIMI, "linear_attn_config": {"kda_layers": [1]}}, "linear_attn_config: got {'kda_layers': [1]}, wanted"),
+        ({**KIMI, "mlp_layer_types": ["dense"]}, "mlp_layer_types: got 1 entries, wanted num_hidden_layers=27"),
+        ({**KIMI, "mlp_layer_types": ["moe"] * 27}, "mlp_layer_types[0]: got 'moe', wanted 'dense' or 'sparse'"),
+    ],
+)  # fmt: skip
+def test_configs_that_cannot_be_served_are_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config(fields)
