@@ -39,13 +39,8 @@ STILL = {
 }  # fmt: skip
 # Names of other libraries, and words that mean something else in a name.
 ALLOWED = {
-<<<<<<< HEAD
-    "G", "KEPT_SECONDS", "_place_copy", "anchor", "bbox_to_anchor", "log_room", "only_pins_hold_beside_the_tables",
-    "so_far",
-=======
-    "G", "KEPT_SECONDS", "_place_copy", "anchor", "bbox_to_anchor", "g_a_proj", "g_b_proj", "in_place", "log_room",
+    "G", "KEPT_SECONDS", "_place_copy", "anchor", "bbox_to_anchor", "g_a_proj", "g_b_proj", "log_room",
     "only_pins_hold_beside_the_tables", "so_far",
->>>>>>> part-models
 }  # fmt: skip
 # Words that no docstring, comment or page has.
 PROSE = (
