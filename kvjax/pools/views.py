@@ -31,7 +31,8 @@ class View(Pytree, static=("decodes", "spec")):
     """The positions and slots of the tokens of one model step.
 
     A mixed view is a ragged one of S + R rows, of which the first S have one position each: what does not heed
-    `decodes` may treat it as ragged.
+    `decodes` may treat it as ragged. `recur` runs recurrent layers; a kernel of one's own begins row r, which starts at
+    `lengths - num_tokens`, with the snapshot in pool row `tables[g][r, (start - 1) // P]`, of g the recurrent group.
 
     Attributes:
       tables: per group i32[R, M]; pool rows, N (scratch) where a row has no block on the device.

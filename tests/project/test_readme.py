@@ -33,7 +33,8 @@ FIRST = [block for block in BLOCKS[:GENERATES] if "cache.mixed(" not in block]
 def test_the_readmes_code_runs(blocks, capsys, tmp_path, monkeypatch):
     """By default it runs up to the first generation, without the blocks that need no jit."""
     monkeypatch.chdir(tmp_path)  # it saves a cache, and loads a model
-    (tmp_path / "models").symlink_to(ROOT / "models")
+    for folder in ("models", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     exec(compile("\n".join(blocks), str(README), "exec"), {"__name__": "readme"})
     assert "cached" in capsys.readouterr().out
 
