@@ -110,7 +110,9 @@ def read_common(hf: Mapping[str, Any], positions: str = "max_position_embeddings
     }
 
 
-def write_common(config: LanguageConfig, architecture: str, positions: str = "max_position_embeddings") -> dict:
+def write_common(
+    config: LanguageConfig, architecture: str, positions: str = "max_position_embeddings"
+) -> dict[str, Any]:
     """The fields of a config.json that `read_common` reads."""
     return {
         "architectures": [architecture],

@@ -163,7 +163,7 @@ def test_small_parameters_stay_float32_and_say_nothing_about_the_others(tmp_path
         ("kimi_linear", "model.rotary_emb.inv_freq", "model.layers.3.self_attn.A_log"),
     ],
 )
-def test_tensors_beside_the_model(tmp_path, family, extra, strange):
+def test_tensors_that_the_model_lacks(tmp_path, family, extra, strange):
     """Layers that predict a token further on are left out; a missing expert is named like an unknown tensor."""
     shutil.copytree(GOLDENS / family, tmp_path / "model")
     path = tmp_path / "model" / loading.SINGLE
@@ -223,7 +223,7 @@ RELEASED = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN, "kimi_linear": KIMI}
 
 
 def test_released_configs():
-    """What the released files say, and the defaults of each family's code for the rest."""
+    """The fields of the released files, and the defaults of each family's code for the rest."""
     deepseek, qwen, kimi = (read_config(fields) for fields in RELEASED.values())
     assert deepseek.latents.rope == Yarn(10000.0, 40.0, 4096, 32.0, 1.0, 1.0, 1.0)
     assert deepseek.latents.interleaved and deepseek.latents.query_rank == 1536
