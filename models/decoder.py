@@ -296,7 +296,12 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 
 
 def dense_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None, scale: float | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention over whole sequences, softmax in float32.
 
@@ -306,6 +311,7 @@ def dense_attention(
       v: [B, T, K, V]; likewise.
       window: a token attends to the last `window` tokens, itself included. None: to all before it.
       scale: factor on the scores; None: 1 / sqrt(D).
+      sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
 
     Returns:
       [B, T, Q, V].
@@ -316,5 +322,9 @@ def dense_attention(
     scores = scores * (width**-0.5 if scale is None else scale)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     seen = (distance >= 0) & (distance < (length if window is None else window))
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
+    scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.reshape(1, k.shape[2], -1, 1, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :length].astype(v.dtype)
     return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(batch, length, heads, v.shape[-1])

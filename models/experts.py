@@ -81,7 +81,7 @@ class Router(nnx.Module):
         for_choice = scores
         if config.corrected:
             for_choice = for_choice + self.e_score_correction_bias[...][None, None]
-        weights = jnp.where(_best(self._in_chosen_groups(for_choice), config.per_token), scores, 0)
+        weights = jnp.where(highest(self._in_chosen_groups(for_choice), config.per_token), scores, 0)
         if config.normalised:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         return weights * config.factor
@@ -93,7 +93,7 @@ class Router(nnx.Module):
             return scores
         grouped = scores.reshape(*scores.shape[:2], config.num_groups, -1)
         of_groups = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
-        chosen = _best(of_groups, config.num_chosen_groups)
+        chosen = highest(of_groups, config.num_chosen_groups)
         return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
@@ -150,7 +150,7 @@ class Mixture(nnx.Module):
         return y.astype(x.dtype)
 
 
-def _best(scores: jax.Array, count: int) -> jax.Array:
+def highest(scores: jax.Array, count: int) -> jax.Array:
     """bool, shaped like the scores [..., N]: whether each is among the `count` highest of the last axis."""
     _, chosen = lax.top_k(scores, count)
     return jnp.any(jax.nn.one_hot(chosen, scores.shape[-1], dtype=jnp.bool_), axis=-2)

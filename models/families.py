@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import config, deepseek, kimi_linear, qwen3_next
+from . import config, deepseek, gpt_oss, kimi_linear, qwen3_next
 from .config import ModelConfig
 from .decoder import Decoder
 from .deepseek import DeepSeek, DeepSeekConfig
 from .fields import count, only
+from .gpt_oss import GptOss, GptOssConfig
 from .kimi_linear import KimiLinear, KimiLinearConfig
 from .language_config import LanguageConfig
 from .language_model import LanguageModel
@@ -23,6 +24,7 @@ _OWN: dict[str, tuple[type[LanguageConfig], type[LanguageModel]]] = {
     **dict.fromkeys(deepseek.KINDS, (DeepSeekConfig, DeepSeek)),
     **dict.fromkeys(qwen3_next.KINDS, (Qwen3NextConfig, Qwen3Next)),
     **dict.fromkeys(kimi_linear.KINDS, (KimiLinearConfig, KimiLinear)),
+    **dict.fromkeys(gpt_oss.KINDS, (GptOssConfig, GptOss)),
 }
 # Relatives that cannot be served, and why.
 _REFUSED = {"deepseek_v32": "its indexer chooses the tokens that are attended to"}

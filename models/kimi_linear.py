@@ -81,12 +81,8 @@ class KimiDeltaAttention(nnx.Module):
         filters = [conv.filters for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
         y, cache = mixing.recur(cache, DeltaCell(self.delta, jnp.concatenate(filters, axis=1)), inputs)
         gate = self._of_heads(self.g_b_proj(self.g_a_proj(x)).astype(wide))
-        y = self.norm_gated(y, gate).astype(x.dtype)
+        y = (self.o_norm(y) * jax.nn.sigmoid(gate)).astype(x.dtype)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), cache
-
-    def norm_gated(self, y: jax.Array, gate: jax.Array) -> jax.Array:
-        """The outputs f32[R, C, H, V], normalised and then gated."""
-        return self.o_norm(y) * jax.nn.sigmoid(gate)
 
     def _of_heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], self.delta.value_heads, -1)

@@ -89,10 +89,18 @@ class LanguageConfig:
         return False
 
 
-def read_common(hf: Mapping[str, Any], positions: str = "max_position_embeddings") -> dict[str, Any]:
-    """The arguments of a `LanguageConfig`, from a config.json with the family's defaults."""
+def read_common(
+    hf: Mapping[str, Any], positions: str = "max_position_embeddings", *, bias: bool = False
+) -> dict[str, Any]:
+    """The arguments of a `LanguageConfig`, from a config.json with the family's defaults.
+
+    Args:
+      hf: the fields.
+      positions: name of the field with the context length.
+      bias: whether the family's attention has biases.
+    """
     only(hf, "hidden_act", "silu", absent="silu")
-    only(hf, "attention_bias", False, absent=False)
+    only(hf, "attention_bias", bias, absent=bias)
     only(hf, "quantization_config", None)
     vocab_size = count(hf, "vocab_size")
     return {
@@ -110,7 +118,9 @@ def read_common(hf: Mapping[str, Any], positions: str = "max_position_embeddings
     }
 
 
-def write_common(config: LanguageConfig, architecture: str, positions: str = "max_position_embeddings") -> dict:
+def write_common(
+    config: LanguageConfig, architecture: str, positions: str = "max_position_embeddings"
+) -> dict[str, Any]:
     """The fields of a config.json that `read_common` reads."""
     return {
         "architectures": [architecture],

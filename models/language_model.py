@@ -26,8 +26,20 @@ from .scan import Turn, longest_run, over_layers, parted, stacked
 class Mixing(Protocol):
     """The way in which one layer's tokens reach each other: through the cache, or in whole sequences without one."""
 
-    def attend(self, cache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        """The mixed values [R, C, Q, D] of q [R, C, Q, D], k and v [R, C, K, D]; and the cache."""
+    def attend(
+        self,
+        cache,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        window: int | None = None,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """The mixed values [R, C, Q, D] of q [R, C, Q, D], k and v [R, C, K, D]; and the cache.
+
+        `window` and `sinks` f32[Q] are those of `kvjax.attend`.
+        """
         ...
 
     def attend_latents(
@@ -49,11 +61,11 @@ class Paged:
     layer: int
     turn: Turn | None = None
 
-    def attend(self, cache, q, k, v):
+    def attend(self, cache, q, k, v, *, window=None, sinks=None):
         """See `Mixing`."""
         index = self._index(cache)
         cache = kvjax.write(cache, self.layer, k, v, self.view, index=index)
-        return kvjax.attend(q, cache, self.layer, self.view, index=index), cache
+        return kvjax.attend(q, cache, self.layer, self.view, index=index, window=window, sinks=sinks), cache
 
     def attend_latents(self, cache, q, latents, values, scale):
         """See `Mixing`; the cache knows how many columns are values."""
@@ -72,9 +84,9 @@ class Paged:
 class Dense:
     """The mixing of a layer in whole sequences; there is no cache."""
 
-    def attend(self, cache, q, k, v):
+    def attend(self, cache, q, k, v, *, window=None, sinks=None):
         """See `Mixing`."""
-        return dense_attention(q, k, v), cache
+        return dense_attention(q, k, v, window, sinks=sinks), cache
 
     def attend_latents(self, cache, q, latents, values, scale):
         """See `Mixing`."""

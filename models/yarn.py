@@ -28,6 +28,7 @@ class Yarn:
       beta_slow: pairs that turn less often are stretched in full.
       mscale: rotated vectors are multiplied by `amplitude` at it, over that at `mscale_all_dim`.
       mscale_all_dim: see `score_factor`; 0 leaves the scores alone.
+      truncate: whether the ramp begins and ends at whole pairs.
 
     Source: https://arxiv.org/abs/2309.00071
     """
@@ -39,12 +40,12 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True
 
     @classmethod
     def from_hf(cls, rope: Mapping[str, Any], of: str) -> Yarn:
         """Reads one set of rope fields of a config.json, as `Rope.from_hf`."""
         fields.only(rope, "attention_factor", None, of=of)
-        fields.only(rope, "truncate", True, absent=True, of=of)
 
         def optional(name: str, absent: float) -> float:
             return fields.number(rope, name, of=of) if rope.get(name) else absent
@@ -57,6 +58,7 @@ class Yarn:
             beta_slow=optional("beta_slow", 1.0),
             mscale=optional("mscale", 0.0),
             mscale_all_dim=optional("mscale_all_dim", 0.0),
+            truncate=fields.only(rope, "truncate", True, False, absent=True, of=of),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -68,8 +70,9 @@ class Yarn:
             "original_max_position_embeddings": self.original_max_positions,
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,
-            "mscale": self.mscale,
-            "mscale_all_dim": self.mscale_all_dim,
+            **({"mscale": self.mscale} if self.mscale else {}),
+            **({"mscale_all_dim": self.mscale_all_dim} if self.mscale_all_dim else {}),
+            **({} if self.truncate else {"truncate": False}),
         }
 
     @property
@@ -84,8 +87,10 @@ class Yarn:
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each pair of dimensions: f32[D / 2]."""
         frequency = self.theta ** -(np.arange(0, head_dim, 2) / head_dim)
-        low = max(math.floor(self._pair(self.beta_fast, head_dim)), 0)
-        high = min(math.ceil(self._pair(self.beta_slow, head_dim)), head_dim - 1)
+        low, high = self._pair(self.beta_fast, head_dim), self._pair(self.beta_slow, head_dim)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
         stretched = np.clip((np.arange(head_dim // 2) - low) / (high - low or 0.001), 0, 1)
         return (frequency * (1 - stretched) + frequency / self.factor * stretched).astype(np.float32)
 

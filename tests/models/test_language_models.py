@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek V3, Qwen3-Next and Kimi Linear: reference outputs, configs and files, and the way through the cache."""
+"""DeepSeek V3, Qwen3-Next, Kimi Linear and GptOss: reference outputs, configs, files, the way through the cache."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from models.yarn import Yarn
 from tests.models.families import GOLDENS, OWN_FAMILIES
 from tests.poison import poisoned
 
-MAIN = ("deepseek_v3", "qwen3_next", "kimi_linear")
+MAIN = ("deepseek_v3", "qwen3_next", "kimi_linear", "gpt_oss")
 with_long = [pytest.param(name, marks=() if name in MAIN else pytest.mark.long) for name in OWN_FAMILIES]
 by_kinds = [  # Kimi Linear has latents and states
     pytest.param(name, marks=pytest.mark.long if name == "kimi_linear" else pytest.mark.slow) for name in MAIN
@@ -127,7 +127,7 @@ def test_bfloat16(family):
         assert np.median(np.abs(logits - wanted)) < 0.1 * np.median(np.abs(wanted))  # some tokens choose other experts
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3_options", "qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("family", ["deepseek_v3_options", "qwen3_next", "kimi_linear", "gpt_oss"])
 def test_names_and_layout_are_hugging_faces(tmp_path, family):
     """A file that another program wrote comes back from `save` with the same names, shapes and values."""
     folder = GOLDENS / family
@@ -163,7 +163,7 @@ def test_small_parameters_stay_float32_and_say_nothing_about_the_others(tmp_path
         ("kimi_linear", "model.rotary_emb.inv_freq", "model.layers.3.self_attn.A_log"),
     ],
 )
-def test_tensors_beside_the_model(tmp_path, family, extra, strange):
+def test_tensors_that_the_model_lacks(tmp_path, family, extra, strange):
     """Layers that predict a token further on are left out; a missing expert is named like an unknown tensor."""
     shutil.copytree(GOLDENS / family, tmp_path / "model")
     path = tmp_path / "model" / loading.SINGLE
@@ -182,7 +182,9 @@ def test_weights_are_not_divided():
         load(GOLDENS / "qwen3_next", mesh=mesh, heads="heads")
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.long) for name in MAIN[:2]] + ["kimi_linear"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.long) for name in MAIN if name != "kimi_linear"] + ["kimi_linear"]
+)
 def test_scanned_layers_compute_the_same(family):
     model, _ = load(GOLDENS / family)
     scan, _ = load(GOLDENS / family, scan=True)
@@ -219,12 +221,20 @@ KIMI = {
         "num_heads": 32, "short_conv_kernel_size": 4,
     },
 }  # fmt: skip
-RELEASED = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN, "kimi_linear": KIMI}
+GPT_OSS = {
+    "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "experts_per_token": 4,
+    "attention_bias": True, "rope_theta": 150000, "eos_token_id": 200002,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+}  # fmt: skip
+RELEASED = {"deepseek_v3": DEEPSEEK, "qwen3_next": QWEN, "kimi_linear": KIMI, "gpt_oss": GPT_OSS}
 
 
 def test_released_configs():
-    """What the released files say, and the defaults of each family's code for the rest."""
-    deepseek, qwen, kimi = (read_config(fields) for fields in RELEASED.values())
+    """The fields of the released files, and the defaults of each family's code for the rest."""
+    deepseek, qwen, kimi, gpt_oss = (read_config(fields) for fields in RELEASED.values())
     assert deepseek.latents.rope == Yarn(10000.0, 40.0, 4096, 32.0, 1.0, 1.0, 1.0)
     assert deepseek.latents.interleaved and deepseek.latents.query_rank == 1536
     assert (deepseek.num_layers, deepseek.num_dense, deepseek.experts.num_groups) == (61, 3, 8)
@@ -236,7 +246,9 @@ def test_released_configs():
     assert [n for n, kind in enumerate(kimi.types, 1) if kind == "full_attention"] == FULL_KIMI
     assert kimi.latents.rope is None and kimi.dense == (0,) and kimi.rms_norm_eps == 1e-5
     assert kimi.eos_token_ids == (163586,) and kimi.max_positions == 1048576
-    assert [num_layers(fields) for fields in RELEASED.values()] == [61, 48, 27]
+    assert gpt_oss.rope == Yarn(150000.0, 32.0, 4096, truncate=False) == read_config({"model_type": "gpt_oss"}).rope
+    assert gpt_oss.types[:2] == ("sliding_attention", "full_attention") and gpt_oss.window == 128
+    assert [num_layers(fields) for fields in RELEASED.values()] == [61, 48, 27, 24]
 
 
 @pytest.mark.parametrize("family", MAIN)
@@ -286,7 +298,7 @@ def test_yarn_keeps_short_waves_and_stretches_long_ones():
         ({**DEEPSEEK, "topk_group": 9}, "topk_group: got 9, wanted at most n_group=8"),
         ({**DEEPSEEK, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type: got 'linear'"),
         ({**DEEPSEEK, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embe"),
-        ({**DEEPSEEK, "rope_scaling": {**DEEPSEEK["rope_scaling"], "truncate": False}}, "rope_scaling.truncate: got"),
+        ({**DEEPSEEK, "rope_scaling": {**DEEPSEEK["rope_scaling"], "truncate": 2}}, "rope_scaling.truncate: got 2"),
         ({**QWEN, "num_key_value_heads": 3}, "num_key_value_heads: got 3, wanted a divisor of"),
         ({**QWEN, "linear_num_value_heads": 24}, "linear_num_value_heads: got 24, wanted a multiple of"),
         ({**QWEN, "linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: got 1, wanted an int of at least 2"),
@@ -302,6 +314,13 @@ def test_yarn_keeps_short_waves_and_stretches_long_ones():
         ({**KIMI, "linear_attn_config": {"kda_layers": [1]}}, "linear_attn_config: got {'kda_layers': [1]}, wanted"),
         ({**KIMI, "mlp_layer_types": ["dense"]}, "mlp_layer_types: got 1 entries, wanted num_hidden_layers=27"),
         ({**KIMI, "mlp_layer_types": ["moe"] * 27}, "mlp_layer_types[0]: got 'moe', wanted 'dense' or 'sparse'"),
+        ({**GPT_OSS, "attention_bias": False}, "attention_bias: got False, wanted True"),
+        ({**GPT_OSS, "num_experts_per_tok": 33}, "num_experts_per_tok: got 33, wanted at most num_local_experts=32"),
+        ({**GPT_OSS, "head_dim": 63}, "head_dim: got 63, wanted an even number"),
+        ({**GPT_OSS, "num_key_value_heads": 3}, "num_key_value_heads: got 3, wanted a divisor of"),
+        ({**GPT_OSS, "layer_types": ["full_attention"]}, "layer_types: got 1 entries, wanted num_hidden_layers=24"),
+        ({**GPT_OSS, "layer_types": ["mamba"] * 24}, "layer_types[0]: got 'mamba', wanted 'full_attention' or"),
+        ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: got"),
     ],
 )  # fmt: skip
 def test_configs_that_cannot_be_served_are_refused_by_name(fields, message):

@@ -256,14 +256,14 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path, monkeypatch):
-    """A checkpoint of one file, whose model must not be built: that raises."""
-    monkeypatch.setattr(loading, "Decoder", None)
+    """A checkpoint of one file; to build its model fails."""
+    monkeypatch.setattr(loading, "model_class", None)
     return shutil.copytree(saved, tmp_path / "model", ignore=lambda *_: ["shards"])
 
 
 @pytest.fixture
 def shards(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "Decoder", None)
+    monkeypatch.setattr(loading, "model_class", None)
     return shutil.copytree(saved / "shards", tmp_path / "model")
 
 

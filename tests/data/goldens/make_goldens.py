@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the goldens of the families that keep latents or recurrent states; run by hand, never by the tests.
+"""Makes the goldens of the families that `models/families.py` names; run by hand, never by the tests.
 
     python -m venv ENV && ENV/bin/pip install torch==2.13.0 transformers==5.23.0
-    ENV/bin/python tests/data/goldens/make_latent_and_recurrent.py [NAME ...]
+    ENV/bin/python tests/data/goldens/make_goldens.py [NAME ...]
 
 Each golden is a small random checkpoint that transformers saves, with its outputs on a CPU: float32, eager attention,
 no cache, every prompt alone. Recurrent layers are computed token by token: in chunks transformers loses digits where a
@@ -61,6 +61,14 @@ KIMI = {
         "full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 12, "num_heads": 4, "short_conv_kernel_size": 4,
     },
 }  # fmt: skip
+GPT_OSS = {
+    **COMMON, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 24,
+    "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 32, "swiglu_limit": 0.8,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+        "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
 # name: (configuration of transformers, its arguments, vocabulary, prompts)
 GOLDENS = {
     "deepseek_v3": (transformers.DeepseekV3Config, {**DEEPSEEK, "rope_parameters": YARN}, 128, "full"),
@@ -84,6 +92,7 @@ GOLDENS = {
         64, "options",
     ),
     "kimi_linear": (transformers.KimiLinearConfig, KIMI, 128, "full"),
+    "gpt_oss": (transformers.GptOssConfig, GPT_OSS, 128, "full"),
 }  # fmt: skip
 
 
@@ -111,7 +120,9 @@ def randomise(model: torch.nn.Module) -> None:
         leaf = name.split(".")[-1]
         if leaf == "A_log":  # from heads that remember to heads that forget at once
             tensor.copy_(torch.linspace(math.log(0.02), math.log(16), tensor.numel()).reshape(tensor.shape))
-        elif leaf in ("dt_bias", "e_score_correction_bias"):
+        elif leaf == "sinks":
+            tensor.normal_(0, 1)
+        elif leaf.endswith("bias"):
             tensor.normal_(0, 0.5 if leaf == "dt_bias" else 0.2)
         elif tensor.ndim == 1 and leaf == "weight":
             ones = 0 if is_offset(model, name) else 1
