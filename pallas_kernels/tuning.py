@@ -58,8 +58,10 @@ class Programs(NamedTuple):
     warps: int
 
 
-def triton_decode(width: int, q_bytes: int, kv_bytes: int) -> Programs:
+def triton_decode(width: int, q_bytes: int, kv_bytes: int, latents: bool = False) -> Programs:
     """32 KB of K/V a tile, since bytes in flight decide. With wide heads or float32 more would spill."""
+    if latents:
+        return Programs(32, 16, 8)
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
     if width > 256:  # 64 slots spill at 512 (bfloat16 on an Ampere, int8 on a Hopper), and do not fit at 1,024
@@ -69,11 +71,13 @@ def triton_decode(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     return Programs(64, 16, 4) if kv_bytes > 1 else Programs(128, 16, 8)
 
 
-def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
+def triton_prefill(width: int, q_bytes: int, kv_bytes: int, latents: bool = False) -> Programs:
     """As many rows as registers allow (an Ampere's spill sooner): each tile of K/V is read once for all of them.
 
     Above a width of 256 shared memory limits: 64 x 64 at 512, Gemma 4's width, would take 320 KB of a Hopper's 227.
     """
+    if latents:
+        return Programs(32, 32, 8)
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
     if width > 256:

@@ -27,7 +27,7 @@ from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.interop.index import NodeMap
-from kvjax.interop.vllm.forms import HASH_BYTES, Form, What, pack_hashes, payload
+from kvjax.interop.vllm.forms import HASH_BYTES, Form, What, kind_of, pack_hashes, payload
 from kvjax.spec import CacheSpec
 
 _TOKEN, _FRAME = 5, 512  # the most bytes of a token, and usually of what is around hashes and tokens
@@ -208,9 +208,10 @@ class Encoder(EventEncoder[bytes]):
         return self._make_ends(number, level, namespace, roots > 0, *[None] * roots)
 
     def _make_ends(self, number: int, level: int, namespace: int, at_root: bool, *keys: Any) -> tuple[bytes, bytes]:
-        space, window = self.hashing.space(namespace), self.nodes.spec.groups[number].window
-        salt = self._salt(space.salt)
-        return self.form.ends(What(number, window, level, space.lora_id, space.lora, salt), keys, at_root)
+        space, group = self.hashing.space(namespace), self.nodes.spec.groups[number]
+        window, salt = None if group.recurrent else group.window, self._salt(space.salt)
+        what = What(number, kind_of(group), window, level, space.lora_id, space.lora, salt)
+        return self.form.ends(what, keys, at_root)
 
 
 class Chains(NamedTuple):

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvjax.interop._wires import msgspec
 from kvjax.interop.readers.vllm import MEDIA, SALT_PREFIX
+from kvjax.spec import GroupSpec
 
 FORMS = ("map", "array", "array-0.11")
 HASH_BYTES = 9
@@ -85,9 +86,8 @@ class Form:
     def _make_ends(self, what: What, extra_keys: list[Any] | None) -> tuple[bytes, bytes]:
         fields: dict[str, Any] = {"block_size": self.block_size, "lora_id": what.lora_id, "medium": MEDIA[what.level]}
         if self.has_groups:
-            kind = "full_attention" if what.window is None else "sliding_window"
             fields |= {"lora_name": what.lora, "extra_keys": extra_keys, "group_idx": what.group}
-            fields |= {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": what.window}
+            fields |= {"kv_cache_spec_kind": what.kind, "kv_cache_spec_sliding_window": what.window}
         if self.form == "map":
             fields["cache_salt"] = what.salt
             fields = {name: value for name, value in fields.items() if value is not None or name in _ALWAYS}
@@ -113,17 +113,28 @@ class What(NamedTuple):
     """The fields that the blocks stored by one event have in common.
 
     Attributes:
-      group, window: the group's number and its window, None for full attention.
+      group, kind, window: the group's number, its kind by `kind_of`, and its window, None if it has none.
       level: 0 on the device, 1 on the host.
       lora_id, lora, salt: of the namespace.
     """
 
     group: int
+    kind: str
     window: int | None
     level: int
     lora_id: int | None
     lora: str | None
     salt: str | None
+
+
+def kind_of(group: GroupSpec) -> str:
+    """The word for a group's layers in vLLM."""
+    if group.recurrent:
+        return "mamba"
+    if group.window is not None:
+        return "sliding_window"
+    has_latents_alone = bool(group.pools) and all(pool.values is not None for pool in group.pools)
+    return "mla_attention" if has_latents_alone else "full_attention"
 
 
 def pack_hashes(hashes: np.ndarray) -> bytes:
