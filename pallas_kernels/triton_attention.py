@@ -105,7 +105,8 @@ def decode_attention(
 ):  # fmt: skip
     """As `xla.decode_attention`; `interpret` runs the kernel's Python on any platform."""
     rows, heads, width = q.shape
-    tiles = tuning.triton_decode(width, q.dtype.itemsize, pool.dtype.itemsize, values is not None)
+    tiles = tuning.triton_decode(width, q.dtype.itemsize, pool.dtype.itemsize)
+    tiles = tiles if values is None else tuning.TRITON_LATENTS
     programs = heads // _group(heads, pool, tiles, values)
     work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // programs, window)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "values": values, "interpret": interpret}
@@ -123,7 +124,8 @@ def prefill_attention(
 ):  # fmt: skip
     """As `xla.prefill_attention`; `interpret` runs the kernel's Python on any platform."""
     tokens, heads, width = q.shape
-    tiles = tuning.triton_prefill(width, q.dtype.itemsize, pool.dtype.itemsize, values is not None)
+    tiles = tuning.triton_prefill(width, q.dtype.itemsize, pool.dtype.itemsize)
+    tiles = tiles if values is None else tuning.TRITON_LATENTS
     queries = min(max(tiles.rows * pool.shape[3] // heads, 1), max_count)
     work = query_tiles(tokens, lengths, starts, counts, max_count, queries)
     options = {"scale": scale, "window": window, "soft_cap": soft_cap, "values": values, "interpret": interpret}
@@ -145,8 +147,9 @@ def _attend(
     _, heads, width = q.shape
     check_reach(pool)
     columns, group = _cut(width, values), _group(heads, pool, tiles, values)
-    if sum(piece.padded for piece in columns) * q.dtype.itemsize > _WIDEST:
-        raise NotImplementedError(f"triton: heads are {width} wide; wanted {_WIDEST // q.dtype.itemsize} at most")
+    widest = _WIDEST // q.dtype.itemsize if values is None else tuning.WIDEST_LATENT.get(q.dtype.itemsize, 0)
+    if sum(piece.padded for piece in columns) > widest:
+        raise NotImplementedError(f"triton: heads are {width} wide; wanted {widest} at most")
     static = _Static(
         pool.shape, columns, values, group, queries, tiles.slots, blank is None, scale, window, soft_cap,
         sinks is not None, scales is not None, interpret,

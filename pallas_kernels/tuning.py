@@ -58,10 +58,8 @@ class Programs(NamedTuple):
     warps: int
 
 
-def triton_decode(width: int, q_bytes: int, kv_bytes: int, latents: bool = False) -> Programs:
+def triton_decode(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     """32 KB of K/V a tile, since bytes in flight decide. With wide heads or float32 more would spill."""
-    if latents:
-        return Programs(32, 16, 8)
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
     if width > 256:  # 64 slots spill at 512 (bfloat16 on an Ampere, int8 on a Hopper), and do not fit at 1,024
@@ -71,18 +69,21 @@ def triton_decode(width: int, q_bytes: int, kv_bytes: int, latents: bool = False
     return Programs(64, 16, 4) if kv_bytes > 1 else Programs(128, 16, 8)
 
 
-def triton_prefill(width: int, q_bytes: int, kv_bytes: int, latents: bool = False) -> Programs:
+def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     """As many rows as registers allow (an Ampere's spill sooner): each tile of K/V is read once for all of them.
 
     Above a width of 256 shared memory limits: 64 x 64 at 512, Gemma 4's width, would take 320 KB of a Hopper's 227.
     """
-    if latents:
-        return Programs(32, 32, 8)
     if q_bytes > 2:
         return Programs(32, 16, 4 if width <= 128 else 8)
     if width > 256:
         return Programs(32, 32 if width <= 512 else 16, 8)
     return Programs(64, 128, 8) if width <= 128 and kv_bytes > 1 else Programs(64, 64, 8)
+
+
+# Of latents, decode and prefill alike: with 64 rows or 64 slots 512 + 64 columns spill. The rows are the query heads
+# that share a read of a latent. And the most columns, padded, that do not spill, by bytes of an element of q.
+TRITON_LATENTS, WIDEST_LATENT = Programs(32, 32, 8), {2: 704, 4: 160}
 
 
 class Tiles(NamedTuple):

@@ -118,7 +118,7 @@ def prefill(size=16, width=WIDTH, implementation=None):
     return kernel("prefill_attention", **options), args, ()
 
 
-def latents(case, heads=HEADS, dtype=jnp.bfloat16):
+def latents(case, heads=16, dtype=jnp.bfloat16):
     """Attention over latents of 512 + 64 columns, DeepSeek V3's, or their append."""
     function, (q, pool, *rest), _ = CASES[case]()
     pool = jax.ShapeDtypeStruct((*pool.shape[:2], 1, 1, 16, 576), dtype)

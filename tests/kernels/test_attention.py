@@ -77,7 +77,7 @@ def test_quantised_pools(stored, dtype, name, implementation):
 LATENTS = [
     ((2, 24, 16, 4), "plain", None), ((16, 576, 512, 16), "plain", None), ((20, 40, 24, 8), "all", None),
     ((3, 48, 48, 4), "window", None), ((16, 80, 64, 16), "all", "int8"), ((4, 576, 512, 8), "sinks", "int8"),
-    ((12, 160, 100, 8), "soft_cap", None), ((40, 96, 64, 32), "scale", "float8_e4m3fn"),
+    ((12, 120, 100, 8), "soft_cap", None), ((40, 96, 64, 32), "scale", "float8_e4m3fn"),
 ]  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_latents(shape, name, stored, implementation):
     shape = {"kv_heads": 1, "group": heads, "width": width, "values": values, "block_size": block_size}
     shape |= {"stored": stored, "dtype": "bfloat16" if stored else "float32"}
     case = Case([1, 0, 37, 16, 90], **shape)
-    if implementation == "triton" and not stored and width == 576:  # float32 does not fit in shared memory
+    if implementation == "triton" and not stored and width == 576:  # float32 would spill
         with pytest.raises(NotImplementedError, match="576 wide"):
             check_decode(case, implementation)
         case = Case([1, 0, 37, 16, 90], **shape | {"dtype": "bfloat16"})
