@@ -211,8 +211,8 @@ def _runs(shape, run, layer, block):
     """
     _, layers, parts, kv_heads, size, _ = shape
     num_runs = size // run
-    head = jnp.arange(kv_heads, dtype=jnp.int32)
-    row = ((block * layers + layer) * (parts * kv_heads))[:, None] + head[None, :, None]
+    row = (block * layers + layer) * (parts * kv_heads)
+    row = row[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     row = (row * num_runs)[:, :, None] + jnp.arange(num_runs, dtype=jnp.int32)[None, None, :, None]
     order = np.arange(block.shape[1] * size, dtype=np.int32).reshape(block.shape[1], num_runs, -1)
     return row, (parts - 1) * kv_heads * num_runs, order.swapaxes(0, 1).reshape(-1)
