@@ -140,7 +140,7 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     """
     num, chunk, heads, width = q.shape
     kv_heads, size = pool.shape[3:5]
-    run = _run(size, width)
+    run = _run(size, width) if values is None else size
     split = (num, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
     queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num, chunk, kv_heads, -1, width)
     queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, width)
@@ -173,7 +173,7 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
             score = jnp.where(seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
         # The barrier fetches V after K is used up, into the same memory: both at once would not fit a CPU's caches.
         score, row = lax.optimization_barrier((score, row))
-        v = fetch(row + stride) if values is None else keys[..., :values]
+        v = fetch(row + stride) if values is None else keys  # its other columns too: a part would be copied
         if masked:  # 0 * NaN is NaN
             v = jnp.where((slot < length[:, None])[:, None, :, None], v, 0.0)
         return _fold(carry, score, v, live)
@@ -188,12 +188,13 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
         block = jnp.take_along_axis(tables, column, axis=1, mode="clip")
         return step(tile, carry, block, tile < total, masked=True)
 
-    carry = _start(sinks, split, width if values is None else values)
+    carry = _start(sinks, split, width)
     carry = lax.fori_loop(0, jnp.max(whole), whole_step, carry)
     highest, denominator, mixed = lax.fori_loop(0, jnp.max(total - whole), masked_step, carry)
     real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[:, :, None, None]
     out = mixed / jnp.where(denominator > 0, denominator, 1.0)[..., None]
-    out = out.reshape(*split, -1).swapaxes(1, 2).reshape(*q.shape[:-1], -1).astype(q.dtype)
+    out = out.reshape(*split, width).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+    out = out if values is None else out[..., :values]
     lse = (highest + jnp.log(denominator)).reshape(split).swapaxes(1, 2).reshape(q.shape[:-1])
     return jnp.where(real, out, jnp.zeros((), q.dtype)), lse
 
