@@ -72,7 +72,7 @@ def measure_latents(shape: Latents, rounds: int) -> tuple[dict[str, float], dict
 
 def main() -> None:
     def add(parser):
-        parser.add_argument("--rounds", type=int, default=50, help="how often each program runs")
+        parser.add_argument("--rounds", type=int, default=300, help="how often each program runs")
         parser.add_argument("--quick", action="store_true", help="tiny shapes: that it runs, not how fast")
 
     args = common.parse("kinds", __doc__, add)
