@@ -140,13 +140,12 @@ def _pools(spec: CacheSpec, num_blocks: Sequence[int]) -> list[Entry]:
     for group, blocks in zip(spec.groups, num_blocks, strict=True):
         for pool in group.pools if blocks else ():
             block = pool.block_bytes(spec.block_size)
-            name = _described(pool, block) + ("" if group.recurrent else _window(group))
-            entries.append(Entry(name, blocks * block, f"{blocks:,} x {block:,}"))
+            entries.append(Entry(_described(pool, block) + _window(group), blocks * block, f"{blocks:,} x {block:,}"))
     return entries
 
 
 def _described(pool: PoolSpec, block_bytes: int) -> str:
-    """What a pool holds of how many layers, and the size of it."""
+    """The kind of a pool, with the number of its layers and the size of what each of them keeps."""
     layers = _plural(len(pool.layers), "layer")
     if pool.arrays:
         return f"snapshots, {layers} x {human(block_bytes // len(pool.layers), 1000)}"
@@ -157,7 +156,7 @@ def _described(pool: PoolSpec, block_bytes: int) -> str:
 
 def _window(group: GroupSpec) -> str:
     sinks = f" and {_plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
-    return "" if group.window is None else f", window {group.window:,}{sinks}"
+    return "" if group.window is None or group.recurrent else f", window {group.window:,}{sinks}"
 
 
 def pool_bytes(spec: CacheSpec) -> tuple[int, int]:

@@ -154,8 +154,8 @@ def _weights(spec: CacheSpec, keys: Sequence[_Key], shares: str | Mapping[int | 
     if shares == "equal":
         return [1] * len(keys)
     if shares == "bytes":
-        kept = [(group.key, _tokens_kept(spec, group) * group.block_bytes(spec.block_size)) for group in spec.groups]
-        return [sum(num_bytes for of, num_bytes in kept if of == key) or 1 for key in keys]
+        held = [(group.key, _tokens_held(spec, group) * group.block_bytes(spec.block_size)) for group in spec.groups]
+        return [sum(num_bytes for of, num_bytes in held if of == key) or 1 for key in keys]
     wanted = f"wanted 'equal', 'bytes' or a weight for each of the windows {keys}"
     if not isinstance(shares, Mapping) or set(shares) != set(keys):
         raise ValueError(f"shares: got {shares!r}, {wanted}")
@@ -167,8 +167,8 @@ def _weights(spec: CacheSpec, keys: Sequence[_Key], shares: str | Mapping[int | 
     return [int(weight * scale) for weight in exact]
 
 
-def _tokens_kept(spec: CacheSpec, group: GroupSpec) -> int:
-    """The tokens of a sequence of `max_length` that a group keeps; where it has snapshots those of their blocks."""
+def _tokens_held(spec: CacheSpec, group: GroupSpec) -> int:
+    """The tokens of a sequence of `max_length` that a group holds; where it has snapshots those of their blocks."""
     if group.window is None:
         return spec.max_length
     if group.recurrent:
