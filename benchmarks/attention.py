@@ -78,20 +78,25 @@ def paged(q, pools, view):
 
 def contiguous(q, layers, lengths, first):
     """The same over contiguous K/V; `first`, the first factor of K's products, makes a difference to the compiler."""
-    rows, _, _, width = q.shape
     for k, v in layers:
-        kv_heads, length = k.shape[1:3]
-        query = (q.astype(jnp.float32) * width**-0.5).astype(k.dtype).reshape(rows, kv_heads, -1, width)
-        if first == "q":
-            score = jnp.einsum("rkgd,rktd->rkgt", query, k, preferred_element_type=jnp.float32)
-        else:
-            score = jnp.einsum("rktd,rkgd->rktg", k, query, preferred_element_type=jnp.float32)
-            score = jax.lax.optimization_barrier(score).swapaxes(2, 3)
-        seen = jnp.arange(length)[None] < lengths[:, None]
-        weight = jax.nn.softmax(jnp.where(seen[:, None, None], score, -jnp.inf), axis=-1)
-        mixed = jnp.einsum("rkgt,rktd->rkgd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        q = q + mixed.reshape(q.shape).astype(q.dtype)
+        q = q + attend_contiguous(q, k, v, lengths, first)
     return q
+
+
+def attend_contiguous(q, k, v, lengths, first):
+    """Attention of q [R, 1, Q, D] over K [R, K, T, D] and V [R, K, T, any width]; [R, 1, Q, that width]."""
+    rows, _, heads, width = q.shape
+    kv_heads, length = k.shape[1:3]
+    query = (q.astype(jnp.float32) * width**-0.5).astype(k.dtype).reshape(rows, kv_heads, -1, width)
+    if first == "q":
+        score = jnp.einsum("rkgd,rktd->rkgt", query, k, preferred_element_type=jnp.float32)
+    else:
+        score = jnp.einsum("rktd,rkgd->rktg", k, query, preferred_element_type=jnp.float32)
+        score = jax.lax.optimization_barrier(score).swapaxes(2, 3)
+    seen = jnp.arange(length)[None] < lengths[:, None]
+    weight = jax.nn.softmax(jnp.where(seen[:, None, None], score, -jnp.inf), axis=-1)
+    mixed = jnp.einsum("rkgt,rktd->rkgd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return mixed.reshape(rows, 1, heads, -1).astype(q.dtype)
 
 
 def plain_sum(layers):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from kvjax.spec import CacheSpec, GroupSpec
+from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
 from kvjax.state import EvictionPolicy
 from kvjax.verbs.init import init
 
@@ -87,10 +87,15 @@ class Ledger:
     def _what_fits(self) -> list[str]:
         spec = self.spec
         groups = [(group, group.block_bytes(spec.block_size)) for group in spec.groups]
-        each = sum(num_bytes for _, num_bytes in groups) // spec.block_size
+        each = sum(num_bytes for group, num_bytes in groups if not group.recurrent) // spec.block_size
         full_attention = sum(num_bytes for group, num_bytes in groups if group.window is None) // spec.block_size
         fits = f"holds {self.num_tokens:,} tokens" + (f" of {each:,} K/V bytes each" if each else "")
         notes = [fits + (f", {full_attention:,} once they have left every window" if full_attention < each else "")]
+        notes += [
+            f"each sequence holds up to {blocks_per_seq(spec, group)} snapshots of {human(num_bytes, 1000)}"
+            for group, num_bytes in groups
+            if group.recurrent
+        ]
         if self.num_full_seqs < spec.max_seqs:
             notes.append(
                 f"note: {self.num_full_seqs:,} of {spec.max_seqs:,} sequences can be {spec.max_length:,} tokens long "
@@ -104,7 +109,8 @@ class Ledger:
 def blocks_per_seq(spec: CacheSpec, group: GroupSpec) -> int:
     """The most blocks of a group that a sequence of `max_length` has at once, when it grows by at most P tokens a step.
 
-    A row that is prefilled in longer chunks has more in a window group, all of its prompt if that is one chunk.
+    A row that is prefilled in longer chunks has more in a window group, all of its prompt if that is one chunk. Of
+    recurrent layers it is a snapshot for each block that a step ends, and the one that the step begins with.
     """
     if group.window is None:
         return spec.max_blocks_per_seq
@@ -133,12 +139,24 @@ def _pools(spec: CacheSpec, num_blocks: Sequence[int]) -> list[Entry]:
     entries = []
     for group, blocks in zip(spec.groups, num_blocks, strict=True):
         for pool in group.pools if blocks else ():
-            block, layers = pool.block_bytes(spec.block_size), plural(len(pool.layers), "layer")
-            sinks = f" and {plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
-            window = "" if group.window is None else f", window {group.window:,}{sinks}"
-            name = f"K/V, {layers} x {plural(pool.kv_heads, 'head')} x {pool.head_dim} {pool.dtype}{window}"
-            entries.append(Entry(name, blocks * block, f"{blocks:,} x {block:,}"))
+            block = pool.block_bytes(spec.block_size)
+            entries.append(Entry(_described(pool, block) + _window(group), blocks * block, f"{blocks:,} x {block:,}"))
     return entries
+
+
+def _described(pool: PoolSpec, block_bytes: int) -> str:
+    """The kind of a pool, with the number of its layers and the size of what each of them keeps."""
+    layers = plural(len(pool.layers), "layer")
+    if pool.arrays:
+        return f"snapshots, {layers} x {human(block_bytes // len(pool.layers), 1000)}"
+    if pool.values is not None:
+        return f"latents, {layers} x {pool.head_dim} {pool.dtype}"
+    return f"K/V, {layers} x {plural(pool.kv_heads, 'head')} x {pool.head_dim} {pool.dtype}"
+
+
+def _window(group: GroupSpec) -> str:
+    sinks = f" and {plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
+    return "" if group.window is None or group.recurrent else f", window {group.window:,}{sinks}"
 
 
 def pool_bytes(spec: CacheSpec) -> tuple[int, int]:
@@ -163,11 +181,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-def human(num_bytes: int) -> str:
-    """Bytes in the unit that fits."""
+def human(num_bytes: int, base: int = 1024) -> str:
+    """Bytes in the unit that fits: KiB, MiB and so on; with a base of 1000 kB, MB and so on."""
     size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024:
+    for larger in ("KiB", "MiB", "GiB", "TiB") if base == 1024 else ("kB", "MB", "GB", "TB"):
+        if abs(size) < base:
             break
-        size, unit = size / 1024, larger
+        size, unit = size / base, larger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.ledger import Ledger, make_ledger, table
+from kvjax.ledger import Ledger, blocks_per_seq, make_ledger, table
 from kvjax.pools.placement import num_shards
 from kvjax.spec import CacheSpec, GroupSpec, LayerSpec, make_spec
 from kvjax.state import EvictionPolicy
 
 # Slots, (block, kv head) rows of a pool and handles of the index (under eight a block) are int32.
 _MOST_SLOTS = 2**31 - 1
-_Window = int | None
-_Counts = tuple[int, ...]  # blocks of each window
+_Key = int | str | None  # of a group
+_Counts = tuple[int, ...]  # blocks of each key
 
 
 class Plan(NamedTuple):
@@ -48,7 +48,7 @@ def plan(
     budget_bytes: int | None = None,
     device_fraction: float | None = None,
     host_budget_bytes: int | None = None,
-    shares: str | Mapping[int | None, float] = "equal",
+    shares: str | Mapping[int | str | None, float] = "equal",
     model_bytes: int = 0,
     device: Any = None,
     policy: EvictionPolicy | None = None,
@@ -62,7 +62,7 @@ def plan(
     not cover a compiled step's temporaries, so leave room for them.
 
     Args:
-      layers: one entry per attention layer, in the model's order.
+      layers: one entry per layer that keeps something of the tokens before, in the model's order.
       max_seqs: S, sequences held at once.
       max_length: tokens that one sequence can hold. It sizes the block tables; a budget too small for one such
         sequence is planned for all the same, and the ledger says so.
@@ -72,14 +72,14 @@ def plan(
       host_budget_bytes: bytes to spend on the host, for the K/V of a host tier; None: no host tier, or the one that
         `num_host_blocks` describes. The metadata of host blocks is on the device.
       shares: how the bytes of both budgets are divided among the windows: "equal" gives each of them as many bytes,
-        "bytes" each in proportion to the K/V that it keeps of a sequence of `max_length`, and a mapping {window:
-        weight}, with None for full attention, in proportion to the weights. A window keeps the same part of a
-        sequence whatever its share: a larger share means more rows, or more cached blocks.
+        "bytes" each in proportion to what it keeps of a sequence of `max_length`, and a mapping {window: weight}, with
+        None for full attention and "recurrent" for recurrent layers, in proportion to the weights. A window keeps the
+        same part of a sequence whatever its share: a larger share means more rows, or more cached blocks.
       model_bytes: bytes of the budget that the model's parameters take.
       device: the `jax.Device` whose memory `device_fraction` means; None for the first local one.
       policy: the eviction policy of the state, which costs metadata of its own; default as in `init`.
       mesh: the devices among which the kv heads are divided, as in `Cache.create`. All bytes, given and planned, are
-        then those of one device: its heads of every block, and the whole metadata.
+        then those of one device: its heads of every block, all of every latent, and the whole metadata.
       heads: the mesh's axis that divides them.
       **options: passed to `make_spec`: block_size, dtype, extra_ids, partial_reuse, num_host_blocks, ...
 
@@ -95,62 +95,85 @@ def plan(
     if not isinstance(model_bytes, int) or model_bytes < 0:
         raise ValueError(f"model_bytes: got {model_bytes!r}, wanted an int of at least 0")
     shape = {"max_seqs": max_seqs, "max_length": max_length, **options}
-    one = make_spec(layers, num_blocks=1, **shape)
-    shards = 1 if mesh is None and heads is None else num_shards(one, mesh, heads)
-    own = [dataclasses.replace(layer, kv_heads=layer.kv_heads // shards) for layer in layers]  # of one device
+    own = _of_one_device(layers, make_spec(layers, num_blocks=1, **shape), mesh, heads)
     one = make_spec(own, num_blocks=1, **shape)
-    windows = list(dict.fromkeys(group.window for group in one.groups[one.bare :]))  # those that share a budget
-    prices = _by_window(one, windows, lambda group: group.block_bytes(one.block_size))
-    weights = _weights(one, windows, shares)
+    keys, prices = _prices(one)
+    weights = _weights(one, keys, shares)
     if host_budget_bytes is not None:
         if options.get("num_host_blocks"):
             raise ValueError("num_host_blocks, host_budget_bytes: wanted at most one of the two")
-        shape["num_host_blocks"] = _host_blocks(host_budget_bytes, one, windows, prices, weights)
+        shape["num_host_blocks"] = _host_blocks(host_budget_bytes, one, keys, prices, weights)
 
     @functools.cache
     def ledger(counts: _Counts) -> Ledger:
-        spec = make_spec(own, num_blocks=dict(zip(windows, counts, strict=True)), **shape)
+        spec = make_spec(own, num_blocks=dict(zip(keys, counts, strict=True)), **shape)
         return make_ledger(spec, budget, policy, model_bytes, host_budget_bytes)
 
-    least = ledger((1,) * len(windows))
+    least = ledger((1,) * len(keys))
     if least.left_bytes < 0:
         message = _too_little(name, budget, least.used_bytes, least.spec)
         raise ValueError("\n".join([f"{message}:", *table(least.entries)]))
-    hosts = {group.window: group.num_host_blocks for group in least.spec.groups}
-    most = [_most_blocks(least.spec, window) - hosts[window] for window in windows]
+    hosts = {group.key: group.num_host_blocks for group in least.spec.groups}
+    most = [_most_blocks(least.spec, key) - hosts[key] for key in keys]
 
     def fits(counts: _Counts) -> bool:
         return all(n <= m for n, m in zip(counts, most, strict=True)) and ledger(counts).left_bytes >= 0
 
     best = _largest(fits, budget, prices, weights)
-    return Plan(make_spec(layers, num_blocks=dict(zip(windows, best, strict=True)), **shape), ledger(best))
+    return Plan(make_spec(layers, num_blocks=dict(zip(keys, best, strict=True)), **shape), ledger(best))
 
 
-def _by_window(spec: CacheSpec, windows: Sequence[_Window], num_bytes: Callable[[GroupSpec], int]) -> list[int]:
-    """The bytes of all groups of each window; 1 where there are none."""
-    return [sum(num_bytes(group) for group in spec.groups if group.window == window) or 1 for window in windows]
+def _of_one_device(
+    layers: Sequence[LayerSpec], spec: CacheSpec, mesh: Mesh | AbstractMesh | None, heads: str | None
+) -> list[LayerSpec]:
+    """The layers with what one device has of them: its kv heads, whole latents, its part of a recurrent state."""
+    shards = 1 if mesh is None and heads is None else num_shards(spec, mesh, heads)
+    return [_part_of(layer, shards) for layer in layers]
 
 
-def _weights(spec: CacheSpec, windows: Sequence[_Window], shares: str | Mapping[int | None, float]) -> list[int]:
-    """The exact weight of each window's share."""
+def _part_of(layer: LayerSpec, shards: int) -> LayerSpec:
+    if layer.values is not None:
+        return layer
+    arrays = tuple(one._replace(shape=_divided(one.shape, one.axis, shards)) for one in layer.arrays)
+    return dataclasses.replace(layer, kv_heads=layer.kv_heads // shards, arrays=arrays)
+
+
+def _divided(shape: tuple[int, ...], axis: int | None, shards: int) -> tuple[int, ...]:
+    return shape if axis is None else (*shape[:axis], shape[axis] // shards, *shape[axis + 1 :])
+
+
+def _prices(spec: CacheSpec) -> tuple[list[_Key], list[int]]:
+    """The keys that share a budget, and what a block of each takes of it: bytes of pools, or 1 where there are none."""
+    keys = list(dict.fromkeys(group.key for group in spec.groups[spec.bare :]))
+    prices = [sum(group.block_bytes(spec.block_size) for group in spec.groups if group.key == key) for key in keys]
+    return keys, [price or 1 for price in prices]
+
+
+def _weights(spec: CacheSpec, keys: Sequence[_Key], shares: str | Mapping[int | str | None, float]) -> list[int]:
+    """The exact weight of each key's share."""
     if shares == "equal":
-        return [1] * len(windows)
+        return [1] * len(keys)
     if shares == "bytes":
-
-        def held(group: GroupSpec) -> int:
-            length = spec.max_length if group.window is None else group.window + group.sink_tokens
-            return min(spec.max_length, length) * group.block_bytes(spec.block_size)
-
-        return _by_window(spec, windows, held)
-    wanted = f"wanted 'equal', 'bytes' or a weight for each of the windows {windows}"
-    if not isinstance(shares, Mapping) or set(shares) != set(windows):
+        held = [(group.key, _tokens_held(spec, group) * group.block_bytes(spec.block_size)) for group in spec.groups]
+        return [sum(num_bytes for of, num_bytes in held if of == key) or 1 for key in keys]
+    wanted = f"wanted 'equal', 'bytes' or a weight for each of the windows {keys}"
+    if not isinstance(shares, Mapping) or set(shares) != set(keys):
         raise ValueError(f"shares: got {shares!r}, {wanted}")
-    for window, weight in shares.items():
+    for key, weight in shares.items():
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < math.inf:
-            raise ValueError(f"shares[{window}]: got {weight!r}, wanted a number above 0")
-    exact = [Fraction(shares[window]) for window in windows]
+            raise ValueError(f"shares[{key}]: got {weight!r}, wanted a number above 0")
+    exact = [Fraction(shares[key]) for key in keys]
     scale = math.lcm(*(weight.denominator for weight in exact))
     return [int(weight * scale) for weight in exact]
+
+
+def _tokens_held(spec: CacheSpec, group: GroupSpec) -> int:
+    """The tokens of a sequence of `max_length` that a group holds; where it has snapshots those of their blocks."""
+    if group.window is None:
+        return spec.max_length
+    if group.recurrent:
+        return blocks_per_seq(spec, group) * spec.block_size
+    return min(spec.max_length, group.window + group.sink_tokens)
 
 
 def _largest(fits: Callable[[_Counts], bool], budget: int, prices: list[int], weights: list[int]) -> _Counts:
@@ -177,16 +200,17 @@ def _largest(fits: Callable[[_Counts], bool], budget: int, prices: list[int], we
     return best
 
 
-def _most_blocks(spec: CacheSpec, window: _Window) -> int:
-    """The most blocks of one window that int32 can count, those of the host included."""
-    pools = [pool for group in spec.groups if group.window == window for pool in group.pools]
-    return _MOST_SLOTS // max([8, spec.block_size, *(pool.kv_heads for pool in pools)]) - 1
+def _most_blocks(spec: CacheSpec, key: _Key) -> int:
+    """The most blocks of one key that int32 can count, those of the host included."""
+    kv_heads = [pool.kv_heads for group in spec.groups if group.key == key for pool in group.pools]
+    widest = max([8, spec.block_size, *kv_heads])
+    return _MOST_SLOTS // widest - 1
 
 
 def _host_blocks(
-    budget: Any, one: CacheSpec, windows: Sequence[_Window], prices: list[int], weights: list[int]
-) -> dict[_Window, int]:
-    """Host blocks of each window, by a budget of their own, which pays for nothing but their K/V."""
+    budget: Any, one: CacheSpec, keys: Sequence[_Key], prices: list[int], weights: list[int]
+) -> dict[_Key, int]:
+    """Host blocks of each key, by a budget of their own, which pays for nothing but their pools."""
     if not isinstance(budget, int) or isinstance(budget, bool):
         raise ValueError(f"host_budget_bytes: got {budget!r}, wanted an int")
     if not any(group.pools for group in one.groups):
@@ -195,13 +219,13 @@ def _host_blocks(
         )
     if budget < sum(prices):
         raise ValueError(_too_little("host_budget_bytes", budget, sum(prices), one))
-    most = [_most_blocks(one, window) - 1 for window in windows]  # and one on the device
+    most = [_most_blocks(one, key) - 1 for key in keys]  # and one on the device
 
     def fits(counts: _Counts) -> bool:
         pairs = zip(counts, prices, strict=True)
         return all(n <= m for n, m in zip(counts, most, strict=True)) and sum(n * p for n, p in pairs) <= budget
 
-    return dict(zip(windows, _largest(fits, budget, prices, weights), strict=True))
+    return dict(zip(keys, _largest(fits, budget, prices, weights), strict=True))
 
 
 def _too_little(name: str, budget: int, least: int, spec: CacheSpec) -> str:

@@ -47,10 +47,10 @@ def scatter_blocks(pool, staged, blocks, count):
     return pool.at[row].set(staged, mode="drop", wrap_negative_indices=False, unique_indices=True)
 
 
-def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales):
+def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values):
     """As `xla_attention._attend`, with all slots of a table at once: [W, K, C, G, S] scores."""
     num, chunk, _, width = q.shape
-    kv_heads, size = pool.shape[3:5]
+    parts, kv_heads, size = pool.shape[2:5]
     position = first[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
     length = jnp.where(count > 0, first + count, 0)
     slot = jnp.arange(tables.shape[1] * size, dtype=jnp.int32)[None]
@@ -62,9 +62,10 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     def fetch(array, width):  # 0 * NaN is NaN, so what no query sees is 0
         array = array.at[tables, layer].get(mode="promise_in_bounds", wrap_negative_indices=False)
         array = jnp.moveaxis(array.reshape(*array.shape[:5], width), (2, 3), (0, 2)).astype(jnp.float32)
-        return jnp.where(read, array.reshape(2, num, kv_heads, -1, width), 0.0)
+        return jnp.where(read, array.reshape(parts, num, kv_heads, -1, width), 0.0)
 
-    keys, values = fetch(pool, width) if scales is None else fetch(pool, width) * fetch(scales, 1)
+    kv = fetch(pool, width) if scales is None else fetch(pool, width) * fetch(scales, 1)
+    keys, v = kv if values is None else (kv[0], kv[0, ..., :values])
     queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num, chunk, kv_heads, -1, width)
     score = jnp.einsum("wckgd,wksd->wkcgs", queries, keys, preferred_element_type=jnp.float32)
     if soft_cap is not None:
@@ -77,12 +78,12 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     highest = lax.stop_gradient(highest)  # it cancels out
     weight = jnp.exp(score - highest[..., None])
     denominator = jnp.sum(weight, axis=-1) + (0.0 if sinks is None else jnp.exp(sinks - highest))
-    out = jnp.einsum("wkcgs,wksd->wckgd", weight, values, preferred_element_type=jnp.float32)
+    out = jnp.einsum("wkcgs,wksd->wckgd", weight, v, preferred_element_type=jnp.float32)
     divisor = jnp.where(denominator > 0, denominator, 1.0)
     out = out / divisor.swapaxes(1, 2)[..., None]
     lse = jnp.where(denominator > 0, highest + jnp.log(divisor), -jnp.inf)
     real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[..., None, None]
-    out = jnp.where(real, out.reshape(q.shape).astype(q.dtype), jnp.zeros((), q.dtype))
+    out = jnp.where(real, out.reshape(*q.shape[:-1], -1).astype(q.dtype), jnp.zeros((), q.dtype))
     return out, lse.swapaxes(1, 2).reshape(q.shape[:-1])
 
 

@@ -22,14 +22,14 @@ _LOWEST = np.float32(-1e30)  # finite, so that score - maximum is never inf - in
 
 
 def decode_attention(
-    q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, return_lse=False,
-    interpret=False,
+    q, pool, layer, tables, lengths, *, scale, window=None, soft_cap=None, sinks=None, scales=None, values=None,
+    return_lse=False, interpret=False,
 ):  # fmt: skip
     """As `xla.decode_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
     rows, heads, width = q.shape
     kv_heads = pool.shape[3]
     group = heads // kv_heads
-    _refuse(q, pool, scale, scales, group, interpret)
+    _refuse(q, pool, scale, scales, values, group, interpret)
     tiles = tuning.mosaic_decode(width)
     work, starts = split_lengths(lengths, tiles.slots, tuning.decode_programs() // kv_heads, window)
     parts = work.row.shape[0]
@@ -46,13 +46,13 @@ def decode_attention(
 
 def prefill_attention(
     q, pool, layer, tables, lengths, starts, counts, *, max_count, scale, window=None, soft_cap=None, sinks=None,
-    scales=None, return_lse=False, interpret=False,
+    scales=None, values=None, return_lse=False, interpret=False,
 ):  # fmt: skip
     """As `xla.prefill_attention`; with `interpret` Pallas's GPU simulator runs it, on any platform."""
     tokens, heads, width = q.shape
     kv_heads, size = pool.shape[3:5]
     group = heads // kv_heads
-    _refuse(q, pool, scale, scales, group, interpret)
+    _refuse(q, pool, scale, scales, values, group, interpret)
     tiles = tuning.mosaic_prefill(width, size)
     rows = tiles.workers * ROWS
     queries = rows // group
@@ -84,13 +84,15 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
-def _refuse(q, pool, scale, scales, group, interpret) -> None:
+def _refuse(q, pool, scale, scales, values, group, interpret) -> None:
     """Raises NotImplementedError for what the kernel cannot serve."""
     size, width = pool.shape[4:]
     if not interpret and tuning.chip() != "hopper":
         raise NotImplementedError(f"mosaic: made for Hopper GPUs, not for {tuning.chip() or 'what is here'}")
     if scales is not None or q.dtype != pool.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"mosaic: q in {q.dtype} over {pool.dtype}; both must be bfloat16 or float16")
+    if values is not None:
+        raise NotImplementedError("mosaic: no latents")
     if width % 16 or width > 256:
         raise NotImplementedError(f"mosaic: heads are {width} wide; wanted a multiple of 16 up to 256")
     if size not in (8, 16, 32, 64, 128):

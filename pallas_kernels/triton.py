@@ -25,9 +25,9 @@ __all__ = ["append_kv", "copy_blocks", "decode_attention", "gather_blocks", "pre
 
 
 def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
-    """As `xla.append_kv`: a program writes K and V of one token, all heads."""
+    """As `xla.append_kv`: a program writes K and V of one token, all heads, or its latent."""
     tokens, kv_heads, width = k.shape
-    scratch, layers, size = pool.shape[0] - 1, pool.shape[1], pool.shape[4]
+    scratch, layers, parts, size = pool.shape[0] - 1, *pool.shape[1:3], pool.shape[4]
     check_reach(pool)
     if pool.dtype == jnp.float8_e4m3fn and not converts_fp8():
         raise NotImplementedError("triton: nothing converts to float8_e4m3fn on a GPU before sm_89")
@@ -35,11 +35,9 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
 
     def kernel(
         layer_ref,  # i32[1]
-        k_ref, v_ref,  # [T, K, D]
-        slots_ref,  # i32[T]
-        *refs,  # pool [(N + 1) L 2 K P, D], and scales f32[(N + 1) L 2 K P] if any; the inputs, then the outputs
-    ):  # fmt: skip
-        pool_ref, *scales_refs = refs[len(refs) // 2 :]
+        *refs,  # K and V [T, K, D]; slots i32[T]; twice [(N + 1) L 2 K P, D], and scales f32[(N + 1) L 2 K P] if any
+    ):
+        new_refs, slots_ref, (pool_ref, *scales_refs) = refs[:parts], refs[parts], refs[parts + 1 + len(arrays) :]
         token = pl.program_id(0)
         slot = slots_ref[token]
         block, offset = slot // size, slot % size
@@ -48,9 +46,9 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
             jnp.broadcast_to(head < kv_heads, (heads, columns)), jnp.broadcast_to(column < width, (heads, columns))
         )
         real = inside & (block < scratch)
-        for which, ref in enumerate((k_ref, v_ref)):
+        for which, ref in enumerate(new_refs):
             new = plt.load(ref.at[token, head, column], mask=inside, other=0.0)
-            row = (((block * layers + layer_ref[0]) * 2 + which) * kv_heads + head) * size + offset
+            row = (((block * layers + layer_ref[0]) * parts + which) * kv_heads + head) * size + offset
             if scales_refs:
                 new, scale = quantise(new, pool.dtype)
                 plt.store(scales_refs[0].at[row], scale, mask=(head < kv_heads) & (block < scratch))
@@ -62,11 +60,11 @@ def append_kv(pool, layer, k, v, slots, scales=None, *, interpret=False):
         kernel,
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
         grid=(tokens,),
-        input_output_aliases={4 + i: i for i in range(len(arrays))},
+        input_output_aliases={2 + parts + i: i for i in range(len(arrays))},
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="append_kv",
-    )(jnp.full((1,), layer, jnp.int32), k, v, slots, *arrays)
+    )(jnp.full((1,), layer, jnp.int32), *([k] if v is None else [k, v]), slots, *arrays)
     pool = pool_out.reshape(pool.shape)
     return pool if scales is None else (pool, scales_out[0].reshape(scales.shape))
 

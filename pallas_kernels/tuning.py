@@ -81,6 +81,11 @@ def triton_prefill(width: int, q_bytes: int, kv_bytes: int) -> Programs:
     return Programs(64, 128, 8) if width <= 128 and kv_bytes > 1 else Programs(64, 64, 8)
 
 
+# Of latents, decode and prefill alike: with 64 rows or 64 slots 512 + 64 columns spill. The rows are the query heads
+# that share a read of a latent. And the most columns, padded, that do not spill, by bytes of an element of q.
+TRITON_LATENTS, WIDEST_LATENT = Programs(32, 32, 8), {2: 704, 4: 160}
+
+
 class Tiles(NamedTuple):
     """Slots of a K/V tile, tiles of each in shared memory at once, and warpgroups that work on them."""
 

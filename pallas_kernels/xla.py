@@ -6,6 +6,8 @@ layers; K and V; K kv heads; P slots to a block; head width D. Slot s is positio
 tables hold pool rows, all of them in 0..N: what a table holds beyond a row's length is never read. Further: R rows
 of the block tables, M blocks to a row, T tokens in a call, Q query heads.
 
+A pool of latents is `[N + 1, L, 1, 1, P, D]`: V is the first `values` columns of K, which all query heads share.
+
 A quantised pool is of int8 or float8_e4m3fn and has `scales` f32[N + 1, L, 2, K, P] beside it, one per token, head
 and K or V: the K/V are pool * scale. The functions that move blocks of a pool move those of scales too.
 
@@ -32,7 +34,7 @@ def append_kv(
     pool: jax.Array,
     layer: jax.Array | int,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     slots: jax.Array,
     scales: jax.Array | None = None,
 ):
@@ -42,7 +44,7 @@ def append_kv(
       pool: [N + 1, L, 2, K, P, D].
       layer: i32[].
       k: [T, K, D].
-      v: [T, K, D].
+      v: [T, K, D]; None for a pool of latents.
       slots: i32[T]; distinct, but for those of the scratch block: what goes there is dropped.
       scales: f32[N + 1, L, 2, K, P] of a quantised pool, in place where donated.
 
@@ -53,7 +55,7 @@ def append_kv(
     block = slots // size
     # Every dropped token gets an index of its own beyond the pool, so that XLA may take all indices as distinct.
     block = jnp.where(block < scratch, block, scratch + 1 + jnp.arange(block.size, dtype=jnp.int32))
-    kv = jnp.stack([k, v], axis=1)
+    kv = jnp.stack([k] if v is None else [k, v], axis=1)
 
     def put(array, new):
         target = array.at[block, layer, :, :, slots % size]
@@ -61,8 +63,8 @@ def append_kv(
 
     if scales is None:
         return put(pool, kv.astype(pool.dtype))
-    values, scale = quantise(kv, pool.dtype)
-    return put(pool, values), put(scales, scale[..., 0])
+    rounded, scale = quantise(kv, pool.dtype)
+    return put(pool, rounded), put(scales, scale[..., 0])
 
 
 def copy_blocks(

@@ -36,6 +36,7 @@ def decode_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     scales: jax.Array | None = None,
+    values: int | None = None,
     return_lse: bool = False,
     attend: Callable[..., Any] | None = None,
 ):
@@ -52,15 +53,17 @@ def decode_attention(
       soft_cap: c makes every score c * tanh(score / c).
       sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
       scales: f32[N + 1, L, 2, K, P] of a quantised pool; None: the pool holds the K/V themselves.
+      values: of a pool of latents, V is the first `values` columns of K. None: K and V are apart.
       return_lse: whether to return the logarithm of the softmax's denominator too.
       attend: computes the tiles; None: the loops below.
 
     Returns:
-      [R, Q, D] like q; with `return_lse` also f32[R, Q], -inf where there is nothing in the denominator.
+      [R, Q, D] like q, or [R, Q, values]; with `return_lse` also f32[R, Q], -inf where there is nothing in the
+      denominator.
     """
     out, lse = (attend or _attend)(
         q[:, None], pool, layer, tables, lengths - 1, (lengths > 0).astype(jnp.int32),
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales,
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, values=values,
     )  # fmt: skip
     return (out[:, 0], lse[:, 0]) if return_lse else out[:, 0]
 
@@ -80,6 +83,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     scales: jax.Array | None = None,
+    values: int | None = None,
     return_lse: bool = False,
     attend: Callable[..., Any] | None = None,
 ):
@@ -99,11 +103,13 @@ def prefill_attention(
       soft_cap: bound of the scores, or None.
       sinks: f32[Q], or None.
       scales: f32[N + 1, L, 2, K, P], or None.
+      values: columns of V in a latent, or None.
       return_lse: whether to return the logarithm of the softmax's denominator too.
       attend: computes the tiles; None: the loops below.
 
     Returns:
-      [T, Q, D] like q, zeros where q is padding; with `return_lse` also f32[T, Q], undefined where q is padding.
+      [T, Q, D] like q, or [T, Q, values], zeros where q is padding; with `return_lse` also f32[T, Q], undefined where
+      q is padding.
     """
     tokens = q.shape[0]
     least, most = _QUERY_TILES
@@ -112,7 +118,7 @@ def prefill_attention(
     token = work.token[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     out, lse = (attend or _attend)(
         q.at[token].get(mode="clip", wrap_negative_indices=False), pool, layer, tables[work.row], work.position,
-        work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales,
+        work.count, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, scales=scales, values=values,
     )  # fmt: skip
     # Back to tokens: token t is query `offset` of its row.
     row = _sum(jnp.arange(tokens, dtype=jnp.int32)[:, None] >= starts[None, :]) - 1
@@ -125,16 +131,16 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
-def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales):
+def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, sinks, scales, values):
     """Attention of W tiles of C queries, each over the K/V of one table, one tile of slots after the other.
 
     q [W, C, Q, D] are the queries at positions first i32[W], first + 1 and so on, over pool [N + 1, L, 2, K, P, D]
     by tables i32[W, M]; count i32[W] leading queries of a tile are real, the others return zeros. The rest is as
-    in `decode_attention`. Returns [W, C, Q, D] and the log-sum-exp f32[W, C, Q].
+    in `decode_attention`. Returns [W, C, Q, D], or [W, C, Q, values], and the log-sum-exp f32[W, C, Q].
     """
     num, chunk, heads, width = q.shape
     kv_heads, size = pool.shape[3:5]
-    run = _run(size, width)
+    run = _run(size, width) if values is None else size
     split = (num, kv_heads, chunk, heads // kv_heads)  # the axes of a score before its slot
     queries = (q.astype(jnp.float32) * np.float32(scale)).reshape(num, chunk, kv_heads, -1, width)
     queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, width)
@@ -158,7 +164,8 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     def step(tile, carry, block, live, masked):
         row, stride, order = _runs(pool.shape, run, layer, block)
         slot = ((base + tile * blocks) * size)[:, None] + order[None]
-        score = _scores(queries, fetch(row))
+        keys = fetch(row)
+        score = _scores(queries, keys)
         if soft_cap is not None:
             score = np.float32(soft_cap) * jnp.tanh(score / np.float32(soft_cap))
         seen = _seen(slot, position, length if masked else None, window)
@@ -166,10 +173,10 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
             score = jnp.where(seen[:, None, :, None], score.reshape(*split, -1), -jnp.inf).reshape(score.shape)
         # The barrier fetches V after K is used up, into the same memory: both at once would not fit a CPU's caches.
         score, row = lax.optimization_barrier((score, row))
-        values = fetch(row + stride)
+        v = fetch(row + stride) if values is None else keys  # its other columns too: a part would be copied
         if masked:  # 0 * NaN is NaN
-            values = jnp.where((slot < length[:, None])[:, None, :, None], values, 0.0)
-        return _fold(carry, score, values, live)
+            v = jnp.where((slot < length[:, None])[:, None, :, None], v, 0.0)
+        return _fold(carry, score, v, live)
 
     def whole_step(i, carry):
         block = lax.dynamic_slice_in_dim(tables, i * blocks, blocks, axis=1, allow_negative_indices=False)
@@ -187,6 +194,7 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
     real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[:, :, None, None]
     out = mixed / jnp.where(denominator > 0, denominator, 1.0)[..., None]
     out = out.reshape(*split, width).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+    out = out if values is None else out[..., :values]
     lse = (highest + jnp.log(denominator)).reshape(split).swapaxes(1, 2).reshape(q.shape[:-1])
     return jnp.where(real, out, jnp.zeros((), q.dtype)), lse
 
@@ -199,14 +207,16 @@ def _runs(shape, run, layer, block):
     flight than one block after the other.
 
     Returns:
-      Rows i32[W, K, P / run, B]; the number of rows from K to V; and the tile's slots in its order, i32[B * P].
+      Rows i32[W, K, P / run, B]; the number of rows from K to V, 0 of latents; and the tile's slots in its order,
+      i32[B * P].
     """
-    _, layers, _, kv_heads, size, _ = shape
+    _, layers, parts, kv_heads, size, _ = shape
     num_runs = size // run
-    row = ((block * layers + layer) * (2 * kv_heads))[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+    row = (block * layers + layer) * (parts * kv_heads)
+    row = row[:, None] + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     row = (row * num_runs)[:, :, None] + jnp.arange(num_runs, dtype=jnp.int32)[None, None, :, None]
     order = np.arange(block.shape[1] * size, dtype=np.int32).reshape(block.shape[1], num_runs, -1)
-    return row, kv_heads * num_runs, order.swapaxes(0, 1).reshape(-1)
+    return row, (parts - 1) * kv_heads * num_runs, order.swapaxes(0, 1).reshape(-1)
 
 
 def _run(size: int, width: int) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import pallas_kernels
-from kvjax.pools.device import Pools, check_fit
+from kvjax.pools.device import Pools, attention_pool, check_fit
 from kvjax.pools.views import View
 
 IMPLEMENTATIONS = pallas_kernels.IMPLEMENTATIONS
@@ -34,6 +34,8 @@ def attend(
 
     Each token attends to those before it in its row and to itself: call `write` first. With C = 1 this is decode;
     with more, and in a ragged view, chunked prefill from any offset; of a mixed view each part is served as what it is.
+    Over latents all query heads share one kv head, and V is the first columns of K: the queries are absorbed ones, and
+    so are the results.
 
     jax differentiates it with respect to q, sinks and the pools. XLA computes the derivative, over all slots of the
     block tables, and the result too unless a kernel is named.
@@ -45,7 +47,7 @@ def attend(
       layer: the model's layer number. It may be traced, i32[], where the spec has exactly one pool.
       view: where the tokens are.
       index: i32[]; the layer's index in its pool, as in `write`: clamped if it is out of range. None: the layer's own.
-      scale: factor on the scores; None: 1 / sqrt(D).
+      scale: factor on the scores; None: 1 / sqrt(D). Over latents a model has one of its own.
       window: a token attends to the last `window` tokens, itself included. None: to all before it.
       soft_cap: c makes every score c * tanh(score / c).
       sinks: f32[Q]; per query head one more logit in the softmax's denominator, with no value.
@@ -53,20 +55,22 @@ def attend(
       implementation: one of `IMPLEMENTATIONS`, which serves or raises; None: the first that can serve.
 
     Returns:
-      [R, C, Q, D] like q, zeros where the view has padding; with `return_lse` also f32[R, C, Q], undefined there.
+      [R, C, Q, D] like q, [R, C, Q, values] over latents; zeros where the view has padding. With `return_lse` also
+      f32[R, C, Q], undefined there.
 
     Raises:
-      ValueError: on an argument that does not fit, while tracing; on a view of a cache with another spec.
+      ValueError: on an argument that does not fit, while tracing; on a view of a cache with another spec; on a
+        recurrent layer; on query heads of latents that a mesh cannot divide.
       NotImplementedError: if the named implementation cannot serve this call.
     """
     check_fit(pools, view)
-    group, pool, index, array = pools.at(layer, index)
+    group, pool, index, array, spec = attention_pool(pools, layer, index)
     _check(q, array, view, window, soft_cap, sinks)
     shape, is_decode = q.shape, view.starts is None and q.shape[1] == 1
     decodes = q.shape[0] if is_decode else view.decodes
     call = functools.partial(
         pallas_kernels.call, scale=q.shape[-1] ** -0.5 if scale is None else scale, window=window, soft_cap=soft_cap,
-        return_lse=return_lse, implementation=implementation,
+        values=spec.values, return_lse=return_lse, implementation=implementation,
     )  # fmt: skip
 
     def compute(q, pool, index, scales, sinks, table, lengths, starts=None, num_tokens=None):
@@ -88,7 +92,7 @@ def attend(
         **({} if is_decode else {"starts": view.starts, "num_tokens": view.num_tokens}),
     }  # fmt: skip
     with jax.named_scope("attend"):
-        axes = {"q": 2, "pool": 3, "scales": 3, "sinks": 0}
+        axes = {"q": 2, "pool": spec.mesh_axes, "scales": spec.mesh_axes, "sinks": 0}
         result = pools.over_heads(compute, operands, axes, (1, 1) if return_lse else 1)
     return jax.tree.map(lambda x: x.reshape(*shape[:2], *x.shape[1:]), result)
 

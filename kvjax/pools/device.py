@@ -37,7 +37,8 @@ class Pools(Pytree, static=("spec", "placement")):
     """The K/V of a cache. Valid only beside the state made with it.
 
     Attributes:
-      arrays: per group, per pool [N + 1, L, 2, K, P, D]; of recurrent layers {name: [N + 1, L, ...]}.
+      arrays: per group, per pool [N + 1, L, 2, K, P, D], of latents [N + 1, L, 1, 1, P, D]; of recurrent layers
+        {name: [N + 1, L, ...]}.
       spec: static; shapes.
       scales: per group, per pool f32[N + 1, L, 2, K, P] if it is quantised, else None; the K/V are array * scale.
       placement: static; how the kv heads are divided among devices. None: not at all.
@@ -94,6 +95,17 @@ class Pools(Pytree, static=("spec", "placement")):
         if self.scales is None or scales is None:
             return pools
         return pools.replace(scales=_with(self.scales, group, pool, scales))
+
+
+def attention_pool(
+    pools: Pools, layer: int | jax.Array, index: ArrayLike | None
+) -> tuple[int, int, int | jax.Array, jax.Array, PoolSpec]:
+    """As `Pools.at`, and the pool's spec; a ValueError for a recurrent layer."""
+    group, pool, index, array = pools.at(layer, index)
+    spec = pools.spec.groups[group].pools[pool]
+    if spec.arrays:
+        raise ValueError(f"layer: got {layer}, which is recurrent, wanted one with K/V or latents")
+    return group, pool, index, array, spec
 
 
 def check_fit(pools: Any, view: Any) -> None:
@@ -180,13 +192,13 @@ def write(
     pools: Pools,
     layer: int | jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     view: View,
     *,
     index: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> Pools:
-    """Writes one layer's K/V of a view's tokens into their slots.
+    """Writes one layer's K/V, or latents, of a view's tokens into their slots.
 
     In place if the caller donates the pools; the view's padding is dropped. The K/V become findable later, by
     `commit`. jax differentiates it as it does `attend`; rounding to int8 or fp8 has no derivative.
@@ -194,8 +206,8 @@ def write(
     Args:
       pools: the K/V so far.
       layer: the model's layer number. It may be traced, i32[], where the spec has exactly one pool.
-      k: [R, C, K, D]; [1, T, K, D] for a ragged view.
-      v: likewise.
+      k: [R, C, K, D]; [1, T, K, D] for a ragged view; with K = 1 the latents of a layer of these.
+      v: likewise; None for a layer of latents.
       view: where the tokens are.
       index: i32[]; the layer's index in its pool (`CacheSpec.locate`), for a scan over layers. `layer` then names any
         layer of that pool. Out of range it is clamped: beyond the pool's last layer to the last, below 0 to the first.
@@ -206,30 +218,33 @@ def write(
       The pools with the tokens' K/V, in the pool's dtype; a quantised pool gets one scale per token and head.
 
     Raises:
-      ValueError: on a view of a cache with another spec; on shapes that do not fit the pool or the view; on a traced
-        layer where the spec has several pools.
+      ValueError: on a view of a cache with another spec; on shapes that do not fit the pool or the view, V of a layer
+        of latents included; on a recurrent layer, and on a traced one where the spec has several pools.
       NotImplementedError: if the named implementation cannot serve this call, or for the derivative of
         rounding; `jax.lax.stop_gradient` of k and v does without it.
     """
     check_fit(pools, view)
-    group, pool, index, array = pools.at(layer, index)
-    _, _, _, kv_heads, _, width = array.shape
-    wanted = (*view.positions.shape, kv_heads, width)
-    for name, x in (("k", k), ("v", v)):
-        if x.shape != wanted:
-            raise ValueError(f"{name}: got shape {x.shape}, wanted {wanted} for this view and layer {layer}")
+    group, pool, index, array, spec = attention_pool(pools, layer, index)
+    shape = (*view.positions.shape, spec.kv_heads, spec.head_dim)
+    if v is not None and spec.values is not None:
+        raise ValueError(f"v: got shape {v.shape}, wanted None: layer {layer} has latents, and V is a part of k")
+    for name, x in (("k", k), ("v", v)) if spec.values is None else (("k", k),):
+        got = "None" if x is None else f"shape {x.shape}"
+        if x is None or x.shape != shape:
+            raise ValueError(f"{name}: got {got}, wanted {shape} for this view and layer {layer}")
     scales, slots = pools.scales_of(group, pool), view.slots[group]
     operands = {"pool": array, "scales": scales, "index": index, "k": k, "v": v, "slots": slots}
 
     def append(pool, scales, index, k, v, slots):
-        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+        k, v = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (k, v))
         args = (pool, index, k, v, slots.reshape(-1)) + (() if scales is None else (scales,))
         return pallas_kernels.call("append_kv", *args, implementation=implementation)
 
     quantised = operands["scales"] is not None
     with jax.named_scope("write"):
-        axes = {"pool": 3, "scales": 3, "k": 2, "v": 2}
-        written = pools.over_heads(append, operands, axes, (3, 3) if quantised else 3)
+        axis, of_tokens = spec.mesh_axes, 2 if spec.values is None else -1
+        axes = {"pool": axis, "scales": axis, "k": of_tokens, "v": of_tokens}
+        written = pools.over_heads(append, operands, axes, (axis, axis) if quantised else axis)
     return pools.with_pool(group, pool, *(written if quantised else (written,)))
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools on several devices: each device has its share of the kv heads of every block, and computes with these alone.
 
+Latents have one kv head: each device has a copy of all of them, and computes its share of the query heads.
+
 XLA would gather whole pools around a kernel, which it cannot divide. So `write`, `attend` and `apply` map their kernel
 calls over the devices; nothing else touches a pool.
 """
@@ -42,11 +44,17 @@ class Placement:
           out_axes: likewise for the results, a tree.
 
         Raises:
-          ValueError: if the mesh in context lacks the axis, or a pool of Explicit axes is not divided over it.
+          ValueError: if the mesh in context lacks the axis or does not divide an operand's heads, or a pool of Explicit
+            axes is not divided over it.
         """
         mesh = self._mesh()
         if self.heads in mesh.manual_axes:  # the caller has mapped the whole step: these are a device's own heads
             return function(**operands)
+        for name, axis in axes.items():
+            x = operands[name]
+            if axis >= 0 and x is not None and x.shape[axis] % mesh.shape[self.heads]:
+                devices = f"that the {mesh.shape[self.heads]} devices of mesh axis {self.heads!r} divide"
+                raise ValueError(f"{name}: got {x.shape[axis]} heads, wanted a number of them {devices}")
         specs = {name: self.partition(axes.get(name, -1)) for name in operands}
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         explicit = {name for name, kind in kinds if kind == AxisType.Explicit}

@@ -44,18 +44,19 @@ class Case:
     """Rows of random K/V in random blocks of a pool that is NaN everywhere else.
 
     A pool `stored` as int8, which has no NaN, or float8_e4m3fn has scales, unless `scaled` is False; they are NaN
-    everywhere else.
+    everywhere else. With `values` it has latents.
     """
 
     def __init__(
         self, lengths, *, kv_heads=2, group=2, width=16, block_size=4, dtype="float32", layers=2, seed=0, stored=None,
-        scaled=True,
+        scaled=True, values=None,
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
         self.lengths, self.group, self.layer, self.dtype = np.asarray(lengths), group, layers - 1, dtype
         max_blocks = -(-max(1, *lengths) // block_size) + 1
         num_blocks = len(lengths) * max_blocks + 3
-        shape = (num_blocks + 1, layers, 2, kv_heads, block_size, width)
+        parts = 2 if values is None else 1
+        shape = (num_blocks + 1, layers, parts, kv_heads, block_size, width)
         pool = np.full(shape, -128.0 if stored == "int8" else np.nan, np.float32)
         scales = np.full(shape[:5], np.nan, np.float32)
         # Beyond its row's length a table has another row's block, or the scratch row.
@@ -65,7 +66,8 @@ class Case:
         for row, length in enumerate(lengths):
             used = -(-length // block_size)
             self.tables[row, :used], order = order[:used], order[used:]
-            kv, scale = rng.standard_normal((length, 2, kv_heads, width)), np.ones((length, 2, kv_heads), np.float32)
+            kv = rng.standard_normal((length, parts, kv_heads, width))
+            scale = np.ones(kv.shape[:3], np.float32)
             if stored:
                 scale = rng.uniform(0.01, 0.04, scale.shape).astype(np.float32)
                 kv = np.clip(kv / scale[..., None], -127, 127)
@@ -76,7 +78,7 @@ class Case:
             self.kv.append(kv * scale[..., None] if scaled else kv)
         self.pool = jnp.asarray(pool, stored or dtype)
         self.scales = jnp.asarray(scales) if stored and scaled else None
-        self.rng, self.heads, self.width = rng, kv_heads * group, width
+        self.rng, self.heads, self.width, self.values = rng, kv_heads * group, width, values
 
     def tables_for(self, window, counts=1):
         """The block tables, without the blocks that none of a row's last tokens sees."""
@@ -93,7 +95,7 @@ class Case:
         """The oracle's answer for the last `count` tokens of a row."""
         kv = self.kv[row]
         options.setdefault("scale", self.width**-0.5)
-        return oracle(q.astype(jnp.float32), kv[:, 0], kv[:, 1], len(kv) - count, **options)
+        return oracle(q.astype(jnp.float32), kv[:, 0], kv[:, -1, :, : self.values], len(kv) - count, **options)
 
     def close(self, got, wanted):
         np.testing.assert_allclose(
@@ -119,7 +121,7 @@ def options_for(case, name):
     return options
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "scale", "window", "soft_cap"))
+@functools.partial(jax.jit, static_argnames=("implementation", "scale", "window", "soft_cap", "values"))
 def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, scales=None, **options):
     return pallas_kernels.call(
         "decode_attention", q, pool, layer, tables, lengths,
@@ -127,7 +129,7 @@ def decode(q, pool, layer, tables, lengths, implementation, scale, sinks=None, s
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "max_count", "scale", "window", "soft_cap"))
+@functools.partial(jax.jit, static_argnames=("implementation", "max_count", "scale", "window", "soft_cap", "values"))
 def prefill(
     q, pool, layer, tables, lengths, starts, counts, implementation, max_count, scale, sinks=None, scales=None,
     **options,
@@ -143,9 +145,9 @@ def check_decode(case, implementation, **options):
     options.setdefault("scale", case.width**-0.5)
     out, lse = decode(
         q, case.pool, case.layer, case.tables_for(options.get("window")), jnp.asarray(case.lengths, jnp.int32),
-        implementation, scales=case.scales, **options,
+        implementation, scales=case.scales, values=case.values, **options,
     )  # fmt: skip
-    assert out.dtype == q.dtype and out.shape == q.shape
+    assert out.dtype == q.dtype and out.shape == (*q.shape[:-1], case.values or case.width)
     for row, length in enumerate(case.lengths):
         if length == 0:
             np.testing.assert_array_equal(out[row], 0)
@@ -165,7 +167,7 @@ def check_prefill(case, implementation, counts, *, gaps=0, max_count=None, **opt
     out, lse = prefill(
         q, case.pool, case.layer, case.tables_for(options.get("window"), counts),
         jnp.asarray(case.lengths, jnp.int32), jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32),
-        implementation, max_count or int(max(counts)), scales=case.scales, **options,
+        implementation, max_count or int(max(counts)), scales=case.scales, values=case.values, **options,
     )  # fmt: skip
     padding = np.ones(total, bool)
     for row, count in enumerate(counts):

@@ -118,6 +118,15 @@ def prefill(size=16, width=WIDTH, implementation=None):
     return kernel("prefill_attention", **options), args, ()
 
 
+def latents(case, heads=16, dtype=jnp.bfloat16):
+    """Attention over latents of 512 + 64 columns, DeepSeek V3's, or their append."""
+    function, (q, pool, *rest), _ = CASES[case]()
+    pool = jax.ShapeDtypeStruct((*pool.shape[:2], 1, 1, 16, 576), dtype)
+    scales = None if dtype == jnp.bfloat16 else f32(*pool.shape[:5])
+    args = bf16(q.shape[0], heads, 576), pool, scales, *rest
+    return lambda q, pool, scales, *rest: function(q, pool, *rest, scales=scales, values=512), args, ()
+
+
 LAYER = LayerConfig(KV_HEADS, WIDTH)
 
 
@@ -203,6 +212,16 @@ CASES = {
     "gather": lambda: (kernel("gather_blocks"), (pool_of(), i32(64)), ()),
     "scatter": lambda: (
         kernel("scatter_blocks"), (pool_of(), bf16(64, *pool_of().shape[1:]), i32(64), i32()), (0,)
+    ),
+    "latent_decode": functools.partial(latents, "decode_16"),
+    "latent_decode_128": functools.partial(latents, "decode_16", 128),
+    "latent_decode_int8": functools.partial(latents, "decode_16", dtype=jnp.int8),
+    "latent_prefill": functools.partial(latents, "prefill_16"),
+    "latent_prefill_128": functools.partial(latents, "prefill_16", 128),
+    "latent_prefill_int8": functools.partial(latents, "prefill_16", dtype=jnp.int8),
+    "latent_append": lambda: (
+        lambda pool, layer, latent, slots: kernel("append_kv")(pool, layer, latent, None, slots),
+        (bf16(*pool_of().shape[:2], 1, 1, 16, 576), i32(), bf16(256, 1, 576), i32(256)), (0,),
     ),
     "bookkeeping_1": functools.partial(bookkeeping, 1),
     "bookkeeping_16": functools.partial(bookkeeping, 16),

@@ -73,6 +73,32 @@ def test_quantised_pools(stored, dtype, name, implementation):
     check_prefill(case, implementation, [1, 0, 30, 90], **options_for(case, name))
 
 
+# Latents: (query heads, width, values, block size), of which the kernels cut each in another way.
+LATENTS = [
+    ((2, 24, 16, 4), "plain", None), ((16, 576, 512, 16), "plain", None), ((20, 40, 24, 8), "all", None),
+    ((3, 48, 48, 4), "window", None), ((16, 80, 64, 16), "all", "int8"), ((4, 576, 512, 8), "sinks", "int8"),
+    ((12, 120, 100, 8), "soft_cap", None), ((40, 96, 64, 32), "scale", "float8_e4m3fn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "stored"),
+    [pytest.param(*case, marks=() if number < 3 or case[2] == "int8" else pytest.mark.long)
+     for number, case in enumerate(LATENTS)],
+)  # fmt: skip
+def test_latents(shape, name, stored, implementation):
+    heads, width, values, block_size = shape
+    shape = {"kv_heads": 1, "group": heads, "width": width, "values": values, "block_size": block_size}
+    shape |= {"stored": stored, "dtype": "bfloat16" if stored else "float32"}
+    case = Case([1, 0, 37, 16, 90], **shape)
+    if implementation == "triton" and not stored and width == 576:  # float32 would spill
+        with pytest.raises(NotImplementedError, match="576 wide"):
+            check_decode(case, implementation)
+        case = Case([1, 0, 37, 16, 90], **shape | {"dtype": "bfloat16"})
+    check_decode(case, implementation, **options_for(case, name))
+    check_prefill(case, implementation, [1, 0, 30, 1, 40], **options_for(case, name))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn"])
 def test_pools_of_bytes_without_scales(stored, implementation):

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import triton, xla
+from pallas_kernels import mosaic, triton, xla
 from pallas_kernels.quantise import largest, quantise
 from pallas_kernels.schedule import query_tiles, split_lengths
 from pallas_kernels.triton_attention import _by_bits
 
 
-def pool_of(dtype="float32", blocks=8, heads=3, size=4, width=20, seed=0):
+def pool_of(dtype="float32", blocks=8, heads=3, size=4, width=20, seed=0, parts=2):
     """A pool of odd sizes; its scratch row is NaN."""
-    pool = np.random.default_rng(seed).standard_normal((blocks + 1, 2, 2, heads, size, width))
+    pool = np.random.default_rng(seed).standard_normal((blocks + 1, 2, parts, heads, size, width))
     pool[-1] = np.nan
     return jnp.asarray(pool, dtype)
 
@@ -62,6 +62,32 @@ def test_quantised_append(dtype, heads, width, source):
         expected = np.array(old)
         expected[index] = np.asarray(values).reshape(2, 6, *expected[index].shape[2:]).swapaxes(0, 1)[real]
         np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (new, expected)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_latents_are_appended_and_moved_alike(dtype):
+    shape = {"heads": 1, "width": 24, "parts": 1}
+    pool, scales = quantised("int8", **shape) if dtype == "int8" else (pool_of(dtype, **shape), None)
+    latents, slots = jnp.asarray(pool_of(seed=1, **shape)[:6, 0, 0, :, 0]), jnp.array([0, 33, 17, 31, 9, 34], jnp.int32)
+    rows, tokens = (jnp.array(x, jnp.int32) for x in ([[1, 2, 8], [4, 5, 8]], [3, 4, 2]))
+
+    def changed(module, **options):
+        run = {name: functools.partial(getattr(module, name), **options) for name in xla.__all__}
+        arrays = run["append_kv"](pool, jnp.int32(1), latents, None, slots, scales)
+        arrays = [arrays] if scales is None else list(arrays)
+        arrays = [run["copy_blocks"](array, *rows, jnp.int32(2), tokens) for array in arrays]
+        staged = [run["gather_blocks"](array, rows[0]) for array in arrays]
+        return [run["scatter_blocks"](*pair, rows[1] - 4, jnp.int32(2)) for pair in zip(arrays, staged, strict=True)]
+
+    for got, wanted in zip(changed(triton, interpret=True), jax.jit(lambda: changed(xla))(), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, wanted)))
+
+
+def test_mosaic_leaves_latents_to_others():
+    q, pool = jnp.zeros((2, 4, 64), jnp.bfloat16), pool_of("bfloat16", heads=1, size=16, width=64, parts=1)
+    args, options = (jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32)), {"scale": 1.0, "interpret": True}
+    with pytest.raises(NotImplementedError, match="mosaic: no latents"):
+        mosaic.decode_attention(q, pool, 0, *args, values=48, **options)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
@@ -215,11 +241,14 @@ def test_tiles_cover_each_query_once():
     assert np.all(work.end[work.count > 0] == (work.position + work.count)[work.count > 0])
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 2, 8), (1, 2, 2, 8), (2, 1, 2, 8), (2, 2, 1, 8), (2, 2, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 2, 3, 2, 8), (1, 2, 2, 2, 8), (2, 2, 1, 2, 8), (2, 2, 2, 1, 8), (2, 2, 2, 2, 1), (4, 1, 1, 2, 8)],
+    ids=str,
+)
 def test_moving_blocks_copies_no_pool(shape):
-    """Layers, heads, positions and width. Where one of them was 1, XLA's CPU backend has copied whole pools."""
-    layers, heads, size, width = shape
-    pool = jnp.zeros((20_001, layers, 2, heads, size, width), jnp.float32)
+    """Layers, parts, heads, positions and width. Where one of them was 1, XLA's CPU backend has copied whole pools."""
+    pool = jnp.zeros((20_001, *shape), jnp.float32)
     ids = jnp.arange(8, dtype=jnp.int32)
     for move, args in ((xla.copy_blocks, (ids, ids + 8, jnp.int32(8))), (xla.scatter_blocks, (pool[:8], ids, 8))):
         memory = jax.jit(move, donate_argnums=0).lower(pool, *args).compile().memory_analysis()

@@ -24,6 +24,7 @@ from benchmarks import (
     gpu,
     gpu_step,
     kernels,
+    kinds,
     learned,
     listeners,
     memory,
@@ -112,6 +113,15 @@ def test_decode_loop_agrees_with_the_contiguous_one(tmp_path, monkeypatch):
     assert result["benchmark"] == "decode_loop"
     assert {"step_ratio", "attention_ratio", "bookkeeping_us"} <= set(result["metrics"])
     assert all(value > 0 for value in result["metrics"].values())
+
+
+def test_kinds_of_layers_agree_with_what_they_are_compared_with(tmp_path, monkeypatch):
+    file = tmp_path / "kinds.json"
+    monkeypatch.setattr(sys, "argv", ["kinds", "--quick", "--json", str(file)])
+    kinds.main()
+    metrics = json.loads(file.read_text())["metrics"]
+    assert {"latent_over_contiguous", "latent_over_doubled", "latent_bytes"} <= set(metrics)
+    assert metrics["latent_bytes"] == 0.5 and all(value > 0 for value in metrics.values())
 
 
 @pytest.mark.parametrize("generates", [False, True])

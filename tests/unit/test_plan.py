@@ -175,6 +175,44 @@ def test_a_ledger_with_windows_says_what_fits():
     assert "window 24 and 4 sinks" in sinks and "0 once they have left" in sinks and "note" not in sinks
 
 
+# A hybrid: Qwen3-Next's recurrent layers, DeepSeek V3's latents.
+STATE = LayerSpec.recurrent({"state": (32, 128, 128), "convolution": (3, 8192)}, axes={"state": 0})
+HYBRID = [STATE] * 3 + [LayerSpec.latent(576, 512)] * 2
+
+
+@pytest.mark.parametrize("shares", ["equal", "bytes", {None: 1, "recurrent": 3}])
+def test_latents_and_snapshots_share_a_budget(shares):
+    shape = {"max_seqs": 4, "max_length": 1024, "block_size": 64}
+    spec, ledger = plan(HYBRID, budget_bytes=200_000_000, host_budget_bytes=100_000_000, shares=shares, **shape)
+    latents, states = spec.groups
+    assert ledger.used_bytes == real_bytes(spec) <= 200_000_000 and ledger.host_used_bytes <= 100_000_000
+    a_block, a_snapshot = 2 * 64 * 576 * 2, 3 * (4 * (32 * 128 * 128 + 3 * 8192) + 4)
+    weights = {"equal": (1, 1), "bytes": (1024 / 64 * a_block, 2 * a_snapshot)}.get(str(shares), (1, 3))
+    for number in ("num_blocks", "num_host_blocks"):
+        spent = getattr(latents, number) * a_block / weights[0], getattr(states, number) * a_snapshot / weights[1]
+        assert abs(spent[0] - spent[1]) < 1.01 * max(a_block / weights[0], a_snapshot / weights[1])
+    text = str(ledger)
+    for part in (
+        "latents, 2 layers x 576 bfloat16 ", "snapshots, 3 layers x 2.2 MB ", f"{states.num_blocks} x {a_snapshot:,}",
+        "each sequence holds up to 2 snapshots of 6.6 MB", f"of {2 * 576 * 2:,} K/V bytes each",
+    ):  # fmt: skip
+        assert part in text, text
+    assert "window" not in text and blocks_per_seq(spec, states) == 2
+    assert ledger.num_full_seqs == min(latents.num_blocks // 16, states.num_blocks // 2)
+
+
+def test_a_mesh_divides_states_and_heads_and_copies_latents():
+    shape = {"max_seqs": 4, "max_length": 1024, "budget_bytes": 100_000_000, "block_size": 64}
+    mesh = jax.sharding.AbstractMesh((2, 4), ("data", "heads"))
+    planned = plan([*HYBRID, LayerSpec(8, 16)], mesh=mesh, heads="heads", **shape)
+    part = LayerSpec.recurrent({"state": (8, 128, 128), "convolution": (3, 8192)}, axes={"state": 0})
+    own = plan([part] * 3 + [*HYBRID[3:], LayerSpec(2, 16)], **shape)
+    assert planned.ledger == own.ledger
+    blocks = {group.key: group.num_blocks for group in own.spec.groups}
+    assert blocks == {group.key: group.num_blocks for group in planned.spec.groups}
+    assert planned.spec.groups[1].pools[0].arrays == STATE.arrays
+
+
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (5, 0), (9, 6), (64, 0)])
 def test_a_sequence_needs_the_blocks_that_the_ledger_says(window, sinks):
     """The sequence grows by at most a block of four tokens at a time, from any start."""

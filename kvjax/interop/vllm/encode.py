@@ -41,7 +41,7 @@ from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.interop.index import NodeMap
 from kvjax.interop.readers.vllm import MEDIA, SALT_PREFIX
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, GroupSpec
 
 FORMS = ("map", "array", "array-0.11")
 _HASH, _TOKEN, _FRAME = 9, 5, 512  # bytes of a hash, the most of a token, and usually of what is around them
@@ -232,7 +232,8 @@ class Encoder(EventEncoder[bytes]):
         `roots` is the number of its blocks if the first one has no parent, else 0. `extra_keys` has for each block None
         or [name, offset] lists, or is empty if no block has any.
         """
-        space, window = self.hashing.space(namespace), self.nodes.spec.groups[number].window
+        space, group = self.hashing.space(namespace), self.nodes.spec.groups[number]
+        window = None if group.recurrent else group.window
         salt, keys = self._salt(space.salt), list(extra_keys)
         if self._form == "array" and salt is not None and roots:
             keys = keys or [None] * roots
@@ -240,9 +241,8 @@ class Encoder(EventEncoder[bytes]):
         size = self.nodes.spec.block_size
         fields: dict[str, Any] = {"block_size": size, "lora_id": space.lora_id, "medium": MEDIA[level]}
         if self._has_groups:
-            kind = "full_attention" if window is None else "sliding_window"
             fields |= {"lora_name": space.lora, "extra_keys": keys if any(keys) else None, "group_idx": number}
-            fields |= {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
+            fields |= {"kv_cache_spec_kind": _kind_of(group), "kv_cache_spec_sliding_window": window}
         if self._form == "map":
             fields["cache_salt"] = salt
             fields = {name: value for name, value in fields.items() if value is not None or name in _ALWAYS}
@@ -262,6 +262,16 @@ class Encoder(EventEncoder[bytes]):
             values = [_pack(name) + _pack(value) for name, value in fields.items()]
             return bytes([0x80 | count]) + _pack("type") + _pack(tag) + self._hashes, b"".join(values)
         return bytes([0x90 | count]) + _pack(tag), b"".join(map(_pack, fields.values()))
+
+
+def _kind_of(group: GroupSpec) -> str:
+    """The word for a group's layers in vLLM."""
+    if group.recurrent:
+        return "mamba"
+    if group.window is not None:
+        return "sliding_window"
+    has_latents_alone = bool(group.pools) and all(pool.values is not None for pool in group.pools)
+    return "mla_attention" if has_latents_alone else "full_attention"
 
 
 def _packed(hashes: np.ndarray) -> bytes:

@@ -230,6 +230,26 @@ def test_window_groups_say_so():
     assert oldest.encode([removed(5, 1, 1)]) == []
 
 
+@pytest.mark.parametrize("form", ["array", "map"])
+def test_kinds_of_layers_have_vllms_words(form):
+    """Recurrent layers are no window."""
+    latent, recurrent = kvjax.LayerSpec.latent(24, 16), kvjax.LayerSpec.recurrent({"state": (2, 3)})
+    for layers, wanted in (
+        ([latent, recurrent], ["mla_attention", "mamba"]),
+        ([latent, kvjax.LayerSpec(1, 24), recurrent], ["full_attention", "mamba"]),
+        ([latent, kvjax.LayerSpec(1, 24, window=2)], ["mla_attention", "sliding_window"]),
+    ):
+        spec = kvjax.make_spec(layers, num_blocks=8, max_seqs=2, max_length=16, block_size=4)
+        found = events_of(Encoder(spec, form=form).encode([STORE_A, stored(5, 1, 0, [1, 2, 3, 300], group=1)]))
+        if form == "array":
+            assert [event[10] for event in found] == wanted
+            assert [event[11:] for event in found] == [[], [2] if wanted[1] == "sliding_window" else []]
+        else:
+            assert [event["kv_cache_spec_kind"] for event in found] == wanted
+            windows = [event.get("kv_cache_spec_sliding_window") for event in found]
+            assert windows == [None, 2 if wanted[1] == "sliding_window" else None]
+
+
 def test_a_bare_first_group_is_not_published():
     encoder = Encoder(spec_of("bare"))
     events = [stored(1, 1, 0, [1] * 4), stored(5, 1, 0, [1] * 4, 1), stored(2, 1, (1, 1), [2] * 4)]
