@@ -28,8 +28,6 @@ with_long = [pytest.param(name, marks=() if name in MAIN else pytest.mark.long) 
 by_kinds = [  # Kimi Linear has latents and states
     pytest.param(name, marks=pytest.mark.long if name == "kimi_linear" else pytest.mark.slow) for name in MAIN
 ]
-# Until this tree has latents and recurrent layers in the cache.
-through_cache = pytest.mark.skipif(not hasattr(kvjax, "recur"), reason="kvjax has no recur")
 TOLERANCE = 2e-4  # of |a - b| / (1 + |b|)
 
 
@@ -55,7 +53,6 @@ def test_dense_logits_are_the_reference(family):
         np.testing.assert_allclose(logits[row, : len(text) - 1], wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@through_cache
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OWN_FAMILIES)
 def test_verify_passes(family, capsys):
@@ -63,7 +60,6 @@ def test_verify_passes(family, capsys):
     assert "ok: largest logit error" in capsys.readouterr().out
 
 
-@through_cache
 @pytest.mark.parametrize("family", by_kinds)
 def test_most_prompt_tokens_are_found_again(family):
     """Each prompt after those that share a prefix with it, then after itself."""
@@ -82,7 +78,6 @@ def test_most_prompt_tokens_are_found_again(family):
     assert found > sum(map(len, prompts))
 
 
-@through_cache
 @pytest.mark.parametrize("family", by_kinds)
 def test_logits_of_a_chunk_of_single_tokens_and_of_a_mixed_line(family):
     """Two rows decode while the third computes its prompt, in pools that were poisoned."""
@@ -110,7 +105,6 @@ def test_logits_of_a_chunk_of_single_tokens_and_of_a_mixed_line(family):
     np.testing.assert_allclose(mixed, np.stack([wanted[row, at] for row, at in positions]), atol=TOLERANCE)
 
 
-@through_cache
 @pytest.mark.parametrize("family", by_kinds)
 def test_bfloat16(family):
     """The logits of weights in bfloat16, with and without the cache, are near those of the same weights in float32."""
@@ -194,7 +188,6 @@ def test_scanned_layers_compute_the_same(family):
     chex.assert_trees_all_equal(nnx.state(unrolled(scan)), nnx.state(model))
 
 
-@through_cache
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OWN_FAMILIES)
 def test_verify_passes_with_scanned_layers(family):
