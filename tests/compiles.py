@@ -29,7 +29,7 @@ class ProgramLimit:
     takes 0.1 s, so it is done once in a while; no test adds more than 25,000.
     """
 
-    MAPS, MAX_MAPS, PROGRAMS_PER_CHECK = pathlib.Path("/proc/self/maps"), 30_000, 100
+    MAPS, MAX_MAPS, PROGRAMS_PER_CHECK = pathlib.Path("/proc/self/maps"), 30_000, 10
 
     def __init__(self):
         self._num_programs = 0
