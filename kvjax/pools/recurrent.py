@@ -84,10 +84,9 @@ def recur(
             outputs.append(done)
         if decodes < view.num_tokens.shape[0]:
             rest = rows.part(slice(decodes, None))
-            tokens = jax.tree.map(lambda x: x[decodes:], (flat, slots))
-            rest = rest._replace(token=rest.token - decodes)
+            rest, flat = rest._replace(token=rest.token - decodes), jax.tree.map(lambda x: x[decodes:], flat)
             most = int(np.prod(shape)) - decodes if view.starts is not None else shape[1]
-            done, snapshots = _chunks(cell, snapshots, rest, *tokens, keep, most, size, width)
+            done, snapshots = _chunks(cell, snapshots, rest, flat, slots[decodes:], keep, most, size, width)
             outputs.append(done)
     outputs = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
     outputs = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), outputs)

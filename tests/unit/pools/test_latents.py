@@ -48,11 +48,11 @@ def views(form):
 
 
 def tokens_of(now):
-    """Where a view has tokens, (line, place), and of which (row, position) they are."""
+    """The indices of a view's tokens, and the (row, position) of each."""
     slots = np.asarray(now.slots[0])
-    line, place = np.nonzero(slots < 12 * 4)
-    row = [int(np.argwhere(np.asarray(TABLE) == slot // 4)[0, 0]) for slot in slots[line, place]]
-    return (line, place), (np.asarray(row), np.asarray(now.positions)[line, place])
+    index = np.nonzero(slots < 12 * 4)
+    row = [int(np.argwhere(np.asarray(TABLE) == slot // 4)[0, 0]) for slot in slots[index]]
+    return index, (np.asarray(row), np.asarray(now.positions)[index])
 
 
 def paged(text, q, form, layer, pools, **options):
