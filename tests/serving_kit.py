@@ -17,9 +17,9 @@ import kvjax
 from kvjax.pools import host as host_pool
 from kvjax.serving import Scheduler, runner
 from tests.drive import VERBS, padded
-from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, name_of
+from tests.oracle.bytes_machine import SIZE, TWO, VOCAB, Chain, name_of
 
-MODEL = Chain(np.full(VOCAB, name_of(0, ()), np.int32), 2)
+MODEL = Chain(np.full(VOCAB, name_of(0, ()), np.int32), TWO)
 OPTIONS = {"max_new_tokens": 6, "chunk": 8, "steps": 4}
 LAYERS = {"plain": (None, None), "windows": (None, 6)}
 BLOCKS, HOST, ROWS, LENGTH, BEFORE = 16, 12, 3, 32, 7

@@ -42,6 +42,7 @@ from tests import drive
 from tests.drive import BOTH
 
 SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
+TWO = ((None, 0), (None, 0))  # layers of full attention
 RECURRENT, WIDEST = "recurrent", 3  # a layer of a configuration; tokens of its tiles, fewer than a block's
 AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of admit, tokens of extend, blocks of offload, watermark
 
@@ -315,7 +316,7 @@ class Config:
       options: for `make_spec`.
     """
 
-    layers: tuple[Any, ...] = ((None, 0), (None, 0))
+    layers: tuple[Any, ...] = TWO
     rows: int = ROWS
     width: int = WIDTH
     blocks: int = 7

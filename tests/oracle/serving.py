@@ -25,7 +25,7 @@ from kvjax.serving.requests import Stage, init_serving, results
 from kvjax.serving.serve import serve_step
 from kvjax.serving.submit import cancel, drain, submit
 from tests import drive
-from tests.oracle.bytes_machine import SIZE, VOCAB, Chain, Config, Faults, Life, Row, name_of
+from tests.oracle.bytes_machine import SIZE, TWO, VOCAB, Chain, Config, Faults, Life, Row, name_of
 from tests.oracle.cache import Oracle
 from tests.oracle.requests import Ask, Finish, Request
 from tests.oracle.requests import Options as OracleOptions
@@ -35,7 +35,7 @@ ROWS, COLUMNS, SLOTS, BLOCKS, LINE, AT_ONCE = 4, 5, 7, 24, 64, 3
 LAYERS = {"full": ((None, 0), (None, 0)), "windows": ((None, 0), (6, 1))}
 TENANTS = np.array([0, 1, 0], np.int32)  # the namespace of a prompt by its first token, for the model
 LOG = 4_000
-MODEL = Chain(np.array([name_of(tenant, ()) for tenant in TENANTS.tolist()], np.int32), 2)
+MODEL = Chain(np.array([name_of(tenant, ()) for tenant in TENANTS.tolist()], np.int32), TWO)
 
 OPTIONS = {
     "num_tokens": Options(reserve="num_tokens", chunk=6, chunk_rows=2, k_waiting=2, patience=3, max_skips=2),

@@ -29,7 +29,7 @@ from kvjax.research.learning.learned import (
 from kvjax.testing import check_policy
 from tests.oracle import research
 from tests.oracle import research_learned as oracle
-from tests.oracle.bytes_machine import VOCAB, Chain, name_of
+from tests.oracle.bytes_machine import TWO, VOCAB, Chain, name_of
 from tests.unit.research import cases
 
 BLOCK = 4
@@ -203,7 +203,7 @@ def test_a_model_generates_with_a_learned_policy():
     learned = learn_policy(cases.cut(200), hazard="counted")
     cache = kvjax.Cache.create(spec, learned.policy)
     prompts = [[number % 5] * 9 + [number % VOCAB] for number in range(16)]
-    model = Chain(np.full(VOCAB, name_of(0, ()), np.int32), 2)
+    model = Chain(np.full(VOCAB, name_of(0, ()), np.int32), TWO)
     outputs, cache, events = kvjax.generate(model, cache, prompts, max_new_tokens=5)
     for prompt, output in zip(prompts, outputs, strict=True):
         path = tuple(prompt)
