@@ -43,7 +43,7 @@ from tests.drive import BOTH
 
 SIZE, ROWS, WIDTH, VOCAB, TENANTS = 4, 3, 16, 3, 2
 TWO = ((None, 0), (None, 0))  # layers of full attention
-RECURRENT, WIDEST = "recurrent", 3  # a layer of a configuration; tokens of its tiles, fewer than a block's
+RECURRENT, LATENT, WIDEST = "recurrent", "latent", 3  # layers of a configuration; tokens of tiles, fewer than a block's
 AT_ONCE, MOST, NAMED, EMPTIED = 2, 4, 2, 4  # rows of admit, tokens of extend, blocks of offload, watermark
 
 Path = tuple[Any, ...]
@@ -186,6 +186,9 @@ def visible(spec: Any, position: Any, written: Any) -> Any:
 def read(pools: Any, group: int, pool: int) -> Any:
     """f32[N + 1, L, 2, K, P, D]: the K/V of a pool, of jax or of numpy."""
     array, scales = pools.arrays[group][pool], pools.scales and pools.scales[group][pool]
+    if array.shape[2] == 1:  # a latent is K, then V
+        xp = jnp if isinstance(array, jax.Array) else np
+        return xp.moveaxis(array[:, :, 0].reshape(*array.shape[:2], 1, SIZE, 2, 2), 4, 2)
     return array if scales is None else array.astype(np.float32) * scales[..., None]
 
 
@@ -194,6 +197,9 @@ def write(pools: Pools, view: kvjax.pools.View, values: jax.Array) -> Pools:
         array = pools.at(layer)[-1]
         if isinstance(array, dict):
             _, pools = kvjax.recur(cell, pools, layer, view, values[:, :, layer, :, 0], width=WIDEST)
+        elif array.shape[2] == 1:
+            latent = jnp.concatenate([values[:, :, layer, which] for which in (0, 1)], axis=-1)
+            pools = kvjax.write(pools, layer, latent[:, :, None], None, view)
         else:
             signs = signs_of(array.shape[3])
             k, v = (values[:, :, layer, which, None] * signs[None, None] for which in (0, 1))
@@ -299,7 +305,7 @@ class Config:
     """The options of a cache, and the requests to it.
 
     Attributes:
-      layers: (window, sink tokens) of each layer, or RECURRENT.
+      layers: (window, sink tokens) of each layer, or RECURRENT, or LATENT.
       rows: S.
       width: tokens of a row.
       blocks: N of each group; a bare first group has enough.
@@ -332,13 +338,11 @@ class Config:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def spec(self) -> CacheSpec:
-        state = {"name": (self.heads,)}
-        layers = [
-            kvjax.LayerSpec.recurrent(state, axes={"name": 0})
-            if layer == RECURRENT
-            else kvjax.LayerSpec(self.heads, 2, *layer)
-            for layer in self.layers
-        ]
+        special = {
+            RECURRENT: kvjax.LayerSpec.recurrent({"name": (self.heads,)}, axes={"name": 0}),
+            LATENT: kvjax.LayerSpec.latent(4, 2),
+        }
+        layers = [special[one] if one in special else kvjax.LayerSpec(self.heads, 2, *one) for one in self.layers]
         return kvjax.make_spec(
             layers, num_blocks=self.blocks, num_host_blocks=self.host, max_seqs=self.rows, max_length=self.width,
             block_size=SIZE, dtype=self.dtype, **self.options,
@@ -1105,9 +1109,10 @@ CONFIGS = {
     "windows, int8": Config((FULL, (6, 1)), reserve_tokens=5, dtype="int8"),
     "windows alone, host": Config(((5, 0), (9, 2)), host=4),
     "windows, host, int8": Config((FULL, (6, 1)), host=4, dtype="int8"),
-    "fast recurrent": Config((FULL, RECURRENT), host=5, generate=False, verbs=FAST),
+    "fast recurrent": Config((FULL, RECURRENT, LATENT), host=5, generate=False, verbs=FAST),
+    "latents": Config((FULL, LATENT, LATENT), host=5),
     "recurrent": Config((FULL, RECURRENT, (6, 1), RECURRENT), reserve_tokens=5),
-    "recurrent, host": Config((FULL, RECURRENT, RECURRENT), host=5, methods=True),
+    "recurrent, host": Config((FULL, RECURRENT, LATENT, RECURRENT), host=5, methods=True),
     "fast mesh": Config(host=5, heads=2, generate=False, verbs=FAST),
     "mesh, recurrent": Config((FULL, RECURRENT), heads=2),
     "mesh, windows, host": Config((FULL, (6, 0)), host=4, dtype="int8", methods=True, heads=2),
