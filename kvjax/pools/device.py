@@ -225,7 +225,7 @@ def write(
     """
     check_fit(pools, view)
     group, pool, index, array, spec = attention_pool(pools, layer, index)
-    shape = (*view.positions.shape, spec.kv_heads, spec.head_dim)
+    shape = (*view.positions.shape, array.shape[3], array.shape[5])  # of one device, where the caller maps the step
     if v is not None and spec.values is not None:
         raise ValueError(f"v: got shape {v.shape}, wanted None: layer {layer} has latents, and V is a part of k")
     for name, x in (("k", k), ("v", v)) if spec.values is None else (("k", k),):
