@@ -5,6 +5,10 @@
 by side with it, by turns: attention over contiguous latents `[R, 1, T, D]`, in the fastest of four forms; and attention
 over K/V with K = V = the latent, which a cache without latents would keep. The answers are compared first. Times are
 the least of all rounds.
+
+`recur`: a recurrent layer (gated delta rule) over paged snapshots, to the same cell on states of its own, in place:
+rows that decode, and these with chunks beside them. `snapshots_found`: tokens of a production trace that are found
+again with 1,000 snapshots, to those found if snapshots left by age alone.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from benchmarks import attention, common
+from benchmarks import attention, common, snapshots
 
 
 class Latents(NamedTuple):
@@ -78,7 +82,12 @@ def main() -> None:
     args = common.parse("kinds", __doc__, add)
     rounds = 2 if args.quick else args.rounds
     metrics, details = {}, {}
-    for measured in (measure_latents(Latents(2, 64, 4, 40, 24) if args.quick else Latents(), rounds),):
+    small = snapshots.Line(2, 2, 8, 12, 8, 2, 8)
+    for measured in (
+        measure_latents(Latents(2, 64, 4, 40, 24) if args.quick else Latents(), rounds),
+        snapshots.measure_recur(small if args.quick else snapshots.Line(), rounds),
+        snapshots.measure_found(*((6, 500) if args.quick else (2000, 1000))),
+    ):
         metrics |= measured[0]
         details |= measured[1]
     common.report("kinds", metrics, args.json, details)

@@ -29,78 +29,99 @@ class Line(NamedTuple):
     width: int = 64
 
 
-def measure_recur(line: Line, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Of decode rows alone and with chunks, to the same cell on states of its own; and times in milliseconds.
+class Case(NamedTuple):
+    """A layer with rows that have some tokens before: in the cache, and as states of their own.
 
-    The chunks begin inside a block and at the beginning of one.
+    Attributes:
+      cell: of the layer.
+      cache: the rows' snapshots are in its pools.
+      states: the same of all rows.
+      decodes: bool[rows + chunks]; rows that decode.
     """
-    rng, total = np.random.default_rng(0), line.rows + line.chunks
+
+    cell: DeltaCell
+    cache: kvjax.Cache
+    states: dict[str, jax.Array]
+    decodes: np.ndarray
+
+
+def make_inputs(config: DeltaConfig, rows: int, length: int) -> DeltaInputs:
+    """Random inputs of a cell."""
+    rng = np.random.default_rng(rows)
+    qkv, decay, beta = (
+        rng.random((rows, length, n)) for n in (sum(config.parts), config.value_heads, config.value_heads)
+    )
+    return DeltaInputs(*(jnp.asarray(x, jnp.float32) for x in (qkv - 0.5, -decay[..., None], beta)))
+
+
+def make_case(line: Line) -> Case:
+    """All rows begin inside a block, but for the last chunk's, which begins at the end of one."""
+    total, size = line.rows + line.chunks, line.block_size
     config = DeltaConfig(line.heads, line.heads, line.width, line.width, 4)
-    cell = DeltaCell(config, jnp.asarray(rng.standard_normal((4, sum(config.parts))), jnp.float32))
-    size, starts = line.block_size, np.full(total, line.before, np.int32)
+    filters = np.random.default_rng(0).standard_normal((4, sum(config.parts)))
+    cell, starts = DeltaCell(config, jnp.asarray(filters, jnp.float32)), np.full(total, line.before, np.int32)
     starts[-1] = -(-line.before // size) * size
-    most = int(starts.max()) + line.chunk
+    most, decodes = int(starts.max()) + line.chunk, np.arange(total) < line.rows
     spec = kvjax.make_spec(
         [config.spec()], num_blocks=total * -(-most // size), max_seqs=total, max_length=most, block_size=size
     )
-    cache, tokens = kvjax.Cache.create(spec), rng.integers(0, 1000, (total, most)).astype(np.int32)
-    decodes = np.arange(total) < line.rows
-    cache, events = cache.admit(np.arange(total), tokens, starts + np.where(decodes, 1, line.chunk).astype(np.int32))
+    tokens = np.arange(total * most, dtype=np.int32).reshape(total, most)
+    lengths = starts + np.where(decodes, 1, line.chunk).astype(np.int32)
+    cache, events = kvjax.Cache.create(spec).admit(np.arange(total), tokens, lengths)
     common.require(bool(events.ok), f"admission: {events}")
+    early = make_inputs(config, total, most)
+    _, pools = jax.jit(functools.partial(kvjax.recur, cell, layer=0))(
+        cache.pools, view=cache.view(starts, most), inputs=early
+    )
+    cache, _ = cache.replace(pools=pools).commit(tokens, starts)
+    _, states = jax.jit(cell)(cell.zeros(total), early, starts)
+    return Case(cell, cache, states, decodes)
 
-    def inputs(rows: int, length: int) -> DeltaInputs:
-        qkv, decay, beta = (
-            rng.standard_normal((rows, length, sum(config.parts))),
-            *rng.random((2, rows, length, line.heads)),
-        )
-        return DeltaInputs(*(jnp.asarray(x, jnp.float32) for x in (qkv, -decay[..., None], beta)))
+
+def measure_recur(line: Line, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Of decode rows alone and with chunks, to the same cell on states of its own; and times in milliseconds."""
+    cell, cache, states, decodes = make_case(line)
+    chunks = np.flatnonzero(~decodes)
+    views = {
+        "decode": kvjax.view(cache.state, 1, seqs=np.flatnonzero(decodes)),
+        "mixed": cache.mixed(decodes, chunks, np.full(line.chunks, line.chunk), line.chunks * line.chunk),
+    }
+    one, many = make_inputs(cell.config, line.rows, 1), make_inputs(cell.config, line.chunks, line.chunk)
+    own = [jax.tree.map(lambda x, rows=rows: x[rows], states) for rows in (decodes, ~decodes)]
+
+    def on_one_axis(x: jax.Array, y: jax.Array) -> jax.Array:
+        idle = jnp.zeros((line.chunks, *x.shape[2:]))
+        return jnp.concatenate([x[:, 0], idle, y.reshape(-1, *y.shape[2:])])[None]
+
+    inputs = {"decode": (one,), "mixed": (one, many)}
+    flat = {"decode": one, "mixed": jax.tree.map(on_one_axis, one, many)}
+    held: dict[str, Any] = {f"recur_{name}": jax.tree.map(jnp.copy, cache.pools) for name in views}
+    held |= {f"cell_{name}": jax.tree.map(jnp.copy, own[: len(of)]) for name, of in inputs.items()}
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def run(pools, view, inputs):
+    def paged(pools, view, inputs):
         return kvjax.recur(cell, pools, 0, view, inputs)
-
-    early = inputs(total, most)
-    _, pools = run(cache.pools, cache.view(starts, most), early)
-    cache, events = cache.replace(pools=pools).commit(tokens, starts)
-    alone = kvjax.view(cache.state, 1, seqs=np.arange(line.rows))
-    mixed = cache.mixed(decodes, np.flatnonzero(~decodes), np.full(line.chunks, line.chunk), line.chunks * line.chunk)
-    one, many = inputs(line.rows, 1), inputs(line.chunks, line.chunk)
-    _, states = jax.jit(cell)(cell.zeros(total), early, starts)
-    own = [jax.tree.map(lambda x, rows=rows: x[rows], states) for rows in (decodes, ~decodes)]
 
     @functools.partial(jax.jit, donate_argnums=0)
     def direct(states, *inputs):
         found = [cell(of, x, jnp.full(x.beta.shape[0], x.beta.shape[1])) for of, x in zip(states, inputs, strict=True)]
         return [outputs for outputs, _ in found], [new for _, new in found]
 
-    line_of = jax.tree.map(
-        lambda x, y: jnp.concatenate([x[:, 0], jnp.zeros((line.chunks, *x.shape[2:])), y.reshape(-1, *y.shape[2:])])[None],
-        one, many,
-    )  # fmt: skip
-    held: dict[str, Any] = {"pools": cache.pools, "decode": own[:1], "mixed": own}
+    def run(kind: str, name: str) -> tuple[Any, Any]:
+        key = f"{kind}_{name}"
+        args = (views[name], flat[name]) if kind == "recur" else inputs[name]
+        outputs, held[key] = (paged if kind == "recur" else direct)(held[key], *args)
+        return outputs, held[key]
 
-    def paged(view, inputs):
-        outputs, held["pools"] = run(held["pools"], view, inputs)
-        return outputs, held["pools"]
-
-    def contiguous(name, *inputs):
-        outputs, held[name] = direct(held[name], *inputs)
-        return outputs, held[name]
-
-    programs = {
-        "recur_decode": lambda: paged(alone, one),
-        "recur_mixed": lambda: paged(mixed, line_of),
-        "cell_decode": lambda: contiguous("decode", one),
-        "cell_mixed": lambda: contiguous("mixed", one, many),
-    }
-    answers = {
-        name: np.asarray(program()[0][0] if name.startswith("cell") else program()[0])
-        for name, program in programs.items()
-    }
-    wanted, got = answers["cell_decode"], answers["recur_decode"]
-    common.require(np.allclose(got, wanted, 1e-3, 1e-3), "recur: other outputs than the cell's")
+    for name in views:  # the first calls alone begin with the right states
+        got, (first, *rest) = run("recur", name)[0], run("cell", name)[0]
+        got = got.reshape(-1, *got.shape[2:])
+        wanted = jnp.concatenate([first[:, 0], *(x.reshape(-1, *x.shape[2:]) for x in rest)])
+        got = jnp.concatenate([got[: line.rows], got[line.rows + line.chunks :]]) if rest else got
+        common.require(np.allclose(got, wanted, 1e-3, 1e-3), f"{name}: other outputs than the cell's")
+    programs = {f"{kind}_{name}": functools.partial(run, kind, name) for name in views for kind in ("recur", "cell")}
     least = attention.least_s(programs, rounds)
-    metrics = {f"recur_{name}": least[f"recur_{name}"] / least[f"cell_{name}"] for name in ("decode", "mixed")}
+    metrics = {f"recur_{name}": least[f"recur_{name}"] / least[f"cell_{name}"] for name in views}
     return metrics, {f"{name}_ms": 1e3 * seconds for name, seconds in least.items()}
 
 

@@ -123,8 +123,8 @@ class Blocks(Pytree):
       retention: i32[B, 2]; stated priority, and time to live in ms (-1: for ever); None where the spec asks for none.
       expiry: i32[B, 2]; when the time to live of a released block ends, in ms of 64 bits (high, low); None likewise.
       time: i32[2]; the latest `now` of a verb, in 64 bits; None likewise.
-      passed: bool[B]; in a group of recurrent layers, snapshots that a row has gone past, but where no prompts part;
-        None in every other group.
+      passed: bool[B]; in a group of recurrent layers, snapshots that a row has gone past and where no prompts part: of
+        blocks with one child, as of the last commit that changed it; None in every other group.
     """
 
     refcount: jax.Array

@@ -12,8 +12,8 @@ A block is found through that block, and leaves the index with it, so hits are e
 alone: the front of a sequence leaves before its end, since no block depends on another.
 
 A recurrent layer is a window of 2: the next token needs the block of the token before, which holds the state after it,
-a snapshot. Snapshots that a row has gone past leave first, but not where prompts part: what stays are the ends of
-conversations and the prefixes that prompts share.
+a snapshot. Snapshots with one child, which a row has gone past, leave before those with none or several: what stays are
+the ends of conversations and the prefixes that prompts share.
 
 Source: variable sliding windows as in TensorRT-LLM, joint hits as in vLLM's hybrid cache coordinator.
 """
@@ -121,7 +121,6 @@ def _group0_and_window_blocks(group: Group) -> tuple[jax.Array, jax.Array]:
 def slide(
     group: Group,
     spec: GroupSpec,
-    tree: Group,
     rows: jax.Array,
     start: jax.Array,
     end: jax.Array,
@@ -131,7 +130,7 @@ def slide(
 ) -> Group:
     """Releases blocks of different rows i32[R] that leave the window when written tokens grow from start to end i32[R].
 
-    A row can have grown by at most `max_tokens`, which is static. `tree` is the first group.
+    A row can have grown by at most `max_tokens`, which is static.
     """
     columns = runs(spec.first_column(start, size), -(-max_tokens // size))
     where = (jnp.broadcast_to(rows[:, None], columns.shape), columns)
@@ -139,28 +138,25 @@ def slide(
     leave = (ids >= 0) & ~spec.keeps(columns, end[:, None], size)
     table, ids, leave = fence(group.table, ids, leave)
     group, ids, leave = group.replace(table=put(table, where, NO_BLOCK, leave)), ids.reshape(-1), leave.reshape(-1)
-    if group.blocks.passed is not None:
-        alone = tree.num_children(group.group0_blocks(ids)) <= 1
-        passed = put(group.blocks.passed, ids, alone, leave, unique=False)  # equal of equal blocks
-        group = group.replace(blocks=group.blocks.replace(passed=passed))
     return give_back_shared(group, own_policy(group.blocks), ids, 1, leave, now)
 
 
-def keep_parting(group: Group, tree: Group, parents: jax.Array, where: jax.Array, now: jax.Array) -> Group:
-    """Keeps the snapshots at which prompts part: of prefixes parents i32[K] of the first group, where bool[K].
+def mark_passed(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
+    """Notes which snapshots rows have gone past: of blocks ids i32[K] of the first group, where bool[K].
 
-    Those are the parents of blocks that were just published; a parent may occur several times.
+    Those are the blocks that were just filled, and then their parents; a block may occur several times. With its first
+    child a snapshot is among those that leave first, and with its second one, where prompts part, among the others.
     """
     passed = group.blocks.passed
     if passed is None:
         return group
-    ids = group.in_this_group(parents)
-    where = where & (ids >= 0) & pick(passed, ids) & (tree.num_children(parents) > 1)
-    refcount, first = last_of_each(group.blocks.refcount, ids, where)
-    refcount = put(refcount, ids, pick(group.blocks.refcount, ids), first)
-    passed = put(passed, ids, False, where, unique=False)
+    ids, is_passed = group.in_this_group(ids), tree.num_children(ids) == 1
+    where = where & (ids >= 0) & (pick(passed, ids) != is_passed)
+    refcount, changed = last_of_each(group.blocks.refcount, ids, where)
+    refcount = put(refcount, ids, pick(group.blocks.refcount, ids), changed)
+    passed = put(passed, ids, is_passed, changed)
     group = group.replace(blocks=group.blocks.replace(refcount=refcount, passed=passed))
-    idle, on_device = first & (pick(refcount, ids) == 0), group.on_device(ids)
+    idle, on_device = changed & (pick(refcount, ids) == 0), group.on_device(ids)
     group = touch_host(group, SNAPSHOTS, ids, idle & ~on_device, now)
     ids = jnp.where(idle & on_device, ids, NO_BLOCK)
     return group.replace(policy=SNAPSHOTS.touched(group.policy, group.blocks, ids, now))

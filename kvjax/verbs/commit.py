@@ -114,7 +114,7 @@ def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax
     first, *others = state.groups
     for span in spans:
         others = [
-            windows.slide(group, spec, first, *span, size, now)
+            windows.slide(group, spec, *span, size, now)
             for group, spec in zip(others, state.spec.groups[1:], strict=True)
         ]
     return state.replace(groups=(first, *others)), stored, updated
@@ -156,7 +156,8 @@ def publish_filled(state: CacheState, filled: Filled, width: int, now: jax.Array
         groups, new, moved = [group.replace(table=table)], [stored], [updated]
         for at, other in enumerate(others, 1):
             other, stored, updated = windows.follow(other, at, group.blocks, dedup, ours, now)
-            other = windows.keep_parting(other, group, dedup.parent[:, 0], dedup.publish, now)
+            other = windows.mark_passed(other, group, dedup.target, dedup.publish | dedup.merge, now)
+            other = windows.mark_passed(other, group, dedup.parent[:, 0], dedup.publish, now)
             groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
         records = [
             lax.dynamic_update_slice(r, n.records, (done, np.int32(0)))

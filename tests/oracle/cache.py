@@ -263,7 +263,7 @@ class Oracle(Tiers):
         A block whose content is already cached is swapped for the cached one. Rows follow the order of `seqs` (None:
         all rows, by number), so of several that fill equal blocks the first one's stays.
         """
-        status, events, slid, published = [Status.OK] * len(self.rows), [], [], []
+        status, events, slid, filled, published = [Status.OK] * len(self.rows), [], [], [], []
         for seq in range(len(self.rows)) if seqs is None else seqs:
             row, count = self.rows[seq], num_tokens[seq]
             new = list(tokens[seq][: max(count, 0)])
@@ -277,6 +277,7 @@ class Oracle(Tiers):
                 node = (row.namespace, tuple(row.tokens[: (i + 1) * self.block_size]))
                 if not self._intact(node) or self.blocks[row.tables[0][i]].move:
                     break  # a move has failed
+                filled.append(node)
                 for group in self.groups:
                     table, duplicate = row.tables[group.number], group.index.get(node)
                     if table[i] != NO_BLOCK and group.blocks[table[i]].move:
@@ -294,18 +295,20 @@ class Oracle(Tiers):
                         self._drop(group, table[i])
                         table[i] = duplicate
             slid.append((row, before))
-        self._keep_parting([self._parent(node) for node in published])
+        self._mark_passed(filled)
+        self._mark_passed([self._parent(node) for node in published])
         for row, before in slid:
             self._slide(row, before)
         return Result(status, events)
 
-    def _keep_parting(self, parents: list[Node]) -> None:
-        """Snapshots at which prompts part now no longer count as passed, and wait anew."""
-        for i, node in enumerate(parents):
+    def _mark_passed(self, nodes: list[Node]) -> None:
+        """Snapshots with one child are those that rows have gone past. What changes waits anew if nobody holds it."""
+        for i, node in enumerate(nodes):
             for group in self.groups:
                 block = group.blocks[group.index[node]] if group.recurrent and node in group.index else None
-                if block and block.passed and node not in parents[i + 1 :] and len(self._children(node)) > 1:
-                    block.passed = False
+                is_passed = len(self._children(node)) == 1
+                if block is not None and block.passed != is_passed and node not in nodes[i + 1 :]:
+                    block.passed = is_passed
                     if not block.refcount:
                         block.queued, self.turn = self.turn, self.turn + 1
 
@@ -729,8 +732,6 @@ class Oracle(Tiers):
             table = row.tables[group.number]
             for i, block in enumerate(table):
                 if group.sees(i, before, self.block_size) and not group.sees(i, len(row.tokens), self.block_size):
-                    if block != NO_BLOCK and group.blocks[block].node:
-                        group.blocks[block].passed = len(self._children(group.blocks[block].node)) <= 1
                     self._drop(group, block)
                     table[i] = NO_BLOCK
 
