@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from kvjax.spec import CacheSpec, GroupSpec, PoolSpec
+from kvjax.spec import CacheSpec, GroupSpec, Kind, PoolSpec
 from kvjax.state import EvictionPolicy
 from kvjax.verbs.init import init
 
@@ -87,14 +87,14 @@ class Ledger:
     def _what_fits(self) -> list[str]:
         spec = self.spec
         groups = [(group, group.block_bytes(spec.block_size)) for group in spec.groups]
-        each = sum(num_bytes for group, num_bytes in groups if not group.recurrent) // spec.block_size
-        full_attention = sum(num_bytes for group, num_bytes in groups if group.window is None) // spec.block_size
+        each = sum(num_bytes for group, num_bytes in groups if group.kind is not Kind.RECURRENT) // spec.block_size
+        full_attention = sum(num_bytes for group, num_bytes in groups if group.kind is Kind.FULL) // spec.block_size
         fits = f"holds {self.num_tokens:,} tokens" + (f" of {each:,} K/V bytes each" if each else "")
         notes = [fits + (f", {full_attention:,} once they have left every window" if full_attention < each else "")]
         notes += [
             f"each sequence holds up to {blocks_per_seq(spec, group)} snapshots of {human(num_bytes, 1000)}"
             for group, num_bytes in groups
-            if group.recurrent
+            if group.kind is Kind.RECURRENT
         ]
         if self.num_full_seqs < spec.max_seqs:
             notes.append(
@@ -112,12 +112,7 @@ def blocks_per_seq(spec: CacheSpec, group: GroupSpec) -> int:
     A row that is prefilled in longer chunks has more in a window group, all of its prompt if that is one chunk. Of
     recurrent layers it is a snapshot for each block that a step ends, and the one that the step begins with.
     """
-    if group.window is None:
-        return spec.max_blocks_per_seq
-    size = spec.block_size
-    seen = group.window - 1 + size  # a step's tokens and what the first of them sees; they may start anywhere
-    sinks = -(-group.sink_tokens // size)
-    return min(sinks + 1 + -(-(seen - 1) // size), spec.max_blocks_per_seq)
+    return group.max_blocks(spec.max_blocks_per_seq, spec.block_size, step=spec.block_size)
 
 
 def make_ledger(
@@ -156,7 +151,7 @@ def _described(pool: PoolSpec, block_bytes: int) -> str:
 
 def _window(group: GroupSpec) -> str:
     sinks = f" and {plural(group.sink_tokens, 'sink')}" if group.sink_tokens else ""
-    return "" if group.window is None or group.recurrent else f", window {group.window:,}{sinks}"
+    return f", window {group.window:,}{sinks}" if group.kind is Kind.WINDOW else ""
 
 
 def pool_bytes(spec: CacheSpec) -> tuple[int, int]:

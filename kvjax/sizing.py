@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.ledger import Ledger, blocks_per_seq, make_ledger, table
 from kvjax.pools.placement import num_shards
-from kvjax.spec import CacheSpec, GroupSpec, LayerSpec, make_spec
+from kvjax.spec import CacheSpec, GroupSpec, Kind, LayerSpec, make_spec
 from kvjax.state import EvictionPolicy
 
 # Slots, (block, kv head) rows of a pool and handles of the index (under eight a block) are int32.
@@ -169,9 +169,7 @@ def _weights(spec: CacheSpec, keys: Sequence[_Key], shares: str | Mapping[int | 
 
 def _tokens_held(spec: CacheSpec, group: GroupSpec) -> int:
     """The tokens of a sequence of `max_length` that a group holds; where it has snapshots those of their blocks."""
-    if group.window is None:
-        return spec.max_length
-    if group.recurrent:
+    if group.kind is not Kind.WINDOW:
         return blocks_per_seq(spec, group) * spec.block_size
     return min(spec.max_length, group.window + group.sink_tokens)
 

@@ -4,165 +4,29 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import enum
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-QUANTISED = ("int8", "float8_e4m3fn")
+from kvjax.layers import LayerSpec as LayerSpec
+from kvjax.layers import PoolSpec as PoolSpec
+from kvjax.layers import StateArray as StateArray
+from kvjax.layers import check_int, check_positive, check_window, dtype_name
+
 RECURRENT = "recurrent"  # key of the group of recurrent layers, where others have their window
-NUM_TOKENS = "num_tokens"  # the array of a snapshot that says how many tokens it is after
 
 
-class StateArray(NamedTuple):
-    """One array of a recurrent layer's state.
+class Kind(enum.Enum):
+    """The blocks of a sequence that the next token needs of a group."""
 
-    Attributes:
-      name: of the array.
-      shape: its shape.
-      dtype: its dtype, by name.
-      axis: the axis that a mesh divides; None: each device has all of it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    axis: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSpec:
-    """A layer's part of the cache: K/V of K heads of width D, latents (`latent`), or states (`recurrent`).
-
-    Attributes:
-      kv_heads: K; 0 of a recurrent layer.
-      head_dim: D; 0 likewise.
-      window: how many last tokens a token attends to, itself included; None: full attention.
-      sink_tokens: how many first tokens of a sequence stay in the cache whatever the window.
-      values: of a layer of latents: V is the first `values` columns of K. None: K and V are apart.
-      arrays: of a recurrent layer: the arrays of its state.
-    """
-
-    kv_heads: int
-    head_dim: int
-    window: int | None = None
-    sink_tokens: int = 0
-    values: int | None = None
-    arrays: tuple[StateArray, ...] = ()
-
-    def __post_init__(self):
-        if not self.arrays:
-            _positive("kv_heads", self.kv_heads)
-            _positive("head_dim", self.head_dim)
-        _window(self.window, self.sink_tokens)
-
-    @classmethod
-    def latent(cls, width: int, values: int) -> LayerSpec:
-        """A layer of multi-head latent attention: one array of `width` columns a token, read by all query heads.
-
-        Args:
-          width: columns of the latent, those of the rotated key included (DeepSeek V3: 512 + 64).
-          values: V is the first so many columns of K (DeepSeek V3: 512).
-
-        Raises:
-          ValueError: if `values` is not in 1..width.
-
-        Source: DeepSeek-V2, whose attention is computed over latents with the projections absorbed.
-        """
-        _positive("width", width)
-        _positive("values", values)
-        if values > width:
-            raise ValueError(f"values: got {values} of a latent of {width} columns, wanted at most {width}")
-        return cls(1, width, values=values)
-
-    @classmethod
-    def recurrent(cls, arrays: Mapping[str, Any], *, axes: Mapping[str, int] | None = None) -> LayerSpec:
-        """A layer that carries a state from token to token (gated delta rule, Mamba), which `kvjax.recur` computes.
-
-        Args:
-          arrays: the arrays of the state of one sequence by their names: shapes of float32, or
-            `jax.ShapeDtypeStruct`s.
-          axes: for each array that a mesh divides the axis, such as that of the heads.
-
-        Raises:
-          ValueError: naming the argument.
-        """
-        if not isinstance(arrays, Mapping) or not arrays:
-            raise ValueError(f"arrays: got {arrays!r}, wanted the shape of at least one array by its name")
-        axes = {} if axes is None else axes
-        if unknown := [name for name in axes if name not in arrays]:
-            raise ValueError(f"axes: got {unknown[0]!r}, wanted one of the arrays {sorted(arrays)}")
-        return cls(0, 0, arrays=tuple(_state_array(name, of, axes.get(name)) for name, of in arrays.items()))
-
-
-def _state_array(name: str, array: Any, axis: int | None) -> StateArray:
-    shape, dtype = (array.shape, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else (array, "float32")
-    where = f"arrays[{name!r}]"
-    if not isinstance(name, str) or name == NUM_TOKENS:
-        raise ValueError(f"arrays: got an array {name!r}, wanted a name other than {NUM_TOKENS!r}")
-    if not isinstance(shape, Sequence) or not shape:
-        raise ValueError(f"{where}: got {array!r}, wanted a shape of at least one axis")
-    for size in shape:
-        _positive(where, size)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{where}: got {_dtype_name(dtype)}, wanted a floating dtype")
-    if axis is not None and not (isinstance(axis, int) and 0 <= axis < len(shape)):
-        raise ValueError(f"axes[{name!r}]: got {axis!r}, wanted an axis of shape {tuple(shape)}")
-    return StateArray(name, tuple(shape), _dtype_name(dtype), axis)
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolSpec:
-    """One pool: the layers of a group that keep arrays of equal shapes, with the dtype of their K/V.
-
-    Attributes:
-      layers: the model's layer numbers, in the order in which the pool stacks them.
-      kv_heads: K.
-      head_dim: D.
-      dtype: element type of the K/V bytes, by name. An int8 or float8_e4m3fn pool is quantised: it has a float32
-        scale for each token and head beside it. A recurrent layer's arrays have their own.
-      values, arrays: as in `LayerSpec`.
-    """
-
-    layers: tuple[int, ...]
-    kv_heads: int
-    head_dim: int
-    dtype: str = "bfloat16"
-    values: int | None = None
-    arrays: tuple[StateArray, ...] = ()
-
-    @property
-    def quantised(self) -> bool:
-        """Whether the pool has scales."""
-        return self.dtype in QUANTISED and not self.arrays
-
-    def block_shape(self, block_size: int) -> Any:
-        """The shape and dtype of one layer's block, a `jax.ShapeDtypeStruct`: [2, K, P, D], or [1, 1, P, D] of latents.
-
-        A block of a recurrent layer is a snapshot: a dict of its arrays, and how many tokens it is after, i32[].
-        """
-        if self.arrays:
-            arrays = {array.name: jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype)) for array in self.arrays}
-            return {NUM_TOKENS: jax.ShapeDtypeStruct((), jnp.int32), **arrays}
-        parts = 2 if self.values is None else 1
-        return jax.ShapeDtypeStruct((parts, self.kv_heads, block_size, self.head_dim), jnp.dtype(self.dtype))
-
-    @property
-    def mesh_axes(self) -> Any:
-        """The axis of the pool's array, [N + 1, L, *`block_shape`], that a mesh divides; -1: none, as of latents."""
-        if self.arrays:
-            return {NUM_TOKENS: -1} | {one.name: -1 if one.axis is None else 2 + one.axis for one in self.arrays}
-        return 3 if self.values is None else -1
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block in every layer of the pool: `block_size` positions, or a snapshot; scales included."""
-        blocks = jax.tree.leaves(self.block_shape(block_size))
-        scales = math.prod(blocks[0].shape[:-1]) * 4 if self.quantised else 0
-        return len(self.layers) * (sum(block.size * block.dtype.itemsize for block in blocks) + scales)
+    FULL = "all"
+    WINDOW = "those of the last tokens"
+    RECURRENT = "the one of the last token, which holds the state after it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +51,11 @@ class GroupSpec:
     recurrent: bool = False
 
     @property
+    def kind(self) -> Kind:
+        """The blocks that the next token needs."""
+        return Kind.RECURRENT if self.recurrent else Kind.FULL if self.window is None else Kind.WINDOW
+
+    @property
     def key(self) -> int | str | None:
         """The group's name in `num_blocks`, `num_host_blocks` and `shares`: its window, or "recurrent"."""
         return RECURRENT if self.recurrent else self.window
@@ -199,6 +68,18 @@ class GroupSpec:
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block in all pools, on either tier."""
         return sum(pool.block_bytes(block_size) for pool in self.pools)
+
+    def max_blocks(self, num_blocks: Any, size: int, step: int) -> Any:
+        """The most blocks that a row with `num_blocks` columns, an int or i32[...], holds at once.
+
+        `step` is the most tokens that it is written at a time. Of recurrent layers each block that the step ends is a
+        snapshot, and one more the step begins with.
+        """
+        if self.kind is Kind.FULL:
+            return num_blocks
+        seen = self.window - 1 + step  # of tokens, which may start anywhere in a block
+        held = 1 + -(-(seen - 1) // size) + -(-self.sink_tokens // size)
+        return min(num_blocks, held) if isinstance(num_blocks, int) else jnp.minimum(num_blocks, held)
 
     def first_column(self, written: jax.Array, size: int) -> jax.Array:
         """i32[...]; the first column of a block table that the token after `written` i32[...] ones still sees."""
@@ -236,7 +117,7 @@ class CacheSpec:
 
     def __post_init__(self):
         for name in ("block_size", "max_seqs", "max_blocks_per_seq"):
-            _positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if not self.groups:
             raise ValueError("groups: got none, wanted at least one GroupSpec")
         seen = [(group.key, group.sink_tokens) for group in self.groups]
@@ -247,15 +128,20 @@ class CacheSpec:
                 "partial_reuse: got True with recurrent layers, wanted False: their state inside a block is not kept"
             )
         for group in self.groups:
-            _positive("num_blocks", group.num_blocks)
-            _int("num_host_blocks", group.num_host_blocks, 0)
-            _window(group.window, group.sink_tokens)
+            check_positive("num_blocks", group.num_blocks)
+            check_int("num_host_blocks", group.num_host_blocks, 0)
+            check_window(group.window, group.sink_tokens)
             for pool in group.pools:
                 if bool(pool.arrays) != group.recurrent:
                     raise ValueError(f"groups: got {pool} in a group with recurrent={group.recurrent}, wanted another")
                 if not pool.arrays:
-                    _positive("kv_heads", pool.kv_heads)
-                    _positive("head_dim", pool.head_dim)
+                    check_positive("kv_heads", pool.kv_heads)
+                    check_positive("head_dim", pool.head_dim)
+
+    @property
+    def window_groups(self) -> tuple[GroupSpec, ...]:
+        """The groups but the first: those of windows, and of recurrent layers."""
+        return self.groups[1:]
 
     @property
     def has_recurrent(self) -> bool:
@@ -287,9 +173,9 @@ class CacheSpec:
         group = self.groups[number]
         if len(self.groups) == 1:
             return ""
-        if group.window is None:
+        if group.kind is Kind.FULL:
             return f"group {number}, full attention{', without K/V' if self.bare else ''}: "
-        if group.recurrent:
+        if group.kind is Kind.RECURRENT:
             return f"group {number}, recurrent: "
         sinks = f" and the first {group.sink_tokens:,}" if group.sink_tokens else ""
         return f"group {number}, window of {group.window:,}{sinks}: "
@@ -349,23 +235,16 @@ def make_spec(
     Raises:
       ValueError: naming the argument, what was given and what was wanted.
     """
-    _positive("block_size", block_size)
-    _positive("max_length", max_length)
-    _positive("max_seqs", max_seqs)
+    check_positive("block_size", block_size)
+    check_positive("max_length", max_length)
+    check_positive("max_seqs", max_seqs)
     max_blocks = -(-max_length // block_size)
-    groups = _groups(layers, _dtype_name(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
+    groups = _groups(layers, dtype_name(dtype), num_blocks, num_host_blocks, max_held=max_seqs * max_blocks)
     return CacheSpec(
         groups, block_size, max_seqs, max_blocks, extra_ids,
         not any(group.recurrent for group in groups) if partial_reuse is None else partial_reuse,
         retention, offload_min_priority,
     )  # fmt: skip
-
-
-def _dtype_name(dtype: jax.typing.DTypeLike) -> str:
-    try:
-        return np.dtype(dtype).name
-    except TypeError:
-        raise ValueError(f"dtype: got {dtype!r}, wanted the name or type of a number format") from None
 
 
 _Key = tuple[bool, int | None, int]  # of a group: whether it is recurrent, its window, its sinks
@@ -439,18 +318,3 @@ def _check_keys(argument: str, numbers: Any, groups: Sequence[GroupSpec]) -> Non
 
 def _described(group: GroupSpec) -> str:
     return "recurrent layers" if group.recurrent else f"window {group.window}"
-
-
-def _window(window: int | None, sink_tokens: int) -> None:
-    if window is not None:
-        _positive("window", window)
-    _int("sink_tokens", sink_tokens, 0)
-
-
-def _positive(name: str, value: int) -> None:
-    _int(name, value, 1)
-
-
-def _int(name: str, value: int, minimum: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}: got {value!r}, wanted an int of at least {minimum}")

@@ -406,3 +406,8 @@ class CacheState(Pytree, static=("spec", "policy")):
     seqs: Sequences
     spec: CacheSpec
     policy: EvictionPolicy
+
+    @property
+    def window_groups(self) -> tuple[Group, ...]:
+        """The groups but the first, which holds the prefix tree: those of windows, and of recurrent layers."""
+        return self.groups[1:]

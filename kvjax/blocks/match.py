@@ -32,7 +32,7 @@ def longest_match(
 
     Source: TensorRT-LLM's reuse tree, which compares tokens; here the tree is flat arrays and the walk one gather.
     """
-    group, windows, (num, size) = state.groups[0], state.groups[1:], text.tokens.shape
+    group, windows, (num, size) = state.groups[0], state.window_groups, text.tokens.shape
     blocks = group.blocks
     keys = prefix_keys(root_key(namespace)[None], text, size, jnp.arange(num, dtype=jnp.int32), chain)
     ids = index.find(blocks, group.links, keys)
@@ -58,7 +58,7 @@ def longest_match(
     uncopied, source, shared = whole, jnp.int32(NO_BLOCK), jnp.int32(0)
     if windows:
         ends, to_copy = np.arange(num + 1, dtype=np.int32), jnp.zeros((num + 1,), jnp.int32)
-        for window, spec in zip(windows, state.spec.groups[1:], strict=True):
+        for window, spec in zip(windows, state.spec.window_groups, strict=True):
             to_copy = jnp.maximum(to_copy, _tokens_to_copy(window, spec, ids, size, tiers))
         uncopied = jnp.max(jnp.where((to_copy == 0) & (ends <= whole), ends, 0))
         if state.spec.partial_reuse:

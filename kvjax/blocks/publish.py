@@ -94,7 +94,7 @@ def forget_all(state: CacheState, number: int, removed: Records) -> tuple[CacheS
     if number > 0:
         return state, [removed]
     groups, records = [state.groups[0]], [removed]
-    for other, group in enumerate(state.groups[1:], 1):
+    for other, group in enumerate(state.window_groups, 1):
         group, gone = forget(group, other, removed)
         groups, records = [*groups, group], [gone, *records]
     return state.replace(groups=tuple(groups)), records

@@ -14,6 +14,7 @@ from kvjax._pictures import AMBER, BLUE, FAINT, GREEN, INK, PINK, RED, TEAL, VIO
 from kvjax.checks import on_state
 from kvjax.debug.counts import tally
 from kvjax.debug.inspect import Condition, Inspection, inspect_group
+from kvjax.spec import Kind
 from kvjax.state import NO_BLOCK, CacheState
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def plot_blocks(
     kinds = [*_NAMES][: 8 if state.spec.groups[group].num_host_blocks else 4]
     drawing = _Drawing(columns, numbered=columns <= _MOST_NUMBERED and per_cell == 1, kinds=kinds)
     _draw_map(drawing, seen, per_cell)
-    _draw_lanes(drawing, seen, lanes, gaps=state.spec.groups[group].window is not None)
+    _draw_lanes(drawing, seen, lanes, gaps=state.spec.groups[group].kind is not Kind.FULL)
     if ax is None:
         ax = new_figure(_INCHES, 1 + drawing.inches * drawing.bottom).subplots()
     drawing.finish(ax, ([title] if title else []) + tally(state, seen).lines)

@@ -15,6 +15,7 @@ import numpy as np
 from kvjax.checks import on_state
 from kvjax.debug.counts import change, count_lines, one_line, tally, uncounted
 from kvjax.debug.inspect import Condition, Inspection, inspect_group
+from kvjax.spec import Kind
 from kvjax.state import NO_BLOCK, CacheState
 
 _ALONE = 4  # rows without company that each get a line, at one branching
@@ -61,7 +62,7 @@ def show(state: CacheState, *, since: CacheState | None = None, width: int = 100
         seen = inspect_group(state, number)
         shape = f"blocks of {state.spec.block_size} tokens, rows of up to {state.spec.max_blocks_per_seq:,} blocks"
         parts = [_rows(seen, width, max_lines)]
-        if group.window is None:
+        if group.kind is Kind.FULL:
             parts.append(_shared(seen, width, max_lines))
             parts += [_contents(seen, width)] if np.sum(seen.used) <= max_lines else []
         heads = state.spec.group_name(number) + shape, *tally(state, seen).lines

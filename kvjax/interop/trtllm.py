@@ -31,7 +31,7 @@ from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import host_events, pieces
 from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.interop.index import Change
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, Kind
 from kvjax.state import CacheState
 
 if TYPE_CHECKING:
@@ -238,12 +238,14 @@ class Writer(EventEncoder[str]):
 
 
 def window_size(spec: CacheSpec, number: int) -> int:
-    """The window of a group in its events.
+    """The window of a group in its events; of recurrent layers TensorRT-LLM's kRecurrentStates.
 
     Full attention has the largest one, since NVIDIA Dynamo keeps the events of the largest window and drops all others.
     """
-    window = spec.groups[number].window
-    return spec.max_length if window is None else min(window, spec.max_length - 1)
+    group = spec.groups[number]
+    if group.kind is Kind.RECURRENT:
+        return -1
+    return spec.max_length if group.kind is Kind.FULL else min(group.window, spec.max_length - 1)
 
 
 def _diff(old: int, new: int) -> str:

@@ -21,9 +21,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import pick
+from kvjax.layers import NUM_TOKENS
 from kvjax.pools.device import Pools, check_fit
 from kvjax.pools.views import View
-from kvjax.spec import NUM_TOKENS
 from pallas_kernels.schedule import Work, block_tiles, tile_width
 
 States = dict[str, jax.Array]

@@ -18,7 +18,7 @@ from kvjax._arrays import count, pick
 from kvjax.blocks.rows import table_entry
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Serving
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, Kind
 from kvjax.state import CacheState, Group
 
 
@@ -59,14 +59,7 @@ def lacks_blocks(serving: Serving, scheduler: Scheduler, freed: Sequence[jax.Arr
 def most_blocks(spec: CacheSpec, scheduler: Scheduler, max_tokens: jax.Array) -> list[jax.Array]:
     """For each group i32[...]: the most blocks that a request of up to max_tokens i32[...] holds at a time."""
     size, ahead = spec.block_size, max(scheduler.chunk, scheduler.most_steps(spec))
-    whole, found = -(-(max_tokens - 1) // size), []
-    for group in spec.groups:
-        if group.window is None:
-            found.append(whole)
-        else:
-            seen = -(-(group.window - 2 + ahead) // size) + 1 + -(-group.sink_tokens // size)  # from anywhere on
-            found.append(jnp.minimum(whole, seen))
-    return found
+    return [group.max_blocks(-(-(max_tokens - 1) // size), size, ahead) for group in spec.groups]
 
 
 def sample_blocks(
@@ -81,7 +74,7 @@ def sample_blocks(
     found = []
     for group, most in zip(spec.groups, most_blocks(spec, scheduler, max_tokens), strict=True):
         more = jnp.broadcast_to(most, samples.shape)
-        more = jnp.maximum(more - shared[..., None], 0) if group.window is None else more
+        more = jnp.maximum(more - shared[..., None], 0) if group.kind is Kind.FULL else more
         found.append(jnp.sum(jnp.where(samples, more, 0), axis=-1, dtype=jnp.int32) + cut.astype(jnp.int32))
     return found
 
@@ -100,7 +93,7 @@ def reserved(serving: Serving, scheduler: Scheduler) -> list[tuple[jax.Array, ja
     for group, spec, each in zip(state.groups, state.spec.groups, most, strict=True):
         copies = may_copy(state, group).astype(jnp.int32) + leads.astype(jnp.int32)
         held = (group.table >= 0) & serving.running[:, None]
-        if spec.window is None:
+        if spec.kind is Kind.FULL:
             need = jnp.maximum(each - jnp.sum(held, axis=1, dtype=jnp.int32), 0) + copies
             limit = group.available
         else:

@@ -20,6 +20,7 @@ from kvjax.serving.capacity import most_blocks, sample_blocks
 from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
 from kvjax.serving.sampling import Sampling
+from kvjax.spec import Kind
 from kvjax.state import CacheState, Text
 from kvjax.verbs._request import first_failure
 
@@ -180,7 +181,7 @@ def _never_fits(
         of_rows = is_among(refcount.shape[0], table, table >= 0)
         pinned = count((refcount > 0) & ~of_rows & group.on_device(group.ids))
         # They may be its own: as many as its prompt has whole blocks, where it keeps what it shares.
-        shared = jnp.minimum(pinned, prompt // state.spec.block_size) if spec.window is None else 0
+        shared = jnp.minimum(pinned, prompt // state.spec.block_size) if spec.kind is Kind.FULL else 0
         fits = fits & (own + of_samples <= group.num_blocks - pinned + shared)
     return ~fits
 

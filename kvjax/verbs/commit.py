@@ -99,7 +99,7 @@ def store(state: CacheState, chunk: Chunk) -> CacheState:
     """Stores what the rows have written; `publish_spans` is to follow."""
     group = write_text(state.groups[0], chunk.rows, chunk.start, chunk.end, chunk.text)
     committed = put(state.seqs.committed, chunk.rows, chunk.end, chunk.done)
-    return state.replace(groups=(group, *state.groups[1:]), seqs=state.seqs.replace(committed=committed))
+    return state.replace(groups=(group, *state.window_groups), seqs=state.seqs.replace(committed=committed))
 
 
 def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax.Array) -> Written:
@@ -115,7 +115,7 @@ def publish_spans(state: CacheState, spans: Sequence[Span], width: int, now: jax
     for span in spans:
         others = [
             windows.slide(group, spec, *span, size, now)
-            for group, spec in zip(others, state.spec.groups[1:], strict=True)
+            for group, spec in zip(others, state.spec.window_groups, strict=True)
         ]
     return state.replace(groups=(first, *others)), stored, updated
 

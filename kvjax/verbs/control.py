@@ -97,7 +97,7 @@ def _prefixes_are_pinned(state: CacheState, pins: list[jax.Array]) -> jax.Array:
     """
     parent = state.groups[0].blocks.parent[:, 0]
     alone = jnp.any((pins[0] > 0) & (parent >= 0) & (pick(pins[0], parent) <= 0))
-    for group, group_pins in zip(state.groups[1:], pins[1:], strict=True):
+    for group, group_pins in zip(state.window_groups, pins[1:], strict=True):
         alone = alone | jnp.any((group_pins > 0) & (pick(pins[0], group.group0_blocks(group.ids)) <= 0))
     return ~alone
 

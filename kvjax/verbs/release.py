@@ -76,7 +76,7 @@ def store_tail(state: CacheState, row: Row, where: jax.Array) -> tuple[CacheStat
     private = (
         (pick(blocks.refcount, tail) == 1) & (pick(blocks.fill, tail) == 0) & group.arrived(tail) & ~row.swapped_out
     )
-    others = state.groups[1:]
+    others = state.window_groups
 
     def everywhere(block: jax.Array) -> jax.Array:
         return functools.reduce(jnp.logical_and, [other.in_this_group(block) >= 0 for other in others], block >= 0)

@@ -66,9 +66,9 @@ def rewind(
         ok = ok & ((length >= row.committed) | (length % size == 0))
     lacking = [
         (columns < keep) & group_spec.keeps(columns, committed, size) & (table < 0)
-        for group_spec, table in zip(state.spec.groups[1:], row.tables[1:], strict=True)
+        for group_spec, table in zip(state.spec.window_groups, row.tables[1:], strict=True)
     ]
-    ok, regained, full = windows.regain(state.groups[1:], row.tables, lacking, ok)
+    ok, regained, full = windows.regain(state.window_groups, row.tables, lacking, ok)
     groups, tables = [], []
     for number, (group, table) in enumerate(zip((state.groups[0], *regained), full, strict=True)):
         dropped = ok & (columns >= keep) & (table >= 0)

@@ -75,7 +75,7 @@ class Event(Struct, frozen=True):
 
     number: _Number = field(name="event_id")
     data: Created | Stored | Removed | Updated
-    window: _Number = field(name="window_size")
+    window: Annotated[int, Meta(ge=-1)] = field(name="window_size")  # -1: recurrent states
     group: Annotated[int, Meta(ge=0, lt=_GROUPS)] | None = field(name="layer_group_id", default=None)
     rank: _Number | None = field(name="attention_dp_rank", default=None)
 

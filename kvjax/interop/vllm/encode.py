@@ -41,7 +41,7 @@ from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing, salt_text
 from kvjax.interop.index import NodeMap
 from kvjax.interop.readers.vllm import MEDIA, SALT_PREFIX
-from kvjax.spec import CacheSpec, GroupSpec
+from kvjax.spec import CacheSpec, GroupSpec, Kind
 
 FORMS = ("map", "array", "array-0.11")
 _HASH, _TOKEN, _FRAME = 9, 5, 512  # bytes of a hash, the most of a token, and usually of what is around them
@@ -233,7 +233,7 @@ class Encoder(EventEncoder[bytes]):
         or [name, offset] lists, or is empty if no block has any.
         """
         space, group = self.hashing.space(namespace), self.nodes.spec.groups[number]
-        window = None if group.recurrent else group.window
+        window = group.window if group.kind is Kind.WINDOW else None
         salt, keys = self._salt(space.salt), list(extra_keys)
         if self._form == "array" and salt is not None and roots:
             keys = keys or [None] * roots
@@ -266,10 +266,8 @@ class Encoder(EventEncoder[bytes]):
 
 def _kind_of(group: GroupSpec) -> str:
     """The word for a group's layers in vLLM."""
-    if group.recurrent:
-        return "mamba"
-    if group.window is not None:
-        return "sliding_window"
+    if group.kind is not Kind.FULL:
+        return "mamba" if group.kind is Kind.RECURRENT else "sliding_window"
     has_latents_alone = bool(group.pools) and all(pool.values is not None for pool in group.pools)
     return "mla_attention" if has_latents_alone else "full_attention"
 

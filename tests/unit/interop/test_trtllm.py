@@ -113,6 +113,14 @@ def test_each_group_with_kv_is_created_by_ascending_window():
     assert [(one["window_size"], one["layer_group_id"]) for one in bare] == [(8, 1), (12, 2)]
 
 
+def test_snapshots_have_no_window():
+    """A recurrent group has the number that TensorRT-LLM gives it, which is below any window."""
+    layers = [LayerSpec(1, 4), LayerSpec.recurrent({"state": (2, 3)}), LayerSpec(1, 4, window=2)]
+    spec = kvjax.make_spec(layers, num_blocks=9, max_seqs=1, max_length=32, block_size=4)
+    [*events] = parse("\n".join(Writer(spec).lines([])))
+    assert [(event.window, event.group) for event in events] == [(-1, 2), (2, 1), (32, 0)]
+
+
 def test_clearing_removes_all_children_first():
     clear = [{"kind": "cleared", "group": 0}]
     [_, gone] = lines([STORE_A, STORE_B], clear)
