@@ -169,7 +169,7 @@ def _weights(spec: CacheSpec, keys: Sequence[_Key], shares: str | Mapping[int | 
 
 def _tokens_held(spec: CacheSpec, group: GroupSpec) -> int:
     """The tokens of a sequence of `max_length` that a group holds; where it has snapshots those of their blocks."""
-    if group.kind is not Kind.WINDOW:
+    if group.window is None or group.kind is Kind.RECURRENT:
         return blocks_per_seq(spec, group) * spec.block_size
     return min(spec.max_length, group.window + group.sink_tokens)
 

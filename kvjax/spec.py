@@ -75,7 +75,7 @@ class GroupSpec:
         `step` is the most tokens that it is written at a time. Of recurrent layers each block that the step ends is a
         snapshot, and one more the step begins with.
         """
-        if self.kind is Kind.FULL:
+        if self.window is None:
             return num_blocks
         seen = self.window - 1 + step  # of tokens, which may start anywhere in a block
         held = 1 + -(-(seen - 1) // size) + -(-self.sink_tokens // size)

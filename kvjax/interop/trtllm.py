@@ -243,9 +243,9 @@ def window_size(spec: CacheSpec, number: int) -> int:
     Full attention has the largest one, since NVIDIA Dynamo keeps the events of the largest window and drops all others.
     """
     group = spec.groups[number]
-    if group.kind is Kind.RECURRENT:
-        return -1
-    return spec.max_length if group.kind is Kind.FULL else min(group.window, spec.max_length - 1)
+    if group.window is None:
+        return spec.max_length
+    return -1 if group.kind is Kind.RECURRENT else min(group.window, spec.max_length - 1)
 
 
 def _diff(old: int, new: int) -> str:
