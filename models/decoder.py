@@ -129,7 +129,30 @@ class Layer(nnx.Module):
         return x, cache
 
 
-class Decoder(nnx.Module):
+class Logits(nnx.Module):
+    """The last part of a model: from the stream to logits, by the embedding or a matrix of their own."""
+
+    config: Any
+    embed_tokens: nnx.Embed
+    lm_head: nnx.Linear
+    norm: RMSNorm
+
+    def vocabulary(self) -> tuple[jax.Array, int]:
+        """The matrix that the logits are products with, and which of its axes is the vocabulary."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.embedding[...], 0
+        return self.lm_head.kernel[...], 1
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope("logits"):
+            matrix, vocabulary = self.vocabulary()
+            axes = (((x.ndim - 1,), (1 - vocabulary,)), ((), ()))
+            logits = jax.lax.dot_general(self.norm(x), matrix, axes, preferred_element_type=jnp.float32)
+            cap = self.config.logit_soft_cap
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+class Decoder(Logits):
     """A decoder-only transformer.
 
     It holds weights and nothing else: under `jit` pass it as an argument like any pytree.
@@ -242,20 +265,6 @@ class Decoder(nnx.Module):
         projected = _scaled(self.per_layer_model_projection(x), self.config.hidden_size**-0.5).reshape(shape)
         both = _scaled(self.per_layer_projection_norm(projected) + looked_up, 2**-0.5)
         return [both[:, :, number] for number in range(num_layers)]
-
-    def vocabulary(self) -> tuple[jax.Array, int]:
-        """The matrix that the logits are products with, and which of its axes is the vocabulary."""
-        if self.config.tie_word_embeddings:
-            return self.embed_tokens.embedding[...], 0
-        return self.lm_head.kernel[...], 1
-
-    def _logits(self, x: jax.Array) -> jax.Array:
-        with jax.named_scope("logits"):
-            matrix, vocabulary = self.vocabulary()
-            axes = (((x.ndim - 1,), (1 - vocabulary,)), ((), ()))
-            logits = jax.lax.dot_general(self.norm(x), matrix, axes, preferred_element_type=jnp.float32)
-            cap = self.config.logit_soft_cap
-            return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def scanned[M: nnx.Module](model: M) -> M:

@@ -18,11 +18,10 @@ from flax import nnx
 
 import kvjax
 
-from .decoder import MLP
-from .experts import ExpertsConfig, Mixture
+from .experts import ExpertsConfig, MixtureModel
 from .fields import count, flag, number, only
 from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
-from .language_model import LanguageModel, Layer, Mixing
+from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
 from .rope import Rope, rotate
 from .yarn import Yarn, read_rope
@@ -228,17 +227,12 @@ class DeepSeekConfig(LanguageConfig):
         return parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= self.num_layers
 
 
-class DeepSeek(LanguageModel):
+class DeepSeek(MixtureModel):
     """DeepSeek V3."""
 
     config: DeepSeekConfig
 
-    def make_layer(self, number: int, dtype, rngs: nnx.Rngs) -> Layer:
-        """The layer of this number."""
-        config, width = self.config, self.config.hidden_size
-        mixer = LatentAttention(width, config.num_heads, config.latents, dtype, rngs)
-        if config.layers[number].dense:
-            return Layer(
-                config, dtype, ("self_attn", mixer), ("mlp", MLP(width, config.intermediate_size, dtype, rngs))
-            )
-        return Layer(config, dtype, ("self_attn", mixer), ("mlp", Mixture(width, config.experts, dtype, rngs)))
+    def make_mixer(self, number: int, dtype, rngs: nnx.Rngs) -> tuple[str, nnx.Module]:
+        """The mixer of this layer with its name."""
+        config = self.config
+        return "self_attn", LatentAttention(config.hidden_size, config.num_heads, config.latents, dtype, rngs)

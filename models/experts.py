@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from .decoder import MLP
+from .language_model import LanguageModel, Layer
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -148,6 +149,25 @@ class Mixture(nnx.Module):
         elif self.config.shared_width:
             y = y + self.shared_experts(x).astype(jnp.float32)
         return y.astype(x.dtype)
+
+
+class MixtureModel(LanguageModel):
+    """A language model whose layers have a mixture of experts, but for those of `config` that are dense."""
+
+    mixture, expert_names = "mlp", NAMES  # names in a checkpoint: of the mixture in a layer, of an expert's matrices
+
+    def make_mixer(self, number: int, dtype, rngs: nnx.Rngs) -> tuple[str, nnx.Module]:
+        """The mixer of this layer with its name; each family has its own."""
+        raise NotImplementedError
+
+    def make_layer(self, number: int, dtype, rngs: nnx.Rngs) -> Layer:
+        """The layer of this number."""
+        config, mixer = self.config, self.make_mixer(number, dtype, rngs)
+        if config.layers[number].dense:
+            mlp = "mlp", MLP(config.hidden_size, config.intermediate_size, dtype, rngs)
+        else:
+            mlp = self.mixture, Mixture(config.hidden_size, config.experts, dtype, rngs, self.expert_names)
+        return Layer(config, dtype, mixer, mlp)
 
 
 def highest(scores: jax.Array, count: int) -> jax.Array:

@@ -16,12 +16,11 @@ from flax import nnx
 
 import kvjax
 
-from .decoder import MLP
 from .deepseek import LatentAttention, LatentConfig, read_latents, write_latents
-from .experts import ExpertsConfig, Mixture
+from .experts import ExpertsConfig, MixtureModel
 from .fields import count, either, flag, listed, number, only
 from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
-from .language_model import LanguageModel, Layer, Mixing
+from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
 
@@ -43,7 +42,6 @@ ALIASES = {
     "num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }  # fmt: skip
-_EXPERTS = ("w1", "w3", "w2")  # the gate's, the up and the down projection of an expert
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -171,24 +169,19 @@ class KimiLinearConfig(LanguageConfig):
         return tuple(LayerKind(name, number in self.dense) for number, name in enumerate(self.types))
 
 
-class KimiLinear(LanguageModel):
+class KimiLinear(MixtureModel):
     """Kimi Linear."""
 
     config: KimiLinearConfig
 
-    def make_layer(self, number: int, dtype, rngs: nnx.Rngs) -> Layer:
-        """The layer of this number."""
-        config, width = self.config, self.config.hidden_size
-        kind = config.layers[number]
-        if kind.mixer == FULL:
-            mixer = LatentAttention(width, config.num_heads, config.latents, dtype, rngs)
-        else:
-            mixer = KimiDeltaAttention(config, dtype, rngs)
-        if kind.dense:
-            mlp = "mlp", MLP(width, config.intermediate_size, dtype, rngs)
-        else:
-            mlp = "block_sparse_moe", Mixture(width, config.experts, dtype, rngs, _EXPERTS)
-        return Layer(config, dtype, ("self_attn", mixer), mlp)
+    mixture, expert_names = "block_sparse_moe", ("w1", "w3", "w2")
+
+    def make_mixer(self, number: int, dtype, rngs: nnx.Rngs) -> tuple[str, nnx.Module]:
+        """The mixer of this layer with its name."""
+        config = self.config
+        if config.layers[number].mixer == FULL:
+            return "self_attn", LatentAttention(config.hidden_size, config.num_heads, config.latents, dtype, rngs)
+        return "self_attn", KimiDeltaAttention(config, dtype, rngs)
 
 
 def _delta(hf: Mapping[str, Any]) -> DeltaConfig:

@@ -49,6 +49,7 @@ class LanguageConfig:
     """
 
     defaults: ClassVar[Mapping[str, Any]]
+    logit_soft_cap: ClassVar[None] = None  # a field of `ModelConfig`; no family here has one
     model_type: str
     vocab_size: int
     hidden_size: int

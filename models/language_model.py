@@ -17,7 +17,7 @@ from flax import nnx
 
 import kvjax
 
-from .decoder import dense_attention
+from .decoder import Logits, dense_attention
 from .language_config import Angles, LanguageConfig
 from .norm import RMSNorm
 from .scan import Turn, longest_run, over_layers, parted, stacked
@@ -121,7 +121,7 @@ class Layer(nnx.Module):
         return x + getattr(self, self.names[1])(self.post_attention_layernorm(x)), cache
 
 
-class LanguageModel(nnx.Module):
+class LanguageModel(Logits):
     """A decoder-only model. It holds weights and nothing else: under `jit` pass it as an argument like any pytree.
 
     Args:
@@ -176,15 +176,3 @@ class LanguageModel(nnx.Module):
 
         no_inputs = [None] * self.config.num_layers
         return over_layers(step, (self.embed_tokens(tokens), cache), self.layers, no_inputs, self.run)
-
-    def vocabulary(self) -> tuple[jax.Array, int]:
-        """The matrix that the logits are products with, and which of its axes is the vocabulary."""
-        if self.config.tie_word_embeddings:
-            return self.embed_tokens.embedding[...], 0
-        return self.lm_head.kernel[...], 1
-
-    def _logits(self, x: jax.Array) -> jax.Array:
-        with jax.named_scope("logits"):
-            matrix, vocabulary = self.vocabulary()
-            axes = (((x.ndim - 1,), (1 - vocabulary,)), ((), ()))
-            return jax.lax.dot_general(self.norm(x), matrix, axes, preferred_element_type=jnp.float32)

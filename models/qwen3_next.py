@@ -13,11 +13,10 @@ from flax import nnx
 
 import kvjax
 
-from .decoder import MLP
-from .experts import ExpertsConfig, Mixture
+from .experts import ExpertsConfig, MixtureModel
 from .fields import count, either, flag, listed, number, only
 from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
-from .language_model import LanguageModel, Layer, Mixing
+from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
 from .recurrence import Convolution, DeltaCell, DeltaConfig, DeltaInputs, softplus_decay
 from .rope import Rope, rotate
@@ -216,22 +215,16 @@ class Qwen3NextConfig(LanguageConfig):
         return name.startswith("mtp.")
 
 
-class Qwen3Next(LanguageModel):
+class Qwen3Next(MixtureModel):
     """Qwen3-Next."""
 
     config: Qwen3NextConfig
 
-    def make_layer(self, number: int, dtype, rngs: nnx.Rngs) -> Layer:
-        """The layer of this number."""
-        config, width = self.config, self.config.hidden_size
-        kind = config.layers[number]
-        if kind.mixer == FULL:
-            mixer = "self_attn", GatedAttention(config, dtype, rngs)
-        else:
-            mixer = "linear_attn", GatedDeltaNet(config, dtype, rngs)
-        if kind.dense:
-            return Layer(config, dtype, mixer, ("mlp", MLP(width, config.intermediate_size, dtype, rngs)))
-        return Layer(config, dtype, mixer, ("mlp", Mixture(width, config.experts, dtype, rngs)))
+    def make_mixer(self, number: int, dtype, rngs: nnx.Rngs) -> tuple[str, nnx.Module]:
+        """The mixer of this layer with its name."""
+        if self.config.layers[number].mixer == FULL:
+            return "self_attn", GatedAttention(self.config, dtype, rngs)
+        return "linear_attn", GatedDeltaNet(self.config, dtype, rngs)
 
 
 def _rotated(hf: Mapping[str, Any], head_dim: int) -> int:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of models that tests load, and small models of them."""
 
-from models import ModelConfig
+import jax
+import numpy as np
+
+from models import ModelConfig, load
+from models.golden import read_golden
 from tests.drive import DATA
 
 GOLDENS = DATA / "goldens"
@@ -21,3 +25,21 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def config(**fields) -> ModelConfig:
     return ModelConfig.from_hf({**SMALL, **fields})
+
+
+def dense(model, tokens) -> np.ndarray:
+    return np.asarray(jax.jit(type(model).dense)(model, tokens))
+
+
+def check_dense(family: str, tolerance: float):
+    """The logits of whole sequences are the reference's."""
+    model, _ = load(GOLDENS / family)
+    golden = read_golden(GOLDENS / family, model.config.vocab_size)
+    texts = [golden.text(row) for row in range(len(golden.lengths))]
+    tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    logits = dense(model, tokens)
+    for row, text in enumerate(texts):
+        wanted = np.stack([golden.reference(row, position) for position in range(len(text) - 1)])
+        np.testing.assert_allclose(logits[row, : len(text) - 1], wanted, rtol=tolerance, atol=tolerance)

@@ -20,7 +20,7 @@ from models.families import num_layers, read_config
 from models.golden import read_golden
 from models.rope import Rope
 from models.yarn import Yarn
-from tests.models.families import GOLDENS, OWN_FAMILIES
+from tests.models.families import GOLDENS, OWN_FAMILIES, check_dense, dense
 from tests.poison import poisoned
 
 MAIN = ("deepseek_v3", "qwen3_next", "kimi_linear", "gpt_oss")
@@ -35,22 +35,9 @@ def fields_of(family: str) -> dict:
     return json.loads((GOLDENS / family / "config.json").read_text())
 
 
-def dense(model, tokens) -> np.ndarray:
-    return np.asarray(jax.jit(type(model).dense)(model, tokens))
-
-
 @pytest.mark.parametrize("family", with_long)
 def test_dense_logits_are_the_reference(family):
-    model, _ = load(GOLDENS / family)
-    golden = read_golden(GOLDENS / family, model.config.vocab_size)
-    texts = [golden.text(row) for row in range(len(golden.lengths))]
-    tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-    logits = dense(model, tokens)
-    for row, text in enumerate(texts):
-        wanted = np.stack([golden.reference(row, position) for position in range(len(text) - 1)])
-        np.testing.assert_allclose(logits[row, : len(text) - 1], wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    check_dense(family, TOLERANCE)
 
 
 @pytest.mark.slow

@@ -15,8 +15,7 @@ from flax import nnx
 import kvjax
 from kvjax.model import forward
 from models import Decoder, LayerConfig, ModelConfig, Rope, load, recall, save, train, verify
-from models.golden import read_golden
-from tests.models.families import FAMILIES, FULL, GEMMA4, GOLDENS, SLIDING, SMALL, config
+from tests.models.families import FAMILIES, FULL, GEMMA4, GOLDENS, SLIDING, SMALL, check_dense, config
 from tests.poison import poisoned
 
 LLAMA3 = {
@@ -31,16 +30,7 @@ QUICK = ("llama", "gemma4")  # the others have more heads and options
     "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FAMILIES]
 )
 def test_dense_logits_are_the_reference(family):
-    model, _ = load(GOLDENS / family)
-    golden = read_golden(GOLDENS / family, model.config.vocab_size)
-    texts = [golden.text(row) for row in range(len(golden.lengths))]
-    tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-    logits = np.asarray(jax.jit(Decoder.dense)(model, tokens))
-    for row, text in enumerate(texts):
-        wanted = np.stack([golden.reference(row, position) for position in range(len(text) - 1)])
-        np.testing.assert_allclose(logits[row, : len(text) - 1], wanted, rtol=1e-3, atol=1e-3)
+    check_dense(family, 1e-3)
 
 
 @pytest.mark.slow
