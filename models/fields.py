@@ -64,6 +64,16 @@ def listed(hf: Mapping[str, Any], name: str) -> list[Any] | None:
     return None if value is None else list(value)
 
 
+def layer_types(types: list[Any], wanted: Iterable[Any], num_layers: int) -> tuple[str, ...]:
+    """The type of each layer, which must be one of `wanted`."""
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
+    for index, name in enumerate(types):
+        if name not in wanted:
+            raise ValueError(f"layer_types[{index}]: got {name!r:.80}, wanted {either(wanted)}")
+    return tuple(types)
+
+
 def ids(hf: Mapping[str, Any], name: str, vocab_size: int) -> tuple[int, ...]:
     """Token ids of the vocabulary, given as null, one number or a list."""
     value = hf.get(name)

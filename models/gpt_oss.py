@@ -15,7 +15,7 @@ from jax import lax
 import kvjax
 
 from .experts import highest
-from .fields import count, either, listed, number, only
+from .fields import count, layer_types, listed, number, only
 from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
 from .language_model import LanguageModel, Layer, Mixing
 from .rope import Rope, rotate
@@ -209,9 +209,4 @@ class GptOss(LanguageModel):
 def _types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     """The type of each layer."""
     types = listed(hf, "layer_types") or [TYPES[(layer + 1) % 2] for layer in range(num_layers)]
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
-    for index, name in enumerate(types):
-        if name not in TYPES:
-            raise ValueError(f"layer_types[{index}]: got {name!r:.80}, wanted {either(TYPES)}")
-    return tuple(types)
+    return layer_types(types, TYPES, num_layers)

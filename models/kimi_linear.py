@@ -18,7 +18,7 @@ import kvjax
 
 from .deepseek import LatentAttention, LatentConfig, read_latents, write_latents
 from .experts import ExpertsConfig, MixtureModel
-from .fields import count, either, flag, listed, number, only
+from .fields import count, flag, layer_types, listed, number, only
 from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
 from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
@@ -210,12 +210,7 @@ def _types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
             wanted = f"each of 1 to {num_layers} in full_attn_layers or in kda_layers"
             raise ValueError(f"linear_attn_config: got {own!r:.200}, wanted {wanted}")
         types = [named[n] for n in range(1, num_layers + 1)]
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
-    for index, name in enumerate(types):
-        if name not in TYPES:
-            raise ValueError(f"layer_types[{index}]: got {name!r:.80}, wanted {either(TYPES)}")
-    return tuple(types)
+    return layer_types(types, TYPES, num_layers)
 
 
 def _dense(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

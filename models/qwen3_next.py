@@ -14,7 +14,7 @@ from flax import nnx
 import kvjax
 
 from .experts import ExpertsConfig, MixtureModel
-from .fields import count, either, flag, listed, number, only
+from .fields import count, flag, layer_types, listed, number, only
 from .language_config import Angles, LanguageConfig, LayerKind, read_common, write_common
 from .language_model import Mixing
 from .norm import NormConfig, RMSNorm
@@ -256,12 +256,7 @@ def _types(hf: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
     """The type of each layer."""
     every = count(hf, "full_attention_interval", 4)
     types = listed(hf, "layer_types") or [TYPES[(number + 1) % every > 0] for number in range(num_layers)]
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types: got {len(types)} entries, wanted num_hidden_layers={num_layers}")
-    for index, name in enumerate(types):
-        if name not in TYPES:
-            raise ValueError(f"layer_types[{index}]: got {name!r:.80}, wanted {either(TYPES)}")
-    return tuple(types)
+    return layer_types(types, TYPES, num_layers)
 
 
 def _dense(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
