@@ -141,15 +141,17 @@ def slide(
     return give_back_shared(group, own_policy(group.blocks), ids, 1, leave, now)
 
 
-def mark_passed(group: Group, tree: Group, ids: jax.Array, where: jax.Array, now: jax.Array) -> Group:
-    """Notes which snapshots rows have gone past: of blocks ids i32[K] of the first group, where bool[K].
+def mark_passed(group: Group, tree: Group, dedup: Dedup, now: jax.Array) -> Group:
+    """Notes which snapshots rows have gone past, among blocks that were just filled and their parents.
 
-    Those are the blocks that were just filled, and then their parents; a block may occur several times. With its first
-    child a snapshot is among those that leave first, and with its second one, where prompts part, among the others.
+    With its first child a snapshot is among those that leave first, and with its second one, where prompts part, among
+    the others. `tree` is the first group, and `dedup` [K] what it did with the filled blocks.
     """
     passed = group.blocks.passed
     if passed is None:
         return group
+    ids = jnp.concatenate([dedup.target, dedup.parent[:, 0]])
+    where = jnp.concatenate([dedup.publish | dedup.merge, dedup.publish])
     ids, is_passed = group.in_this_group(ids), tree.num_children(ids) == 1
     where = where & (ids >= 0) & (pick(passed, ids) != is_passed)
     refcount, changed = last_of_each(group.blocks.refcount, ids, where)

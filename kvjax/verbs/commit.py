@@ -156,8 +156,7 @@ def publish_filled(state: CacheState, filled: Filled, width: int, now: jax.Array
         groups, new, moved = [group.replace(table=table)], [stored], [updated]
         for at, other in enumerate(others, 1):
             other, stored, updated = windows.follow(other, at, group.blocks, dedup, ours, now)
-            other = windows.mark_passed(other, group, dedup.target, dedup.publish | dedup.merge, now)
-            other = windows.mark_passed(other, group, dedup.parent[:, 0], dedup.publish, now)
+            other = windows.mark_passed(other, group, dedup, now)
             groups, new, moved = [*groups, other], [*new, stored], [*moved, updated]
         records = [
             lax.dynamic_update_slice(r, n.records, (done, np.int32(0)))

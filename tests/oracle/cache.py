@@ -295,8 +295,7 @@ class Oracle(Tiers):
                         self._drop(group, table[i])
                         table[i] = duplicate
             slid.append((row, before))
-        self._mark_passed(filled)
-        self._mark_passed([self._parent(node) for node in published])
+        self._mark_passed([*filled, *(self._parent(node) for node in published)])
         for row, before in slid:
             self._slide(row, before)
         return Result(status, events)
