@@ -23,7 +23,7 @@ from kvjax.spec import CacheSpec, LayerSpec, make_spec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
-from kvjax.verbs.control import evict, pin, reset, unpin
+from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.init import init
@@ -37,7 +37,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "LayerSpec", "CacheSpec", "make_spec", "plan", "Cache", "CacheState", "Namespaces",
     # verbs
     "init", "admit", "lookup", "extend", "commit", "fork", "truncate", "trim", "release", "beam_step", "pin", "unpin",
-    "evict", "reset",
+    "evict", "forget_namespaces", "reset",
     # bytes
     "init_pools", "write", "apply", "attend", "recur", "view", "ragged",
     # events

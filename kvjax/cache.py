@@ -24,7 +24,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
-from kvjax.verbs.control import evict, pin, reset, unpin
+from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.init import init
@@ -103,6 +103,7 @@ class Cache(Pytree):
     release = _method(release)
     beam_step = _method(beam_step)
     evict = _method(evict)
+    forget_namespaces = _method(forget_namespaces)
     pin = _method(pin)
     unpin = _method(unpin)
     reset = _method(reset)

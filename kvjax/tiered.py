@@ -29,7 +29,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
-from kvjax.verbs.control import evict, pin, reset, unpin
+from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import beam_step, fork
 from kvjax.verbs.offload import complete, offload, onboard, watermark
@@ -164,6 +164,7 @@ class TieredCache:
     release = _method(release)
     beam_step = _method(beam_step)
     evict = _method(evict, "max_removed")
+    forget_namespaces = _method(forget_namespaces, "max_removed")
     pin = _method(pin, "group")
     unpin = _method(unpin, "group")
     reset = _method(reset)

@@ -120,7 +120,7 @@ def programs_of(windows: bool = False, num_host_blocks: int = 0, **options):
         "release": ((i32(),), {}),
         "release several": ((rows,), {}),
         "beam_step": ((rows, rows), {}),
-        **{verb: ((rows,), {}) for verb in ("pin", "unpin", "evict")},
+        **{verb: ((rows,), {}) for verb in ("pin", "unpin", "evict", "forget_namespaces")},
         "reset": ((), {}),
     }
     if num_host_blocks:

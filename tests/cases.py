@@ -107,6 +107,7 @@ VERBS = {
     "pin": Verb("blocks", {"": ((IDS,), {})}),
     "unpin": Verb("blocks", {"": ((IDS,), {})}),
     "evict": Verb("blocks", {"": ((IDS,), {})}),
+    "forget_namespaces": Verb("keep", {"": ((IDS,), {})}),
     "reset": Verb("", {"": ((), {})}),
     "offload": Verb("blocks", host_calls={"": ((IDS,), {})}),
     "onboard": Verb("blocks", host_calls={"": ((IDS,), {"group": 1})}),

@@ -288,6 +288,8 @@ def arguments_of(request: Fields, state: CacheState, expected: Expected) -> dict
             return {"seq": np.int32(request["seq"]), "length": np.int32(length)}
         case "release" | "swap_out" | "swap_in":
             return {"seq": np.int32(request["seq"])}
+        case "forget_namespaces":
+            return {"keep": np.array(request["keep"], np.int32)}
         case "evict":
             return {"blocks": np.array([request["block"]], np.int32)}
         case "pin":

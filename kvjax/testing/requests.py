@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SMALL = make_spec(num_blocks=12, max_seqs=4, max_length=20, block_size=4)
 _WEIGHTS = {"admit": 30, "commit": 32, "extend": 26, "release": 14, "fork": 6, "truncate": 4, "pin": 2, "unpin": 3,
-          "evict": 2, "reset": 1}  # fmt: skip
+          "evict": 2, "forget_namespaces": 1, "reset": 1}  # fmt: skip
 
 
 class Request(TypedDict, total=False):
@@ -35,6 +35,7 @@ class Request(TypedDict, total=False):
     | truncate | seq; drop: how many tokens to cut off |
     | release | seq |
     | evict | block |
+    | forget_namespaces | keep |
     | pin | seq; num_blocks: how many of the row's first blocks, those that are findable |
     | unpin | which: number of the pin among those that last, modulo how many these are |
     | reset | |
@@ -54,6 +55,7 @@ class Request(TypedDict, total=False):
     src: int
     dst: int
     block: int
+    keep: Sequence[int]
     tokens: Sequence[int] | Sequence[Sequence[int]]
     extra_ids: Sequence[int] | Sequence[Sequence[int]]
     num_tokens: Sequence[int]
@@ -111,6 +113,7 @@ def random_requests(seed: int, spec: CacheSpec = SMALL, *, num_namespaces: int =
         "truncate": lambda: {"seq": row(), "drop": int(rng.integers(1, 2 * spec.block_size))},
         "release": lambda: {"seq": row()},
         "evict": lambda: {"block": int(rng.integers(spec.groups[0].num_ids))},
+        "forget_namespaces": lambda: {"keep": [int(rng.integers(num_namespaces))]},
         "pin": lambda: {"seq": row(), "num_blocks": int(rng.integers(1, spec.max_blocks_per_seq + 1))},
         "unpin": lambda: {"which": int(rng.integers(1000))},
         "reset": dict,

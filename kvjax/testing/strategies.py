@@ -34,6 +34,7 @@ def _others(spec: CacheSpec) -> list[SearchStrategy[Fields]]:
         _request("fork", src=rows, dst=rows),
         _request("truncate", seq=rows, drop=st.integers(1, 2 * spec.block_size)),
         _request("evict", block=st.integers(0, spec.groups[0].num_ids - 1)),
+        _request("forget_namespaces", keep=st.lists(st.integers(0, 2), min_size=1, max_size=1)),
         _request("pin", seq=rows, num_blocks=st.integers(1, spec.max_blocks_per_seq)),
         _request("unpin", which=st.integers(0, 3)),
         _request("reset"),

@@ -22,7 +22,7 @@ from kvjax.testing.expected import Expected, Fields, Row, adopt, arguments_of, p
 from kvjax.testing.requests import SMALL, Request, random_requests
 from kvjax.verbs.admit import admit, lookup
 from kvjax.verbs.commit import commit
-from kvjax.verbs.control import evict, pin, reset, unpin
+from kvjax.verbs.control import evict, forget_namespaces, pin, reset, unpin
 from kvjax.verbs.extend import extend
 from kvjax.verbs.fork import fork
 from kvjax.verbs.init import init
@@ -33,7 +33,7 @@ from kvjax.verbs.truncate import truncate
 
 VERBS = (
     admit, lookup, extend, commit, fork, truncate, release, pin,
-    unpin, evict, reset, offload, onboard, watermark,
+    unpin, evict, forget_namespaces, reset, offload, onboard, watermark,
     swap_out, swap_in, complete,
 )  # fmt: skip
 

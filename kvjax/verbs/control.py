@@ -13,8 +13,8 @@ from kvjax.blocks.holders import give_back
 from kvjax.blocks.publish import children_first, descendants, forget_all, remove
 from kvjax.blocks.tiers import find_unevictable, keep_host_policy
 from kvjax.checks import integers, on_state, static_int
-from kvjax.events.records import EventKind, Events, Status, record
-from kvjax.state import NO_BLOCK, CacheState, Group
+from kvjax.events.records import EventKind, Events, Records, Status, record
+from kvjax.state import COPYING, NO_BLOCK, CacheState, Group
 from kvjax.verbs._request import assemble, chosen, first_failure, replace_group
 from kvjax.verbs.init import init_group
 
@@ -131,10 +131,52 @@ def evict(state: CacheState, blocks: ArrayLike, *, max_removed: int | None = Non
     held = jnp.any(doomed & (metadata.refcount > 0)) | jnp.any(named & (pick(metadata.refcount, ids) > 0))
     held = held | jnp.any(doomed & group.moving(group.ids))
     status = first_failure((unknown | (over > 0), Status.BAD_REQUEST), (held, Status.HELD))
-    order = children_first(metadata, group.ids, doomed)[:most]
-    group, removed = remove(group, 0, state.policy, order, pick(doomed, order) & (status == Status.OK))
-    state, gone = forget_all(replace_group(state, 0, find_unevictable(group)), 0, removed)
-    return state, assemble(state, status, removed=gone, shortfall=over)
+    state, removed = _empty(state, doomed, most, status == Status.OK)
+    return state, assemble(state, status, removed=removed, shortfall=over)
+
+
+def _empty(state: CacheState, doomed: jax.Array, most: int, ok: jax.Array) -> tuple[CacheState, list[Records]]:
+    """Empties the first group's blocks doomed bool[B], at most `most`, where ok bool[]; also returns records, removed.
+
+    Nothing holds or moves them, and all their findable descendants are among them.
+    """
+    group = state.groups[0]
+    order = children_first(group.blocks, group.ids, doomed)[:most]
+    group, removed = remove(group, 0, state.policy, order, pick(doomed, order) & ok)
+    return forget_all(replace_group(state, 0, find_unevictable(group)), 0, removed)
+
+
+@on_state
+def forget_namespaces(
+    state: CacheState, keep: ArrayLike, *, max_removed: int | None = None
+) -> tuple[CacheState, Events]:
+    """Empties the cached blocks of all namespaces but these, such as those of a model's old weights.
+
+    Blocks that a row or a pin holds stay, findable in their namespace, so that rows in flight end as they began: call
+    again once they are released. The window groups' blocks of the same prefixes are emptied too. Costs a pass over all
+    blocks for each level of the tree.
+
+    Args:
+      state: the cache.
+      keep: i32[K]; numbers of namespaces, as `admit` takes them; one may occur several times.
+      max_removed: static; the most blocks that may leave, None for N + H.
+
+    Returns:
+      The cache; and events, E = max_removed a group: removed, children first. Status HELD if one of them is on the
+      move, BAD_REQUEST if more than `max_removed` would leave (`events.shortfall` says how many more).
+    """
+    group, keep = state.groups[0], integers("keep", keep, ("K",))
+    metadata, num_ids = group.blocks, group.blocks.refcount.shape[0]
+    most = num_ids if max_removed is None else min(static_int("max_removed", max_removed, 1), num_ids)
+    above, namespace = metadata.parent[:, 0], metadata.parent[:, 1]
+    is_current = jnp.any(namespace[:, None] == keep[None], axis=1)
+    forgotten = descendants(metadata, (metadata.fill > 0) & (above < 0) & ~is_current)
+    moving = jnp.any(forgotten & (group.moving(group.ids) | (metadata.refcount >= COPYING)))
+    doomed = forgotten & (metadata.refcount == 0)
+    over = jnp.maximum(count(doomed) - most, 0)
+    status = first_failure((over > 0, Status.BAD_REQUEST), (moving, Status.HELD))
+    state, removed = _empty(state, doomed, most, status == Status.OK)
+    return state, assemble(state, status, removed=removed, shortfall=over)
 
 
 @on_state

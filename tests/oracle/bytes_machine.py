@@ -267,7 +267,10 @@ def block_of_steps(
     return cache, committed, trimmed
 
 
-_ON_CACHES = ("admit", "extend", "fork", "truncate", "trim", "release", "beam_step", "evict", "pin", "unpin", "reset")
+_ON_CACHES = (
+    "admit", "extend", "fork", "truncate", "trim", "release", "beam_step", "evict", "forget_namespaces", "pin", "unpin",
+    "reset",
+)  # fmt: skip
 _ON_STATES = ("admit", "extend", "offload", "onboard", "watermark", "swap_out", "swap_in")
 
 
@@ -780,6 +783,9 @@ class Life:
         if cached:
             self.on_cache("evict", np.array([cached[request["which"] % len(cached)]], np.int32))
 
+    def _forget_namespaces(self, request: Request) -> None:
+        self.on_cache("forget_namespaces", np.array(request["keep"], np.int32))
+
     def _reset(self, request: Request) -> None:
         del request
         self.on_cache("reset")
@@ -896,7 +902,7 @@ def padded_transfer(transfer: Any) -> kvjax.tiers.Transfer:
 
 _WEIGHTS = {
     "admit": 30, "compute": 34, "extend": 12, "release": 22, "fork": 4, "truncate": 6, "beam_step": 1, "pin": 1,
-    "decode": 24, "trim": 3,
+    "decode": 24, "trim": 3, "forget_namespaces": 1,
     "unpin": 2, "evict": 1, "reset": 40, "shift": 5, "watermark": 2, "swap": 5, "complete": 3, "generate": 2,
 }  # fmt: skip
 
@@ -967,6 +973,7 @@ class Requests:
             "admit": free, "compute": [seq for seq in used if reserved[seq]], "extend": used, "release": life.rows,
             "decode": [seq for seq in used if not reserved[seq]], "trim": used,
             "fork": used and free, "truncate": used, "beam_step": used[1:], "pin": used, "unpin": life.pins,
+            "forget_namespaces": life.mirror.nodes,
             "evict": not life.rows, "reset": not life.rows and not life.pins and self.chance(0.1),
             "shift": between and life.mirror.nodes, "watermark": between and life.mirror.nodes,
             "swap": between and life.rows, "complete": life.flying, "generate": self.config.generate and free,
@@ -1012,6 +1019,8 @@ class Requests:
                 request["parents"] = self.rng.integers(0, 2, 2).tolist()
             case "pin":
                 request |= {"seq": self.few(used, 1)[0], "number": self.number(1, 3)}
+            case "forget_namespaces":
+                request["keep"] = [self.number(TENANTS)]
             case "unpin" | "evict":
                 request["which"] = self.number(100)
             case "shift":

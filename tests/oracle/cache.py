@@ -510,6 +510,16 @@ class Oracle(Tiers):
         self._find_unevictable(self.groups[0])
         return Result([Status.OK], events)
 
+    def forget_namespaces(self, keep) -> Result:
+        """Empties the cached blocks of all namespaces but these that nobody holds, children first."""
+        forgotten = {node: block for node, block in self.index.items() if node[0] not in keep}
+        if any(self.blocks[b].move for b in forgotten.values()):
+            return Result([Status.HELD])
+        doomed = [block for block in forgotten.values() if not self.blocks[block].refcount]
+        events = [event for block in reversed(doomed) for event in self._remove(block)]
+        self._find_unevictable(self.groups[0])
+        return Result([Status.OK], events)
+
     def reset(self) -> Result:
         """Forgets everything cached, once nothing is held."""
         if any(block.refcount or block.move for group in self.groups for block in group.blocks):

@@ -475,6 +475,11 @@ class CacheMachine(RuleBasedStateMachine):
             ours, theirs = data.draw(st.sampled_from(pairs))
             self.both("evict", self.oracle.evict([theirs]), np.asarray([ours], np.int32))
 
+    @precondition(lambda self: self.oracle.index)
+    @rule(keep=st.lists(st.integers(0, 2), min_size=2, max_size=2))
+    def forget_namespaces(self, keep):
+        self.both("forget_namespaces", self.oracle.forget_namespaces(keep), np.asarray(keep, np.int32))
+
     @rule(chance=st.integers(0, 15))
     def reset(self, chance):
         if chance == 0:

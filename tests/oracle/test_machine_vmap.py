@@ -16,7 +16,19 @@ from tests.oracle.machine import CONFIGS, CacheMachine, joined
 pytestmark = pytest.mark.slow  # tests/unit/verbs/test_vmap.py runs by day
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 NAMES = [name for name in CONFIGS if "host" not in name] if NIGHTLY else ["windows, retention"]
-SHARED = ("admit", "admit_batch", "extend", "commit", "fork", "beam_step", "truncate", "trim", "release", "reset")
+SHARED = (
+    "admit",
+    "admit_batch",
+    "extend",
+    "commit",
+    "fork",
+    "beam_step",
+    "truncate",
+    "trim",
+    "release",
+    "forget_namespaces",
+    "reset",
+)
 
 
 def batched(name):

@@ -57,6 +57,7 @@ STORY = [
     ("release", (ints(0, 1, 2),), {}),
     ("unpin", (ints(0, -1),), {"group": 0}),
     ("evict", (ints(0),), {"max_removed": 2}),
+    ("forget_namespaces", (ints(0, 2),), {"max_removed": 2}),
     ("reset", (), {}),
 ]
 

@@ -46,6 +46,7 @@ GOOD = {
     "evict": {"blocks": ints(2)},
     "pin": {"blocks": ints(2)},
     "unpin": {"blocks": ints(2)},
+    "forget_namespaces": {"keep": ints(2)},
     "reset": {},
 }
 SCALAR = (1.5, True, np.float32(1), ints(1), ints(2, 2))
@@ -93,6 +94,7 @@ BAD = {
     },
     "release": {"seq": (1.5, True, ints(2, 2)), "now": SCALAR},
     "release batch": {"seq": (floats(3), ints(3, 1)), "now": SCALAR},
+    "forget_namespaces": {"keep": (0, floats(2), ints(2, 1)), "max_removed": (-1, 1.5)},
     "evict": {"blocks": (0, floats(2), ints(2, 1), np.ones(2, bool)), "max_removed": (-1, 1.5)},
     "pin": {"blocks": (0, floats(2), ints(2, 1), np.ones(2, bool))},
     "unpin": {"blocks": (0, floats(2), ints(2, 1), np.ones(2, bool)), "now": SCALAR},
@@ -555,6 +557,24 @@ def test_blocks_that_cannot_be_pinned_evicted_or_let_go():
     assert cache.status("evict", pad(empty)) == ["OK"]  # nothing to do
     assert cache.status("evict", pad(head)) == ["OK"] and int(cache.state.groups[0].num_empty) == 6
     assert cache.status("reset") == ["OK"]
+
+
+def test_namespaces_are_forgotten_but_for_what_is_held():
+    cache = cache_of(12)
+    for row, namespace in enumerate((3, 5, 7)):
+        cache.admit(row, [1] * 9, namespace=namespace)
+        cache.write({row: [1] * 9})
+    assert cache.status("release", np.array([0, 1], np.int32)) == ["OK"] * 2
+    keep = np.array([3, 3], np.int32)
+    assert cache.status("forget_namespaces", keep, max_removed=1) == ["BAD_REQUEST"]
+    assert int(cache.events.shortfall) == 2  # two whole blocks, and one of a single token
+    assert cache.status("forget_namespaces", keep) == ["OK"]
+    assert [event["kind"] for event in kvjax.to_list(cache.events)] == ["removed"] * 3
+    hits = [int(kvjax.lookup(cache.state, np.array([1] * 16), 9, namespace=n).cached_tokens) for n in (3, 5, 7)]
+    assert hits == [8, 0, 8]  # row 2 goes on
+    assert cache.status("release", 2) == ["OK"] and cache.status("forget_namespaces", keep) == ["OK"]
+    assert int(kvjax.lookup(cache.state, np.array([1] * 16), 9, namespace=7).cached_tokens) == 0
+    kvjax.check(cache.state)
 
 
 def test_a_pool_of_one_block():
