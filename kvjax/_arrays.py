@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from pallas_kernels.loops import while_loop
+
 _FEW = 32  # entries, for which sums before each are one kernel; at 64 that takes as long as a cumulative sum
 _SMALL, _ENTRIES = 4096, 1024  # elements, and entries of the first axis, of an array that one pass may write
 
@@ -78,7 +80,7 @@ def loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -
     between the old and the new carry in each step: a copy of N elements. So `step` must change nothing that matters
     where `going` does not hold.
     """
-    return lax.while_loop(lambda carry: in_any(going(carry)), step, start)
+    return while_loop(lambda carry: in_any(going(carry)), step, start)
 
 
 def last_of_each(counts: jax.Array, ids: jax.Array, where: jax.Array, below: int = 0) -> tuple[jax.Array, jax.Array]:
@@ -150,7 +152,7 @@ def fence(tree, *reads):
 
 def once[T](where: jax.Array, do: Callable[[T], T], carry: T) -> T:
     """do(carry) where bool[] holds, else `carry`; a loop of one turn at most, since XLA copies pools at a branch."""
-    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(where), do(c[1])), (where, carry))[1]
+    return while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(where), do(c[1])), (where, carry))[1]
 
 
 def runs(first: jax.Array, width: int) -> jax.Array:

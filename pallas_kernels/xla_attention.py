@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.loops import fori_loop
 from pallas_kernels.schedule import query_tiles
 
 # The running maximum before any score: finite, so that score - maximum is never inf - inf.
@@ -189,8 +190,8 @@ def _attend(q, pool, layer, tables, first, count, *, scale, window, soft_cap, si
         return step(tile, carry, block, tile < total, masked=True)
 
     carry = _start(sinks, split, width)
-    carry = lax.fori_loop(0, jnp.max(whole), whole_step, carry)
-    highest, denominator, mixed = lax.fori_loop(0, jnp.max(total - whole), masked_step, carry)
+    carry = fori_loop(0, jnp.max(whole), whole_step, carry)
+    highest, denominator, mixed = fori_loop(0, jnp.max(total - whole), masked_step, carry)
     real = (jnp.arange(chunk, dtype=jnp.int32)[None] < count[:, None])[:, :, None, None]
     out = mixed / jnp.where(denominator > 0, denominator, 1.0)[..., None]
     out = out.reshape(*split, width).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)

@@ -14,6 +14,7 @@ from kvjax._arrays import Pytree, mix, pick, put
 from kvjax.blocks import index
 from kvjax.blocks.keys import prefix_keys, root_key
 from kvjax.state import NO_BLOCK, Blocks, Group, Sequences, Text
+from pallas_kernels.loops import while_loop
 
 
 def link(blocks: Blocks, block: jax.Array, namespace: jax.Array) -> jax.Array:
@@ -109,7 +110,7 @@ def resolve(group: Group, seqs: Sequences, filled: Filled, *, several: bool) -> 
         """bool[K]; whether a block equals one of bool[K], or follows such a block in its row."""
         return in_row(where & pick(broken, earliest))
 
-    broken = lax.while_loop(lambda b: jnp.any(~b & depends(b)), lambda b: b | depends(b), broken)
+    broken = while_loop(lambda b: jnp.any(~b & depends(b)), lambda b: b | depends(b), broken)
     good = where & ~broken
     publish, merge = good & (found < 0) & is_first, good & (target != own)
     return Dedup(own, target, publish, merge, is_first, key, jnp.stack([parent, namespace], axis=-1))

@@ -19,6 +19,7 @@ from jax import lax
 from kvjax._arrays import count, fence, leading, loop, mix, pick, put
 from kvjax.blocks.keys import token_words
 from kvjax.state import NO_BLOCK, Blocks, Links, Text
+from pallas_kernels.loops import while_loop
 
 
 def init_links(num_ids: int) -> Links:
@@ -36,7 +37,7 @@ def find(blocks: Blocks, links: Links, keys: jax.Array) -> jax.Array:
         return (node >= 0) & jnp.any(pick(blocks.key, node) != keys, axis=-1)
 
     node = pick(links.next, key_bucket(links, keys))
-    node, _ = lax.while_loop(
+    node, _ = while_loop(
         lambda carry: jnp.any(carry[1]),
         lambda carry: (n := jnp.where(carry[1], pick(links.next, carry[0]), carry[0]), differs(n)),
         (node, differs(node)),
@@ -71,7 +72,7 @@ def longest_child(
         return pick(links.next, node), jnp.where(better, block, best), jnp.where(better, length, shared)
 
     start = (jnp.where(limit > 0, first, -1), jnp.int32(NO_BLOCK), jnp.int32(0))
-    _, best, shared = lax.while_loop(lambda carry: (carry[0] >= 0) & (carry[2] < limit), step, start)
+    _, best, shared = while_loop(lambda carry: (carry[0] >= 0) & (carry[2] < limit), step, start)
     return best, shared
 
 

@@ -8,7 +8,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax._arrays import count, leading, pick
 from kvjax.blocks import index
@@ -16,6 +15,7 @@ from kvjax.blocks.dedup import link, same_content
 from kvjax.blocks.keys import chain, prefix_keys, root_key
 from kvjax.spec import GroupSpec
 from kvjax.state import NO_BLOCK, CacheState, Group, Match, Text
+from pallas_kernels.loops import while_loop
 
 
 def longest_match(
@@ -65,7 +65,7 @@ def longest_match(
             # The longest end whose copy is long enough. The empty prefix needs no copy, so there is one.
             fits = (to_copy < size) & (ends <= whole)
             whole = jnp.max(jnp.where(fits, ends, 0))
-            whole, source, shared = lax.while_loop(
+            whole, source, shared = while_loop(
                 lambda carry: carry[2] < pick(to_copy, carry[0]),
                 lambda carry: (w := jnp.max(jnp.where(fits & (ends < carry[0]), ends, 0)), *child(w)),
                 (whole, *child(whole)),

@@ -43,6 +43,14 @@ class EventLog(Records):
         return one_line(self, lambda log: f"{np.sum(log.size):,} of {len(log.records):,}")
 
 
+Log = EventLog | None  # None: nobody wants the events
+
+
+def num_free(log: Log) -> jax.Array:
+    """i32[]; events that still fit: any number where nobody wants them."""
+    return jnp.int32(1 << 30) if log is None else log.num_free
+
+
 def init_log(capacity: int, block_size: int, extra_ids: bool = False, recurrent: bool = False) -> EventLog:
     """An empty log for `capacity` events; `recurrent`: of a cache with recurrent layers."""
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax._arrays import count, loop, pick, put, rank
 from kvjax.state import COPYING, Blocks, Eligible, EvictionPolicy
+from pallas_kernels.loops import while_loop
 
 
 class Ring(NamedTuple):
@@ -93,7 +93,7 @@ def _pop(ring: Ring, blocks: Blocks, eligible: Eligible, wanted: jax.Array, now:
         return read, found, ids, jnp.where(passed_over, head, read), passed_over
 
     start = (ring.head, jnp.int32(0), jnp.full((size,), -1, jnp.int32), ring.head, jnp.bool_(False))
-    _, _, ids, head, _ = lax.while_loop(lambda c: (c[1] < wanted) & (c[0] - ring.tail < 0), scan, start)
+    _, _, ids, head, _ = while_loop(lambda c: (c[1] < wanted) & (c[0] - ring.tail < 0), scan, start)
     return ids, ring._replace(head=jnp.where(head - ring.tail > 0, ring.tail, head))
 
 

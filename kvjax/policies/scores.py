@@ -16,6 +16,7 @@ from jax import lax
 from kvjax._arrays import count, in_any, mix, pick, put
 from kvjax.policies.retention import later, priority_at
 from kvjax.state import Blocks, Eligible, EvictionPolicy
+from pallas_kernels.loops import fori_loop
 
 _AGES = 1 << 24
 
@@ -163,7 +164,7 @@ def _pop_leaves(score: jax.Array, blocks: Blocks, eligible: Eligible, wanted: ja
         exposed = (block >= 0) & (parent >= 0) & eligible(parent) & (pick(blocks.children, parent) == gone)
         return front.at[at].set(jnp.where(exposed, parent, -1)), ids
 
-    return lax.fori_loop(0, jnp.minimum(wanted, size), step, (front, jnp.full((size,), -1, jnp.int32)))[1]
+    return fori_loop(0, jnp.minimum(wanted, size), step, (front, jnp.full((size,), -1, jnp.int32)))[1]
 
 
 def ordered(score: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from kvjax._arrays import pick
 from kvjax.layers import NUM_TOKENS
 from kvjax.pools.device import Pools, check_fit
 from kvjax.pools.views import View
+from pallas_kernels.loops import fori_loop
 from pallas_kernels.schedule import Work, block_tiles, tile_width
 
 States = dict[str, jax.Array]
@@ -209,7 +210,7 @@ def _chunks(
             snapshots = snapshots.put(slots[one.token + one.count - 1], states, one.position + one.count)
         return outputs, states, snapshots
 
-    outputs, _, snapshots = lax.fori_loop(0, num_tiles, step, (outputs, states, snapshots))
+    outputs, _, snapshots = fori_loop(0, num_tiles, step, (outputs, states, snapshots))
     return jax.tree.map(lambda x: x[:total], outputs), snapshots
 
 

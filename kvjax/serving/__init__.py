@@ -8,15 +8,16 @@ from kvjax.serving.decode import Decoded, Rows, decode, decode_log, step
 from kvjax.serving.generation import Progress, generate, run_batch, stream
 from kvjax.serving.interrupt import GenerationInterrupted
 from kvjax.serving.options import Scheduler
-from kvjax.serving.requests import Output, Requests, Serving, init_serving, results
+from kvjax.serving.requests import Finish, Output, Requests, Serving, init_serving, results
+from kvjax.serving.rollout import Rollout, rollout, rollout_log
 from kvjax.serving.sampling import Sampling
 from kvjax.serving.serve import serve, serve_step, what_if
 from kvjax.serving.show import show_requests, show_step
 from kvjax.serving.submit import cancel, drain, submit
 
 __all__ = [
-    "Decoded", "GenerationInterrupted", "Model", "Output", "Progress", "Requests", "Rows", "Sampling", "Scheduler",
-    "Serving", "cancel", "compiler_options", "decode", "decode_log", "drain", "generate", "init_serving", "results",
-    "run_batch", "serve", "serve_step", "show_requests", "show_step", "step", "stream", "submit", "what_if",
-    "worst_step",
+    "Decoded", "Finish", "GenerationInterrupted", "Model", "Output", "Progress", "Requests", "Rollout", "Rows",
+    "Sampling", "Scheduler", "Serving", "cancel", "compiler_options", "decode", "decode_log", "drain", "generate",
+    "init_serving", "results", "rollout", "rollout_log", "run_batch", "serve", "serve_step", "show_requests",
+    "show_step", "step", "stream", "submit", "what_if", "worst_step",
 ]  # fmt: skip

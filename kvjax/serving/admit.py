@@ -6,12 +6,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax._arrays import Pytree, compact, count, fence, once, pick, put
 from kvjax.blocks.rows import fit
 from kvjax.cache import Cache
-from kvjax.events.log import EventLog
+from kvjax.events.log import Log, num_free
 from kvjax.policies.retention import Retention, is_retention
 from kvjax.pools.device import apply
 from kvjax.serving.capacity import admission_events, most_blocks, reserved, sample_blocks
@@ -21,6 +20,7 @@ from kvjax.serving.requests import Finish, Serving, Stage
 from kvjax.state import NO_BLOCK, Match
 from kvjax.verbs._request import TIERS, checked_prompt, checked_text
 from kvjax.verbs.admit import admit_row, find, let_go
+from pallas_kernels.loops import while_loop
 
 
 class Admitted(Pytree):
@@ -32,8 +32,8 @@ class Admitted(Pytree):
 
 
 def admit(
-    serving: Serving, log: EventLog, scheduler: Scheduler, tried: jax.Array, log_room: int, now: jax.Array
-) -> tuple[Serving, EventLog, Admitted]:
+    serving: Serving, log: Log, scheduler: Scheduler, tried: jax.Array, log_room: int, now: jax.Array
+) -> tuple[Serving, Log, Admitted]:
     """Admits waiting requests in their order, if tried bool[], while `log_room` events would fit into the log after."""
     log_room += admission_events(serving.cache.state.spec, serving.width)
 
@@ -45,15 +45,15 @@ def admit(
         num_skipped = num_skipped + (~done).astype(jnp.int32)
         late = jnp.any(skipped & (serving.requests.passed >= scheduler.patience))
         admitted = put(admitted, count(admitted.slots >= 0), Admitted(slot, row, cached), done)
-        over = late | (num_skipped >= scheduler.max_skips) | (serving.onboard_slot >= 0) | (log.num_free < log_room)
+        over = late | (num_skipped >= scheduler.max_skips) | (serving.onboard_slot >= 0) | (num_free(log) < log_room)
         goes_on = ~over & jnp.any(serving.free) & jnp.any(serving.requests.waiting & ~skipped)
         return serving, log, goes_on, skipped, num_skipped, admitted
 
     none = jnp.full(serving.row.shape, -1, jnp.int32)
     skipped = jnp.zeros(serving.requests.stage.shape, jnp.bool_)
-    start = serving, log, tried & (log.num_free >= log_room), skipped, jnp.int32(0), Admitted(none, none, none)
-    serving, log, *_, admitted = lax.while_loop(lambda carry: carry[2], attempt, start)
-    full = (log.num_free < log_room) | (serving.onboard_slot >= 0)
+    start = serving, log, tried & (num_free(log) >= log_room), skipped, jnp.int32(0), Admitted(none, none, none)
+    serving, log, *_, admitted = while_loop(lambda carry: carry[2], attempt, start)
+    full = (num_free(log) < log_room) | (serving.onboard_slot >= 0)
     serving = serving.replace(dirty=serving.dirty & (~tried | full))
     return once(tried & ~full, lambda serving: _give_up(serving, scheduler), serving), log, admitted
 
@@ -75,8 +75,8 @@ def _give_up(serving: Serving, scheduler: Scheduler) -> Serving:
 
 
 def _admit_one(
-    serving: Serving, log: EventLog, scheduler: Scheduler, slot: jax.Array, now: jax.Array
-) -> tuple[Serving, EventLog, jax.Array, jax.Array, jax.Array]:
+    serving: Serving, log: Log, scheduler: Scheduler, slot: jax.Array, now: jax.Array
+) -> tuple[Serving, Log, jax.Array, jax.Array, jax.Array]:
     """Admits request slot i32[] if it can be; also returns its row, whether it was, and the tokens found for it."""
     tokens = serving.requests.tokens(slot[None], jnp.zeros((1,), jnp.int32), serving.width)[0]
     state, request = serving.cache.state, serving.requests[slot]

@@ -27,7 +27,7 @@ from jax import lax
 
 from kvjax._arrays import Pytree, pick
 from kvjax.cache import Cache
-from kvjax.events.log import EventLog, append, init_log
+from kvjax.events.log import EventLog, Log, append, init_log, num_free
 from kvjax.events.records import Events
 from kvjax.gpu.choice import MAX_RECORDS, fused
 from kvjax.model import Model, forward
@@ -38,6 +38,7 @@ from kvjax.serving.requests import Serving, Stage
 from kvjax.serving.sampling import Choice, Sampling, sample
 from kvjax.spec import CacheSpec
 from kvjax.tiered import TieredCache
+from pallas_kernels.loops import fori_loop, while_loop
 
 LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -169,18 +170,19 @@ class Chooser(NamedTuple):
     sampling: Sampling | None  # leaves [] or [S]; None: greedy
     logits_fn: LogitsFn | None
     top: int = 0  # T
+    logprobs: str = "raw"
 
     @classmethod
     def of(cls, serving: Serving, logits_fn: LogitsFn | None) -> Chooser:
         """As the rows' requests want it."""
         request = serving.by_row
-        return cls(request.stop, request.sampling, logits_fn, serving.requests.num_top)
+        return cls(request.stop, request.sampling, logits_fn, serving.requests.num_top, serving.logprobs)
 
     def __call__(self, logits: jax.Array, rows: Rows, positions: jax.Array) -> Choice:
         """The next token of each row, at positions i32[S]."""
         if self.logits_fn is not None:
             logits = self.logits_fn(logits, rows.token, positions)
-        options: dict[str, Any] = {"top_logprobs": self.top}
+        options: dict[str, Any] = {"top_logprobs": self.top, "logprobs": self.logprobs}
         if self.sampling is not None:
             if rows.prompt is None:
                 raise ValueError("rows.prompt: got None, wanted the tokens of each row's prompt, or sampling=None")
@@ -253,9 +255,9 @@ def compute(
     none = Chosen.none(new.shape[0], k, choose.top)
     start = zeros, jnp.any(rows.active & (steps > 0)), cache.pools, rows, zeros, none
     if fixed_steps:
-        _, _, pools, rows, written, chosen = lax.fori_loop(0, k, lambda _, carry: one(carry), start)
+        _, _, pools, rows, written, chosen = fori_loop(0, k, lambda _, carry: one(carry), start)
     else:
-        _, _, pools, rows, written, chosen = lax.while_loop(lambda carry: carry[1], one, start)
+        _, _, pools, rows, written, chosen = while_loop(lambda carry: carry[1], one, start)
     return pools, rows, Written(written, chosen.only(written[:, None] > np.arange(k, dtype=np.int32)[None]))
 
 
@@ -282,8 +284,10 @@ def decode_log(spec: CacheSpec, steps: int) -> EventLog:
     return init_log(usual + 2 * worst_events(spec, spec.max_seqs), spec.block_size, spec.extra_ids, spec.has_recurrent)
 
 
-def note(log: EventLog, *events: Events) -> EventLog:
+def note(log: Log, *events: Events) -> Log:
     """`append`, as one kernel where there is one."""
+    if log is None:
+        return None
 
     def kernel(log: EventLog, *events: Events, interpret: bool = False) -> EventLog:
         from kvjax.gpu.log import append_events  # late: to import Triton takes a tenth of a second
@@ -298,7 +302,7 @@ def decode(
     model: Model,
     cache: Cache,
     rows: Rows,
-    log: EventLog,
+    log: Log,
     *,
     steps: int,
     stop: jax.Array,
@@ -307,7 +311,7 @@ def decode(
     k: int | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
-) -> tuple[Cache, Rows, EventLog, Decoded]:
+) -> tuple[Cache, Rows, Log, Decoded]:
     """Up to `steps` decode steps for all active rows, in blocks of up to k; jit and donate it.
 
     The caller admits rows and computes their prompts, as with `step`; `serve` admits requests. The loop ends early if
@@ -318,7 +322,7 @@ def decode(
       model: see `step`.
       cache: its active rows have all but `rows.token` committed, and no block yet for that.
       rows: the state of each row.
-      log: of `decode_log`; takes the events.
+      log: of `decode_log`; takes the events. None: nobody wants them.
       steps: static.
       stop: i32[K], or i32[S, K] for each row; stop tokens.
       sampling: leaves [] or [S]; idle rows should be greedy. None: all are, and nothing else is compiled.
@@ -335,8 +339,8 @@ def decode(
     k = Scheduler(k=k).most_steps(spec)
     choose = Chooser(stop, sampling, logits_fn)
 
-    def going(number: jax.Array, rows: Rows, log: EventLog, out_of_blocks: jax.Array) -> jax.Array:
-        enough = log.num_free >= worst_events(spec, spec.max_seqs)
+    def going(number: jax.Array, rows: Rows, log: Log, out_of_blocks: jax.Array) -> jax.Array:
+        enough = num_free(log) >= worst_events(spec, spec.max_seqs)
         return jnp.any(rows.active & (number < steps) & ~out_of_blocks & enough)
 
     def block(carry):
@@ -344,7 +348,7 @@ def decode(
         free_slots = spec.max_length - cache.state.seqs.length
         want = jnp.minimum(jnp.minimum(rows.left, free_slots), jnp.minimum(steps - number, k))
         want = jnp.where(rows.active, jnp.maximum(want, 1), 0)
-        n = jnp.where(refused, 1, jnp.minimum(num_steps(cache.state, want, k, log.num_free), steps - number))
+        n = jnp.where(refused, 1, jnp.minimum(num_steps(cache.state, want, k, num_free(log)), steps - number))
         cache, extended = cache.extend(rows.active, jnp.minimum(want, n), max_tokens=k, now=now)
         begun, first = rows.active & extended.ok, rows.token
         granted = jnp.where(extended.ok, n, 0)
@@ -361,5 +365,5 @@ def decode(
     zero, false = jnp.int32(0), jnp.bool_(False)
     chosen = Chosen.none(spec.max_seqs, steps + k - 1)  # the last block may begin anywhere
     start = going(zero, rows, log, false), zero, cache, rows, log, chosen, false, false
-    _, _, cache, rows, log, chosen, _, out_of_blocks = lax.while_loop(lambda carry: carry[0], block, start)
+    _, _, cache, rows, log, chosen, _, out_of_blocks = while_loop(lambda carry: carry[0], block, start)
     return cache, rows, log, Decoded(chosen.tokens[:, :steps], chosen.logprobs[:, :steps], out_of_blocks)

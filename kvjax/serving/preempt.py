@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax._arrays import Pytree, count, pick, put
-from kvjax.events.log import EventLog
+from kvjax.events.log import Log
 from kvjax.serving.capacity import lacks_blocks, next_blocks
 from kvjax.serving.decode import note
 from kvjax.serving.options import Scheduler, first, last, sort_keys_by_row
 from kvjax.serving.requests import Finish, Serving, Stage
+from pallas_kernels.loops import while_loop
 
 
 class Retired(Pytree):
@@ -29,7 +30,7 @@ class Retired(Pytree):
     preempted: jax.Array  # i32[S]; slots of the requests that went back to wait, in order; -1 for none
 
 
-def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array) -> tuple[Serving, EventLog, Retired]:
+def retire(serving: Serving, log: Log, scheduler: Scheduler, now: jax.Array) -> tuple[Serving, Log, Retired]:
     """Releases the rows of requests that are over; then preempts while the next token of some row does not fit."""
     rows = np.arange(serving.row.shape[0], dtype=np.int32)
 
@@ -53,7 +54,7 @@ def retire(serving: Serving, log: EventLog, scheduler: Scheduler, now: jax.Array
 
     none = Retired(jnp.zeros(rows.shape, jnp.bool_), jnp.full(rows.shape, -1, jnp.int32))
     start = more(serving), serving, log, none
-    _, serving, log, retired = jax.lax.while_loop(lambda carry: carry[0], release_one, start)
+    _, serving, log, retired = while_loop(lambda carry: carry[0], release_one, start)
     return serving, log, retired
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax._arrays import Pytree, fence, once, pick, put, runs, sum_before
 from kvjax.blocks.rows import Chunk, Span
 from kvjax.cache import Cache
-from kvjax.events.log import EventLog
+from kvjax.events.log import Log
 from kvjax.events.records import Events, Records, Status
 from kvjax.gpu.choice import fused, serves
 from kvjax.model import Model, forward
@@ -27,6 +26,7 @@ from kvjax.serving.requests import Serving
 from kvjax.state import CacheState
 from kvjax.verbs._request import assemble, checked_text
 from kvjax.verbs.commit import pass_width, publish_spans, store, write, write_fused
+from pallas_kernels.loops import while_loop
 
 
 class Chunks(Pytree):
@@ -39,7 +39,7 @@ class Chunks(Pytree):
 def mixed_step(
     model: Model,
     serving: Serving,
-    log: EventLog,
+    log: Log,
     scheduler: Scheduler,
     where: jax.Array,
     decode: jax.Array,
@@ -47,7 +47,7 @@ def mixed_step(
     *,
     logits_fn: LogitsFn | None,
     now: jax.Array,
-) -> tuple[Serving, EventLog, Chunks, Chosen]:
+) -> tuple[Serving, Log, Chunks, Chosen]:
     """The mixed step, if where bool[] holds; also returns the chunks, stored, and the rows' choices in k columns."""
     spec, rows = serving.cache.state.spec, decode.shape[0]
     size = scheduler.chunk_tokens(spec)
@@ -95,8 +95,8 @@ def plan(serving: Serving, scheduler: Scheduler, size: int) -> tuple[Serving, Ch
 
 
 def extend_for_chunks(
-    serving: Serving, log: EventLog, scheduler: Scheduler, chunks: Chunks, now: jax.Array
-) -> tuple[Serving, EventLog, Chunks]:
+    serving: Serving, log: Log, scheduler: Scheduler, chunks: Chunks, now: jax.Array
+) -> tuple[Serving, Log, Chunks]:
     """Takes blocks for chunks, in order, as long as they suffice; the other rows compute nothing in this step."""
     state = serving.cache.state
     if len(state.groups) == 1:  # without windows a prompt got all its blocks when it was admitted
@@ -141,9 +141,7 @@ def compute_flat(
     return pools, logits, Chunk(rows, first, first + chunks.count, chunks.count > 0, text)
 
 
-def _store_chunks(
-    state: CacheState, log: EventLog, chunk: Chunk, k: int, now: jax.Array
-) -> tuple[CacheState, EventLog]:
+def _store_chunks(state: CacheState, log: Log, chunk: Chunk, k: int, now: jax.Array) -> tuple[CacheState, Log]:
     """Stores chunks for `commit_step` to publish, or publishes them, where that is one kernel for k tokens of a row."""
 
     def commit(state, log, chunk, now, *, interpret=False):
@@ -207,4 +205,4 @@ def fork_samples(serving: Serving, ready: jax.Array) -> Serving:
         return serving.replace(cache=cache, requests=requests), jnp.where(rows == row, -1, source)
 
     start = serving, _prompts_of_samples(serving, ready)
-    return lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), fork, start)[0]
+    return while_loop(lambda carry: jnp.any(carry[1] >= 0), fork, start)[0]

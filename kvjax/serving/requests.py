@@ -50,6 +50,8 @@ class Finish(Named):
     LENGTH = 2
     NO_BLOCKS = 3
     CANCELLED = 4
+    ROW_FULL = 5
+    BAD_REQUEST = 6
 
 
 class Requests(Pytree):
@@ -159,7 +161,7 @@ class _Gathered:
         return pick(getattr(self._requests, name), self._slots)
 
 
-class Serving(Pytree, static=("width",)):
+class Serving(Pytree, static=("width", "logprobs")):
     """Requests and the cache whose rows they run in: all that a step of the scheduler changes.
 
     Attributes:
@@ -175,6 +177,7 @@ class Serving(Pytree, static=("width",)):
       chunks_deferred: i32[]; blocks of steps for which chunks have waited for others.
       onboard_slot: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
       width: static; the most tokens that a request has when it is admitted.
+      logprobs: static; "raw" or "sampling": what the log-probabilities of chosen tokens are of (`sample`).
     """
 
     cache: Cache
@@ -190,6 +193,7 @@ class Serving(Pytree, static=("width",)):
     chunks_deferred: jax.Array
     onboard_slot: jax.Array
     width: int
+    logprobs: str = "raw"
 
     @property
     def by_row(self) -> Requests:

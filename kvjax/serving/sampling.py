@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from kvjax._arrays import count, in_any, put
 from kvjax.checks import integers, static_int
+from pallas_kernels.loops import varying
 
 _DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_tokens": np.int32}
 
@@ -98,7 +100,7 @@ def _host_numbers(values: Any, dtype: Any) -> np.ndarray | None:
 
 
 class Choice(NamedTuple):
-    """The token chosen for each row; log-probabilities are under the logits as they came, whatever the sampling."""
+    """The token chosen for each row; log-probabilities are under the logits as they came, unless asked otherwise."""
 
     tokens: jax.Array  # i32[R]
     logprobs: jax.Array  # f32[R]
@@ -115,6 +117,7 @@ def sample(
     stop: jax.Array | None = None,
     generated: jax.Array | None = None,
     top_logprobs: int = 0,
+    logprobs: str = "raw",
 ) -> Choice:
     """Chooses a token for each row, by its logits, sampling, seed and position alone, whatever batch it is in.
 
@@ -127,7 +130,9 @@ def sample(
       positions: i32[R]; of the tokens that are chosen.
       stop: i32[K] or i32[R, K]; stop tokens, for `min_tokens`; ids outside 0..V-1 are padding. None: there are none.
       generated: i32[R]; tokens that each row has generated so far; needed where there are stop tokens.
-      top_logprobs: static; n.
+      top_logprobs: static; n, always of the logits as they came.
+      logprobs: static; "raw", of the logits as they came; or "sampling", of the distribution that the token was drawn
+        from, after temperature, top-k, top-p and `min_tokens`: 0 for a greedy row.
 
     Raises:
       ValueError: if a leaf of `sampling`, `stop` or `generated` has another shape, or n is negative or above V.
@@ -136,13 +141,19 @@ def sample(
     if num_top > vocabulary:
         raise ValueError(f"top_logprobs: got {num_top}, wanted at most the vocabulary, {vocabulary}")
 
-    def scored(tokens: jax.Array) -> Choice:
+    def scored(tokens: jax.Array, scaled: jax.Array | None = None) -> Choice:
+        """The choice of tokens i32[R]; scaled f32[R, V]: the logits that they were drawn by, None if all are greedy."""
         scores = jax.nn.log_softmax(logits, axis=-1)
-        logprobs = jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0]
+        if logprobs == "raw":
+            chosen = _at(scores, tokens)
+        elif scaled is None or sampling is None:
+            chosen = jnp.zeros((len(logits),), jnp.float32)
+        else:
+            chosen = jnp.where(sampling.temperature > 0, _at(jax.nn.log_softmax(scaled, axis=-1), tokens), 0.0)
         if num_top == 0:
-            return Choice(tokens, logprobs)
+            return Choice(tokens, chosen)
         most, top = lax.top_k(scores, num_top)
-        return Choice(tokens, logprobs, top.astype(jnp.int32), most)
+        return Choice(tokens, chosen, top.astype(jnp.int32), most)
 
     if sampling is None:
         return scored(_likeliest(logits))
@@ -156,34 +167,52 @@ def sample(
         stop = jnp.broadcast_to(stop, (rows, stop.shape[-1]))
     needed, programs = _programs(logits, sampling, seeds, positions, stop, early)
     # The scores are in the branches: a greedy one finds the largest logit, which they need, with the token.
-    return lax.switch(needed, [lambda program=program: scored(program()) for program in programs])
+    vary = varying((logits, seeds))
+    return lax.switch(needed, [lambda program=program: vary(scored(*program())) for program in programs])
 
 
 def _programs(
     logits: jax.Array, sampling: Sampling, seeds: jax.Array, positions: jax.Array, stop: jax.Array, early: jax.Array
-) -> tuple[jax.Array, tuple[Callable[[], jax.Array], ...]]:
-    """Four programs () -> i32[R], each for all rows of those before it too; before them, i32[], which one is needed."""
+) -> tuple[jax.Array, tuple[Callable[[], tuple[jax.Array, ...]], ...]]:
+    """Four programs, each for all rows of those before it too; before them, i32[], which one is needed.
+
+    Each returns the tokens i32[R], and f32[R, V], the logits that they were drawn by, if any was.
+    """
     size = logits.shape[-1]
     draws = sampling.temperature > 0
     restricts = draws & (((sampling.top_k > 0) & (sampling.top_k < size)) | (sampling.top_p < 1))
 
-    def draw(limit: Callable[[jax.Array, Sampling], jax.Array]) -> jax.Array:
+    def draw(limit: Callable[[jax.Array, Sampling], jax.Array]) -> tuple[jax.Array, jax.Array]:
         """As `jax.random.categorical`, without noise for greedy rows."""
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
         allowed = _without(logits, stop, early).astype(jnp.float32)
         scores = limit(allowed / jnp.where(draws, sampling.temperature, 1)[:, None], sampling)
-        return _likeliest(scores + jnp.where(draws[:, None], noise, 0))
+        return _likeliest(scores + jnp.where(draws[:, None], noise, 0)), scores
 
     programs = (
-        lambda: _likeliest(logits),
-        lambda: _likeliest(_without(logits, stop, early)),
+        lambda: (_likeliest(logits),),
+        lambda: (_likeliest(_without(logits, stop, early)),),
         lambda: draw(lambda scores, _: scores),
         lambda: draw(restrict),
     )
     least = jnp.where(draws, jnp.where(restricts, np.int32(3), np.int32(2)), early.astype(jnp.int32))
     needed = in_any(jnp.max(least) > np.arange(len(programs) - 1, dtype=np.int32))
     return count(needed), programs
+
+
+def output_seeds(seed: ArrayLike, number: int) -> jax.Array:
+    """u32[number]; a random stream for each output, from one seed: an integer of 32 bits, or a jax key."""
+    typed = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+    if jnp.ndim(seed) or not (typed or jnp.issubdtype(jnp.asarray(seed).dtype, jnp.integer)):
+        raise ValueError(f"seed: got {seed!r:.80}, wanted an integer or a jax key")
+    key: Any = seed if typed else jax.random.key(jnp.asarray(seed).astype(jnp.uint32))
+    return jax.vmap(lambda n: jax.random.bits(jax.random.fold_in(key, n)))(np.arange(number, dtype=np.int32))
+
+
+def _at(scores: jax.Array, tokens: jax.Array) -> jax.Array:
+    """f32[R]; the scores [R, V] of tokens i32[R]."""
+    return jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0]
 
 
 def _likeliest(logits: jax.Array) -> jax.Array:

@@ -18,12 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax._arrays import Pytree, count, fence, once, put, runs
 from kvjax.cache import Cache
 from kvjax.checks import integers
-from kvjax.events.log import EventLog, init_log
+from kvjax.events.log import Log, num_free
 from kvjax.events.records import EventKind
 from kvjax.model import Model
 from kvjax.pools.device import Pools
@@ -35,6 +34,7 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import Retired, retire, swaps
 from kvjax.serving.prefill import Chunks, commit_step, fork_samples, mixed_step
 from kvjax.serving.requests import Finish, Requests, Serving, Stage
+from pallas_kernels.loops import while_loop
 
 
 class Served(Pytree):
@@ -51,19 +51,19 @@ class Served(Pytree):
 def serve_step(
     model: Model,
     serving: Serving,
-    log: EventLog,
+    log: Log,
     *,
     scheduler: Scheduler,
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
-) -> tuple[Serving, EventLog, Served]:
+) -> tuple[Serving, Log, Served]:
     """One step of the scheduler; jit it, and donate `serving` and `log`.
 
     Args:
       model: see `kvjax.step`.
       serving: the requests and their cache.
-      log: takes the events; it has room for `worst_step` of them.
+      log: takes the events; it has room for `worst_step` of them. None: nobody wants them.
       scheduler: static.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       fixed_steps: static; see `kvjax.generate`.
@@ -74,7 +74,7 @@ def serve_step(
     serving, log, retired = retire(serving, log, scheduler, now)
     tried = _tries(serving, scheduler, retired)
     single = _has_chunks(serving, scheduler) | tried
-    serving, extended, n, new = grow(serving, scheduler, k, single, log.num_free - log_room, now)
+    serving, extended, n, new = grow(serving, scheduler, k, single, num_free(log) - log_room, now)
     log = once(single, lambda log: note(log, extended), log)  # else there are no events between these and the commit's
     serving, log, admitted = admit(serving, log, scheduler, tried, log_room, now)
 
@@ -163,14 +163,14 @@ def record(serving: Serving, chosen: Chosen, steps: jax.Array) -> Serving:
 def serve(
     model: Model,
     serving: Serving,
-    log: EventLog,
+    log: Log,
     *,
     scheduler: Scheduler,
     steps: int | jax.Array,
     logits_fn: LogitsFn | None = None,
     fixed_steps: bool = False,
     now: Any = 0,
-) -> tuple[Serving, EventLog]:
+) -> tuple[Serving, Log]:
     """Steps until all requests are over, the model has run so often, or the log may not hold another step's events.
 
     With a host tier also until a request could have blocks that are on the host (`serving.onboard_slot` names it),
@@ -181,7 +181,7 @@ def serve(
     Args:
       model: see `kvjax.step`.
       serving: the requests and their cache.
-      log: takes the events.
+      log: takes the events. None: nobody wants them, and no loop ends for its log.
       scheduler: static.
       steps: the most steps of the model. A loop ends behind a whole block of steps: `Scheduler(k=)`, by default the
         block size, decides how coarsely tokens come, also with steps=1.
@@ -192,9 +192,9 @@ def serve(
     spec, end = serving.cache.state.spec, serving.steps + steps
     worst, one_admission = worst_step(spec, scheduler), admission_events(spec, serving.width)
 
-    def going(serving: Serving, log: EventLog) -> jax.Array:
+    def going(serving: Serving, log: Log) -> jax.Array:
         more = serving.busy & (serving.onboard_slot < 0) & ~swaps(serving, scheduler).any
-        return more & (serving.steps < end) & (log.num_free >= worst + one_admission)
+        return more & (serving.steps < end) & (num_free(log) >= worst + one_admission)
 
     def step(carry):
         _, serving, log = carry
@@ -203,7 +203,7 @@ def serve(
         )
         return going(serving, log) & (serving.refused != 1), serving, log
 
-    _, serving, log = lax.while_loop(lambda carry: carry[0], step, (going(serving, log), serving, log))
+    _, serving, log = while_loop(lambda carry: carry[0], step, (going(serving, log), serving, log))
     return serving, log
 
 
@@ -235,12 +235,10 @@ def what_if(serving: Serving, *, scheduler: Scheduler, steps: int, now: int = 0)
     scheduler, top = dataclasses.replace(scheduler, preempt="recompute"), serving.requests.top
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard), top=None)
     serving = serving.replace(cache=Cache(state, pools), requests=requests, onboard_slot=jnp.int32(-1))
-    capacity = 4 * worst_step(spec, scheduler) + admission_events(spec, serving.width)
     end = serving.steps + steps
 
     def run(serving: Serving) -> Serving:
-        log = init_log(capacity, spec.block_size, spec.extra_ids, spec.has_recurrent)
-        return serve(_no_model, serving, log, scheduler=scheduler, steps=end - serving.steps, now=now)[0]
+        return serve(_no_model, serving, None, scheduler=scheduler, steps=end - serving.steps, now=now)[0]
 
-    serving = lax.while_loop(lambda serving: serving.busy & (serving.steps < end), run, serving)
+    serving = while_loop(lambda serving: serving.busy & (serving.steps < end), run, serving)
     return serving.requests.replace(top=top)

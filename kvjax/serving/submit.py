@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import compact, count, is_among, pick, put, rank
@@ -23,6 +22,7 @@ from kvjax.serving.sampling import Sampling
 from kvjax.spec import Kind
 from kvjax.state import CacheState, Text
 from kvjax.verbs._request import first_failure
+from pallas_kernels.loops import scan, varying
 
 
 def submit(
@@ -212,7 +212,7 @@ def _take_slots(
         return (num_taken + good.astype(jnp.int32), taken), status
 
     start = jnp.int32(0), jnp.full((number,), -1, jnp.int32)
-    (_, taken), status = lax.scan(take, start, jnp.arange(number, dtype=jnp.int32))
+    (_, taken), status = scan(take, varying(entries)(start), jnp.arange(number, dtype=jnp.int32))
     return status, taken
 
 

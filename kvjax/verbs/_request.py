@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax._arrays import either, pick
 from kvjax.blocks.publish import forget_all
@@ -20,6 +19,7 @@ from kvjax.events.transfer import Transfer
 from kvjax.policies.ring import lru
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState, EvictionPolicy, Group, Text
+from pallas_kernels.loops import scan
 
 
 def checked_policy(policy: EvictionPolicy | None) -> EvictionPolicy:
@@ -115,7 +115,7 @@ def assemble(
 
 def one_after_the_other(verb: Callable[..., Any], state: CacheState, *rows: jax.Array) -> tuple[CacheState, Events]:
     """Scans a verb of one row over several; `rows` are its arguments i32[R]."""
-    state, events = lax.scan(lambda state, row: verb(state, *row), state, rows)
+    state, events = scan(lambda state, row: verb(state, *row), state, rows)
     return state, flatten_rows(events)
 
 

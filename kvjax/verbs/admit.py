@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax._arrays import Pytree, compact, count, fence, pick
@@ -39,6 +38,7 @@ from kvjax.verbs._request import (
     first_failure,
     flatten_rows,
 )
+from pallas_kernels.loops import scan
 
 
 @on_state
@@ -103,7 +103,7 @@ def admit(
         raise ValueError("retention: got one, wanted None (the spec was made with retention=False)")
     integers("tokens", tokens, (*rows, "T"))
     requests = (seq, text, length, namespace, retention)
-    state, (events, sources) = lax.scan(one, state, requests) if rows else one(state, requests)
+    state, (events, sources) = scan(one, state, requests) if rows else one(state, requests)
     return let_go(state, sources), flatten_rows(events) if rows else events
 
 

@@ -38,6 +38,7 @@ from kvjax.pools import host as host_pool
 from kvjax.serving import Scheduler
 from kvjax.state import NO_BLOCK, EvictionPolicy
 from kvjax.tiers import FailedTransfer, TieredCache
+from pallas_kernels.loops import scan, varying
 from tests import drive
 from tests.drive import BOTH
 
@@ -148,7 +149,7 @@ class Chain(Pytree, static=("layers",)):
                 name = advance(jnp.where(begin >= 0, begin, name), token)
                 return name, name
 
-            names = jax.lax.scan(one, jnp.int32(0), (begins, tokens[0]))[1][None]
+            names = scan(one, varying(begins)(jnp.int32(0)), (begins, tokens[0]))[1][None]
             chosen, begins = names[0, last], begins[None]
         earlier = jnp.pad(names[:, :-1], [(0, 0), (1, 0)])
         before = jnp.where(view.positions > 0, jnp.where(begins >= 0, begins, earlier) + 1, 0)

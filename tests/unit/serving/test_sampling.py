@@ -191,6 +191,22 @@ def test_the_likeliest_tokens_are_those_of_the_logits_as_they_came():
 # The pytree, and its arguments.
 
 
+def test_log_probabilities_of_the_distribution_that_was_sampled_from():
+    """In numpy, by temperature, then the tokens that stay; a greedy row has chosen with certainty."""
+    logits, sampling = make_logits(), Sampling(np.tile([0.0, 0.5, 2.0, 1.0], R // 4), [0, 3, 0, 5] * (R // 4), 0.8)
+    found = sample(logits, sampling, SEEDS, POSITIONS, logprobs="sampling")
+    greedy = np.asarray(sampling.temperature) == 0
+    scaled = np.asarray(logits) / np.where(greedy, 1, sampling.temperature)[:, None]
+    left = np.asarray(limited(jnp.asarray(scaled, jnp.float32), sampling) > -jnp.inf)
+    weights = np.where(left, np.exp(scaled - scaled.max(axis=1, keepdims=True)), 0)
+    wanted = np.log(np.maximum(weights / weights.sum(axis=1, keepdims=True), 1e-30))[np.arange(R), found.tokens]
+    np.testing.assert_allclose(found.logprobs, np.where(greedy, 0, wanted), atol=1e-5)
+    raw = sample(logits, sampling, SEEDS, POSITIONS)
+    np.testing.assert_array_equal(found.tokens, raw.tokens)
+    assert not np.allclose(found.logprobs, raw.logprobs)
+    assert not np.any(sample(logits, None, SEEDS, POSITIONS, logprobs="sampling").logprobs)
+
+
 def test_a_sampling_is_a_pytree_of_numbers_of_one_type():
     one, many = Sampling(0.7, 40, 0.9, 3), Sampling([0.7, 0.0], [40, 0], [0.9, 1.0], [3, 0])
     for sampling, shape in ((Sampling(), ()), (one, ()), (many, (2,)), (Sampling(1, top_p=1), ())):

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling inside the caller's program: arrays in, arrays out, as a training step wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvjax._arrays import Pytree, pick, runs
+from kvjax.cache import Cache
+from kvjax.checks import each_row, integers, static_int
+from kvjax.events.log import EventLog, Log, init_log
+from kvjax.events.records import Status
+from kvjax.model import Model
+from kvjax.serving.capacity import admission_events, worst_step
+from kvjax.serving.decode import LogitsFn
+from kvjax.serving.options import Scheduler
+from kvjax.serving.preempt import retire
+from kvjax.serving.requests import Finish, Requests, init_serving
+from kvjax.serving.sampling import Sampling, output_seeds
+from kvjax.serving.serve import serve
+from kvjax.serving.submit import cancel, submit
+from kvjax.spec import CacheSpec
+from pallas_kernels.loops import while_loop
+
+
+class Rollout(Pytree):
+    """G completions of each of B prompts, of up to T tokens.
+
+    Attributes:
+      tokens: i32[B, G, T]; the stop token included, 0 beyond the end.
+      logprobs: f32[B, G, T]; of the tokens, 0 beyond the end.
+      mask: bool[B, G, T]; whether there is a token.
+      lengths: i32[B, G]; tokens.
+      finish: i32[B, G]; why each ended, a `kvjax.serving.Finish`. CANCELLED: it got no row, or the log was full.
+      cached: i32[B, G]; prompt tokens that were found in the cache.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    mask: jax.Array
+    lengths: jax.Array
+    finish: jax.Array
+    cached: jax.Array
+
+
+def rollout(
+    model: Model,
+    cache: Cache,
+    prompts: ArrayLike,
+    lengths: ArrayLike | None = None,
+    *,
+    max_new_tokens: int,
+    samples: int = 1,
+    mask: ArrayLike | None = None,
+    sampling: Sampling | None = None,
+    seed: ArrayLike = 0,
+    seeds: ArrayLike | None = None,
+    stop_tokens: Sequence[int] | jax.Array = (),
+    namespace: ArrayLike = 0,
+    logprobs: Literal["sampling", "raw"] = "sampling",
+    logits_fn: LogitsFn | None = None,
+    scheduler: Scheduler | None = None,
+    log: Log = None,
+    now: Any = 0,
+) -> tuple[Rollout, Cache, Log]:
+    """Samples completions of prompts inside a program: pure, for `jit`, `vmap` and `shard_map`.
+
+    A prompt is computed once for its samples, and what the cache has of it not at all. Rows that others have are left
+    alone. New weights need a namespace of their own (`Namespaces`), or K/V of the old ones are found; its number is an
+    array, so that they compile nothing.
+
+    Args:
+      model: see `step`.
+      cache: on the device alone; donate it.
+      prompts: i32[B, P]; padded with valid ids.
+      lengths: i32[B]; tokens of each prompt, at the front of its row. None: `mask` says which they are.
+      max_new_tokens: T, static.
+      samples: G, static; completions of each prompt.
+      mask: bool[B, P]; the tokens of each prompt, which stand together: at the end of a row that is padded on the left.
+      sampling: leaves [] or [B]; None: temperature 1.
+      seed: i32[], u32[] or a jax key, which gives each completion a random stream of its own.
+      seeds: u32[B, G]; the streams themselves, as in `generate`.
+      stop_tokens: i32[K]; end a completion.
+      namespace: i32[] or i32[B].
+      logprobs: static; "sampling": of the distribution that a token was drawn from, after temperature, top-k and top-p,
+        0 where the choice is greedy. "raw": of the logits as they came.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      scheduler: static; None: `Scheduler()`.
+      log: of `rollout_log`, takes the events; if it has no space for the next step's, the rollout ends. None: nobody
+        wants them.
+      now: i32[] ms.
+
+    Returns:
+      The completions; the cache, with everything released and cached; and the log. A prompt that cannot be served
+      ends with a `finish` that says why.
+
+    Raises:
+      ValueError: while tracing, naming the argument.
+
+    Source: TensorRT-LLM's and vLLM's parallel sampling, which share a prompt's blocks among its samples.
+    """
+    scheduler, spec = Scheduler() if scheduler is None else scheduler, cache.state.spec
+    _check(cache, scheduler, logprobs)
+    prompts = integers("prompts", prompts, ("B", "P"))
+    number, width = prompts.shape
+    groups, most = static_int("samples", samples, 1), static_int("max_new_tokens", max_new_tokens, 1)
+    if groups > spec.max_seqs:
+        raise ValueError(f"samples: got {groups}, wanted at most the {spec.max_seqs} rows of the cache")
+    start, lengths = _spans(lengths, mask, number, width)
+    lengths = jnp.where(lengths <= width, lengths, 0)  # more tokens than there are: refused, as none are
+    outputs = number * groups
+
+    def each(values: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.repeat(x, groups, axis=0), values)
+
+    # The samples of a prompt run together. Where others have rows, they are several such groups.
+    free = jnp.maximum(jnp.sum(cache.state.seqs.length == 0, dtype=jnp.int32), 1)
+    behind = jnp.tile(np.arange(groups, dtype=np.int32) % free, number)
+    entry = np.arange(outputs, dtype=np.int32)
+    stop = integers("stop_tokens", stop_tokens if np.size(stop_tokens) else np.zeros(0, np.int32), ("K",))
+    sampling = (Sampling(temperature=1.0) if sampling is None else sampling).each_row(number)
+    serving = init_serving(cache, [width + most] * outputs, num_stop_tokens=max(stop.shape[0], 1))
+    requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
+    serving = serving.replace(requests=requests, logprobs=logprobs)
+    serving, status, _, generations = submit(
+        serving, _flat(prompts, each(start), each(lengths), groups), each(lengths), jnp.full((outputs,), most),
+        scheduler=scheduler, slots=entry, namespace=each(each_row("namespace", namespace, (number,))),
+        seed=_seeds(seed, seeds, number, groups), sampling=each(sampling), stop_tokens=stop,
+        sample_of=jnp.where(behind > 0, entry - behind, -1),
+    )  # fmt: skip
+
+    def turn(carry):
+        serving, log, _ = carry
+        steps = serving.steps
+        serving, log = serve(model, serving, log, scheduler=scheduler, steps=1 << 30, logits_fn=logits_fn, now=now)
+        # A loop also ends where blocks were refused though counted; the next one preempts.
+        return serving, log, serving.busy & ((serving.steps > steps) | (serving.refused == 1))
+
+    serving, log, _ = while_loop(lambda carry: carry[2], turn, (serving, log, jnp.bool_(True)))
+    serving, _ = cancel(serving, entry, generations)
+    serving, log, _ = retire(serving, log, scheduler, integers("now", now, ()))
+    found = _completions(serving.requests, status, each(lengths), most)
+    return jax.tree.map(lambda x: x.reshape(number, groups, *x.shape[1:]), found), serving.cache, log
+
+
+def rollout_log(
+    spec: CacheSpec,
+    prompts: tuple[int, int],
+    max_new_tokens: int,
+    samples: int = 1,
+    scheduler: Scheduler | None = None,
+) -> EventLog:
+    """A log that holds the events of a rollout in ordinary use: those of all blocks, each stored and removed twice.
+
+    Args:
+      spec: of the cache.
+      prompts: (B, P).
+      max_new_tokens: T.
+      samples: G.
+      scheduler: the rollout's.
+    """
+    scheduler, (number, width) = Scheduler() if scheduler is None else scheduler, prompts
+    blocks = number * samples * (-(-(width + max_new_tokens) // spec.block_size) + 1)
+    spare = worst_step(spec, scheduler) + admission_events(spec, min(width + max_new_tokens, spec.max_length))
+    capacity = 4 * blocks * len(spec.groups) + spare
+    return init_log(capacity, spec.block_size, spec.extra_ids, spec.has_recurrent)
+
+
+def _check(cache: Any, scheduler: Any, logprobs: Any) -> None:
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache: got a {type(cache).__name__}, wanted a kvjax.Cache (a program moves nothing)")
+    if not isinstance(scheduler, Scheduler):
+        raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
+    scheduler.check(cache.state.spec)
+    if scheduler.preempt == "swap":
+        raise ValueError("scheduler: got preempt='swap', wanted 'recompute' (a program moves nothing)")
+    if logprobs not in ("sampling", "raw"):
+        raise ValueError(f"logprobs: got {logprobs!r}, wanted 'sampling' or 'raw'")
+
+
+def _spans(lengths: Any, mask: Any, number: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """The start of each prompt in its row, and its number of tokens, i32[B] both."""
+    if (lengths is None) == (mask is None):
+        raise ValueError(f"lengths: got {'none' if lengths is None else 'both it and mask'}, wanted it or mask")
+    if mask is None:
+        return jnp.zeros((number,), jnp.int32), integers("lengths", lengths, (number,))
+    mask = jnp.asarray(mask)
+    if mask.shape != (number, width) or mask.dtype != jnp.bool_:
+        raise ValueError(f"mask: got {mask.dtype}{list(mask.shape)}, wanted bool[{number}, {width}]")
+    return jnp.argmax(mask, axis=1).astype(jnp.int32), jnp.sum(mask, axis=1, dtype=jnp.int32)
+
+
+def _flat(prompts: jax.Array, start: jax.Array, lengths: jax.Array, groups: int) -> jax.Array:
+    """i32[B * G * P]; the prompt of each completion, one after the other."""
+    number, width = prompts.shape
+    lengths = jnp.maximum(lengths, 0)
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    index = jnp.arange(number * groups * width, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    offset = index - pick(ends - lengths, owner)
+    return pick(prompts.reshape(-1), owner // groups * width + pick(start, owner) + offset)
+
+
+def _seeds(seed: Any, seeds: Any, number: int, groups: int) -> jax.Array:
+    """u32[B * G]; the random stream of each completion."""
+    if seeds is None:
+        return output_seeds(seed, number * groups)
+    seeds = jnp.asarray(seeds)
+    if seeds.shape != (number, groups) or not jnp.issubdtype(seeds.dtype, jnp.integer):
+        raise ValueError(f"seeds: got {seeds.dtype}{list(seeds.shape)}, wanted u32[{number}, {groups}]")
+    return seeds.reshape(-1).astype(jnp.uint32)
+
+
+_REFUSED = {
+    Status.BAD_REQUEST: Finish.BAD_REQUEST, Status.ROW_FULL: Finish.ROW_FULL, Status.NO_BLOCKS: Finish.NO_BLOCKS,
+}  # fmt: skip
+
+
+def _completions(requests: Requests, status: jax.Array, lengths: jax.Array, most: int) -> Rollout:
+    """The completions of the requests, in the slots of their entries; [B * G, ...]."""
+    served = status == Status.OK
+    count = jnp.where(served, requests.num_tokens - lengths, 0)
+    mask = jnp.arange(most, dtype=jnp.int32)[None] < count[:, None]
+    at = runs(requests.start + lengths, most)
+    finish = jnp.where(served, requests.finish, int(Finish.CANCELLED))
+    for refusal, reason in _REFUSED.items():
+        finish = jnp.where(status == refusal, int(reason), finish)
+    return Rollout(
+        tokens=jnp.where(mask, pick(requests.text, at), 0),
+        logprobs=jnp.where(mask, pick(requests.logprobs, at), 0.0),
+        mask=mask, lengths=count, finish=finish, cached=jnp.where(served, requests.cached, 0),
+    )  # fmt: skip

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loops that may also stand inside `shard_map`, where a constant in a carry has another type than what replaces it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def varying(start: Any) -> Callable[[Any], Any]:
+    """A function that makes arrays differ from device to device inside `shard_map`, as some of `start` does.
+
+    A constant is the same on all devices there, and jax wants each part of a loop's carry to keep its type.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not manual:
+        return lambda carry: carry
+
+    def axes_of(x: Any) -> frozenset[Any]:
+        return jax.typeof(x).manual_axis_type.varying
+
+    found = frozenset[Any]().union(*map(axes_of, jax.tree.leaves(start)))
+
+    def cast(x: Any) -> Any:
+        missing = tuple(axis for axis in manual if axis in found - axes_of(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return lambda carry: jax.tree.map(cast, carry)
+
+
+def while_loop[T](going: Callable[[T], jax.Array], step: Callable[[T], T], start: T) -> T:
+    """`lax.while_loop`, also inside `shard_map`."""
+    vary = varying(start)
+    return lax.while_loop(going, lambda carry: vary(step(carry)), vary(start))
+
+
+def fori_loop[T](begin: Any, end: Any, step: Callable[[jax.Array, T], T], start: T) -> T:
+    """`lax.fori_loop`, also inside `shard_map`."""
+    vary = varying(start)
+    return lax.fori_loop(begin, end, lambda i, carry: vary(step(i, carry)), vary(start))
+
+
+def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, each: Any) -> tuple[Any, Any]:
+    """`lax.scan`, also inside `shard_map`."""
+    vary = varying(start)
+
+    def one(carry: Any, x: Any) -> tuple[Any, Any]:
+        carry, y = step(carry, x)
+        return vary(carry), y
+
+    return lax.scan(one, vary(start), each)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts: completions inside the caller's program, of a model whose tokens tell the bytes that it read."""
+
+import functools
+
+import chex
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import kvjax
+from kvjax import Sampling
+from kvjax.serving import Finish, rollout_log
+from tests.mesh import AUTO, mesh_of
+from tests.oracle.bytes_machine import VOCAB, name_of
+from tests.serving_kit import MODEL, ROWS, make_cache, make_spec, prompts_of, start
+
+GREEDY, MOST, SAMPLES = Sampling(), 4, 2
+PROMPTS = np.array([*prompts_of(0), *prompts_of(1)], np.int32)
+LENGTHS = np.array([13, 9, 5, 13], np.int32)
+BOTH = ("max_new_tokens", "samples", "scheduler", "logprobs")
+rollout = jax.jit(functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES), static_argnames=BOTH)
+
+
+def chosen(prompt):
+    """The tokens that the model chooses after a prompt."""
+    path = tuple(np.asarray(prompt).tolist())
+    for _ in range(MOST):
+        path += (name_of(0, path) % VOCAB,)
+    return list(path[-MOST:])
+
+
+def assert_chosen(found, prompts=PROMPTS, lengths=LENGTHS):
+    wanted = [[chosen(prompt[:length])] * SAMPLES for prompt, length in zip(prompts, lengths, strict=True)]
+    np.testing.assert_array_equal(found.tokens, wanted)
+    assert np.all(found.mask) and np.all(found.lengths == MOST) and np.all(found.finish == Finish.LENGTH)
+
+
+def test_completions_of_padded_prompts_and_what_a_second_call_finds():
+    found, cache, log = rollout(MODEL, make_cache(), PROMPTS, LENGTHS, sampling=GREEDY)
+    assert log is None
+    assert_chosen(found)
+    assert np.all(np.asarray(cache.state.seqs.length) == 0)
+    kvjax.check(cache.state)
+    left = np.stack([np.roll(prompt, 13 - length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)])
+    mask = np.arange(13)[None] >= 13 - LENGTHS[:, None]
+    again, cache, _ = rollout(MODEL, cache, left, mask=mask, sampling=GREEDY)
+    assert_chosen(again)
+    assert np.sum(again.cached[:, 0]) > np.sum(found.cached[:, 0])
+    kvjax.check(cache.state)
+
+
+def test_new_weights_seeds_and_lengths_compile_nothing_and_find_nothing_old():
+    program = jax.jit(functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES))
+    cache = make_cache()
+    for version in range(3):
+        arguments = {"sampling": GREEDY, "seed": np.uint32(version), "namespace": np.int32(version)}
+        found, cache, _ = program(MODEL, cache, PROMPTS, np.minimum(LENGTHS + version, 13), **arguments)
+        assert np.all(np.asarray(found.cached)[0, 0] == 0)  # the first prompt shares nothing with this call's others
+    assert program._cache_size() == 1
+
+
+def test_prompts_that_cannot_be_served_and_rows_of_others():
+    """Two rows are somebody else's, so that the samples of a prompt come one after the other."""
+    cache = start()
+    before = np.asarray(cache.state.groups[0].table[1:])
+    lengths = np.array([13, 0, 14, 5], np.int32)
+    found, cache, _ = rollout(MODEL, cache, PROMPTS, lengths, sampling=GREEDY)
+    assert np.asarray(found.finish)[1:3].tolist() == [[Finish.BAD_REQUEST] * 2] * 2
+    assert not np.any(found.mask[1:3]) and not np.any(found.tokens[1:3]) and not np.any(found.logprobs[1:3])
+    for row in (0, 3):
+        assert np.asarray(found.tokens)[row].tolist() == [chosen(PROMPTS[row, : lengths[row]])] * 2
+    np.testing.assert_array_equal(cache.state.groups[0].table[1:], before)
+    kvjax.check(cache.state)
+
+
+@pytest.mark.long
+def test_no_row_too_many_tokens_and_too_few_blocks():
+    cache, events = start().admit(0, np.full(16, 1, np.int32), 3)
+    assert bool(events.ok)
+    found, after, _ = rollout(MODEL, cache, PROMPTS, LENGTHS, sampling=GREEDY)
+    assert np.all(found.finish == Finish.CANCELLED) and np.all(found.lengths == 0)
+    chex.assert_trees_all_equal(after.state.groups[0].table, cache.state.groups[0].table)
+    found, cache, _ = rollout(MODEL, make_cache(), PROMPTS, LENGTHS, sampling=GREEDY, max_new_tokens=24)
+    assert np.asarray(found.finish)[:, 0].tolist() == [Finish.ROW_FULL, Finish.LENGTH, Finish.LENGTH, Finish.ROW_FULL]
+    found, cache, _ = rollout(MODEL, make_cache(4), PROMPTS, LENGTHS, sampling=GREEDY)
+    assert np.asarray(found.finish)[0, 0] == Finish.NO_BLOCKS
+    kvjax.check(cache.state)
+
+
+@pytest.mark.long
+def test_events_are_those_of_the_cache_and_a_full_log_ends_the_rollout():
+    log = rollout_log(make_spec(), PROMPTS.shape, MOST, SAMPLES)
+    found, cache, log = rollout(MODEL, make_cache(), PROMPTS, LENGTHS, sampling=GREEDY, log=log)
+    assert_chosen(found)
+    mirror = kvjax.fold(kvjax.to_list(log))
+    assert mirror == kvjax.fold(kvjax.events.snapshot(cache.state))
+    log = rollout_log(make_spec(), (1, 1), 1)
+    found, cache, log = rollout(MODEL, make_cache(), PROMPTS, LENGTHS, sampling=GREEDY, log=log)
+    assert np.any(found.finish == Finish.CANCELLED)
+    assert kvjax.fold(kvjax.to_list(log)) == kvjax.fold(kvjax.events.snapshot(cache.state))
+    assert np.all(np.asarray(cache.state.seqs.length) == 0)
+
+
+@pytest.mark.long
+def test_under_vmap_and_in_replicas():
+    """A cache for each of two replicas, with `check_vma`; they choose as caches under `vmap` do."""
+    caches = jax.vmap(lambda n: kvjax.Cache.create(make_spec(), num_blocks=n))(np.array([16, 12], np.int32))
+    prompts = np.stack([PROMPTS, PROMPTS[::-1]])
+    lengths = np.stack([LENGTHS, LENGTHS[::-1]])
+    run = functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES, sampling=GREEDY)
+    found, after, _ = jax.jit(jax.vmap(run, in_axes=(None, 0, 0, 0)))(MODEL, caches, prompts, lengths)
+    for one, text, length in zip((0, 1), prompts, lengths, strict=True):
+        assert_chosen(jax.tree.map(lambda x, one=one: x[one], found), text, length)
+
+    def replica(model, *arguments):
+        found, cache, _ = run(model, *jax.tree.map(lambda x: x[0], arguments))
+        return jax.tree.map(lambda x: x[None], (found, cache))
+
+    with mesh_of(2, 1, AUTO) as mesh:
+        data = PartitionSpec("data")
+        specs = {"in_specs": (PartitionSpec(), *[data] * 3), "out_specs": (data, data)}
+        program = jax.shard_map(replica, mesh=mesh, **specs)
+        replicas = jax.jit(program)(MODEL, caches, prompts, lengths)
+    chex.assert_trees_all_equal(jax.device_get(replicas), jax.device_get((found, after)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": ROWS + 1}, f"samples: got {ROWS + 1}, wanted at most the {ROWS} rows"),
+        ({"lengths": None}, "lengths: got none, wanted it or mask"),
+        ({"mask": np.ones((4, 13), bool)}, "lengths: got both it and mask"),
+        ({"lengths": None, "mask": np.ones((4, 12), bool)}, r"mask: got bool\[4, 12\], wanted bool\[4, 13\]"),
+        ({"lengths": LENGTHS[:3]}, "lengths: got"),
+        ({"seeds": np.zeros((4, 3), np.uint32)}, r"seeds: got uint32\[4, 3\], wanted u32\[4, 2\]"),
+        ({"seed": 0.5}, "seed: got 0.5, wanted an integer or a jax key"),
+        ({"logprobs": "all"}, "logprobs: got 'all'"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"namespace": np.zeros(3, np.int32)}, "namespace: got"),
+        ({"sampling": Sampling(temperature=np.ones(3))}, r"sampling.temperature: got shape \[3\]"),
+        ({"scheduler": kvjax.serving.Scheduler(k=5)}, "k: got 5, wanted at most the block size"),
+        ({"scheduler": kvjax.Sampling()}, "scheduler: got"),
+    ],
+)
+def test_bad_arguments(options, message):
+    arguments = {"lengths": LENGTHS, "max_new_tokens": MOST, "samples": SAMPLES, **options}
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda cache: kvjax.rollout(MODEL, cache, PROMPTS, **arguments), make_cache())
