@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,12 +66,14 @@ def generate[C: (Cache, TieredCache)](
     *,
     max_new_tokens: int = 32,
     sampling: Sampling | Sequence[Sampling | None] | None = None,
+    seed: int | jax.Array | None = None,
     seeds: Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     namespaces: Sequence[int] | None = None,
     names: Namespaces | None = None,
     retention: Retention | Sequence[Retention | None] | None = None,
     clock: Callable[[], int] | None = None,
+    logprobs: Literal["raw", "sampling"] = "raw",
     logits_fn: LogitsFn | None = None,
     chunk: int = 128,
     steps: int = 32,
@@ -100,6 +102,7 @@ def generate[C: (Cache, TieredCache)](
       prompts: token ids.
       max_new_tokens: for each prompt.
       sampling: for all prompts, or one for each; None: greedy. What a prompt gets does not depend on the others.
+      seed: an int or a jax key, from which each output gets a random stream. None: the same ones at every call.
       seeds: of each prompt's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
@@ -107,6 +110,8 @@ def generate[C: (Cache, TieredCache)](
       retention: of each prompt's blocks, or one for all prompts, where the spec has it.
       clock: () -> ms since any origin, such as `lambda: time.monotonic_ns() // 1_000_000`, an int; read at the start
         and before each jitted loop. None: the time is always 0, and no time to live ends.
+      logprobs: static; "raw": log-probabilities of the logits as they came. "sampling": of the distribution that a
+        token was drawn from, after temperature, top-k and top-p; 0 where the choice is greedy.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
       chunk: prompt tokens, of one row or of several, that a model call computes beside a token of each decoding row.
       steps: the most steps of the model in one jitted loop; between loops the clock is read, and Ctrl-C acts.
@@ -132,9 +137,10 @@ def generate[C: (Cache, TieredCache)](
         is done; a second one does not, and may cost the cache.
     """
     return run_batch(
-        model, cache, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds, stop_tokens=stop_tokens,
-        namespaces=namespaces, names=names, retention=retention, scheduler=Scheduler(chunk=chunk, k=k), clock=clock,
-        logits_fn=logits_fn, steps=steps, fixed_steps=fixed_steps, log_events=log_events, listener=listener,
+        model, cache, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,
+        stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention, logprobs=logprobs,
+        scheduler=Scheduler(chunk=chunk, k=k), clock=clock, logits_fn=logits_fn, steps=steps, fixed_steps=fixed_steps,
+        log_events=log_events, listener=listener,
     )  # fmt: skip
 
 
@@ -145,12 +151,14 @@ def stream[C: (Cache, TieredCache)](
     *,
     max_new_tokens: int = 32,
     sampling: Sampling | Sequence[Sampling | None] | None = None,
+    seed: int | jax.Array | None = None,
     seeds: Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     namespaces: Sequence[int] | None = None,
     names: Namespaces | None = None,
     retention: Retention | Sequence[Retention | None] | None = None,
     clock: Callable[[], int] | None = None,
+    logprobs: Literal["raw", "sampling"] = "raw",
     logits_fn: LogitsFn | None = None,
     chunk: int = 128,
     steps: int = 8,
@@ -175,10 +183,10 @@ def stream[C: (Cache, TieredCache)](
     """
     options = RunOptions(
         Scheduler(chunk=chunk, k=k), steps=steps, fixed_steps=fixed_steps, clock=clock, logits_fn=logits_fn,
-        log_events=log_events, listener=listener,
+        log_events=log_events, listener=listener, logprobs=logprobs,
     )  # fmt: skip
     inputs = Inputs(
-        model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds,
+        model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,
         stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention,
     )  # fmt: skip
     return _progress(GenerationRunner(inputs))
@@ -208,6 +216,7 @@ def run_batch[C: (Cache, TieredCache)](
     *,
     max_new_tokens: int | Sequence[int] = 32,
     sampling: Sampling | Sequence[Sampling | None] | None = None,
+    seed: int | jax.Array | None = None,
     seeds: Sequence[int] | None = None,
     stop_tokens: Sequence[int] = (),
     namespaces: Sequence[int] | None = None,
@@ -215,6 +224,7 @@ def run_batch[C: (Cache, TieredCache)](
     retention: Retention | Sequence[Retention | None] | None = None,
     priorities: Sequence[int] | None = None,
     samples: int | Sequence[int] = 1,
+    logprobs: Literal["raw", "sampling"] = "raw",
     top_logprobs: int = 0,
     scheduler: Scheduler | None = None,
     clock: Callable[[], int] | None = None,
@@ -237,6 +247,7 @@ def run_batch[C: (Cache, TieredCache)](
       prompts: token ids.
       max_new_tokens: for all prompts, or for each.
       sampling: how tokens are chosen, for all prompts or one for each; None: greedy.
+      seed: an int or a jax key, from which each output gets a random stream. None: the same ones at every call.
       seeds: of each output's random stream; its number if None.
       stop_tokens: end a row when chosen.
       namespaces: of each prompt, as `Namespaces` numbers them; 0 if None.
@@ -245,6 +256,7 @@ def run_batch[C: (Cache, TieredCache)](
       priorities: of each prompt, higher first; None: they come in their order.
       samples: outputs of each prompt, or one number for all. They run at the same time, and share what is computed of
         the prompt. One without blocks for all of them ends with "no_blocks".
+      logprobs: static; what log-probabilities are of; see `generate`.
       top_logprobs: static; of how many of the likeliest tokens to note the log-probabilities, at each step.
       scheduler: the options; None: `Scheduler()`, which preempts nobody.
       clock: () -> ms; see `generate`.
@@ -268,10 +280,11 @@ def run_batch[C: (Cache, TieredCache)](
     check_functions(progress=progress)
     options = RunOptions(
         Scheduler() if scheduler is None else scheduler, steps=steps, fixed_steps=fixed_steps, clock=clock,
-        logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs, loop=loop,
+        logits_fn=logits_fn, log_events=log_events, listener=listener, top_logprobs=top_logprobs, logprobs=logprobs,
+        loop=loop,
     )  # fmt: skip
     inputs = Inputs(
-        model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seeds=seeds,
+        model, cache, options, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, seeds=seeds,
         stop_tokens=stop_tokens, namespaces=namespaces, names=names, retention=retention, priorities=priorities,
         samples=samples,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from kvjax.policies.retention import UNSTATED, Retention
 from kvjax.pools.host import HostPools
 from kvjax.serving.decode import LogitsFn, check_cache
 from kvjax.serving.options import Scheduler
-from kvjax.serving.sampling import Sampling
+from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
 from kvjax.tiered import TieredCache
 
 MIN_TOKENS = 4096  # tokens of prompts that are submitted together, at least: fewer compile no other program
@@ -40,11 +40,13 @@ class RunOptions:
     log_events: bool
     listener: Listener | None
     top_logprobs: int = 0
+    logprobs: str = "raw"
     loop: bool = True
 
     def __post_init__(self):
         self.steps = static_int("steps", self.steps, 1)
         self.top_logprobs = static_int("top_logprobs", self.top_logprobs, 0)
+        check_logprobs(self.logprobs)
         if not isinstance(self.scheduler, Scheduler):
             raise ValueError(f"scheduler: got {self.scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
         check_functions(logits_fn=self.logits_fn, clock=self.clock, listener=self.listener)
@@ -64,6 +66,7 @@ class Inputs[C: (Cache, TieredCache)]:
         *,
         max_new_tokens: int | Sequence[int],
         sampling: Sampling | Sequence[Sampling | None] | None,
+        seed: int | jax.Array | None,
         seeds: Sequence[int] | None,
         stop_tokens: Sequence[int],
         namespaces: Sequence[int] | None,
@@ -100,7 +103,10 @@ class Inputs[C: (Cache, TieredCache)]:
         self.first_sample = each(np.cumsum(copies) - copies)  # the output that is the first one of the same prompt
         self.max_new_tokens = each(most)
         self.sampling: Sampling | None = each(samplings(sampling, number))
-        self.seeds = _of_each("seeds", seeds, outputs, np.uint32, default=range(outputs), of=whose)
+        if seed is not None and seeds is not None:
+            raise ValueError(f"seed: got {seed!r:.80} and seeds, wanted one of them")
+        default = range(outputs) if seed is None else np.asarray(output_seeds(seed, outputs))
+        self.seeds = _of_each("seeds", seeds, outputs, np.uint32, default=default, of=whose)
         self.namespaces = each(_namespaces(namespaces, number, names))
         self.priorities = each(_of_each("priorities", priorities, number, default=[0] * number))
         stop = host_integers("stop_tokens", stop_tokens, np.int32, "a list of token ids")

@@ -250,6 +250,7 @@ def init_serving(
     num_ranges: int | None = None,
     greedy: bool = False,
     top_logprobs: int = 0,
+    logprobs: str = "raw",
 ) -> Serving:
     """Empty slots for requests, W = len(max_tokens), over a cache.
 
@@ -263,6 +264,7 @@ def init_serving(
       num_ranges: of each request's retention; None: no request has one.
       greedy: whether no request samples; then nothing else is compiled.
       top_logprobs: T, for how many of the likeliest tokens to note log-probabilities, at each step.
+      logprobs: static; "raw" or "sampling", as in `run_batch`.
     """
     size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(max_tokens)
     tokens = [static_int("max_tokens", one, 0) for one in max_tokens]
@@ -299,7 +301,7 @@ def init_serving(
     }  # fmt: skip
     largest = min(int(capacities.max(initial=1)), cache.state.spec.max_length)
     width = largest if width is None else static_int("width", width, 1)
-    return Serving(cache=cache, width=width, **jax.device_put(state))
+    return Serving(cache=cache, width=width, logprobs=logprobs, **jax.device_put(state))
 
 
 @dataclasses.dataclass
@@ -308,7 +310,8 @@ class Output:
 
     Attributes:
       tokens: the generated tokens, the stop token included.
-      logprobs: their log-probabilities.
+      logprobs: their log-probabilities, of the logits as they came, or with `logprobs="sampling"` of the distribution
+        that each was sampled from.
       top_logprobs: for each of them the likeliest tokens in order, with log-probabilities; empty unless asked for.
       prompt_tokens: tokens of the prompt.
       cached_tokens: those that were found in the cache and not computed, when it was first admitted.

@@ -22,7 +22,7 @@ from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import retire
 from kvjax.serving.requests import Finish, Requests, init_serving
-from kvjax.serving.sampling import Sampling, output_seeds
+from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
 from kvjax.serving.serve import serve
 from kvjax.serving.submit import cancel, submit
 from kvjax.spec import CacheSpec
@@ -125,9 +125,11 @@ def rollout(
     entry = np.arange(outputs, dtype=np.int32)
     stop = integers("stop_tokens", stop_tokens if np.size(stop_tokens) else np.zeros(0, np.int32), ("K",))
     sampling = (Sampling(temperature=1.0) if sampling is None else sampling).each_row(number)
-    serving = init_serving(cache, [width + most] * outputs, num_stop_tokens=max(stop.shape[0], 1))
+    serving = init_serving(
+        cache, [width + most] * outputs, num_stop_tokens=max(stop.shape[0], 1), logprobs=logprobs
+    )  # fmt: skip
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
-    serving = serving.replace(requests=requests, logprobs=logprobs)
+    serving = serving.replace(requests=requests)
     serving, status, _, generations = submit(
         serving, _flat(prompts, each(start), each(lengths), groups), each(lengths), jnp.full((outputs,), most),
         scheduler=scheduler, slots=entry, namespace=each(each_row("namespace", namespace, (number,))),
@@ -180,8 +182,7 @@ def _check(cache: Any, scheduler: Any, logprobs: Any) -> None:
     scheduler.check(cache.state.spec)
     if scheduler.preempt == "swap":
         raise ValueError("scheduler: got preempt='swap', wanted 'recompute' (a program moves nothing)")
-    if logprobs not in ("sampling", "raw"):
-        raise ValueError(f"logprobs: got {logprobs!r}, wanted 'sampling' or 'raw'")
+    check_logprobs(logprobs)
 
 
 def _spans(lengths: Any, mask: Any, number: int, width: int) -> tuple[jax.Array, jax.Array]:

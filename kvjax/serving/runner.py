@@ -117,6 +117,7 @@ class GenerationRunner[C: (Cache, TieredCache)]:
             num_stop_tokens=len(inputs.stop_tokens),
             num_ranges=jax.tree.map(lambda one: one.ranges.shape[1], inputs.retention, is_leaf=is_retention),
             greedy=inputs.sampling is None, top_logprobs=inputs.options.top_logprobs,
+            logprobs=inputs.options.logprobs,
         )  # fmt: skip
 
     def turn(self) -> bool:

@@ -201,6 +201,12 @@ def _programs(
     return count(needed), programs
 
 
+def check_logprobs(logprobs: Any) -> None:
+    """Raises a ValueError unless this names log-probabilities that there are."""
+    if logprobs not in ("raw", "sampling"):
+        raise ValueError(f"logprobs: got {logprobs!r}, wanted 'raw' or 'sampling'")
+
+
 def output_seeds(seed: ArrayLike, number: int) -> jax.Array:
     """u32[number]; a random stream for each output, from one seed: an integer of 32 bits, or a jax key."""
     typed = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec
 import kvjax
 from kvjax import Sampling
 from kvjax.serving import Finish, rollout_log
+from models import load
 from tests.mesh import AUTO, mesh_of
+from tests.models.families import GOLDENS
 from tests.oracle.bytes_machine import VOCAB, name_of
 from tests.serving_kit import MODEL, ROWS, make_cache, make_spec, prompts_of, start
 
@@ -124,6 +126,29 @@ def test_under_vmap_and_in_replicas():
         program = jax.shard_map(replica, mesh=mesh, **specs)
         replicas = jax.jit(program)(MODEL, caches, prompts, lengths)
     chex.assert_trees_all_equal(jax.device_get(replicas), jax.device_get((found, after)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("logprobs", ["raw", "sampling"])
+def test_samples_are_those_of_run_batch(logprobs):
+    """A model of a checkpoint, with a sampling for each prompt; log-probabilities of both kinds."""
+    model, _ = load(GOLDENS / "llama")
+    spec = kvjax.make_spec(model.layer_specs(), num_blocks=40, max_seqs=4, max_length=32, block_size=4, dtype="float32")
+    prompts, stop = np.random.default_rng(0).integers(0, 30, (4, 13)).astype(np.int32), [7, 8, 9]
+    samplings = [Sampling(temperature, top_k) for temperature, top_k in ((0, None), (1, None), (2, 5), (0.5, 2))]
+    options = {"max_new_tokens": MOST, "samples": SAMPLES, "stop_tokens": stop, "logprobs": logprobs, "seed": 3}
+    outputs, _, _ = kvjax.run_batch(model, kvjax.Cache.create(spec), prompts.tolist(), sampling=samplings, **options)
+    each = jax.tree.map(lambda *leaves: np.stack(leaves), *samplings)
+    found, cache, _ = jax.jit(functools.partial(kvjax.rollout, model, sampling=each, **options))(
+        kvjax.Cache.create(spec), prompts, np.full(4, 13, np.int32)
+    )
+    found = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), found)
+    for number, output in enumerate(outputs):
+        mask = found.mask[number]
+        assert found.tokens[number][mask].tolist() == output.tokens
+        np.testing.assert_allclose(found.logprobs[number][mask], output.logprobs, atol=1e-4)
+        assert Finish(int(found.finish[number])).name.lower() == output.finish
+    kvjax.check(cache.state)
 
 
 @pytest.mark.parametrize(
