@@ -17,7 +17,7 @@ from kvjax.debug import check, show
 from kvjax.events import Events, Status, fold, to_list
 from kvjax.policies import Retention, by_score, lru
 from kvjax.pools import apply, attend, init_pools, ragged, recur, view, write
-from kvjax.serving import Sampling, generate, rollout, run_batch, step, stream
+from kvjax.serving import Sampling, generate, rollout, run_batch, score, step, stream
 from kvjax.sizing import plan
 from kvjax.spec import CacheSpec, LayerSpec, make_spec
 from kvjax.state import CacheState, EvictionPolicy
@@ -45,7 +45,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # eviction
     "lru", "by_score", "EvictionPolicy", "Retention",
     # generation
-    "generate", "rollout", "run_batch", "stream", "step", "Sampling", "keep_programs",
+    "generate", "rollout", "score", "run_batch", "stream", "step", "Sampling", "keep_programs",
     # looking inside
     "show", "check",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from kvjax.serving.options import Scheduler
 from kvjax.serving.requests import Finish, Output, Requests, Serving, init_serving, results
 from kvjax.serving.rollout import Rollout, rollout, rollout_log
 from kvjax.serving.sampling import Sampling
+from kvjax.serving.score import score
 from kvjax.serving.serve import serve, serve_step, what_if
 from kvjax.serving.show import show_requests, show_step
 from kvjax.serving.submit import cancel, drain, submit
@@ -18,6 +19,6 @@ from kvjax.serving.submit import cancel, drain, submit
 __all__ = [
     "Decoded", "Finish", "GenerationInterrupted", "Model", "Output", "Progress", "Requests", "Rollout", "Rows",
     "Sampling", "Scheduler", "Serving", "cancel", "compiler_options", "decode", "decode_log", "drain", "generate",
-    "init_serving", "results", "rollout", "rollout_log", "run_batch", "serve", "serve_step", "show_requests",
+    "init_serving", "results", "rollout", "rollout_log", "run_batch", "score", "serve", "serve_step", "show_requests",
     "show_step", "step", "stream", "submit", "what_if", "worst_step",
 ]  # fmt: skip

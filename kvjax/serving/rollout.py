@@ -16,7 +16,7 @@ from kvjax.cache import Cache
 from kvjax.checks import each_row, integers, static_int
 from kvjax.events.log import EventLog, Log, init_log
 from kvjax.events.records import Status
-from kvjax.model import Model
+from kvjax.model import Model, check_model
 from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
@@ -106,13 +106,14 @@ def rollout(
     Source: TensorRT-LLM's and vLLM's parallel sampling, which share a prompt's blocks among its samples.
     """
     scheduler, spec = Scheduler() if scheduler is None else scheduler, cache.state.spec
+    check_model(model)
     _check(cache, scheduler, logprobs)
     prompts = integers("prompts", prompts, ("B", "P"))
     number, width = prompts.shape
     groups, most = static_int("samples", samples, 1), static_int("max_new_tokens", max_new_tokens, 1)
     if groups > spec.max_seqs:
         raise ValueError(f"samples: got {groups}, wanted at most the {spec.max_seqs} rows of the cache")
-    start, lengths = _spans(lengths, mask, number, width)
+    start, lengths = spans(lengths, mask, number, width)
     lengths = jnp.where(lengths <= width, lengths, 0)  # more tokens than there are: refused, as none are
     outputs = number * groups
 
@@ -174,9 +175,14 @@ def rollout_log(
     return init_log(capacity, spec.block_size, spec.extra_ids, spec.has_recurrent)
 
 
-def _check(cache: Any, scheduler: Any, logprobs: Any) -> None:
+def check_on_device(cache: Any) -> None:
+    """Raises a ValueError unless this is a cache without a host tier's bytes."""
     if not isinstance(cache, Cache):
         raise ValueError(f"cache: got a {type(cache).__name__}, wanted a kvjax.Cache (a program moves nothing)")
+
+
+def _check(cache: Any, scheduler: Any, logprobs: Any) -> None:
+    check_on_device(cache)
     if not isinstance(scheduler, Scheduler):
         raise ValueError(f"scheduler: got {scheduler!r:.80}, wanted a kvjax.serving.Scheduler or None")
     scheduler.check(cache.state.spec)
@@ -185,7 +191,7 @@ def _check(cache: Any, scheduler: Any, logprobs: Any) -> None:
     check_logprobs(logprobs)
 
 
-def _spans(lengths: Any, mask: Any, number: int, width: int) -> tuple[jax.Array, jax.Array]:
+def spans(lengths: Any, mask: Any, number: int, width: int) -> tuple[jax.Array, jax.Array]:
     """The start of each prompt in its row, and its number of tokens, i32[B] both."""
     if (lengths is None) == (mask is None):
         raise ValueError(f"lengths: got {'none' if lengths is None else 'both it and mask'}, wanted it or mask")

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of given completions, each prompt computed once for its group and found if it is cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from kvjax._arrays import compact, pick
+from kvjax.cache import Cache
+from kvjax.checks import each_row, integers, static_int
+from kvjax.events.log import Log
+from kvjax.model import Model, check_model
+from kvjax.serving.decode import note
+from kvjax.serving.rollout import check_on_device, spans
+from pallas_kernels.loops import scan, while_loop
+
+
+def score(
+    model: Model,
+    cache: Cache,
+    prompts: ArrayLike,
+    completions: ArrayLike,
+    lengths: ArrayLike | None = None,
+    *,
+    completion_lengths: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    namespace: ArrayLike = 0,
+    chunk: int = 128,
+    log: Log = None,
+    now: Any = 0,
+) -> tuple[jax.Array, Cache, Log]:
+    """The log-probabilities of completions of prompts, inside a program: pure, for `jit`, `vmap` and `shard_map`.
+
+    One prompt comes after the other: what the cache lacks of it is computed in chunks, and its completions in one call
+    of the model, each in a row that shares the prompt's blocks.
+
+    Args:
+      model: see `step`; it gives all logits (`last=None`).
+      cache: on the device alone; donate it.
+      prompts: i32[B, P]; padded with valid ids.
+      completions: i32[B, G, T]; likewise.
+      lengths: i32[B]; tokens of each prompt, at the front of its row. None: `mask` says which they are.
+      completion_lengths: i32[B, G]; tokens of each completion. None: all T.
+      mask: bool[B, P]; the tokens of each prompt, which stand together, as in `rollout`.
+      temperature: f32[] or f32[B]; divides the logits.
+      namespace: i32[] or i32[B].
+      chunk: static; the most tokens of a prompt in one call of the model.
+      log: takes the events; it needs space for those of all blocks. None: nobody wants them.
+      now: i32[] ms.
+
+    Returns:
+      f32[B, G, T], 0 beyond the end of a completion, NaN where there were too few rows or blocks, or where prompt and
+      completion do not fit into a row; the cache, with everything released and cached; and the log.
+
+    Raises:
+      ValueError: while tracing, naming the argument; also for a model that cannot give all logits.
+    """
+    check_model(model)
+    check_on_device(cache)
+    prompts, completions = integers("prompts", prompts, ("B", "P")), integers("completions", completions)
+    number, width = prompts.shape
+    if completions.ndim != 3 or completions.shape[0] != number or 0 in completions.shape:
+        raise ValueError(f"completions: got shape {list(completions.shape)}, wanted [{number}, G, T]")
+    _, groups, most = completions.shape
+    if groups > cache.state.spec.max_seqs:
+        rows = cache.state.spec.max_seqs
+        raise ValueError(f"completions: got {groups} for a prompt, wanted at most the {rows} rows of the cache")
+    if completion_lengths is None:
+        completion_lengths = np.full((number, groups), most, np.int32)
+    ends = jnp.clip(integers("completion_lengths", completion_lengths, (number, groups)), 0, most)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    if temperature.shape not in ((), (number,)):
+        raise ValueError(f"temperature: got shape {list(temperature.shape)}, wanted [] or [{number}]")
+    start, lengths = spans(lengths, mask, number, width)
+    group = _Group(model, chunk := static_int("chunk", chunk, 1), integers("now", now, ()))
+
+    def one(carry: tuple[Cache, Log], x: tuple[jax.Array, ...]) -> tuple[tuple[Cache, Log], jax.Array]:
+        prompt, start, length, namespace, completion, ends, temperature = x
+        # From its first token on, and as much behind it as a chunk may read.
+        prompt = pick(jnp.pad(prompt, (0, chunk)), start + np.arange(width + chunk, dtype=np.int32))
+        cache, log, logits = group.logits(*carry, prompt, length, namespace, completion, ends)
+        scores = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
+        found = jnp.take_along_axis(scores, completion[:, :, None], axis=-1)[:, :, 0]
+        return (cache, log), jnp.where(np.arange(most, dtype=np.int32)[None] < ends[:, None], found, 0.0)
+
+    each = prompts, start, lengths, each_row("namespace", namespace, (number,)), completions, ends
+    (cache, log), logprobs = scan(one, (cache, log), (*each, jnp.broadcast_to(temperature, (number,))))
+    return logprobs, cache, log
+
+
+class _Group:
+    """Computes a prompt, and then its completions."""
+
+    def __init__(self, model: Model, chunk: int, now: jax.Array):
+        self.model, self.chunk, self.now = model, chunk, now
+
+    def logits(
+        self, cache: Cache, log: Log, prompt: jax.Array, length: jax.Array, namespace: jax.Array,
+        completions: jax.Array, ends: jax.Array,
+    ) -> tuple[Cache, Log, jax.Array]:  # fmt: skip
+        """The logits [G, T, V] that each token of completions i32[G, T], of ends i32[G] tokens, is chosen by.
+
+        Where they cannot be computed they are NaN. Also returns the cache and the log.
+        """
+        groups, most = completions.shape
+        num_seqs = cache.state.spec.max_seqs
+        free, _ = compact(jnp.where(cache.state.seqs.length == 0, np.arange(num_seqs, dtype=np.int32), -1))
+        rows = free[:groups]
+        lead = jnp.where(rows[-1] >= 0, rows[0], -1)
+        width = prompt.shape[0] - self.chunk
+        fits = (length <= width) & (length + jnp.max(ends) - 1 <= cache.state.spec.max_length)
+        cache, events = cache.admit(
+            lead[None], prompt[None, :width], jnp.where(fits, length, 0)[None], namespace=namespace[None],
+            reserve_tokens=self.chunk, now=self.now,
+        )  # fmt: skip
+        log, ok = note(log, events), events.ok
+        cache, log, ok, first = self._prefill(cache, log, ok, lead, prompt, length)
+        admitted = jnp.where(events.ok, lead, -1)
+        cache, _ = cache.fork(lead, jnp.where(ok, rows, -1)[1:])
+        rows = jnp.where(ok, rows, -1)
+        logits = jnp.broadcast_to(first, (groups, 1, *first.shape))
+        if most > 1:
+            more = jnp.where(ok, jnp.maximum(ends - 1, 0), 0)
+            cache, events = cache.extend(more > 0, more, seqs=rows, max_tokens=most - 1, now=self.now)
+            ok, log = ok & (events.ok | ~jnp.any(more > 0)), note(log, events)
+            cache, rest, events = cache.step(
+                self.model, completions[:, :-1], jnp.where(ok, more, 0), rows, now=self.now, logits="all"
+            )
+            logits, log = jnp.concatenate([logits, rest], axis=1), note(log, events)
+        rows = rows.at[0].set(admitted)  # where the prompt could not be computed, no other is in use
+        cache, events = cache.release(rows, now=self.now)
+        return cache, note(log, events), jnp.where(ok, logits, jnp.nan)
+
+    def _prefill(
+        self, cache: Cache, log: Log, ok: jax.Array, row: jax.Array, prompt: jax.Array, length: jax.Array
+    ) -> tuple[Cache, Log, jax.Array, jax.Array]:
+        """Computes what a row lacks of its prompt; also returns whether it could, and the last token's logits [V]."""
+
+        def chunk(carry):
+            cache, log, ok, _ = carry
+            seqs = cache.state.seqs
+            committed = pick(seqs.committed, row)
+            count = jnp.minimum(length - committed, self.chunk)
+            more = jnp.maximum(committed + count - pick(seqs.length, row), 0)
+            cache, events = cache.extend(
+                (more > 0)[None], more[None], seqs=row[None], max_tokens=self.chunk, now=self.now
+            )  # fmt: skip
+            ok, log = events.ok | (more == 0), note(log, events)
+            tokens = jax.lax.dynamic_slice_in_dim(prompt, committed, self.chunk)
+            count = jnp.where(ok, count, 0)
+            cache, logits, events = cache.step(self.model, tokens[None], count[None], row[None], now=self.now)
+            return cache, note(log, events), ok, logits[0]
+
+        *_, logits = jax.eval_shape(chunk, (cache, log, ok, None))
+        start = cache, log, ok, jnp.zeros(logits.shape, logits.dtype)
+        return while_loop(lambda c: c[2] & (pick(c[0].state.seqs.committed, row) < length), chunk, start)
