@@ -40,7 +40,8 @@ from kvjax.spec import CacheSpec
 from kvjax.tiered import TieredCache
 from pallas_kernels.loops import fori_loop, while_loop
 
-LogitsFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits; or (..., state) -> (logits, state), of each row
+LogitsFn = Callable[..., Any]
 
 
 def step[C: (Cache, TieredCache)](
@@ -91,6 +92,8 @@ class Rows(Pytree):
       left: i32; tokens still to choose.
       seed: u32; of the row's random stream.
       prompt: i32; tokens of the row's prompt; None if all choose greedily (`sampling` is None).
+      state: a tree of arrays [S, ...]; what `logits_fn` keeps of each row; None: nothing, and it neither gets nor
+        returns it.
     """
 
     token: jax.Array
@@ -98,6 +101,15 @@ class Rows(Pytree):
     left: jax.Array
     seed: jax.Array
     prompt: jax.Array | None = None
+    state: Any = None
+
+    def with_state(self, where: jax.Array, state: Any) -> Rows:
+        """These, with the new state of rows where bool[S]."""
+
+        def each(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(where.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        return self.replace(state=jax.tree.map(each, state, self.state))
 
 
 class Chosen(Pytree):
@@ -157,6 +169,7 @@ class Written(Pytree):
 
     count: jax.Array  # i32[S]; tokens of each row whose K/V were written
     chosen: Chosen  # the choice after each of them; k columns
+    state: Any = None  # what `logits_fn` keeps of each row then
 
     def text(self, first: jax.Array) -> jax.Array:
         """i32[S, k]; the tokens that were written, of which the first i32[S] had been chosen before."""
@@ -178,16 +191,19 @@ class Chooser(NamedTuple):
         request = serving.by_row
         return cls(request.stop, request.sampling, logits_fn, serving.requests.num_top, serving.logprobs)
 
-    def __call__(self, logits: jax.Array, rows: Rows, positions: jax.Array) -> Choice:
-        """The next token of each row, at positions i32[S]."""
-        if self.logits_fn is not None:
+    def __call__(self, logits: jax.Array, rows: Rows, positions: jax.Array) -> tuple[Choice, Any]:
+        """The next token of each row, at positions i32[S]; and the rows' state after that."""
+        state = rows.state
+        if self.logits_fn is not None and state is None:
             logits = self.logits_fn(logits, rows.token, positions)
+        elif self.logits_fn is not None:
+            logits, state = self.logits_fn(logits, rows.token, positions, state)
         options: dict[str, Any] = {"top_logprobs": self.top, "logprobs": self.logprobs}
         if self.sampling is not None:
             if rows.prompt is None:
                 raise ValueError("rows.prompt: got None, wanted the tokens of each row's prompt, or sampling=None")
             options |= {"stop": self.stop, "generated": positions - rows.prompt}
-        return sample(logits, self.sampling, rows.seed, positions, **options)
+        return sample(logits, self.sampling, rows.seed, positions, **options), state
 
 
 def last_tokens(serving: Serving) -> jax.Array:
@@ -200,7 +216,7 @@ def rows_of(serving: Serving, active: jax.Array) -> Rows:
     """The rows of a block of steps, which are active where bool[S]."""
     request = serving.by_row
     left = request.max_tokens - request.num_tokens
-    return Rows(last_tokens(serving), active, left, request.seed, request.prompt)
+    return Rows(last_tokens(serving), active, left, request.seed, request.prompt, request.logits_state)
 
 
 def grow(
@@ -246,8 +262,8 @@ def compute(
         view = cache.view(active.astype(jnp.int32), 1, written=written)
         logits, pools = forward(model, rows.token[:, None], pools, view, jnp.zeros_like(rows.token))
         written = written + active.astype(jnp.int32)
-        choice = choose(logits, rows, committed + written)
-        chosen = chosen.put(Chosen.of(choice), number[0])
+        choice, state = choose(logits, rows, committed + written)
+        chosen, rows = chosen.put(Chosen.of(choice), number[0]), rows.with_state(active, state)
         rows, number = _advance(rows, active, choice.tokens, choose.stop, committed + written < max_length), number + 1
         return number, jnp.any(rows.active & (number < steps)), pools, rows, written, chosen
 
@@ -258,7 +274,8 @@ def compute(
         _, _, pools, rows, written, chosen = fori_loop(0, k, lambda _, carry: one(carry), start)
     else:
         _, _, pools, rows, written, chosen = while_loop(lambda carry: carry[1], one, start)
-    return pools, rows, Written(written, chosen.only(written[:, None] > np.arange(k, dtype=np.int32)[None]))
+    chosen = chosen.only(written[:, None] > np.arange(k, dtype=np.int32)[None])
+    return pools, rows, Written(written, chosen, rows.state)
 
 
 def _advance(rows: Rows, chose: jax.Array, token: jax.Array, stop: jax.Array, fits: jax.Array) -> Rows:

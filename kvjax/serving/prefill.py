@@ -66,7 +66,8 @@ def mixed_step(
         serving, ready = serving.replace(leads=serving.leads & ~ready), ready | (source >= 0)
         logits = pick(logits, jnp.where(source >= 0, source, np.arange(rows, dtype=np.int32)))
         last, positions = rows_of(serving, decode), serving.by_row.num_tokens
-        choice = Chooser.of(serving, logits_fn)(logits, last, positions)
+        choice, state = Chooser.of(serving, logits_fn)(logits, last, positions)
+        serving = serving.with_logits_state(last.with_state(decode | ready, state).state)
         chosen = Chosen.of(choice).only((decode | ready)[:, None])
         requests, chosen = fence(serving.requests, chosen)  # or their text, which is written behind the loop, is copied
         return serving.replace(requests=requests), log, chunks, nothing.put(chosen, jnp.int32(0))

@@ -79,6 +79,7 @@ class Requests(Pytree):
       sampling: of each, [W]; None: all are greedy.
       stop: i32[W, K]; tokens that end it; -1 is none.
       retention: of each, [W, ...]; None if none may have one.
+      logits_state: a tree of arrays [W, ...]; what `logits_fn` keeps of each; None: nothing.
       onboard: bool[W]; whether its blocks on the host, if there are any, are brought back before it is admitted.
       finish: i32[W]; `Finish`.
       cached: i32[W]; tokens that were found in the cache when it was first admitted.
@@ -113,6 +114,7 @@ class Requests(Pytree):
     admitted: jax.Array
     first_token: jax.Array
     ended: jax.Array
+    logits_state: Any = None
 
     @property
     def size(self) -> int:
@@ -200,6 +202,12 @@ class Serving(Pytree, static=("width", "logprobs")):
         """The requests of the rows, fields [S, ...]; anything for a row without one."""
         return self.requests[self.row]
 
+    def with_logits_state(self, state: Any) -> Serving:
+        """These, with what `logits_fn` keeps of each row, a tree of arrays [S, ...]."""
+        if state is None:
+            return self
+        return self.replace(requests=self.requests.at(self.row, self.row >= 0, logits_state=state))
+
     @property
     def free(self) -> jax.Array:
         """bool[S]; rows that a request can have; those in use without a request here are somebody else's."""
@@ -251,6 +259,7 @@ def init_serving(
     greedy: bool = False,
     top_logprobs: int = 0,
     logprobs: str = "raw",
+    logits_state: Any = None,
 ) -> Serving:
     """Empty slots for requests, W = len(max_tokens), over a cache.
 
@@ -265,6 +274,7 @@ def init_serving(
       greedy: whether no request samples; then nothing else is compiled.
       top_logprobs: T, for how many of the likeliest tokens to note log-probabilities, at each step.
       logprobs: static; "raw" or "sampling", as in `run_batch`.
+      logits_state: a tree of arrays [W, ...]; what a `logits_fn` keeps of each request, in any empty slot at first.
     """
     size, rows, num = cache.state.spec.block_size, cache.state.spec.max_seqs, len(max_tokens)
     tokens = [static_int("max_tokens", one, 0) for one in max_tokens]
@@ -291,7 +301,7 @@ def init_serving(
         arrival=full(), passed=full(), parent=full(value=-1), namespace=full(), seed=full(dtype=np.uint32),
         sampling=sampling, stop=full((num, num_stop_tokens), -1), retention=retention,
         onboard=full(value=True, dtype=np.bool_), finish=full(), cached=full(), preemptions=full(), submitted=full(),
-        admitted=full(value=-1), first_token=full(value=-1), ended=full(value=-1),
+        admitted=full(value=-1), first_token=full(value=-1), ended=full(value=-1), logits_state=logits_state,
     )  # fmt: skip
     state = {
         "requests": requests, "row": full((rows,), -1), "leads": full((rows,), False, np.bool_), "steps": full(()),

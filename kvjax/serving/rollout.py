@@ -39,6 +39,7 @@ class Rollout(Pytree):
       lengths: i32[B, G]; tokens.
       finish: i32[B, G]; why each ended, a `kvjax.serving.Finish`. CANCELLED: it got no row, or the log was full.
       cached: i32[B, G]; prompt tokens that were found in the cache.
+      preemptions: i32[B, G]; how often each had to give its row up and wait again.
     """
 
     tokens: jax.Array
@@ -47,6 +48,7 @@ class Rollout(Pytree):
     lengths: jax.Array
     finish: jax.Array
     cached: jax.Array
+    preemptions: jax.Array
 
 
 def rollout(
@@ -65,6 +67,7 @@ def rollout(
     namespace: ArrayLike = 0,
     logprobs: Literal["sampling", "raw"] = "sampling",
     logits_fn: LogitsFn | None = None,
+    logits_state: Any = None,
     scheduler: Scheduler | None = None,
     log: Log = None,
     now: Any = 0,
@@ -90,7 +93,10 @@ def rollout(
       namespace: i32[] or i32[B].
       logprobs: static; "sampling": of the distribution that a token was drawn from, after temperature, top-k and top-p,
         0 where the choice is greedy. "raw": of the logits as they came.
-      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits.
+      logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits, for constrained decoding.
+        Called once for each token, with the token before it.
+      logits_state: a tree of arrays [B, ...], such as the state of a grammar. Each completion begins with its
+        prompt's, and `logits_fn` gets those of the rows [S, ...] as a fourth argument and returns (logits, new ones).
       scheduler: static; None: `Scheduler()`.
       log: of `rollout_log`, takes the events; if it has no space for the next step's, the rollout ends. None: nobody
         wants them.
@@ -116,6 +122,10 @@ def rollout(
     start, lengths = spans(lengths, mask, number, width)
     lengths = jnp.where(lengths <= width, lengths, 0)  # more tokens than there are: refused, as none are
     outputs = number * groups
+    for path, leaf in jax.tree_util.tree_leaves_with_path(logits_state):
+        if jnp.shape(leaf)[:1] != (number,):
+            name = f"logits_state{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{name}: got shape {list(jnp.shape(leaf))}, wanted [{number}, ...]")
 
     def each(values: Any) -> Any:
         return jax.tree.map(lambda x: jnp.repeat(x, groups, axis=0), values)
@@ -127,7 +137,8 @@ def rollout(
     stop = integers("stop_tokens", stop_tokens if np.size(stop_tokens) else np.zeros(0, np.int32), ("K",))
     sampling = (Sampling(temperature=1.0) if sampling is None else sampling).each_row(number)
     serving = init_serving(
-        cache, [width + most] * outputs, num_stop_tokens=max(stop.shape[0], 1), logprobs=logprobs
+        cache, [width + most] * outputs, num_stop_tokens=max(stop.shape[0], 1), logprobs=logprobs,
+        logits_state=each(logits_state),
     )  # fmt: skip
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
     serving = serving.replace(requests=requests)
@@ -135,7 +146,7 @@ def rollout(
         serving, _flat(prompts, each(start), each(lengths), groups), each(lengths), jnp.full((outputs,), most),
         scheduler=scheduler, slots=entry, namespace=each(each_row("namespace", namespace, (number,))),
         seed=_seeds(seed, seeds, number, groups), sampling=each(sampling), stop_tokens=stop,
-        sample_of=jnp.where(behind > 0, entry - behind, -1),
+        sample_of=jnp.where(behind > 0, entry - behind, -1), logits_state=each(logits_state),
     )  # fmt: skip
 
     def turn(carry):
@@ -242,4 +253,5 @@ def _completions(requests: Requests, status: jax.Array, lengths: jax.Array, most
         tokens=jnp.where(mask, pick(requests.text, at), 0),
         logprobs=jnp.where(mask, pick(requests.logprobs, at), 0.0),
         mask=mask, lengths=count, finish=finish, cached=jnp.where(served, requests.cached, 0),
+        preemptions=jnp.where(served, requests.preemptions, 0),
     )  # fmt: skip

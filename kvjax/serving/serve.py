@@ -93,8 +93,9 @@ def serve_step(
         pools, _, written = compute(model, at, rows, new, steps, choose, k, fixed_steps)
         return pools, written
 
-    start = cache.pools, Written(jnp.zeros_like(new), Chosen.none(new.shape[0], k, requests.num_top))
+    start = cache.pools, Written(jnp.zeros_like(new), Chosen.none(new.shape[0], k, requests.num_top), rows.state)
     pools, written = once(jnp.any(decode & ~mixed), block, start) if fixed_steps else block(start)
+    serving = serving.with_logits_state(written.state)
     wrote = jnp.where(mixed, decode.astype(jnp.int32), written.count)
     chosen = Chosen(jnp.where(mixed, chosen.bits, written.chosen.bits))
     tokens, width = written.text(rows.token), scheduler.chunk_width(spec)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ def submit(
     stop_tokens: ArrayLike | None = None,
     retention: Retention | None = None,
     sample_of: ArrayLike = -1,
+    logits_state: Any = None,
 ) -> tuple[Serving, jax.Array, jax.Array, jax.Array]:
     """Requests wait from now on, each in an empty slot; one that could never run is refused.
 
@@ -58,6 +59,7 @@ def submit(
       retention: arrays with a leading axis R, at most the `num_ranges` of `init_serving`.
       sample_of: i32[R]; another sample of the prompt that this earlier entry of the batch has, or -1. Both run at the
         same time, and share what is computed of the prompt.
+      logits_state: a tree of arrays [R, ...]; what `logits_fn` gets with the first logits of each.
 
     Returns:
       The requests; and for each entry i32[R]: its status, its slot (-1 if refused) and the slot's generation. The first
@@ -93,6 +95,8 @@ def submit(
         requests = requests.at(slots, good, sampling=(sampling or Sampling()).each_row(number))
     elif sampling is not None:
         raise ValueError("sampling: got one, wanted None (init_serving was asked for greedy=True)")
+    if requests.logits_state is not None:
+        requests = requests.at(slots, good, logits_state=logits_state)
     requests = _write_retention(requests, slots, good, retention)
     serving = serving.replace(
         requests=requests, arrivals=serving.arrivals + count(good), dirty=serving.dirty | jnp.any(good)

@@ -5,6 +5,7 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -21,7 +22,7 @@ from tests.serving_kit import MODEL, ROWS, make_cache, make_spec, prompts_of, st
 GREEDY, MOST, SAMPLES = Sampling(), 4, 2
 PROMPTS = np.array([*prompts_of(0), *prompts_of(1)], np.int32)
 LENGTHS = np.array([13, 9, 5, 13], np.int32)
-BOTH = ("max_new_tokens", "samples", "scheduler", "logprobs")
+BOTH = ("max_new_tokens", "samples", "scheduler", "logprobs", "logits_fn")
 rollout = jax.jit(functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES), static_argnames=BOTH)
 
 
@@ -128,6 +129,30 @@ def test_under_vmap_and_in_replicas():
     chex.assert_trees_all_equal(jax.device_get(replicas), jax.device_get((found, after)))
 
 
+def counting(logits, last, positions, state):
+    """Allows only the token whose number is the count of those so far, from a start of each prompt's own."""
+    assert last.shape == positions.shape == state["count"].shape == (ROWS,)
+    allowed = jnp.arange(VOCAB)[None] == (state["count"] % VOCAB)[:, None]
+    return jnp.where(allowed, logits, -jnp.inf), {"count": state["count"] + 1}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_constraint_has_a_state_of_each_row_through_preemption(k):
+    """Few blocks, so that requests are preempted; each completion goes on from its own state."""
+    scheduler, most = kvjax.serving.Scheduler(reserve="num_tokens", chunk=8, k=k), 11
+    state = {"count": np.array([0, 1, 2, 7], np.int32)}
+    lengths = np.array([13, 9, 5, 12], np.int32)
+    found, cache, _ = rollout(
+        MODEL, make_cache(11), PROMPTS, lengths, sampling=GREEDY, logits_fn=counting, logits_state=state,
+        max_new_tokens=most, scheduler=scheduler,
+    )  # fmt: skip
+    wanted = (state["count"][:, None, None] + np.arange(most)) % VOCAB
+    np.testing.assert_array_equal(found.tokens, np.broadcast_to(wanted, (4, SAMPLES, most)))
+    assert np.any(found.preemptions) and np.all(found.logprobs == 0) and np.all(found.finish == Finish.LENGTH)
+    kvjax.check(cache.state)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("logprobs", ["raw", "sampling"])
 def test_samples_are_those_of_run_batch(logprobs):
@@ -167,6 +192,7 @@ def test_samples_are_those_of_run_batch(logprobs):
         ({"sampling": Sampling(temperature=np.ones(3))}, r"sampling.temperature: got shape \[3\]"),
         ({"scheduler": kvjax.serving.Scheduler(k=5)}, "k: got 5, wanted at most the block size"),
         ({"scheduler": kvjax.Sampling()}, "scheduler: got"),
+        ({"logits_state": {"count": np.zeros(3)}}, r"logits_state\['count'\]: got shape \[3\], wanted \[4, ...\]"),
     ],
 )
 def test_bad_arguments(options, message):
