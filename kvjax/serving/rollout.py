@@ -21,7 +21,7 @@ from kvjax.serving.capacity import admission_events, worst_step
 from kvjax.serving.decode import LogitsFn
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import retire
-from kvjax.serving.requests import Finish, Requests, init_serving
+from kvjax.serving.requests import Finish, Requests, Serving, init_serving
 from kvjax.serving.sampling import Sampling, check_logprobs, output_seeds
 from kvjax.serving.serve import serve
 from kvjax.serving.submit import cancel, submit
@@ -122,10 +122,7 @@ def rollout(
     start, lengths = spans(lengths, mask, number, width)
     lengths = jnp.where(lengths <= width, lengths, 0)  # more tokens than there are: refused, as none are
     outputs = number * groups
-    for path, leaf in jax.tree_util.tree_leaves_with_path(logits_state):
-        if jnp.shape(leaf)[:1] != (number,):
-            name = f"logits_state{jax.tree_util.keystr(path)}"
-            raise ValueError(f"{name}: got shape {list(jnp.shape(leaf))}, wanted [{number}, ...]")
+    _check_state(logits_state, number)
 
     def each(values: Any) -> Any:
         return jax.tree.map(lambda x: jnp.repeat(x, groups, axis=0), values)
@@ -148,6 +145,18 @@ def rollout(
         seed=_seeds(seed, seeds, number, groups), sampling=each(sampling), stop_tokens=stop,
         sample_of=jnp.where(behind > 0, entry - behind, -1), logits_state=each(logits_state),
     )  # fmt: skip
+    serving, log = _run(model, serving, log, scheduler, logits_fn, integers("now", now, ()))
+    serving, _ = cancel(serving, entry, generations)
+    serving, log, _ = retire(serving, log, scheduler, integers("now", now, ()))
+    status = pick(status, entry - behind)  # a sample is refused with the first of its prompt
+    found = _completions(serving.requests, status, each(lengths), most)
+    return jax.tree.map(lambda x: x.reshape(number, groups, *x.shape[1:]), found), serving.cache, log
+
+
+def _run(
+    model: Model, serving: Serving, log: Log, scheduler: Scheduler, logits_fn: LogitsFn | None, now: jax.Array
+) -> tuple[Serving, Log]:
+    """Steps until all requests are over, or nothing more can be done: no row is free, or the log is full."""
 
     def turn(carry):
         serving, log, _ = carry
@@ -157,10 +166,7 @@ def rollout(
         return serving, log, serving.busy & ((serving.steps > steps) | (serving.refused == 1))
 
     serving, log, _ = while_loop(lambda carry: carry[2], turn, (serving, log, jnp.bool_(True)))
-    serving, _ = cancel(serving, entry, generations)
-    serving, log, _ = retire(serving, log, scheduler, integers("now", now, ()))
-    found = _completions(serving.requests, status, each(lengths), most)
-    return jax.tree.map(lambda x: x.reshape(number, groups, *x.shape[1:]), found), serving.cache, log
+    return serving, log
 
 
 def rollout_log(
@@ -200,6 +206,13 @@ def _check(cache: Any, scheduler: Any, logprobs: Any) -> None:
     if scheduler.preempt == "swap":
         raise ValueError("scheduler: got preempt='swap', wanted 'recompute' (a program moves nothing)")
     check_logprobs(logprobs)
+
+
+def _check_state(logits_state: Any, number: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(logits_state):
+        if jnp.shape(leaf)[:1] != (number,):
+            name = f"logits_state{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{name}: got shape {list(jnp.shape(leaf))}, wanted [{number}, ...]")
 
 
 def spans(lengths: Any, mask: Any, number: int, width: int) -> tuple[jax.Array, jax.Array]:

@@ -32,12 +32,13 @@ def parts(family="llama"):
 def reference(model, temperature=1.0):
     """The same from whole sequences, [B, G, T]."""
     found = np.zeros((B, G, T), np.float32)
-    for b, g in np.ndindex(B, G):
-        text = [*PROMPTS[b, : LENGTHS[b]], *COMPLETIONS[b, g]]
+    for number, sample in np.ndindex(B, G):
+        text = [*PROMPTS[number, : LENGTHS[number]], *COMPLETIONS[number, sample]]
         padded = np.array([text + [0] * (P + T - len(text))], np.int32)
         scores = jax.nn.log_softmax(dense(model, padded)[0] / temperature, axis=-1)
-        at = LENGTHS[b] - 1 + np.arange(T)
-        found[b, g] = np.where(np.arange(T) < ENDS[b, g], scores[at, COMPLETIONS[b, g]], 0)
+        at = LENGTHS[number] - 1 + np.arange(T)
+        chosen = scores[at, COMPLETIONS[number, sample]]
+        found[number, sample] = np.where(np.arange(T) < ENDS[number, sample], chosen, 0)
     return found
 
 
