@@ -195,7 +195,7 @@ def count_recompiles(case: Case) -> int:
         def loss(weights: Any) -> jax.Array:
             return -jnp.mean(jax.nn.log_softmax(nnx.merge(graph, weights).dense(rows))[..., 0])
 
-        new = jax.tree.map(lambda w, g: w - 0.01 * g, weights, jax.grad(loss)(weights))
+        new = jax.tree.map(lambda weight, slope: weight - 0.01 * slope, weights, jax.grad(loss)(weights))
         return new, cache
 
     for number in range(3):

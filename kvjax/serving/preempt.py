@@ -46,7 +46,12 @@ def retire(serving: Serving, log: Log, scheduler: Scheduler, now: jax.Array) -> 
         seqs = serving.cache.state.seqs
         alone = (count(serving.running & (seqs.length > 0)) == 1) & ~pick(seqs.swapped_out, row)
         serving = leave(serving, row, alone)
-        cache, events = serving.cache.release(row, now=now)
+        released = row
+        if serving.held is not None:  # a row of one that is done stays in use, with nobody's request
+            holds = serving.requests[slot].stage == Stage.DONE
+            released = jnp.where(holds, -1, row)
+            serving = serving.replace(held=put(serving.held, slot[None], row[None], holds[None]))
+        cache, events = serving.cache.release(released, now=now)
         serving, log = serving.replace(cache=cache), note(log, events)
         preempted = (rows == number) & (serving.requests[slot].stage == Stage.WAITING)
         retired = Retired(retired.released | (rows == row), jnp.where(preempted, slot, retired.preempted))

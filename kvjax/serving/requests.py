@@ -178,6 +178,7 @@ class Serving(Pytree, static=("width", "logprobs")):
       refused: i32[]; steps for which blocks, though counted, could not be had in the last step, 1 for a chunk; or 0.
       chunks_deferred: i32[]; blocks of steps for which chunks have waited for others.
       onboard_slot: i32[]; slot of the request whose blocks on the host are to be brought back, between loops; or -1.
+      held: i32[W]; rows that requests hold when they are done, as the caller wanted; -1: none. None: all are released.
       width: static; the most tokens that a request has when it is admitted.
       logprobs: static; "raw" or "sampling": what the log-probabilities of chosen tokens are of (`sample`).
     """
@@ -196,6 +197,7 @@ class Serving(Pytree, static=("width", "logprobs")):
     onboard_slot: jax.Array
     width: int
     logprobs: str = "raw"
+    held: jax.Array | None = None
 
     @property
     def by_row(self) -> Requests:

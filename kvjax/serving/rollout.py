@@ -18,7 +18,7 @@ from kvjax.events.log import EventLog, Log, init_log
 from kvjax.events.records import Status
 from kvjax.model import Model, check_model
 from kvjax.serving.capacity import admission_events, worst_step
-from kvjax.serving.decode import LogitsFn
+from kvjax.serving.decode import LogitsFn, note
 from kvjax.serving.options import Scheduler
 from kvjax.serving.preempt import retire
 from kvjax.serving.requests import Finish, Requests, Serving, init_serving
@@ -40,6 +40,7 @@ class Rollout(Pytree):
       finish: i32[B, G]; why each ended, a `kvjax.serving.Finish`. CANCELLED: it got no row, or the log was full.
       cached: i32[B, G]; prompt tokens that were found in the cache.
       preemptions: i32[B, G]; how often each had to give its row up and wait again.
+      rows: i32[B, G]; with `hold` the row that still has each completion, but for its last token; else -1.
     """
 
     tokens: jax.Array
@@ -49,6 +50,7 @@ class Rollout(Pytree):
     finish: jax.Array
     cached: jax.Array
     preemptions: jax.Array
+    rows: jax.Array
 
 
 def rollout(
@@ -65,6 +67,8 @@ def rollout(
     seeds: ArrayLike | None = None,
     stop_tokens: Sequence[int] | jax.Array = (),
     namespace: ArrayLike = 0,
+    hold: bool = False,
+    continues: ArrayLike | None = None,
     logprobs: Literal["sampling", "raw"] = "sampling",
     logits_fn: LogitsFn | None = None,
     logits_state: Any = None,
@@ -91,6 +95,10 @@ def rollout(
       seeds: u32[B, G]; the streams themselves, as in `generate`.
       stop_tokens: i32[K]; end a completion.
       namespace: i32[] or i32[B].
+      hold: static; whether completions hold their rows, so that nothing evicts them before the next turn. All B * G
+        need a row then.
+      continues: i32[...]; rows that an earlier rollout holds, -1 for none. They are released first: a prompt that
+        begins with the text of one, such as that with a tool's answer behind it, finds all of it.
       logprobs: static; "sampling": of the distribution that a token was drawn from, after temperature, top-k and top-p,
         0 where the choice is greedy. "raw": of the logits as they came.
       logits_fn: static; (logits f32[S, V], last tokens i32[S], positions i32[S]) -> logits, for constrained decoding.
@@ -117,8 +125,10 @@ def rollout(
     prompts = integers("prompts", prompts, ("B", "P"))
     number, width = prompts.shape
     groups, most = static_int("samples", samples, 1), static_int("max_new_tokens", max_new_tokens, 1)
-    if groups > spec.max_seqs:
-        raise ValueError(f"samples: got {groups}, wanted at most the {spec.max_seqs} rows of the cache")
+    _check_rows(spec, number, groups, hold)
+    if continues is not None:
+        cache, events = cache.release(jnp.reshape(integers("continues", continues), -1), now=now)
+        log = note(log, events)
     start, lengths = spans(lengths, mask, number, width)
     lengths = jnp.where(lengths <= width, lengths, 0)  # more tokens than there are: refused, as none are
     outputs = number * groups
@@ -138,7 +148,8 @@ def rollout(
         logits_state=each(logits_state),
     )  # fmt: skip
     requests = serving.requests.replace(onboard=jnp.zeros_like(serving.requests.onboard))
-    serving = serving.replace(requests=requests)
+    held = jnp.full((outputs,), -1, jnp.int32)
+    serving = serving.replace(requests=requests, held=held if hold else None)
     serving, status, _, generations = submit(
         serving, _flat(prompts, each(start), each(lengths), groups), each(lengths), jnp.full((outputs,), most),
         scheduler=scheduler, slots=entry, namespace=each(each_row("namespace", namespace, (number,))),
@@ -149,7 +160,8 @@ def rollout(
     serving, _ = cancel(serving, entry, generations)
     serving, log, _ = retire(serving, log, scheduler, integers("now", now, ()))
     status = pick(status, entry - behind)  # a sample is refused with the first of its prompt
-    found = _completions(serving.requests, status, each(lengths), most)
+    held = held if serving.held is None else serving.held
+    found = _completions(serving.requests, status, each(lengths), most, held)
     return jax.tree.map(lambda x: x.reshape(number, groups, *x.shape[1:]), found), serving.cache, log
 
 
@@ -208,6 +220,12 @@ def _check(cache: Any, scheduler: Any, logprobs: Any) -> None:
     check_logprobs(logprobs)
 
 
+def _check_rows(spec: CacheSpec, number: int, groups: int, hold: bool) -> None:
+    if groups * (number if hold else 1) > spec.max_seqs:
+        of = f" of each of {number} prompts with hold=True" if hold else ""
+        raise ValueError(f"samples: got {groups}{of}, wanted at most the {spec.max_seqs} rows of the cache")
+
+
 def _check_state(logits_state: Any, number: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(logits_state):
         if jnp.shape(leaf)[:1] != (number,):
@@ -253,7 +271,7 @@ _REFUSED = {
 }  # fmt: skip
 
 
-def _completions(requests: Requests, status: jax.Array, lengths: jax.Array, most: int) -> Rollout:
+def _completions(requests: Requests, status: jax.Array, lengths: jax.Array, most: int, rows: jax.Array) -> Rollout:
     """The completions of the requests, in the slots of their entries; [B * G, ...]."""
     served = status == Status.OK
     count = jnp.where(served, requests.num_tokens - lengths, 0)
@@ -266,5 +284,5 @@ def _completions(requests: Requests, status: jax.Array, lengths: jax.Array, most
         tokens=jnp.where(mask, pick(requests.text, at), 0),
         logprobs=jnp.where(mask, pick(requests.logprobs, at), 0.0),
         mask=mask, lengths=count, finish=finish, cached=jnp.where(served, requests.cached, 0),
-        preemptions=jnp.where(served, requests.preemptions, 0),
+        preemptions=jnp.where(served, requests.preemptions, 0), rows=rows,
     )  # fmt: skip

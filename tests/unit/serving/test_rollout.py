@@ -22,7 +22,7 @@ from tests.serving_kit import MODEL, ROWS, make_cache, make_spec, prompts_of, st
 GREEDY, MOST, SAMPLES = Sampling(), 4, 2
 PROMPTS = np.array([*prompts_of(0), *prompts_of(1)], np.int32)
 LENGTHS = np.array([13, 9, 5, 13], np.int32)
-BOTH = ("max_new_tokens", "samples", "scheduler", "logprobs", "logits_fn")
+BOTH = ("max_new_tokens", "samples", "scheduler", "logprobs", "logits_fn", "hold")
 rollout = jax.jit(functools.partial(kvjax.rollout, max_new_tokens=MOST, samples=SAMPLES), static_argnames=BOTH)
 
 
@@ -129,6 +129,26 @@ def test_under_vmap_and_in_replicas():
     chex.assert_trees_all_equal(jax.device_get(replicas), jax.device_get((found, after)))
 
 
+@pytest.mark.long
+def test_turns_go_on_from_rows_that_are_held():
+    """Another rollout between two turns evicts what nobody holds; the second turn finds all of the first one's."""
+    cache = make_cache(14)
+    prompts, lengths = PROMPTS[:1], LENGTHS[:1]
+    first, cache, _ = rollout(MODEL, cache, prompts, lengths, sampling=GREEDY, hold=True, samples=1)
+    (row,) = np.asarray(first.rows).reshape(-1).tolist()
+    assert int(cache.state.seqs.committed[row]) == 13 + MOST - 1
+    others = np.stack([prompts_of(number)[0] for number in range(3, 7)]).astype(np.int32)
+    _, cache, _ = rollout(MODEL, cache, others, np.full(4, 13, np.int32), sampling=GREEDY)
+    text = np.concatenate([prompts[0], np.asarray(first.tokens)[0, 0], [2, 2]])[None].astype(np.int32)
+    found, after, _ = rollout(
+        MODEL, cache, text, np.array([text.size], np.int32), sampling=GREEDY, continues=first.rows, samples=1
+    )
+    assert int(found.cached[0, 0]) == 13 + MOST - 1
+    assert np.asarray(found.tokens)[0, 0].tolist() == chosen(text[0])
+    assert np.all(np.asarray(after.state.seqs.length) == 0) and np.all(found.rows == -1)
+    kvjax.check(after.state)
+
+
 def counting(logits, last, positions, state):
     """Allows only the token whose number is the count of those so far, from a start of each prompt's own."""
     assert last.shape == positions.shape == state["count"].shape == (ROWS,)
@@ -180,6 +200,7 @@ def test_samples_are_those_of_run_batch(logprobs):
     ("options", "message"),
     [
         ({"samples": ROWS + 1}, f"samples: got {ROWS + 1}, wanted at most the {ROWS} rows"),
+        ({"hold": True}, "samples: got 2 of each of 4 prompts with hold=True, wanted at most the 3 rows"),
         ({"lengths": None}, "lengths: got none, wanted it or mask"),
         ({"mask": np.ones((4, 13), bool)}, "lengths: got both it and mask"),
         ({"lengths": None, "mask": np.ones((4, 12), bool)}, r"mask: got bool\[4, 12\], wanted bool\[4, 13\]"),
