@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The columns and flags of a row of the index's table (`index.py`), and the hashes of rows."""
 
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 
 GENERATION, PARENT, PARENT_GENERATION, FILL, LEVEL, PRIORITY, NAMESPACE, DEPTH, FLAGS = range(9)
@@ -20,9 +25,9 @@ def parents_of(rows: np.ndarray) -> np.ndarray:
     return hashes_of(rows, ABOVE)
 
 
-def chains_of(rows: np.ndarray, *columns: int) -> list[int]:
-    """The cuts between rows that do not follow each other in one prefix, with both ends; or differ in some columns."""
+def chains_of(rows: np.ndarray, *columns: int) -> Iterator[tuple[int, int]]:
+    """The (start, stop) of rows that follow each other in one prefix and are equal in some columns."""
     follows = (parents_of(rows)[1:] == hashes_of(rows)[:-1]) & (rows[1:, DEPTH] > 0)
     for column in columns:
         follows &= rows[1:, column] == rows[:-1, column]
-    return [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
+    return itertools.pairwise([0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)])

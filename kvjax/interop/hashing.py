@@ -37,44 +37,36 @@ _NONE = bytes(_BYTES)
 
 
 def root_hash(model: str | None = None, salt: str | None = None, lora: str | None = None, *, key: bytes = b"") -> bytes:
-    """The hash of the empty prefix.
+    """The hash of the empty prefix: 16 bytes.
 
     Args:
       model: whatever tells apart models whose K/V differ, such as a checkpoint's name and the dtype of its K/V.
       salt: the tenant's, as in `Namespaces`.
       lora: the adapter's name; its number may be another one's in another process.
       key: a secret of at most 64 bytes, the same for all that compare hashes.
-
-    Returns:
-      16 bytes.
-
-    Raises:
-      ValueError: if one of them is no text, or the key is too long.
     """
-    content = _text("model", model) + _text("salt", salt) + _text("lora", lora)
+    content = b""
+    for name, value in {"model": model, "salt": salt, "lora": lora}.items():
+        text = b"" if value is None else _encoded(name, value, "text or None")
+        content += b"\x00" if value is None else b"\x01" + struct.pack("<I", len(text)) + text
     return _hasher(b"kvjax-root", key, content).digest()
 
 
 def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = None, *, key: bytes = b"") -> bytes:
-    """The hash of the prefix that ends with a block.
+    """The hash of the prefix that ends with a block: 16 bytes.
 
     Args:
       parent: 16 bytes; the hash of the prefix before the block.
       tokens: i32[n]; the tokens of the block, fewer than P in the last one of a prefix.
       extra_ids: i32[n]; where the spec has them, zeros too; else None.
       key: as for `root_hash`.
-
-    Returns:
-      16 bytes.
-
-    Raises:
-      ValueError: if the parent is no hash, or the integers are not of 32 bits or not one extra id for each token.
     """
     if not isinstance(parent, bytes) or len(parent) != _BYTES:
         raise ValueError(f"parent: got {parent!r:.80}, wanted a hash of {_BYTES} bytes")
-    words = [_words("tokens", tokens), *(_words("extra_ids", ids) for ids in [extra_ids] if ids is not None)]
+    parts = {"tokens": tokens} | ({} if extra_ids is None else {"extra_ids": extra_ids})
+    words = [host_integers(name, part, np.int32, "a list of integers").astype("<i4") for name, part in parts.items()]
     size = words[0].size
-    if any(ids.size != size for ids in words):
+    if words[-1].size != size:
         raise ValueError(f"extra_ids: got {words[1].size}, wanted one for each of {size} tokens")
     content = struct.pack("<I", size) + b"".join(ids.tobytes() for ids in words)
     return _chain(_hasher(b"kvjax-block", key), parent, content)
@@ -89,16 +81,11 @@ def first_64_bits(block_hash: bytes) -> int:
 
 
 def salt_hash(salt: str, *, key: bytes = b"") -> str:
-    """A hash of a salt's UTF-8: 32 hexadecimal digits.
-
-    Without `key` a short salt can be guessed from it.
+    """A hash of a salt's UTF-8: 32 hexadecimal digits. Without a `key` a short salt can be guessed from it.
 
     Args:
       salt: the tenant's, as in `Namespaces`.
       key: as for `root_hash`.
-
-    Raises:
-      ValueError: if the salt is no text, or the key is too long.
     """
     return _hasher(b"kvjax-salt", key, _encoded("salt", salt)).hexdigest()
 
@@ -111,10 +98,9 @@ def salt_text(salt: str | None, salts: str, key: bytes) -> str | None:
 def block_hashes(
     events: Iterable[dict[str, Any]], hashes: Mapping[Node, bytes] | None = None, **options: Any
 ) -> dict[Node, bytes]:
-    """The hashes of all prefixes that are cached after some events; see `with_hashes` for the arguments.
+    """{(group, block, generation): hash} of all that is cached after some events, by `with_hashes`.
 
-    Returns:
-      {(group, block, generation): hash}; a window group's block has the hash of its whole prefix.
+    A window group's block has the hash of its whole prefix.
     """
     return with_hashes(events, hashes, **options)[1]
 
@@ -146,9 +132,7 @@ def with_hashes(
       ValueError: if the events cannot have come from a cache with these hashes, or a namespace or an adapter has no
         name.
     """
-    adapters = {} if loras is None else loras
-    if len(set(adapters.values())) < len(adapters):
-        raise ValueError(f"loras: got {dict(adapters)}, wanted another name for each adapter")
+    adapters = _adapters("loras", loras)
     names = Namespaces() if names is None else names
     after, found = dict(hashes or {}), []
     for event in decoded(events):
@@ -183,15 +167,8 @@ class Hashing:
     """Hashes the rows of an index's table. Two with equal arguments are equal: one pass serves both."""
 
     def __init__(self, names: Namespaces | None, lora_names: Mapping[int, str] | None, model: str | None, key: bytes):
-        """Hashes with the arguments that `vllm.Encoder` has.
-
-        Raises:
-          ValueError: naming the argument.
-        """
         self._names = Namespaces() if names is None else names
-        self._loras = {} if lora_names is None else dict(lora_names)
-        if len(set(self._loras.values())) < len(self._loras):
-            raise ValueError(f"lora_names: got {self._loras}, wanted another name for each adapter")
+        self._loras = _adapters("lora_names", lora_names)
         self._model, self._key, self._hasher = model, key, _hasher(b"kvjax-block", key)
         self._equal = names and id(names), tuple(sorted(self._loras.items())), model, key
         self._spaces: dict[int, Space] = {}
@@ -305,15 +282,12 @@ def _root_of(namespace: int, names: Namespaces, loras: Mapping[int, str], model:
     return root_hash(model, salt, name, key=key)
 
 
-def _words(name: str, values: ArrayLike) -> np.ndarray:
-    return host_integers(name, values, np.int32, "a list of integers").astype("<i4")
-
-
-def _text(name: str, value: str | None) -> bytes:
-    if value is None:
-        return b"\x00"
-    data = _encoded(name, value, "text or None")
-    return b"\x01" + struct.pack("<I", len(data)) + data
+def _adapters(argument: str, loras: Mapping[int, str] | None) -> dict[int, str]:
+    """{adapter number: name}, which must all differ."""
+    names = dict(loras or {})
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{argument}: got {names}, wanted another name for each adapter")
+    return names
 
 
 def _encoded(name: str, value: str, wanted: str = "text") -> bytes:

@@ -34,7 +34,6 @@ from kvjax.interop.hashing import Hashing
 from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
-_NEW = "wanted one that is new"
 _LACKS = "wanted one that the map has: begin with `attach(state)`, and leave no events out"
 
 
@@ -87,18 +86,12 @@ class NodeMap:
 
     After a ValueError for events that cannot have happened its contents are undefined, until `attach`.
 
-    Attributes:
-      spec: of the cache.
-      groups: the nodes of each group.
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      hashing: hashes blocks as they are stored; None: the map has no hashes.
     """
 
     def __init__(self, spec: CacheSpec, hashing: Hashing | None = None):
-        """Begins with an empty cache.
-
-        Args:
-          spec: of the cache.
-          hashing: hashes blocks as they are stored; None: the map has no hashes.
-        """
         self.spec, self.hashing = spec, hashing
         self._contents, self._version = _Contents(spec, hashing), 0
 
@@ -117,11 +110,7 @@ class NodeMap:
         return other
 
     def fold(self, events: Any) -> list[Change]:
-        """Follows events: `Events`, an `EventLog`, or decoded ones; returns what they changed.
-
-        Raises:
-          ValueError: if they cannot have come from a cache with these contents.
-        """
+        """Follows events, which must be possible: `Events`, an `EventLog`, or decoded ones; what they changed."""
         contents, events = self._contents, host_events(events, self.spec)
         if not len(events.records):  # which not all who share ask for
             return []
@@ -150,17 +139,15 @@ class NodeMap:
             if kind == EventKind.STORED:
                 yield self._store(number, records[of], text[of])
             elif kind == EventKind.REMOVED:
-                yield self._remove(number, records[of])
+                yield self._forget(EventKind.REMOVED, number, self._blocks(number, records[of]))
             elif kind == EventKind.UPDATED:
                 yield self._update(number, records[of])
             else:
                 yield self._clear(number)
 
     def _store(self, number: int, records: np.ndarray, text: np.ndarray) -> Change:
-        group, size = self.groups[number], self.spec.block_size
-        blocks = self._blocks(number, records, "stored")
+        group, size, blocks = self.groups[number], self.spec.block_size, self._blocks(number, records)
         fill, level = records[:, 6], records[:, 7]
-        _refuse(records, group.table[blocks, col.FILL] > 0, _NEW)
         wrong = (fill < 1) | (fill > size) | (level < 0) | (level > 1)
         _refuse(records, wrong, f"wanted 1 to {size} tokens at level 0 or 1")
         rows = np.zeros((len(blocks), group.table.shape[1]), np.int32)
@@ -174,11 +161,6 @@ class NodeMap:
         if hashing is not None:
             hashing.hash(rows, parents, self.spec.block_size, group.hashes)
         group.table[blocks] = rows
-
-    def _remove(self, number: int, records: np.ndarray) -> Change:
-        blocks = self._blocks(number, records, "removed")
-        self._refuse_missing(number, records, blocks)
-        return self._forget(EventKind.REMOVED, number, blocks)
 
     def _clear(self, number: int) -> Change:
         change = self._forget(EventKind.CLEARED, number, self.groups[number].live[::-1])  # children first
@@ -195,16 +177,17 @@ class NodeMap:
 
     def _update(self, number: int, records: np.ndarray) -> Change:
         """A node may be updated several times, to and fro: the last one counts."""
-        table = self.groups[number].table
-        blocks = self._blocks(number, records, "updated", repeats=True)
-        self._refuse_missing(number, records, blocks)
+        table, blocks, stated = (
+            self.groups[number].table,
+            self._blocks(number, records),
+            slice(col.LEVEL, col.NAMESPACE),
+        )
         _refuse(records, (records[:, 7] < 0) | (records[:, 7] > 1), "wanted level 0 or 1")
         distinct = np.array(list(dict.fromkeys(blocks.tolist())), np.int64)
-        before = table[distinct][:, [col.LEVEL, col.PRIORITY]]
-        for block, level, priority in records[:, [2, 7, 8]].tolist():
-            table[block, col.LEVEL], table[block, col.PRIORITY] = level, priority
+        before = table[distinct, stated]
+        table[blocks, stated] = records[:, 7:]
         rows = table[distinct]
-        differ = np.any(rows[:, [col.LEVEL, col.PRIORITY]] != before, axis=1)
+        differ = np.any(rows[:, stated] != before, axis=1)
         return Change(EventKind.UPDATED, number, distinct[differ], rows[differ], before[differ])
 
     def write(self, change: Change) -> None:
@@ -216,11 +199,7 @@ class NodeMap:
             table[change.blocks] = change.rows
 
     def attach(self, state: CacheState) -> None:
-        """Begins anew with a cache that is not empty, was restored, or goes on without its events having been followed.
-
-        Raises:
-          ValueError: if the cache is of another spec.
-        """
+        """Begins anew with a cache that is not empty, was restored, or goes on without its events."""
         tables = _tables_of(state, self.spec)
         self._contents, self._version = _Contents(self.spec, self.hashing), 0
         for number, table in enumerate(tables):
@@ -271,19 +250,18 @@ class NodeMap:
             return [(least, slice(None))]
         return [(number, np.flatnonzero(numbers == number)) for number in np.unique(numbers).tolist()]
 
-    def _blocks(self, number: int, records: np.ndarray, kind: str, repeats: bool = False) -> np.ndarray:
-        """The blocks i32[n] of one group's records, which must be in range, and none of them twice."""
-        blocks = records[:, 2]
-        num_ids = self.spec.groups[number].num_ids
-        if blocks.min() < 0 or blocks.max() >= num_ids:
-            _refuse(records, (blocks < 0) | (blocks >= num_ids), f"wanted block 0 to {num_ids - 1}")
-        if not repeats and len(set(blocks.tolist())) < len(blocks):
-            raise ValueError(f"events: got {kind} of one node twice in group {number}, wanted it once")
+    def _blocks(self, number: int, records: np.ndarray) -> np.ndarray:
+        """The blocks i32[n] of one group's records of one kind: new ones if stored, else those of nodes that exist."""
+        table, kind, blocks = self.groups[number].table, EventKind(records[0, 0]), records[:, 2]
+        _refuse(records, (blocks < 0) | (blocks >= len(table)), f"wanted block 0 to {len(table) - 1}")
+        if kind != EventKind.UPDATED and len(set(blocks.tolist())) < len(blocks):
+            raise ValueError(f"events: got {kind.name.lower()} of one node twice in group {number}, wanted it once")
+        live = table[blocks, col.FILL] > 0
+        if kind == EventKind.STORED:
+            _refuse(records, live, "wanted one that is new")
+        else:
+            _refuse(records, ~live | (table[blocks, col.GENERATION] != records[:, 3]), _LACKS)
         return blocks
-
-    def _refuse_missing(self, number: int, records: np.ndarray, blocks: np.ndarray) -> None:
-        table = self.groups[number].table
-        _refuse(records, (table[blocks, col.FILL] == 0) | (table[blocks, col.GENERATION] != records[:, 3]), _LACKS)
 
     def _link(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> list[int]:
         """Writes what rows have of their parents: namespace, depth, flags and hash of the prefix before.

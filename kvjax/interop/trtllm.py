@@ -16,7 +16,6 @@ Source: TensorRT-LLM's `_utils.py`, `KVCacheEventSerializer`.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
@@ -58,7 +57,18 @@ _MOST_TOKENS = 1 << 16  # of an event, so that no line is over about 6 MB
 class Writer(EventEncoder[str]):
     """Writes a cache's events; `write` is a listener of `generate`, `stream` and `run_batch`.
 
-    After a ValueError for events that cannot have happened nothing more can be written, until `attach`.
+    After a ValueError for events that cannot have happened nothing more can be written, until `attach`. A bare first
+    group is not written: its blocks have no K/V. Extra ids are written as numbers.
+
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      file: where `write` and `attach` write lines; a text file, which the caller closes.
+      names: the `Namespaces` of the cache; None: all prompts have namespace 0. Blocks of others are not written.
+      lora_names: adapter number to name; an adapter without one is called by its number.
+      model: part of all hashes, as for `hashing.root_hash`.
+      key: a secret of at most 64 bytes, without which hashes can neither be made nor probed.
+      salts: "digest" writes a hash of each salt, "plain" the salt, "omit" no blocks of prompts with a salt.
+      rank: the attention_dp_rank; None: the events have none.
 
     Attributes:
       nodes: what is cached by the events so far.
@@ -79,23 +89,6 @@ class Writer(EventEncoder[str]):
         salts: str = "digest",
         rank: int | None = None,
     ):
-        """Begins with an empty cache.
-
-        A bare first group is not written: its blocks have no K/V. Extra ids are written as numbers.
-
-        Args:
-          spec: of the cache.
-          file: where `write` and `attach` write lines; a text file, which the caller closes.
-          names: the `Namespaces` of the cache; None: all prompts have namespace 0. Blocks of others are not written.
-          lora_names: adapter number to name; an adapter without one is called by its number.
-          model: part of all hashes, as for `hashing.root_hash`.
-          key: a secret of at most 64 bytes, without which hashes can neither be made nor probed.
-          salts: "digest" writes a hash of each salt, "plain" the salt, "omit" no blocks of prompts with a salt.
-          rank: the attention_dp_rank; None: the events have none.
-
-        Raises:
-          ValueError: naming the argument.
-        """
         if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
             raise ValueError(f"rank: got {rank!r}, wanted None or an int of at least 0")
         unpublished = {flag: reason for flag, reason in WHOLE.items() if flag != col.PARTIAL} | omitted_salts(salts)
@@ -115,24 +108,14 @@ class Writer(EventEncoder[str]):
         self._space = functools.lru_cache(4096)(self._make_space)
 
     def write(self, events: Any) -> None:
-        """Writes the lines of events to the file: a listener.
-
-        Args:
-          events: as for `lines`.
-
-        Raises:
-          ValueError: as `lines` does, and if the writer has no file.
-        """
+        """Writes the lines of events to the file: a listener."""
         self._save(self.lines(events))
 
     def lines(self, events: Any) -> list[str]:
         """Follows events; their lines.
 
         Args:
-          events: `Events`, an `EventLog`, or decoded events; each once, in their order.
-
-        Raises:
-          ValueError: if they cannot have come from a cache with the contents that the events so far have given it.
+          events: `Events`, an `EventLog`, or decoded events, which must be possible after those so far.
         """
         events = host_events(events, self.nodes.spec)
         if not self._sound:
@@ -156,9 +139,6 @@ class Writer(EventEncoder[str]):
         Returns:
           The lines that bring a reader to its contents, which are in the file too if there is one: all that was stored
           is removed, the groups are created, and what the cache has is stored.
-
-        Raises:
-          ValueError: if it is of another spec.
         """
         before = [change._replace(kind=EventKind.REMOVED, rows=change.rows[::-1]) for change in self.nodes.snapshot()]
         super().attach(state)
@@ -175,12 +155,11 @@ class Writer(EventEncoder[str]):
 
     def _created(self) -> list[str]:
         self._begun = True
-        host = [group.num_host_blocks for group in self.nodes.spec.groups]
-        levels = {number: f"[{self._num_blocks[number]},{host[number]}]" for number in self._ends}
-        return [
-            self._event(number, f'{{"type":"created","num_blocks_per_cache_level":{of}}}')
-            for number, of in levels.items()
-        ]
+        found = []
+        for number in self._ends:
+            levels = f"[{self._num_blocks[number]},{self.nodes.spec.groups[number].num_host_blocks}]"
+            found.append(self._event(number, f'{{"type":"created","num_blocks_per_cache_level":{levels}}}'))
+        return found
 
     def _removed(self, number: int, rows: np.ndarray) -> list[str]:
         hashes = ",".join(map(str, hashes_of(rows).tolist()))
@@ -202,7 +181,7 @@ class Writer(EventEncoder[str]):
         """Consecutive blocks that chain are one event."""
         texts, parents = self._texts(rows, hashes_of(rows).tolist()), parents_of(rows).tolist()
         of, found = rows[:, [col.DEPTH, col.NAMESPACE]].tolist(), []
-        for start, stop in pieces(itertools.pairwise(chains_of(rows)), self._most_blocks):
+        for start, stop in pieces(chains_of(rows), self._most_blocks):
             depth, namespace = of[start]
             some, parent = ",".join(texts[start:stop]), parents[start] if depth else "null"
             data = f'{{"type":"stored","parent_hash":{parent},"blocks":[{some}]{self._space(namespace)}}}'

@@ -81,17 +81,17 @@ class UpdateEncoder(EventEncoder[Update]):
         """Updates from one index to another; group by group, what is gone before what is new."""
         found = []
         for number in sorted(self.groups):
-            (old_rows, old_keys), (new_rows, new_keys) = (self._published(nodes, number) for nodes in (old, new))
+            (old_rows, old_keys), (new_rows, new_keys) = (self._rows_of(nodes, number) for nodes in (old, new))
             both = {*old_keys} & {*new_keys}
             gone, added = (np.array([key not in both for key in keys], bool) for keys in (old_keys, new_keys))
             found += self._removed(number, old_rows[gone][::-1]) + self._stored(number, new_rows[added])
         return found
 
-    def _published(self, nodes: NodeMap, number: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    def _rows_of(self, nodes: NodeMap, number: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """Rows of a group's published blocks, parents first, and for each its hash and level."""
         group = nodes.groups[number]
         rows = group.table[group.live]
-        rows = rows[self._is_published(rows)]
+        rows = rows[rows[:, col.FLAGS] & self._mask == 0]
         return rows, list(zip(hashes_of(rows).tolist(), rows[:, col.LEVEL].tolist(), strict=True))
 
     def _removed(self, number: int, rows: np.ndarray) -> list[Update]:
@@ -162,21 +162,29 @@ class Stream:
             yield message
 
 
-class Usage(NamedTuple):
-    """Blocks that are not empty and blocks in all, by level, as a state had them at a time."""
-
-    used: tuple[int, int]
-    total: tuple[int, int]
-    timestamp: float
-
-
 class Agent(PublisherThread[UpdateEncoder]):
     """Serves what is cached to subscribers: MAX's, and whoever reads `kvjax/interop/agent/agent.proto`.
 
     A subscriber gets the present state and then differences: whole blocks, once each, by the hashes of 64 bits that all
     wires use (`kvjax.interop.hashing`), of the first group that has K/V, unless it asks for others. Without a `key`,
     who guesses a prompt learns from its hash whether it is cached. `close`, or the end of a `with`, puts what is queued
-    into the streams, and ends these.
+    into the streams, and ends these. A port in use, or an address of another machine, is an OSError.
+
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      host: the address of the machine to listen at. Other machines see "0.0.0.0" and "[::]".
+      port: 0 chooses one.
+      credentials: from `grpc.ssl_server_credentials`; None: in clear.
+      names: the `Namespaces` of the cache; None: all prompts have namespace 0.
+      lora_names: adapter number to name; an adapter without one is called by its number.
+      model: part of all hashes, as for `hashing.root_hash`.
+      key: a secret of at most 64 bytes, the same on all replicas, without which hashes cannot be made. Extra ids are
+        part of hashes too, as numbers: let them be the same on all replicas.
+      max_subscribers: the most at a time; others end with RESOURCE_EXHAUSTED.
+      max_behind: the most updates that wait for a subscriber; one that is later ends with RESOURCE_EXHAUSTED, and may
+        come again.
+      queue_bytes: the most events that wait for the agent's thread.
+      heartbeat: seconds between two updates with how full the tiers are; None: there is one.
 
     Attributes:
       address: where it listens, with the port that was chosen.
@@ -202,28 +210,6 @@ class Agent(PublisherThread[UpdateEncoder]):
         queue_bytes: int = 64 << 20,
         heartbeat: float | None = 1.0,
     ):
-        """Begins with an empty cache; see `attach` for others.
-
-        Args:
-          spec: of the cache.
-          host: the address of the machine to listen at. Other machines see "0.0.0.0" and "[::]".
-          port: 0 chooses one.
-          credentials: from `grpc.ssl_server_credentials`; None: in clear.
-          names: the `Namespaces` of the cache; None: all prompts have namespace 0.
-          lora_names: adapter number to name; an adapter without one is called by its number.
-          model: part of all hashes, as for `hashing.root_hash`.
-          key: a secret of at most 64 bytes, the same on all replicas, without which hashes cannot be made. Extra ids
-            are part of hashes too, as numbers: let them be the same on all replicas.
-          max_subscribers: the most at a time; others end with RESOURCE_EXHAUSTED.
-          max_behind: the most updates that wait for a subscriber; one that is later ends with RESOURCE_EXHAUSTED, and
-            may come again.
-          queue_bytes: the most events that wait for the agent's thread.
-          heartbeat: seconds between two updates with how full the tiers are; None: there is one.
-
-        Raises:
-          ValueError: naming the argument.
-          OSError: if the port is in use, or the address is not this machine's.
-        """
         limits = ("max_subscribers", max_subscribers, 1), ("max_behind", max_behind, 1), ("port", port, 0)
         for name, value, least in limits:
             static_int(name, value, least)
@@ -232,7 +218,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         super().__init__(encoder, queue_bytes=queue_bytes, heartbeat=heartbeat)
         self._lock, self._streams, self._due = threading.Lock(), set[Stream](), 0.0
         self._sent = NodeMap(spec)  # the index that each subscriber has once it has read its stream
-        self._usage: dict[int, Usage] = {}
+        self._usage: dict[tuple[int, int], tuple[int, int, float]] = {}  # by group and level: used, in all, and when
         self._max_subscribers, self._max_behind = max_subscribers, max_behind
         counted = "updates", "subscriptions", "subscribers_refused", "subscribers_late", "requests_refused"
         self._counts |= dict.fromkeys(counted, 0)
@@ -242,31 +228,26 @@ class Agent(PublisherThread[UpdateEncoder]):
         service = messages.DESCRIPTOR.services_by_name["KVCacheAgentService"].full_name
         methods = {"SubscribeToUpdates": grpc.unary_stream_rpc_method_handler(self._subscribe)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, methods)])
-        self.port = self._bind(f"{host}:{port}", credentials)
+        address = f"{host}:{port}"
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            self._threads.shutdown()
+            raise OSError(f"port: got {address}, wanted one of this machine that is not in use") from error
         self.address = f"{host}:{self.port}"
         self._server.start()
         self._thread.start()
 
-    def _bind(self, address: str, credentials: Any) -> int:
-        try:
-            if credentials is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            self._threads.shutdown()
-            raise OSError(f"port: got {address}, wanted one of this machine that is not in use") from error
-
     def set(self, state: CacheState) -> None:
-        """Reads how many blocks rows hold or find: who holds a block is no event.
-
-        Args:
-          state: of the cache; to be called between its transitions.
-        """
+        """Reads from the state how many blocks rows hold or find, which is no event; call it between transitions."""
         now = time.monotonic()
         for number in self._groups:
             s = stats(state, number)
-            used = s.active_blocks + s.cached_blocks, s.host_active_blocks + s.host_cached_blocks
-            self._usage[number] = Usage(used, (s.num_blocks, s.host_blocks), now)
+            self._usage[number, 0] = s.active_blocks + s.cached_blocks, s.num_blocks, now
+            self._usage[number, 1] = s.host_active_blocks + s.host_cached_blocks, s.host_blocks, now
 
     @property
     def counts(self) -> dict[str, int]:
@@ -394,13 +375,12 @@ class Agent(PublisherThread[UpdateEncoder]):
         nodes = self._sent
         table, spec = nodes.groups[number].table, nodes.spec.groups[number]
         cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(_TIERS)).tolist()
-        usage = self._usage.get(number)
-        total = (spec.num_blocks, spec.num_host_blocks) if usage is None else usage.total
-        for level, tier in enumerate(_TIERS):
-            used = {}
-            if usage is not None:
-                used = {"used_blocks": usage.used[level], "used_age_seconds": time.monotonic() - usage.timestamp}
-            if total[level]:
+        for level, total in enumerate((spec.num_blocks, spec.num_host_blocks)):
+            usage = {}
+            if (number, level) in self._usage:
+                used, total, then = self._usage[number, level]
+                usage = {"used_blocks": used, "used_age_seconds": time.monotonic() - then}
+            if total:
                 yield messages.Fill(
-                    group=number, memory_tier=tier, cached_blocks=cached[level], total_blocks=total[level], **used
+                    group=number, memory_tier=_TIERS[level], cached_blocks=cached[level], total_blocks=total, **usage
                 )

@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             attach_socket(socket, "ENDPOINT", args.endpoint, bind=args.bind)
             while True:
                 socket.poll()
-                for line in lines(receive(socket, 3) or []):
-                    print(line, flush=True)
+                for frames in receive(socket, 1):
+                    print(*lines(frames), sep="\n", flush=True)
         except (KeyboardInterrupt, BrokenPipeError):
             sys.exit(130)
         except (ValueError, OSError) as error:

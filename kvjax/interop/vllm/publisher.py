@@ -40,7 +40,7 @@ IN_FLIGHT, WAITING, WAITING_OF_PEER, INTERVAL = 4, 64, 8, 1.0
 _QUEUED = 1000  # messages queued for a subscriber that reads slowly; it asks for what is dropped beyond
 _SUBSCRIPTION_BYTES, _REQUEST_BYTES = 1024, 64  # the most of a subscription's and of a request's frame
 _OVERHEAD = 512  # bytes of a batch beside its payloads and arrays, about
-_AT_ONCE = 64  # messages to a peer before others have their turn
+_AT_ONCE = 64  # messages to a peer, and requests, before others have their turn
 _BLOCKED, _IDLE = 5, 100  # milliseconds until the replayer looks again
 
 
@@ -48,7 +48,25 @@ class Publisher(PublisherThread[Encoder]):
     """Publishes the events of a cache; readers are vLLM's, NVIDIA Dynamo, llm-d, AIBrix and `Subscriber`.
 
     The first message is a resync: AllBlocksCleared and the index, if any, so that what readers know of a process that
-    died goes. The stream holds prompts in clear. `close`, or the end of a `with`, sends what is queued.
+    died goes. The stream holds prompts in clear. `close`, or the end of a `with`, sends what is queued. An
+    endpoint that cannot be bound is an OSError.
+
+    Args:
+      spec: of the cache, which is empty; see `attach` for others.
+      bind: where readers connect to; None: tcp://127.0.0.1:5557. Other machines see `tcp://*:5557`.
+      connect: where a reader binds (llm-d's central mode), in place of `bind`.
+      replay: where to answer readers who missed messages; None: nowhere.
+      topic: of the messages; None: `kv@<host>:<port>@<model>`.
+      model: as for `Encoder`.
+      replay_form: "0.11" leaves the topic out of answers, as vLLM 0.11 does.
+      first_seq: number of the first message; None: the clock in microseconds, so that a process that takes the place of
+        another begins with a higher one. A resync needs some numbers below.
+      queue_bytes: the most events that wait for the publisher's thread.
+      buffer_batches, buffer_bytes: the most batches, and bytes, that are buffered for replays.
+      heartbeat: after so many idle seconds an empty batch is sent, since a lost last message shows no gap; None: never.
+      replay_timeout: seconds after which a peer that does not read its replay is given up.
+      curve: keys; None: in clear.
+      options: as for `Encoder`: names, lora_names, key, salts, extra_name, form, rank, max_message.
 
     Attributes:
       endpoint: where it publishes, with the port that was chosen.
@@ -76,31 +94,6 @@ class Publisher(PublisherThread[Encoder]):
         curve: Curve | None = None,
         **options: Any,
     ):
-        """Begins with an empty cache; see `attach` for others.
-
-        Args:
-          spec: of the cache.
-          bind: where readers connect to; None: tcp://127.0.0.1:5557. Other machines see `tcp://*:5557`.
-          connect: where a reader binds (llm-d's central mode), in place of `bind`.
-          replay: where to answer readers who missed messages; None: nowhere.
-          topic: of the messages; None: `kv@<host>:<port>@<model>`.
-          model: as for `Encoder`.
-          replay_form: "0.11" leaves the topic out of answers, as vLLM 0.11 does.
-          first_seq: number of the first message; None: the clock in microseconds, so that a process that takes the
-            place of another begins with a higher one. A resync needs some numbers below.
-          queue_bytes: the most events that wait for the publisher's thread.
-          buffer_batches: the most batches that are kept for replays.
-          buffer_bytes: the most bytes.
-          heartbeat: after so many idle seconds an empty batch is sent, since a lost last message shows no gap; None:
-            never.
-          replay_timeout: seconds after which a peer that does not read its replay is given up.
-          curve: keys; None: in clear.
-          options: as for `Encoder`: names, lora_names, key, salts, extra_name, form, rank, max_message.
-
-        Raises:
-          ValueError: naming the argument.
-          OSError: if an endpoint cannot be bound.
-        """
         if not replay_timeout > 0:
             raise ValueError(f"replay_timeout: got {replay_timeout!r}, wanted more than 0")
         if bind is not None and connect is not None:
@@ -274,9 +267,9 @@ class Replayer:
         while not self._stop.is_set():
             blocked = self._active or self._ends or self._waiting
             soon = 0 if busy else _BLOCKED if blocked else _IDLE  # POLLOUT would be true for any one peer
-            if self._socket.poll(soon, zmq.POLLIN):
-                for frames in iter(lambda: receive(self._socket, 3), None):
-                    self._take(frames)
+            self._socket.poll(soon, zmq.POLLIN)
+            for frames in receive(self._socket, _AT_ONCE):
+                self._take(frames)
             now = time.monotonic()
             self._start(now)
             busy = sum(self._go_on(answer, now) for answer in self._active)  # each has its turn
