@@ -38,43 +38,39 @@ class HostEvents:
     text: np.ndarray
     events: Events | EventLog | None = None
     is_shared: bool = False
-    _found: dict[int, tuple[object, Any]] = dataclasses.field(default_factory=dict)
+    _found: dict[object, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def steps(self) -> tuple[tuple[int, np.ndarray, np.ndarray], ...]:
+    def steps(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """(kind, records, text of the stored ones) in as few runs of one kind as follow each other.
 
         Removed and stored records trade places where that changes nothing: first all that are removed.
         """
-        return tuple(self._steps())
-
-    def _steps(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        records, text, kinds, texts = self.records, self.text, self.records[:, 0], 0
+        records, text, kinds, texts, found = self.records, self.text, self.records[:, 0], 0, []
         exchange = (kinds == EventKind.REMOVED) | (kinds == EventKind.STORED)
         for start, stop in runs(np.where(exchange, 0, kinds)):
             if not exchange[start]:
-                yield int(kinds[start]), records[start:stop], text[:0]
+                found.append((int(kinds[start]), records[start:stop], text[:0]))
                 continue
             cuts = _cuts(records[start:stop])
             for first, last in itertools.pairwise([start, *(start + cut for cut in cuts), stop]):
                 some = records[first:last]
-                yield EventKind.REMOVED, some[some[:, 0] == EventKind.REMOVED], text[:0]
-                stored = some[some[:, 0] == EventKind.STORED]
-                yield EventKind.STORED, stored, text[texts : texts + len(stored)]
+                removed, stored = (some[some[:, 0] == kind] for kind in (EventKind.REMOVED, EventKind.STORED))
+                found.append((EventKind.REMOVED, removed, text[:0]))
+                found.append((EventKind.STORED, stored, text[texts : texts + len(stored)]))
                 texts += len(stored)
+        return [step for step in found if len(step[1])]
 
     def once(self, owner: object, compute: Callable[[HostEvents], Any]) -> Any:
-        """Computes something for an owner the first time that it is asked for, and keeps it, an error too."""
-        if id(owner) not in self._found:
+        """Computes something for an owner on its first request, and keeps it, an error too."""
+        if owner not in self._found:
             try:
-                found = compute(self)
+                self._found[owner] = compute(self)
             except ValueError as error:
-                found = error
-            self._found[id(owner)] = owner, found
-        found = self._found[id(owner)][1]
-        if isinstance(found, ValueError):
-            raise found
-        return found
+                self._found[owner] = error
+        if isinstance(self._found[owner], ValueError):
+            raise self._found[owner]
+        return self._found[owner]
 
 
 def host_events(events: Any, spec: CacheSpec) -> HostEvents:
@@ -82,11 +78,8 @@ def host_events(events: Any, spec: CacheSpec) -> HostEvents:
 
     Args:
       events: `Events`, also with leading axes (of a scan); an `EventLog`; `HostEvents`; or decoded events, from
-        `to_list`.
+        `to_list`. Blocks of another size are a ValueError.
       spec: of the cache that they come from.
-
-    Raises:
-      ValueError: for anything else, and for blocks of another size.
     """
     if isinstance(events, HostEvents):
         return events if events.spec == spec or events.events is None else _of_arrays(events.events, spec)
@@ -98,20 +91,12 @@ def host_events(events: Any, spec: CacheSpec) -> HostEvents:
 
 
 def listened(events: Any, spec: CacheSpec) -> HostEvents:
-    """The same of what a listener gets.
-
-    Raises:
-      ValueError: for anything but `Events`, an `EventLog` and `HostEvents`.
-    """
+    """The same of what a listener gets: no decoded events."""
     return host_events(events if isinstance(events, HostEvents) else arrays(events), spec)
 
 
 def arrays(events: Any) -> Events | EventLog:
-    """The events that a listener gets, as numpy arrays.
-
-    Raises:
-      ValueError: for anything else.
-    """
+    """The events that a listener gets, `Events`, an `EventLog` or `HostEvents`, as numpy arrays."""
     if isinstance(events, HostEvents) and events.events is not None:
         return events.events
     if not isinstance(events, Events | EventLog):
@@ -164,15 +149,13 @@ def parts_of(spec: CacheSpec) -> tuple[str, ...]:
 
 
 def _of_arrays(events: Events | EventLog, spec: CacheSpec) -> HostEvents:
-    size = spec.block_size
-    given, names = events.text.parts(), parts_of(spec)
-    got = {name: part.shape[-1] for name, part in given.items()}
-    if got != dict.fromkeys(names, size):
-        raise ValueError(f"events: got blocks of {got}, wanted {dict.fromkeys(names, size)}")
-    parts, records = [np.asarray(given[name]) for name in names], records_of(events)
+    size, parts, records = spec.block_size, events.text.parts(), records_of(events)
+    got, wanted = {name: part.shape[-1] for name, part in parts.items()}, dict.fromkeys(parts_of(spec), size)
+    if got != wanted:
+        raise ValueError(f"events: got blocks of {got}, wanted {wanted}")
     kinds = records[:, 0]
     stored = np.flatnonzero(kinds == EventKind.STORED)
-    text = np.concatenate([part.reshape(-1, size)[stored] for part in parts], axis=1)
+    text = np.concatenate([np.asarray(parts[name]).reshape(-1, size)[stored] for name in wanted], axis=1)
     changing = (kinds >= _KINDS[0]) & (kinds <= _KINDS[-1]) & (kinds != EventKind.COPIED)
     return HostEvents(spec, records[changing], text, events)  # an index by an array makes a copy
 

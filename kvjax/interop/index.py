@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -131,19 +131,19 @@ class NodeMap:
         return self._contents.version - 1, self._fold(events)
 
     def _fold(self, events: HostEvents) -> list[Change]:
-        return [change for kind, records, text in events.steps for change in self._step(kind, records, text)]
-
-    def _step(self, kind: int, records: np.ndarray, text: np.ndarray) -> Iterator[Change]:
-        """Follows records of one kind, group by group, the first one first."""
-        for number, of in self._by_group(records):
-            if kind == EventKind.STORED:
-                yield self._store(number, records[of], text[of])
-            elif kind == EventKind.REMOVED:
-                yield self._forget(EventKind.REMOVED, number, self._blocks(number, records[of]))
-            elif kind == EventKind.UPDATED:
-                yield self._update(number, records[of])
-            else:
-                yield self._clear(number)
+        """Follows the runs of records of one kind, each group by group, the first one first."""
+        found = []
+        for kind, records, text in events.steps:
+            for number, of in self._by_group(records[:, 1]):
+                if kind == EventKind.STORED:
+                    found.append(self._store(number, records[of], text[of]))
+                elif kind == EventKind.REMOVED:
+                    found.append(self._forget(EventKind.REMOVED, number, self._blocks(number, records[of])))
+                elif kind == EventKind.UPDATED:
+                    found.append(self._update(number, records[of]))
+                else:
+                    found.append(self._clear(number))
+        return found
 
     def _store(self, number: int, records: np.ndarray, text: np.ndarray) -> Change:
         group, size, blocks = self.groups[number], self.spec.block_size, self._blocks(number, records)
@@ -238,11 +238,8 @@ class NodeMap:
             seen.add(parent)
             row = self.groups[0].table[parent]
 
-    def _by_group(self, records: np.ndarray) -> list[tuple[int, Any]]:
-        """(group, index into the records) for each group that has any, the first group first."""
-        numbers = records[:, 1]
-        if not len(numbers):
-            return []
+    def _by_group(self, numbers: np.ndarray) -> list[tuple[int, Any]]:
+        """(group, index of its records) for each group that has any, by the numbers of all records' groups."""
         least, most = int(numbers.min()), int(numbers.max())
         if least < 0 or most >= len(self.groups):
             raise ValueError(f"events: got group {most}, wanted 0 to {len(self.groups) - 1}")

@@ -48,23 +48,17 @@ class Log:
     """Writes a cache's events to a file; `write` is a listener of `generate`, `stream` and `run_batch`.
 
     The file has prompts in clear.
+
+    Args:
+      file: a text file, which the caller closes.
+      clock: gives the time in seconds.
     """
 
     def __init__(self, file: TextIO, *, clock: Callable[[], float] = time.time):
-        """Begins with an empty cache.
-
-        Args:
-          file: a text file, which the caller closes.
-          clock: gives the time in seconds.
-        """
         self._file, self._clock = file, clock
 
     def write(self, events: Events | EventLog) -> None:
-        """Writes a line: a listener.
-
-        Raises:
-          ValueError: for anything but `Events` and an `EventLog`.
-        """
+        """Writes a line: a listener."""
         self._save(entry(events, self._clock()))
 
     def attach(self, state: CacheState) -> None:
@@ -76,15 +70,7 @@ class Log:
 
 
 def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]:
-    """The fields of a line, of a transition or of a jitted loop.
-
-    Args:
-      events: of the transition.
-      now: the ts; None: by the clock.
-
-    Raises:
-      ValueError: for anything but `Events` and an `EventLog`.
-    """
+    """The fields of a line, of a transition or of a jitted loop; `now` is the ts, None: by the clock."""
     events = arrays(events)
     sums = {name: int(np.sum(getattr(events, name))) for name in ("queried", "cached")}
     return {"ts": time.time() if now is None else now, "events": to_list(events), **sums}
@@ -213,21 +199,17 @@ class _Reader:
         report.blocks.append((self._levels[0], self._levels[1]))
 
     def _follow(self, event: dict[str, Any], now: float) -> None:
-        kind, group = event["kind"], event["group"]
+        kind, node = event["kind"], (event["group"], event.get("block"), event.get("generation"))
         if kind in ("created", "cleared"):
-            for node in [node for node in self._nodes if node[0] == group]:
-                self._remove(node, now, ends_life=kind == "cleared")
-            return
-        if kind == "copied":
-            return
-        node = (group, event["block"], event["generation"])
-        if kind == "stored":
+            for other in [other for other in self._nodes if other[0] == node[0]]:
+                self._remove(other, now, ends_life=kind == "cleared")
+        elif kind == "stored":
             self._store(node, event, now)
-        elif node not in self._nodes:
+        elif kind != "copied" and node not in self._nodes:
             self.report.unknown += 1
         elif kind == "removed":
             self._remove(node, now)
-        else:
+        elif kind == "updated":
             self._levels[self._nodes[node].level] -= 1
             self._nodes[node].level = event["level"]
             self._levels[event["level"]] += 1
@@ -268,40 +250,37 @@ def _parsed(line: str) -> tuple[list[dict[str, Any]], int, int, float | None]:
     if not isinstance(entry, dict):
         raise ValueError(f"got {entry!r:.80}, wanted an object")
     if "kind" in entry:  # a bare event
-        return _checked([entry]), 0, 0, None
+        _check(entry)
+        return [entry], 0, 0, None
     queried, cached = (_integer(name, entry.get(name), 0, _MOST) for name in ("queried", "cached"))
-    now = entry.get("ts")
+    now, events = entry.get("ts"), _list("events", entry.get("events"))
     if not isinstance(now, int | float) or isinstance(now, bool) or not -_MOST < now < _MOST:  # NaN is not
         raise ValueError(f"ts: got {now!r:.80}, wanted a number of seconds below {_MOST}")
-    return _checked(_list("events", entry.get("events"))), queried, cached, float(now)
-
-
-def _checked(events: list[Any]) -> list[dict[str, Any]]:
-    """Events that have all that is read of them."""
     for event in events:
-        if not isinstance(event, dict) or event.get("kind") not in _KINDS:
-            raise ValueError(f"events: got {event!r:.80}, wanted an event as to_list makes it")
-        kind = event["kind"]
-        for name in ("group", "block", "generation") if kind in ("stored", "removed", "updated") else ("group",):
-            _integer(name, event.get(name), -_WORD, _WORD)
-        if kind in ("stored", "updated"):
-            _integer("level", event.get("level"), 0, 2)
-        if kind == "stored":
-            _check_stored(event)
-    return events
+        _check(event)
+    return events, queried, cached, float(now)
 
 
-def _check_stored(event: dict[str, Any]) -> None:
-    """Checks the prefix of a stored event, and its tokens with their extra ids."""
-    parent, tokens = event.get("parent"), _list("tokens", event.get("tokens"))
-    extra_ids = _list("extra_ids", event.get("extra_ids", tokens))
-    if not tokens or len(extra_ids) != len(tokens):
-        wanted = "wanted at least one, and one id each"
-        raise ValueError(f"tokens: got {len(tokens)} with {len(extra_ids)} extra ids, {wanted}")
-    if parent is not None and len(_list("parent", parent)) != 2:
-        raise ValueError(f"parent: got {parent!r:.80}, wanted a block and its generation")
-    prefix = {"namespace": [event.get("namespace")]} if parent is None else {"parent": parent}
-    for name, values in {"tokens": tokens, "extra_ids": extra_ids, **prefix}.items():
+def _check(event: Any) -> None:
+    """Checks that an event has all that is read of it."""
+    kind = event.get("kind") if isinstance(event, dict) else None
+    if kind not in _KINDS:
+        raise ValueError(f"events: got {event!r:.80}, wanted an event as to_list makes it")
+    names = ("group", "block", "generation") if kind in ("stored", "removed", "updated") else ("group",)
+    integers = {name: [event.get(name)] for name in names}
+    if kind in ("stored", "updated"):
+        _integer("level", event.get("level"), 0, 2)
+    if kind == "stored":
+        parent, tokens = event.get("parent"), _list("tokens", event.get("tokens"))
+        extra_ids = _list("extra_ids", event.get("extra_ids", tokens))
+        if not tokens or len(extra_ids) != len(tokens):
+            wanted = "wanted at least one, and one id each"
+            raise ValueError(f"tokens: got {len(tokens)} with {len(extra_ids)} extra ids, {wanted}")
+        if parent is not None and len(_list("parent", parent)) != 2:
+            raise ValueError(f"parent: got {parent!r:.80}, wanted a block and its generation")
+        integers |= {"namespace": [event.get("namespace")]} if parent is None else {"parent": parent}
+        integers |= {"tokens": tokens, "extra_ids": extra_ids}
+    for name, values in integers.items():
         for value in values:
             _integer(name, value, -_WORD, _WORD)
 
@@ -328,9 +307,6 @@ def plot(report: Report, path: str | os.PathLike[str] | None = None) -> Figure:
 
     Returns:
       The figure.
-
-    Raises:
-      ImportError: without matplotlib.
     """
     figure = pictures.new_figure(11, 7)
     (reuse, blocks), (lives, again) = figure.subplots(2, 2)
