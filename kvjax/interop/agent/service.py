@@ -11,14 +11,15 @@ twice.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import enum
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -53,31 +54,10 @@ _SPARE_THREADS = 4  # for answers to those that are refused
 _GRACE = 5.0  # seconds in which a subscriber that is late may still read why its stream ends
 
 
-class Update(NamedTuple):
-    """Blocks of one group that are added to one level, or removed from it."""
+class UpdateEncoder(EventEncoder[Any]):
+    """Makes updates of events: messages that have no number yet."""
 
-    is_added: bool
-    group: int
-    level: int
-    hashes: list[int]
-    parents: list[int]  # of added ones, 0 at a root
-
-    def message(self, in_snapshot: bool = False) -> bytes:
-        """The update as a message, which has no number yet."""
-        return messages.KVCacheStateUpdate(
-            update_type=messages.UPDATE_TYPE_ADDED if self.is_added else messages.UPDATE_TYPE_REMOVED,
-            memory_tier=_TIERS[self.level],
-            cache_ids=map(str, self.hashes),
-            parent_ids=[str(parent or "") for parent in self.parents],
-            in_snapshot=in_snapshot,
-            group=self.group,
-        ).SerializeToString()
-
-
-class UpdateEncoder(EventEncoder[Update]):
-    """Makes updates of events."""
-
-    def differences(self, old: NodeMap, new: NodeMap) -> list[Update]:
+    def differences(self, old: NodeMap, new: NodeMap) -> list[Any]:
         """Updates from one index to another; group by group, what is gone before what is new."""
         found = []
         for number in sorted(self.groups):
@@ -94,19 +74,25 @@ class UpdateEncoder(EventEncoder[Update]):
         rows = rows[rows[:, col.FLAGS] & self._mask == 0]
         return rows, list(zip(hashes_of(rows).tolist(), rows[:, col.LEVEL].tolist(), strict=True))
 
-    def _removed(self, number: int, rows: np.ndarray) -> list[Update]:
-        return _updates(False, number, rows, [])
+    def _removed(self, number: int, rows: np.ndarray) -> list[Any]:
+        return self._updates(messages.UPDATE_TYPE_REMOVED, number, rows, [])
 
-    def _stored(self, number: int, rows: np.ndarray) -> list[Update]:
-        return _updates(True, number, rows, np.where(rows[:, col.DEPTH] > 0, parents_of(rows), 0).tolist())
+    def _stored(self, number: int, rows: np.ndarray) -> list[Any]:
+        parents = np.where(rows[:, col.DEPTH] > 0, parents_of(rows), 0).tolist()
+        return self._updates(messages.UPDATE_TYPE_ADDED, number, rows, [str(parent or "") for parent in parents])
 
-
-def _updates(is_added: bool, number: int, rows: np.ndarray, parents: list[int]) -> list[Update]:
-    hashes, levels = hashes_of(rows).tolist(), rows[:, col.LEVEL]
-    return [
-        Update(is_added, number, int(levels[start]), hashes[start:stop], parents[start:stop])
-        for start, stop in pieces(runs(levels), MOST_HASHES)
-    ]
+    def _updates(self, kind: int, number: int, rows: np.ndarray, parents: list[str]) -> list[Any]:
+        names, levels = list(map(str, hashes_of(rows).tolist())), rows[:, col.LEVEL]
+        return [
+            messages.KVCacheStateUpdate(
+                update_type=kind,
+                memory_tier=_TIERS[levels[start]],
+                cache_ids=names[start:stop],
+                parent_ids=parents[start:stop],
+                group=number,
+            )
+            for start, stop in pieces(runs(levels), MOST_HASHES)
+        ]
 
 
 class End(enum.Enum):
@@ -118,7 +104,7 @@ class End(enum.Enum):
 
 
 class Stream:
-    """The messages that wait for a subscriber. One thread puts them, the subscriber's own takes them.
+    """The messages that wait for a subscriber, whose thread takes them; who has the agent's lock puts them and ends it.
 
     Attributes:
       groups: whose updates it gets.
@@ -131,35 +117,27 @@ class Stream:
         self.groups, self.cancel, self._most = groups, cancel, max_behind
         self.ended: End | None = None
         self.since = 0.0
-        self._queue: collections.deque[bytes] = collections.deque()
-        self._wake = threading.Condition()
+        self._queue = queue.SimpleQueue[bytes | None]()  # None ends it
 
     def put(self, message: bytes) -> None:
         """Sends a message, or ends the stream if too many wait."""
-        with self._wake:
-            if self.ended is None and len(self._queue) < self._most:
-                self._queue.append(message)
-                self._wake.notify_all()
-                return
-        self.end(End.LATE)
+        if self._queue.qsize() >= self._most:
+            self.end(End.LATE)
+        elif self.ended is None:
+            self._queue.put(message)
 
     def end(self, why: End) -> None:
         """Ends it, if it has not ended. What waits is sent in a stream that is closed, and in no other."""
-        with self._wake:
-            if self.ended is None:
-                self.ended, self.since = why, time.monotonic()
-                if why is not End.CLOSED:
-                    self._queue.clear()
-                self._wake.notify_all()
+        if self.ended is None:
+            self.ended, self.since = why, time.monotonic()
+            if why is not End.CLOSED:
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        self._queue.get_nowait()
+            self._queue.put(None)
 
     def __iter__(self) -> Iterator[bytes]:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._queue or self.ended)
-                if not self._queue:
-                    return
-                message = self._queue.popleft()
-            yield message
+        return iter(self._queue.get, None)
 
 
 class Agent(PublisherThread[UpdateEncoder]):
@@ -271,14 +249,14 @@ class Agent(PublisherThread[UpdateEncoder]):
             self._sent = nodes
             self._broadcast(updates)
 
-    def _broadcast(self, updates: Iterable[Update]) -> None:
+    def _broadcast(self, updates: Iterable[Any]) -> None:
         """Sends each update to the streams of its group; needs the lock."""
         for update in updates:
             self._counts["updates"] += 1
-            listening = [stream for stream in self._streams if update.group in stream.groups]
-            message = update.message() if listening else b""
-            for stream in listening:
-                stream.put(message)
+            message = update.SerializeToString()
+            for stream in self._streams:
+                if update.group in stream.groups:
+                    stream.put(message)
 
     def _idle(self) -> None:
         with self._lock:
@@ -290,10 +268,8 @@ class Agent(PublisherThread[UpdateEncoder]):
     def _send_fill(self) -> None:
         """Sends each stream how full the tiers are, and gives up the subscribers that do not read why theirs ended."""
         self._due = time.monotonic() + (self._heartbeat or 0)
-        messages_of: dict[tuple[int, ...], bytes] = {}
+        messages_of = {groups: self._fill(groups) for groups in {stream.groups for stream in self._streams}}
         for stream in list(self._streams):
-            if stream.groups not in messages_of:
-                messages_of[stream.groups] = self._fill(stream.groups)
             stream.put(messages_of[stream.groups])
             if stream.ended is not None and time.monotonic() > stream.since + _GRACE:
                 stream.cancel()
@@ -338,11 +314,12 @@ class Agent(PublisherThread[UpdateEncoder]):
         """The messages that add all of some groups."""
         changes = [change for change in nodes.snapshot() if change.group in groups]
         for update in self._encoder.messages(changes):
-            yield update.message(in_snapshot=True)
+            update.in_snapshot = True
+            yield update.SerializeToString()
 
     def _leave(self, stream: Stream) -> None:
-        stream.end(End.GONE)
         with self._lock:
+            stream.end(End.GONE)
             self._streams.discard(stream)
             self._counts["subscribers_late"] += stream.ended is End.LATE
 

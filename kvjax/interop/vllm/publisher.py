@@ -25,7 +25,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.checks import static_int
@@ -100,14 +100,12 @@ class Publisher(PublisherThread[Encoder]):
             raise ValueError(f"connect: got {connect!r} beside bind={bind!r}, wanted one of them")
         if replay_form not in ("", "0.11"):
             raise ValueError(f"replay_form: got {replay_form!r}, wanted '' or '0.11'")
-        limits = {"first_seq": first_seq, "buffer_batches": buffer_batches, "buffer_bytes": buffer_bytes}
-        for name, value in limits.items():
-            if value is not None:
-                static_int(name, value, 0)
+        first = time.time_ns() // 1000 if first_seq is None else static_int("first_seq", first_seq, 0)
+        static_int("buffer_batches", buffer_batches, 0)
+        static_int("buffer_bytes", buffer_bytes, 0)
         super().__init__(Encoder(spec, model=model, **options), queue_bytes=queue_bytes, heartbeat=heartbeat)
         self._counts |= {"messages": 0, "resyncs": 0}
-        self._next = time.time_ns() // 1000 if first_seq is None else int(first_seq)
-        self._history = History(NodeMap(spec), self._encoder.snapshot_of, buffer_batches, buffer_bytes)
+        self._history, self._next = History(spec, self._encoder.snapshot_of, buffer_batches, buffer_bytes), first
         self._context, self._replayer, self.replay_endpoint = zmq.Context(), None, None
         try:
             self._socket = open_socket(self._context, zmq.PUB, curve, _SUBSCRIPTION_BYTES, _QUEUED)
@@ -140,7 +138,7 @@ class Publisher(PublisherThread[Encoder]):
     def _send(self, changes: list[Change]) -> None:
         payloads = self._encoder.payloads(self._encoder.messages(changes))
         if payloads:
-            self._history.append(Sent(self._next, payloads, changes))  # a reader who has seen a message can ask for it
+            self._history.append(self._next, payloads, changes)  # a reader who has seen a message can ask for it
             self._put(payloads)
 
     def _resync(self, nodes: NodeMap) -> None:
@@ -150,9 +148,9 @@ class Publisher(PublisherThread[Encoder]):
         self._counts["resyncs"] += 1
 
     def _idle(self) -> None:
-        payload = self._encoder.idle()
-        self._history.append(Sent(self._next, [payload], []))
-        self._put([payload])
+        payloads = [self._encoder.idle()]
+        self._history.append(self._next, payloads, [])
+        self._put(payloads)
 
     def _end(self, seconds: float) -> None:
         if self._replayer is not None:
@@ -167,40 +165,37 @@ class Publisher(PublisherThread[Encoder]):
         self._counts["messages"] += len(payloads)
 
 
-class Sent(NamedTuple):
-    """A batch that was sent."""
+class _Sent(NamedTuple):
+    """A batch that was sent: the number of its first message, what it changed, and the bytes that it holds."""
 
     first: int
     payloads: Sequence[bytes]
     changes: Sequence[Change]
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes it holds."""
-        return _OVERHEAD + sum(map(len, self.payloads)) + sum(change.nbytes for change in self.changes)
+    nbytes: int
 
 
 class History:
     """The last messages, and the index before them. One thread appends; any may ask."""
 
-    def __init__(self, nodes: NodeMap, snapshot: Callable[[NodeMap], list[bytes]], most_batches: int, most_bytes: int):
+    def __init__(self, spec: CacheSpec, snapshot: Callable[[NodeMap], list[bytes]], most_batches: int, most_bytes: int):
         self._lock, self._snapshot = threading.Lock(), snapshot
         self._most_batches, self._most_bytes = most_batches, most_bytes
-        self.restart(nodes, 0)
+        self.restart(NodeMap(spec), 0)
 
     def restart(self, nodes: NodeMap, following: int) -> None:
         """Begins with an index, which becomes the history's own, after which the message `following` comes."""
         with self._lock:
             self._base = nodes
-            self._batches: collections.deque[Sent] = collections.deque()
+            self._batches: collections.deque[_Sent] = collections.deque()
             self._bytes, self._next = 0, following
 
-    def append(self, sent: Sent) -> None:
+    def append(self, first: int, payloads: Sequence[bytes], changes: Sequence[Change]) -> None:
         """Adds a batch, before it is sent: what a reader has seen can be asked for."""
+        num_bytes = _OVERHEAD + sum(map(len, payloads)) + sum(change.nbytes for change in changes)
         with self._lock:
-            self._batches.append(sent)
-            self._bytes += sent.nbytes
-            self._next = sent.first + len(sent.payloads)
+            self._batches.append(_Sent(first, payloads, changes, num_bytes))
+            self._bytes += num_bytes
+            self._next = first + len(payloads)
             while self._batches and (len(self._batches) > self._most_batches or self._bytes > self._most_bytes):
                 oldest = self._batches.popleft()
                 self._bytes -= oldest.nbytes
@@ -225,10 +220,9 @@ class History:
 
 @dataclasses.dataclass
 class _Answer:
-    """A replay in flight: the frames that are still to be sent, the next one taken out, and until when it may rest."""
+    """A replay in flight: the messages that are still to be sent, and until when the next one may wait for its peer."""
 
-    frames: Iterator[list[bytes]]
-    waiting: list[bytes] | None
+    messages: collections.deque[list[bytes]]
     deadline: float
 
 
@@ -273,7 +267,7 @@ class Replayer:
             now = time.monotonic()
             self._start(now)
             busy = sum(self._go_on(answer, now) for answer in self._active)  # each has its turn
-            self._active = [answer for answer in self._active if answer.waiting is not None]
+            self._active = [answer for answer in self._active if answer.messages]
             for _ in range(len(self._ends)):
                 peer, deadline = self._ends.popleft()
                 if self._send(self._frames(peer, END, b"")) is False and now < deadline:
@@ -303,28 +297,26 @@ class Replayer:
                 continue
             self._last[peer] = now
             messages = [(number.to_bytes(8, "big"), payload) for number, payload in self._history.since(start)]
-            frames = iter([self._frames(peer, *message) for message in [*messages, (END, b"")]])
-            self._active.append(_Answer(frames, next(frames), now + self._timeout))
+            frames = collections.deque(self._frames(peer, *message) for message in [*messages, (END, b"")])
+            self._active.append(_Answer(frames, now + self._timeout))
 
     def _frames(self, peer: bytes, number: bytes, payload: bytes) -> list[bytes]:
         return [peer, b"", *self._topic, number, payload]
 
     def _go_on(self, answer: _Answer, now: float) -> bool:
         """Sends some of a replay; whether there is more to send at once."""
-        for _ in range(_AT_ONCE):
-            if answer.waiting is None:
-                return False
-            sent = self._send(answer.waiting)
+        for _ in range(min(_AT_ONCE, len(answer.messages))):
+            sent = self._send(answer.messages[0])
             if sent is False and now < answer.deadline:
                 return False
             if not sent:
                 self.counts["replays_given_up"] += 1
-                answer.waiting = None
+                answer.messages.clear()
                 return False
             answer.deadline = now + self._timeout
-            answer.waiting = next(answer.frames, None)
-            self.counts["replays"] += answer.waiting is None
-        return True
+            answer.messages.popleft()
+        self.counts["replays"] += not answer.messages
+        return bool(answer.messages)
 
     def _send(self, frames: list[bytes]) -> bool | None:
         """Sends a message; False if its peer does not read, None if it is gone."""
