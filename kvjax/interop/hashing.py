@@ -164,7 +164,14 @@ class Space(NamedTuple):
 
 
 class Hashing:
-    """Hashes the rows of an index's table. Two with equal arguments are equal: one pass serves both."""
+    """Hashes the rows of an index's table. Two with equal arguments are equal: one pass serves both.
+
+    Args:
+      names: the `Namespaces` of the cache; None: all prompts have namespace 0. Blocks of others are not published.
+      lora_names: adapter number to name; an adapter without one is called by its number.
+      model: part of all hashes, as for `root_hash`.
+      key: a secret of at most 64 bytes, the same on all replicas, without which hashes can neither be made nor probed.
+    """
 
     def __init__(self, names: Namespaces | None, lora_names: Mapping[int, str] | None, model: str | None, key: bytes):
         self._names = Namespaces() if names is None else names

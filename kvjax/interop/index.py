@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -177,11 +177,8 @@ class NodeMap:
 
     def _update(self, number: int, records: np.ndarray) -> Change:
         """A node may be updated several times, to and fro: the last one counts."""
-        table, blocks, stated = (
-            self.groups[number].table,
-            self._blocks(number, records),
-            slice(col.LEVEL, col.NAMESPACE),
-        )
+        table, blocks = self.groups[number].table, self._blocks(number, records)
+        stated = slice(col.LEVEL, col.NAMESPACE)  # level and priority
         _refuse(records, (records[:, 7] < 0) | (records[:, 7] > 1), "wanted level 0 or 1")
         distinct = np.array(list(dict.fromkeys(blocks.tolist())), np.int64)
         before = table[distinct, stated]
@@ -287,7 +284,7 @@ class NodeMap:
         for at in late:
             before = where.get(parents[at], at)
             if before >= at or generations[before] != wanted[at]:
-                _impossible("stored under node", 0, parents[at], wanted[at], _LACKS)
+                raise ValueError(f"events: got stored under node {(0, parents[at], wanted[at])}, {_LACKS}")
             among[at], namespaces[at], depths[at] = before, namespaces[before], depths[before] + 1
         rows[:, col.NAMESPACE], rows[:, col.DEPTH] = namespaces, depths
         return among
@@ -300,13 +297,12 @@ def share(maps: Iterable[NodeMap]) -> None:
     """
     distinct_maps: list[NodeMap] = []
     for one in sorted(maps, key=lambda one: one.hashing is None):
-        for other in distinct_maps:
-            if _is_shareable(one, other):
-                other._contents.is_shared = True
-                one._contents, one._version = other._contents, other._version
-                break
-        else:
+        other = next((other for other in distinct_maps if _is_shareable(one, other)), None)
+        if other is None:
             distinct_maps.append(one)
+        else:
+            other._contents.is_shared = True
+            one._contents, one._version = other._contents, other._version
 
 
 def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
@@ -369,9 +365,5 @@ def _tables_of(state: CacheState, spec: CacheSpec) -> list[np.ndarray]:
 def _refuse(records: np.ndarray, wrong: np.ndarray, wanted: str) -> None:
     """Refuses the first record that is wrong."""
     if wrong.any():
-        kind, number, block, generation = records[np.argmax(wrong), :4].tolist()
-        _impossible(f"{EventKind(kind).name.lower()} of node", number, block, generation, wanted)
-
-
-def _impossible(what: str, number: int, block: int, generation: int, wanted: str) -> NoReturn:
-    raise ValueError(f"events: got {what} {(number, block, generation)}, {wanted}")
+        kind, *node = records[np.argmax(wrong), :4].tolist()
+        raise ValueError(f"events: got {EventKind(kind).name.lower()} of node {tuple(node)}, {wanted}")

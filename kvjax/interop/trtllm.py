@@ -63,17 +63,11 @@ class Writer(EventEncoder[str]):
     Args:
       spec: of the cache, which is empty; see `attach` for others.
       file: where `write` and `attach` write lines; a text file, which the caller closes.
-      names: the `Namespaces` of the cache; None: all prompts have namespace 0. Blocks of others are not written.
-      lora_names: adapter number to name; an adapter without one is called by its number.
-      model: part of all hashes, as for `hashing.root_hash`.
-      key: a secret of at most 64 bytes, without which hashes can neither be made nor probed.
+      names, lora_names, model, key: as for `hashing.Hashing`.
       salts: "digest" writes a hash of each salt, "plain" the salt, "omit" no blocks of prompts with a salt.
       rank: the attention_dp_rank; None: the events have none.
 
     Attributes:
-      nodes: what is cached by the events so far.
-      left_out: how many blocks were not written, by reason, each with those below it.
-      groups: the numbers of the groups that are written.
       next_id: event_id of the next event.
     """
 

@@ -153,11 +153,8 @@ class Agent(PublisherThread[UpdateEncoder]):
       host: the address of the machine to listen at. Other machines see "0.0.0.0" and "[::]".
       port: 0 chooses one.
       credentials: from `grpc.ssl_server_credentials`; None: in clear.
-      names: the `Namespaces` of the cache; None: all prompts have namespace 0.
-      lora_names: adapter number to name; an adapter without one is called by its number.
-      model: part of all hashes, as for `hashing.root_hash`.
-      key: a secret of at most 64 bytes, the same on all replicas, without which hashes cannot be made. Extra ids are
-        part of hashes too, as numbers: let them be the same on all replicas.
+      names, lora_names, model, key: as for `hashing.Hashing`. Extra ids are part of hashes too, as numbers: let them be
+        the same on all replicas.
       max_subscribers: the most at a time; others end with RESOURCE_EXHAUSTED.
       max_behind: the most updates that wait for a subscriber; one that is later ends with RESOURCE_EXHAUSTED, and may
         come again.
@@ -165,9 +162,7 @@ class Agent(PublisherThread[UpdateEncoder]):
       heartbeat: seconds between two updates with how full the tiers are; None: there is one.
 
     Attributes:
-      address: where it listens, with the port that was chosen.
-      port: the port.
-      nodes: what is cached by the events so far.
+      address, port: where it listens, with the port that was chosen.
     """
 
     _name = "agent"
@@ -194,7 +189,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         self._groups = range(int(spec.bare), len(spec.groups))
         encoder = UpdateEncoder(spec, Hashing(names, lora_names, model, key), self._groups, WHOLE)
         super().__init__(encoder, queue_bytes=queue_bytes, heartbeat=heartbeat)
-        self._lock, self._streams, self._due = threading.Lock(), set[Stream](), 0.0
+        self._lock, self._streams, self._due = threading.RLock(), set[Stream](), 0.0
         self._sent = NodeMap(spec)  # the index that each subscriber has once it has read its stream
         self._usage: dict[tuple[int, int], tuple[int, int, float]] = {}  # by group and level: used, in all, and when
         self._max_subscribers, self._max_behind = max_subscribers, max_behind
@@ -241,7 +236,7 @@ class Agent(PublisherThread[UpdateEncoder]):
                 self._sent.write(change)
             self._broadcast(updates)
             if self._patience() == 0:
-                self._send_fill()
+                self._idle()
 
     def _resync(self, nodes: NodeMap) -> None:
         updates = self._encoder.differences(self._sent, nodes)
@@ -258,21 +253,18 @@ class Agent(PublisherThread[UpdateEncoder]):
                 if update.group in stream.groups:
                     stream.put(message)
 
-    def _idle(self) -> None:
-        with self._lock:
-            self._send_fill()
-
     def _patience(self) -> float | None:
         return None if self._heartbeat is None else max(0.0, self._due - time.monotonic())
 
-    def _send_fill(self) -> None:
+    def _idle(self) -> None:
         """Sends each stream how full the tiers are, and gives up the subscribers that do not read why theirs ended."""
-        self._due = time.monotonic() + (self._heartbeat or 0)
-        messages_of = {groups: self._fill(groups) for groups in {stream.groups for stream in self._streams}}
-        for stream in list(self._streams):
-            stream.put(messages_of[stream.groups])
-            if stream.ended is not None and time.monotonic() > stream.since + _GRACE:
-                stream.cancel()
+        with self._lock:
+            self._due = time.monotonic() + (self._heartbeat or 0)
+            messages_of = {groups: self._fill(groups) for groups in {stream.groups for stream in self._streams}}
+            for stream in self._streams:
+                stream.put(messages_of[stream.groups])
+                if stream.ended is not None and time.monotonic() > stream.since + _GRACE:
+                    stream.cancel()
 
     def _end(self, seconds: float) -> None:
         with self._lock:

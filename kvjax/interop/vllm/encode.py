@@ -53,14 +53,10 @@ class Encoder(EventEncoder[bytes]):
     """Makes payloads of events, for whoever has a transport of their own; `Publisher` has one.
 
     A spec whose layers all have windows publishes its windows alone; NVIDIA Dynamo's indexer takes nothing of these.
-    Blocks of a namespace that `names` never gave out are not published.
 
     Args:
       spec: of the cache, which is empty; see `attach` for others.
-      names: the `Namespaces` of the cache; None: all prompts have namespace 0.
-      lora_names: adapter number to name; an adapter without one is called by its number.
-      model: part of all hashes, as for `hashing.root_hash`.
-      key: a secret of at most 64 bytes, the same on all replicas, without which hashes can neither be made nor probed.
+      names, lora_names, model, key: as for `hashing.Hashing`.
       salts: "digest" publishes a hash of each salt (without `key` short ones can be guessed from it), "plain" the salt,
         and "omit" no blocks of prompts with a salt.
       extra_name: the name of an extra id, the same on all replicas. None: blocks with extra ids other than 0, and what
@@ -70,10 +66,6 @@ class Encoder(EventEncoder[bytes]):
       rank: data-parallel rank.
       max_message: the most bytes of a payload; larger batches are several. One block with very long names may have
         more.
-
-    Attributes:
-      nodes: what is cached by the events so far.
-      left_out: how many whole blocks were not published, by reason, each with those below it.
     """
 
     def __init__(

@@ -72,7 +72,6 @@ class Publisher(PublisherThread[Encoder]):
       endpoint: where it publishes, with the port that was chosen.
       replay_endpoint: where it answers, or None.
       topic: of its messages.
-      nodes: what is cached by the events so far.
     """
 
     def __init__(
