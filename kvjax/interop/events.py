@@ -22,22 +22,13 @@ WIDTH = len(COLUMNS)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostEvents:
-    """The events of one call, copied to the host; the listeners of `together` share one.
-
-    Attributes:
-      spec: of the cache.
-      records: i32[n, 9]; the columns of `Records`, of kinds removed, updated, stored and cleared alone.
-      text: i32[m, P] or i32[m, 2 P]; the tokens of the stored records in their order, followed by the extra ids where
-        the spec has them.
-      events: all of them as numpy arrays; None if decoded events were given.
-      is_shared: whether several listeners get this.
-    """
+    """The events of one call, copied to the host; the listeners of `together` share one."""
 
     spec: CacheSpec
-    records: np.ndarray
-    text: np.ndarray
-    events: Events | EventLog | None = None
-    is_shared: bool = False
+    records: np.ndarray  # i32[n, 9]; the columns of `Records`, of kinds removed, updated, stored and cleared alone
+    text: np.ndarray  # i32[m, P] or i32[m, 2 P]; tokens of the stored records in their order, then extra ids, if any
+    events: Events | EventLog | None = None  # all of them as numpy arrays; None if decoded events were given
+    is_shared: bool = False  # whether several listeners get this
     _found: dict[object, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

@@ -29,7 +29,6 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.checks import host_integers
 from kvjax.events.mirror import Node, decoded, node_of, parent_of
 from kvjax.interop import columns as col
-from kvjax.interop.columns import hashes_of
 
 _BYTES, _WORD = 16, 4  # of a hash, and of a word of a row
 _LACKS = "wanted one that `hashes` has: the hashes after all events before these"
@@ -225,7 +224,7 @@ class Hashing:
         inside = np.array(among, np.int64)
         of = np.flatnonzero(inside >= 0)
         rows[of, col.ABOVE : col.SIZE] = rows[inside[of], col.HASH : col.ABOVE]
-        firsts = hashes_of(rows).tolist()
+        firsts = col.hashes_of(rows).tolist()
         new = _own(firsts, flags)
         if len(set(new)) < len(new) or not hashes.isdisjoint(new):
             _find_collisions(hashes, firsts, among, flags)
@@ -235,7 +234,7 @@ class Hashing:
 
     def forget(self, rows: np.ndarray, hashes: set[int]) -> None:
         """Takes the hashes of rows that are removed from the group's."""
-        hashes.difference_update(_own(hashes_of(rows).tolist(), rows[:, col.FLAGS].tolist()))
+        hashes.difference_update(_own(col.hashes_of(rows).tolist(), rows[:, col.FLAGS].tolist()))
 
     def _flags(self, rows: np.ndarray, size: int) -> list[int]:
         """The flags of rows, but for what they have of parents among them; writes the hashes of empty prefixes."""

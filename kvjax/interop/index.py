@@ -28,7 +28,6 @@ import numpy as np
 from kvjax.checks import on_state
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
-from kvjax.interop.columns import hashes_of, parents_of
 from kvjax.interop.events import HostEvents, host_events, parts_of
 from kvjax.interop.hashing import Hashing
 from kvjax.spec import CacheSpec
@@ -318,7 +317,7 @@ def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
 
 def parents_first(rows: np.ndarray) -> np.ndarray:
     """The order of rows of a group in which parents come before their children, and chains stay together."""
-    hashes, parents = hashes_of(rows).tolist(), parents_of(rows).tolist()
+    hashes, parents = col.hashes_of(rows).tolist(), col.parents_of(rows).tolist()
     own, children, roots = set(hashes), {}, []
     for at in np.argsort(rows[:, col.DEPTH], kind="stable").tolist():
         if parents[at] in own and rows[at, col.DEPTH]:

@@ -87,36 +87,21 @@ class _Cached:
 
 @dataclasses.dataclass
 class Report:
-    """Figures of a file. Times are in seconds since the first line, or numbers of events in files that have no times.
+    """Figures of a file. Times are seconds since the first line, or numbers of events in files that have no times."""
 
-    Attributes:
-      unit: "s" or "events".
-      transitions: lines that were read; 0 in a file of bare events.
-      refused: lines that are no entries.
-      first_refused: the first of them by its number, and what is wrong with it.
-      kinds: events of each kind.
-      unknown: events of blocks that the file had not stored before: it began in the middle.
-      times: of the transitions, or of the events.
-      queried, cached: prompt tokens looked up at these times, and those that were found.
-      blocks: (device, host) blocks that were cached at these times.
-      lifetimes: of blocks that were removed, from stored to removed.
-      again: times from the removal of a block to the storing of one with the same content.
-      again_tokens: tokens of these blocks.
-    """
-
-    unit: str = "events"
-    transitions: int = 0
-    refused: int = 0
-    first_refused: str = ""
-    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    unknown: int = 0
-    times: list[float] = dataclasses.field(default_factory=list)
-    queried: list[int] = dataclasses.field(default_factory=list)
-    cached: list[int] = dataclasses.field(default_factory=list)
-    blocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    lifetimes: list[float] = dataclasses.field(default_factory=list)
-    again: list[float] = dataclasses.field(default_factory=list)
-    again_tokens: int = 0
+    unit: str = "events"  # or "s"
+    transitions: int = 0  # lines that were read; 0 in a file of bare events
+    refused: int = 0  # lines that are no entries
+    first_refused: str = ""  # the first of them by its number, and what is wrong with it
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # events of each kind
+    unknown: int = 0  # events of blocks that the file had not stored before: it began in the middle
+    times: list[float] = dataclasses.field(default_factory=list)  # of the transitions, or of the events
+    queried: list[int] = dataclasses.field(default_factory=list)  # prompt tokens looked up at these times
+    cached: list[int] = dataclasses.field(default_factory=list)  # those of them that were found
+    blocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # on device and host at these times
+    lifetimes: list[float] = dataclasses.field(default_factory=list)  # of removed blocks, since they were stored
+    again: list[float] = dataclasses.field(default_factory=list)  # from a removal to the storing of the same content
+    again_tokens: int = 0  # of these blocks
 
     @property
     def share(self) -> float | None:

@@ -8,6 +8,7 @@ A scrape reads numbers that are there already, never an array of a device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.resources
 import itertools
@@ -166,9 +167,9 @@ class Metrics:
         self._groups, self._size = range(int(spec.bare), len(spec.groups)), spec.block_size
         self._gauges: list[tuple[str, str, list[str], dict[Any, int]]] = []  # of the state that was set, and when
         self._set_at = 0.0
-        self._server: Any = None
+        self._open = contextlib.ExitStack()
         registry.register(self)
-        self._registered = True
+        self._open.callback(registry.unregister, self)
 
     def observe(self, events: Events | EventLog) -> None:
         """Adds events, each once and in their order: a listener. Those that cannot have happened do no harm."""
@@ -196,20 +197,13 @@ class Metrics:
             server, thread = prometheus_client.start_http_server(port, host, self._registry)
         except OSError as error:
             raise OSError(f"port: {host}:{port}: {error.strerror}") from error
-        self._server = server, thread
+        for end in (thread.join, server.server_close, server.shutdown):  # the last one is called first
+            self._open.callback(end)
         return f"http://{host}:{server.server_port}/metrics"
 
     def close(self) -> None:
         """Answers no more, and leaves the registry."""
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join()
-            self._server = None
-        if self._registered:
-            self._registry.unregister(self)
-            self._registered = False
+        self._open.close()
 
     def __enter__(self) -> Self:
         return self
@@ -224,10 +218,10 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         """The metrics of a scrape."""
         with self._lock:
-            families = [*self._of_events(), *self._of_state()]
+            families = list(self._of_cache())
         return itertools.chain(families, self._of_wires())
 
-    def _of_events(self) -> Iterator[Any]:
+    def _of_cache(self) -> Iterator[Any]:
         seen = self._seen
         for name, text in _TOTALS.items():
             yield Counter(f"kvjax_{name}", text, value=getattr(seen.totals, name))
@@ -241,8 +235,6 @@ class Metrics:
             buckets = list(zip([*map(str, map(float, BOUNDS)), "+Inf"], counts, strict=True))
             lives.add_metric([str(number)], buckets, seen.lifetimes[number].seconds)
         yield lives
-
-    def _of_state(self) -> Iterator[Any]:
         yield Gauge("kvjax_block_size", "Token positions of a block.", value=self._size)
         for gauge in self._gauges:
             yield _family(Gauge, *gauge)
@@ -297,10 +289,8 @@ def _read(state: CacheState, groups: range) -> tuple[list[Any], np.ndarray]:
 
 
 if __name__ == "__main__":
-    example = "python -m kvjax.interop.metrics --dashboard > kvjax.json"
-    parser = argparse.ArgumentParser(
-        prog="python -m kvjax.interop.metrics", description=f"Prints a dashboard for Grafana. {example}"
-    )
+    about = "Prints a dashboard for Grafana. python -m kvjax.interop.metrics --dashboard > kvjax.json"
+    parser = argparse.ArgumentParser(prog="python -m kvjax.interop.metrics", description=about)
     parser.add_argument("--dashboard", action="store_true", required=True, help="print the JSON that Grafana imports")
     parser.parse_args()
     print(json.dumps(dashboard(), indent=1))

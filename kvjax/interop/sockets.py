@@ -21,15 +21,11 @@ class Curve(NamedTuple):
     """Keys of a socket, as `zmq.curve_keypair()` makes them: what it sends is encrypted.
 
     Whoever knows the public key of a server may connect to it.
-
-    Attributes:
-      public, secret: the socket's own.
-      server: the public key of the server that it connects to; None: it is the server, and binds.
     """
 
     public: bytes
     secret: bytes
-    server: bytes | None = None
+    server: bytes | None = None  # the public key of the server to connect to; None: this is the server, and binds
 
 
 def open_socket(context: Any, kind: int, curve: Curve | None, most: int, queued: int) -> Any:

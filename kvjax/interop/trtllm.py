@@ -25,7 +25,6 @@ import numpy as np
 from kvjax.blocks.keys import Namespaces
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
-from kvjax.interop.columns import chains_of, hashes_of, parents_of
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import host_events, pieces
 from kvjax.interop.hashing import Hashing, salt_text
@@ -156,7 +155,7 @@ class Writer(EventEncoder[str]):
         return found
 
     def _removed(self, number: int, rows: np.ndarray) -> list[str]:
-        hashes = ",".join(map(str, hashes_of(rows).tolist()))
+        hashes = ",".join(map(str, col.hashes_of(rows).tolist()))
         return [self._event(number, f'{{"type":"removed","block_hashes":[{hashes}]}}')]
 
     def _updated(self, changes: Iterable[Change]) -> list[str]:
@@ -165,7 +164,7 @@ class Writer(EventEncoder[str]):
         for change in changes:
             assert change.before is not None
             now = change.rows[:, [col.LEVEL, col.PRIORITY]].tolist()
-            for block_hash, before, after in zip(hashes_of(change.rows), change.before.tolist(), now, strict=True):
+            for block_hash, before, after in zip(col.hashes_of(change.rows), change.before.tolist(), now, strict=True):
                 level, priority = map(_diff, before, after)
                 data = f'"block_hash":{block_hash},"cache_level":{level},"priority":{priority}'
                 found.append(self._event(change.group, f'{{"type":"updated",{data}}}'))
@@ -173,9 +172,9 @@ class Writer(EventEncoder[str]):
 
     def _stored(self, number: int, rows: np.ndarray) -> list[str]:
         """Consecutive blocks that chain are one event."""
-        texts, parents = self._texts(rows, hashes_of(rows).tolist()), parents_of(rows).tolist()
+        texts, parents = self._texts(rows, col.hashes_of(rows).tolist()), col.parents_of(rows).tolist()
         of, found = rows[:, [col.DEPTH, col.NAMESPACE]].tolist(), []
-        for start, stop in pieces(chains_of(rows), self._most_blocks):
+        for start, stop in pieces(col.chains_of(rows), self._most_blocks):
             depth, namespace = of[start]
             some, parent = ",".join(texts[start:stop]), parents[start] if depth else "null"
             data = f'{{"type":"stored","parent_hash":{parent},"blocks":[{some}]{self._space(namespace)}}}'

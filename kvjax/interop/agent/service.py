@@ -27,7 +27,6 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.checks import static_int
 from kvjax.debug import stats
 from kvjax.interop import columns as col
-from kvjax.interop.columns import hashes_of, parents_of
 from kvjax.interop.encoder import WHOLE, EventEncoder
 from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing
@@ -72,17 +71,17 @@ class UpdateEncoder(EventEncoder[Any]):
         group = nodes.groups[number]
         rows = group.table[group.live]
         rows = rows[rows[:, col.FLAGS] & self._mask == 0]
-        return rows, list(zip(hashes_of(rows).tolist(), rows[:, col.LEVEL].tolist(), strict=True))
+        return rows, list(zip(col.hashes_of(rows).tolist(), rows[:, col.LEVEL].tolist(), strict=True))
 
     def _removed(self, number: int, rows: np.ndarray) -> list[Any]:
         return self._updates(messages.UPDATE_TYPE_REMOVED, number, rows, [])
 
     def _stored(self, number: int, rows: np.ndarray) -> list[Any]:
-        parents = np.where(rows[:, col.DEPTH] > 0, parents_of(rows), 0).tolist()
+        parents = np.where(rows[:, col.DEPTH] > 0, col.parents_of(rows), 0).tolist()
         return self._updates(messages.UPDATE_TYPE_ADDED, number, rows, [str(parent or "") for parent in parents])
 
     def _updates(self, kind: int, number: int, rows: np.ndarray, parents: list[str]) -> list[Any]:
-        names, levels = list(map(str, hashes_of(rows).tolist())), rows[:, col.LEVEL]
+        names, levels = list(map(str, col.hashes_of(rows).tolist())), rows[:, col.LEVEL]
         return [
             messages.KVCacheStateUpdate(
                 update_type=kind,

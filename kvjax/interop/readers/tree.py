@@ -19,21 +19,14 @@ class Root(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """A cached block.
-
-    Attributes:
-      parent: the prefix before it.
-      tokens, keys: of the block, in the form of its engine.
-      lora, salt: as its event has them.
-      where: the media as bits, or the level and the priority.
-    """
+    """A cached block: tokens and keys in the form of its engine, adapter and salt as its event has them."""
 
     parent: Hash | Root
     tokens: Any
     keys: tuple[Any, ...]
     lora: str | None
     salt: str | None
-    where: Any
+    where: Any  # the media as bits, or the level and the priority
 
 
 def paths[K](groups: Mapping[K, Mapping[Hash, Node]]) -> Iterator[tuple[K, list[Node], Hash | None]]:

@@ -146,21 +146,14 @@ def _check_hashes(name: str, hashes: Iterable[Hash]) -> None:
 
 
 class Prefix(NamedTuple):
-    """A cached prefix.
-
-    Attributes:
-      window, group: of the layers, as on the line; the group is None where lines have none.
-      lora, salt: likewise.
-      tokens: all tokens (token id, extra id), or those behind `after`.
-      after: the hash of the prefix before, where no line has stored it; else None.
-    """
+    """A cached prefix; group, adapter and salt as on the line, None where it has none."""
 
     window: int
     group: int | None
     lora: str | None
     salt: str | None
-    tokens: tuple[tuple[int, int], ...]
-    after: Hash | None = None
+    tokens: tuple[tuple[int, int], ...]  # (token id, extra id) of all, or of those behind `after`
+    after: Hash | None = None  # the hash of the prefix before, where no line has stored it
 
 
 class Mirror:

@@ -21,29 +21,18 @@ _FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full
 
 
 class Stored(NamedTuple):
-    """Blocks that follow each other are cached.
-
-    Attributes:
-      hashes, parent: of the blocks, and of the prefix before them, None at a root.
-      tokens: i64[n * size] as bytes.
-      size: tokens of a block.
-      lora, salt: of the prompts; an event without a salt has that of its parent.
-      keys: for each block its extra keys; empty if no block has any.
-      medium: where they are.
-      group, kind, window: the group's number, its kind ("full_attention", "sliding_window", None if there is none),
-        and its window.
-    """
+    """Blocks that follow each other are cached."""
 
     hashes: Sequence[Hash]
-    parent: Hash | None
-    tokens: bytes
-    size: int
+    parent: Hash | None  # the prefix before them, None at a root
+    tokens: bytes  # i64[n * size]
+    size: int  # tokens of a block
     lora: str | None
-    salt: str | None
-    keys: Sequence[tuple[Key, ...]]
+    salt: str | None  # an event without a salt has that of its parent
+    keys: Sequence[tuple[Key, ...]]  # for each block its extra keys; empty if no block has any
     medium: str
     group: int
-    kind: str | None
+    kind: str | None  # of the group: "full_attention", "sliding_window", ..., None if the event has none
     window: int | None
 
 
@@ -188,22 +177,14 @@ def _is_plain(part: Any) -> bool:
 
 
 class Prefix(NamedTuple):
-    """A cached prefix.
-
-    Attributes:
-      group: number of the group.
-      lora, salt: as on the wire.
-      tokens: all tokens, or those behind `after`.
-      extra: (position, name) of the extra keys that have an offset, and (position of their block, key) of others.
-      after: the hash of the prefix before, where no event has stored it; else None.
-    """
+    """A cached prefix; adapter and salt as on the wire."""
 
     group: int
     lora: str | None
     salt: str | None
-    tokens: tuple[int, ...]
-    extra: tuple[tuple[int, Any], ...] = ()
-    after: Hash | None = None
+    tokens: tuple[int, ...]  # all, or those behind `after`
+    extra: tuple[tuple[int, Any], ...] = ()  # (position, name) of a key with an offset, else (block position, key)
+    after: Hash | None = None  # the hash of the prefix before, where no event has stored it
 
 
 class Found(NamedTuple):

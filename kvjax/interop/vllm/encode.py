@@ -34,7 +34,6 @@ from kvjax.blocks.keys import Namespaces
 from kvjax.checks import static_int
 from kvjax.interop import columns as col
 from kvjax.interop._wires import msgspec
-from kvjax.interop.columns import chains_of, hashes_of, parents_of
 from kvjax.interop.encoder import WHOLE, EventEncoder, omitted_salts
 from kvjax.interop.events import pieces, runs
 from kvjax.interop.hashing import Hashing, salt_text
@@ -140,7 +139,7 @@ class Encoder(EventEncoder[bytes]):
 
     def _removed(self, number: int, rows: np.ndarray) -> list[bytes]:
         """Consecutive removals from one level are one event."""
-        hashes, levels, found = _packed(hashes_of(rows)), rows[:, col.LEVEL], []
+        hashes, levels, found = _packed(col.hashes_of(rows)), rows[:, col.LEVEL], []
         for start, stop in pieces(runs(levels), self._most_hashes):
             head, tail = self._ends_of_removed(number, int(levels[start]))
             found.append(b"".join((head, _array_header(stop - start), hashes[start * _HASH : stop * _HASH], tail)))
@@ -154,7 +153,7 @@ class Encoder(EventEncoder[bytes]):
         size = self.nodes.spec.block_size
         tokens, extra_ids = np.split(rows[:, col.TEXT :], [size], axis=1)
         tokens, extra_keys = tokens.reshape(-1).tolist(), self._extra_keys(extra_ids)
-        hashes, parents = _packed(hashes_of(rows)), _packed(parents_of(rows))
+        hashes, parents = _packed(col.hashes_of(rows)), _packed(col.parents_of(rows))
         columns = rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist()
 
         def chain(start: int, stop: int) -> bytes:
@@ -173,7 +172,7 @@ class Encoder(EventEncoder[bytes]):
             ))  # fmt: skip
 
         found = []
-        for start, stop in pieces(chains_of(rows, col.LEVEL, col.NAMESPACE), self._most_blocks):
+        for start, stop in pieces(col.chains_of(rows, col.LEVEL, col.NAMESPACE), self._most_blocks):
             event = chain(start, stop)
             if len(event) + _FRAME <= self.max_message:
                 found.append(event)
