@@ -62,8 +62,8 @@ def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = N
     """
     if not isinstance(parent, bytes) or len(parent) != _BYTES:
         raise ValueError(f"parent: got {parent!r:.80}, wanted a hash of {_BYTES} bytes")
-    parts = {"tokens": tokens} | ({} if extra_ids is None else {"extra_ids": extra_ids})
-    words = [host_integers(name, part, np.int32, "a list of integers").astype("<i4") for name, part in parts.items()]
+    parts = [("tokens", tokens), *(("extra_ids", ids) for ids in [extra_ids] if ids is not None)]
+    words = [host_integers(name, part, np.int32, "a list of integers").astype("<i4") for name, part in parts]
     size = words[0].size
     if words[-1].size != size:
         raise ValueError(f"extra_ids: got {words[1].size}, wanted one for each of {size} tokens")

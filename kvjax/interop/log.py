@@ -184,7 +184,7 @@ class _Reader:
         report.blocks.append((self._levels[0], self._levels[1]))
 
     def _follow(self, event: dict[str, Any], now: float) -> None:
-        kind, node = event["kind"], (event["group"], event.get("block"), event.get("generation"))
+        kind, node = event["kind"], (event["group"], event.get("block", -1), event.get("generation", -1))
         if kind in ("created", "cleared"):
             for other in [other for other in self._nodes if other[0] == node[0]]:
                 self._remove(other, now, ends_life=kind == "cleared")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -94,7 +94,6 @@ class Writer(EventEncoder[str]):
             number: f',"window_size":{size}{dp_rank},"layer_group_id":{number}}}'
             for size, number in sorted((size, number) for number, size in sizes.items())
         }
-        self._num_blocks = [group.num_blocks for group in spec.groups]
         self._begun, self._sound = False, True
         self._most_blocks = max(_MOST_TOKENS // spec.block_size, 1)
         self._template = functools.cache(self._make_template)
@@ -113,7 +112,7 @@ class Writer(EventEncoder[str]):
         events = host_events(events, self.nodes.spec)
         if not self._sound:
             raise ValueError("events: got more after some that cannot have happened, wanted `attach(state)` first")
-        found = [] if self._begun else self._created()
+        found = [] if self._begun else self._created(self.nodes.spec.groups)
         self._sound = False
         found += self.messages(self.follow(events))
         self._sound = True
@@ -135,8 +134,8 @@ class Writer(EventEncoder[str]):
         """
         before = [change._replace(kind=EventKind.REMOVED, rows=change.rows[::-1]) for change in self.nodes.snapshot()]
         super().attach(state)
-        self._num_blocks = [int(group.num_blocks) for group in state.groups]
-        found, self._sound = [*self.messages(before), *self._created(), *self.messages(self.nodes.snapshot())], True
+        found = [*self.messages(before), *self._created(state.groups), *self.messages(self.nodes.snapshot())]
+        self._sound = True
         if self._file is not None:
             self._save(found)
         return found
@@ -146,11 +145,10 @@ class Writer(EventEncoder[str]):
             raise ValueError("file: got None, wanted a file to write to")
         self._file.write("".join(line + "\n" for line in lines))
 
-    def _created(self) -> list[str]:
-        self._begun = True
-        found = []
+    def _created(self, groups: Sequence[Any]) -> list[str]:
+        self._begun, found = True, []
         for number in self._ends:
-            levels = f"[{self._num_blocks[number]},{self.nodes.spec.groups[number].num_host_blocks}]"
+            levels = f"[{int(groups[number].num_blocks)},{self.nodes.spec.groups[number].num_host_blocks}]"
             found.append(self._event(number, f'{{"type":"created","num_blocks_per_cache_level":{levels}}}'))
         return found
 
@@ -172,7 +170,7 @@ class Writer(EventEncoder[str]):
 
     def _stored(self, number: int, rows: np.ndarray) -> list[str]:
         """Consecutive blocks that chain are one event."""
-        texts, parents = self._texts(rows, col.hashes_of(rows).tolist()), col.parents_of(rows).tolist()
+        texts, parents = self._texts(rows), col.parents_of(rows).tolist()
         of, found = rows[:, [col.DEPTH, col.NAMESPACE]].tolist(), []
         for start, stop in pieces(col.chains_of(rows), self._most_blocks):
             depth, namespace = of[start]
@@ -181,11 +179,11 @@ class Writer(EventEncoder[str]):
             found.append(self._event(number, data))
         return found
 
-    def _texts(self, rows: np.ndarray, hashes: list[int]) -> list[str]:
+    def _texts(self, rows: np.ndarray) -> list[str]:
         """The stored_block of each row."""
         text = rows[:, col.TEXT :].reshape(len(rows), -1, self.nodes.spec.block_size)
         numbers = text.transpose(0, 2, 1).reshape(len(rows), -1).tolist()  # token, extra id, token, ...
-        each = text.shape[1]
+        each, hashes = text.shape[1], col.hashes_of(rows).tolist()
         stated = rows[:, [col.FILL, col.LEVEL, col.PRIORITY]].tolist()
         return [
             self._template(fill) % (block_hash, *row[: fill * each], level, priority)

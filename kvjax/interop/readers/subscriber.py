@@ -194,15 +194,12 @@ class Subscriber:
 
 
 class _Message(NamedTuple):
-    """A message: its number, its batch, and the bytes of its payload."""
+    """A message: its number, its batch, whether that clears the cache, and the bytes of its payload."""
 
     number: int
     batch: Batch
+    clears: bool
     size: int
-
-    @property
-    def clears(self) -> bool:
-        return any(isinstance(event, Cleared) for event in self.batch.events)
 
 
 class Follower:
@@ -370,4 +367,6 @@ def _read(frames: Sequence[bytes], lengths: Sequence[int]) -> _Message:
     """The message of the last two frames, of as many as one of `lengths`."""
     if len(frames) not in lengths or len(frames[-2]) != 8:
         raise ValueError("message: got other frames, wanted a number of 8 bytes and a payload")
-    return _Message(int.from_bytes(frames[-2], "big"), decode(frames[-1]), len(frames[-1]))
+    batch = decode(frames[-1])
+    clears = any(isinstance(event, Cleared) for event in batch.events)
+    return _Message(int.from_bytes(frames[-2], "big"), batch, clears, len(frames[-1]))
