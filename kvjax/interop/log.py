@@ -59,13 +59,11 @@ class Log:
 
     def write(self, events: Events | EventLog) -> None:
         """Writes a line: a listener."""
-        self._save(entry(events, self._clock()))
+        self._file.write(json.dumps(entry(events, self._clock())) + "\n")
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty: writes a line of what would build its index."""
-        self._save({"ts": self._clock(), "events": snapshot(state), "queried": 0, "cached": 0})
-
-    def _save(self, line: dict[str, Any]) -> None:
+        line = {"ts": self._clock(), "events": snapshot(state), "queried": 0, "cached": 0}
         self._file.write(json.dumps(line) + "\n")
 
 

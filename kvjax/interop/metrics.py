@@ -43,11 +43,6 @@ __all__ = ["Metrics", "dashboard"]
 Counter, Gauge, Histogram = core.CounterMetricFamily, core.GaugeMetricFamily, core.HistogramMetricFamily
 BOUNDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)  # seconds
 _TIERS = ("device", "host")  # by level
-_CONDITIONS = {
-    Condition.ACTIVE: ("device", "active"), Condition.CACHED: ("device", "cached"),
-    Condition.EMPTY: ("device", "empty"), Condition.ON_HOST_ACTIVE: ("host", "active"),
-    Condition.ON_HOST_CACHED: ("host", "cached"), Condition.ON_HOST_EMPTY: ("host", "empty"),
-}  # fmt: skip
 _TOTALS = {
     "queried_tokens": "Prompt tokens that were looked up.",
     "reused_tokens": "Prompt tokens that were found.",
@@ -268,10 +263,9 @@ def _read(state: CacheState, groups: range) -> tuple[list[Any], np.ndarray]:
     inspected = {number: inspect_group(state, number) for number in groups}
     for number, seen in inspected.items():
         group = state.spec.groups[number]
-        sizes = {"device": group.num_blocks, "host": group.num_host_blocks}
-        for condition, (tier, name) in _CONDITIONS.items():
-            of = seen.condition == condition
-            if sizes[tier]:
+        for tier, prefix in zip(_TIERS, ("", "ON_HOST_")[: 1 + bool(group.num_host_blocks)], strict=False):
+            for name in ("active", "cached", "empty"):
+                of = seen.condition == Condition[prefix + name.upper()]
                 blocks[number, tier, name] = int(np.sum(of))
                 slots[number, tier, name] = int(np.sum(seen.written[of]))
         stats = tally(state, seen)

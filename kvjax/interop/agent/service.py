@@ -275,19 +275,8 @@ class Agent(PublisherThread[UpdateEncoder]):
     # A subscriber's thread.
 
     def _subscribe(self, request: bytes, context: Any) -> Iterator[bytes]:
-        """The messages of a subscription."""
-        stream, parts = self._join(self._requested(request, context), context)
-        if not context.add_callback(lambda: self._leave(stream)):
-            self._leave(stream)
-        for sequence, message in enumerate(parts):  # messages that are joined are merged
-            yield message + messages.KVCacheStateUpdate(sequence=sequence).SerializeToString()
-        if stream.ended is End.LATE:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, End.LATE.value)
-        elif stream.ended is End.CLOSED:
-            context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
-
-    def _join(self, groups: tuple[int, ...], context: Any) -> tuple[Stream, Iterator[bytes]]:
-        """A stream that gets all updates from now on; and what it sends, which begins with the present state."""
+        """The messages of a subscription: the present state, and all updates after it."""
+        groups = self._requested(request, context)
         with self._lock:
             if self._closing:
                 context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
@@ -298,15 +287,19 @@ class Agent(PublisherThread[UpdateEncoder]):
             stream = Stream(groups, self._max_behind, context.cancel)
             self._streams.add(stream)
             self._counts["subscriptions"] += 1
-            snapshot, end = self._snapshot(self._sent.copy(), groups), self._fill(groups, snapshot_end=True)
-            return stream, itertools.chain(snapshot, [end], stream)
-
-    def _snapshot(self, nodes: NodeMap, groups: tuple[int, ...]) -> Iterator[bytes]:
-        """The messages that add all of some groups."""
-        changes = [change for change in nodes.snapshot() if change.group in groups]
-        for update in self._encoder.messages(changes):
+            nodes, end = self._sent.copy(), self._fill(groups, snapshot_end=True)
+        if not context.add_callback(lambda: self._leave(stream)):
+            self._leave(stream)
+        snapshot = self._encoder.messages([change for change in nodes.snapshot() if change.group in groups])
+        for update in snapshot:
             update.in_snapshot = True
-            yield update.SerializeToString()
+        parts = itertools.chain((update.SerializeToString() for update in snapshot), [end], stream)
+        for sequence, message in enumerate(parts):  # messages that are joined are merged
+            yield message + messages.KVCacheStateUpdate(sequence=sequence).SerializeToString()
+        if stream.ended is End.LATE:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, End.LATE.value)
+        elif stream.ended is End.CLOSED:
+            context.abort(grpc.StatusCode.UNAVAILABLE, End.CLOSED.value)
 
     def _leave(self, stream: Stream) -> None:
         with self._lock:
