@@ -108,20 +108,16 @@ def runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _cuts(records: np.ndarray) -> list[int]:
-    """The cuts between removed and stored records, so that all that a part removes was there before it.
-
-    A block that is stored and later removed again needs a cut between the two.
-    """
-    kinds = records[:, 0]
-    if np.all(kinds[1:] >= kinds[:-1]):  # REMOVED < STORED: one transition's records, usually
-        return []
-    block = records[:, 1].astype(np.int64) << 32 | records[:, 2]
-    order = np.argsort(block, kind="stable")
-    again = np.flatnonzero((block[order][1:] == block[order][:-1]) & (kinds[order][:-1] == EventKind.STORED))
-    cuts, last = [], 0
-    for stop, start in sorted(zip(order[again + 1].tolist(), order[again].tolist(), strict=True)):
-        if start >= last:  # else the last cut is between them
-            cuts.append(last := stop)
+    """The cuts between removed and stored records that leave no part with a block stored and later removed again."""
+    cuts, stored = [], set[tuple[int, int]]()
+    if np.all(records[1:, 0] >= records[:-1, 0]):  # REMOVED < STORED: one transition's records, usually
+        return cuts
+    for at, (kind, *block) in enumerate(records[:, :3].tolist()):
+        if kind == EventKind.STORED:
+            stored.add(tuple(block))
+        elif tuple(block) in stored:
+            cuts.append(at)
+            stored.clear()
     return cuts
 
 

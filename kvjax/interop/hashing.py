@@ -207,34 +207,29 @@ class Hashing:
           size: P.
           hashes: of the group's blocks.
         """
-        flags = self._flags(rows, size)
-        width, start = _WORD * (rows.shape[1] - col.ABOVE), 0
-        data, hashed = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), []
+        flags, digests, above = self._flags(rows, size), [], []
+        data, width = np.ascontiguousarray(rows[:, col.ABOVE :]).tobytes(), _WORD * (rows.shape[1] - col.ABOVE)
         for at, (parent, fill) in enumerate(zip(among, rows[:, col.FILL].tolist(), strict=True)):
+            start = width * at + _BYTES
+            before, content, digest = data[width * at : start], data[start : width * (at + 1)], _NONE
             if parent >= 0:
+                before = digests[parent]
                 flags[at] |= flags[parent]
-            if flags[at] & col.UNKNOWN:
-                hashed.append(_NONE)
-            else:
-                content = data[start + _BYTES : start + width]
-                before = data[start : start + _BYTES] if parent < 0 else hashed[parent]
-                hashed.append(_chain(self._hasher, before, content if fill == size else _cut(content, fill, size)))
-            start += width
-        rows[:, col.HASH : col.ABOVE] = np.frombuffer(b"".join(hashed), np.int32).reshape(-1, 4)
-        inside = np.array(among, np.int64)
-        of = np.flatnonzero(inside >= 0)
-        rows[of, col.ABOVE : col.SIZE] = rows[inside[of], col.HASH : col.ABOVE]
-        firsts = col.hashes_of(rows).tolist()
-        new = _own(firsts, flags)
-        if len(set(new)) < len(new) or not hashes.isdisjoint(new):
-            _find_collisions(hashes, firsts, among, flags)
-            new = _own(firsts, flags)
+            if not flags[at] & col.UNKNOWN:
+                digest = _chain(self._hasher, before, content if fill == size else _cut(content, fill, size))
+            if not flags[at] & (col.UNKNOWN | col.COLLISION):  # of blocks with equal 64 bits the first one has them
+                flags[at] |= col.COLLISION * (first_64_bits(digest) in hashes)
+                hashes.add(first_64_bits(digest))
+            digests.append(digest)
+            above.append(before)
+        rows[:, col.HASH : col.ABOVE] = np.frombuffer(b"".join(digests), np.int32).reshape(-1, 4)
+        rows[:, col.ABOVE : col.SIZE] = np.frombuffer(b"".join(above), np.int32).reshape(-1, 4)
         rows[:, col.FLAGS] = flags
-        hashes.update(new)
 
     def forget(self, rows: np.ndarray, hashes: set[int]) -> None:
         """Takes the hashes of rows that are removed from the group's."""
-        hashes.difference_update(_own(col.hashes_of(rows).tolist(), rows[:, col.FLAGS].tolist()))
+        own = rows[:, col.FLAGS] & (col.UNKNOWN | col.COLLISION) == 0
+        hashes.difference_update(col.hashes_of(rows[own]).tolist())
 
     def _flags(self, rows: np.ndarray, size: int) -> list[int]:
         """The flags of rows, but for what they have of parents among them; writes the hashes of empty prefixes."""
@@ -245,22 +240,6 @@ class Hashing:
         flags |= np.where(rows[:, col.TEXT + size :].any(axis=1), col.EXTRA, 0)
         flags |= np.where(rows[:, col.FILL] < size, col.PARTIAL, 0)
         return flags.tolist()
-
-
-def _own(firsts: list[int], flags: list[int]) -> list[int]:
-    """The 64 bits of rows that no other block of the group has."""
-    return [first for first, of in zip(firsts, flags, strict=True) if not of & (col.UNKNOWN | col.COLLISION)]
-
-
-def _find_collisions(taken: set[int], firsts: list[int], among: list[int], flags: list[int]) -> None:
-    """Flags rows whose 64 bits another block has, and those below them; the first of such blocks keeps them."""
-    seen = set(taken)
-    for at, (first, parent) in enumerate(zip(firsts, among, strict=True)):
-        if parent >= 0:
-            flags[at] |= flags[parent] & col.COLLISION
-        if not flags[at] & (col.UNKNOWN | col.COLLISION):
-            flags[at] |= col.COLLISION * (first in seen)
-            seen.add(first)
 
 
 def _cut(content: bytes, fill: int, size: int) -> bytes:

@@ -22,10 +22,9 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from kvjax.checks import on_state
+from kvjax.events.mirror import snapshot
 from kvjax.events.records import EventKind
 from kvjax.interop import columns as col
 from kvjax.interop.events import HostEvents, host_events, parts_of
@@ -69,7 +68,8 @@ class _Contents:
     """The tables of a map, with what hashes their rows. Maps may share one, and count its versions."""
 
     def __init__(self, spec: CacheSpec, hashing: Hashing | None):
-        self.groups = [Nodes(_empty_table(spec, group.num_ids), set()) for group in spec.groups]
+        width = col.TEXT + spec.block_size * len(parts_of(spec))
+        self.groups = [Nodes(np.zeros((group.num_ids, width), np.int32), set()) for group in spec.groups]
         self.hashing, self.is_shared, self.version = hashing, False, 0
 
     def copy(self) -> _Contents:
@@ -151,15 +151,11 @@ class NodeMap:
         _refuse(records, wrong, f"wanted 1 to {size} tokens at level 0 or 1")
         rows = np.zeros((len(blocks), group.table.shape[1]), np.int32)
         rows[:, : col.NAMESPACE], rows[:, col.SIZE], rows[:, col.TEXT :] = records[:, 3:], size, text
-        self._add(number, blocks, rows)
-        return Change(EventKind.STORED, number, blocks, rows)
-
-    def _add(self, number: int, blocks: np.ndarray, rows: np.ndarray) -> None:
-        """Adds nodes by their rows, parents before children; completes the rows."""
-        group, hashing, parents = self.groups[number], self._contents.hashing, self._link(number, blocks, rows)
-        if hashing is not None:
-            hashing.hash(rows, parents, self.spec.block_size, group.hashes)
+        parents = self._link(number, blocks, rows)
+        if self._contents.hashing is not None:
+            self._contents.hashing.hash(rows, parents, size, group.hashes)
         group.table[blocks] = rows
+        return Change(EventKind.STORED, number, blocks, rows)
 
     def _clear(self, number: int) -> Change:
         change = self._forget(EventKind.CLEARED, number, self.groups[number].live[::-1])  # children first
@@ -196,11 +192,11 @@ class NodeMap:
 
     def attach(self, state: CacheState) -> None:
         """Begins anew with a cache that is not empty, was restored, or goes on without its events."""
-        tables = _tables_of(state, self.spec)
+        events = snapshot(state)
+        if state.spec != self.spec:
+            raise ValueError(f"state: got a cache of {state.spec}, wanted one of {self.spec}")
         self._contents, self._version = _Contents(self.spec, self.hashing), 0
-        for number, table in enumerate(tables):
-            blocks = Nodes(table, set()).live
-            self._add(number, blocks, table[blocks])
+        self._fold(host_events(events, self.spec))
 
     def snapshot(self) -> list[Change]:
         """The changes that store all that is cached, in each group parents first and prefixes in one piece."""
@@ -330,35 +326,6 @@ def parents_first(rows: np.ndarray) -> np.ndarray:
         order.append(at)
         waiting += children.get(hashes[at], [])[::-1]
     return np.array(order, np.int64)
-
-
-def _empty_table(spec: CacheSpec, num_ids: int) -> np.ndarray:
-    """i32[B, W]; a table without nodes."""
-    table = np.zeros((num_ids, col.TEXT + spec.block_size * len(parts_of(spec))), np.int32)
-    table[:, col.SIZE] = spec.block_size
-    return table
-
-
-@on_state
-def _tables_of(state: CacheState, spec: CacheSpec) -> list[np.ndarray]:
-    """The tables of a cache of this spec; a window group's block has the prefix of its block in the first group."""
-    if state.spec != spec:
-        raise ValueError(f"state: got a cache of {state.spec}, wanted one of {spec}")
-    tree = jax.device_get(state.groups[0].blocks)
-    texts = list(tree.text.parts().values())
-    tables = []
-    for group in state.groups:
-        blocks, ids = group.blocks, group.ids
-        wanted = blocks.fill, blocks.generation, blocks.stated_priority(ids), group.on_device(ids)
-        fill, generation, priority, on_device, group0_blocks = jax.device_get((*wanted, group.group0_blocks(ids)))
-        table, group0_blocks = _empty_table(spec, len(fill)), np.where(fill > 0, group0_blocks, 0)
-        table[:, col.GENERATION], table[:, col.FILL] = generation, fill
-        table[:, col.PRIORITY], table[:, col.LEVEL] = priority, ~on_device
-        table[:, col.PARENT : col.PARENT + 2] = tree.parent[group0_blocks]
-        table[:, col.DEPTH] = tree.depth[group0_blocks]
-        table[:, col.TEXT :] = np.concatenate([part[group0_blocks] for part in texts], axis=1)
-        tables.append(table)
-    return tables
 
 
 def _refuse(records: np.ndarray, wrong: np.ndarray, wanted: str) -> None:
