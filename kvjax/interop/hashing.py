@@ -218,8 +218,9 @@ class Hashing:
             if not flags[at] & col.UNKNOWN:
                 digest = _chain(self._hasher, before, content if fill == size else _cut(content, fill, size))
             if not flags[at] & (col.UNKNOWN | col.COLLISION):  # of blocks with equal 64 bits the first one has them
-                flags[at] |= col.COLLISION * (first_64_bits(digest) in hashes)
-                hashes.add(first_64_bits(digest))
+                first = first_64_bits(digest)
+                flags[at] |= col.COLLISION * (first in hashes)
+                hashes.add(first)
             digests.append(digest)
             above.append(before)
         rows[:, col.HASH : col.ABOVE] = np.frombuffer(b"".join(digests), np.int32).reshape(-1, 4)

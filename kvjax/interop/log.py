@@ -75,15 +75,6 @@ def entry(events: Events | EventLog, now: float | None = None) -> dict[str, Any]
 
 
 @dataclasses.dataclass
-class _Cached:
-    """A block that is cached: the digest of its prefix, its level, and since when."""
-
-    digest: bytes
-    level: int
-    since: float
-
-
-@dataclasses.dataclass
 class Report:
     """Figures of a file. Times are seconds since the first line, or numbers of events in files that have no times."""
 
@@ -155,7 +146,7 @@ class _Reader:
 
     def __init__(self):
         self.report = Report()
-        self._nodes: dict[Node, _Cached] = {}
+        self._nodes: dict[Node, tuple[bytes, int, float]] = {}  # digest of the prefix, level, and since when
         self._gone: dict[tuple[int, bytes], float] = {}  # when content left a group
         self._levels = [0, 0]
         self._first: float | None = None
@@ -193,22 +184,22 @@ class _Reader:
         elif kind == "removed":
             self._remove(node, now)
         elif kind == "updated":
-            self._levels[self._nodes[node].level] -= 1
-            self._nodes[node].level = event["level"]
+            digest, level, since = self._nodes[node]
+            self._nodes[node] = digest, event["level"], since
+            self._levels[level] -= 1
             self._levels[event["level"]] += 1
 
     def _store(self, node: Node, event: dict[str, Any], now: float) -> None:
         if node in self._nodes:
             self._remove(node, now, ends_life=False)
         parent, tokens = event.get("parent"), event["tokens"]
-        before = None if parent is None else self._nodes.get((0, *parent))
-        if before is not None:
-            prefix = before.digest
+        if parent is not None and (0, *parent) in self._nodes:
+            prefix, *_ = self._nodes[0, *parent]
         else:  # a root, or a parent that the file has not stored
             prefix = root_hash(salt=str(event["namespace"] if parent is None else parent))
             self.report.unknown += parent is not None
         digest = block_hash(prefix, tokens, event.get("extra_ids"))
-        self._nodes[node] = _Cached(digest, event["level"], now)
+        self._nodes[node] = digest, event["level"], now
         self._levels[event["level"]] += 1
         left = self._gone.pop((node[0], digest), None)
         if left is not None:
@@ -217,11 +208,11 @@ class _Reader:
 
     def _remove(self, node: Node, now: float, ends_life: bool = True) -> None:
         """Forgets a block that was removed, or whose end is not in the file: it goes on with another cache."""
-        block = self._nodes.pop(node)
-        self._levels[block.level] -= 1
+        digest, level, since = self._nodes.pop(node)
+        self._levels[level] -= 1
         if ends_life:
-            self.report.lifetimes.append(now - block.since)
-            self._gone[node[0], block.digest] = now
+            self.report.lifetimes.append(now - since)
+            self._gone[node[0], digest] = now
 
 
 def _parsed(line: str) -> tuple[list[dict[str, Any]], int, int, float | None]:

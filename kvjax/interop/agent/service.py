@@ -326,22 +326,16 @@ class Agent(PublisherThread[UpdateEncoder]):
 
     def _fill(self, groups: tuple[int, ...], snapshot_end: bool = False) -> bytes:
         """A message without blocks, with how full the tiers are; needs the lock."""
-        return messages.KVCacheStateUpdate(
-            update_type=messages.UPDATE_TYPE_ADDED, memory_tier=messages.MEMORY_TIER_GPU, group=groups[0],
-            fill=[fill for number in groups for fill in self._fill_of(number)], snapshot_end=snapshot_end,
-        ).SerializeToString()  # fmt: skip
-
-    def _fill_of(self, number: int) -> Iterator[Any]:
-        """The fill of each tier of a group, if it has any blocks."""
-        nodes = self._sent
-        table, spec = nodes.groups[number].table, nodes.spec.groups[number]
-        cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(_TIERS)).tolist()
-        for level, total in enumerate((spec.num_blocks, spec.num_host_blocks)):
-            usage = {}
-            if (number, level) in self._usage:
-                used, total, then = self._usage[number, level]
-                usage = {"used_blocks": used, "used_age_seconds": time.monotonic() - then}
-            if total:
-                yield messages.Fill(
-                    group=number, memory_tier=_TIERS[level], cached_blocks=cached[level], total_blocks=total, **usage
-                )
+        kinds = {"update_type": messages.UPDATE_TYPE_ADDED, "memory_tier": messages.MEMORY_TIER_GPU}
+        update = messages.KVCacheStateUpdate(**kinds, group=groups[0], snapshot_end=snapshot_end)
+        for number in groups:
+            table, group = self._sent.groups[number].table, self._sent.spec.groups[number]
+            cached = np.bincount(table[table[:, col.FILL] > 0, col.LEVEL], minlength=len(_TIERS)).tolist()
+            for level, total in enumerate((group.num_blocks, group.num_host_blocks)):
+                used, total, then = self._usage.get((number, level), (None, total, 0.0))
+                if total:
+                    fill = update.fill.add(group=number, memory_tier=_TIERS[level], total_blocks=total)
+                    fill.cached_blocks = cached[level]
+                    if used is not None:
+                        fill.used_blocks, fill.used_age_seconds = used, time.monotonic() - then
+        return update.SerializeToString()

@@ -307,19 +307,15 @@ class Mirror:
     @property
     def index(self) -> dict[Prefix, tuple[str, ...]]:
         """{prefix: media}; whole paths, so for tests and small caches."""
-        nodes = {number: group.nodes for number, group in self._groups.items()}
-        return {
-            _prefix(number, path, after): tuple(name for name, bit in self._media.items() if path[-1].where & bit)
-            for number, path, after in paths(nodes)
-        }
-
-
-def _prefix(group: int, path: Sequence[Node], after: Hash | None) -> Prefix:
-    root, tokens, extra = path[0].parent, array.array("q"), []
-    for node in path:
-        for key in node.keys:
-            named = isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int)
-            extra.append((len(tokens) + (key[1] if named else 0), key[0] if named else key))
-        tokens.frombytes(node.tokens)
-    salt = root.salt if isinstance(root, Root) else None
-    return Prefix(group, path[-1].lora, salt, tuple(tokens), tuple(extra), after)
+        found = {}
+        for number, path, after in paths({number: group.nodes for number, group in self._groups.items()}):
+            root, tokens, extra = path[0].parent, array.array("q"), []
+            for node in path:
+                for key in node.keys:
+                    named = isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int)
+                    extra.append((len(tokens) + (key[1] if named else 0), key[0] if named else key))
+                tokens.frombytes(node.tokens)
+            salt = root.salt if isinstance(root, Root) else None
+            prefix = Prefix(number, path[-1].lora, salt, tuple(tokens), tuple(extra), after)
+            found[prefix] = tuple(name for name, bit in self._media.items() if path[-1].where & bit)
+        return found
