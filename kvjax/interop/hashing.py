@@ -126,10 +126,6 @@ def with_hashes(
     Returns:
       The events: stored, updated and removed ones have "block_hash" too, stored ones "parent_hash", which at a root is
       that of the empty prefix; and the hashes after the events, as from `block_hashes`.
-
-    Raises:
-      ValueError: if the events cannot have come from a cache with these hashes, or a namespace or an adapter has no
-        name.
     """
     adapters = _adapters("loras", loras)
     names = Namespaces() if names is None else names

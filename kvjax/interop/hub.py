@@ -57,11 +57,7 @@ def together(spec: CacheSpec, *listeners: Callable[[Any], object]) -> Callable[[
 
 
 class PublisherThread[E: EventEncoder](abc.ABC):
-    """The side of a wire that takes a cache's events. A subclass makes what it needs to send, then starts `_thread`.
-
-    Attributes:
-      nodes: what is cached by the events so far.
-    """
+    """The side of a wire that takes a cache's events. A subclass makes what it needs to send, then starts `_thread`."""
 
     _name = "publisher"  # as errors and the thread call it
 
@@ -77,7 +73,7 @@ class PublisherThread[E: EventEncoder](abc.ABC):
         self._counts = {"overflows": 0, "ignored": 0}
         self._thread = threading.Thread(target=self._run, name=f"kvjax-{self._name}", daemon=True)
 
-    nodes = property(lambda self: self._encoder.nodes)
+    nodes = property(lambda self: self._encoder.nodes)  # what is cached by the events so far
 
     def publish(self, events: Any) -> None:
         """Publishes events; their arrays may be donated afterwards.

@@ -63,17 +63,11 @@ def dashboard() -> dict[str, Any]:
 
 
 class Lifetimes:
-    """The times for which the blocks of a group were findable.
-
-    Attributes:
-      counts: i64[14]; how many lasted up to each of `BOUNDS`, but longer than up to the one before; then the others.
-      seconds: in all.
-      since: f64[B]; when blocks were stored, NaN for those whose beginning nobody saw.
-    """
+    """The times for which the blocks of a group were findable: how many lasted up to each of `BOUNDS`, or longer."""
 
     def __init__(self, num_ids: int):
-        self.counts, self.seconds = np.zeros(len(BOUNDS) + 1, np.int64), 0.0
-        self.since = np.full(num_ids, np.nan)
+        self.counts, self.seconds = np.zeros(len(BOUNDS) + 1, np.int64), 0.0  # by the least bound; in all
+        self.since = np.full(num_ids, np.nan)  # when blocks were stored, NaN for those whose beginning nobody saw
 
     def end(self, blocks: np.ndarray, now: float) -> None:
         """Blocks are removed."""
@@ -85,20 +79,12 @@ class Lifetimes:
 
 
 class Observed:
-    """Adds up events on the host; it counts what it has seen, whatever came before, and also impossible events.
-
-    Attributes:
-      totals: as `Totals`.
-      hits: tokens that admissions found, by tier.
-      moved: bytes of ordered moves to each tier, by group.
-      lifetimes: by group.
-      levels: i64[B]; of the blocks of the first group that has K/V.
-    """
+    """Adds up events on the host; it counts what it has seen, whatever came before, and also impossible events."""
 
     def __init__(self, spec: CacheSpec):
         self.spec, self.totals = spec, Totals()
-        self.hits = dict.fromkeys(_TIERS, 0)
-        self.moved = {(number, tier): 0 for number in range(len(spec.groups)) for tier in _TIERS}
+        self.hits = dict.fromkeys(_TIERS, 0)  # tokens that admissions found
+        self.moved = {(number, tier): 0 for number in range(len(spec.groups)) for tier in _TIERS}  # bytes
         self.lifetimes = [Lifetimes(group.num_ids) for group in spec.groups]
         self._block_bytes = [sum(p.block_bytes(spec.block_size) for p in group.pools) for group in spec.groups]
         # Of the first group that has K/V: all that an admission finds, or what a window still sees of it.

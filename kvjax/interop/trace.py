@@ -45,9 +45,6 @@ class Trace:
       spec: of the cache, which is empty; see `attach` for others.
       file: a text file, which the caller closes.
       clock: gives the time in seconds.
-
-    Attributes:
-      nodes: what is cached by the events so far.
     """
 
     def __init__(self, spec: CacheSpec, file: TextIO, *, clock: Callable[[], float] = time.perf_counter):

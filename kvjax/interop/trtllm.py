@@ -33,18 +33,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 if TYPE_CHECKING:
-    from kvjax.interop.readers.trtllm import (
-        Block,
-        Created,
-        Diff,
-        Event,
-        Mirror,
-        Prefix,
-        Removed,
-        Stored,
-        Updated,
-        parse,
-    )
+    from .readers.trtllm import Block, Created, Diff, Event, Mirror, Prefix, Removed, Stored, Updated, parse
 
 __all__ = ["Block", "Created", "Diff", "Event", "Mirror", "Prefix", "Removed", "Stored", "Updated", "Writer", "parse"]
 

@@ -105,17 +105,13 @@ class End(enum.Enum):
 class Stream:
     """The messages that wait for a subscriber, whose thread takes them; who has the agent's lock puts them and ends it.
 
-    Attributes:
-      groups: whose updates it gets.
-      cancel: ends it without a word.
-      ended: why it ended, or None.
-      since: when it ended.
+    `cancel` ends it without a word.
     """
 
     def __init__(self, groups: tuple[int, ...], max_behind: int, cancel: Callable[[], object]):
         self.groups, self.cancel, self._most = groups, cancel, max_behind
         self.ended: End | None = None
-        self.since = 0.0
+        self.since = 0.0  # when it ended
         self._queue = queue.SimpleQueue[bytes | None]()  # None ends it
 
     def put(self, message: bytes) -> None:

@@ -203,26 +203,19 @@ class _Message(NamedTuple):
 
 
 class Follower:
-    """The state of a subscription: gaps, duplicates, restarts, replays.
+    """The state of a subscription by the messages so far: gaps, duplicates, restarts, replays.
 
     Args:
       replays: whether the publisher answers requests for messages that were missed.
       max_blocks: the most blocks that are mirrored.
-
-    Attributes:
-      mirror: the cache, by the messages so far.
-      last: number of the last message that counts, None before the first.
-      complete: whether nothing is missing, by all messages so far.
-      replay_from: number of the first message of the replay that was requested, None while none is under way.
-      num_requests: how many replays were requested.
-      counts: how often each thing happened.
     """
 
     def __init__(self, replays: bool, max_blocks: int):
         self._replays, self._max_blocks = replays, max_blocks
-        self.mirror, self.last, self.complete = Mirror(max_blocks), None, False
-        self.replay_from: int | None = None
-        self.num_requests = 0
+        self.mirror, self.complete = Mirror(max_blocks), False  # complete: nothing is missing
+        self.last: int | None = None  # number of the last message that counts
+        self.replay_from: int | None = None  # number of the first message of the replay that is under way
+        self.num_requests = 0  # of replays
         self.counts: dict[str, int] = dict.fromkeys(
             ("messages", "refused", "gaps", "duplicates", "restarts", "replays", "replays_failed"), 0
         )

@@ -226,19 +226,15 @@ class _Answer:
 
 
 class Replayer:
-    """Answers requests for missed messages, on a thread of its own.
+    """Answers requests for missed messages, which come to a bound ROUTER, on a thread of its own.
 
     At most `IN_FLIGHT` replays run at a time, and one a second for a peer. A request that comes too early or is one too
     many waits its turn; beyond a bounded queue it gets the end alone. A plain ROUTER drops answers in silence where a
     peer reads slowly. So the socket says where it would block (ROUTER_MANDATORY), and that peer's answers wait; others
-    go on. A peer that does not read for `timeout` seconds is given up.
-
-    Attributes:
-      counts: replays ended, replays given up, requests that got the end alone, and what was no request.
+    go on. A peer that does not read for `timeout` seconds is given up. `topic` is the frame with the topic, if any.
     """
 
     def __init__(self, socket: Any, history: History, topic: list[bytes], timeout: float):
-        """Takes a ROUTER that is bound; `topic` is the frame of answers that has it, if any."""
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket, self._history, self._topic, self._timeout = socket, history, topic, timeout
         self._active: list[_Answer] = []
