@@ -17,6 +17,7 @@ Records are copied by one assignment, and a block's content is put together once
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 from collections.abc import Iterable
@@ -314,17 +315,14 @@ def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
 def parents_first(rows: np.ndarray) -> np.ndarray:
     """The order of rows of a group in which parents come before their children, and chains stay together."""
     hashes, parents = col.hashes_of(rows).tolist(), col.parents_of(rows).tolist()
-    own, children, roots = set(hashes), {}, []
+    own, children, roots = set(hashes), collections.defaultdict(list), []
     for at in np.argsort(rows[:, col.DEPTH], kind="stable").tolist():
-        if parents[at] in own and rows[at, col.DEPTH]:
-            children.setdefault(parents[at], []).append(at)
-        else:
-            roots.append(at)
+        has_parent = rows[at, col.DEPTH] and parents[at] in own
+        (children[parents[at]] if has_parent else roots).append(at)
     order, waiting = [], roots[::-1]
     while waiting:
-        at = waiting.pop()
-        order.append(at)
-        waiting += children.get(hashes[at], [])[::-1]
+        order.append(waiting.pop())
+        waiting += children[hashes[order[-1]]][::-1]
     return np.array(order, np.int64)
 
 

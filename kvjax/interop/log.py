@@ -362,11 +362,11 @@ def _nothing(ax: Axes, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; see --help."""
-    about = "a file of events: counts, reuse, lifetimes, and what was stored again after it had been evicted."
-    example = "python -m kvjax.interop.log events.jsonl --plot events.png"
-    parser = argparse.ArgumentParser(
-        prog="python -m kvjax.interop.log", description=f"Prints a report of {about} {example}"
+    about = (
+        "Prints a report of a file of events: counts, reuse, lifetimes, and what was stored again after it had been "
+        "evicted. python -m kvjax.interop.log events.jsonl --plot events.png"
     )
+    parser = argparse.ArgumentParser(prog="python -m kvjax.interop.log", description=about)
     parser.add_argument("file", metavar="FILE", type=pathlib.Path, help="what Log or models.generate --events wrote")
     parser.add_argument("--plot", metavar="FILE.png", type=pathlib.Path, help="draw it there")
     args = parser.parse_args(arguments)

@@ -36,9 +36,8 @@ def open_socket(context: Any, kind: int, curve: Curve | None, most: int, queued:
     socket.set_hwm(queued)
     if curve is not None:
         socket.curve_publickey, socket.curve_secretkey, server = Curve(*curve)
-        if server is None:
-            socket.curve_server = True
-        else:
+        socket.curve_server = server is None
+        if server is not None:
             socket.curve_serverkey = server
     return socket
 

@@ -31,8 +31,7 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 _CACHE, _PROMPTS = 1, 2  # processes: groups of tracks
-_TRACKS = ("admissions", "loops", "moves", "other transitions")
-_ADMISSIONS, _LOOPS, _MOVES, _OTHERS = range(1, 5)
+_TRACKS = {"admission": "admissions", "loop": "loops", "move": "moves", "transition": "other transitions"}
 _LEVELS = ("device", "host")
 
 
@@ -60,7 +59,7 @@ class Trace:
         self._file.write("[\n")
         self._separator, self._closed = "", False
         self._name_process("cache", _CACHE)
-        for track, name in enumerate(_TRACKS, 1):
+        for track, name in enumerate(_TRACKS.values(), 1):
             self._name_track(name, _CACHE, track)
 
     def write(self, events: Events | EventLog) -> None:
@@ -68,11 +67,10 @@ class Trace:
         read = listened(events, self.nodes.spec)
         self.nodes.fold(read)
         events = arrays(read)
-        now, begin = self._clock(), self._begin
-        self._begin = now
-        records = records_of(events)
-        args = _args_of(events, records)
-        track, name = _track(events, args)
+        now, begin, records = self._clock(), self._begin, records_of(events)
+        self._begin, args = now, _args_of(events, records)
+        name = _name_of(events, args)
+        track = [*_TRACKS].index(name) + 1
         self._slice(name, begin, now, _CACHE, track, args)
         removed = records[records[:, 0] == EventKind.REMOVED]
         for number in sorted(set(removed[:, 1].tolist())):
@@ -177,10 +175,10 @@ def _args_of(events: Events | EventLog, records: np.ndarray) -> dict[str, int]:
     return {name: count for name, count in args.items() if count}
 
 
-def _track(events: Events | EventLog, args: dict[str, int]) -> tuple[int, str]:
-    """The track of a slice, and its name."""
+def _name_of(events: Events | EventLog, args: dict[str, int]) -> str:
+    """The name of a slice."""
     if isinstance(events, EventLog):
-        return _LOOPS, "loop"
+        return "loop"
     if "queried" in args:
-        return _ADMISSIONS, "admission"
-    return (_MOVES, "move") if "to_host" in args or "to_device" in args else (_OTHERS, "transition")
+        return "admission"
+    return "move" if "to_host" in args or "to_device" in args else "transition"

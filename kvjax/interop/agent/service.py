@@ -305,20 +305,20 @@ class Agent(PublisherThread[UpdateEncoder]):
 
     def _requested(self, request: bytes, context: Any) -> tuple[int, ...]:
         """The groups that a request asks for, which must have K/V."""
-        numbers, wrong, groups = list(self._groups), "", ()
+        numbers, wrong, groups = list(self._groups), "", []
         try:
-            groups = tuple(sorted(set(messages.SubscriptionRequest.FromString(request).groups))) or (numbers[0],)
+            groups = sorted(set(messages.SubscriptionRequest.FromString(request).groups)) or numbers[:1]
         except DecodeError:
             wrong = f"request: got {request!r:.80}, wanted a SubscriptionRequest"
         if not set(groups) <= set(numbers):
-            wrong = f"groups: got {list(groups)!r:.80}, wanted some of {numbers}"
+            wrong = f"groups: got {groups!r:.80}, wanted some of {numbers}"
         if len(request) > _REQUEST_BYTES:
             wrong = f"request: got {len(request):,} bytes, wanted at most {_REQUEST_BYTES:,}"
         if wrong:
             with self._lock:
                 self._counts["requests_refused"] += 1
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
-        return groups
+        return tuple(groups)
 
     def _fill(self, groups: tuple[int, ...], snapshot_end: bool = False) -> bytes:
         """A message without blocks, with how full the tiers are; needs the lock."""

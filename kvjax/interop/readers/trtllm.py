@@ -203,7 +203,14 @@ class Mirror:
         num_blocks = len(self) + (len(event.data.blocks) if isinstance(event.data, Stored) else 0)
         if num_blocks > self.max_blocks or len(self._groups) > _GROUPS:
             raise ValueError(f"lines: got {num_blocks} blocks, wanted at most {self.max_blocks}")
-        self._count(event.number)
+        self.counts["events"] += 1
+        if self.last is not None and event.number < self.last:  # of another process
+            self._groups.clear()
+            self._complete.clear()
+        elif event.number != (0 if self.last is None else self.last + 1):
+            self.counts["gaps"] += 1
+            self._complete.clear()
+        self.last = event.number
         key = event.window, event.group
         nodes = self._groups.setdefault(key, {})
         match event.data:
@@ -234,14 +241,3 @@ class Mirror:
             tokens = tuple(token for node in path for token in node.tokens)
             found[Prefix(*key, path[-1].lora, path[-1].salt, tokens, after)] = path[-1].where
         return found
-
-    def _count(self, number: int) -> None:
-        """Notes the number of an event; one that is lower than the last is another process's."""
-        self.counts["events"] += 1
-        if self.last is not None and number < self.last:
-            self._groups.clear()
-            self._complete.clear()
-        elif number != (0 if self.last is None else self.last + 1):
-            self.counts["gaps"] += 1
-            self._complete.clear()
-        self.last = number

@@ -251,9 +251,7 @@ class Mirror:
             raise ValueError(f"events: got {num_blocks} blocks on {len(media)} media, wanted at most {self.max_blocks}")
 
     def _store(self, event: Stored) -> None:
-        group = self._groups.get(event.group)
-        if group is None:
-            group = self._groups[event.group] = _Group(event.size, event.kind)
+        group = self._groups.setdefault(event.group, _Group(event.size, event.kind))
         nodes, hashes, width = group.nodes, group.hashes, _TOKEN_BYTES * event.size
         bit = self._media.setdefault(event.medium, 1 << len(self._media))
         parent = Root(event.lora, event.salt) if event.parent is None else event.parent
