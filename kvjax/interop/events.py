@@ -65,11 +65,10 @@ class HostEvents:
 
 
 def host_events(events: Any, spec: CacheSpec) -> HostEvents:
-    """Copies events to the host; their arrays may be donated afterwards.
+    """Copies events to the host; their arrays may be donated afterwards. Blocks of another size are a ValueError.
 
     Args:
-      events: `Events`, also with leading axes (of a scan); an `EventLog`; `HostEvents`; or decoded events, from
-        `to_list`. Blocks of another size are a ValueError.
+      events: `Events`, also with leading axes (of a scan); an `EventLog`; `HostEvents`; or what `to_list` makes.
       spec: of the cache that they come from.
     """
     if isinstance(events, HostEvents):

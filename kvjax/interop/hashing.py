@@ -72,10 +72,7 @@ def block_hash(parent: bytes, tokens: ArrayLike, extra_ids: ArrayLike | None = N
 
 
 def first_64_bits(block_hash: bytes) -> int:
-    """The first 8 bytes of a hash as an unsigned big-endian integer, for wires whose hashes have 64 bits.
-
-    0 becomes 1: some readers take the parent 0 for none.
-    """
+    """The first 8 bytes of a hash, big-endian, for wires of 64 bits; 1 for 0, which some readers take for no parent."""
     return int.from_bytes(block_hash[:8], "big") or 1
 
 
@@ -97,10 +94,7 @@ def salt_text(salt: str | None, salts: str, key: bytes) -> str | None:
 def block_hashes(
     events: Iterable[dict[str, Any]], hashes: Mapping[Node, bytes] | None = None, **options: Any
 ) -> dict[Node, bytes]:
-    """{(group, block, generation): hash} of all that is cached after some events, by `with_hashes`.
-
-    A window group's block has the hash of its whole prefix.
-    """
+    """{(group, block, generation): hash of the whole prefix} of all that is cached after events, by `with_hashes`."""
     return with_hashes(events, hashes, **options)[1]
 
 

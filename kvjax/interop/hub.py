@@ -102,9 +102,6 @@ class PublisherThread[E: EventEncoder](abc.ABC):
         """Begins anew with a cache that is not empty, was restored, or goes on after events that were impossible.
 
         What is queued is dropped, as it is part of the state; readers get the whole of it.
-
-        Args:
-          state: the cache; events published later are those after it.
         """
         with self._callers:
             self._refuse_closed()

@@ -287,10 +287,7 @@ class NodeMap:
 
 
 def share(maps: Iterable[NodeMap]) -> None:
-    """Lets maps of equal contents be one map, which the events of `together` are folded into once.
-
-    Each may still get events of its own, or be attached: then it has contents of its own again.
-    """
+    """Lets maps of equal contents share them, until one gets events of its own or is attached: see `together`."""
     distinct_maps: list[NodeMap] = []
     for one in sorted(maps, key=lambda one: one.hashing is None):
         other = next((other for other in distinct_maps if _is_shareable(one, other)), None)
@@ -314,7 +311,7 @@ def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
 
 def parents_first(rows: np.ndarray) -> np.ndarray:
     """The order of rows of a group in which parents come before their children, and chains stay together."""
-    hashes, parents = col.hashes_of(rows).tolist(), col.parents_of(rows).tolist()
+    hashes, parents = col.hashes_of(rows).tolist(), col.hashes_of(rows, col.ABOVE).tolist()
     own, children, roots = set(hashes), collections.defaultdict(list), []
     for at in np.argsort(rows[:, col.DEPTH], kind="stable").tolist():
         has_parent = rows[at, col.DEPTH] and parents[at] in own

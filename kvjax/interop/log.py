@@ -130,10 +130,7 @@ class Report:
 
 
 def report(lines: Iterable[str]) -> Report:
-    """The report of lines: those of `Log`, or bare events, one a line, as older versions wrote them.
-
-    What is no entry is counted as refused, and the first such line is named.
-    """
+    """The report of lines of `Log`, or of bare events, as older versions wrote them; it counts others as refused."""
     reader = _Reader()
     for number, line in enumerate(lines, 1):
         if line.strip():

@@ -18,10 +18,7 @@ LOOPBACK = "tcp://127.0.0.1:5557"  # vLLM's port
 
 
 class Curve(NamedTuple):
-    """Keys of a socket, as `zmq.curve_keypair()` makes them: what it sends is encrypted.
-
-    Whoever knows the public key of a server may connect to it.
-    """
+    """Keys of an encrypted socket, from `zmq.curve_keypair()`; who knows the public key of a server may connect."""
 
     public: bytes
     secret: bytes

@@ -80,10 +80,7 @@ class Trace:
         self._count(now)
 
     def show(self, progress: Progress[Any]) -> None:
-        """Writes the tokens of a `stream`'s prompts; to be called with each `Progress`, as it comes.
-
-        The next slice begins when this is done: then the stream goes on.
-        """
+        """Writes the tokens of a `stream`'s prompts, from each `Progress` as it comes; the next slice begins then."""
         now = self._clock()
         for number, tokens in progress.new.items():
             output = progress.outputs[number]
@@ -99,10 +96,7 @@ class Trace:
         self.mark()
 
     def set(self, state: CacheState) -> None:
-        """Counts the blocks of a state by tier and condition, which are no events.
-
-        The next slice begins when this is done.
-        """
+        """Counts the blocks of a state by tier and condition, which are no events; the next slice begins then."""
         now, found = self._clock(), {number: stats(state, number) for number in self._groups}
         for number, level, name in self._tiers:
             fields = {of: f"{('', 'host_')[level]}{of}_blocks" for of in ("active", "cached", "empty")}

@@ -114,9 +114,6 @@ class Writer(EventEncoder[str]):
     def attach(self, state: CacheState) -> list[str]:
         """Begins anew with a cache that is not empty, was restored, or goes on after events that were impossible.
 
-        Args:
-          state: the cache; events written later are those after it.
-
         Returns:
           The lines that bring a reader to its contents, which are in the file too if there is one: all that was stored
           is removed, the groups are created, and what the cache has is stored.
@@ -159,7 +156,7 @@ class Writer(EventEncoder[str]):
 
     def _stored(self, number: int, rows: np.ndarray) -> list[str]:
         """Consecutive blocks that chain are one event."""
-        texts, parents = self._texts(rows), col.parents_of(rows).tolist()
+        texts, parents = self._texts(rows), col.hashes_of(rows, col.ABOVE).tolist()
         of, found = rows[:, [col.DEPTH, col.NAMESPACE]].tolist(), []
         for start, stop in pieces(col.chains_of(rows), self._most_blocks):
             depth, namespace = of[start]
@@ -197,10 +194,7 @@ class Writer(EventEncoder[str]):
 
 
 def window_size(spec: CacheSpec, number: int) -> int:
-    """The window of a group in its events.
-
-    Full attention has the largest one, since NVIDIA Dynamo keeps the events of the largest window and drops all others.
-    """
+    """The window of a group in its events; full attention has the largest: NVIDIA Dynamo drops those of all others."""
     window = spec.groups[number].window
     return spec.max_length if window is None else min(window, spec.max_length - 1)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves what a cache holds over gRPC as MAX's KV cache agent does.
 
-    caller        publish: what events change in the index is queued (`interop/hub.py`)
-    agent         encodes it as updates, which are put into every stream; fill levels
+    agent         what `publish` queues (`interop/hub.py`), as updates that are put into every stream; fill levels
     subscribers   a thread each: the present state, then what is put into their stream
 
 A new stream and a copy of the index that the others have are taken under one lock, so that no update is lost or sent
@@ -77,21 +76,17 @@ class UpdateEncoder(EventEncoder[Any]):
         return self._updates(messages.UPDATE_TYPE_REMOVED, number, rows, [])
 
     def _stored(self, number: int, rows: np.ndarray) -> list[Any]:
-        parents = np.where(rows[:, col.DEPTH] > 0, col.parents_of(rows), 0).tolist()
+        parents = np.where(rows[:, col.DEPTH] > 0, col.hashes_of(rows, col.ABOVE), 0).tolist()
         return self._updates(messages.UPDATE_TYPE_ADDED, number, rows, [str(parent or "") for parent in parents])
 
     def _updates(self, kind: int, number: int, rows: np.ndarray, parents: list[str]) -> list[Any]:
-        names, levels = list(map(str, col.hashes_of(rows).tolist())), rows[:, col.LEVEL]
-        return [
-            messages.KVCacheStateUpdate(
-                update_type=kind,
-                memory_tier=_TIERS[levels[start]],
-                cache_ids=names[start:stop],
-                parent_ids=parents[start:stop],
-                group=number,
-            )
-            for start, stop in pieces(runs(levels), MOST_HASHES)
-        ]
+        names, levels, found = [str(one) for one in col.hashes_of(rows).tolist()], rows[:, col.LEVEL], []
+        for start, stop in pieces(runs(levels), MOST_HASHES):
+            update = messages.KVCacheStateUpdate(update_type=kind, memory_tier=_TIERS[levels[start]], group=number)
+            update.cache_ids.extend(names[start:stop])
+            update.parent_ids.extend(parents[start:stop])
+            found.append(update)
+        return found
 
 
 class End(enum.Enum):
@@ -103,13 +98,10 @@ class End(enum.Enum):
 
 
 class Stream:
-    """The messages that wait for a subscriber, whose thread takes them; who has the agent's lock puts them and ends it.
-
-    `cancel` ends it without a word.
-    """
+    """Messages that wait for a subscriber, whose thread takes them; who has the agent's lock puts them and ends it."""
 
     def __init__(self, groups: tuple[int, ...], max_behind: int, cancel: Callable[[], object]):
-        self.groups, self.cancel, self._most = groups, cancel, max_behind
+        self.groups, self.cancel, self._most = groups, cancel, max_behind  # `cancel` ends it without a word
         self.ended: End | None = None
         self.since = 0.0  # when it ended
         self._queue = queue.SimpleQueue[bytes | None]()  # None ends it

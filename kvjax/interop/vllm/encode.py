@@ -153,7 +153,7 @@ class Encoder(EventEncoder[bytes]):
         size = self.nodes.spec.block_size
         tokens, extra_ids = np.split(rows[:, col.TEXT :], [size], axis=1)
         tokens, extra_keys = tokens.reshape(-1).tolist(), self._extra_keys(extra_ids)
-        hashes, parents = _packed(col.hashes_of(rows)), _packed(col.parents_of(rows))
+        hashes, parents = _packed(col.hashes_of(rows)), _packed(col.hashes_of(rows, col.ABOVE))
         columns = rows[:, [col.LEVEL, col.NAMESPACE, col.DEPTH]].tolist()
 
         def chain(start: int, stop: int) -> bytes:

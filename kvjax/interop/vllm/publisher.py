@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes a cache's events over ZMQ as vLLM does, and answers readers who missed messages.
 
-    caller      publish: what events change in the index is queued (`interop/hub.py`)
-    publisher   payloads, history, PUB; an empty batch when idle
+    publisher   payloads of what `publish` queues (`interop/hub.py`), history, PUB; an empty batch when idle
     replayer    ROUTER: what was missed, by the history
 
 The history has the last messages and the index before them, so that a replay has no holes:
