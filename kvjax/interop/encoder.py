@@ -35,15 +35,12 @@ class EventEncoder[W](abc.ABC):
 
     A change of level is a removal from the old level and a store on the new one, unless the wire has an event for it
     (`_updated`). `unpublished` has the flags of blocks that are left out, and reasons, "" for what is not counted.
-
-    Attributes:
-      nodes: what is cached by the events so far.
-      groups: numbers of those that the wire carries.
-      left_out: how many whole blocks were not published, by reason, each with those below it.
     """
 
     def __init__(self, spec: CacheSpec, hashing: Hashing, groups: Iterable[int], unpublished: Mapping[int, str]):
-        self.nodes, self.hashing, self.groups = NodeMap(spec, hashing), hashing, frozenset(groups)
+        self.nodes = NodeMap(spec, hashing)  # what is cached by the events so far
+        self.hashing, self.groups = hashing, frozenset(groups)  # numbers of those that the wire carries
+        # The number of whole blocks that were not published, by reason, each with those below it.
         self.left_out: collections.Counter[str] = collections.Counter()
         self._unpublished, self._mask = unpublished, sum(unpublished)
 

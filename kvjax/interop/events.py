@@ -17,7 +17,6 @@ from kvjax.events.records import COLUMNS, EventKind, Events
 from kvjax.spec import CacheSpec
 
 _KINDS = (EventKind.REMOVED, EventKind.UPDATED, EventKind.STORED, EventKind.CLEARED)  # what changes an index
-WIDTH = len(COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +95,7 @@ def arrays(events: Any) -> Events | EventLog:
 
 def records_of(events: Events | EventLog) -> np.ndarray:
     """i32[n, 9]; the records, those of a log without its padding."""
-    records = np.asarray(events.records).reshape(-1, WIDTH)
+    records = np.asarray(events.records).reshape(-1, len(COLUMNS))
     return records[: int(events.size)] if isinstance(events, EventLog) else records
 
 
@@ -164,5 +163,5 @@ def _of_list(events: list[dict[str, Any]], spec: CacheSpec) -> HostEvents:
             rows.append([row.get(name, 0) for name in COLUMNS])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"events: got {event!r:.200}, wanted an event as to_list makes it") from error
-    records = np.array(rows, np.int32).reshape(-1, WIDTH)
+    records = np.array(rows, np.int32).reshape(-1, len(COLUMNS))
     return HostEvents(spec, records, np.array(texts, np.int32).reshape(-1, len(parts) * size))

@@ -173,9 +173,6 @@ class Hashing:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hashing) and self._equal == other._equal
 
-    def __hash__(self) -> int:
-        return hash(self._equal)
-
     def space(self, namespace: int) -> Space:
         """A namespace; one that was not given out yet has the flag UNKNOWN."""
         if namespace not in self._spaces:

@@ -54,9 +54,6 @@ class Writer(EventEncoder[str]):
       names, lora_names, model, key: as for `hashing.Hashing`.
       salts: "digest" writes a hash of each salt, "plain" the salt, "omit" no blocks of prompts with a salt.
       rank: the attention_dp_rank; None: the events have none.
-
-    Attributes:
-      next_id: event_id of the next event.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class Writer(EventEncoder[str]):
         sizes = {number: window_size(spec, number) for number in range(int(spec.bare), len(spec.groups))}
         super().__init__(spec, Hashing(names, lora_names, model, key), sizes, unpublished)
         self._salt = functools.partial(salt_text, salts=salts, key=key)
-        self._file, self.next_id = file, 0
+        self._file, self.next_id = file, 0  # event_id of the next event
         dp_rank = "" if rank is None else f',"attention_dp_rank":{rank}'
         self._ends = {  # the smallest window first
             number: f',"window_size":{size}{dp_rank},"layer_group_id":{number}}}'
@@ -90,7 +87,9 @@ class Writer(EventEncoder[str]):
 
     def write(self, events: Any) -> None:
         """Writes the lines of events to the file: a listener."""
-        self._save(self.lines(events))
+        if self._file is None:
+            raise ValueError("file: got None, wanted a file to write to")
+        self._file.writelines(f"{line}\n" for line in self.lines(events))
 
     def lines(self, events: Any) -> list[str]:
         """Follows events; their lines.
@@ -123,13 +122,8 @@ class Writer(EventEncoder[str]):
         found = [*self.messages(before), *self._created(state.groups), *self.messages(self.nodes.snapshot())]
         self._sound = True
         if self._file is not None:
-            self._save(found)
+            self._file.writelines(f"{line}\n" for line in found)
         return found
-
-    def _save(self, lines: list[str]) -> None:
-        if self._file is None:
-            raise ValueError("file: got None, wanted a file to write to")
-        self._file.write("".join(line + "\n" for line in lines))
 
     def _created(self, groups: Sequence[Any]) -> list[str]:
         self._begun, found = True, []

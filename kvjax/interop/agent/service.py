@@ -248,7 +248,7 @@ class Agent(PublisherThread[UpdateEncoder]):
         with self._lock:
             self._due = time.monotonic() + (self._heartbeat or 0)
             messages_of = {groups: self._fill(groups) for groups in {stream.groups for stream in self._streams}}
-            for stream in self._streams:
+            for stream in list(self._streams):
                 stream.put(messages_of[stream.groups])
                 if stream.ended is not None and time.monotonic() > stream.since + _GRACE:
                     stream.cancel()

@@ -203,12 +203,7 @@ class _Message(NamedTuple):
 
 
 class Follower:
-    """The state of a subscription by the messages so far: gaps, duplicates, restarts, replays.
-
-    Args:
-      replays: whether the publisher answers requests for messages that were missed.
-      max_blocks: the most blocks that are mirrored.
-    """
+    """The state of a subscription by the messages so far; `replays`: whether the publisher answers requests."""
 
     def __init__(self, replays: bool, max_blocks: int):
         self._replays, self._max_blocks = replays, max_blocks

@@ -162,15 +162,12 @@ class Mirror:
     Args:
       max_blocks: the most blocks that it takes.
       rank: the one to follow where a stream has events of several; None: all.
-
-    Attributes:
-      last: event_id of the last event that counts, None before the first.
-      counts: events followed; lines refused and duplicates, which change nothing; gaps in the numbers; events of other
-        ranks.
     """
 
     def __init__(self, max_blocks: int = 1 << 22, rank: int | None = None):
-        self.max_blocks, self.rank, self.last = max_blocks, rank, None
+        self.max_blocks, self.rank = max_blocks, rank
+        self.last: int | None = None  # event_id of the last event that counts
+        # Lines that are refused, duplicates, and events of other ranks change nothing.
         self.counts = dict.fromkeys(("events", "refused", "gaps", "duplicates", "others"), 0)
         self._groups: dict[tuple[int, int | None], dict[Hash, Node]] = {}
         self._complete = set[tuple[int, int | None]]()  # groups of which no event is missing since they were created
