@@ -304,9 +304,8 @@ def _is_shareable(one: NodeMap, other: NodeMap) -> bool:
     if one.spec != other.spec or one.hashing not in (None, hashing) or other._version != other._contents.version:
         return False
     width = slice(None) if one.hashing is not None else slice(0, col.FLAGS)
-    return all(
-        np.array_equal(a.table[:, width], b.table[:, width]) for a, b in zip(one.groups, other.groups, strict=True)
-    )
+    pairs = zip(one.groups, other.groups, strict=True)
+    return all(np.array_equal(a.table[:, width], b.table[:, width]) for a, b in pairs)
 
 
 def parents_first(rows: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ class Trace:
         self._prompts: set[int] = set()
         self._file.write("[\n")
         self._separator, self._closed = "", False
-        self._name_process("cache", _CACHE)
+        self._event(ph="M", name="process_name", pid=_CACHE, tid=0, args={"name": "cache"})
         for track, name in enumerate(_TRACKS.values(), 1):
             self._name_track(name, _CACHE, track)
 
@@ -88,7 +88,7 @@ class Trace:
             if number not in self._prompts:
                 self._prompts.add(number)
                 if len(self._prompts) == 1:
-                    self._name_process("prompts", _PROMPTS)
+                    self._event(ph="M", name="process_name", pid=_PROMPTS, tid=0, args={"name": "prompts"})
                 self._name_track(f"prompt {number}", _PROMPTS, number + 1)
             args = {"tokens": len(tokens), "prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
             args |= {} if output.finish is None else {"finish": output.finish}
@@ -141,9 +141,6 @@ class Trace:
     def _counter(self, name: str, now: float, numbers: Mapping[str, Any]) -> None:
         args = {what: int(number) for what, number in numbers.items()}
         self._event(ph="C", name=name, ts=self._us(now), pid=_CACHE, tid=0, args=args)
-
-    def _name_process(self, name: str, process: int) -> None:
-        self._event(ph="M", name="process_name", pid=process, tid=0, args={"name": name})
 
     def _name_track(self, name: str, process: int, track: int) -> None:
         """Names a track, and has viewers sort it by number: by name, 10 comes before 2."""

@@ -33,7 +33,18 @@ from kvjax.spec import CacheSpec
 from kvjax.state import CacheState
 
 if TYPE_CHECKING:
-    from .readers.trtllm import Block, Created, Diff, Event, Mirror, Prefix, Removed, Stored, Updated, parse
+    from kvjax.interop.readers.trtllm import (
+        Block,
+        Created,
+        Diff,
+        Event,
+        Mirror,
+        Prefix,
+        Removed,
+        Stored,
+        Updated,
+        parse,
+    )
 
 __all__ = ["Block", "Created", "Diff", "Event", "Mirror", "Prefix", "Removed", "Stored", "Updated", "Writer", "parse"]
 

@@ -211,9 +211,8 @@ class Follower:
         self.last: int | None = None  # number of the last message that counts
         self.replay_from: int | None = None  # number of the first message of the replay that is under way
         self.num_requests = 0  # of replays
-        self.counts: dict[str, int] = dict.fromkeys(
-            ("messages", "refused", "gaps", "duplicates", "restarts", "replays", "replays_failed"), 0
-        )
+        counted = "messages", "refused", "gaps", "duplicates", "restarts", "replays", "replays_failed"
+        self.counts: dict[str, int] = dict.fromkeys(counted, 0)
         self._waiting: list[_Message] = []  # for the end of a replay
         self._waiting_bytes = 0
         self._num_unproven = 0  # the first of `_waiting`, which were there when the replay was requested

@@ -225,10 +225,8 @@ class Mirror:
                     nodes.pop(block_hash, None)
             case Updated(block_hash, level, priority) if block_hash in nodes:
                 node = nodes[block_hash]
-                level, priority = (
-                    was if diff is None else diff.new for was, diff in zip(node.where, (level, priority), strict=True)
-                )
-                node.where = level, priority
+                pairs = zip(node.where, (level, priority), strict=True)
+                node.where = tuple(was if diff is None else diff.new for was, diff in pairs)
 
     @property
     def index(self) -> dict[Prefix, tuple[int, int]]:

@@ -148,9 +148,7 @@ def _checked(event: Any) -> Stored | Removed | Cleared:
     return Stored(hashes, parent, tokens, size, lora, salt, keys, medium, group, kind, window)
 
 
-def _keys(
-    extra_keys: Sequence[Sequence[Any] | None], lora: str | None, at_root: bool
-) -> tuple[list[tuple[Key, ...]], str | None]:
+def _keys(extra_keys: Sequence[Any], lora: str | None, at_root: bool) -> tuple[list[tuple[Key, ...]], str | None]:
     """The extra keys of each block without the adapter's name, and the salt.
 
     vLLM's keys have no names. A text in the first block that is not the adapter's is taken for the salt: then a block
@@ -211,11 +209,7 @@ class _Group:
 
 
 class Mirror:
-    """The cached blocks by the events so far.
-
-    Args:
-      max_blocks: the most blocks that it takes.
-    """
+    """The cached blocks by the events so far, at most `max_blocks`."""
 
     def __init__(self, max_blocks: int = 1 << 22):
         self.max_blocks = max_blocks
